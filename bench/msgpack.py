@@ -1,0 +1,123 @@
+"""Time and memory of the msgpack door, beside one plain copy of the same bytes and beside flax.
+
+    python bench/msgpack.py [--gib 1] [--rounds 5]
+
+All systems run interleaved in one process, so that a busy machine slows them alike; the best round counts.
+"Extra" is the growth of resident memory at its peak, in multiples of the payload (Linux only).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import platform
+import tempfile
+import time
+from pathlib import Path
+
+import flax.serialization
+import jax
+import numpy as np
+
+from eformer.pytree import _serialization as ours
+
+LAYERS = 24
+
+
+def make_tree(nbytes: int) -> dict:
+    """A model's parameters: large matrices of bfloat16 and float32, and small biases."""
+    random = np.random.default_rng(0)
+    per_matrix = nbytes // (LAYERS * 4) // 2048 * 2048
+
+    def matrix(name: str) -> jax.Array:
+        dtype = jax.numpy.dtype(name)
+        raw = random.integers(0, 2**16, per_matrix // 2, dtype=np.uint16)
+        return jax.device_put(raw.view(dtype).reshape(-1, 2048 // dtype.itemsize))
+
+    return {
+        f"layer_{i}": {
+            "attention": {"qkv": matrix("bfloat16"), "out": matrix("float32")},
+            "mlp": [matrix("bfloat16"), matrix("bfloat16")],
+            "bias": np.zeros(64, np.float32),
+        }
+        for i in range(LAYERS)
+    }
+
+
+def peak_since_reset() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure(call) -> tuple[float, int]:
+    gc.collect()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    except OSError:
+        before = None
+    else:
+        before = resident()
+    start = time.perf_counter()
+    result = call()
+    seconds = time.perf_counter() - start
+    extra = peak_since_reset() - before if before is not None else -1
+    del result
+    return seconds, extra
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+
+    tree = make_tree(int(args.gib * 2**30))
+    payload = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    message = ours.to_bytes(tree)
+    assert message == flax.serialization.to_bytes(tree), "the bytes differ from flax's"
+    like = jax.eval_shape(lambda: tree)
+    scratch = Path(tempfile.mkdtemp(dir=".")) / "state.msgpack"
+    view = memoryview(message)
+
+    def write_plain() -> None:
+        with scratch.open("wb") as file:
+            file.write(message)
+            os.fsync(file.fileno())
+
+    cells = {
+        "one copy: bytes(memoryview)": lambda: bytes(view),
+        "to_bytes": lambda: ours.to_bytes(tree),
+        "msgpack_serialize": lambda: ours.msgpack_serialize(tree),
+        "flax to_bytes": lambda: flax.serialization.to_bytes(tree),
+        "msgpack_restore": lambda: ours.msgpack_restore(message),
+        "from_bytes": lambda: ours.from_bytes(like, message),
+        "flax msgpack_restore": lambda: flax.serialization.msgpack_restore(message),
+        "one write + fsync": write_plain,
+        "save_to_file": lambda: ours.save_to_file(tree, scratch),
+        "load_from_file": lambda: ours.load_from_file(like, scratch),
+    }
+    best = {name: (float("inf"), 0) for name in cells}
+    for _ in range(args.rounds):
+        for name, call in cells.items():
+            seconds, extra = measure(call)
+            best[name] = (min(best[name][0], seconds), max(best[name][1], extra))
+    scratch.unlink()
+    scratch.parent.rmdir()
+
+    copy = best["one copy: bytes(memoryview)"][0]
+    print(
+        f"{payload / 2**30:.2f} GiB, {len(jax.tree.leaves(tree))} leaves; {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}, jax {jax.__version__}, flax {flax.__version__}\n"
+    )
+    print("| what | seconds | x one copy | extra memory, x payload |\n|---|---:|---:|---:|")
+    for name, (seconds, extra) in best.items():
+        print(f"| {name} | {seconds:.4f} | {seconds / copy:.3f} | {extra / payload:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

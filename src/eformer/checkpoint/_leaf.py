@@ -1,0 +1,198 @@
+"""What a leaf is called and what it is: escaped names, LeafSpec, Region, Block."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from eformer.checkpoint._ndarray import dtype_from_name
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import numpy as np
+
+# ---------------------------------------------------------------------------------------------- names
+#
+# A leaf's name is its path, parts joined by ".". Each part is escaped so that joining loses nothing
+# and so that a part can be a directory: no dots (hence no "..", no ".zarray"), no separators, no
+# control characters, never empty.
+#
+#   %XX       one of the characters below            %uXXXX    a lone surrogate, which UTF-8 lacks
+#   %_        an empty part                          %+N       the N-th sibling of the same name
+#   %-        (paths only) goes on in the next part  %         alone: the tree is one bare leaf
+
+_UNSAFE = re.compile(r"[%./\\\x00-\x1f\x7f]|[\ud800-\udfff]")
+_ESCAPE = re.compile(r"%(?:([0-9A-F]{2})|u(D[89A-F][0-9A-F]{2}))")
+_SIBLING = re.compile(r"%\+([1-9][0-9]*)$")
+
+BARE_LEAF = "%"
+_EMPTY = "%_"
+
+# File systems allow 255 bytes; the rest is room for what a format appends.
+_MAX_COMPONENT_BYTES = 200
+
+_MOST_HINTS = 8
+_MOST_CANDIDATES = 5000
+
+
+def escape(part: str, sibling: int = 0) -> str:
+    """One part of a name; `sibling` tells apart parts that read the same, such as keys 1 and "1"."""
+    text = _UNSAFE.sub(_escape_character, part) or _EMPTY
+    return f"{text}%+{sibling}" if sibling else text
+
+
+def _escape_character(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"%{code:02X}" if code < 256 else f"%u{code:04X}"
+
+
+def unescape(part: str) -> str:
+    """The text that `escape` was given."""
+    text = _SIBLING.sub("", part)
+    return "" if text == _EMPTY else _ESCAPE.sub(lambda m: chr(int(m[1] or m[2], 16)), text)
+
+
+def join_name(escaped: Iterable[str]) -> str:
+    """The name of the leaf at this path of escaped parts."""
+    return ".".join(escaped) or BARE_LEAF
+
+
+def split_name(name: str) -> tuple[str, ...]:
+    """The escaped parts that `join_name` was given."""
+    return () if name == BARE_LEAF else tuple(name.split("."))
+
+
+def name_to_path(name: str) -> tuple[str, ...]:
+    """Directory components for `name`: each fits a file system, and no two names share a path.
+
+    Refuses a name that `join_name` cannot have made, so a hostile one leads nowhere.
+    """
+    return tuple(piece for part in name.split(".") for piece in _fit(_checked(part, name)))
+
+
+def path_to_name(path: Iterable[str]) -> str:
+    """The name that `name_to_path` was given."""
+    return ".".join(path).replace("%-.", "")
+
+
+def _checked(part: str, name: str) -> str:
+    if part != name or part != BARE_LEAF:
+        text = _SIBLING.sub("", part)
+        if escape(unescape(text)) != text:
+            raise FormatError(f"{part[:64]!r} cannot be part of a leaf's name (in {name[:200]!r})")
+    return part
+
+
+def _fit(part: str) -> list[str]:
+    """`part` in pieces of at most `_MAX_COMPONENT_BYTES`, all but the last marked as going on."""
+    if len(part) * 4 <= _MAX_COMPONENT_BYTES:
+        return [part]
+    pieces, room = [""], _MAX_COMPONENT_BYTES
+    for character in part:
+        width = len(character.encode())
+        if width > room:
+            pieces[-1] += "%-"
+            pieces.append("")
+            room = _MAX_COMPONENT_BYTES
+        pieces[-1] += character
+        room -= width
+    return pieces
+
+
+def with_nearest(names: Iterable[str], existing: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Each of `names` with a hint for an error message: the existing name most like it, or nothing.
+
+    Only the first few get a hint: a search takes milliseconds, and nobody reads the hundredth.
+    """
+    candidates = list(itertools.islice(existing, _MOST_CANDIDATES))
+    for index, name in enumerate(names):
+        found = difflib.get_close_matches(name, candidates, n=1) if index < _MOST_HINTS else []
+        yield name, f" (nearest is {found[0]!r})" if found else ""
+
+
+# ---------------------------------------------------------------------------------------------- boxes
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A half-open box `start <= index < stop`. A box of size zero overlaps nothing, not even itself."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.stop) or any(
+            not 0 <= a <= b for a, b in zip(self.start, self.stop, strict=False)
+        ):
+            raise ValueError(f"not a box: start {self.start}, stop {self.stop}")
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Region:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    def overlap(self, other: Region) -> Region | None:
+        """The box that both share, or None."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        if len(self.start) != len(other.start) or any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return Region(start, stop)
+
+    def inside(self, outer: Region) -> Region:
+        """This box in the coordinates of `outer`, which must contain it."""
+        if not all(
+            a <= b and c <= d
+            for a, b, c, d in zip(outer.start, self.start, self.stop, outer.stop, strict=True)
+        ):
+            raise ValueError(f"{self} is not inside {outer}")
+        return Region(
+            tuple(b - a for a, b in zip(outer.start, self.start, strict=True)),
+            tuple(b - a for a, b in zip(outer.start, self.stop, strict=True)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSpec:
+    """What a leaf is: its escaped name, its shape, and the name of its dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtype_from_name(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A box of a leaf, in host memory: the only thing that formats write or yield."""
+
+    spec: LeafSpec
+    region: Region
+    data: np.ndarray[Any, Any]
+
+    def __post_init__(self) -> None:
+        if self.data.shape != self.region.shape or self.data.dtype.name != self.spec.dtype:
+            raise ValueError(
+                f"leaf {self.spec.name!r}: the block holds {self.data.dtype}{list(self.data.shape)}, "
+                f"its region is {self.spec.dtype}{list(self.region.shape)}"
+            )

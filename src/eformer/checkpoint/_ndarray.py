@@ -1,0 +1,91 @@
+"""A numpy array as bytes: the name of its dtype, its elements in C order and little endian, and back."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from eformer.errors import FormatError, LeafError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+# A strided or big-endian array is straightened piece by piece, so that writing it needs this much
+# extra memory and not a second copy of the array.
+_PIECE_BYTES = 16 * 2**20
+
+
+def _known_dtypes() -> dict[str, np.dtype[Any]]:
+    """numpy's numbers and all of ml_dtypes, by name."""
+    numbers = [np.dtype(code) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"]
+    types = [t for t in vars(ml_dtypes).values() if isinstance(t, type) and issubclass(t, np.generic)]
+    return {dtype.name: dtype for dtype in (*numbers, *map(np.dtype, types))}
+
+
+DTYPES = _known_dtypes()
+
+_DATETIME = re.compile(r"(datetime64|timedelta64)(\[(\d{0,9})(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
+
+
+def dtype_from_name(name: str) -> np.dtype[Any]:
+    """The little-endian dtype called `name`. Names outside the table never reach numpy's dtype parser."""
+    if dtype := DTYPES.get(name):
+        return dtype
+    if _DATETIME.fullmatch(name):
+        return np.dtype(name)
+    raise FormatError(f"unknown dtype {name[:64]!r}; known are {', '.join(DTYPES)}, datetime64, timedelta64")
+
+
+def name_of_dtype(dtype: np.dtype[Any]) -> str:
+    """The name that `dtype_from_name` turns back into `dtype`; refuses what has none."""
+    name = dtype.name
+    try:
+        if dtype_from_name(name) == dtype.newbyteorder("<"):
+            return name
+    except ValueError:
+        pass
+    hint = "; store text as plain strings" if dtype.kind in "SUT" else ""
+    raise LeafError(f"an array of dtype {dtype} cannot be stored{hint}")
+
+
+def raw_pieces(array: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
+    """The elements as little-endian bytes in C order; one view when they already lie so in memory."""
+    little = array.dtype.newbyteorder("<")
+    if array.flags.c_contiguous and array.dtype == little:
+        yield array.reshape(-1).view(np.uint8)
+    else:
+        for block in _blocks(array):
+            yield np.ascontiguousarray(block, dtype=little).reshape(-1).view(np.uint8)
+
+
+def _blocks(array: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
+    """`array` cut along its leading axes into boxes of at most `_PIECE_BYTES`, in C order."""
+    if array.nbytes <= _PIECE_BYTES:
+        yield array
+        return
+    rows = _PIECE_BYTES // (array.nbytes // len(array))
+    if rows == 0:
+        for row in array:
+            yield from _blocks(row)
+    else:
+        for start in range(0, len(array), rows):
+            yield array[start : start + rows]
+
+
+def from_raw(data: memoryview, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    """A view of `data` as an array; as writable as `data` is."""
+    dtype = dtype_from_name(name)
+    if any(n < 0 for n in shape):
+        raise FormatError(f"negative dimension in shape {tuple(shape)}")
+    if math.prod(shape) * dtype.itemsize != len(data):
+        raise FormatError(
+            f"{name}{list(shape)} takes {math.prod(shape) * dtype.itemsize} bytes, found {len(data)}"
+        )
+    try:
+        return np.frombuffer(data, dtype=dtype).reshape(shape)
+    except ValueError as error:  # numpy's own limits: 64 axes, and sizes that overflow beside a zero
+        raise FormatError(f"{name}{list(shape)}: {error}") from error

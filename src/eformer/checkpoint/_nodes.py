@@ -1,0 +1,132 @@
+"""One level of a pytree, as JAX sees it; and the classes of nodes, by name, from those we may trust."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from eformer.errors import StructureError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+# Packages whose node classes a checkpoint may name without the caller having imported them: their modules
+# hold definitions only, so importing one is all that a hostile name could achieve.
+TRUSTED_PACKAGES = frozenset({"jax", "optax", "flax", "equinox", "chex"})
+
+_registered: dict[str, type] = {}
+
+
+def is_namedtuple(kind: type) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def is_node(kind: type) -> bool:
+    """Whether objects of this type are containers to JAX. None is one, of no children."""
+    return jax.tree_util.is_tree_node(kind)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Level:
+    """A node taken apart: its children with the keys that lead to them, and how to put it together."""
+
+    keys: tuple[Any, ...]
+    children: tuple[Any, ...]
+    treedef: jax.tree_util.PyTreeDef
+
+    def rebuild(self, children: Sequence[Any]) -> Any:
+        return jax.tree_util.tree_unflatten(self.treedef, children)
+
+    @property
+    def aux(self) -> Any:
+        data = self.treedef.node_data()
+        return None if data is None else data[1]
+
+
+def take_apart(node: Any) -> Level:
+    """`node` by one level. Its type must be a node to JAX."""
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    keys = tuple(plain_key(path[0]) for path, _ in pairs)
+    return Level(keys, tuple(child for _, child in pairs), treedef)
+
+
+def plain_key(entry: Any) -> Any:
+    """What a step of a JAX key path is called: a dict's key, an index, or the name of an attribute."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return jax.tree_util.keystr((entry,), simple=True)
+
+
+# -------------------------------------------------------------------------------------------- classes
+
+
+def class_name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def register_node(kind: type) -> type:
+    """Let checkpoints that name this class rebuild it. Usable as a decorator; the last of a name wins."""
+    if not is_node(kind):
+        raise StructureError(f"{class_name(kind)} is no pytree node: register it with jax.tree_util first")
+    _registered[class_name(kind)] = kind
+    return kind
+
+
+def resolve_class(name: str) -> type:
+    """The node class called `name`, from three places and no other.
+
+    1. `register_node`. 2. The classes that the running program has itself registered with JAX: looked up
+    among the modules already imported. 3. The node classes of `TRUSTED_PACKAGES`, imported when needed.
+    """
+    if name in _registered:
+        return _registered[name]
+    module, _, qualname = name.partition(":")
+    trusted = module.partition(".")[0] in TRUSTED_PACKAGES
+    kind = _look_up(module, qualname, may_import=trusted)
+    if kind is not None and is_node(kind) and (trusted or not is_namedtuple(kind)):
+        return kind
+    raise StructureError(
+        f"the tree holds a {name[:200]}, which this program may not build from a name; "
+        "pass like= with a tree of that structure, or register_node(the class) first"
+    )
+
+
+def _look_up(module: str, qualname: str, *, may_import: bool) -> type | None:
+    if may_import and module not in sys.modules:
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            return None
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        # vars(), not getattr(): a lazy module or a property must not run because a checkpoint named it.
+        if found is None or not hasattr(found, "__dict__"):
+            return None
+        found = vars(found).get(part)
+    return found if isinstance(found, type) else None
+
+
+def build_dataclass(kind: type, static: Mapping[str, Any], children: Mapping[str, Any]) -> Any:
+    """A dataclass node from its static fields and its children, by the class's own unflatten function."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    if strange := sorted((static.keys() | children.keys()) - names):
+        raise StructureError(f"{class_name(kind)} has no field {', '.join(strange)}; it has {sorted(names)}")
+    prototype: Any = object.__new__(kind)
+    for name, value in (*static.items(), *children.items()):
+        object.__setattr__(prototype, name, value)
+    level = take_apart(prototype)
+    return level.rebuild([children[key] for key in level.keys])
+
+
+def build_node(kind: type, aux: Any, children: Sequence[Any]) -> Any:
+    """Any other node from its auxiliary data and its children, by the class's own unflatten function."""
+    leaf = jax.tree_util.tree_structure(0)
+    treedef = jax.tree_util.PyTreeDef.from_node_data_and_children(
+        jax.tree_util.default_registry, (kind, aux), [leaf] * len(children)
+    )
+    return jax.tree_util.tree_unflatten(treedef, children)
