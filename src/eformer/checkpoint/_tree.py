@@ -16,7 +16,9 @@ The structure, by kind of node (`docs/format/structure.md` has the whole grammar
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -36,10 +38,11 @@ from eformer.checkpoint._value import value_from_json, value_to_json
 from eformer.errors import MismatchError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-# JSON readers stop near a thousand levels, and a level of the tree is two of JSON.
-MAX_DEPTH = 256
+# JSON readers stop near a thousand levels, and a level of the tree is two of JSON. Nothing here recurses, so
+# that this is the only limit.
+MAX_DEPTH = 400
 
 _FACTORIES = {
     f.__name__: f for f in (list, dict, set, tuple, int, float, complex, bool, str, bytes, OrderedDict)
@@ -51,111 +54,118 @@ _FACTORIES = {
 
 def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
     """The leaves by escaped name, in JAX's order, and the structure as JSON."""
-    walk = _Walk({}, {})
-    structure = walk.node(tree, ())
-    return walk.leaves, structure
+    leaves: dict[str, Any] = {}
+    describers: dict[type, _Describe | None] = {}  # one decision for each type met
+    root = [None]
+    todo: list[tuple[Any, Any, Any, tuple[str, ...]]] = [(root, 0, tree, ())]
+    while todo:
+        holder, slot, node, path = todo.pop()
+        kind = type(node)
+        if kind not in describers:
+            describers[kind] = _describer(kind)
+        describe = describers[kind]
+        if describe is None:
+            holder[slot] = name = join_name(path)
+            leaves[name] = node
+        else:
+            try:
+                level = describe(node)
+                todo.extend(reversed(list(level.children_below(path))))
+            except StructureError as error:
+                raise StructureError(f"at {join_name(path)[:400]!r}: {error}") from error
+            holder[slot] = level.document
+    return leaves, root[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Walk:
-    leaves: dict[str, Any]
-    describers: dict[type, Callable[[_Walk, Any, tuple[str, ...]], Any]]  # one decision for each type met
+class _Described:
+    """A node's JSON, whose `slots` wait for the JSON of its children, in JAX's order."""
 
-    def node(self, node: Any, path: tuple[str, ...]) -> Any:
-        describe = self.describers.get(type(node))
-        if describe is None:
-            describe = self.describers[type(node)] = _describer(type(node))
-        return describe(self, node, path)
+    document: Any
+    slots: Sequence[tuple[Any, Any]] = ()
+    keys: Sequence[Any] = ()
+    children: Sequence[Any] = ()
 
-    def children(self, keys: Iterable[Any], children: Iterable[Any], path: tuple[str, ...]) -> list[Any]:
-        """Descends into each child under a name that no sibling has."""
-        if len(path) >= MAX_DEPTH:
-            raise StructureError(f"the tree is nested more than {MAX_DEPTH} deep (or contains itself)")
-        siblings: dict[str, int] = {}
-        described = []
-        for key, child in zip(keys, children, strict=True):
+    def children_below(self, path: tuple[str, ...]) -> Iterator[tuple[Any, Any, Any, tuple[str, ...]]]:
+        """Each child with its slot and a name that no sibling has."""
+        if self.children and len(path) >= MAX_DEPTH:
+            raise StructureError(f"the tree is nested more than {MAX_DEPTH} deep, or contains itself")
+        seen: dict[str, int] = {}
+        for (holder, slot), key, child in zip(self.slots, self.keys, self.children, strict=True):
             text = str(key)
-            count = siblings[text] = siblings.get(text, -1) + 1
-            described.append(self.node(child, (*path, escape(text, count))))
-        return described
+            count = seen[text] = seen.get(text, -1) + 1
+            yield holder, slot, child, (*path, escape(text, count))
 
 
-def _describer(kind: type) -> Callable[[_Walk, Any, tuple[str, ...]], Any]:
+def _describer(kind: type) -> _Describe | None:
+    """How to describe nodes of this type; None for leaves."""
     if not is_node(kind):
-        return _leaf
-    if kind in _BUILTIN:
-        return _BUILTIN[kind]
-    return _namedtuple if is_namedtuple(kind) else _custom
+        return None
+    return _BUILTIN.get(kind) or (_namedtuple if is_namedtuple(kind) else _custom)
 
 
-def _leaf(walk: _Walk, node: Any, path: tuple[str, ...]) -> str:
-    name = join_name(path)
-    walk.leaves[name] = node
-    return name
+def _dict(node: dict[Any, Any]) -> _Described:
+    if not all(type(key) is str for key in node):
+        return _sorted_pairs("dict", node)
+    keys = sorted(node)
+    content = dict.fromkeys(map(escape, node))  # in the dict's own order
+    return _Described({"dict": content}, [(content, escape(k)) for k in keys], keys, [node[k] for k in keys])
 
 
-def _dict(walk: _Walk, node: dict[Any, Any], path: tuple[str, ...]) -> Any:
-    keys = _sorted_as_jax_does(node, path)
-    described = dict(zip(keys, walk.children(keys, map(node.__getitem__, keys), path), strict=True))
-    if all(type(key) is str for key in node):
-        return {"dict": {escape(key): described[key] for key in node}}  # in the order of the dict itself
-    return {"dict": [[value_to_json(key), described[key]] for key in node]}
-
-
-def _sorted_as_jax_does(keys: Iterable[Any], path: tuple[str, ...]) -> list[Any]:
+def _sorted_pairs(tag: str, node: dict[Any, Any]) -> _Described:
     try:
-        return sorted(keys)
+        keys = sorted(node)
     except TypeError as error:
-        raise StructureError(
-            f"the keys of the dict at {join_name(path)!r} cannot be sorted, which JAX needs ({error})"
-        ) from error
+        raise StructureError(f"the dict's keys cannot be sorted, which JAX needs ({error})") from error
+    pairs = {key: [value_to_json(key), None] for key in node}
+    document = {tag: list(pairs.values())}
+    return _Described(document, [(pairs[k], 1) for k in keys], keys, [node[k] for k in keys])
 
 
-def _sequence(walk: _Walk, node: Any, path: tuple[str, ...]) -> Any:
-    return {type(node).__name__: walk.children(range(len(node)), node, path)}
+def _ordered_dict(node: OrderedDict[Any, Any]) -> _Described:
+    pairs = [[value_to_json(key), None] for key in node]
+    return _Described({"OrderedDict": pairs}, [(p, 1) for p in pairs], list(node), list(node.values()))
 
 
-def _ordered_dict(walk: _Walk, node: OrderedDict[Any, Any], path: tuple[str, ...]) -> Any:
-    described = walk.children(node.keys(), node.values(), path)
-    return {"OrderedDict": [[value_to_json(k), d] for k, d in zip(node, described, strict=True)]}
-
-
-def _defaultdict(walk: _Walk, node: defaultdict[Any, Any], path: tuple[str, ...]) -> Any:
-    keys = _sorted_as_jax_does(node, path)
-    described = dict(zip(keys, walk.children(keys, map(node.__getitem__, keys), path), strict=True))
-    return {"defaultdict": [[value_to_json(key), described[key]] for key in node], "factory": _factory(node)}
-
-
-def _factory(node: defaultdict[Any, Any]) -> Any:
+def _defaultdict(node: defaultdict[Any, Any]) -> _Described:
+    described = _sorted_pairs("defaultdict", node)
     factory: Any = node.default_factory
-    name = getattr(factory, "__name__", "")
-    return name if _FACTORIES.get(name) is factory else value_to_json(factory)
+    name = getattr(factory, "__name__", None)
+    described.document["factory"] = name if _FACTORIES.get(name, name) is factory else value_to_json(factory)
+    return described
 
 
-def _namedtuple(walk: _Walk, node: Any, path: tuple[str, ...]) -> Any:
-    described = walk.children(node._fields, node, path)
-    return {
-        "namedtuple": class_name(type(node)),
-        "children": dict(zip(node._fields, described, strict=True)),
-    }
+def _sequence(node: Any) -> _Described:
+    return _in_list({type(node).__name__: None}, type(node).__name__, range(len(node)), node)
 
 
-def _custom(walk: _Walk, node: Any, path: tuple[str, ...]) -> Any:
+def _in_list(document: Any, tag: str, keys: Sequence[Any], children: Sequence[Any]) -> _Described:
+    content = document[tag] = [None] * len(children)
+    return _Described(document, [(content, i) for i in range(len(children))], keys, children)
+
+
+def _in_dict(document: Any, keys: Sequence[str], children: Sequence[Any]) -> _Described:
+    content = document["children"] = dict.fromkeys(keys)
+    return _Described(document, [(content, key) for key in keys], keys, children)
+
+
+def _namedtuple(node: Any) -> _Described:
+    return _in_dict({"namedtuple": class_name(type(node))}, node._fields, node)
+
+
+def _custom(node: Any) -> _Described:
     level = take_apart(node)
-    described = walk.children(level.keys, level.children, path)
     name = class_name(type(node))
-    if _is_plain_dataclass(node, level.keys):
-        static = {
-            field.name: value_to_json(getattr(node, field.name))
-            for field in dataclasses.fields(node)
-            if field.name not in level.keys and hasattr(node, field.name)
-        }
-        return {
-            "dataclass": name,
-            "static": static,
-            "children": dict(zip(level.keys, described, strict=True)),
-        }
-    return {"node": name, "aux": value_to_json(level.aux), "children": described}
+    if not _is_plain_dataclass(node, level.keys):
+        return _in_list(
+            {"node": name, "aux": value_to_json(level.aux)}, "children", level.keys, level.children
+        )
+    static = {
+        field.name: value_to_json(getattr(node, field.name))
+        for field in dataclasses.fields(node)
+        if field.name not in level.keys and hasattr(node, field.name)
+    }
+    return _in_dict({"dataclass": name, "static": static}, level.keys, level.children)
 
 
 def _is_plain_dataclass(node: Any, keys: tuple[Any, ...]) -> bool:
@@ -166,13 +176,15 @@ def _is_plain_dataclass(node: Any, keys: tuple[Any, ...]) -> bool:
     return len(set(keys)) == len(keys) and names.issuperset(keys)
 
 
-_BUILTIN: dict[type, Callable[[_Walk, Any, tuple[str, ...]], Any]] = {
+_Describe = Callable[[Any], _Described]
+
+_BUILTIN: dict[type, _Describe] = {
     dict: _dict,
     list: _sequence,
     tuple: _sequence,
     OrderedDict: _ordered_dict,
     defaultdict: _defaultdict,
-    type(None): lambda walk, node, path: None,
+    type(None): lambda node: _Described(None),
 }
 
 
@@ -189,12 +201,14 @@ def unflatten(structure: Any, leaves: Mapping[str, Any]) -> Any:
             missing.append(name)
         return unused.pop(name, None)
 
-    try:
-        tree = _build(structure, take)
-    except RecursionError as error:
-        raise StructureError("the recorded structure is nested too deeply") from error
-    _require_all(missing, unused, leaves)
-    return tree
+    # Parents first, so that backwards each node finds its children built.
+    nodes = _preorder(structure)
+    built: list[Any] = []
+    for document, count in reversed(nodes):
+        children = [built.pop() for _ in range(count)]
+        built.append(take(document) if isinstance(document, str) else _build(document, children))
+    _require_all(reversed(missing), unused, leaves)
+    return built[0]
 
 
 def unflatten_like(like: Any, leaves: Mapping[str, Any]) -> Any:
@@ -212,68 +226,87 @@ def _require_all(missing: Iterable[str], unexpected: Iterable[str], leaves: Iter
         raise MismatchError(problems, context="the leaves do not fit the structure")
 
 
-def _build(node: Any, take: Callable[[str], Any]) -> Any:
-    if node is None:
-        return None
-    if isinstance(node, str):
-        return take(node)
+def _preorder(structure: Any) -> list[tuple[Any, int]]:
+    """Every node's JSON with the number of its children, each before its children, and those in order."""
+    nodes = []
+    todo = [(structure, 0)]
+    while todo:
+        document, depth = todo.pop()
+        children = [] if document is None or isinstance(document, str) else _children(document)
+        if children and depth >= MAX_DEPTH:
+            raise StructureError(f"the recorded structure is nested more than {MAX_DEPTH} deep")
+        nodes.append((document, len(children)))
+        todo.extend((child, depth + 1) for child in reversed(children))
+    return nodes
+
+
+def _children(document: Any) -> list[Any]:
     try:
-        kind = next(iter(node))
-        return _BUILDERS[kind](node, take)
+        content = document["children"] if "children" in document else document[_kind(document)]
+        if isinstance(content, dict):
+            return list(content.values())
+        return [child for _, child in content] if _kind(document) in _WITH_KEYS else list(content)
+    except (KeyError, TypeError, ValueError) as error:
+        raise StructureError(f"not a recorded structure: {reprlib.repr(document)}") from error
+
+
+def _kind(document: Any) -> str:
+    kind = next(iter(document), None) if isinstance(document, dict) else None
+    if kind not in _BUILDERS:
+        raise StructureError(f"not a recorded structure: {reprlib.repr(document)}")
+    return str(kind)
+
+
+def _build(document: Any, children: list[Any]) -> Any:
+    if document is None:
+        return None
+    try:
+        return _BUILDERS[_kind(document)](document, children)
     except StructureError:
         raise
-    except RecursionError:
-        raise
     except Exception as error:  # a class's own unflatten function may raise anything
-        raise StructureError(f"cannot rebuild {str(node)[:200]}: {error!r}") from error
+        raise StructureError(f"cannot rebuild {reprlib.repr(document)}: {error!r}") from error
 
 
-def _all(children: Iterable[Any], take: Callable[[str], Any]) -> list[Any]:
-    return [_build(child, take) for child in children]
+def _build_dict(document: Any, children: list[Any]) -> dict[Any, Any]:
+    content = document["dict"]
+    keys = map(unescape, content) if isinstance(content, dict) else _keys(content)
+    return dict(zip(keys, children, strict=True))
 
 
-def _by_name(children: Mapping[str, Any], take: Callable[[str], Any]) -> dict[str, Any]:
-    return {name: _build(child, take) for name, child in children.items()}
+def _keys(pairs: Any) -> list[Any]:
+    return [_recorded(key, "a dict's key") for key, _ in pairs]
 
 
-def _pairs(pairs: Any, take: Callable[[str], Any]) -> list[tuple[Any, Any]]:
-    return [(_recorded(key, "a dict's key"), _build(child, take)) for key, child in pairs]
+def _build_ordered_dict(document: Any, children: list[Any]) -> OrderedDict[Any, Any]:
+    return OrderedDict(zip(_keys(document["OrderedDict"]), children, strict=True))
 
 
-def _build_dict(node: Any, take: Callable[[str], Any]) -> dict[Any, Any]:
-    content = node["dict"]
-    if isinstance(content, list):
-        return dict(_pairs(content, take))
-    return {unescape(key): _build(child, take) for key, child in content.items()}
+def _build_defaultdict(document: Any, children: list[Any]) -> defaultdict[Any, Any]:
+    name = document["factory"]
+    factory = _FACTORIES[name] if isinstance(name, str) else _recorded(name, "a defaultdict's factory")
+    return defaultdict(factory, zip(_keys(document["defaultdict"]), children, strict=True))
 
 
-def _build_defaultdict(node: Any, take: Callable[[str], Any]) -> defaultdict[Any, Any]:
-    factory = node["factory"]
-    made = _FACTORIES[factory] if isinstance(factory, str) else _recorded(factory, "defaultdict's factory")
-    return defaultdict(made, _pairs(node["defaultdict"], take))
+def _build_namedtuple(document: Any, children: list[Any]) -> Any:
+    name, fields = document["namedtuple"], tuple(document["children"])
+    kind: Any = resolve_class(name)
+    if fields != kind._fields:
+        raise StructureError(f"{name} was saved with fields {fields}, it now has {kind._fields}")
+    return kind(*children)
 
 
-def _build_namedtuple(node: Any, take: Callable[[str], Any]) -> Any:
-    kind: Any = resolve_class(node["namedtuple"])
-    children = _by_name(node["children"], take)
-    if tuple(children) != kind._fields:
-        raise StructureError(
-            f"{node['namedtuple']} was saved with fields {tuple(children)}, it now has {kind._fields}"
-        )
-    return kind(*children.values())
-
-
-def _build_dataclass(node: Any, take: Callable[[str], Any]) -> Any:
-    name = node["dataclass"]
+def _build_dataclass(document: Any, children: list[Any]) -> Any:
+    name = document["dataclass"]
     kind = resolve_class(name)
-    static = {field: _recorded(value, f"{name}.{field}") for field, value in node["static"].items()}
-    return build_dataclass(kind, static, _by_name(node["children"], take))
+    static = {field: _recorded(value, f"{name}.{field}") for field, value in document["static"].items()}
+    return build_dataclass(kind, static, dict(zip(document["children"], children, strict=True)))
 
 
-def _build_node(node: Any, take: Callable[[str], Any]) -> Any:
-    name = node["node"]
+def _build_node(document: Any, children: list[Any]) -> Any:
+    name = document["node"]
     kind = resolve_class(name)
-    return build_node(kind, _recorded(node["aux"], f"{name}, auxiliary data"), _all(node["children"], take))
+    return build_node(kind, _recorded(document["aux"], f"{name}, auxiliary data"), children)
 
 
 def _recorded(value: Any, where: str) -> Any:
@@ -283,16 +316,17 @@ def _recorded(value: Any, where: str) -> Any:
         raise StructureError(f"{where}: {error}; pass like= with a tree of that structure") from error
 
 
-_BUILDERS: dict[str, Callable[[Any, Callable[[str], Any]], Any]] = {
+_BUILDERS: dict[str, Callable[[Any, list[Any]], Any]] = {
     "dict": _build_dict,
-    "list": lambda node, take: _all(node["list"], take),
-    "tuple": lambda node, take: tuple(_all(node["tuple"], take)),
-    "OrderedDict": lambda node, take: OrderedDict(_pairs(node["OrderedDict"], take)),
+    "list": lambda document, children: children,
+    "tuple": lambda document, children: tuple(children),
+    "OrderedDict": _build_ordered_dict,
     "defaultdict": _build_defaultdict,
     "namedtuple": _build_namedtuple,
     "dataclass": _build_dataclass,
     "node": _build_node,
 }
+_WITH_KEYS = {"dict", "OrderedDict", "defaultdict"}
 
 
 # ------------------------------------------------------------------------------------------- questions

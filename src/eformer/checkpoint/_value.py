@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+import reprlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,7 +74,7 @@ def value_from_json(document: Any) -> Any:
     except StructureError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise StructureError(f"not a recorded value: {str(document)[:200]}") from error
+        raise StructureError(f"not a recorded value: {reprlib.repr(document)}") from error
 
 
 def _opaque(content: str) -> Any:

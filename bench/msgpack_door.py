@@ -1,6 +1,6 @@
 """Time and memory of the msgpack door, beside one plain copy of the same bytes and beside flax.
 
-    python bench/msgpack.py [--gib 1] [--rounds 5]
+    python bench/msgpack_door.py [--gib 1] [--rounds 5]
 
 All systems run interleaved in one process, so that a busy machine slows them alike; the best round counts.
 "Extra" is the growth of resident memory at its peak, in multiples of the payload (Linux only).

@@ -1,0 +1,51 @@
+import gzip
+import hashlib
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eformer.checkpoint._codec import block_digests, gzip_compress, gzip_decompress, sha256, xxh3_128
+from eformer.errors import FormatError
+
+
+@given(st.binary())
+def test_gzip_comes_back_is_deterministic_and_is_what_gzip_reads(data):
+    packed = gzip_compress(data)
+    assert gzip_decompress(packed) == data == gzip.decompress(packed)
+    assert gzip_compress(data) == packed
+
+
+def test_gzip_of_other_writers_is_read_in_several_members_and_with_padding():
+    assert gzip_decompress(gzip.compress(b"one") + gzip.compress(b"two") + bytes(100)) == b"onetwo"
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda b: b[:-5], lambda b: b[:5], lambda b: b + b"x", lambda b: b"", lambda b: b"no"]
+)
+def test_damaged_gzip_is_a_value_error(spoil):
+    with pytest.raises(FormatError, match="not gzip"):
+        gzip_decompress(spoil(gzip_compress(bytes(1000))))
+
+
+def test_every_flipped_bit_of_gzip_content_is_noticed():
+    packed = bytearray(gzip_compress(bytes(range(256))))
+    for position in range(10, len(packed)):
+        packed[position] ^= 1
+        with pytest.raises(FormatError):
+            gzip_decompress(bytes(packed))
+        packed[position] ^= 1
+
+
+def test_digests_are_the_published_functions():
+    data = np.arange(100, dtype=np.float32)
+    assert xxh3_128(data) == xxhash.xxh3_128(data.tobytes()).hexdigest()
+    assert sha256(data) == hashlib.sha256(data.tobytes()).hexdigest()
+
+
+@given(st.binary(max_size=100), st.integers(1, 40))
+def test_block_digests_cover_each_byte_once(data, size):
+    blocks = [data[i : i + size] for i in range(0, len(data), size)]
+    assert block_digests(data, size) == [xxh3_128(block) for block in blocks]

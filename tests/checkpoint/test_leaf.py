@@ -1,0 +1,155 @@
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eformer.checkpoint._leaf import (
+    BARE_LEAF,
+    Block,
+    LeafSpec,
+    Region,
+    escape,
+    join_name,
+    name_to_path,
+    path_to_name,
+    split_name,
+    unescape,
+    with_nearest,
+)
+from eformer.errors import FormatError
+from support.trees import HOSTILE, keys
+
+paths = st.lists(keys, max_size=5)
+
+
+def name_of(path):
+    return join_name(map(escape, path))
+
+
+@given(paths)
+def test_a_name_gives_back_its_path(path):
+    assert [unescape(part) for part in split_name(name_of(path))] == path
+
+
+@given(paths, paths)
+def test_different_paths_have_different_names_and_files(a, b):
+    if a != b:
+        assert name_of(a) != name_of(b)
+        assert name_to_path(name_of(a)) != name_to_path(name_of(b))
+
+
+@given(keys, st.integers(0, 12))
+def test_siblings_of_one_text_have_different_names(text, sibling):
+    assert (escape(text, sibling) == escape(text)) == (sibling == 0)
+    assert unescape(escape(text, sibling)) == text
+
+
+@given(paths)
+def test_no_component_leaves_its_directory_or_outgrows_a_file_system(path):
+    components = name_to_path(name_of(path))
+    assert components
+    for component in components:
+        assert component not in ("", ".", "..")
+        assert not set(component) & set("/\\.\0")
+        assert len(component.encode()) <= 255
+    assert path_to_name(components) == name_of(path)
+
+
+@pytest.mark.parametrize("key", HOSTILE, ids=repr)
+def test_every_hostile_key_is_a_real_directory_of_its_own(tmp_path, key):
+    directory = tmp_path.joinpath(*name_to_path(name_of(["a", key, "b"])))
+    directory.mkdir(parents=True)
+    assert tmp_path in Path(os.path.realpath(directory)).parents
+    relative = directory.relative_to(tmp_path).parts
+    assert [unescape(p) for p in split_name(path_to_name(relative))] == ["a", key, "b"]
+
+
+def test_ordinary_names_stay_as_people_know_them():
+    assert name_of(["model", "layers", "0", "self_attn", "q_proj.weight"]) == (
+        "model.layers.0.self_attn.q_proj%2Eweight"
+    )
+    assert name_of([]) == BARE_LEAF
+    assert name_of([""]) != BARE_LEAF
+
+
+@pytest.mark.parametrize(
+    "name", ["", "a..b", "../x", "a/b", "a\\b", "a\0", "a.%zz", "%2e", "%41", "a.%", "%+1"]
+)
+def test_a_name_that_no_tree_has_is_refused_before_it_is_a_path(name):
+    with pytest.raises(FormatError, match="cannot be part of a leaf's name"):
+        name_to_path(name)
+
+
+def test_hints_point_at_the_nearest_name():
+    hints = dict(with_nearest(["layers.0.kernal", "zzz"], ["layers.0.kernel", "layers.1.bias"]))
+    assert hints == {"layers.0.kernal": " (nearest is 'layers.0.kernel')", "zzz": ""}
+
+
+# ------------------------------------------------------------------------------------------------ boxes
+
+
+@st.composite
+def regions(draw, rank):
+    start = draw(st.lists(st.integers(0, 5), min_size=rank, max_size=rank))
+    return Region(tuple(start), tuple(a + draw(st.integers(0, 4)) for a in start))
+
+
+@given(st.integers(0, 3).flatmap(lambda rank: st.tuples(regions(rank), regions(rank))))
+def test_overlap_is_the_set_of_shared_indices(pair):
+    a, b = pair
+    overlap = a.overlap(b)
+    assert (_indices(overlap) if overlap else set()) == _indices(a) & _indices(b)
+    assert overlap == b.overlap(a)
+
+
+def _indices(region):
+    return {tuple(np.add(i, region.start)) for i in np.ndindex(region.shape)}
+
+
+@given(st.integers(0, 3).flatmap(lambda rank: st.tuples(regions(rank), regions(rank))))
+def test_inside_says_where_a_box_lies_in_another(pair):
+    outer, other = pair
+    if box := outer.overlap(other):
+        big = np.arange(outer.size).reshape(outer.shape)
+        whole = np.full((10,) * len(outer.start), -1)
+        whole[outer.slices] = big
+        assert np.array_equal(big[box.inside(outer).slices], whole[box.slices])
+
+
+def test_a_box_of_size_zero_overlaps_nothing_not_even_itself():
+    empty = Region((0, 2), (4, 2))
+    assert empty.size == 0
+    assert empty.overlap(empty) is None
+    assert Region.whole(()).overlap(Region.whole(())) == Region((), ())
+
+
+@pytest.mark.parametrize(("start", "stop"), [((1,), (0,)), ((0,), (1, 1)), ((-1,), (1,))])
+def test_what_is_no_box_is_refused(start, stop):
+    with pytest.raises(ValueError, match="not a box"):
+        Region(start, stop)
+
+
+def test_inside_refuses_a_box_that_sticks_out():
+    with pytest.raises(ValueError, match="is not inside"):
+        Region((0,), (3,)).inside(Region((1,), (5,)))
+
+
+def test_a_leaf_knows_its_bytes():
+    assert LeafSpec("a.w", (2, 3), "bfloat16").nbytes == 12
+    assert LeafSpec("a.w", (0, 3), "float64").nbytes == 0
+    with pytest.raises(ValueError, match="unknown dtype 'float31'"):
+        _ = LeafSpec("a.w", (2, 3), "float31").nbytes
+
+
+def test_a_block_that_does_not_fill_its_region_is_refused_by_name():
+    spec = LeafSpec("a.w", (4,), "float32")
+    Block(spec, Region((0,), (2,)), np.zeros(2, np.float32))
+    with pytest.raises(
+        ValueError, match=r"leaf 'a.w': the block holds float32\[3\], its region is float32\[2\]"
+    ):
+        Block(spec, Region((0,), (2,)), np.zeros(3, np.float32))
+    with pytest.raises(ValueError, match="the block holds int32"):
+        Block(spec, Region((0,), (2,)), np.zeros(2, np.int32))
