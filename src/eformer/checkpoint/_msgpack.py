@@ -50,7 +50,7 @@ def pack(tree: Any, write: Callable[[Any], Any], *, max_chunk: int, sort_keys: b
     Arrays of more than `max_chunk` bytes are split; `sort_keys` writes every dict in the order of its keys.
     """
     packer = _Packer(write, max_chunk, sort_keys)
-    open_containers = [iter([_Item(tree, ())])]
+    open_containers = [iter([_Item(tree, (), False)])]
     while open_containers:
         for item in open_containers[-1]:
             children = packer.begin(item)
@@ -76,12 +76,12 @@ def can_pack(leaf: Any) -> bool:
 class _Item:
     """A value to write, and where it stands in the tree."""
 
-    __slots__ = ("in_list", "path", "value")
+    __slots__ = ("below_list", "path", "value")
 
-    def __init__(self, value: Any, path: tuple[Any, ...], *, in_list: bool = False) -> None:
+    def __init__(self, value: Any, path: tuple[Any, ...], below_list: bool) -> None:
         self.value = value
         self.path = path
-        self.in_list = in_list
+        self.below_list = below_list
 
     @property
     def where(self) -> str:
@@ -129,9 +129,9 @@ class _Packer:
         if isinstance(item.value, tuple):
             self.write(_map_head(1) + self.encode(_TUPLE))
         self.write(_list_head(len(item.value)))
-        # flax leaves large arrays in lists whole, and its bytes are the standard here.
-        whole = isinstance(item.value, list)
-        return (_Item(child, (*item.path, i), in_list=whole) for i, child in enumerate(item.value))
+        # flax looks for large arrays to split in dicts alone, not below a list; its bytes are the standard.
+        below_list = item.below_list or isinstance(item.value, list)
+        return (_Item(child, (*item.path, i), below_list) for i, child in enumerate(item.value))
 
     def map(self, item: _Item) -> Iterator[_Item]:
         for reserved in (_CHUNKED, _TUPLE):
@@ -142,7 +142,7 @@ class _Packer:
 
     def map_items(self, item: _Item) -> Iterator[_Item]:
         for key in self.ordered(item.value):
-            child = _Item(item.value[key], (*item.path, key))
+            child = _Item(item.value[key], (*item.path, key), item.below_list)
             if type(key) not in (str, int, bool, float, bytes, type(None)):
                 raise LeafError(f"{child.where}: a key of type {type(key).__name__} cannot be stored")
             self.write(self.plain(key, child))
@@ -176,7 +176,7 @@ class _Packer:
     def array(self, array: np.ndarray[Any, Any], item: _Item) -> None:
         if isinstance(array, np.ma.MaskedArray):
             raise LeafError(f"{item.where}: the mask of a masked array cannot be stored")
-        limit = _MAX_LENGTH - 2**12 if item.in_list else self.max_chunk
+        limit = _MAX_LENGTH - 2**12 if item.below_list else self.max_chunk
         if array.nbytes > limit:
             self.chunked(array, item)
         else:
@@ -435,15 +435,15 @@ class _Reader:
     def expect(self, kind: Any, size: int | None = None) -> Any:
         """The next value, of an extension's payload, which must be of this kind."""
         value = self.value()
-        if type(value) is not kind or (size is not None and value.left != size):
-            raise FormatError(
-                f"wrong payload of an extension: {_name(kind)} expected, found {_name(type(value))}"
-            )
+        if type(value) is not kind:
+            raise FormatError(f"wrong payload: {_name(kind)} expected, found {_name(type(value))}")
+        if size is not None and value.left != size:
+            raise FormatError(f"wrong payload: a list of {size} expected, found one of {value.left}")
         return value
 
     def expect_end(self) -> None:
         if self.at != len(self.view):
-            raise FormatError(f"wrong payload of an extension: {len(self.view) - self.at} bytes too many")
+            raise FormatError(f"wrong payload: {len(self.view) - self.at} bytes too many")
 
     def invalid(self) -> Any:
         raise FormatError("0xc1, which msgpack never uses")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -114,7 +115,13 @@ def _named(node: Any, keys: Any, children: Any, rebuild: Any, order: Any = None)
 
 
 def _dict_parts(node: dict[Any, Any]) -> _Parts:
-    return _named(node, list(node), node.values(), lambda children: dict(zip(node, children, strict=True)))
+    def rebuild(children: list[Any]) -> Any:
+        pairs = zip(node, children, strict=True)
+        return (
+            defaultdict(node.default_factory, pairs) if isinstance(node, defaultdict) else type(node)(pairs)
+        )
+
+    return _named(node, list(node), node.values(), rebuild)
 
 
 def _partial_parts(node: Any) -> _Parts:
@@ -127,6 +134,8 @@ def _partial_parts(node: Any) -> _Parts:
 
 _BUILTIN: dict[type, Callable[[Any], _Parts]] = {
     dict: _dict_parts,
+    OrderedDict: _dict_parts,
+    defaultdict: _dict_parts,
     list: lambda node: _named(node, range(len(node)), node, list),
     tuple: lambda node: _named(node, range(len(node)), node, tuple),
     Partial: _partial_parts,

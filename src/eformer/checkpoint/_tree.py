@@ -130,8 +130,9 @@ def _ordered_dict(node: OrderedDict[Any, Any]) -> _Described:
 def _defaultdict(node: defaultdict[Any, Any]) -> _Described:
     described = _sorted_pairs("defaultdict", node)
     factory: Any = node.default_factory
-    name = getattr(factory, "__name__", None)
-    described.document["factory"] = name if _FACTORIES.get(name, name) is factory else value_to_json(factory)
+    name = getattr(factory, "__name__", "")
+    known = name in _FACTORIES and _FACTORIES[name] is factory
+    described.document["factory"] = name if known else value_to_json(factory)
     return described
 
 
@@ -337,9 +338,9 @@ def is_array_like(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def join_key(prefix: str | None, key: str | None) -> str:
-    """`prefix.key`, or whichever of the two is not empty."""
-    return ".".join(part for part in (prefix, key) if part)
+def join_key(prefix: str | None, k: str | None) -> str:
+    """`prefix.k`, or whichever of the two is not empty."""
+    return ".".join(part for part in (prefix, k) if part)
 
 
 def leaf_key_paths(

@@ -1,0 +1,157 @@
+"""Files appear whole and durable, or not at all: with real processes, real limits and real kills."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from eformer.checkpoint._store import local
+from eformer.checkpoint._store.local import replacing
+
+
+def write(path, data):
+    with replacing(path) as file:
+        file.write(data)
+
+
+def test_a_file_appears_with_its_parents(tmp_path):
+    path = tmp_path / "a" / "b" / "state"
+    write(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert os.listdir(path.parent) == ["state"]
+
+
+def test_nothing_is_visible_before_the_end_and_everything_after(tmp_path):
+    path = tmp_path / "state"
+    path.write_bytes(b"old")
+    with replacing(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_failure_leaves_the_old_file_and_no_trace(tmp_path, error):
+    path = tmp_path / "state"
+    path.write_bytes(b"old")
+    with pytest.raises(error), replacing(path) as file:  # noqa: PT012
+        file.write(b"half")
+        raise error
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["state"]
+
+
+def test_data_is_synced_before_the_name_and_the_name_before_the_return(tmp_path, monkeypatch):
+    events = []
+    fsync, replace = os.fsync, os.replace
+
+    def spy_fsync(fd):
+        kind = "directory" if os.path.isdir(f"/proc/self/fd/{fd}") else "data"
+        events.append(f"sync {kind}")
+        fsync(fd)
+
+    def spy_replace(source, target, **kwargs):
+        events.append("rename")
+        replace(source, target, **kwargs)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(os, "replace", spy_replace)
+    write(tmp_path / "state", b"x")
+    assert events == ["sync data", "rename", "sync directory"]
+    events.clear()
+    write(tmp_path / "new" / "state", b"x")
+    assert events == ["sync directory", "sync data", "rename", "sync directory"]
+
+
+def test_a_link_stays_a_link_and_permissions_stay(tmp_path):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_bytes(b"old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    write(link, b"new")
+    assert link.is_symlink()
+    assert target.read_bytes() == b"new"
+    assert target.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_new_file_gets_the_usual_permissions(tmp_path):
+    write(tmp_path / "ours", b"")
+    (tmp_path / "plain").write_bytes(b"")
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_file_system_that_cannot_sync_directories_is_no_failure(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def refuse(fd):
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(22, "Invalid argument")
+        fsync(fd)
+
+    monkeypatch.setattr(local.os, "fsync", refuse)
+    write(tmp_path / "state", b"x")
+    assert (tmp_path / "state").read_bytes() == b"x"
+
+
+def test_writers_in_many_threads_each_leave_a_whole_file(tmp_path):
+    path = tmp_path / "state"
+    contents = [bytes([i]) * 100_000 for i in range(8)]
+    threads = [threading.Thread(target=write, args=(path, c)) for c in contents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert path.read_bytes() in contents
+    assert os.listdir(tmp_path) == ["state"]
+
+
+SAVE_AGAIN = """
+import resource, signal, sys
+import numpy as np
+from eformer.pytree._serialization import save_to_file
+if sys.argv[2] == "full":
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+print("go", flush=True)
+while True:
+    save_to_file({"generation": 2, "w": np.full(2**20, 2.0)}, sys.argv[1])
+"""
+
+
+def start_saving(path, how):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVE_AGAIN, str(path), how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "go\n"
+    return process
+
+
+def test_a_full_disk_keeps_the_old_file_and_leaves_no_trace(tmp_path):
+    path = tmp_path / "state"
+    path.write_bytes(b"old")
+    _, errors = start_saving(path, "full").communicate(timeout=60)
+    assert "File too large" in errors
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["state"]
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.004, 0.011, 0.023, 0.047])
+def test_a_killed_writer_leaves_a_whole_file(tmp_path, wait):
+    from eformer.pytree._serialization import load_from_file, save_to_file
+
+    path = tmp_path / "state"
+    save_to_file({"generation": 1, "w": [1.0] * 9}, path)
+    process = start_saving(path, "kill")
+    threading.Event().wait(wait)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    state = load_from_file(None, path)
+    assert state["generation"] in (1, 2)
+    assert state["generation"] == 1 or (state["w"] == 2.0).all()
