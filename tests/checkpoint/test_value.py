@@ -59,7 +59,7 @@ def test_what_json_cannot_say_is_marked_and_refused_when_read(value):
 @pytest.mark.parametrize(
     "document",
     [[], [1], {}, {"a": 1, "b": 2}, {"nope": 1}, {"tuple": 5}, {"numpy": ["float32", "!"]}, {"numpy": ["O", "AAAA"]},
-     {"dtype": "O"}, {"dtype": ["x"]}, {"int": "x"}, {"bytes": 3}, {"complex": 5}, {"dict": [[{"list": []}, 1]]}],
+     {"dtype": "O"}, {"dtype": ["x"]}, {"int": "x"}, {"bytes": 3}, {"complex": 5}, {"nan": "00"}, {"dict": [[{"list": []}, 1]]}],
 )  # fmt: skip
 def test_json_that_records_no_value_is_refused(document):
     with pytest.raises(ValueError, match=r"not a recorded value|unknown dtype"):

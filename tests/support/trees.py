@@ -135,7 +135,12 @@ def _containers(children: Any) -> Any:
         st.just(Empty()),
         st.builds(Moments, children, children),
         st.builds(Layer, children, children, st.text(max_size=5)),
-        st.builds(Pair, children, children, st.integers() | st.tuples(st.text(max_size=3), st.floats())),
+        st.builds(
+            Pair,
+            children,
+            children,
+            st.integers() | st.tuples(st.text(max_size=3), st.floats(allow_nan=False)),
+        ),
     )
 
 

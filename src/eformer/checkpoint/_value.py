@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import math
 import reprlib
+import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,8 @@ def value_to_json(value: Any) -> Any:
     if kind is int:
         return value if -_SAFE_INT <= value <= _SAFE_INT else {"int": hex(value)}
     if kind is float:
+        if math.isnan(value):  # there are many, and which one it was is part of the value
+            return {"nan": struct.pack(">d", value).hex()}
         return value if math.isfinite(value) else {"float": str(value)}
     return _tagged(value)
 
@@ -73,7 +76,7 @@ def value_from_json(document: Any) -> Any:
         return _READERS[tag](content)
     except StructureError:
         raise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, struct.error) as error:
         raise StructureError(f"not a recorded value: {reprlib.repr(document)}") from error
 
 
@@ -85,6 +88,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "str": unescape,
     "int": lambda c: int(c, 16),
     "float": float,
+    "nan": lambda c: struct.unpack(">d", bytes.fromhex(c))[0],
     "complex": lambda c: complex(*map(value_from_json, c)),
     "bytes": lambda c: base64.b64decode(c, validate=True),
     "tuple": lambda c: tuple(map(value_from_json, c)),
