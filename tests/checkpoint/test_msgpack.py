@@ -101,7 +101,7 @@ def test_arrays_are_written_from_where_they_lie_and_read_where_they_came():
     array = np.arange(1000.0)
     pieces = []
     pack({"a": array}, pieces.append, max_chunk=CHUNK, sort_keys=False)
-    assert any(np.shares_memory(p, array) for p in pieces if isinstance(p, np.ndarray))
+    assert any(np.shares_memory(np.frombuffer(p, np.uint8), array) for p in pieces)
     message = packed({"a": array, "b": jnp.ones(3, jnp.bfloat16)})
     tree = unpack(message)
     for leaf in tree.values():
@@ -232,34 +232,34 @@ HOSTILE = {
     "array as key": (b"\x81" + array_message([2], "float32", F4) + b"\x01", "a ndarray as the key of a map"),
     "unknown extension": (msgpack.packb(msgpack.ExtType(99, b"x")), "unknown extension type 99"),
     "timestamp": (msgpack.packb(msgpack.Timestamp(1)), "unknown extension type -1"),
-    "empty array payload": (msgpack.packb(msgpack.ExtType(1, b"")), "ends too early"),
-    "payload of two": (msgpack.packb(msgpack.ExtType(1, msgpack.packb([[2], "float32"]))), "a list of 3 expected, found one of 2"),
-    "payload a map": (msgpack.packb(msgpack.ExtType(1, b"\x80")), "a list expected, found a map"),
-    "payload too long": (msgpack.packb(msgpack.ExtType(1, msgpack.packb([[2], "float32", F4]) + b"\0")), "1 bytes too many"),
+    "empty array payload": (msgpack.packb(msgpack.ExtType(1, b"")), "truncated"),
+    "payload of two": (msgpack.packb(msgpack.ExtType(1, msgpack.packb([[2], "float32"]))), "length 3, got 2"),
+    "payload a map": (msgpack.packb(msgpack.ExtType(1, b"\x80")), "Expected `array`, got `object`"),
+    "payload too long": (msgpack.packb(msgpack.ExtType(1, msgpack.packb([[2], "float32", F4]) + b"\0")), "trailing characters"),
     "shape too large": (array_message([1000, 1000], "float32", F4), "takes 4000000 bytes, found 8"),
-    "shape negative": (array_message([-1], "float32", F4), "negative dimension"),
+    "shape negative": (array_message([-1], "float32", F4), "Expected `int` >= 0"),
     "shape overflows": (array_message([2**62, 2**62], "float32", F4), "takes"),
     "shape overflows beside 0": (array_message([0, 2**62], "float32", b""), "too big|too large|[Mm]aximum"),
-    "shape of floats": (array_message([2.0], "float32", F4), "int expected, found float"),
-    "shape of true": (array_message([True, 2], "float32", F4), "int expected, found bool"),
-    "shape no list": (array_message(2, "float32", F4), "a list expected, found int"),
-    "100 axes": (array_message([1] * 99 + [2], "float32", F4), "an array of 100 axes"),
+    "shape of floats": (array_message([2.0], "float32", F4), "Expected `int`, got `float`"),
+    "shape of true": (array_message([True, 2], "float32", F4), "Expected `int`, got `bool`"),
+    "shape no list": (array_message(2, "float32", F4), "Expected `array`, got `int`"),
+    "100 axes": (array_message([1] * 99 + [2], "float32", F4), "length <= 64"),
     "dtype unknown": (array_message([2], "float31", F4), "unknown dtype 'float31'"),
     "dtype object": (array_message([1], "object", F4), "unknown dtype 'object'"),
     "dtype O": (array_message([1], "O", F4), "unknown dtype 'O'"),
     "dtype structured": (array_message([1], "i4,i4", F4), "unknown dtype"),
     "dtype str64": (array_message([1], "str64", F4), "unknown dtype"),
-    "dtype bytes": (array_message([2], b"float32", F4), "str expected, found bytes"),
+    "dtype bytes": (array_message([2], b"float32", F4), "Expected `str`, got `bytes`"),
     "dtype long": (array_message([2], "f" * 10**6, F4), "unknown dtype"),
-    "data text": (array_message([2], "float32", "x" * 8), "bytes expected, found str"),
+    "data text": (array_message([2], "float32", "x" * 8), "Expected `bytes`, got `str`"),
     "data short": (array_message([2], "float32", F4[:7]), "takes 8 bytes, found 7"),
     "scalar with axes": (array_message([2], "float32", F4, code=3), "array with axes where a numpy scalar"),
     "scalar key": (array_message([2], "key<threefry2x32>", F4, code=3), "where a numpy scalar"),
     "key of no kind": (array_message([2], "key<nope>", F4), "not a PRNG key"),
     "key of wrong shape": (array_message([1, 1], "key<threefry2x32>", F4[:4]), "not a PRNG key"),
-    "complex of one": (msgpack.packb(msgpack.ExtType(2, msgpack.packb([1.0]))), "a list of 2 expected"),
-    "complex of text": (msgpack.packb(msgpack.ExtType(2, msgpack.packb(["1", "2"]))), "float expected, found str"),
-    "complex empty": (msgpack.packb(msgpack.ExtType(2, b"")), "ends too early"),
+    "complex of one": (msgpack.packb(msgpack.ExtType(2, msgpack.packb([1.0]))), "length 2, got 1"),
+    "complex of text": (msgpack.packb(msgpack.ExtType(2, msgpack.packb(["1", "2"]))), "Expected `float`, got `str`"),
+    "complex empty": (msgpack.packb(msgpack.ExtType(2, b"")), "truncated"),
     "tuple of 1": (msgpack.packb({"__msgpack_tuple__": 1}), "needs one list"),
     "tuple and more": (msgpack.packb({"__msgpack_tuple__": [], "a": 1}), "needs one list"),
     "chunks missing": (msgpack.packb({"__msgpack_chunked_array__": True}), "needs a shape and chunks"),
@@ -293,24 +293,41 @@ def test_hostile_bytes_are_a_value_error_that_says_what_and_costs_little(data, m
 
 def test_the_error_says_where():
     data = msgpack.packb({"layers": [1, {"w": msgpack.ExtType(1, b"\x80")}]})
-    with pytest.raises(FormatError, match=r"^msgpack, at byte 16 of 16, in 'layers/1/w': wrong payload"):
+    with pytest.raises(
+        FormatError,
+        match=r"^msgpack, at byte 16 of 16, in 'layers/1/w': wrong payload of an extension: Expected `array`, got `object`",
+    ):
         unpack(data)
 
 
 @pytest.mark.parametrize("tail", ["cut", "trailing", "deep", "unused tag"])
 def test_a_large_broken_message_is_refused_before_anything_is_built_from_it(tail):
     count = 2**22
-    body = {"cut": b"\x80" * (count - 1), "trailing": b"\x80" * (count + 1)}.get(tail, b"\x80" * (count - 1))
-    body += {"deep": b"\x91" * 10**5, "unused tag": b"\xc1"}.get(tail, b"")
-    data = b"\xdd" + count.to_bytes(4, "big") + body
+    many = b"\xdd" + count.to_bytes(4, "big") + b"\x80" * count  # would take 256 MiB
+    data = (
+        b"\x92"
+        + many
+        + {"cut": b"", "trailing": b"\xc0\xc0", "deep": b"\x91" * 10**5, "unused tag": b"\xc1"}[tail]
+    )
     tracemalloc.start()
     try:
-        with pytest.raises(FormatError, match=r"truncated|trailing|nested too deeply|invalid opcode"):
+        with pytest.raises(
+            FormatError,
+            match=r"at byte \d+ of \d+, in .*(truncated|trailing|too deeply|invalid opcode).*further on",
+        ):
             unpack(data)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 2**20  # what it announces would take 256 MiB
+    assert peak < 16 * 2**20
+
+
+def test_a_large_broken_message_of_few_values_is_explained():
+    message = packed({"layers": [{"w": np.zeros(10**5)}, {"w": np.zeros(10**5)}]})
+    with pytest.raises(FormatError, match=r"in 'layers/1/w': 800020 bytes announced, and only 799920 left"):
+        unpack(message[:-100])
+    with pytest.raises(FormatError, match="3 bytes follow the end"):
+        unpack(message + b"abc")
 
 
 SAMPLE = packed(

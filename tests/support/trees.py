@@ -124,7 +124,7 @@ def _containers(children: Any) -> Any:
     def dicts(some_keys: Any) -> Any:
         return st.dictionaries(some_keys, children, max_size=4)
 
-    mixed = st.dictionaries(keys | st.integers(-2, 2) | st.none(), children, max_size=4)
+    mixed = st.dictionaries(keys | st.integers(-2, 2), children, max_size=4)
     return st.one_of(
         st.lists(children, max_size=3),
         st.lists(children, max_size=3).map(tuple),

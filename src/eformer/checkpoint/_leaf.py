@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from eformer.checkpoint._ndarray import dtype_from_name
@@ -41,6 +42,7 @@ _MOST_HINTS = 8
 _MOST_CANDIDATES = 5000
 
 
+@lru_cache(4096)
 def escape(part: str, sibling: int = 0) -> str:
     """One part of a name; `sibling` tells apart parts that read the same, such as keys 1 and "1"."""
     text = _UNSAFE.sub(_escape_character, part) or _EMPTY

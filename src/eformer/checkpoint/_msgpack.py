@@ -15,7 +15,8 @@ import math
 import re
 import struct
 import sys
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -25,6 +26,11 @@ from eformer.errors import FormatError, LeafError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    # A value to write, where it stands (None: the root, else the place of its parent and the last step),
+    # and whether a list stands above it.
+    Place = tuple["Place", Any] | None
+    Item = tuple[Any, Place, bool]
 
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
 _CHUNKED = "__msgpack_chunked_array__"
@@ -38,32 +44,34 @@ _MAX_MESSAGE_DEPTH = 2 * _MAX_TREE_DEPTH + 2
 # The longest byte string or extension that msgpack can express.
 _MAX_LENGTH = 2**32 - 1
 
-_MAX_AXES = 64
+_encode = msgspec.msgpack.Encoder().encode
 
 
 # --------------------------------------------------------------------------------------------- writing
 
 
 def pack(tree: Any, write: Callable[[Any], Any], *, max_chunk: int, sort_keys: bool) -> None:
-    """Hands the message to `write`, piece by piece; arrays as views of their own memory, never copied.
+    """Hands the message to `write`, piece by piece; large arrays as views of their own memory, not copied.
 
     Arrays of more than `max_chunk` bytes are split; `sort_keys` writes every dict in the order of its keys.
     """
     packer = _Packer(write, max_chunk, sort_keys)
-    open_containers = [iter([_Item(tree, (), False)])]
-    while open_containers:
-        for item in open_containers[-1]:
-            children = packer.begin(item)
+    unfinished: list[Iterator[Item]] = [iter([(tree, None, False)])]
+    while unfinished:
+        for value, place, below_list in unfinished[-1]:
+            children = packer.begin(value, place, below_list)
             if children is not None:
-                open_containers.append(children)
+                unfinished.append(children)
                 break
         else:
-            open_containers.pop()
+            unfinished.pop()
+        if len(unfinished) > _MAX_TREE_DEPTH + 1:
+            raise LeafError(f"the tree is nested more than {_MAX_TREE_DEPTH} deep, or contains itself")
 
 
 def can_pack(leaf: Any) -> bool:
     """Whether `pack` takes this leaf; an array is judged by its dtype, its data is not touched."""
-    if _is_jax_array(leaf) and not hasattr(leaf.dtype, "newbyteorder"):
+    if _is_jax_array(leaf) and not isinstance(leaf.dtype, np.dtype):
         return True  # an extended dtype: a typed PRNG key
     try:
         sample = np.empty(0, leaf.dtype) if isinstance(leaf, np.ndarray) or _is_jax_array(leaf) else leaf
@@ -73,135 +81,155 @@ def can_pack(leaf: Any) -> bool:
     return True
 
 
-class _Item:
-    """A value to write, and where it stands in the tree."""
-
-    __slots__ = ("below_list", "path", "value")
-
-    def __init__(self, value: Any, path: tuple[Any, ...], below_list: bool) -> None:
-        self.value = value
-        self.path = path
-        self.below_list = below_list
-
-    @property
-    def where(self) -> str:
-        return "/".join(map(str, self.path)) or "the root"
+def _where(place: Place) -> str:
+    steps = []
+    while place is not None:
+        place, step = place
+        steps.append(str(step))
+    return "/".join(reversed(steps)) or "the root"
 
 
 class _Packer:
+    """Writes values by type: a leaf whole, of a container the head, whose children it then returns."""
+
     def __init__(self, write: Callable[[Any], Any], max_chunk: int, sort_keys: bool) -> None:
         self.write = write
         self.max_chunk = max_chunk
         self.sort_keys = sort_keys
-        self.encode = msgspec.msgpack.Encoder().encode
+        self.writers: dict[type, Callable[[Any, Place, bool], Iterator[Item] | None]] = {
+            **dict.fromkeys((type(None), bool, int, float, str), self.plain),
+            **dict.fromkeys((bytes, bytearray, memoryview), self.bytes),
+            np.ndarray: self.array,
+            dict: self.map,
+            list: self.list,
+            tuple: self.tuple,
+        }
 
-    def begin(self, item: _Item) -> Iterator[_Item] | None:
-        """Writes a leaf whole, or the head of a container, whose children it then returns."""
-        value, kind = item.value, type(item.value)
-        if kind in (dict, list, tuple):
-            return self.container(item)
-        if value is None or kind in (bool, int, float, str):
-            self.write(self.plain(value, item))
-        elif isinstance(value, np.ndarray):
-            self.array(value, item)
-        elif isinstance(value, np.generic):
-            self.extension(_SCALAR, np.asarray(value), item)
-        elif isinstance(value, complex):
-            pair = b"\x92" + self.encode(value.real) + self.encode(value.imag)
-            self.write(_extension_head(_COMPLEX, len(pair)) + pair)
-        elif kind in (bytes, bytearray, memoryview):
-            self.write(_bytes_head(memoryview(value).nbytes, item.where))
-            self.write(value)
-        elif _is_jax_array(value):
-            self.jax_array(value, item)
-        else:
+    def begin(self, value: Any, place: Place, below_list: bool) -> Iterator[Item] | None:
+        write = self.writers.get(type(value)) or self.other
+        return write(value, place, below_list)
+
+    def map(self, value: Any, place: Place, below_list: bool) -> Iterator[Item]:
+        for reserved in (_CHUNKED, _TUPLE):
+            if reserved in value:
+                raise LeafError(
+                    f"{_where(place)}: the key {reserved!r} has a meaning of its own in this format"
+                )
+        self.write(_head(len(value), 0x80, 0xDE))
+        return self.map_items(value, place, below_list)
+
+    def map_items(self, value: Any, place: Place, below_list: bool) -> Iterator[Item]:
+        for key in self.ordered(value):
+            here = (place, key)
+            if type(key) not in _KEYS:
+                raise LeafError(f"{_where(here)}: a key of type {type(key).__name__} cannot be stored")
+            self.plain(key, here, below_list)
+            yield value[key], here, below_list
+
+    def ordered(self, value: Any) -> list[Any]:
+        try:
+            return sorted(value) if self.sort_keys else list(value)
+        except TypeError:  # keys of several types have no order but their own
+            return list(value)
+
+    def list(self, value: Any, place: Place, below_list: bool) -> Iterator[Item]:
+        # flax looks for large arrays to split in dicts alone, not below a list; its bytes are the standard.
+        self.write(_head(len(value), 0x90, 0xDC))
+        return ((child, (place, index), True) for index, child in enumerate(value))
+
+    def tuple(self, value: Any, place: Place, below_list: bool) -> Iterator[Item]:
+        self.write(_head(1, 0x80, 0xDE) + _encode(_TUPLE) + _head(len(value), 0x90, 0xDC))
+        return ((child, (place, index), below_list) for index, child in enumerate(value))
+
+    def plain(self, value: Any, place: Place, below_list: bool) -> None:
+        try:
+            self.write(_encode(value))
+        except (OverflowError, UnicodeEncodeError) as error:
+            raise LeafError(f"{_where(place)}: {repr(value)[:40]} cannot be stored ({error})") from error
+
+    def bytes(self, value: Any, place: Place, below_list: bool) -> None:
+        size = memoryview(value).nbytes
+        if size > _MAX_LENGTH:
             raise LeafError(
-                f"{item.where}: can not serialize {kind.__module__}.{kind.__qualname__}; msgpack holds "
+                f"{_where(place)}: {size} bytes in one piece; msgpack holds at most {_MAX_LENGTH}"
+            )
+        self.write(_long_head(size, 0xC4))
+        self.write(value)
+
+    def other(self, value: Any, place: Place, below_list: bool) -> None:
+        if isinstance(value, np.ma.MaskedArray):
+            raise LeafError(f"{_where(place)}: the mask of a masked array cannot be stored")
+        if isinstance(value, np.ndarray):
+            self.array(value, place, below_list)
+        elif isinstance(value, np.generic):
+            self.extension(_SCALAR, np.asarray(value), place)
+        elif isinstance(value, complex):
+            pair = b"\x92" + _encode(value.real) + _encode(value.imag)
+            self.write(_extension_head(_COMPLEX, len(pair)) + pair)
+        elif _is_jax_array(value):
+            self.jax_array(value, place, below_list)
+        else:
+            kind = type(value)
+            raise LeafError(
+                f"{_where(place)}: can not serialize {kind.__module__}.{kind.__qualname__}; msgpack holds "
                 "arrays, plain values, dict, list and tuple; to_bytes takes registered objects apart"
             )
-        return None
 
-    def container(self, item: _Item) -> Iterator[_Item]:
-        if len(item.path) >= _MAX_TREE_DEPTH:
-            raise LeafError(f"the tree is nested more than {_MAX_TREE_DEPTH} deep, or contains itself")
-        if isinstance(item.value, dict):
-            return self.map(item)
-        if isinstance(item.value, tuple):
-            self.write(_map_head(1) + self.encode(_TUPLE))
-        self.write(_list_head(len(item.value)))
-        # flax looks for large arrays to split in dicts alone, not below a list; its bytes are the standard.
-        below_list = item.below_list or isinstance(item.value, list)
-        return (_Item(child, (*item.path, i), below_list) for i, child in enumerate(item.value))
-
-    def map(self, item: _Item) -> Iterator[_Item]:
-        for reserved in (_CHUNKED, _TUPLE):
-            if reserved in item.value:
-                raise LeafError(f"{item.where}: the key {reserved!r} has a meaning of its own in this format")
-        self.write(_map_head(len(item.value)))
-        return self.map_items(item)
-
-    def map_items(self, item: _Item) -> Iterator[_Item]:
-        for key in self.ordered(item.value):
-            child = _Item(item.value[key], (*item.path, key), item.below_list)
-            if type(key) not in (str, int, bool, float, bytes, type(None)):
-                raise LeafError(f"{child.where}: a key of type {type(key).__name__} cannot be stored")
-            self.write(self.plain(key, child))
-            yield child
-
-    def ordered(self, node: dict[Any, Any]) -> list[Any]:
+    def jax_array(self, value: Any, place: Place, below_list: bool) -> None:
         try:
-            return sorted(node) if self.sort_keys else list(node)
-        except TypeError:  # keys of several types have no order but their own
-            return list(node)
-
-    def plain(self, value: Any, item: _Item) -> bytes:
-        try:
-            return self.encode(value)
-        except (OverflowError, UnicodeEncodeError) as error:
-            raise LeafError(f"{item.where}: {repr(value)[:40]} cannot be stored ({error})") from error
-
-    def jax_array(self, value: Any, item: _Item) -> None:
-        import jax  # late: reading and writing numpy trees needs no jax
-
-        try:
-            if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
-                name = f"key<{jax.random.key_impl(value)}>"
-                self.extension(_ARRAY, np.asarray(jax.random.key_data(value)), item, name)
+            if isinstance(value.dtype, np.dtype):
+                self.array(np.asarray(value), place, below_list)
             else:
-                self.array(np.asarray(value), item)
+                self.prng_key(value, place)
         except RuntimeError as error:  # deleted by donation, or partly on other hosts
-            error.add_note(f"while serializing the leaf {item.where}")
+            error.add_note(f"while serializing the leaf {_where(place)}")
             raise
 
-    def array(self, array: np.ndarray[Any, Any], item: _Item) -> None:
-        if isinstance(array, np.ma.MaskedArray):
-            raise LeafError(f"{item.where}: the mask of a masked array cannot be stored")
-        limit = _MAX_LENGTH - 2**12 if item.below_list else self.max_chunk
+    def prng_key(self, value: Any, place: Place) -> None:
+        import jax  # late: numpy trees are read and written without it
+
+        data = np.asarray(jax.random.key_data(value))
+        self.extension(_ARRAY, data, place, name=f"key<{jax.random.key_impl(value)}>")
+
+    def array(self, array: np.ndarray[Any, Any], place: Place, below_list: bool) -> None:
+        limit = _MAX_LENGTH - 2**12 if below_list else self.max_chunk
         if array.nbytes > limit:
-            self.chunked(array, item)
+            self.chunked(array, place)
         else:
-            self.extension(_ARRAY, array, item)
+            self.extension(_ARRAY, array, place)
 
-    def chunked(self, array: np.ndarray[Any, Any], item: _Item) -> None:
+    def chunked(self, array: np.ndarray[Any, Any], place: Place) -> None:
+        name = self.dtype_name(array, place)
         step = max(1, int(self.max_chunk / array.dtype.itemsize))
-        flat = array.reshape(-1)
-        chunks = [flat[start : start + step] for start in range(0, flat.size, step)]
+        starts = range(0, array.size, step)
         shape = {str(axis): size for axis, size in enumerate(array.shape)}
-        self.write(_map_head(3) + self.encode(_CHUNKED) + self.encode(True) + self.encode("shape"))
-        self.write(self.encode(shape) + self.encode("chunks") + _map_head(len(chunks)))
-        for index, chunk in enumerate(chunks):
-            self.write(self.encode(str(index)))
-            self.extension(_ARRAY, chunk, item)
+        self.write(_head(3, 0x80, 0xDE) + _encode(_CHUNKED) + _encode(True))
+        self.write(_encode("shape") + _encode(shape) + _encode("chunks") + _head(len(starts), 0x80, 0xDE))
+        rest = memoryview(b"")
+        pieces = raw_pieces(array)
+        for index, start in enumerate(starts):
+            size = min(step, array.size - start)
+            left = size * array.dtype.itemsize
+            self.write(_encode(str(index)) + _array_head(_ARRAY, (size,), name, left))
+            while left:
+                rest = rest or memoryview(next(pieces))
+                self.write(rest[:left])
+                left, rest = left - len(rest[:left]), rest[left:]
 
-    def extension(self, code: int, array: np.ndarray[Any, Any], item: _Item, name: str = "") -> None:
-        try:
-            name = name or name_of_dtype(array.dtype)
-        except LeafError as error:
-            raise LeafError(f"{item.where}: {error}") from None
-        head = b"\x93" + self.encode(array.shape) + self.encode(name) + _bytes_head(array.nbytes, item.where)
-        self.write(_extension_head(code, len(head) + array.nbytes) + head)
+    def extension(self, code: int, array: np.ndarray[Any, Any], place: Place, name: str = "") -> None:
+        name = name or self.dtype_name(array, place)
+        self.write(_array_head(code, array.shape, name, array.nbytes))
         for piece in raw_pieces(array):
             self.write(piece)
+
+    def dtype_name(self, array: np.ndarray[Any, Any], place: Place) -> str:
+        try:
+            return name_of_dtype(array.dtype)
+        except LeafError as error:
+            raise LeafError(f"{_where(place)}: {error}") from None
+
+
+_KEYS = {str, int, bool, float, bytes, type(None)}
 
 
 def _is_jax_array(value: Any) -> bool:
@@ -209,42 +237,42 @@ def _is_jax_array(value: Any) -> bool:
     return jax is not None and isinstance(value, jax.Array)
 
 
-def _map_head(size: int) -> bytes:
-    return _sized(size, 15, 0x80, 0xDE)
-
-
-def _list_head(size: int) -> bytes:
-    return _sized(size, 15, 0x90, 0xDC)
-
-
-def _sized(size: int, most: int, fixed: int, tag16: int) -> bytes:
-    if size <= most:
-        return bytes([fixed | size])
-    return struct.pack(">BH", tag16, size) if size < 2**16 else struct.pack(">BI", tag16 + 1, size)
-
-
-def _bytes_head(size: int, where: str) -> bytes:
-    if size > _MAX_LENGTH:
-        raise LeafError(f"{where}: {size} bytes in one piece; msgpack holds at most {_MAX_LENGTH}")
-    return _long(size, 0xC4)
+@lru_cache(4096)  # a model has few shapes and many arrays
+def _array_head(code: int, shape: tuple[int, ...], name: str, nbytes: int) -> bytes:
+    payload = b"\x93" + _encode(shape) + _encode(name) + _long_head(nbytes, 0xC4)
+    return _extension_head(code, len(payload) + nbytes) + payload
 
 
 def _extension_head(code: int, size: int) -> bytes:
     fixed = {1: 0xD4, 2: 0xD5, 4: 0xD6, 8: 0xD7, 16: 0xD8}.get(size)
-    return bytes([fixed, code]) if fixed else _long(size, 0xC7) + bytes([code])
+    return bytes([fixed, code]) if fixed else _long_head(size, 0xC7) + bytes([code])
 
 
-def _long(size: int, tag8: int) -> bytes:
+def _head(size: int, short: int, long: int) -> bytes:
+    """The head of a map or a list."""
+    if size < 16:
+        return bytes([short | size])
+    return struct.pack(">BH", long, size) if size < 2**16 else struct.pack(">BI", long + 1, size)
+
+
+def _long_head(size: int, tag: int) -> bytes:
+    """The head of bytes or of an extension: a length of one, two or four bytes."""
     if size < 2**8:
-        return struct.pack(">BB", tag8, size)
-    return struct.pack(">BH", tag8 + 1, size) if size < 2**16 else struct.pack(">BI", tag8 + 2, size)
+        return struct.pack(">BB", tag, size)
+    return struct.pack(">BH", tag + 1, size) if size < 2**16 else struct.pack(">BI", tag + 2, size)
 
 
 # --------------------------------------------------------------------------------------------- reading
 
 # Above this size a message's framing is checked in C before anything is built from it, so that a broken one
-# is refused in milliseconds and without memory; below it, the reader itself is as quick and says more.
+# is refused in milliseconds and in no memory, however many small values it begins with. The reader then
+# explains what is wrong if it finds the place among the first values: building those is cheap.
 _CHECK_FRAMING_ABOVE = 2**16
+_MOST_TO_EXPLAIN = 20_000
+
+_Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=64)]
+_decode_array = msgspec.msgpack.Decoder(tuple[_Shape, str, memoryview]).decode
+_decode_complex = msgspec.msgpack.Decoder(tuple[float, float]).decode
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:
@@ -252,18 +280,19 @@ def unpack(data: bytes | bytearray | memoryview) -> Any:
     view = memoryview(data).cast("B")
     if not view.readonly:
         view = memoryview(bytes(view))
-    if len(view) > _CHECK_FRAMING_ABOVE:
-        _check_framing(view)
+    if len(view) > _CHECK_FRAMING_ABOVE and (problem := _framing_problem(view)):
+        return _Reader(view).message(most=_MOST_TO_EXPLAIN, beyond=problem)
     return _Reader(view).message()
 
 
-def _check_framing(view: memoryview) -> None:
+def _framing_problem(view: memoryview) -> str | None:
     try:
         msgspec.msgpack.decode(view, type=msgspec.Raw)
-    except RecursionError as error:
-        raise FormatError("msgpack: nested too deeply") from error
+    except RecursionError:
+        return "nested too deeply"
     except msgspec.DecodeError as error:
-        raise FormatError(f"msgpack of {len(view)} bytes: {error}") from error
+        return str(error)
+    return None
 
 
 class _List:
@@ -304,7 +333,7 @@ class _Map:
         if self.key is not _NO_KEY:
             self.items[self.key] = value
             self.key = _NO_KEY
-        elif value is not None and type(value) not in (str, int, bool, float, bytes):
+        elif type(value) not in _KEYS:
             raise FormatError(f"a {type(value).__name__} as the key of a map")
         elif value in self.items:
             raise FormatError(f"duplicate key {repr(value)[:80]}")
@@ -325,14 +354,17 @@ class _Map:
 class _Reader:
     """Reads one message, without recursion: depth costs memory, never the interpreter's stack."""
 
+    __slots__ = ("at", "open", "view")
+
     def __init__(self, view: memoryview) -> None:
         self.view = view
         self.at = 0
         self.open: list[_List | _Map] = []
 
-    def message(self) -> Any:
+    def message(self, most: int = sys.maxsize, beyond: str = "") -> Any:
+        """The one value in the view; gives up after `most` parts of it with the reason `beyond`."""
         try:
-            value = self.tree()
+            value = self.tree(most, beyond)
         except (ValueError, struct.error, IndexError) as error:
             raise FormatError(f"msgpack, {self.where()}: {_reason(error)}") from error
         if self.at != len(self.view):
@@ -343,51 +375,37 @@ class _Reader:
         path = "/".join(container.step[:80] for container in self.open)
         return f"at byte {self.at} of {len(self.view)}" + (f", in {path[:400]!r}" if path else "")
 
-    def tree(self) -> Any:
-        while True:
-            value = self.value()
-            if isinstance(value, (_List, _Map)):
+    def tree(self, most: int, beyond: str) -> Any:
+        view, containers = self.view, self.open
+        for _ in range(most):
+            tag = view[self.at]
+            self.at += 1
+            value = _READERS[tag](self)
+            kind = type(value)
+            if kind is _Map or kind is _List:
                 self.enter(value)
                 if value.left:
                     continue
-                value = self.open.pop().finish()
-            elif isinstance(value, memoryview):
-                value = bytes(value)
-            while self.open:
-                container = self.open[-1]
+                value = containers.pop().finish()
+            while containers:
+                container = containers[-1]
                 container.add(value)
                 if container.left:
                     break
                 value = container.finish()
-                self.open.pop()
+                containers.pop()
             else:
                 return value
+        raise FormatError(f"{beyond}, further on")
 
     def enter(self, container: _List | _Map) -> None:
         # Each element takes a byte at least: a claim that cannot be true is refused before it is believed.
-        if container.left > len(self.view) - self.at:
-            raise FormatError(
-                f"a container of {container.left} elements, and only {len(self.view) - self.at} bytes"
-            )
+        left = len(self.view) - self.at
+        if container.left > left:
+            raise FormatError(f"a container of {container.left} elements, and only {left} bytes")
         if len(self.open) == _MAX_MESSAGE_DEPTH:
             raise FormatError(f"nested more than {_MAX_MESSAGE_DEPTH} deep")
         self.open.append(container)
-
-    def value(self) -> Any:
-        """The next value; a container only begun."""
-        tag = self.view[self.at]
-        self.at += 1
-        if tag < 0x80:
-            return tag
-        if tag >= 0xE0:
-            return tag - 256
-        if tag < 0x90:
-            return _Map(tag & 15)
-        if tag < 0xA0:
-            return _List(tag & 15)
-        if tag < 0xC0:
-            return self.text(tag & 31)
-        return _BY_TAG[tag - 0xC0](self)
 
     def number(self, form: struct.Struct) -> Any:
         (value,) = form.unpack_from(self.view, self.at)
@@ -395,58 +413,55 @@ class _Reader:
         return value
 
     def take(self, size: int) -> memoryview:
-        if size > len(self.view) - self.at:
+        end = self.at + size
+        if end > len(self.view):
             raise FormatError(f"{size} bytes announced, and only {len(self.view) - self.at} left")
-        self.at += size
-        return self.view[self.at - size : self.at]
+        taken = self.view[self.at : end]
+        self.at = end
+        return taken
 
-    def text(self, size: int) -> str:
-        return str(self.take(size), "utf-8")
 
-    def extension(self, size: int) -> Any:
-        code = self.number(_I8)
-        payload = _Reader(self.take(size))
-        if code in (_ARRAY, _SCALAR):
-            array = payload.array()
-            return array if code == _ARRAY else _scalar(array)
+def _number(form: struct.Struct) -> Callable[[_Reader], Any]:
+    return lambda reader: reader.number(form)
+
+
+def _sized(form: struct.Struct, read: Callable[[_Reader, int], Any]) -> Callable[[_Reader], Any]:
+    return lambda reader: read(reader, reader.number(form))
+
+
+def _fixed(read: Callable[[_Reader, int], Any], size: int) -> Callable[[_Reader], Any]:
+    return lambda reader: read(reader, size)
+
+
+def _constant(value: Any) -> Callable[[_Reader], Any]:
+    return lambda reader: value
+
+
+def _text(reader: _Reader, size: int) -> str:
+    return str(reader.take(size), "utf-8")
+
+
+def _bytes(reader: _Reader, size: int) -> bytes:
+    return bytes(reader.take(size))
+
+
+def _extension(reader: _Reader, size: int) -> Any:
+    code = reader.number(_I8)
+    payload = reader.take(size)
+    try:
+        if code == _ARRAY:
+            return _array(payload)
+        if code == _SCALAR:
+            return _scalar(payload)
         if code == _COMPLEX:
-            return payload.complex()
-        raise FormatError(f"unknown extension type {code}; 1 (array), 2 (complex) and 3 (scalar) are known")
+            return complex(*_decode_complex(payload))
+    except msgspec.DecodeError as error:
+        raise FormatError(f"wrong payload of an extension: {error}") from error
+    raise FormatError(f"unknown extension type {code}; 1 (array), 2 (complex) and 3 (scalar) are known")
 
-    def array(self) -> Any:
-        self.expect(_List, 3)
-        axes = self.expect(_List).left
-        if axes > _MAX_AXES:
-            raise FormatError(f"an array of {axes} axes; numpy stops at {_MAX_AXES}")
-        shape = [self.expect(int) for _ in range(axes)]
-        name = self.expect(str)
-        data = self.expect(memoryview)
-        self.expect_end()
-        if key := _PRNG_KEY.fullmatch(name):
-            return _prng_key(from_raw(data, "uint32", shape), key[1])
-        return from_raw(data, name, shape)
 
-    def complex(self) -> complex:
-        self.expect(_List, 2)
-        value = complex(self.expect(float), self.expect(float))
-        self.expect_end()
-        return value
-
-    def expect(self, kind: Any, size: int | None = None) -> Any:
-        """The next value, of an extension's payload, which must be of this kind."""
-        value = self.value()
-        if type(value) is not kind:
-            raise FormatError(f"wrong payload: {_name(kind)} expected, found {_name(type(value))}")
-        if size is not None and value.left != size:
-            raise FormatError(f"wrong payload: a list of {size} expected, found one of {value.left}")
-        return value
-
-    def expect_end(self) -> None:
-        if self.at != len(self.view):
-            raise FormatError(f"wrong payload: {len(self.view) - self.at} bytes too many")
-
-    def invalid(self) -> Any:
-        raise FormatError("0xc1, which msgpack never uses")
+def _unused(reader: _Reader) -> Any:
+    raise FormatError(f"0xc1 at byte {reader.at - 1}, which msgpack never uses")
 
 
 _I8, _U8 = struct.Struct(">b"), struct.Struct(">B")
@@ -455,22 +470,21 @@ _I32, _U32 = struct.Struct(">i"), struct.Struct(">I")
 _I64, _U64 = struct.Struct(">q"), struct.Struct(">Q")
 _F32, _F64 = struct.Struct(">f"), struct.Struct(">d")
 
-# What to do at each of the tags 0xc0 to 0xdf.
-_BY_TAG: tuple[Callable[[_Reader], Any], ...] = (
-    lambda r: None,
-    _Reader.invalid,
-    lambda r: False,
-    lambda r: True,
-    *(lambda r, size=size: r.take(r.number(size)) for size in (_U8, _U16, _U32)),
-    *(lambda r, size=size: r.extension(r.number(size)) for size in (_U8, _U16, _U32)),
-    *(
-        lambda r, form=form: r.number(form)
-        for form in (_F32, _F64, _U8, _U16, _U32, _U64, _I8, _I16, _I32, _I64)
-    ),
-    *(lambda r, size=size: r.extension(size) for size in (1, 2, 4, 8, 16)),
-    *(lambda r, size=size: r.text(r.number(size)) for size in (_U8, _U16, _U32)),
-    *(lambda r, size=size: _List(r.number(size)) for size in (_U16, _U32)),
-    *(lambda r, size=size: _Map(r.number(size)) for size in (_U16, _U32)),
+# What to do at each of the 256 tags.
+_READERS: tuple[Callable[[_Reader], Any], ...] = (
+    *map(_constant, range(128)),
+    *(lambda reader, size=size: _Map(size) for size in range(16)),
+    *(lambda reader, size=size: _List(size) for size in range(16)),
+    *map(partial(_fixed, _text), range(32)),
+    *(_constant(None), _unused, _constant(False), _constant(True)),
+    *(_sized(form, _bytes) for form in (_U8, _U16, _U32)),
+    *(_sized(form, _extension) for form in (_U8, _U16, _U32)),
+    *map(_number, (_F32, _F64, _U8, _U16, _U32, _U64, _I8, _I16, _I32, _I64)),
+    *map(partial(_fixed, _extension), (1, 2, 4, 8, 16)),
+    *(_sized(form, _text) for form in (_U8, _U16, _U32)),
+    *(lambda reader, form=form: _List(reader.number(form)) for form in (_U16, _U32)),
+    *(lambda reader, form=form: _Map(reader.number(form)) for form in (_U16, _U32)),
+    *map(_constant, range(-32, 0)),
 )
 
 
@@ -478,11 +492,15 @@ def _reason(error: Exception) -> str:
     return "the input ends too early" if isinstance(error, (IndexError, struct.error)) else str(error)
 
 
-def _name(kind: Any) -> str:
-    return {_List: "a list", _Map: "a map", memoryview: "bytes"}.get(kind) or str(kind.__name__)
+def _array(payload: memoryview) -> Any:
+    shape, name, data = _decode_array(payload)
+    if name.startswith("key<") and (key := _PRNG_KEY.fullmatch(name)):
+        return _prng_key(from_raw(data, "uint32", shape), key[1])
+    return from_raw(data, name, shape)
 
 
-def _scalar(array: Any) -> Any:
+def _scalar(payload: memoryview) -> Any:
+    array = _array(payload)
     if not isinstance(array, np.ndarray) or array.shape != ():
         raise FormatError("an array with axes where a numpy scalar was announced")
     return array[()]

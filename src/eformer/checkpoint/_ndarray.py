@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import sys
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
 # A strided or big-endian array is straightened piece by piece, so that writing it needs this much
 # extra memory and not a second copy of the array.
 _PIECE_BYTES = 16 * 2**20
+
+# Below this a copy is cheaper than a view.
+_SMALL = 2**12
+
+_BIG_ENDIAN = ">" if sys.byteorder == "little" else ">="
 
 
 def _known_dtypes() -> dict[str, np.dtype[Any]]:
@@ -40,26 +47,30 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
     raise FormatError(f"unknown dtype {name[:64]!r}; known are {', '.join(DTYPES)}, datetime64, timedelta64")
 
 
+@lru_cache(256)  # numpy takes two microseconds to say a dtype's name
 def name_of_dtype(dtype: np.dtype[Any]) -> str:
     """The name that `dtype_from_name` turns back into `dtype`; refuses what has none."""
-    name = dtype.name
     try:
-        if dtype_from_name(name) == dtype.newbyteorder("<"):
-            return name
-    except ValueError:
+        if dtype_from_name(dtype.name) == dtype.newbyteorder("<"):
+            return dtype.name
+    except FormatError:
         pass
     hint = "; store text as plain strings" if dtype.kind in "SUT" else ""
     raise LeafError(f"an array of dtype {dtype} cannot be stored{hint}")
 
 
-def raw_pieces(array: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
-    """The elements as little-endian bytes in C order; one view when they already lie so in memory."""
-    little = array.dtype.newbyteorder("<")
-    if array.flags.c_contiguous and array.dtype == little:
-        yield array.reshape(-1).view(np.uint8)
+def raw_pieces(array: np.ndarray[Any, Any]) -> Iterator[bytes | memoryview]:
+    """The elements as little-endian bytes in C order; one view if they lie so in memory, if small a copy."""
+    if array.dtype.byteorder in _BIG_ENDIAN:
+        for block in _blocks(array):
+            yield block.astype(block.dtype.newbyteorder("<")).tobytes()
+    elif array.nbytes <= _SMALL:
+        yield array.tobytes()
+    elif array.flags.c_contiguous:
+        yield array.reshape(-1).view(np.uint8).data
     else:
         for block in _blocks(array):
-            yield np.ascontiguousarray(block, dtype=little).reshape(-1).view(np.uint8)
+            yield block.tobytes()
 
 
 def _blocks(array: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
@@ -79,13 +90,12 @@ def _blocks(array: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
 def from_raw(data: memoryview, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
     """A view of `data` as an array; as writable as `data` is."""
     dtype = dtype_from_name(name)
-    if any(n < 0 for n in shape):
-        raise FormatError(f"negative dimension in shape {tuple(shape)}")
-    if math.prod(shape) * dtype.itemsize != len(data):
-        raise FormatError(
-            f"{name}{list(shape)} takes {math.prod(shape) * dtype.itemsize} bytes, found {len(data)}"
-        )
+    if min(shape, default=0) < 0:
+        raise FormatError(f"negative dimension in shape {list(shape)}")
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes != len(data):
+        raise FormatError(f"{name}{list(shape)} takes {nbytes} bytes, found {len(data)}")
     try:
-        return np.frombuffer(data, dtype=dtype).reshape(shape)
+        return np.ndarray(shape, dtype, data)
     except ValueError as error:  # numpy's own limits: 64 axes, and sizes that overflow beside a zero
         raise FormatError(f"{name}{list(shape)}: {error}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -47,15 +46,6 @@ def is_serializable(target: Any) -> bool:
 def current_path() -> str:
     """Where `from_state_dict` is now, joined by slashes; empty outside of it."""
     return "/".join(_path.get())
-
-
-@contextmanager
-def _at(name: Any) -> Iterator[None]:
-    token = _path.set((*_path.get(), str(name)))
-    try:
-        yield
-    finally:
-        _path.reset(token)
 
 
 # ------------------------------------------------------------------------------------------ to a state
@@ -151,57 +141,61 @@ def from_state_dict(target: Any, state: Any, name: str = ".") -> Any:
     Of the target's leaves only shapes and dtypes matter. A target of None takes the state as it is.
     """
     problems: list[str] = []
-    restored = _restore(target, state, name, problems)
+    restored = _restore(target, state, (*_path.get(), str(name)), problems)
     if problems:
         raise MismatchError(problems, context="the state does not fit the target")
     return restored
 
 
-def _restore(target: Any, state: Any, name: Any, problems: list[str]) -> Any:
+def _restore(target: Any, state: Any, path: tuple[str, ...], problems: list[str]) -> Any:
     """`from_state_dict` that notes what does not fit and goes on, with the target in its place."""
     kind = type(target)
-    with _at(name):
-        if kind in _registered:
-            try:
-                return _registered[kind][1](target, state)
-            except MismatchError as error:
-                problems.extend(error.problems)
-                return target
-        if target is None:
-            return state
-        if is_node(kind):
-            return _restore_node(target, state, problems)
-        if problem := _leaf_problem(target, state):
-            problems.append(f"{current_path()}: {problem}")
+    if kind in _registered:
+        return _restore_registered(target, state, path, problems)
+    if target is None:
         return state
+    if is_node(kind):
+        return _restore_node(target, state, path, problems)
+    if problem := _leaf_problem(target, state):
+        problems.append(f"{'/'.join(path)}: {problem}")
+    return state
 
 
-def _restore_node(target: Any, state: Any, problems: list[str]) -> Any:
+def _restore_registered(target: Any, state: Any, path: tuple[str, ...], problems: list[str]) -> Any:
+    token = _path.set(path)
+    try:
+        return _registered[type(target)][1](target, state)
+    except MismatchError as error:
+        problems.extend(error.problems)
+        return target
+    finally:
+        _path.reset(token)
+
+
+def _restore_node(target: Any, state: Any, path: tuple[str, ...], problems: list[str]) -> Any:
+    here = "/".join(path)
     parts = _parts(target)
     if not isinstance(state, dict):
-        problems.append(
-            f"{current_path()}: expected the state of a {type(target).__name__}, found {_describe(state)}"
-        )
+        problems.append(f"{here}: expected the state of a {type(target).__name__}, found {_describe(state)}")
         return target
     state = _from_legacy_namedtuple(target, state)
-    if any(key not in state for key in parts.order) or len(state) != len(parts.order):
-        problems += _key_problems(parts.order, state)
+    if state.keys() != parts.children.keys():
+        problems += (f"{here}: {problem}" for problem in _key_problems(parts.order, state))
     return parts.rebuild(
         [
-            _restore(child, state[key], key, problems) if key in state else child
+            _restore(child, state[key], (*path, key), problems) if key in state else child
             for key, child in parts.children.items()
         ]
     )
 
 
 def _key_problems(wanted: list[str], found: dict[Any, Any]) -> Iterator[str]:
-    here = current_path()
     missing = [key for key in wanted if key not in found]
     for key, hint in with_nearest(missing, map(str, found)):
-        yield f"{here}: missing key {key!r}{hint}"
+        yield f"missing key {key!r}{hint}"
     unexpected = [str(key) for key in found.keys() - set(wanted)]
     for key, hint in with_nearest(sorted(unexpected), wanted):
-        yield f"{here}: unexpected key {key!r}{hint}"
+        yield f"unexpected key {key!r}{hint}"
 
 
 def _from_legacy_namedtuple(target: Any, state: dict[Any, Any]) -> dict[Any, Any]:
@@ -220,7 +214,8 @@ def _leaf_problem(target: Any, state: Any) -> str | None:
         expects_value = isinstance(target, (bool, int, float, complex, str, bytes))
         fits = not (expects_value and isinstance(state, (dict, list)))
     elif hasattr(state, "shape") and hasattr(state, "dtype"):
-        fits = tuple(state.shape) == tuple(target.shape) and state.dtype.name == target.dtype.name
+        same_dtype = state.dtype == target.dtype or state.dtype.name == target.dtype.name  # in any byte order
+        fits = same_dtype and tuple(state.shape) == tuple(target.shape)
     else:
         # A step counter saved before the first jitted step is a Python int, afterwards an array without axes.
         kind = _SCALARS.get(type(state))
