@@ -3,7 +3,7 @@
     python bench/msgpack_door.py [--gib 1] [--rounds 5]
 
 All systems run interleaved in one process, so that a busy machine slows them alike; the best round counts.
-"Extra" is the growth of resident memory at its peak, in multiples of the payload (Linux only).
+"Extra" is the growth of resident memory at its peak, in multiples of the payload (Linux only, median round).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import gc
 import os
 import platform
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -101,22 +102,19 @@ def main() -> None:
         "save_to_file": lambda: ours.save_to_file(tree, scratch),
         "load_from_file": lambda: ours.load_from_file(like, scratch),
     }
-    best = {name: (float("inf"), 0) for name in cells}
-    for _ in range(args.rounds):
-        for name, call in cells.items():
-            seconds, extra = measure(call)
-            best[name] = (min(best[name][0], seconds), max(best[name][1], extra))
+    rounds = [{name: measure(call) for name, call in cells.items()} for _ in range(args.rounds)]
     scratch.unlink()
     scratch.parent.rmdir()
 
-    copy = best["one copy: bytes(memoryview)"][0]
-    print(
-        f"{payload / 2**30:.2f} GiB, {len(jax.tree.leaves(tree))} leaves; {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}, jax {jax.__version__}, flax {flax.__version__}\n"
-    )
+    seconds = {name: min(r[name][0] for r in rounds) for name in cells}
+    extra = {name: statistics.median(r[name][1] for r in rounds) / payload for name in cells}
+    versions = f"Python {platform.python_version()}, jax {jax.__version__}, flax {flax.__version__}"
+    leaves = len(jax.tree.leaves(tree))
+    print(f"{payload / 2**30:.2f} GiB, {leaves} arrays; {os.cpu_count()} cores, {versions}\n")
     print("| what | seconds | x one copy | extra memory, x payload |\n|---|---:|---:|---:|")
-    for name, (seconds, extra) in best.items():
-        print(f"| {name} | {seconds:.4f} | {seconds / copy:.3f} | {extra / payload:.2f} |")
+    for name in cells:
+        ratio = seconds[name] / seconds["one copy: bytes(memoryview)"]
+        print(f"| {name} | {seconds[name]:.4f} | {ratio:.3f} | {extra[name]:.2f} |")
 
 
 if __name__ == "__main__":

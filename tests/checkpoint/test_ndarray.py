@@ -73,6 +73,8 @@ def test_dtypes_that_could_not_be_read_back_are_refused(dtype):
         "(2,)f4",
         "M8[ns]",
         "datetime64[zz]",
+        "datetime64[0s]",
+        "timedelta64[00ns]",
         "x" * 99,
     ],
 )

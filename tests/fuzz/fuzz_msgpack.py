@@ -12,13 +12,12 @@ import sys
 import atheris
 
 with atheris.instrument_imports(include=["eformer"]):
-    from eformer.checkpoint import _msgpack
-    from eformer.checkpoint._msgpack import pack, unpack
+    from eformer.checkpoint._msgpack import _reader, pack, unpack
     from eformer.errors import FormatError
 
 
 def read(data: bytes, *, check_framing_first: bool) -> object:
-    _msgpack._CHECK_FRAMING_ABOVE = -1 if check_framing_first else 2**16
+    _reader._CHECK_FRAMING_ABOVE = -1 if check_framing_first else 2**16
     try:
         return unpack(data)
     except FormatError:

@@ -35,7 +35,8 @@ def _known_dtypes() -> dict[str, np.dtype[Any]]:
 
 DTYPES = _known_dtypes()
 
-_DATETIME = re.compile(r"(datetime64|timedelta64)(\[(\d{0,9})(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
+# No multiple of zero: numpy divides by it and takes the process down (SIGFPE).
+_DATETIME = re.compile(r"(datetime|timedelta)64(\[([1-9]\d{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
 
 
 def dtype_from_name(name: str) -> np.dtype[Any]:
