@@ -30,16 +30,19 @@ class FormatError(EformerError, ValueError):
 class MismatchError(EformerError, ValueError):
     """The data and the target disagree; `problems` holds one line for each disagreement."""
 
-    def __init__(self, problems: Sequence[str], *, context: str = "") -> None:
+    def __init__(self, problems: Sequence[str], context: str = "") -> None:
+        super().__init__(tuple(problems), context)  # as arguments, so that the error survives being pickled
         self.problems = tuple(problems)
-        head = f"{context}: " if context else ""
-        shown = self.problems[:_MOST_SHOWN]
-        if len(self.problems) > len(shown):
-            shown += (f"... and {len(self.problems) - len(shown)} more, in .problems",)
-        one = len(self.problems) == 1
-        super().__init__(
-            head + shown[0] if one else "\n  ".join([f"{head}{len(self.problems)} mismatches", *shown])
-        )
+        self.context = context
+
+    def __str__(self) -> str:
+        head = f"{self.context}: " if self.context else ""
+        if len(self.problems) == 1:
+            return head + self.problems[0]
+        lines = [f"{head}{len(self.problems)} mismatches", *self.problems[:_MOST_SHOWN]]
+        if len(self.problems) > _MOST_SHOWN:
+            lines.append(f"... and {len(self.problems) - _MOST_SHOWN} more, in .problems")
+        return "\n  ".join(lines)
 
 
 class StructureError(EformerError, ValueError):

@@ -12,6 +12,7 @@ from eformer.checkpoint._leaf import (
     LeafSpec,
     Region,
     escape,
+    escape_siblings,
     join_name,
     name_to_path,
     path_to_name,
@@ -41,10 +42,29 @@ def test_different_paths_have_different_names_and_files(a, b):
         assert name_to_path(name_of(a)) != name_to_path(name_of(b))
 
 
-@given(keys, st.integers(0, 12))
-def test_siblings_of_one_text_have_different_names(text, sibling):
-    assert (escape(text, sibling) == escape(text)) == (sibling == 0)
-    assert unescape(escape(text, sibling)) == text
+siblings = st.lists(
+    keys | st.integers(-3, 3) | st.booleans() | st.none() | st.tuples(st.integers(0, 1)), max_size=8
+)
+
+
+@given(siblings)
+def test_siblings_have_different_parts_that_lead_back_to_their_texts(some):
+    parts = escape_siblings(some)
+    assert len(set(parts)) == len(parts)
+    assert [unescape(part) for part in parts] == [str(key) for key in some]
+    assert all(name_to_path(part) for part in parts)
+
+
+@given(siblings.map(lambda some: list(dict.fromkeys(some))), st.randoms())
+def test_which_sibling_has_which_part_does_not_depend_on_their_order(some, random):
+    parts = dict(zip(some, escape_siblings(some), strict=True))
+    random.shuffle(some)
+    assert dict(zip(some, escape_siblings(some), strict=True)) == parts
+
+
+def test_siblings_that_read_the_same_are_told_apart_by_type():
+    assert escape_siblings([1, "1", "2"]) == ["1%+int", "1", "2"]
+    assert escape_siblings(["a", "a", "a"]) == ["a", "a%+1", "a%+2"]
 
 
 @given(paths)
@@ -53,7 +73,7 @@ def test_no_component_leaves_its_directory_or_outgrows_a_file_system(path):
     assert components
     for component in components:
         assert component not in ("", ".", "..")
-        assert not set(component) & set("/\\.\0")
+        assert not set(component) & set("/\\.\0\n\x1f\x7f")
         assert len(component.encode()) <= 255
     assert path_to_name(components) == name_of(path)
 
@@ -76,11 +96,27 @@ def test_ordinary_names_stay_as_people_know_them():
 
 
 @pytest.mark.parametrize(
-    "name", ["", "a..b", "../x", "a/b", "a\\b", "a\0", "a.%zz", "%2e", "%41", "a.%", "%+1"]
+    "path", [(), ("..", "etc"), ("a", ""), ("a.b",), ("a/b",), ("x" * 300,), ("a%-",), ("a%-", "b")], ids=repr
+)
+def test_a_path_that_no_leaf_has_is_refused(path):
+    with pytest.raises(FormatError, match=r"is no leaf's path|cannot be part"):
+        path_to_name(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "a..b", "../x", "a/b", "a\\b", "a\0", "a.%zz", "%2e", "%41", "a.%", "%+1", "a\x7f", "a\n", "%-"],
 )
 def test_a_name_that_no_tree_has_is_refused_before_it_is_a_path(name):
     with pytest.raises(FormatError, match="cannot be part of a leaf's name"):
         name_to_path(name)
+
+
+def test_hints_are_few_and_cheap_however_many_names_there_are():
+    names = [f"layer{i}.kernal" for i in range(20_000)]
+    hints = list(with_nearest(names, (f"layer{i}.kernel" for i in range(20_000))))
+    assert [name for name, _ in hints] == names
+    assert 0 < sum(bool(hint) for _, hint in hints) < 20
 
 
 def test_hints_point_at_the_nearest_name():
@@ -133,8 +169,13 @@ def test_what_is_no_box_is_refused(start, stop):
 
 
 def test_inside_refuses_a_box_that_sticks_out():
-    with pytest.raises(ValueError, match="is not inside"):
-        Region((0,), (3,)).inside(Region((1,), (5,)))
+    for outer in (Region((1,), (5,)), Region((0,), (2,))):
+        with pytest.raises(ValueError, match="is not inside"):
+            Region((0,), (3,)).inside(outer)
+
+
+def test_boxes_of_different_rank_do_not_overlap():
+    assert Region((0,), (3,)).overlap(Region((0, 0), (3, 3))) is None
 
 
 def test_a_leaf_knows_its_bytes():
@@ -151,5 +192,7 @@ def test_a_block_that_does_not_fill_its_region_is_refused_by_name():
         ValueError, match=r"leaf 'a.w': the block holds float32\[3\], its region is float32\[2\]"
     ):
         Block(spec, Region((0,), (2,)), np.zeros(3, np.float32))
+    with pytest.raises(ValueError, match=r"the block holds float32\[2, 1\]"):
+        Block(spec, Region((0,), (2,)), np.zeros((2, 1), np.float32))
     with pytest.raises(ValueError, match="the block holds int32"):
         Block(spec, Region((0,), (2,)), np.zeros(2, np.int32))

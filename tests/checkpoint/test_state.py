@@ -1,3 +1,4 @@
+import pickle
 import threading
 from collections import OrderedDict, defaultdict
 from typing import NamedTuple
@@ -22,7 +23,8 @@ from eformer.checkpoint._state import (
     register_serialization_state,
     to_state_dict,
 )
-from eformer.errors import MismatchError
+from eformer.errors import MismatchError, StructureError
+from eformer.pytree._serialization import msgpack_serialize
 from support.trees import Layer, Moments, Pair, assert_same, state_trees
 
 
@@ -78,9 +80,7 @@ FLAX_KNOWS = {
 def test_what_flax_takes_apart_we_take_apart_alike_without_flax(make):
     target = make()
     state = to_state_dict(target)
-    assert_same(
-        jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, flax.serialization.to_state_dict(target))
-    )
+    assert msgpack_serialize(state, in_place=True) == flax.serialization.to_bytes(target)
     again = from_state_dict(target, state)
     assert type(again) is type(target)
     assert jax.tree.structure(again) == jax.tree.structure(target)
@@ -125,7 +125,9 @@ def test_what_is_no_container_is_returned_as_it_is():
 
 
 def test_a_type_is_registered_once_unless_overridden(things):
-    for kind in (dict, list, tuple, Partial, Thing):
+    register_serialization_state(OrderedDict, lambda x: {"n": len(x)}, lambda x, s: x)
+    assert to_state_dict(OrderedDict(a=1)) == {"n": 1}
+    for kind in (dict, list, tuple, Partial, Thing, OrderedDict):
         with pytest.raises(
             ValueError, match=f'a serialization handler for "{kind.__name__}" is already registered'
         ):
@@ -168,9 +170,25 @@ def test_keys_of_a_handler_must_be_strings(things):
         to_state_dict(Thing(1))
 
 
-def test_keys_of_one_spelling_are_refused():
-    with pytest.raises(ValueError, match="unique string representation"):
-        to_state_dict({1: "a", "1": "b"})
+def test_keys_of_one_spelling_are_refused_with_their_place():
+    with pytest.raises(ValueError, match=r"\./deep/er: .*unique string representation"):
+        to_state_dict({"deep": {"er": {1: "a", "1": "b"}}})
+
+
+def test_what_jax_cannot_take_apart_is_refused_with_its_place():
+    with pytest.raises(StructureError, match=r"\./a: JAX cannot take this FrozenDict apart"):
+        to_state_dict({"a": flax.core.freeze({1: 2, "a": 3})})
+
+
+def test_a_tree_that_contains_itself_is_refused():
+    loop = {}
+    loop["a"] = loop
+    with pytest.raises(StructureError, match="contains itself"):
+        to_state_dict(loop)
+
+
+def test_any_mapping_serves_as_a_state():
+    assert from_state_dict({"a": [1]}, flax.core.freeze({"a": {"0": 2}})) == {"a": [2]}
 
 
 # ------------------------------------------------------------------------------------------------ mismatches
@@ -187,7 +205,13 @@ W = jnp.ones((2, 3))
         ({"a": W}, {"a": 3}, r"expected float32\[2, 3\], found int 3"),
         ({"a": W}, {"a": {"b": 1}}, r"expected float32\[2, 3\], found a dict"),
         ({"a": W}, {"a": None}, r"expected float32\[2, 3\], found"),
+        ({"a": W}, {"a": 1.5}, r"expected float32\[2, 3\], found float 1.5"),
         ({"a": jnp.int32(0)}, {"a": 1.5}, r"expected int32\[\], found float 1.5"),
+        ({"a": np.uint8(0)}, {"a": 300}, r"expected uint8\[\], found int 300"),
+        ({"a": np.uint8(0)}, {"a": -1}, r"expected uint8\[\], found int -1"),
+        ({"a": 1}, {"a": [1]}, "expected int 1, found a list"),
+        ({"a": 1}, {"a": (1,)}, "expected int 1, found a tuple"),
+        ({"1": 1}, {1: 1}, "missing key '1'"),
         ({"a": jnp.int32(0)}, {"a": True}, r"expected int32\[\], found bool True"),
         ({"a": jax.random.key(0)}, {"a": np.zeros(2, np.uint32)}, r"expected key<fry>\[\], found uint32\[2\]"),
         ({"a": 1}, {"a": {"b": 1}}, "expected int 1, found a dict"),
@@ -222,6 +246,27 @@ def test_all_mismatches_are_reported_at_once(things):
         "./t/value/w: expected float32[2, 3], found float64[2]",
     )
     assert "4 mismatches" in str(caught.value)
+
+
+@flax.struct.dataclass
+class Strict:
+    w: jax.Array
+
+    def __post_init__(self):
+        assert self.w.shape == (2, 3)
+
+
+def test_a_class_that_checks_itself_does_not_hide_the_other_mismatches():
+    with pytest.raises(MismatchError) as caught:
+        from_state_dict({"a": Strict(W), "b": W}, {"a": {"w": np.ones(3)}, "b": np.ones(3)})
+    assert len(caught.value.problems) == 2
+
+
+def test_a_mismatch_survives_being_sent_to_another_process():
+    error = MismatchError(["a: x", "b: y"], context="where")
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) == "where: 2 mismatches\n  a: x\n  b: y"
+    assert again.problems == error.problems
 
 
 def test_many_mismatches_are_counted_and_found_quickly():
@@ -275,8 +320,14 @@ def test_old_flax_namedtuples_are_read_and_ours_are_not_taken_for_them():
     assert from_state_dict(Moments(0, 0), old) == Moments(1, 2)
     named = Named(1, {"0": "a"}, {"0": 2})
     assert from_state_dict(named, to_state_dict(named)) == named
-    with pytest.raises(MismatchError, match="missing key 'mu'"):
-        from_state_dict(Moments(0, 0), {"name": "x", "fields": 1, "values": 2})
+    damaged = [
+        {"name": "x", "fields": 1, "values": 2},
+        {"name": "x", "fields": {"0": "mu", "1": "nu"}, "values": {"0": 1, "2": 2}},
+        {"name": "x", "fields": {"0": [1], "1": "nu"}, "values": {"0": 1, "1": 2}},
+    ]
+    for state in damaged:
+        with pytest.raises(MismatchError, match="missing key 'mu'"):
+            from_state_dict(Moments(0, 0), state)
 
 
 # -------------------------------------------------------------------------------------------------- the path

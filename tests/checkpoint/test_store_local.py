@@ -46,12 +46,13 @@ def test_a_failure_leaves_the_old_file_and_no_trace(tmp_path, error):
 
 
 def test_data_is_synced_before_the_name_and_the_name_before_the_return(tmp_path, monkeypatch):
-    events = []
+    events, sizes = [], []
     fsync, replace = os.fsync, os.replace
 
     def spy_fsync(fd):
         kind = "directory" if os.path.isdir(f"/proc/self/fd/{fd}") else "data"
         events.append(f"sync {kind}")
+        sizes.extend([os.fstat(fd).st_size] if kind == "data" else [])
         fsync(fd)
 
     def spy_replace(source, target, **kwargs):
@@ -62,6 +63,7 @@ def test_data_is_synced_before_the_name_and_the_name_before_the_return(tmp_path,
     monkeypatch.setattr(os, "replace", spy_replace)
     write(tmp_path / "state", b"x")
     assert events == ["sync data", "rename", "sync directory"]
+    assert sizes == [1]  # all of it had left Python's buffers
     events.clear()
     write(tmp_path / "new" / "state", b"x")
     assert events == ["sync directory", "sync data", "rename", "sync directory"]
@@ -70,12 +72,56 @@ def test_data_is_synced_before_the_name_and_the_name_before_the_return(tmp_path,
 def test_a_link_stays_a_link_and_permissions_stay(tmp_path):
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_bytes(b"old")
-    target.chmod(0o640)
+    target.chmod(0o2640)
     link.symlink_to(target)
     write(link, b"new")
     assert link.is_symlink()
     assert target.read_bytes() == b"new"
-    assert target.stat().st_mode & 0o777 == 0o640
+    assert target.stat().st_mode & 0o7777 == 0o2640
+
+
+def test_a_private_file_is_private_while_it_is_written(tmp_path):
+    path = tmp_path / "state"
+    path.write_bytes(b"old")
+    path.chmod(0o600)
+    with replacing(path) as file:
+        assert os.fstat(file.fileno()).st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "模" * 85, "🙂" * 60])
+def test_names_as_long_as_the_file_system_allows(tmp_path, name):
+    write(tmp_path / name, b"new")
+    assert (tmp_path / name).read_bytes() == b"new"
+
+
+def test_what_is_no_regular_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir()
+    for name in ("pipe", "directory"):
+        with pytest.raises(OSError, match="Not a regular file"):
+            write(tmp_path / name, b"x")
+    with pytest.raises(OSError, match="Not a regular file"):
+        write("/dev/null", b"x")
+
+
+def test_a_directory_that_cannot_be_synced_for_real_is_a_failure(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def fail(fd):
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(5, "Input/output error")
+        fsync(fd)
+
+    monkeypatch.setattr(local.os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        write(tmp_path / "state", b"x")
+
+
+def test_no_descriptor_stays_open(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    for i in range(5):
+        write(tmp_path / str(i) / "state", b"x")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_new_file_gets_the_usual_permissions(tmp_path):

@@ -1,9 +1,13 @@
 import collections
 import contextlib
+import dataclasses
 import json
+import math
+import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import NamedTuple
 
 import equinox as eqx
@@ -22,7 +26,6 @@ from hypothesis import strategies as st
 from eformer.checkpoint._leaf import name_to_path
 from eformer.checkpoint._nodes import register_node
 from eformer.checkpoint._tree import (
-    MAX_DEPTH,
     flatten,
     is_array_like,
     join_key,
@@ -30,6 +33,7 @@ from eformer.checkpoint._tree import (
     unflatten,
     unflatten_like,
 )
+from eformer.checkpoint._tree._flatten import MAX_DEPTH
 from eformer.errors import MismatchError, StructureError
 from support.trees import HOSTILE, Empty, Layer, Moments, Pair, any_trees, assert_same
 
@@ -59,7 +63,8 @@ def round_trip(tree):
 @example([(), [], {}, None, Empty()])
 @example({1: {2: 3}, -1: [4]})
 @example({"a.b": 1, "a": {"b": 2}})
-@example(collections.OrderedDict([(1, 2), ("1", 3), ("1%+1", 4)]))
+@example(collections.OrderedDict([(1, 2), ("1", 3), ("1%+int", 4)]))
+@example({frozenset({1}): 1, frozenset({1, 2}): 2, frozenset(): 3, frozenset({3}): 4})
 @example(dict.fromkeys(sorted(HOSTILE), 0))
 def test_any_tree_comes_back_exactly(tree):
     assert_same(round_trip(tree), tree)
@@ -96,7 +101,7 @@ def test_a_dict_keeps_its_own_order():
 
 def test_colliding_spellings_keep_names_of_their_own():
     both = collections.OrderedDict([(1, "int"), ("1", "str")])
-    assert list(flatten(both)[0]) == ["1", "1%+1"]
+    assert list(flatten(both)[0]) == ["1%+int", "1"]
     assert list(flatten({"a.b": 1, "a": {"b": 2}})[0]) == ["a.b", "a%2Eb"]
 
 
@@ -165,12 +170,119 @@ def test_a_node_whose_data_json_cannot_hold_needs_a_like_tree():
     assert jax.tree.structure(unflatten_like(state, leaves)) == jax.tree.structure(state)
 
 
+NAN_KEYS = {1.0: "one", math.nan: "nan", 2.0: "two", 0.0: "zero"}
+SET_KEYS = {frozenset(s): s for s in [(1,), (1, 2), (3,), (), (2,)]}
+
+
+@pytest.mark.parametrize("tree", [NAN_KEYS, SET_KEYS], ids=["nan", "sets"])
+def test_keys_without_an_order_of_their_own_keep_their_leaves(tree):
+    leaves, _ = flatten(tree)
+    assert list(leaves.values()) == jax.tree.leaves(tree)
+    assert unflatten_like(tree, leaves) == tree
+
+
+def test_a_like_tree_may_have_its_keys_in_another_order():
+    leaves, _ = flatten(collections.OrderedDict([(1, "int"), ("1", "str"), ("b", "b"), ("a", "a")]))
+    like = collections.OrderedDict([("a", 0), ("1", 0), (1, 0), ("b", 0)])
+    assert dict(unflatten_like(like, leaves)) == {"a": "a", "1": "str", 1: "int", "b": "b"}
+
+
+def test_a_like_tree_takes_leaves_by_name_and_refuses_others():
+    assert unflatten_like({"a": 0, "b": 0}, {"b": 2, "a": 1}) == {"a": 1, "b": 2}
+    with pytest.raises(MismatchError, match="unexpected leaf 'c'"):
+        unflatten_like({"a": 0}, {"a": 1, "c": 3})
+
+
+# ------------------------------------------------------------------- dataclasses that are more than fields
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass
+class Packed:
+    """Its child is not its field."""
+
+    w: object
+
+    def tree_flatten_with_keys(self):
+        return ((jax.tree_util.GetAttrKey("w"), self.w.reshape(-1)),), self.w.shape
+
+    @classmethod
+    def tree_unflatten(cls, shape, children):
+        return cls(children[0].reshape(shape))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass
+class Quantized:
+    """Its auxiliary data is no field."""
+
+    w: object
+    mode = None
+
+    def tree_flatten_with_keys(self):
+        return ((jax.tree_util.GetAttrKey("w"), self.w),), self.mode
+
+    @classmethod
+    def tree_unflatten(cls, mode, children):
+        self = cls(*children)
+        self.mode = mode
+        return self
+
+
+@dataclasses.dataclass
+class Cached:
+    """JAX drops its second field."""
+
+    w: object
+    cache: object = None
+
+
+jax.tree_util.register_dataclass(Cached, data_fields=["w"], meta_fields=[], drop_fields=["cache"])
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A node of no children, which is its own auxiliary data."""
+
+    size: int
+    names: tuple
+
+
+def test_a_class_that_is_more_than_its_fields_comes_back_whole():
+    packed = round_trip(Packed(np.arange(6).reshape(2, 3)))
+    assert packed.w.tolist() == [[0, 1, 2], [3, 4, 5]]
+    quantized = Quantized(1)
+    quantized.mode = "fp8"
+    assert round_trip(quantized).mode == "fp8"
+    assert round_trip({"a": Setting(3, ("x", "y")), "b": 1}) == {"a": Setting(3, ("x", "y")), "b": 1}
+
+
+def test_what_jax_drops_from_a_class_does_not_keep_it_from_coming_back():
+    assert round_trip(Cached(1, cache=len)) == Cached(1)
+
+
+def test_a_tuple_that_only_claims_to_have_fields_is_refused():
+    class Claims(tuple):
+        __slots__ = ()
+        _fields = ("a",)
+
+    with pytest.raises(StructureError, match=r"at 'x': .*2 elements in a .*Claims of 1 fields"):
+        flatten({"x": Claims((1, 2))})
+
+
 def test_defaultdict_factories_come_back_or_say_that_they_cannot():
-    for factory in (None, list, int, dict):
+    for factory in (None, list, int, dict, tuple, set, float, str, bool, collections.OrderedDict):
         again = round_trip(collections.defaultdict(factory, a=1))
         assert again.default_factory is factory
-    with pytest.raises(StructureError, match="factory"):
-        round_trip(collections.defaultdict(lambda: 3, a=1))
+
+    def impostor():
+        return 3
+
+    impostor.__name__ = "list"
+    for factory in (lambda: 3, impostor):
+        with pytest.raises(StructureError, match="factory"):
+            round_trip(collections.defaultdict(factory, a=1))
 
 
 # ----------------------------------------------------------------------------------- what may be built
@@ -182,7 +294,8 @@ def test_a_namedtuple_of_the_program_must_be_registered_or_shown():
 
     leaves, structure = flatten({"a": Local(1)})
     with pytest.raises(
-        StructureError, match=r"Local, which this program may not build.*like=.*register_node"
+        StructureError,
+        match=r"at 'a': the tree holds a .*Local, which this program may not build.*like=.*register_node",
     ):
         unflatten(structure, leaves)
     assert unflatten_like({"a": Local(0)}, leaves) == {"a": Local(1)}
@@ -193,13 +306,44 @@ def test_a_namedtuple_of_the_program_must_be_registered_or_shown():
 @pytest.mark.parametrize(
     "name",
     ["os:system", "builtins:eval", "subprocess:Popen", "nowhere:Thing", "jax:nothing", "jax.nowhere:X", "optax:adam",
-     ":", "", "os", "jax:__dict__", "json.decoder:JSONDecoder", "pathlib:Path", "support.trees:Moments.mu"],
+     ":", "", "os", "jax:__dict__", "json.decoder:JSONDecoder", "pathlib:Path", "support.trees:Moments.mu", "jaxevil:X",
+     "support.trees:Unregistered", "builtins:dict", "builtins:list", "builtins:tuple", "types:NoneType",
+     "collections:OrderedDict", "collections:defaultdict"],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["namedtuple", "dataclass", "node"])
 def test_nothing_else_is_ever_built_from_a_name(kind, name):
-    structure = {kind: name, "children": {}, "static": {}, "aux": None}
+    structure = {kind: name, "children": [] if kind == "node" else {}}
+    structure |= {"dataclass": {"static": {}}, "node": {"aux": None}, "namedtuple": {}}[kind]
     with pytest.raises(StructureError, match="may not build from a name"):
         unflatten(structure, {})
+
+
+CRASHED_ONCE = [  # in native code, when these reached it
+    {"node": "builtins:dict", "aux": {"list": []}, "children": ["a", "b", "c"]},
+    {"node": "flax.core.meta:Partitioned", "aux": {"tuple": [1]}, "children": []},
+    {"node": "support.trees:Layer", "aux": {"tuple": ["x"]}, "children": ["a"]},
+    {"node": "support.trees:Layer", "aux": {"tuple": [1]}, "children": ["a", "b", "c"]},
+    {"node": "optax:EmptyState", "aux": None, "children": ["a", "b", "c"]},
+    {"node": "types:NoneType", "aux": None, "children": ["a", "b", "c"]},
+    {"node": f"{__name__}:Setting", "aux": 5, "children": []},
+    {"node": f"{__name__}:Setting", "aux": 5, "children": ["a", "b", "c"]},
+    {"dataclass": "support.trees:Layer", "static": {}, "children": {"weight": "a"}},
+    {"dataclass": "support.trees:Layer", "static": {"weight": 1}, "children": {"bias": "a"}},
+]
+
+
+@pytest.mark.parametrize("structure", CRASHED_ONCE, ids=str)
+def test_a_structure_that_the_class_does_not_fit_is_an_error_and_not_a_crash(structure):
+    code = (
+        "import sys, json, flax.linen, optax, support.trees\n"
+        "from eformer.checkpoint._tree import unflatten; from eformer.errors import StructureError\n"
+        "try: print(unflatten(json.loads(sys.argv[1]), {'a': 1, 'b': 2, 'c': 3}))\n"
+        "except StructureError: print('refused')"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-c", code, json.dumps(structure)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.stdout == "refused\n", done
 
 
 def test_a_module_that_is_not_trusted_is_not_imported():
@@ -218,12 +362,17 @@ def test_a_lazy_module_does_not_run_because_a_checkpoint_named_it(monkeypatch):
 
 
 def test_only_nodes_can_be_registered():
-    with pytest.raises(StructureError, match="is no pytree node"):
+    with pytest.raises(StructureError, match="is no pytree class"):
         register_node(int)
+    with pytest.raises(StructureError, match="is no pytree class"):
+        register_node(dict)
 
 
 def test_a_class_that_has_changed_since_is_refused():
     _, structure = flatten(Moments(1, 2))
+    structure["children"] = {"nu": "nu", "mu": "mu"}
+    with pytest.raises(StructureError, match="saved with fields"):
+        unflatten(structure, {"mu": 1, "nu": 2})
     structure["children"] = {"mu": "mu"}
     with pytest.raises(StructureError, match=r"saved with fields \('mu',\), it now has \('mu', 'nu'\)"):
         unflatten(structure, {"mu": 1})
@@ -251,9 +400,36 @@ json_like = st.recursive(
 @example(1.5)
 @example({"list": "abc"})
 @example({"node": "support.trees:Pair", "aux": 1, "children": ["a"]})
+@example({"node": "support.trees:Pair", "aux": {"tuple": [{"list": []}]}, "children": ["a", "b"]})
 def test_a_damaged_structure_is_an_error_and_never_a_crash(structure):
     with contextlib.suppress(StructureError, MismatchError):
         unflatten(structure, {"a": 1, "b": 2})
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [{"list": "abc"}, {"tuple": {"x": "a"}}, {"list": [], "junk": 1}, {"children": {}}, {}, [], 5, {"dict": "a"},
+     {"dict": [["k", "a"], ["k", "b"]]}, {"dict": {"x%+1": "a", "x": "b"}}, {"OrderedDict": [[1, "a"], [1, "b"]]},
+     {"dict": [["k"]]}, {"defaultdict": []}, {"namedtuple": "support.trees:Moments", "children": ["a", "b"]}],
+    ids=str,
+)  # fmt: skip
+def test_json_that_flatten_does_not_write_is_refused(structure):
+    with pytest.raises(StructureError, match=r"not a recorded structure|duplicate keys"):
+        unflatten(structure, {"a": 1, "b": 2})
+
+
+def test_the_order_of_keys_in_json_objects_does_not_matter():
+    tree = {"b": Moments(1, (2,)), "a": Layer(3, 4, "x")}
+    leaves, structure = flatten(tree)
+    again = unflatten(json.loads(json.dumps(structure, sort_keys=True)), leaves)
+    assert jax.tree.structure(again) == jax.tree.structure(tree)
+    assert jax.tree.leaves(again) == jax.tree.leaves(tree)
+
+
+def test_an_error_names_the_place_in_the_tree():
+    structure = {"dict": {"model": {"list": [{"node": "nowhere:X", "aux": None, "children": []}]}}}
+    with pytest.raises(StructureError, match=r"^at 'model\.0': the tree holds a nowhere:X"):
+        unflatten(structure, {})
 
 
 def test_a_structure_nested_beyond_reason_is_an_error():
@@ -269,25 +445,32 @@ def test_a_tree_nested_beyond_reason_or_containing_itself_is_refused_at_once():
     loop.append(loop)
     with pytest.raises(StructureError, match="nested more than"):
         flatten(loop)
-    deep = 1
-    for _ in range(MAX_DEPTH):
-        deep = [deep]
-    assert round_trip(deep) == deep
-    with pytest.raises(StructureError, match="nested more than"):
-        flatten([deep])
+    for wrap in (
+        lambda t: [t],
+        lambda t: {1: t},
+        lambda t: collections.OrderedDict(a=t),
+        lambda t: Moments(t, 0),
+    ):
+        deep = 1
+        for _ in range(MAX_DEPTH):
+            deep = wrap(deep)
+        assert jax.tree.structure(round_trip(deep)) == jax.tree.structure(deep)
+        with pytest.raises(StructureError, match="nested more than"):
+            flatten([deep])
 
 
 def test_keys_that_jax_cannot_sort_are_refused_with_their_place():
-    with pytest.raises(StructureError, match="at 'a': the dict's keys cannot be sorted"):
+    with pytest.raises(StructureError, match="at 'a': JAX cannot sort the keys"):
         flatten({"a": {1: 1, "x": 2}})
 
 
 def test_leaves_that_do_not_fit_are_all_listed_with_the_nearest_name():
     _, structure = flatten({"kernel": 1, "bias": 2})
     with pytest.raises(MismatchError) as caught:
-        unflatten(structure, {"kernal": 1, "bias": 2})
+        unflatten(structure, {"kernal": 1})
     assert caught.value.problems == (
         "missing leaf 'kernel' (nearest is 'kernal')",
+        "missing leaf 'bias'",
         "unexpected leaf 'kernal'",
     )
     with pytest.raises(MismatchError, match="missing leaf 'kernel'"):
@@ -301,7 +484,12 @@ def test_array_like_means_shape_and_dtype():
     yes = [jnp.ones(2), np.ones(2), np.float32(1), jax.ShapeDtypeStruct((2,), jnp.int32), jax.random.key(0)]
     yes.append(types.SimpleNamespace(shape=(), dtype="x"))
     assert all(map(is_array_like, yes))
-    assert not any(map(is_array_like, [3, 1.5, [1], None, "x", types.SimpleNamespace(shape=())]))
+    assert not any(
+        map(
+            is_array_like,
+            [3, 1.5, [1], None, "x", types.SimpleNamespace(shape=()), types.SimpleNamespace(dtype=1)],
+        )
+    )
 
 
 def test_leaf_key_paths_are_dotted_and_of_the_same_structure():

@@ -1,14 +1,47 @@
+import enum
 import json
+import math
+import subprocess
+import sys
+from typing import NamedTuple
 
+import jax.numpy as jnp
+import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer.checkpoint._value import value_from_json, value_to_json
+from eformer.checkpoint._value import is_recorded, value_from_json, value_to_json
 from eformer.errors import StructureError
 from support.trees import assert_same, keys, numpy_scalars
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Name(str):
+    __slots__ = ()
+
+
+class Number(int):
+    pass
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError("boom")
+
+
+LOOP = []
+LOOP.append(LOOP)
 
 plain = st.one_of(
     st.none(),
@@ -40,7 +73,21 @@ def test_a_value_comes_back_exactly_through_any_json_library(value):
 
 
 @pytest.mark.parametrize(
-    "value", [{1, 2, 3}, frozenset({"a", "b"}), np.dtype("f4"), np.dtype("bfloat16"), 2**20000], ids=type
+    "value",
+    [
+        {1, 2, 3},
+        frozenset({"a", "b"}),
+        np.dtype("f4"),
+        np.dtype("bfloat16"),
+        2**20000,
+        np.float32,
+        jnp.float32,
+        jnp.bfloat16,
+        ml_dtypes.int4,
+        math.inf,
+        -math.inf,
+    ],
+    ids=type,
 )
 def test_these_come_back_too(value):
     again = value_from_json(json.loads(json.dumps(value_to_json(value))))
@@ -48,19 +95,65 @@ def test_these_come_back_too(value):
     assert type(again) is type(value)
 
 
-@pytest.mark.parametrize("value", [len, object(), np.float32, np.dtype(">f4"), lambda: None], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [
+        len,
+        object(),
+        np.dtype(">f4"),
+        lambda: None,
+        (1, len),
+        Colour.RED,
+        Name("x"),
+        Point(1, 2),
+        Number(3),
+        Unprintable(),
+        LOOP,
+    ],
+    ids=type,
+)
 def test_what_json_cannot_say_is_marked_and_refused_when_read(value):
     document = value_to_json(value)
-    assert list(document) == ["opaque"]
+    assert "opaque" in json.dumps(document)
+    assert len(json.dumps(document)) < 500
+    assert not is_recorded(document)
     with pytest.raises(StructureError, match="this value was not recorded, only what it looked like"):
         value_from_json(document)
 
 
 @pytest.mark.parametrize(
     "document",
-    [[], [1], {}, {"a": 1, "b": 2}, {"nope": 1}, {"tuple": 5}, {"numpy": ["float32", "!"]}, {"numpy": ["O", "AAAA"]},
-     {"dtype": "O"}, {"dtype": ["x"]}, {"int": "x"}, {"bytes": 3}, {"complex": 5}, {"nan": "00"}, {"dict": [[{"list": []}, 1]]}],
+    [[], [1], {}, {"a": 1, "b": 2}, {"nope": 1}, {"tuple": 5}, {"numpy scalar": ["float32", "!"]}, {"numpy scalar": []}, {"numpy scalar": ["int8"]}, {"numpy": "eval"}, {"numpy scalar": ["O", "AAAA"]}, {"jax.numpy": "save"}, {"complex": [{"int": "0x1" + "0" * 400}, 1]}, {"complex": []},
+     {"dtype": "O"}, {"dtype": ["x"]}, {"int": "x"}, {"bytes": 3}, {"complex": 5}, {"nan": "00"}, {"nan": "3ff0000000000000"}, {"float": "1e5"}, {"int": "f"}, {"bytes": "AA=A"}, {"dict": [[{"list": []}, 1]]}],
 )  # fmt: skip
 def test_json_that_records_no_value_is_refused(document):
     with pytest.raises(ValueError, match=r"not a recorded value|unknown dtype"):
         value_from_json(document)
+
+
+def test_a_value_nested_beyond_reason_is_refused():
+    document = 1
+    for _ in range(5000):
+        document = {"list": [document]}
+    with pytest.raises(StructureError, match="not a recorded value"):
+        value_from_json(document)
+
+
+def test_integers_that_other_json_readers_would_round_are_text():
+    assert value_to_json(2**53) == 2**53
+    assert value_to_json(2**53 + 1) == {"int": "0x20000000000001"}
+    assert value_to_json(-(2**53) - 1) == {"int": "-0x20000000000001"}
+
+
+def test_equal_sets_are_equal_json_in_every_process():
+    code = (
+        "import json; from eformer.checkpoint._value import value_to_json as v\n"
+        "print(json.dumps(v({frozenset({'a', 'b', 'c'}), frozenset({'d', 'e'}), 'x', 'y', 'z'})))"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": str(seed)}, capture_output=True, check=True
+        ).stdout
+        for seed in range(5)
+    }
+    assert len(outputs) == 1

@@ -41,6 +41,12 @@ class Empty(NamedTuple):
     pass
 
 
+class Unregistered(NamedTuple):
+    """Importable, a namedtuple, and yet nobody has said that checkpoints may build it."""
+
+    x: Any
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Layer:

@@ -6,15 +6,15 @@ import difflib
 import itertools
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     import numpy as np
 
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 # control characters, never empty.
 #
 #   %XX       one of the characters below            %uXXXX    a lone surrogate, which UTF-8 lacks
-#   %_        an empty part                          %+N       the N-th sibling of the same name
+#   %_        an empty part                          %+int     a key that reads like a sibling: its type,
+#                                                    %+1       and which of several
 #   %-        (paths only) goes on in the next part  %         alone: the tree is one bare leaf
 
 _UNSAFE = re.compile(r"[%./\\\x00-\x1f\x7f]|[\ud800-\udfff]")
 _ESCAPE = re.compile(r"%(?:([0-9A-F]{2})|u(D[89A-F][0-9A-F]{2}))")
-_SIBLING = re.compile(r"%\+([1-9][0-9]*)$")
+_SIBLING = re.compile(r"(%\+\w+)+$")
 
 BARE_LEAF = "%"
 _EMPTY = "%_"
@@ -42,11 +43,30 @@ _MOST_HINTS = 8
 _MOST_CANDIDATES = 5000
 
 
-@lru_cache(4096)
-def escape(part: str, sibling: int = 0) -> str:
-    """One part of a name; `sibling` tells apart parts that read the same, such as keys 1 and "1"."""
-    text = _UNSAFE.sub(_escape_character, part) or _EMPTY
-    return f"{text}%+{sibling}" if sibling else text
+def escape(part: str) -> str:
+    """One part of a name."""
+    return _UNSAFE.sub(_escape_character, part) or _EMPTY
+
+
+def escape_siblings(keys: Sequence[Any]) -> list[str]:
+    """The parts for the children of one node: different even where keys read the same, such as 1 and "1".
+
+    Which is which depends on the keys alone where it can, and not on their order.
+    """
+    texts = [str(key) for key in keys]
+    if len(set(texts)) == len(texts):
+        return [escape(text) for text in texts]
+    count = Counter(texts)
+    parts = [
+        escape(text) + (f"%+{type(key).__name__}" if count[text] > 1 and type(key) is not str else "")
+        for key, text in zip(keys, texts, strict=True)
+    ]
+    seen: Counter[str] = Counter()
+    for index, part in enumerate(parts):
+        if seen[part]:
+            parts[index] = f"{part}%+{seen[part]}"
+        seen[part] += 1
+    return parts
 
 
 def _escape_character(match: re.Match[str]) -> str:
@@ -79,15 +99,19 @@ def name_to_path(name: str) -> tuple[str, ...]:
 
 
 def path_to_name(path: Iterable[str]) -> str:
-    """The name that `name_to_path` was given."""
-    return ".".join(path).replace("%-.", "")
+    """The name that `name_to_path` was given; refuses a path that it cannot have made."""
+    components = tuple(path)
+    name = ".".join(components).replace("%-.", "")
+    if name_to_path(name) != components:
+        raise FormatError(f"{components} is no leaf's path")
+    return name
 
 
 def _checked(part: str, name: str) -> str:
-    if part != name or part != BARE_LEAF:
-        text = _SIBLING.sub("", part)
-        if escape(unescape(text)) != text:
-            raise FormatError(f"{part[:64]!r} cannot be part of a leaf's name (in {name[:200]!r})")
+    is_bare_leaf = name == BARE_LEAF
+    text = _SIBLING.sub("", part)
+    if not is_bare_leaf and escape(unescape(text)) != text:
+        raise FormatError(f"{part[:64]!r} cannot be part of a leaf's name (in {name[:200]!r})")
     return part
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ def _known_dtypes() -> dict[str, np.dtype[Any]]:
 DTYPES = _known_dtypes()
 
 # No multiple of zero: numpy divides by it and takes the process down (SIGFPE).
-_DATETIME = re.compile(r"(datetime|timedelta)64(\[([1-9]\d{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
+_DATETIME = re.compile(r"(datetime|timedelta)64(\[([1-9][0-9]{0,9})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
 
 
 def dtype_from_name(name: str) -> np.dtype[Any]:
@@ -44,7 +45,8 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
     if dtype := DTYPES.get(name):
         return dtype
     if _DATETIME.fullmatch(name):
-        return np.dtype(name)
+        with suppress(TypeError):  # a multiple beyond 2**31
+            return np.dtype(name)
     raise FormatError(f"unknown dtype {name[:64]!r}; known are {', '.join(DTYPES)}, datetime64, timedelta64")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import sys
+from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,9 +16,11 @@ from eformer.errors import StructureError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# Packages whose node classes a checkpoint may name without the caller having imported them: their modules
-# hold definitions only, so importing one is all that a hostile name could achieve.
+# Packages whose node classes a checkpoint may name without the caller having imported them. Only the package
+# itself is imported, never a module of the checkpoint's choice.
 TRUSTED_PACKAGES = frozenset({"jax", "optax", "flax", "equinox", "chex"})
+
+BUILTIN_NODES = frozenset({dict, list, tuple, OrderedDict, defaultdict, type(None)})
 
 _registered: dict[str, type] = {}
 
@@ -71,8 +75,8 @@ def class_name(kind: type) -> str:
 
 def register_node(kind: type) -> type:
     """Let checkpoints that name this class rebuild it. Usable as a decorator; the last of a name wins."""
-    if not is_node(kind):
-        raise StructureError(f"{class_name(kind)} is no pytree node: register it with jax.tree_util first")
+    if kind in BUILTIN_NODES or not is_node(kind):
+        raise StructureError(f"{class_name(kind)} is no pytree class: register it with jax.tree_util first")
     _registered[class_name(kind)] = kind
     return kind
 
@@ -83,26 +87,30 @@ def resolve_class(name: str) -> type:
     1. `register_node`. 2. The classes that the running program has itself registered with JAX: looked up
     among the modules already imported. 3. The node classes of `TRUSTED_PACKAGES`, imported when needed.
     """
-    if name in _registered:
-        return _registered[name]
+    kind = _registered.get(name) or _known_class(name)
+    if kind is None:
+        raise StructureError(
+            f"the tree holds a {name[:200]}, which this program may not build from a name; pass like= with "
+            "a tree of that structure, or call eformer.checkpoint.register_node with the class first"
+        )
+    return kind
+
+
+def _known_class(name: str) -> type | None:
     module, _, qualname = name.partition(":")
-    trusted = module.partition(".")[0] in TRUSTED_PACKAGES
-    kind = _look_up(module, qualname, may_import=trusted)
-    if kind is not None and is_node(kind) and (trusted or not is_namedtuple(kind)):
-        return kind
-    raise StructureError(
-        f"the tree holds a {name[:200]}, which this program may not build from a name; "
-        "pass like= with a tree of that structure, or register_node(the class) first"
-    )
+    package = module.partition(".")[0]
+    trusted = package in TRUSTED_PACKAGES
+    if trusted:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(package)
+    kind = _look_up(sys.modules.get(module), qualname)
+    if kind is None or kind in BUILTIN_NODES or not is_node(kind):
+        return None
+    return kind if trusted or not is_namedtuple(kind) else None
 
 
-def _look_up(module: str, qualname: str, *, may_import: bool) -> type | None:
-    if may_import and module not in sys.modules:
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            return None
-    found: Any = sys.modules.get(module)
+def _look_up(module: Any, qualname: str) -> type | None:
+    found = module
     for part in qualname.split("."):
         # vars(), not getattr(): a lazy module or a property must not run because a checkpoint named it.
         if found is None or not hasattr(found, "__dict__"):
@@ -120,13 +128,26 @@ def build_dataclass(kind: type, static: Mapping[str, Any], children: Mapping[str
     for name, value in (*static.items(), *children.items()):
         object.__setattr__(prototype, name, value)
     level = take_apart(prototype)
+    if set(level.keys) != children.keys():
+        raise StructureError(
+            f"{class_name(kind)} was saved with children {list(children)}, it has {level.keys}"
+        )
     return level.rebuild([children[key] for key in level.keys])
 
 
 def build_node(kind: type, aux: Any, children: Sequence[Any]) -> Any:
     """Any other node from its auxiliary data and its children, by the class's own unflatten function."""
-    leaf = jax.tree_util.tree_structure(0)
-    treedef = jax.tree_util.PyTreeDef.from_node_data_and_children(
-        jax.tree_util.default_registry, (kind, aux), [leaf] * len(children)
-    )
-    return jax.tree_util.tree_unflatten(treedef, children)
+    if hasattr(kind, "tree_unflatten"):
+        node = kind.tree_unflatten(aux, tuple(children))
+    elif kind in BUILTIN_NODES or is_namedtuple(kind) or dataclasses.is_dataclass(kind):
+        # JAX builds these in native code, which reads past the end of what it is given.
+        raise StructureError(f"{class_name(kind)} is not built from auxiliary data")
+    else:
+        leaf = jax.tree_util.tree_structure(0)
+        treedef = jax.tree_util.PyTreeDef.from_node_data_and_children(
+            jax.tree_util.default_registry, (kind, aux), [leaf] * len(children)
+        )
+        node = jax.tree_util.tree_unflatten(treedef, children)
+    if type(node) is not kind or len(take_apart(node).children) != len(children):
+        raise StructureError(f"{class_name(kind)} made something else of what was saved")
+    return node

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 from jax.numpy import issubdtype
 from jax.tree_util import Partial
@@ -32,7 +33,7 @@ def register_serialization_state(
     ty: type, ty_to_state_dict: ToState, ty_from_state_dict: FromState, override: bool = False
 ) -> None:
     """Convert objects of exactly this type by these two functions."""
-    if not override and (ty in _registered or ty in _BUILTIN):
+    if not override and (ty in _registered or ty in (dict, list, tuple, Partial)):
         raise ValueError(f'a serialization handler for "{ty.__name__}" is already registered')
     _registered[ty] = (ty_to_state_dict, ty_from_state_dict)
 
@@ -53,12 +54,23 @@ def current_path() -> str:
 
 def to_state_dict(target: Any) -> Any:
     """Nested dicts of string keys for `target`; whatever is not a container is returned as it is."""
+    try:
+        return _to_state(target, (".",))
+    except RecursionError as error:
+        raise StructureError("the tree is nested too deeply, or contains itself") from error
+
+
+def _to_state(target: Any, path: tuple[str, ...]) -> Any:
     kind = type(target)
     if kind in _registered:
         return _checked(_registered[kind][0](target), kind)
     if target is None or not is_node(kind):
         return target
-    return {key: to_state_dict(child) for key, child in _parts(target).state_items()}
+    try:
+        parts = _parts(target)
+    except StructureError as error:
+        raise StructureError(f"{'/'.join(path)}: {error}") from error
+    return {key: _to_state(parts.children[key], (*path, key)) for key in parts.order}
 
 
 def _checked(state: Any, kind: type) -> Any:
@@ -79,9 +91,6 @@ class _Parts:
     order: list[str]
     rebuild: Callable[[list[Any]], Any]
 
-    def state_items(self) -> Iterator[tuple[str, Any]]:
-        return ((key, self.children[key]) for key in self.order)
-
 
 def _parts(node: Any) -> _Parts:
     kind = type(node)
@@ -89,7 +98,10 @@ def _parts(node: Any) -> _Parts:
         return _BUILTIN[kind](node)
     if is_namedtuple(kind):
         return _named(node, node._fields, node, lambda children: kind(*children))
-    level = take_apart(node)
+    try:
+        level = take_apart(node)
+    except (TypeError, ValueError) as error:  # keys that cannot be sorted
+        raise StructureError(f"JAX cannot take this {kind.__name__} apart: {error}") from error
     # JAX hands out a mapping's children sorted; people and flax expect them in the mapping's own order.
     order = list(node) if isinstance(node, Mapping) and set(node) == set(level.keys) else level.keys
     return _named(node, level.keys, level.children, level.rebuild, order)
@@ -158,6 +170,7 @@ def _restore(target: Any, state: Any, path: tuple[str, ...], problems: list[str]
         return _restore_node(target, state, path, problems)
     if problem := _leaf_problem(target, state):
         problems.append(f"{'/'.join(path)}: {problem}")
+        return target
     return state
 
 
@@ -174,31 +187,36 @@ def _restore_registered(target: Any, state: Any, path: tuple[str, ...], problems
 
 def _restore_node(target: Any, state: Any, path: tuple[str, ...], problems: list[str]) -> Any:
     here = "/".join(path)
-    parts = _parts(target)
-    if not isinstance(state, dict):
+    if not isinstance(state, Mapping):
         problems.append(f"{here}: expected the state of a {type(target).__name__}, found {_describe(state)}")
         return target
+    parts = _parts(target)
     state = _from_legacy_namedtuple(target, state)
     if state.keys() != parts.children.keys():
         problems += (f"{here}: {problem}" for problem in _key_problems(parts.order, state))
-    return parts.rebuild(
-        [
-            _restore(child, state[key], (*path, key), problems) if key in state else child
-            for key, child in parts.children.items()
-        ]
-    )
+    children = [
+        _restore(child, state[key], (*path, key), problems) if key in state else child
+        for key, child in parts.children.items()
+    ]
+    try:
+        return parts.rebuild(children)
+    except Exception:
+        if problems:  # a class that checks its fields has met what is about to be reported
+            return target
+        raise
 
 
-def _key_problems(wanted: list[str], found: dict[Any, Any]) -> Iterator[str]:
+def _key_problems(wanted: list[str], found: Mapping[Any, Any]) -> Iterator[str]:
     missing = [key for key in wanted if key not in found]
-    for key, hint in with_nearest(missing, map(str, found)):
+    for key, hint in with_nearest(missing, (key for key in found if isinstance(key, str))):
         yield f"missing key {key!r}{hint}"
-    unexpected = [str(key) for key in found.keys() - set(wanted)]
-    for key, hint in with_nearest(sorted(unexpected), wanted):
-        yield f"unexpected key {key!r}{hint}"
+    expected = set(wanted)
+    for key in found:
+        if key not in expected:
+            yield f"unexpected key {key!r}"
 
 
-def _from_legacy_namedtuple(target: Any, state: dict[Any, Any]) -> dict[Any, Any]:
+def _from_legacy_namedtuple(target: Any, state: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Old flax files hold a namedtuple as {"name", "fields", "values"}."""
     legacy = state.keys() == {"name", "fields", "values"} and is_namedtuple(type(target))
     if not legacy or set(target._fields) == state.keys():
@@ -206,27 +224,42 @@ def _from_legacy_namedtuple(target: Any, state: dict[Any, Any]) -> dict[Any, Any
     fields, values = state["fields"], state["values"]
     if not isinstance(fields, dict) or not isinstance(values, dict) or fields.keys() != values.keys():
         return state
-    return {field: values[index] for index, field in fields.items()}
+    return {str(field): values[index] for index, field in fields.items()}
 
 
 def _leaf_problem(target: Any, state: Any) -> str | None:
     if not (hasattr(target, "shape") and hasattr(target, "dtype")):
         expects_value = isinstance(target, (bool, int, float, complex, str, bytes))
-        fits = not (expects_value and isinstance(state, (dict, list)))
+        fits = state is None or not (expects_value and is_node(type(state)))
     elif hasattr(state, "shape") and hasattr(state, "dtype"):
-        same_dtype = state.dtype == target.dtype or state.dtype.name == target.dtype.name  # in any byte order
+        same_dtype = state.dtype == target.dtype or _dtype_name(state) == _dtype_name(target)
         fits = same_dtype and tuple(state.shape) == tuple(target.shape)
     else:
         # A step counter saved before the first jitted step is a Python int, afterwards an array without axes.
-        kind = _SCALARS.get(type(state))
-        fits = tuple(target.shape) == () and kind is not None and issubdtype(target.dtype, kind)
+        fits = tuple(target.shape) == () and _is_scalar_of(target.dtype, state)
     return None if fits else f"expected {_describe(target)}, found {_describe(state)}"
+
+
+def _is_scalar_of(dtype: Any, value: Any) -> bool:
+    kind = _SCALARS.get(type(value))
+    if kind is None or not issubdtype(dtype, kind):
+        return False
+    return kind is not np.integer or _fits_integer(dtype, value)
+
+
+def _fits_integer(dtype: Any, value: int) -> bool:
+    limits: Any = jax.numpy.iinfo(dtype)  # type: ignore[no-untyped-call]
+    return bool(limits.min <= value <= limits.max)
 
 
 _SCALARS = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
 
 
+def _dtype_name(leaf: Any) -> str:
+    return getattr(leaf.dtype, "name", None) or str(leaf.dtype)  # the name is the same in any byte order
+
+
 def _describe(leaf: Any) -> str:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return f"{leaf.dtype.name}{list(leaf.shape)}"
+        return f"{_dtype_name(leaf)}{list(leaf.shape)}"
     return f"a {type(leaf).__name__}" if is_node(type(leaf)) else f"{type(leaf).__name__} {repr(leaf)[:40]}"

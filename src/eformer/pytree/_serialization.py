@@ -66,9 +66,10 @@ def msgpack_serialize(pytree: Any, in_place: bool = False) -> bytes:
 
 
 def msgpack_restore(encoded_pytree: bytes) -> Any:
-    """The tree in a message. Arrays are read-only views of `encoded_pytree`: no bytes are copied.
+    """The tree in a message. Arrays are read-only views of `encoded_pytree`: their bytes are not copied.
 
-    Given a mutable buffer, it is copied first, so that the arrays cannot change under their owner.
+    A buffer that may change (a bytearray) is copied first; one that is read-only (a mapped file) is taken at
+    its word. Arrays that were split into chunks are joined, which copies them.
     """
     return _unpack(encoded_pytree)
 
@@ -109,7 +110,8 @@ def from_compressed_bytes(target: Any, compressed_data: bytes) -> Any:
 def save_to_file(target: Any, filepath: str) -> None:
     """Puts `to_bytes(target)` into a file that appears whole or not at all, and is durable on return.
 
-    Arrays go to the file from where they are: saving takes no memory beyond a few megabytes.
+    Arrays on the CPU go to the file from where they are; those of other devices, or spread over several,
+    through a copy of one array at a time.
     """
     state = to_state_dict(target)
     with _replacing(_local(filepath)) as file:
@@ -128,7 +130,7 @@ def load_from_file(target: Any, filepath: str) -> Any:
 
 
 def _local(filepath: str | os.PathLike[str]) -> Path:
-    text = os.fspath(filepath)
+    text = os.fsdecode(filepath)
     if "://" in text:
         raise ValueError(f"{text} is no local path; to_bytes gives the bytes to put there")
     return Path(text)
@@ -136,24 +138,26 @@ def _local(filepath: str | os.PathLike[str]) -> Path:
 
 def get_serialization_info(pytree: Any) -> dict[str, Any]:
     """Counts of a tree: leaves, elements, bytes in memory, dtypes, and whether `to_bytes` takes them."""
-    leaves, structure = jax.tree_util.tree_flatten(pytree)
+    leaves = jax.tree_util.tree_leaves(to_state_dict(pytree))
     return {
         "num_leaves": len(leaves),
-        "tree_structure": str(structure),
-        "total_elements": sum(int(getattr(leaf, "size", 1)) for leaf in leaves),
+        "tree_structure": str(jax.tree_util.tree_structure(pytree)),
+        "total_elements": sum(int(leaf.size) if _is_array(leaf) else 1 for leaf in leaves),
         "memory_bytes": sum(map(_nbytes, leaves)),
         "is_serializable": all(map(_can_pack, leaves)),
-        "dtypes": sorted({_dtype_name(leaf) for leaf in leaves}),
+        "dtypes": sorted(
+            {str(leaf.dtype.name) if _is_array(leaf) else type(leaf).__name__ for leaf in leaves}
+        ),
     }
 
 
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct))
+
+
 def _nbytes(leaf: Any) -> int:
-    if hasattr(leaf, "dtype"):
+    if _is_array(leaf):
         return int(leaf.size) * int(leaf.dtype.itemsize)
     if isinstance(leaf, (str, bytes, bytearray)):
         return len(leaf)
     return np.asarray(leaf).nbytes if isinstance(leaf, (bool, int, float, complex)) else 0
-
-
-def _dtype_name(leaf: Any) -> str:
-    return str(leaf.dtype.name) if hasattr(leaf, "dtype") else type(leaf).__name__

@@ -6,6 +6,7 @@ import math
 import re
 import struct
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,10 +17,10 @@ from eformer.checkpoint._msgpack._wire import (
     ARRAY,
     CHUNKED,
     COMPLEX,
-    KEY_TYPES,
-    MAX_MESSAGE_DEPTH,
+    MAX_DEPTH,
     SCALAR,
     TUPLE,
+    is_key,
 )
 from eformer.checkpoint._ndarray import from_raw
 from eformer.errors import FormatError
@@ -41,7 +42,7 @@ _decode_complex = msgspec.msgpack.Decoder(tuple[float, float]).decode
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:
-    """The tree in `data`. Arrays are views of it when it is immutable, and of a copy when it is not."""
+    """The tree in `data`. Arrays are views of it when it is read-only, and of a copy when it is not."""
     view = memoryview(data).cast("B")
     if not view.readonly:
         view = memoryview(bytes(view))
@@ -52,12 +53,26 @@ def unpack(data: bytes | bytearray | memoryview) -> Any:
 
 def _framing_problem(view: memoryview) -> str | None:
     try:
-        msgspec.msgpack.decode(view, type=msgspec.Raw)
+        return _decode_problem(view)
     except RecursionError:
-        return "nested too deeply"
+        # The message may be deep, or only the caller's stack: a thread begins with an empty one.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(_too_deep, view).result()
+
+
+def _decode_problem(view: memoryview) -> str | None:
+    try:
+        msgspec.msgpack.decode(view, type=msgspec.Raw)
     except msgspec.DecodeError as error:
         return str(error)
     return None
+
+
+def _too_deep(view: memoryview) -> str | None:
+    try:
+        return _decode_problem(view)
+    except RecursionError:
+        return f"nested more than {MAX_DEPTH} deep"
 
 
 class _List:
@@ -98,7 +113,7 @@ class _Map:
         if self.key is not _NO_KEY:
             self.items[self.key] = value
             self.key = _NO_KEY
-        elif type(value) not in KEY_TYPES:
+        elif not is_key(value):
             raise FormatError(f"a {type(value).__name__} as the key of a map")
         elif value in self.items:
             raise FormatError(f"duplicate key {repr(value)[:80]}")
@@ -168,8 +183,8 @@ class _Reader:
         left = len(self.view) - self.at
         if container.left > left:
             raise FormatError(f"a container of {container.left} elements, and only {left} bytes")
-        if len(self.open) == MAX_MESSAGE_DEPTH:
-            raise FormatError(f"nested more than {MAX_MESSAGE_DEPTH} deep")
+        if len(self.open) == MAX_DEPTH:
+            raise FormatError(f"nested more than {MAX_DEPTH} deep")
         self.open.append(container)
 
     def number(self, form: struct.Struct) -> Any:
@@ -308,4 +323,6 @@ def _joined(shape: list[int], chunks: list[np.ndarray[Any, Any]]) -> np.ndarray[
         raise FormatError(
             f"the chunks hold {sum(c.size for c in chunks)} elements, shape {shape} needs others"
         )
-    return np.concatenate(chunks).reshape(shape)
+    array = np.concatenate(chunks).reshape(shape)
+    array.flags.writeable = False  # as all others are
+    return array

@@ -1,15 +1,24 @@
 """What writer and reader agree on."""
 
+from typing import Any
+
+import numpy as np
+
 ARRAY, COMPLEX, SCALAR = 1, 2, 3
 
 CHUNKED = "__msgpack_chunked_array__"
 TUPLE = "__msgpack_tuple__"
 
-KEY_TYPES = frozenset({str, int, bool, float, bytes, type(None)})
-
-# flax's writer stops at 511 levels. A tuple takes two in the message.
-MAX_TREE_DEPTH = 511
-MAX_MESSAGE_DEPTH = 2 * MAX_TREE_DEPTH + 2
+# Levels of a message; a tuple takes two. flax's writer stops at 511, and the check of a message's framing at
+# the interpreter's recursion limit of 1000.
+MAX_DEPTH = 900
 
 # The longest byte string or extension that msgpack can express.
 MAX_LENGTH = 2**32 - 1
+
+_KEYS = frozenset({str, int, bool, float, complex, bytes, type(None)})
+
+
+def is_key(value: Any) -> bool:
+    """Whether this can be the key of a dict: any leaf that is hashable."""
+    return type(value) in _KEYS or isinstance(value, np.generic)

@@ -14,13 +14,13 @@ from eformer.checkpoint._msgpack._wire import (
     ARRAY,
     CHUNKED,
     COMPLEX,
-    KEY_TYPES,
+    MAX_DEPTH,
     MAX_LENGTH,
-    MAX_TREE_DEPTH,
     SCALAR,
     TUPLE,
+    is_key,
 )
-from eformer.checkpoint._ndarray import name_of_dtype, raw_pieces
+from eformer.checkpoint._ndarray import DTYPES, name_of_dtype, raw_pieces
 from eformer.errors import LeafError
 
 if TYPE_CHECKING:
@@ -40,17 +40,18 @@ def pack(tree: Any, write: Callable[[Any], Any], *, max_chunk: int, sort_keys: b
     Arrays of more than `max_chunk` bytes are split; `sort_keys` writes every dict in the order of its keys.
     """
     packer = _Packer(write, max_chunk, sort_keys)
-    unfinished: list[Iterator[Item]] = [iter([(tree, None, False)])]
+    unfinished: list[tuple[Iterator[Item], int]] = [(iter([(tree, None, False)]), 0)]
     while unfinished:
-        for value, place, below_list in unfinished[-1]:
+        siblings, depth = unfinished[-1]
+        for value, place, below_list in siblings:
             children = packer.begin(value, place, below_list)
             if children is not None:
-                unfinished.append(children)
+                unfinished.append((children, depth + (2 if type(value) is tuple else 1)))
                 break
         else:
             unfinished.pop()
-        if len(unfinished) > MAX_TREE_DEPTH + 1:
-            raise LeafError(f"the tree is nested more than {MAX_TREE_DEPTH} deep, or contains itself")
+        if depth > MAX_DEPTH:
+            raise LeafError(f"the tree is nested more than {MAX_DEPTH} deep, or contains itself")
 
 
 def can_pack(leaf: Any) -> bool:
@@ -58,7 +59,7 @@ def can_pack(leaf: Any) -> bool:
     if _is_jax_array(leaf) and not isinstance(leaf.dtype, np.dtype):
         return True  # an extended dtype: a typed PRNG key
     try:
-        sample = np.empty(0, leaf.dtype) if isinstance(leaf, np.ndarray) or _is_jax_array(leaf) else leaf
+        sample = np.empty(0, leaf.dtype) if type(leaf) is np.ndarray or _is_jax_array(leaf) else leaf
         pack(sample, lambda piece: None, max_chunk=MAX_LENGTH, sort_keys=False)
     except LeafError:
         return False
@@ -81,75 +82,75 @@ class _Packer:
         self.max_chunk = max_chunk
         self.sort_keys = sort_keys
         self.writers: dict[type, Callable[[Any, Place, bool], Iterator[Item] | None]] = {
-            **dict.fromkeys((type(None), bool, int, float, str), self.plain),
-            **dict.fromkeys((bytes, bytearray, memoryview), self.bytes),
-            np.ndarray: self.array,
-            dict: self.map,
-            list: self.list,
-            tuple: self.tuple,
+            **dict.fromkeys((type(None), bool, int, float, str), self.write_plain),
+            **dict.fromkeys((bytes, bytearray, memoryview), self.write_bytes),
+            np.ndarray: self.write_array,
+            dict: self.begin_dict,
+            list: self.begin_list,
+            tuple: self.begin_tuple,
         }
 
     def begin(self, value: Any, place: Place, below_list: bool) -> Iterator[Item] | None:
-        write = self.writers.get(type(value)) or self.other
-        return write(value, place, below_list)
+        writer = self.writers.get(type(value)) or self.write_other
+        return writer(value, place, below_list)
 
-    def map(self, value: Any, place: Place, below_list: bool) -> Iterator[Item]:
+    def begin_dict(self, value: dict[Any, Any], place: Place, below_list: bool) -> Iterator[Item]:
         for reserved in (CHUNKED, TUPLE):
             if reserved in value:
                 raise LeafError(
-                    f"{_where(place)}: the key {reserved!r} has a meaning of its own in this format"
+                    f"{_where(place)}: the key {reserved!r} has a meaning of its own in msgpack files"
                 )
         self.write(_head(len(value), 0x80, 0xDE))
-        return self.map_items(value, place, below_list)
+        return self.dict_items(value, place, below_list)
 
-    def map_items(self, value: Any, place: Place, below_list: bool) -> Iterator[Item]:
+    def dict_items(self, value: dict[Any, Any], place: Place, below_list: bool) -> Iterator[Item]:
         for key in self.ordered(value):
             here = (place, key)
-            if type(key) not in KEY_TYPES:
+            if not is_key(key):
                 raise LeafError(f"{_where(here)}: a key of type {type(key).__name__} cannot be stored")
-            self.plain(key, here, below_list)
+            self.begin(key, here, below_list)
             yield value[key], here, below_list
 
-    def ordered(self, value: Any) -> list[Any]:
+    def ordered(self, value: dict[Any, Any]) -> list[Any]:
         try:
             return sorted(value) if self.sort_keys else list(value)
         except TypeError:  # keys of several types have no order but their own
             return list(value)
 
-    def list(self, value: Any, place: Place, below_list: bool) -> Iterator[Item]:
+    def begin_list(self, value: list[Any], place: Place, below_list: bool) -> Iterator[Item]:
         # flax looks for large arrays to split in dicts alone, not below a list; its bytes are the standard.
         self.write(_head(len(value), 0x90, 0xDC))
         return ((child, (place, index), True) for index, child in enumerate(value))
 
-    def tuple(self, value: Any, place: Place, below_list: bool) -> Iterator[Item]:
+    def begin_tuple(self, value: tuple[Any, ...], place: Place, below_list: bool) -> Iterator[Item]:
         self.write(_head(1, 0x80, 0xDE) + _encode(TUPLE) + _head(len(value), 0x90, 0xDC))
         return ((child, (place, index), below_list) for index, child in enumerate(value))
 
-    def plain(self, value: Any, place: Place, below_list: bool) -> None:
+    def write_plain(self, value: Any, place: Place, below_list: bool) -> None:
         try:
             self.write(_encode(value))
         except (OverflowError, UnicodeEncodeError) as error:
             raise LeafError(f"{_where(place)}: {repr(value)[:40]} cannot be stored ({error})") from error
 
-    def bytes(self, value: Any, place: Place, below_list: bool) -> None:
+    def write_bytes(self, value: Any, place: Place, below_list: bool) -> None:
         size = memoryview(value).nbytes
         if size > MAX_LENGTH:
             raise LeafError(f"{_where(place)}: {size} bytes in one piece; msgpack holds at most {MAX_LENGTH}")
         self.write(_long_head(size, 0xC4))
         self.write(value)
 
-    def other(self, value: Any, place: Place, below_list: bool) -> None:
-        if isinstance(value, np.ma.MaskedArray):
+    def write_other(self, value: Any, place: Place, below_list: bool) -> None:
+        if np.ma.is_masked(value):
             raise LeafError(f"{_where(place)}: the mask of a masked array cannot be stored")
         if isinstance(value, np.ndarray):
-            self.array(value, place, below_list)
+            self.write_array(np.asarray(value), place, below_list)
         elif isinstance(value, np.generic):
-            self.extension(SCALAR, np.asarray(value), place)
+            self.write_extension(SCALAR, np.asarray(value), place)
         elif isinstance(value, complex):
             pair = b"\x92" + _encode(value.real) + _encode(value.imag)
             self.write(_extension_head(COMPLEX, len(pair)) + pair)
         elif _is_jax_array(value):
-            self.jax_array(value, place, below_list)
+            self.write_jax_array(value, place, below_list)
         else:
             kind = type(value)
             raise LeafError(
@@ -157,48 +158,41 @@ class _Packer:
                 "arrays, plain values, dict, list and tuple; to_bytes takes registered objects apart"
             )
 
-    def jax_array(self, value: Any, place: Place, below_list: bool) -> None:
+    def write_jax_array(self, value: Any, place: Place, below_list: bool) -> None:
+        import jax  # late: numpy trees are read and written without it
+
         try:
             if isinstance(value.dtype, np.dtype):
-                self.array(np.asarray(value), place, below_list)
+                self.write_array(_on_host(value), place, below_list)
             else:
-                self.prng_key(value, place)
-        except RuntimeError as error:  # deleted by donation, or partly on other hosts
+                name = f"key<{jax.random.key_impl(value)}>"
+                self.write_extension(ARRAY, _on_host(jax.random.key_data(value)), place, name)
+        except (RuntimeError, jax.errors.JAXTypeError) as error:
+            # Deleted by donation, partly on other hosts, or traced.
             error.add_note(f"while serializing the leaf {_where(place)}")
             raise
 
-    def prng_key(self, value: Any, place: Place) -> None:
-        import jax  # late: numpy trees are read and written without it
-
-        data = np.asarray(jax.random.key_data(value))
-        self.extension(ARRAY, data, place, name=f"key<{jax.random.key_impl(value)}>")
-
-    def array(self, array: np.ndarray[Any, Any], place: Place, below_list: bool) -> None:
+    def write_array(self, array: np.ndarray[Any, Any], place: Place, below_list: bool) -> None:
         limit = MAX_LENGTH - 2**12 if below_list else self.max_chunk
         if array.nbytes > limit:
-            self.chunked(array, place)
+            self.write_chunks(array, place)
         else:
-            self.extension(ARRAY, array, place)
+            self.write_extension(ARRAY, array, place)
 
-    def chunked(self, array: np.ndarray[Any, Any], place: Place) -> None:
+    def write_chunks(self, array: np.ndarray[Any, Any], place: Place) -> None:
         name = self.dtype_name(array, place)
         step = max(1, int(self.max_chunk / array.dtype.itemsize))
-        starts = range(0, array.size, step)
+        sizes = [min(step, array.size - start) for start in range(0, array.size, step)]
         shape = {str(axis): size for axis, size in enumerate(array.shape)}
         self.write(_head(3, 0x80, 0xDE) + _encode(CHUNKED) + _encode(True))
-        self.write(_encode("shape") + _encode(shape) + _encode("chunks") + _head(len(starts), 0x80, 0xDE))
-        rest = memoryview(b"")
-        pieces = raw_pieces(array)
-        for index, start in enumerate(starts):
-            size = min(step, array.size - start)
-            left = size * array.dtype.itemsize
-            self.write(_encode(str(index)) + _array_head(ARRAY, (size,), name, left))
-            while left:
-                rest = rest or memoryview(next(pieces))
-                self.write(rest[:left])
-                left, rest = left - len(rest[:left]), rest[left:]
+        self.write(_encode("shape") + _encode(shape) + _encode("chunks") + _head(len(sizes), 0x80, 0xDE))
+        pieces = _Pieces(raw_pieces(array))
+        for index, size in enumerate(sizes):
+            nbytes = size * array.dtype.itemsize
+            self.write(_encode(str(index)) + _array_head(ARRAY, (size,), name, nbytes))
+            pieces.copy(nbytes, self.write)
 
-    def extension(self, code: int, array: np.ndarray[Any, Any], place: Place, name: str = "") -> None:
+    def write_extension(self, code: int, array: np.ndarray[Any, Any], place: Place, name: str = "") -> None:
         name = name or self.dtype_name(array, place)
         self.write(_array_head(code, array.shape, name, array.nbytes))
         for piece in raw_pieces(array):
@@ -211,9 +205,63 @@ class _Packer:
             raise LeafError(f"{_where(place)}: {error}") from None
 
 
+class _Pieces:
+    """Pieces of bytes that are passed on in other portions than they come in."""
+
+    def __init__(self, pieces: Iterator[bytes | memoryview]) -> None:
+        self.pieces = pieces
+        self.rest = memoryview(b"")
+
+    def copy(self, nbytes: int, write: Callable[[Any], Any]) -> None:
+        """Writes the next `nbytes`."""
+        while nbytes:
+            if not self.rest:
+                self.rest = memoryview(next(self.pieces))
+            portion, self.rest = self.rest[:nbytes], self.rest[nbytes:]
+            write(portion)
+            nbytes -= len(portion)
+
+
 def _is_jax_array(value: Any) -> bool:
     jax = sys.modules.get("jax")  # where nobody has imported jax there are none of its arrays
     return jax is not None and isinstance(value, jax.Array)
+
+
+def _on_host(array: Any) -> np.ndarray[Any, Any]:
+    """The elements in host memory: where they are if on one CPU device, else in a copy that does not stay.
+
+    numpy's own conversion would leave its copy on the array, in host memory for as long as that lives.
+    """
+    if not array.is_fully_addressable or (len(array.devices()) == 1 and _is_host_memory(array)):
+        return np.asarray(array)
+    whole = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            part = shard.data if _is_host_memory(shard.data) else _host_copy(shard.data)
+            whole[shard.index] = np.asarray(part)
+    return whole
+
+
+def _is_host_memory(array: Any) -> bool:
+    (device,) = array.devices()
+    return device.platform == "cpu" and array.dtype not in _PACKED
+
+
+def _host_copy(array: Any) -> Any:
+    import jax
+
+    try:
+        (cpu, *_) = jax.local_devices(backend="cpu")
+    except RuntimeError:  # JAX was started without a CPU backend
+        return array
+    # device_put does not copy what is there already.
+    return array.copy() if cpu in array.devices() else jax.device_put(array, cpu)
+
+
+# XLA keeps these in less than a byte.
+_PACKED = {
+    dtype for name, dtype in DTYPES.items() if name in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")
+}
 
 
 @lru_cache(4096)  # a model has few shapes and many arrays
@@ -223,8 +271,8 @@ def _array_head(code: int, shape: tuple[int, ...], name: str, nbytes: int) -> by
 
 
 def _extension_head(code: int, size: int) -> bytes:
-    fixed = {1: 0xD4, 2: 0xD5, 4: 0xD6, 8: 0xD7, 16: 0xD8}.get(size)
-    return bytes([fixed, code]) if fixed else _long_head(size, 0xC7) + bytes([code])
+    # msgpack has short forms for 1, 2, 4 and 8 bytes too, but no payload of ours is that small.
+    return bytes([0xD8, code]) if size == 16 else _long_head(size, 0xC7) + bytes([code])
 
 
 def _head(size: int, short: int, long: int) -> bytes:

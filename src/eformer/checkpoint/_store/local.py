@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -18,24 +18,26 @@ _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM}
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A new file that takes the place of `path` when the block ends well, and leaves no trace when not.
+    """A new file that takes the place of `path` when the block ends well, and goes away when it does not.
 
     Afterwards the bytes and the name are on stable storage. Parents are created. A link stays a link: what it
     points to is replaced. Permissions of a file that was there are kept.
     """
     final = Path(os.path.realpath(path))
+    if final.exists() and not final.is_file():  # a directory, a pipe, /dev/null: not ours to replace
+        raise OSError(errno.EINVAL, "Not a regular file", str(final))
     _make_directories(final.parent)
-    scratch = final.with_name(f".{final.name[:100]}.{secrets.token_hex(8)}.tmp")
+    scratch = final.with_name(f".eformer-{secrets.token_hex(8)}.tmp")
     try:
         with scratch.open("xb") as file:
+            if final.exists():
+                scratch.chmod(final.stat().st_mode & 0o7777)
             yield file
-            _keep_mode(final, file)
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(final)
     except BaseException:
-        with suppress(FileNotFoundError):
-            scratch.unlink()
+        scratch.unlink(missing_ok=True)
         raise
     sync_directory(final.parent)
 
@@ -46,11 +48,6 @@ def _make_directories(path: Path) -> None:
     for directory in reversed(missing):
         directory.mkdir(exist_ok=True)
         sync_directory(directory.parent)
-
-
-def _keep_mode(path: Path, file: IO[bytes]) -> None:
-    with suppress(FileNotFoundError):
-        Path(file.name).chmod(path.stat().st_mode & 0o7777)
 
 
 def sync_directory(path: Path) -> None:
