@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-import eformer
+import eformer.checkpoint
 from eformer.pytree import _serialization
 from eformer.serialization import serialization
 
@@ -64,6 +64,13 @@ def test_the_modules_export_what_is_documented_and_no_more():
         name for name, value in vars(_serialization).items() if inspect.isfunction(value) and name[0] != "_"
     }
     assert public == set(PYTREE_SERIALIZATION)
+
+
+def test_the_engine_offers_what_its_errors_tell_people_to_call():
+    assert eformer.checkpoint.__all__ == ["register_node"]
+    assert callable(eformer.checkpoint.register_node)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = eformer.checkpoint.nothing
 
 
 def test_the_package_is_typed_and_has_a_version():
