@@ -248,18 +248,39 @@ def test_all_mismatches_are_reported_at_once(things):
     assert "4 mismatches" in str(caught.value)
 
 
+shapes_seen = []
+
+
 @flax.struct.dataclass
 class Strict:
     w: jax.Array
 
     def __post_init__(self):
-        assert self.w.shape == (2, 3)
+        shapes_seen.append(self.w.shape)
 
 
-def test_a_class_that_checks_itself_does_not_hide_the_other_mismatches():
+def test_a_class_never_sees_a_leaf_that_does_not_fit():
     with pytest.raises(MismatchError) as caught:
         from_state_dict({"a": Strict(W), "b": W}, {"a": {"w": np.ones(3)}, "b": np.ones(3)})
     assert len(caught.value.problems) == 2
+    assert set(shapes_seen) == {(2, 3)}
+
+
+@flax.struct.dataclass
+class Picky:
+    w: jax.Array
+    n: int = 0
+
+    def __post_init__(self):
+        assert self.n == 0
+
+
+def test_a_class_that_refuses_its_fields_does_not_hide_the_mismatches():
+    state = {"a": {"w": W, "n": 1}, "b": np.ones(3)}
+    with pytest.raises(MismatchError, match=r"\./b: expected"):
+        from_state_dict({"b": W, "a": Picky(W)}, state)
+    with pytest.raises(AssertionError):
+        from_state_dict({"a": Picky(W)}, {"a": state["a"]})
 
 
 def test_a_mismatch_survives_being_sent_to_another_process():

@@ -15,6 +15,7 @@ import flax
 import flax.linen
 import flax.training.train_state
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import msgspec
 import numpy as np
@@ -340,7 +341,8 @@ def test_a_structure_that_the_class_does_not_fit_is_an_error_and_not_a_crash(str
         "try: print(unflatten(json.loads(sys.argv[1]), {'a': 1, 'b': 2, 'c': 3}))\n"
         "except StructureError: print('refused')"
     )
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", code, json.dumps(structure)]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.stdout == "refused\n", done
@@ -351,6 +353,23 @@ def test_a_module_that_is_not_trusted_is_not_imported():
     with pytest.raises(StructureError):
         unflatten({"node": "antigravity:X", "aux": None, "children": []}, {})
     assert "antigravity" not in sys.modules
+
+
+def test_a_module_of_a_trusted_package_is_imported_only_with_its_package():
+    found = (f"jax.experimental.{m.name}" for m in pkgutil.iter_modules(jax.experimental.__path__))
+    module = next(name for name in found if name not in sys.modules)
+    with pytest.raises(StructureError):
+        unflatten({"node": f"{module}:X", "aux": None, "children": []}, {})
+    assert module not in sys.modules
+
+
+def test_a_package_whose_name_begins_like_a_trusted_one_is_not_trusted(monkeypatch):
+    for name in ("jaxevil", "jaxevil.jax"):
+        module = types.ModuleType(name)
+        module.Unregistered = Unregistered
+        monkeypatch.setitem(sys.modules, name, module)
+        with pytest.raises(StructureError, match="may not build"):
+            unflatten({"namedtuple": f"{name}:Unregistered", "children": {"x": "x"}}, {"x": 1})
 
 
 def test_a_lazy_module_does_not_run_because_a_checkpoint_named_it(monkeypatch):

@@ -119,19 +119,22 @@ def _look_up(module: Any, qualname: str) -> type | None:
     return found if isinstance(found, type) else None
 
 
-def build_dataclass(kind: type, static: Mapping[str, Any], children: Mapping[str, Any]) -> Any:
-    """A dataclass node from its static fields and its children, by the class's own unflatten function."""
+def dataclass_level(kind: type, static: Mapping[str, Any], children: Mapping[str, Any]) -> Level:
+    """How the class itself takes apart an object of these fields. Such an object is never handed out."""
     names = {field.name for field in dataclasses.fields(kind)}
     if strange := sorted((static.keys() | children.keys()) - names):
         raise StructureError(f"{class_name(kind)} has no field {', '.join(strange)}; it has {sorted(names)}")
     prototype: Any = object.__new__(kind)
     for name, value in (*static.items(), *children.items()):
         object.__setattr__(prototype, name, value)
-    level = take_apart(prototype)
+    return take_apart(prototype)
+
+
+def build_dataclass(kind: type, static: Mapping[str, Any], children: Mapping[str, Any]) -> Any:
+    """A dataclass node from its static fields and its children, by the class's own unflatten function."""
+    level = dataclass_level(kind, static, children)
     if set(level.keys) != children.keys():
-        raise StructureError(
-            f"{class_name(kind)} was saved with children {list(children)}, it has {level.keys}"
-        )
+        raise StructureError(f"{class_name(kind)} was saved with {list(children)}, it has {list(level.keys)}")
     return level.rebuild([children[key] for key in level.keys])
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from eformer.checkpoint._leaf import escape, escape_siblings, join_name
-from eformer.checkpoint._nodes import Level, build_dataclass, class_name, is_namedtuple, is_node, take_apart
+from eformer.checkpoint._nodes import Level, class_name, dataclass_level, is_namedtuple, is_node, take_apart
 from eformer.checkpoint._value import is_recorded, value_to_json
 from eformer.errors import StructureError
 
@@ -165,15 +165,12 @@ def _static_fields(node: Any, level: Level) -> dict[str, Any] | None:
 
 
 def _fields_suffice(node: Any, level: Level, static: dict[str, Any]) -> bool:
-    """Whether the class makes of these fields and the node's children the very same node."""
+    """Whether the class derives from these fields what else JAX needs to rebuild the node."""
     children = dict(zip(level.keys, level.children, strict=True))
-    if len(children) < len(level.keys):
-        return False
     try:
-        again = take_apart(build_dataclass(type(node), static, children))
-        same_children = all(a is b for a, b in zip(again.children, level.children, strict=True))
-        return again.keys == level.keys and same_children and bool(again.aux == level.aux)
-    except Exception:  # noqa: BLE001  the class's own functions may raise anything: then its fields do not
+        again = dataclass_level(type(node), static, children)
+        return again.keys == level.keys and bool(again.treedef == level.treedef)
+    except Exception:  # noqa: BLE001  the class's own functions may raise anything: then it does not
         return False
 
 
