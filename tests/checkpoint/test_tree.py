@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import pkgutil
 import subprocess
 import sys
 import types
@@ -36,7 +37,7 @@ from eformer.checkpoint._tree import (
 )
 from eformer.checkpoint._tree._flatten import MAX_DEPTH
 from eformer.errors import MismatchError, StructureError
-from support.trees import HOSTILE, Empty, Layer, Moments, Pair, any_trees, assert_same
+from support.trees import HOSTILE, Empty, Layer, Moments, Pair, Unregistered, any_trees, assert_same
 
 
 @pytest.fixture(autouse=True, scope="module")

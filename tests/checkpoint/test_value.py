@@ -1,6 +1,7 @@
 import enum
 import json
 import math
+import os
 import subprocess
 import sys
 from typing import NamedTuple
@@ -152,7 +153,10 @@ def test_equal_sets_are_equal_json_in_every_process():
     )
     outputs = {
         subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": str(seed)}, capture_output=True, check=True
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            check=True,
         ).stdout
         for seed in range(5)
     }
