@@ -37,7 +37,7 @@ from eformer.checkpoint._tree import (
 )
 from eformer.checkpoint._tree._flatten import MAX_DEPTH
 from eformer.errors import MismatchError, StructureError
-from support.trees import HOSTILE, Empty, Layer, Moments, Pair, Unregistered, any_trees, assert_same
+from support.trees import HOSTILE, Empty, Layer, Moments, Pair, Setting, Unregistered, any_trees, assert_same
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -242,15 +242,6 @@ class Cached:
 jax.tree_util.register_dataclass(Cached, data_fields=["w"], meta_fields=[], drop_fields=["cache"])
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """A node of no children, which is its own auxiliary data."""
-
-    size: int
-    names: tuple
-
-
 def test_a_class_that_is_more_than_its_fields_comes_back_whole():
     packed = round_trip(Packed(np.arange(6).reshape(2, 3)))
     assert packed.w.tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -327,8 +318,8 @@ CRASHED_ONCE = [  # in native code, when these reached it
     {"node": "support.trees:Layer", "aux": {"tuple": [1]}, "children": ["a", "b", "c"]},
     {"node": "optax:EmptyState", "aux": None, "children": ["a", "b", "c"]},
     {"node": "types:NoneType", "aux": None, "children": ["a", "b", "c"]},
-    {"node": f"{__name__}:Setting", "aux": 5, "children": []},
-    {"node": f"{__name__}:Setting", "aux": 5, "children": ["a", "b", "c"]},
+    {"node": "support.trees:Setting", "aux": 5, "children": []},
+    {"node": "support.trees:Setting", "aux": 5, "children": ["a", "b", "c"]},
     {"dataclass": "support.trees:Layer", "static": {}, "children": {"weight": "a"}},
     {"dataclass": "support.trees:Layer", "static": {"weight": 1}, "children": {"bias": "a"}},
 ]
@@ -339,7 +330,8 @@ def test_a_structure_that_the_class_does_not_fit_is_an_error_and_not_a_crash(str
     code = (
         "import sys, json, flax.linen, optax, support.trees\n"
         "from eformer.checkpoint._tree import unflatten; from eformer.errors import StructureError\n"
-        "try: print(unflatten(json.loads(sys.argv[1]), {'a': 1, 'b': 2, 'c': 3}))\n"
+        "leaves = {name: 1 for name in 'abc' if f'\"{name}\"' in sys.argv[1]}\n"
+        "try: print(unflatten(json.loads(sys.argv[1]), leaves))\n"
         "except StructureError: print('refused')"
     )
     paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
@@ -444,6 +436,11 @@ def test_the_order_of_keys_in_json_objects_does_not_matter():
     again = unflatten(json.loads(json.dumps(structure, sort_keys=True)), leaves)
     assert jax.tree.structure(again) == jax.tree.structure(tree)
     assert jax.tree.leaves(again) == jax.tree.leaves(tree)
+
+
+def test_a_leaf_stands_in_one_place():
+    with pytest.raises(StructureError, match=r"leaves in two places: \['a'\]"):
+        unflatten({"list": ["a", "b", "a"]}, {"a": 1, "b": 2})
 
 
 def test_an_error_names_the_place_in_the_tree():

@@ -84,6 +84,7 @@ def test_large_arrays_are_split_as_flax_splits_them(monkeypatch):
     assert message == flax.serialization.msgpack_serialize(tree)
     assert message.count(b"__msgpack_chunked_array__") == 1  # not the one at the limit, nor the one in a list
     assert_same(ours.msgpack_restore(message), tree)
+    assert not ours.msgpack_restore(message)["big"].flags.writeable  # like every other array
     beyond_flax = {"t": (np.arange(300),)}  # a tuple is no list
     assert ours.msgpack_serialize(beyond_flax).count(b"__msgpack_chunked_array__") == 1
     assert_same(ours.msgpack_restore(ours.msgpack_serialize(beyond_flax)), beyond_flax)

@@ -70,6 +70,15 @@ class Pair:
         return cls(*children, tag)
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A node of no children, which is its own auxiliary data."""
+
+    size: int
+    names: tuple
+
+
 @st.composite
 def arrays(draw: Any, dtypes: list[np.dtype] = DTYPES) -> np.ndarray:
     """Any bits (NaN payloads too), any layout: straight, transposed, strided, reversed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,102 +16,111 @@ from eformer.checkpoint._value import value_from_json
 from eformer.errors import MismatchError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
 
 def unflatten(structure: Any, leaves: Mapping[str, Any]) -> Any:
     """The tree that `flatten` was given. Builds classes only as `resolve_class` allows."""
-    unused = dict(leaves)
-    missing: list[str] = []
+    containers = _containers(structure)
+    inside = [child for container in containers for child in container.children]
+    names = [child for child in (structure, *inside) if isinstance(child, str)]
+    _require_all(names, leaves)
 
-    def take(name: str) -> Any:
-        if name not in unused:
-            missing.append(name)
-        return unused.pop(name, None)
-
-    # Parents first, so that backwards each node finds its children built.
     built: list[Any] = []
-    for document, place, count in reversed(_preorder(structure)):
-        children = [built.pop() for _ in range(count)]
-        built.append(take(document) if isinstance(document, str) else _build(document, place, children))
-    _require_all(reversed(missing), unused, leaves)
-    return built[0]
+
+    def value(child: Any) -> Any:
+        if isinstance(child, str):
+            return leaves[child]
+        return None if child is None else built.pop()
+
+    for container in reversed(containers):  # parents came first, so that now each finds its children built
+        children = [value(child) for child in container.children]
+        built.append(_build(container, children))
+    return value(structure)
 
 
 def unflatten_like(like: Any, leaves: Mapping[str, Any]) -> Any:
     """A tree of the structure of `like`, whose own leaves only mark places."""
     wanted, _ = flatten(like)
-    _require_all([n for n in wanted if n not in leaves], [n for n in leaves if n not in wanted], leaves)
+    _require_all(list(wanted), leaves)
     treedef = jax.tree_util.tree_structure(like)
     return jax.tree_util.tree_unflatten(treedef, [leaves[name] for name in wanted])
 
 
-def _require_all(missing: Iterable[str], unexpected: Iterable[str], leaves: Iterable[str]) -> None:
+def _require_all(names: list[str], leaves: Mapping[str, Any]) -> None:
+    """Refuses unless each leaf is named once."""
+    known = Counter(names)
+    if len(known) < len(names):
+        raise StructureError(f"leaves in two places: {[n for n, count in known.items() if count > 1]}")
+    missing = [name for name in names if name not in leaves]
     problems = [f"missing leaf {name!r}{hint}" for name, hint in with_nearest(missing, leaves)]
-    problems += [f"unexpected leaf {name!r}" for name in unexpected]
+    problems += [f"unexpected leaf {name!r}" for name in leaves if name not in known]
     if problems:
         raise MismatchError(problems, context="the leaves do not fit the structure")
 
 
-# Where a node stands: None at the root, else the place of its parent and the step from there.
-_Place = tuple["_Place", str] | None
+# Where a container stands: None at the root, else the place of its parent and the step from there.
+_Place = tuple["_Place", Any] | None
 
 
-def _preorder(structure: Any) -> list[tuple[Any, _Place, int]]:
-    """Every node's JSON, its place and the number of its children; each node before its children."""
-    nodes = []
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Container:
+    document: Any
+    place: _Place
+    kind: _Kind
+    children: list[Any]
+
+
+def _containers(structure: Any) -> list[_Container]:
+    """The JSON of every node that is no leaf and not None, each before those inside it."""
+    containers = []
     todo: list[tuple[Any, _Place, int]] = [(structure, None, 0)]
     while todo:
         document, place, depth = todo.pop()
-        children = [] if document is None or isinstance(document, str) else _children(document, place)
-        if children and depth >= MAX_DEPTH:
+        if document is None or isinstance(document, str):
+            continue
+        try:
+            kind = _kind(document)
+            steps = kind.children(document)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise StructureError(f"{_at(place)}not a recorded structure: {reprlib.repr(document)}") from error
+        if steps and depth >= MAX_DEPTH:
             raise StructureError(f"the recorded structure is nested more than {MAX_DEPTH} deep")
-        nodes.append((document, place, len(children)))
-        todo.extend((child, (place, str(step)), depth + 1) for step, child in reversed(children))
-    return nodes
+        containers.append(_Container(document, place, kind, [child for _, child in steps]))
+        todo.extend(
+            (child, (place, step), depth + 1) for step, child in reversed(steps) if not isinstance(child, str)
+        )
+    return containers
 
 
-def _children(document: Any, place: _Place) -> list[tuple[Any, Any]]:
+def _build(container: _Container, children: list[Any]) -> Any:
     try:
-        return _kind(document).children(document)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise StructureError(f"{_at(place)}not a recorded structure: {reprlib.repr(document)}") from error
-
-
-def _build(document: Any, place: _Place, children: list[Any]) -> Any:
-    if document is None:
-        return None
-    try:
-        return _kind(document).build(document, children)
+        return container.kind.build(container.document, children)
     except StructureError as error:
-        raise StructureError(f"{_at(place)}{error}") from error
+        raise StructureError(f"{_at(container.place)}{error}") from error
     except Exception as error:  # a class's own unflatten function may raise anything
-        raise StructureError(f"{_at(place)}cannot rebuild {reprlib.repr(document)}: {error!r}") from error
+        shown = reprlib.repr(container.document)
+        raise StructureError(f"{_at(container.place)}cannot rebuild {shown}: {error!r}") from error
 
 
 def _at(place: _Place) -> str:
     steps: list[str] = []
     while place is not None:
         place, step = place
-        steps.append(step)
+        steps.append(str(step))
     return f"at {'.'.join(reversed(steps))[:400]!r}: " if steps else ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Kind:
-    """How one kind of node is read: the keys of its JSON, its children with the steps to them, itself."""
+    """How one kind of container is read: its children with the steps to them, then itself."""
 
-    keys: frozenset[str]
     children: Callable[[Any], list[tuple[Any, Any]]]
     build: Callable[[Any, list[Any]], Any]
 
 
 def _kind(document: Any) -> _Kind:
-    if isinstance(document, dict):
-        for kind in _KINDS:
-            if document.keys() == kind.keys:
-                return kind
-    raise ValueError("no kind of node has these keys")
+    return _KINDS[frozenset(_is(dict, document))]
 
 
 def _listed(tag: str) -> Callable[[Any], list[tuple[Any, Any]]]:
@@ -119,7 +128,7 @@ def _listed(tag: str) -> Callable[[Any], list[tuple[Any, Any]]]:
 
 
 def _paired(tag: str) -> Callable[[Any], list[tuple[Any, Any]]]:
-    return lambda document: [(reprlib.repr(key), child) for key, child in _is(list, document[tag])]
+    return lambda document: [(key, child) for key, child in _is(list, document[tag])]
 
 
 def _named(document: Any) -> list[tuple[Any, Any]]:
@@ -191,13 +200,14 @@ def _recorded(value: Any, where: str) -> Any:
         raise StructureError(f"{where}: {error}; pass like= with a tree of that structure") from error
 
 
-_KINDS = (
-    _Kind(frozenset({"dict"}), _of_dict, _build_dict),
-    _Kind(frozenset({"list"}), _listed("list"), lambda document, children: children),
-    _Kind(frozenset({"tuple"}), _listed("tuple"), lambda document, children: tuple(children)),
-    _Kind(frozenset({"OrderedDict"}), _paired("OrderedDict"), _build_ordered_dict),
-    _Kind(frozenset({"defaultdict", "factory"}), _paired("defaultdict"), _build_defaultdict),
-    _Kind(frozenset({"namedtuple", "children"}), _named, _build_namedtuple),
-    _Kind(frozenset({"dataclass", "static", "children"}), _named, _build_dataclass),
-    _Kind(frozenset({"node", "aux", "children"}), _listed("children"), _build_node),
-)
+# By the keys of their JSON.
+_KINDS = {
+    frozenset({"dict"}): _Kind(_of_dict, _build_dict),
+    frozenset({"list"}): _Kind(_listed("list"), lambda document, children: children),
+    frozenset({"tuple"}): _Kind(_listed("tuple"), lambda document, children: tuple(children)),
+    frozenset({"OrderedDict"}): _Kind(_paired("OrderedDict"), _build_ordered_dict),
+    frozenset({"defaultdict", "factory"}): _Kind(_paired("defaultdict"), _build_defaultdict),
+    frozenset({"namedtuple", "children"}): _Kind(_named, _build_namedtuple),
+    frozenset({"dataclass", "static", "children"}): _Kind(_named, _build_dataclass),
+    frozenset({"node", "aux", "children"}): _Kind(_listed("children"), _build_node),
+}
