@@ -1,8 +1,8 @@
 """State dicts and msgpack: bytes equal to flax's, and what flax cannot write.
 
-Each reads the other's files. Beyond flax: tuples keep their type through `msgpack_serialize`, int keys and
-typed PRNG keys come back, big-endian arrays are right, shapes and dtypes are checked against the target,
-every JAX-registered class is taken apart, and damaged or hostile bytes are a ValueError.
+Each reads the other's files. Beyond flax: tuples keep their type through `msgpack_serialize`, typed PRNG keys
+come back, big-endian arrays are right, keys, shapes and dtypes are checked against the target, every class
+registered with JAX is taken apart, and damaged or hostile bytes are a ValueError.
 """
 
 from __future__ import annotations
