@@ -1,4 +1,4 @@
-"""Time and memory of the msgpack door, beside one plain copy of the same bytes and beside flax.
+"""Time and memory of the msgpack door: large arrays, many small leaves, and messages to be refused.
 
     python bench/msgpack_door.py [--gib 1] [--rounds 5]
 
@@ -21,6 +21,7 @@ import flax.serialization
 import jax
 import numpy as np
 
+from eformer.checkpoint._tree import flatten, unflatten
 from eformer.pytree import _serialization as ours
 
 LAYERS = 24
@@ -71,6 +72,56 @@ def measure(call) -> tuple[float, int]:
     return seconds, extra
 
 
+def refused(data: bytes) -> str:
+    try:
+        ours.msgpack_restore(data)
+    except ValueError as error:
+        return str(error)
+    raise SystemExit("this should have been refused")
+
+
+def small_leaves(rounds: int, count: int = 100_000) -> None:
+    """Two small arrays in each of many dicts: what a leaf costs."""
+    tree = {
+        f"layer{i}": {"w": np.zeros(8, np.float32), "b": np.zeros(3, np.float32)} for i in range(count // 2)
+    }
+    message = ours.to_bytes(tree)
+    leaves, structure = flatten(tree)
+    cells = {
+        "to_bytes": lambda: ours.to_bytes(tree),
+        "flax to_bytes": lambda: flax.serialization.to_bytes(tree),
+        "msgpack_restore": lambda: ours.msgpack_restore(message),
+        "flax msgpack_restore": lambda: flax.serialization.msgpack_restore(message),
+        "from_bytes": lambda: ours.from_bytes(tree, message),
+        "flax from_bytes": lambda: flax.serialization.from_bytes(tree, message),
+        "flatten": lambda: flatten(tree),
+        "unflatten": lambda: unflatten(structure, leaves),
+    }
+    seconds = [{name: measure(call)[0] for name, call in cells.items()} for _ in range(rounds)]
+    print(f"\n{count:,} leaves of 12 to 32 bytes\n\n| what | µs a leaf |\n|---|---:|")
+    for name in cells:
+        print(f"| {name} | {min(r[name] for r in seconds) / count * 1e6:.2f} |")
+
+
+def refusals() -> None:
+    """Messages that are not what they say: how soon that is found, and in how much memory beyond them."""
+    many, few = 2**26, 2**20
+    nils = b"\x92\xdd" + many.to_bytes(4, "big") + b"\xc0" * many
+    maps = b"\x92\xdd" + few.to_bytes(4, "big") + b"\x80" * few
+    cells = {
+        "64 MiB of nil, then cut": nils,
+        "64 MiB of nil, then an unused tag": nils + b"\xc1",
+        "a list of 2**32 - 1 in five bytes": b"\xdd\xff\xff\xff\xff",
+        "a million levels": b"\x91" * 10**6,
+        "1 Mi empty maps, then an unknown extension": maps + b"\xd4\x63x",
+        "1 Mi empty maps, then a duplicate key": maps + b"\x82\xa1a\x01\xa1a\x02",
+    }
+    print("\n| refused | seconds | MiB beyond the input |\n|---|---:|---:|")
+    for name, data in cells.items():
+        seconds, extra = measure(lambda data=data: refused(data))
+        print(f"| {name} | {seconds:.3f} | {extra / 2**20:.0f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=float, default=1.0)
@@ -115,6 +166,8 @@ def main() -> None:
     for name in cells:
         ratio = seconds[name] / seconds["one copy: bytes(memoryview)"]
         print(f"| {name} | {seconds[name]:.4f} | {ratio:.3f} | {extra[name]:.2f} |")
+    small_leaves(args.rounds)
+    refusals()
 
 
 if __name__ == "__main__":

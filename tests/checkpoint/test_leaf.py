@@ -64,7 +64,10 @@ def test_which_sibling_has_which_part_does_not_depend_on_their_order(some, rando
 
 def test_siblings_that_read_the_same_are_told_apart_by_type():
     assert escape_siblings([1, "1", "2"]) == ["1%+int", "1", "2"]
-    assert escape_siblings(["a", "a", "a"]) == ["a", "a%+1", "a%+2"]
+    assert escape_siblings(["a", "a", "a"]) == ["a", "a%#1", "a%#2"]
+    odd = type("1", (), {"__str__": lambda self: "a"})
+    dotted = type("a.b/c", (), {"__str__": lambda self: "a"})
+    assert escape_siblings(["a", "a", odd(), dotted()]) == ["a", "a%#1", "a%+1", "a%+a_b_c"]
 
 
 @given(paths)
@@ -105,7 +108,25 @@ def test_a_path_that_no_leaf_has_is_refused(path):
 
 @pytest.mark.parametrize(
     "name",
-    ["", "a..b", "../x", "a/b", "a\\b", "a\0", "a.%zz", "%2e", "%41", "a.%", "%+1", "a\x7f", "a\n", "%-"],
+    [
+        "",
+        "a..b",
+        "../x",
+        "a/b",
+        "a\\b",
+        "a\0",
+        "a.%zz",
+        "%2e",
+        "%41",
+        "a.%",
+        "%+1",
+        "%#1",
+        "a%#0",
+        "a%#1%+x",
+        "a\x7f",
+        "a\n",
+        "%-",
+    ],
 )
 def test_a_name_that_no_tree_has_is_refused_before_it_is_a_path(name):
     with pytest.raises(FormatError, match="cannot be part of a leaf's name"):

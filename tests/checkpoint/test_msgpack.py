@@ -1,5 +1,6 @@
 """The wire format itself: what is written, what is read, and what becomes of damaged bytes."""
 
+import contextlib
 import io
 import os
 import subprocess
@@ -25,6 +26,18 @@ def packed(tree, *, max_chunk=CHUNK, sort_keys=False):
     out = io.BytesIO()
     pack(tree, out.write, max_chunk=max_chunk, sort_keys=sort_keys)
     return out.getvalue()
+
+
+@contextlib.contextmanager
+def at_most(nbytes):
+    """The block takes no more memory than this."""
+    tracemalloc.start()
+    try:
+        yield
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < nbytes
 
 
 def array_message(shape, dtype, data, code=1):
@@ -221,6 +234,11 @@ def test_what_could_not_be_read_back_is_refused_with_its_place(leaf, message):
         packed({"layers": [0, 1, 2, {"w": leaf}]})
 
 
+def test_a_restored_scalar_is_of_the_class_that_its_dtype_is_known_by():
+    for name in ("int8", "int16", "int32", "int64", "uint64", "float64", "complex128"):
+        assert type(unpack(packed(np.dtype(name).type(1)))) is getattr(np, name)
+
+
 @pytest.mark.filterwarnings("ignore:the matrix subclass")
 def test_arrays_of_other_classes_are_arrays():
     matrix = np.asmatrix(np.arange(12.0).reshape(3, 4))
@@ -377,14 +395,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize(("data", "message"), HOSTILE.values(), ids=HOSTILE)
 def test_hostile_bytes_are_a_value_error_that_says_what_and_costs_little(data, message):
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match=message):
-            unpack(data)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 64 * 2**20
+    with at_most(64 * 2**20), pytest.raises(ValueError, match=message):
+        unpack(data)
 
 
 def test_the_error_says_where():
@@ -405,17 +417,11 @@ def test_a_large_broken_message_is_refused_before_anything_is_built_from_it(tail
         + many
         + {"cut": b"", "trailing": b"\xc0\xc0", "deep": b"\x91" * 10**5, "unused tag": b"\xc1"}[tail]
     )
-    tracemalloc.start()
-    try:
-        with pytest.raises(
-            FormatError,
-            match=r"at byte \d+ of \d+, in .*(truncated|trailing|nested more than 900 deep|invalid opcode).*further on",
-        ):
-            unpack(data)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 16 * 2**20
+    message = (
+        r"at byte \d+ of \d+, in .*(truncated|trailing|nested more than 900 deep|invalid opcode).*further on"
+    )
+    with at_most(16 * 2**20), pytest.raises(FormatError, match=message):
+        unpack(data)
 
 
 def test_a_large_broken_message_of_few_values_is_explained():

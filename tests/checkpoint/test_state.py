@@ -175,6 +175,11 @@ def test_keys_of_one_spelling_are_refused_with_their_place():
         to_state_dict({"deep": {"er": {1: "a", "1": "b"}}})
 
 
+def test_a_target_whose_keys_read_the_same_is_refused_with_its_place():
+    with pytest.raises(StructureError, match=r"\./a: .*unique string representation"):
+        from_state_dict({"a": {1: "a", "1": "b"}}, {"a": {"1": "c"}})
+
+
 def test_what_jax_cannot_take_apart_is_refused_with_its_place():
     with pytest.raises(StructureError, match=r"\./a: JAX cannot take this FrozenDict apart"):
         to_state_dict({"a": flax.core.freeze({1: 2, "a": 3})})

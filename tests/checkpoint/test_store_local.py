@@ -1,5 +1,6 @@
 """Files appear whole and durable, or not at all: with real processes, real limits and real kills."""
 
+import errno
 import os
 import signal
 import stat
@@ -20,6 +21,17 @@ def write(path, data):
 
 def is_directory(fd):
     return stat.S_ISDIR(os.fstat(fd).st_mode)
+
+
+def let_directory_sync_fail(monkeypatch, code):
+    fsync = os.fsync
+
+    def fail(fd):
+        if is_directory(fd):
+            raise OSError(code, os.strerror(code))
+        fsync(fd)
+
+    monkeypatch.setattr(local.os, "fsync", fail)
 
 
 def test_a_file_appears_with_its_parents(tmp_path):
@@ -108,14 +120,7 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path):
 
 
 def test_a_directory_that_cannot_be_synced_for_real_is_a_failure(tmp_path, monkeypatch):
-    fsync = os.fsync
-
-    def fail(fd):
-        if is_directory(fd):
-            raise OSError(5, "Input/output error")
-        fsync(fd)
-
-    monkeypatch.setattr(local.os, "fsync", fail)
+    let_directory_sync_fail(monkeypatch, errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
         write(tmp_path / "state", b"x")
 
@@ -134,14 +139,7 @@ def test_a_new_file_gets_the_usual_permissions(tmp_path):
 
 
 def test_a_file_system_that_cannot_sync_directories_is_no_failure(tmp_path, monkeypatch):
-    fsync = os.fsync
-
-    def refuse(fd):
-        if is_directory(fd):
-            raise OSError(22, "Invalid argument")
-        fsync(fd)
-
-    monkeypatch.setattr(local.os, "fsync", refuse)
+    let_directory_sync_fail(monkeypatch, errno.EINVAL)
     write(tmp_path / "state", b"x")
     assert (tmp_path / "state").read_bytes() == b"x"
 

@@ -1,5 +1,6 @@
 """The documented msgpack door, compared live with flax."""
 
+import contextlib
 import gzip
 import os
 
@@ -33,12 +34,18 @@ def like(tree):
 # -------------------------------------------------------------------------------------------- flax's bytes
 
 
-@given(flax_trees, st.sampled_from([1, 16, 2**30]))
-@settings(max_examples=300)
-def test_msgpack_serialize_writes_flaxs_bytes(tree, limit):
+@contextlib.contextmanager
+def chunks_of(limit):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flax.serialization, "MAX_CHUNK_SIZE", limit)
         patch.setattr(ours, "MAX_CHUNK_SIZE", limit)
+        yield
+
+
+@given(flax_trees, st.sampled_from([1, 16, 2**30]))
+@settings(max_examples=300)
+def test_msgpack_serialize_writes_flaxs_bytes(tree, limit):
+    with chunks_of(limit):
         expected = flax.serialization.msgpack_serialize(tree)
         assert ours.msgpack_serialize(tree) == expected
         kept = ours.msgpack_serialize(tree, in_place=True)
@@ -48,9 +55,7 @@ def test_msgpack_serialize_writes_flaxs_bytes(tree, limit):
 @given(state_trees, st.sampled_from([1, 16, 2**30]))
 @settings(max_examples=300)
 def test_to_bytes_writes_flaxs_bytes_and_each_reads_the_others(tree, limit):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flax.serialization, "MAX_CHUNK_SIZE", limit)
-        patch.setattr(ours, "MAX_CHUNK_SIZE", limit)
+    with chunks_of(limit):
         message = ours.to_bytes(tree)
         assert message == flax.serialization.to_bytes(tree)
     assert_same(ours.from_bytes(tree, message), tree)

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 # control characters, never empty.
 #
 #   %XX       one of the characters below            %uXXXX    a lone surrogate, which UTF-8 lacks
-#   %_        an empty part                          %+int     a key that reads like a sibling: its type,
-#                                                    %+1       and which of several
+#   %_        an empty part                          %+int     a key that reads like a sibling: its type
+#   %#1       behind that, the first, second, ... of several that are still alike
 #   %-        (paths only) goes on in the next part  %         alone: the tree is one bare leaf
 
 _UNSAFE = re.compile(r"[%./\\\x00-\x1f\x7f]|[\ud800-\udfff]")
 _ESCAPE = re.compile(r"%(?:([0-9A-F]{2})|u(D[89A-F][0-9A-F]{2}))")
-_SIBLING = re.compile(r"(%\+\w+)+$")
+_SIBLING = re.compile(r"(%\+\w+)?(%#[1-9][0-9]*)?$")
 
 BARE_LEAF = "%"
 _EMPTY = "%_"
@@ -56,15 +56,13 @@ def escape_siblings(keys: Sequence[Any]) -> list[str]:
     texts = [str(key) for key in keys]
     if len(set(texts)) == len(texts):
         return [escape(text) for text in texts]
-    count = Counter(texts)
-    parts = [
-        escape(text) + (f"%+{type(key).__name__}" if count[text] > 1 and type(key) is not str else "")
-        for key, text in zip(keys, texts, strict=True)
-    ]
-    seen: Counter[str] = Counter()
-    for index, part in enumerate(parts):
-        if seen[part]:
-            parts[index] = f"{part}%+{seen[part]}"
+    count, seen = Counter(texts), Counter[str]()
+    parts = []
+    for key, text in zip(keys, texts, strict=True):
+        part = escape(text)
+        if count[text] > 1 and type(key) is not str:
+            part += "%+" + re.sub(r"\W", "_", type(key).__name__)
+        parts.append(f"{part}%#{seen[part]}" if seen[part] else part)
         seen[part] += 1
     return parts
 
@@ -140,6 +138,19 @@ def with_nearest(names: Iterable[str], existing: Iterable[str]) -> Iterator[tupl
     for index, name in enumerate(names):
         found = difflib.get_close_matches(name, candidates, n=1) if index < _MOST_HINTS else []
         yield name, f" (nearest is {found[0]!r})" if found else ""
+
+
+# Where something stands in a tree while it is walked: None at the root, else its parent's place and the step
+# from there. Costs one tuple a node, and is spelled out only for an error.
+Place = tuple["Place", Any] | None
+
+
+def steps_to(place: Place) -> list[str]:
+    steps = []
+    while place is not None:
+        place, step = place
+        steps.append(str(step))
+    return steps[::-1]
 
 
 # ---------------------------------------------------------------------------------------------- boxes

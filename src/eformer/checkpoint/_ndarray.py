@@ -31,7 +31,8 @@ def _known_dtypes() -> dict[str, np.dtype[Any]]:
     """numpy's numbers and all of ml_dtypes, by name."""
     numbers = [np.dtype(code) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"]
     types = [t for t in vars(ml_dtypes).values() if isinstance(t, type) and issubclass(t, np.generic)]
-    return {dtype.name: dtype for dtype in (*numbers, *map(np.dtype, types))}
+    # By name again: numpy has several integers of one size, and only one of them is called int64.
+    return {dtype.name: np.dtype(dtype.name) for dtype in (*numbers, *map(np.dtype, types))}
 
 
 DTYPES = _known_dtypes()

@@ -66,10 +66,7 @@ def _to_state(target: Any, path: tuple[str, ...]) -> Any:
         return _checked(_registered[kind][0](target), kind)
     if target is None or not is_node(kind):
         return target
-    try:
-        parts = _parts(target)
-    except StructureError as error:
-        raise StructureError(f"{'/'.join(path)}: {error}") from error
+    parts = _parts(target, path)
     return {key: _to_state(parts.children[key], (*path, key)) for key in parts.order}
 
 
@@ -92,7 +89,14 @@ class _Parts:
     rebuild: Callable[[list[Any]], Any]
 
 
-def _parts(node: Any) -> _Parts:
+def _parts(node: Any, path: tuple[str, ...]) -> _Parts:
+    try:
+        return _take_parts(node)
+    except StructureError as error:
+        raise StructureError(f"{'/'.join(path)}: {error}") from error
+
+
+def _take_parts(node: Any) -> _Parts:
     kind = type(node)
     if kind in _BUILTIN:
         return _BUILTIN[kind](node)
@@ -190,7 +194,7 @@ def _restore_node(target: Any, state: Any, path: tuple[str, ...], problems: list
     if not isinstance(state, Mapping):
         problems.append(f"{here}: expected the state of a {type(target).__name__}, found {_describe(state)}")
         return target
-    parts = _parts(target)
+    parts = _parts(target, path)
     state = _from_legacy_namedtuple(target, state)
     if state.keys() != parts.children.keys():
         problems += (f"{here}: {problem}" for problem in _key_problems(parts.order, state))

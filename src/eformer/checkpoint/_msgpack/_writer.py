@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from eformer.checkpoint._leaf import steps_to
 from eformer.checkpoint._msgpack._wire import (
     ARRAY,
     CHUNKED,
@@ -26,10 +27,13 @@ from eformer.errors import LeafError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    # A value to write, where it stands (None: the root, else the place of its parent and the last step),
-    # and whether a list stands above it.
-    Place = tuple["Place", Any] | None
+    from eformer.checkpoint._leaf import Place
+
+    # A value to write, where it stands, and whether a list stands above it.
     Item = tuple[Any, Place, bool]
+
+# An array's extension holds its shape and the name of its dtype beside the bytes.
+_MAX_ARRAY = MAX_LENGTH - 2**12
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -67,11 +71,7 @@ def can_pack(leaf: Any) -> bool:
 
 
 def _where(place: Place) -> str:
-    steps = []
-    while place is not None:
-        place, step = place
-        steps.append(str(step))
-    return "/".join(reversed(steps)) or "the root"
+    return "/".join(steps_to(place)) or "the root"
 
 
 class _Packer:
@@ -79,7 +79,7 @@ class _Packer:
 
     def __init__(self, write: Callable[[Any], Any], max_chunk: int, sort_keys: bool) -> None:
         self.write = write
-        self.max_chunk = max_chunk
+        self.max_chunk = min(max_chunk, _MAX_ARRAY)
         self.sort_keys = sort_keys
         self.writers: dict[type, Callable[[Any, Place, bool], Iterator[Item] | None]] = {
             **dict.fromkeys((type(None), bool, int, float, str), self.write_plain),
@@ -173,7 +173,7 @@ class _Packer:
             raise
 
     def write_array(self, array: np.ndarray[Any, Any], place: Place, below_list: bool) -> None:
-        limit = MAX_LENGTH - 2**12 if below_list else self.max_chunk
+        limit = _MAX_ARRAY if below_list else self.max_chunk
         if array.nbytes > limit:
             self.write_chunks(array, place)
         else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from eformer.checkpoint._leaf import unescape, with_nearest
+from eformer.checkpoint._leaf import steps_to, unescape, with_nearest
 from eformer.checkpoint._nodes import build_dataclass, build_node, resolve_class
 from eformer.checkpoint._tree._flatten import FACTORIES, MAX_DEPTH, flatten
 from eformer.checkpoint._value import value_from_json
@@ -17,6 +17,8 @@ from eformer.errors import MismatchError, StructureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from eformer.checkpoint._leaf import Place
 
 
 def unflatten(structure: Any, leaves: Mapping[str, Any]) -> Any:
@@ -59,14 +61,10 @@ def _require_all(names: list[str], leaves: Mapping[str, Any]) -> None:
         raise MismatchError(problems, context="the leaves do not fit the structure")
 
 
-# Where a container stands: None at the root, else the place of its parent and the step from there.
-_Place = tuple["_Place", Any] | None
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Container:
     document: Any
-    place: _Place
+    place: Place
     kind: _Kind
     children: list[Any]
 
@@ -74,7 +72,7 @@ class _Container:
 def _containers(structure: Any) -> list[_Container]:
     """The JSON of every node that is no leaf and not None, each before those inside it."""
     containers = []
-    todo: list[tuple[Any, _Place, int]] = [(structure, None, 0)]
+    todo: list[tuple[Any, Place, int]] = [(structure, None, 0)]
     while todo:
         document, place, depth = todo.pop()
         if document is None or isinstance(document, str):
@@ -103,12 +101,8 @@ def _build(container: _Container, children: list[Any]) -> Any:
         raise StructureError(f"{_at(container.place)}cannot rebuild {shown}: {error!r}") from error
 
 
-def _at(place: _Place) -> str:
-    steps: list[str] = []
-    while place is not None:
-        place, step = place
-        steps.append(str(step))
-    return f"at {'.'.join(reversed(steps))[:400]!r}: " if steps else ""
+def _at(place: Place) -> str:
+    return f"at {'.'.join(steps_to(place))[:400]!r}: " if place else ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
