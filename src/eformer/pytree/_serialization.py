@@ -2,7 +2,7 @@
 
 Each reads the other's files. Beyond flax: tuples keep their type through `msgpack_serialize`, typed PRNG keys
 come back, big-endian arrays are right, keys, shapes and dtypes are checked against the target, every class
-registered with JAX is taken apart, and damaged or hostile bytes are a ValueError.
+registered with JAX is taken apart, and truncated, malformed or hostile bytes are a ValueError.
 """
 
 from __future__ import annotations
