@@ -2,6 +2,9 @@
 
 EformerError
 ├── FormatError      (ValueError)   these bytes are not what their format says
+│   └── CorruptionError             these bytes are not what was saved
+├── NotFoundError    (FileNotFound- there is no checkpoint at this path
+│                     Error)
 ├── MismatchError    (ValueError)   the data and the target disagree; lists every disagreement
 ├── StructureError   (ValueError)   a tree's structure cannot be recorded or rebuilt
 └── LeafError        (TypeError,    a leaf cannot be stored, because of its type
@@ -25,6 +28,14 @@ class EformerError(Exception):
 
 class FormatError(EformerError, ValueError):
     """These bytes are not what their format says."""
+
+
+class CorruptionError(FormatError):
+    """These bytes are not what was saved: they changed, or are missing."""
+
+
+class NotFoundError(EformerError, FileNotFoundError):
+    """There is no checkpoint at this path."""
 
 
 class MismatchError(EformerError, ValueError):

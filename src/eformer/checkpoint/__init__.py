@@ -4,11 +4,48 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eformer.checkpoint._commit import Pending as Pending
+    from eformer.checkpoint._load import load as load
+    from eformer.checkpoint._manifest import Manifest as Manifest
     from eformer.checkpoint._nodes import register_node as register_node
+    from eformer.checkpoint._options import SaveOptions as SaveOptions
+    from eformer.checkpoint._save import save as save
+    from eformer.checkpoint._save import save_async as save_async
+    from eformer.checkpoint._verify import Report as Report
+    from eformer.checkpoint._verify import verify as verify
+    from eformer.checkpoint._view import View as View
+    from eformer.checkpoint._view import inspect as inspect
+    from eformer.checkpoint._view import open as open  # noqa: A004
 
-__all__ = ["register_node"]
+_HOME = {
+    "Manifest": "_manifest",
+    "Pending": "_commit",
+    "Report": "_verify",
+    "SaveOptions": "_options",
+    "View": "_view",
+    "inspect": "_view",
+    "load": "_load",
+    "open": "_view",
+    "register_node": "_nodes",
+    "save": "_save",
+    "save_async": "_save",
+    "verify": "_verify",
+}
 
-_HOME = {"register_node": "_nodes"}
+__all__ = [
+    "Manifest",
+    "Pending",
+    "Report",
+    "SaveOptions",
+    "View",
+    "inspect",
+    "load",
+    "open",
+    "register_node",
+    "save",
+    "save_async",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

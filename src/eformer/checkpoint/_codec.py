@@ -12,12 +12,20 @@ import xxhash
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Buffer  # type: ignore[attr-defined,unused-ignore]  # Python 3.12
+    from collections.abc import Buffer, Iterable  # type: ignore[attr-defined,unused-ignore]  # Python 3.12
 
 
 def xxh3_128(data: Buffer) -> str:
     """The digest that guards stored bytes against decay: quick, and no match for an adversary."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def xxh3_128_of(parts: Iterable[Buffer]) -> str:
+    """The digest of parts that lie apart."""
+    hasher = xxhash.xxh3_128()
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest()
 
 
 def block_digests(data: Buffer, block_size: int) -> list[str]:

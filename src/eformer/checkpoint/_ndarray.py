@@ -63,6 +63,29 @@ def name_of_dtype(dtype: np.dtype[Any]) -> str:
     raise LeafError(f"an array of dtype {dtype} cannot be stored{hint}")
 
 
+# What people write beside numpy's own names.
+_ALIASES = {
+    "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32",
+    "fp64": "float64", "f64": "float64", "fp8": "float8_e4m3fn", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
+}  # fmt: skip
+
+
+def is_floating(name: str) -> bool:
+    return name.startswith(("float", "bfloat"))
+
+
+def floating_dtype(dtype: Any) -> str:
+    """The name of the floating dtype that a caller asked for, by name, alias, type or dtype."""
+    try:
+        name = _ALIASES.get(dtype, dtype) if isinstance(dtype, str) else np.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    known = [name for name in DTYPES if is_floating(name)]
+    if name not in known:
+        raise ValueError(f"{dtype!r} is no floating dtype; known are {', '.join([*known, *_ALIASES])}")
+    return name
+
+
 def raw_pieces(array: np.ndarray[Any, Any]) -> Iterator[bytes | memoryview]:
     """The elements as little-endian bytes in C order; one view if they lie so in memory, if small a copy."""
     if array.dtype.byteorder in _BIG_ENDIAN:
@@ -103,3 +126,16 @@ def from_raw(data: memoryview, name: str, shape: Sequence[int]) -> np.ndarray[An
         return np.ndarray(shape, dtype, data)
     except ValueError as error:  # numpy's own limits: 64 axes, and sizes that overflow beside a zero
         raise FormatError(f"{name}{list(shape)}: {error}") from error
+
+
+def pack_nibbles(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Four-bit numbers, an even number of them, two to a byte: the first in the low half."""
+    bits = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return (bits[0::2] & 15) | (bits[1::2] << 4)
+
+
+def unpack_nibbles(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The bytes of the numbers that `pack_nibbles` was given, one to a byte."""
+    bits = np.empty(2 * len(data), np.uint8)
+    bits[0::2], bits[1::2] = data & 15, data >> 4
+    return bits

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from eformer.checkpoint._device import on_host
 from eformer.checkpoint._leaf import steps_to
 from eformer.checkpoint._msgpack._wire import (
     ARRAY,
@@ -21,7 +22,7 @@ from eformer.checkpoint._msgpack._wire import (
     TUPLE,
     is_key,
 )
-from eformer.checkpoint._ndarray import DTYPES, name_of_dtype, raw_pieces
+from eformer.checkpoint._ndarray import name_of_dtype, raw_pieces
 from eformer.errors import LeafError
 
 if TYPE_CHECKING:
@@ -163,10 +164,10 @@ class _Packer:
 
         try:
             if isinstance(value.dtype, np.dtype):
-                self.write_array(_on_host(value), place, below_list)
+                self.write_array(on_host(value), place, below_list)
             else:
                 name = f"key<{jax.random.key_impl(value)}>"
-                self.write_extension(ARRAY, _on_host(jax.random.key_data(value)), place, name)
+                self.write_extension(ARRAY, on_host(jax.random.key_data(value)), place, name)
         except (RuntimeError, jax.errors.JAXTypeError) as error:
             # Deleted by donation, partly on other hosts, or traced.
             error.add_note(f"while serializing the leaf {_where(place)}")
@@ -225,43 +226,6 @@ class _Pieces:
 def _is_jax_array(value: Any) -> bool:
     jax = sys.modules.get("jax")  # where nobody has imported jax there are none of its arrays
     return jax is not None and isinstance(value, jax.Array)
-
-
-def _on_host(array: Any) -> np.ndarray[Any, Any]:
-    """The elements in host memory: where they are if on one CPU device, else in a copy that does not stay.
-
-    numpy's own conversion would leave its copy on the array, in host memory for as long as that lives.
-    """
-    if not array.is_fully_addressable or (len(array.devices()) == 1 and _is_host_memory(array)):
-        return np.asarray(array)
-    whole = np.empty(array.shape, array.dtype)
-    for shard in array.addressable_shards:
-        if shard.replica_id == 0:
-            part = shard.data if _is_host_memory(shard.data) else _host_copy(shard.data)
-            whole[shard.index] = np.asarray(part)
-    return whole
-
-
-def _is_host_memory(array: Any) -> bool:
-    (device,) = array.devices()
-    return device.platform == "cpu" and array.dtype not in _PACKED
-
-
-def _host_copy(array: Any) -> Any:
-    import jax
-
-    try:
-        (cpu, *_) = jax.local_devices(backend="cpu")
-    except RuntimeError:  # JAX was started without a CPU backend
-        return array
-    # device_put does not copy what is there already.
-    return array.copy() if cpu in array.devices() else jax.device_put(array, cpu)
-
-
-# XLA keeps these in less than a byte.
-_PACKED = {
-    dtype for name, dtype in DTYPES.items() if name in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")
-}
 
 
 @lru_cache(4096)  # a model has few shapes and many arrays

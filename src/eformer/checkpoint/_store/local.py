@@ -1,19 +1,81 @@
-"""Files of this machine, written whole and durably or not at all."""
+"""Files of this machine: written whole and durably or not at all, read without leaving their directory."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import logging
 import os
+import re
 import secrets
-from contextlib import contextmanager
+import stat
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
+
+from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# What a directory that cannot be synced answers: some network file systems, and Windows.
+logger = logging.getLogger("eformer")
+
+# What a directory that cannot be synced answers: some network file systems.
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM}
+# What a file system without locks answers.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
+
+_SCRATCH = re.compile(r"\.eformer-[0-9a-f]{16}\.tmp")
+
+_sync_data = getattr(os, "fdatasync", os.fsync)
+
+
+# -------------------------------------------------------------------------------------------- writing
+
+
+class Scratch:
+    """A new file under a name that nobody looks for, until it is published.
+
+    It stays locked while its writer lives, so that `sweep` can tell what a dead one left behind.
+    """
+
+    def __init__(self, directory: Path, mode: int | None = None) -> None:
+        self.path = directory / f".eformer-{secrets.token_hex(8)}.tmp"
+        self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            _lock(self.descriptor, fcntl.LOCK_EX)
+            if mode is not None:
+                os.fchmod(self.descriptor, mode)
+            if os.fstat(self.descriptor).st_nlink == 0:  # swept between its creation and the lock
+                raise FileNotFoundError(
+                    errno.ENOENT, "swept away by a concurrent save, try again", str(self.path)
+                )
+        except BaseException:
+            self.discard()
+            raise
+
+    def resize(self, nbytes: int) -> None:
+        os.ftruncate(self.descriptor, nbytes)
+
+    def write(self, data: Any, offset: int) -> None:
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self.descriptor, view, offset)
+            view, offset = view[written:], offset + written
+
+    def sync(self) -> None:
+        _sync_data(self.descriptor)
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def discard(self) -> None:
+        """Gone, unless it was published."""
+        with suppress(OSError):
+            os.unlink(self.path)
+        self.close()
 
 
 @contextmanager
@@ -24,25 +86,39 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     points to is replaced. Permissions of a file that was there are kept.
     """
     final = Path(os.path.realpath(path))
-    if final.exists() and not final.is_file():  # a directory, a pipe, /dev/null: not ours to replace
-        raise OSError(errno.EINVAL, "Not a regular file", str(final))
-    _make_directories(final.parent)
-    scratch = final.with_name(f".eformer-{secrets.token_hex(8)}.tmp")
+    scratch = scratch_for(final)
     try:
-        with scratch.open("xb") as file:
-            if final.exists():
-                scratch.chmod(final.stat().st_mode & 0o7777)
+        with open(scratch.descriptor, "wb", closefd=False) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(final)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
+        os.fsync(scratch.descriptor)
+        os.replace(scratch.path, final)
+    finally:
+        scratch.discard()
     sync_directory(final.parent)
 
 
-def _make_directories(path: Path) -> None:
+def scratch_for(final: Path) -> Scratch:
+    """A scratch file that may take the place of `final`; refuses what is not ours to replace."""
+    try:
+        status = os.stat(final)
+    except FileNotFoundError:
+        make_directories(final.parent)
+        return Scratch(final.parent)
+    if not stat.S_ISREG(status.st_mode):  # a directory, a pipe, /dev/null
+        raise OSError(errno.EINVAL, "Not a regular file", str(final))
+    return Scratch(final.parent, stat.S_IMODE(status.st_mode))
+
+
+def rename(path: Path, final: Path) -> None:
+    os.rename(path, final)
+
+
+def remove(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def make_directories(path: Path) -> None:
     """Like mkdir -p, and durable: a new directory is only there after a crash if its parent was synced."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
     for directory in reversed(missing):
@@ -62,5 +138,108 @@ def sync_directory(path: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_DIRECTORY_SYNC:
             raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """One thread of one process at a time. The lock is on the directory itself, so nothing stays behind."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _lock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def sweep(directory: Path) -> None:
+    """Removes the scratch files of writers that died. What cannot be removed is left for the next time."""
+    for entry in list_names(directory):
+        if _SCRATCH.fullmatch(entry):
+            _remove_if_dead(directory / entry)
+
+
+def _remove_if_dead(path: Path) -> None:
+    with suppress(OSError):  # it is alive (locked), or its writer has just removed it
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+        finally:
+            os.close(descriptor)
+
+
+def _lock(descriptor: int, how: int) -> None:
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        logger.debug(
+            "this file system has no locks: do not save to one directory from several processes at once"
+        )
+
+
+# -------------------------------------------------------------------------------------------- reading
+
+
+def list_names(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+def open_inside(directory: Path, name: str) -> int:
+    """A descriptor of the regular file `name` of this very directory.
+
+    A name that is a path, a link that leads out, a pipe or a device are refused, and never waited for.
+    """
+    if os.path.basename(name) != name or name in ("", ".", ".."):
+        raise FormatError(f"{name[:200]!r} is not the name of a file in {directory}")
+    path = directory / name
+    if path.is_symlink() and not _leads_inside(path):
+        raise FormatError(f"{path} is a link to {os.readlink(path)!r}, outside of the checkpoint")
+    return open_regular(path)
+
+
+def _leads_inside(path: Path) -> bool:
+    """Also to ../../blobs, where the cache of Hugging Face keeps the files that its snapshots link to."""
+    target = Path(os.path.realpath(path))
+    here = Path(os.path.realpath(path.parent))
+    return target.parent in (here, here.parent.parent / "blobs")
+
+
+def open_regular(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FormatError(f"{path} is not a regular file")
+    return descriptor
+
+
+def read_into(descriptor: int, memory: memoryview, offset: int) -> int:
+    """Fills `memory` from `offset` on; returns how many bytes there were, less only at the file's end."""
+    done = 0
+    while done < len(memory):
+        count = os.preadv(descriptor, [memory[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def read_range(descriptor: int, offset: int, nbytes: int) -> bytes:
+    """Up to `nbytes` from `offset` on; less only at the file's end."""
+    chunks = []
+    while nbytes > 0 and (chunk := os.pread(descriptor, nbytes, offset)):
+        chunks.append(chunk)
+        nbytes, offset = nbytes - len(chunk), offset + len(chunk)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def read_small(directory: Path, name: str) -> bytes:
+    """The whole of a file that is small beside the data."""
+    descriptor = open_inside(directory, name)
+    try:
+        return read_range(descriptor, 0, os.fstat(descriptor).st_size)
     finally:
         os.close(descriptor)

@@ -24,21 +24,19 @@ if TYPE_CHECKING:
 def unflatten(structure: Any, leaves: Mapping[str, Any]) -> Any:
     """The tree that `flatten` was given. Builds classes only as `resolve_class` allows."""
     containers = _containers(structure)
-    inside = [child for container in containers for child in container.children]
-    names = [child for child in (structure, *inside) if isinstance(child, str)]
+    names = [structure] if isinstance(structure, str) else []
+    for container in containers:
+        names += [child for child in container.children if isinstance(child, str)]
     _require_all(names, leaves)
 
     built: list[Any] = []
-
-    def value(child: Any) -> Any:
-        if isinstance(child, str):
-            return leaves[child]
-        return None if child is None else built.pop()
-
     for container in reversed(containers):  # parents came first, so that now each finds its children built
-        children = [value(child) for child in container.children]
+        children = [
+            leaves[child] if isinstance(child, str) else None if child is None else built.pop()
+            for child in container.children
+        ]
         built.append(_build(container, children))
-    return value(structure)
+    return leaves[structure] if isinstance(structure, str) else built.pop() if built else None
 
 
 def unflatten_like(like: Any, leaves: Mapping[str, Any]) -> Any:
@@ -51,6 +49,8 @@ def unflatten_like(like: Any, leaves: Mapping[str, Any]) -> Any:
 
 def _require_all(names: list[str], leaves: Mapping[str, Any]) -> None:
     """Refuses unless each leaf is named once."""
+    if len(names) == len(leaves) and leaves.keys() == set(names):
+        return
     known = Counter(names)
     if len(known) < len(names):
         raise StructureError(f"leaves in two places: {[n for n, count in known.items() if count > 1]}")
@@ -86,7 +86,11 @@ def _containers(structure: Any) -> list[_Container]:
             raise StructureError(f"the recorded structure is nested more than {MAX_DEPTH} deep")
         containers.append(_Container(document, place, kind, [child for _, child in steps]))
         todo.extend(
-            (child, (place, step), depth + 1) for step, child in reversed(steps) if not isinstance(child, str)
+            [
+                (child, (place, step), depth + 1)
+                for step, child in reversed(steps)
+                if not isinstance(child, str)
+            ]
         )
     return containers
 

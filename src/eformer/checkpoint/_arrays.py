@@ -1,0 +1,267 @@
+"""Arrays out of the caller's tree, safe from what the caller does next, and their bytes in host memory."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import jax
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from eformer.checkpoint._device import PACKED, is_host_memory, staged
+from eformer.checkpoint._leaf import Region
+from eformer.checkpoint._ndarray import dtype_from_name, is_floating, name_of_dtype
+from eformer.checkpoint._pieces import merged
+from eformer.checkpoint._plan import owners
+from eformer.checkpoint._rules import sharding_to_json
+from eformer.checkpoint._value import is_recorded, value_to_json
+from eformer.errors import LeafError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from eformer.checkpoint._hosts import Hosts
+    from eformer.checkpoint._options import SaveOptions
+
+Part = tuple[Region, Any]
+"""A box of a leaf and the array that holds it, in host memory or on a device."""
+
+
+class Source(Struct, frozen=True, gc=False):
+    """A leaf to be saved: what it is, and this process's part of it.
+
+    `whole` is the host array of a leaf that lies in one place, which is nearly every leaf; else `parts` hold
+    its boxes and `regions` are those that this process writes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    home: str = "jax"
+    key: str | None = None
+    sharding: dict[str, Any] | None = None
+    whole: np.ndarray[Any, Any] | None = None
+    parts: Sequence[Part] = ()
+    regions: Sequence[Region] = ()
+
+
+# ------------------------------------------------------------------------------------------ snapshot
+
+
+def snapshot(
+    leaves: Mapping[str, Any], options: SaveOptions, hosts: Hosts, *, detach: bool
+) -> tuple[list[Source], dict[str, Any]]:
+    """The arrays among the leaves as Sources, and the other leaves as JSON values.
+
+    With `detach` the caller may donate or change every array as soon as this returns: numpy arrays are
+    copied, arrays of an accelerator are copied there or to the host, a CPU array's memory is simply held.
+    """
+    reader = _Reader(options, hosts, detach)
+    sources, values = [], {}
+    for name, leaf in leaves.items():
+        kind = type(leaf)
+        try:
+            if isinstance(leaf, np.ndarray):
+                sources.append(reader.numpy_array(name, leaf))
+            elif isinstance(leaf, jax.Array):
+                sources.append(reader.jax_array(name, leaf))
+            else:
+                values[name] = _plain_value(leaf)
+        except LeafError as error:
+            raise LeafError(f"leaf {name!r}: {error}") from None
+        except (RuntimeError, jax.errors.JAXTypeError) as error:  # deleted by donation, or traced
+            error.add_note(f"while saving leaf {name!r}, a {kind.__name__}")
+            raise
+    return reader.detached(sources), values
+
+
+class _Reader:
+    def __init__(self, options: SaveOptions, hosts: Hosts, detach: bool) -> None:
+        self.dtype = options.dtype
+        self.where = options.snapshot
+        self.hosts = hosts
+        self.detach = detach
+        self.facts: dict[Any, tuple[bool, dict[str, Any] | None]] = {}
+        self.written = [0] * hosts.count
+
+    def numpy_array(self, name: str, array: np.ndarray[Any, Any]) -> Source:
+        if isinstance(array, np.ma.MaskedArray):
+            raise LeafError("the mask of a masked array cannot be stored; fill it first")
+        dtype = self.stored(name_of_dtype(array.dtype))
+        host = np.array(array) if self.detach else np.asarray(array)
+        return self.in_one_place(name, dtype, host, "numpy")
+
+    def jax_array(self, name: str, array: jax.Array) -> Source:
+        if isinstance(array, jax.core.Tracer):
+            raise LeafError(  # type: ignore[unreachable]  # a Tracer is a jax.Array, if you ask it
+                "a traced value has no bytes; save outside of jit, grad and vmap"
+            )
+        key = None
+        at_hand, sharding = self.look_at(array)
+        if not isinstance(array.dtype, np.dtype):
+            key, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
+        dtype = self.stored(name_of_dtype(array.dtype))
+        if at_hand and array.dtype not in PACKED:
+            return self.in_one_place(name, dtype, np.asarray(array), "jax", key, sharding)
+        parts, regions = self.own_parts(array)
+        return Source(name, dtype, array.shape, "jax", key, sharding, None, parts, regions)
+
+    def in_one_place(
+        self,
+        name: str,
+        dtype: str,
+        host: np.ndarray[Any, Any],
+        home: str,
+        key: str | None = None,
+        sharding: dict[str, Any] | None = None,
+    ) -> Source:
+        """An array that every process has a copy of, or that only the first has: the first one writes it."""
+        if self.hosts.index:
+            return Source(name, dtype, host.shape, home, key, sharding)
+        return Source(name, dtype, host.shape, home, key, sharding, host)
+
+    def stored(self, dtype: str) -> str:
+        return self.dtype if self.dtype and is_floating(dtype) else dtype
+
+    def look_at(self, array: jax.Array) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the array is in the memory of one CPU device, and its sharding as JSON."""
+        sharding = array.sharding
+        facts = self.facts.get(sharding)
+        if facts is None:
+            devices: set[Any] = sharding.device_set
+            at_hand = len(devices) == 1 and next(iter(devices)).platform == "cpu"
+            facts = self.facts[sharding] = (at_hand, sharding_to_json(sharding))
+        return facts
+
+    def own_parts(self, array: jax.Array) -> tuple[list[Part], list[Region]]:
+        """The boxes that this process writes; one that several hold goes to who has the least to write."""
+        holders: dict[Region, list[int]] = defaultdict(list)
+        for device, index in array.sharding.devices_indices_map(array.shape).items():
+            holders[_region(index, array.shape)].append(self.hosts.process_of(device))
+        itemsize = array.dtype.itemsize
+        owned = owners(((region.size * itemsize, who) for region, who in holders.items()), self.written)
+        mine = {region for region, owner in zip(holders, owned, strict=True) if owner == self.hosts.index}
+        parts: dict[Region, Any] = {}
+        for shard in array.addressable_shards:
+            region = _region(shard.index, array.shape)
+            if region in mine and self.hosts.process_of(shard.device) == self.hosts.index:
+                data = shard.data
+                parts.setdefault(region, np.asarray(data) if is_host_memory(data) else data)
+        return list(parts.items()), merged(list(parts))
+
+    def detached(self, sources: list[Source]) -> list[Source]:
+        """The sources with every array that is still on an accelerator copied, in one go."""
+        arrays = [a for source in sources for _, a in source.parts if isinstance(a, jax.Array)]
+        if not self.detach or not arrays:
+            return sources
+        shardings = [array.sharding for array in arrays]
+        if self.where == "host" or (self.where == "auto" and not _have_room(arrays)):
+            shardings = [sharding.with_memory_kind("pinned_host") for sharding in shardings]
+        copies = iter(jax.device_put(arrays, shardings, may_alias=False))
+        return [_with_copies(source, copies) for source in sources]
+
+
+def _with_copies(source: Source, copies: Any) -> Source:
+    parts = [(region, next(copies) if isinstance(a, jax.Array) else a) for region, a in source.parts]
+    return msgspec.structs.replace(source, parts=parts)
+
+
+def _plain_value(leaf: Any) -> Any:
+    value = value_to_json(leaf)
+    if not is_recorded(value):
+        kind = type(leaf)
+        raise LeafError(
+            f"a {kind.__module__}.{kind.__qualname__} cannot be stored; a checkpoint holds jax and numpy "
+            "arrays, numbers, text and bytes. Register the class with jax.tree_util if it is a container"
+        )
+    return value
+
+
+def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
+    bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
+    return Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
+
+
+def _have_room(arrays: Iterable[jax.Array]) -> bool:
+    """Whether each device can hold a second copy of what is on it."""
+    needed: dict[Any, int] = defaultdict(int)
+    for array in arrays:
+        (device,) = array.devices()
+        needed[device] += array.nbytes
+    for device, nbytes in needed.items():
+        stats = device.memory_stats() or {}
+        free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+        if stats and free < 1.1 * nbytes:
+            return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------- staging
+
+
+class Staging:
+    """Host memory that bytes pass through on their way from a device to the disk; at most a budget."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.used = 0
+        self.changed = threading.Condition()
+
+    def fetch(self, parts: Sequence[Part], region: Region) -> tuple[list[Part], int]:
+        """What lies inside `region`, in host memory, and how many bytes to `release` when it is written.
+
+        Waits for memory that others have to release first; one region may be larger than the budget.
+        """
+        wanted = [(overlap, box, array) for box, array in parts if (overlap := box.overlap(region))]
+        nbytes = sum(o.size * a.dtype.itemsize for o, _, a in wanted if isinstance(a, jax.Array))
+        if nbytes:
+            with self.changed:
+                self.changed.wait_for(lambda: self.used == 0 or self.used + nbytes <= self.budget)
+                self.used += nbytes
+        try:
+            return [(overlap, _on_host(a, overlap.inside(box))) for overlap, box, a in wanted], nbytes
+        except BaseException:
+            self.release(nbytes)
+            raise
+
+    def release(self, nbytes: int) -> None:
+        if nbytes:
+            with self.changed:
+                self.used -= nbytes
+                self.changed.notify_all()
+
+
+def _on_host(array: Any, region: Region) -> np.ndarray[Any, Any]:
+    if isinstance(array, np.ndarray):
+        return array[region.slices]
+    return staged(array if region.shape == array.shape else array[region.slices])
+
+
+# ------------------------------------------------------------------------------------------- bytes
+
+
+def contiguous(parts: Sequence[Part], region: Region, dtype: str) -> np.ndarray[Any, Any]:
+    """The elements of `region` in C order, little endian, as `dtype`: a view if they lie so, else a copy."""
+    for box, array in parts:
+        if box == region:
+            return straight(array, dtype)
+        if box.overlap(region) == region:
+            return straight(array[region.inside(box).slices], dtype)
+    whole = np.empty(region.shape, _little(dtype))
+    for box, array in parts:
+        if overlap := box.overlap(region):
+            whole[overlap.inside(region).slices] = array[overlap.inside(box).slices]
+    return whole
+
+
+def straight(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    return np.ascontiguousarray(array, _little(dtype)) if array.ndim else np.asarray(array, _little(dtype))
+
+
+@lru_cache(64)
+def _little(dtype: str) -> np.dtype[Any]:
+    return dtype_from_name(dtype).newbyteorder("<")

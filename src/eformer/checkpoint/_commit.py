@@ -1,0 +1,186 @@
+"""From written data to one committed checkpoint, over all processes; and the handle of a save under way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from eformer.checkpoint._manifest import DataFile, Extent, LeafEntry  # noqa: TC001  msgspec reads them
+from eformer.errors import EformerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+    from pathlib import Path
+
+    from eformer.checkpoint._hosts import Hosts
+
+logger = logging.getLogger("eformer")
+
+
+# ------------------------------------------------------------------------------------------ receipts
+
+
+class Receipt(msgspec.Struct):
+    """What one process has written: complete, synced, and under names that nobody looks for yet."""
+
+    files: list[DataFile] = msgspec.field(default_factory=list)
+    leaves: dict[str, LeafEntry] = msgspec.field(default_factory=dict)
+    error: str = ""
+
+
+def commit(hosts: Hosts, write: Callable[[], Receipt], seal: Callable[[Receipt], None]) -> None:
+    """Every process writes; the first one seals what all have written. An error anywhere is an error everywhere.
+
+    The processes meet twice: to hand in their receipts, and to hear how it ended.
+    """
+    receipt, error = _attempt(write)
+    receipts = [_decode(message) for message in hosts.gather(_encode(receipt))]
+    if not any(r.error for r in receipts) and hosts.index == 0:
+        receipt, error = _attempt(lambda: _sealed(seal, receipts))
+    outcomes = [_decode(message).error for message in hosts.gather(_encode(Receipt(error=receipt.error)))]
+    if error:
+        raise error
+    failed = [f"process {index}: {text}" for index, text in enumerate(outcomes) if text]
+    if failed:
+        raise EformerError(f"the save failed, nothing was committed: {'; '.join(failed)}")
+
+
+def _attempt(step: Callable[[], Receipt]) -> tuple[Receipt, BaseException | None]:
+    try:
+        return step(), None
+    except BaseException as error:  # noqa: BLE001  raised again once the others know
+        return Receipt(error=repr(error)), error
+
+
+def _sealed(seal: Callable[[Receipt], None], receipts: Sequence[Receipt]) -> Receipt:
+    seal(joined(receipts))
+    return Receipt()
+
+
+def joined(receipts: Sequence[Receipt]) -> Receipt:
+    """All files and all leaves; a leaf of which several processes wrote parts has all of them."""
+    if len(receipts) == 1:
+        return receipts[0]
+    whole = Receipt()
+    for receipt in receipts:
+        first = len(whole.files)
+        for name, entry in receipt.leaves.items():
+            extents = tuple(_renumbered(extent, first) for extent in entry.extents)
+            if name in whole.leaves:
+                extents = whole.leaves[name].extents + extents
+            whole.leaves[name] = msgspec.structs.replace(entry, extents=extents)
+        whole.files += receipt.files
+    return whole
+
+
+def _renumbered(extent: Extent, first: int) -> Extent:
+    return msgspec.structs.replace(extent, file=first + extent.file)
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Receipt).decode
+
+
+# ------------------------------------------------------------------------------------------- pending
+
+
+class Pending:
+    """A save under way. Resolves to the path, as text, once the checkpoint is committed and durable.
+
+    Its error is its own: raised by `result`, and logged if nobody ever asks. The interpreter does not exit
+    before it has finished.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._future: Future[str] = Future()
+        self._was_asked = False
+
+    def result(self, timeout: float | None = None) -> str:
+        """Waits for the end; raises the save's own error, or TimeoutError if it is not there in time."""
+        self._was_asked = True
+        return self._future.result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._was_asked = True
+        return self._future.exception(timeout)
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def add_done_callback(self, callback: Callable[[Pending], object]) -> None:
+        """`callback(self)` after the end, in the thread that saves; at once if that is over."""
+        self._future.add_done_callback(lambda _: callback(self))
+
+    def __await__(self) -> Generator[Any, None, str]:
+        import asyncio
+
+        self._was_asked = True
+        return asyncio.wrap_future(self._future).__await__()
+
+    def __del__(self) -> None:
+        if self._future.done() and not self._was_asked and (error := self._future.exception()):
+            logger.error("saving to %s failed, and nobody asked for the result", self.path, exc_info=error)
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done() else "failed" if self._future.exception() else "done"
+        return f"<Pending save to {self.path}: {state}>"
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Carries out the save in this thread."""
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  handed to whoever asks
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(self.path)
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Carries out the save in a thread of its own, for which the interpreter waits at its exit."""
+        threading.Thread(target=self.run, args=(work,), name="eformer-save", daemon=False).start()
+
+
+# Saves to one place commit in the order in which they were called, however long each takes to write.
+
+
+class _Turns:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: dict[str, threading.Event] = {}
+
+    def take(self, path: Path) -> Turn:
+        place = os.path.realpath(path)
+        with self._lock:
+            before = self._last.get(place)
+            after = self._last[place] = threading.Event()
+        return Turn(before, after, lambda: self._forget(place, after))
+
+    def _forget(self, place: str, event: threading.Event) -> None:
+        with self._lock:
+            if self._last.get(place) is event:
+                del self._last[place]
+
+
+class Turn:
+    """A place in the queue of saves to one path."""
+
+    def __init__(
+        self, before: threading.Event | None, after: threading.Event, forget: Callable[[], None]
+    ) -> None:
+        self._before, self._after, self._forget = before, after, forget
+
+    def wait(self) -> None:
+        if self._before:
+            self._before.wait()
+
+    def end(self) -> None:
+        self._forget()
+        self._after.set()
+
+
+turns = _Turns()

@@ -1,0 +1,56 @@
+"""Where the bytes of a jax.Array are, and how to see them from the host without leaving a copy behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from eformer.checkpoint._ndarray import DTYPES
+
+# XLA keeps these in less than a byte, so that numpy has to unpack them.
+PACKED = {
+    dtype for name, dtype in DTYPES.items() if name in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")
+}
+
+
+def is_host_memory(array: Any) -> bool:
+    """Whether numpy can look at the memory of this array of one device as it is."""
+    (device,) = array.devices()
+    return device.platform == "cpu" and array.dtype not in PACKED
+
+
+def on_host(array: Any) -> np.ndarray[Any, Any]:
+    """The elements in host memory: where they are if on one CPU device, else in a copy that does not stay.
+
+    numpy's own conversion would leave its copy on the array, in host memory for as long as that lives.
+    """
+    if not array.is_fully_addressable or (len(array.devices()) == 1 and is_host_memory(array)):
+        return np.asarray(array)
+    whole = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            part = shard.data if is_host_memory(shard.data) else _host_copy(shard.data)
+            whole[shard.index] = np.asarray(part)
+    return whole
+
+
+def _host_copy(array: Any) -> Any:
+    import jax  # late: numpy trees are read and written without it
+
+    try:
+        (cpu, *_) = jax.local_devices(backend="cpu")
+    except RuntimeError:  # JAX was started without a CPU backend
+        return array
+    # device_put does not copy what is there already.
+    return array.copy() if cpu in array.devices() else jax.device_put(array, cpu)
+
+
+def staged(array: Any) -> np.ndarray[Any, Any]:
+    """A copy in page-locked host memory, which accelerators fill at full speed. It stays as long as the result."""
+    import jax
+
+    if array.sharding.memory_kind != "pinned_host":
+        pinned = array.sharding.with_memory_kind("pinned_host")
+        array = jax.device_put(array, pinned, may_alias=False)
+    return np.asarray(array)

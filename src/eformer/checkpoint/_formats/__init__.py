@@ -1,0 +1,1 @@
+"""How leaves lie in files."""

@@ -1,0 +1,62 @@
+"""What the files of a checkpoint are called, and which of them are ours."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from eformer.checkpoint._leaf import escape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+MANIFEST = "manifest.json"
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+
+_SHARD = re.compile(r"(?P<base>.*)-(?P<index>\d{5,})-of-(?P<total>\d{5,})", re.DOTALL)
+
+
+def base_name(prefix: str) -> str:
+    """What the files of a tree begin with: the name that Hugging Face looks for, unless a prefix was given."""
+    return escape(prefix) if prefix else "model"
+
+
+def shard_name(base: str, index: int, total: int) -> str:
+    return f"{base}-{index:05d}-of-{total:05d}{SUFFIX}"
+
+
+def plain_names(base: str, total: int) -> list[str]:
+    if total == 1:
+        return [base + SUFFIX]
+    return [shard_name(base, index, total) for index in range(1, total + 1)]
+
+
+def unique_names(plain: Sequence[str], save_id: str) -> list[str]:
+    """The names of a save that finds the plain ones taken."""
+    return [f"{name.removesuffix(SUFFIX)}.{save_id}{SUFFIX}" for name in plain]
+
+
+def split_shard(stem: str) -> tuple[str, int, int] | None:
+    """(base, index, total) of a name like base-00001-of-00004, without its suffix."""
+    match = _SHARD.fullmatch(stem)
+    return (match["base"], int(match["index"]), int(match["total"])) if match else None
+
+
+# A data file says in its metadata who wrote it, so that what a dead save left can be told from what is not ours.
+
+
+def marks(save_id: str, base: str) -> dict[str, str]:
+    """`format` is what transformers insists on; it names the framework whose layout a tensor follows."""
+    return {"format": "pt", "eformer": f"{save_id} {base}"}
+
+
+def is_marked(metadata: Mapping[str, str]) -> bool:
+    return "eformer" in metadata
+
+
+def is_leftover(name: str, metadata: Mapping[str, str]) -> bool:
+    """Whether the file was put under this name by a save of ours. A renamed copy was not."""
+    save_id, _, base = metadata.get("eformer", "").partition(" ")
+    pattern = rf"{re.escape(base)}(-\d{{5,}}-of-\d{{5,}})?(\.{re.escape(save_id)})?{re.escape(SUFFIX)}"
+    return bool(save_id) and re.fullmatch(pattern, name) is not None

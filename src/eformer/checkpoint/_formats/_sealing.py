@@ -1,0 +1,160 @@
+"""The commit of a safetensors checkpoint: files under their names, then the manifest, then away with the old.
+
+Every step leaves the directory with one whole checkpoint. A data file is never touched again once a manifest
+names it; the manifest is swapped by a rename; what no manifest names any more is removed last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from eformer.checkpoint._formats._header import parse_header
+from eformer.checkpoint._formats._names import (
+    INDEX_SUFFIX,
+    MANIFEST,
+    SUFFIX,
+    base_name,
+    is_leftover,
+    is_marked,
+    plain_names,
+    unique_names,
+)
+from eformer.checkpoint._formats._reading import read_header, read_manifest
+from eformer.checkpoint._manifest import Manifest
+from eformer.checkpoint._store.local import (
+    list_names,
+    locked,
+    logger,
+    read_small,
+    remove,
+    rename,
+    replacing,
+    sweep,
+    sync_directory,
+)
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from eformer.checkpoint._manifest import TreeEntry
+
+FORMAT = "safetensors"
+
+
+def seal(directory: Path, prefix: str, tree: TreeEntry, scratch: Sequence[str]) -> None:
+    """The tree, whose files lie complete and synced under their `scratch` names, is the checkpoint of `prefix`."""
+    with locked(directory):
+        manifest = read_manifest(directory) or Manifest(format=FORMAT)
+        tree = _with_final_names(directory, prefix, tree, manifest)
+        published = []
+        try:
+            for temporary, file in zip(scratch, tree.files, strict=True):
+                rename(directory / temporary, directory / file.name)
+                published.append(directory / file.name)
+            sync_directory(directory)  # the names of the data before the name of the manifest
+            manifest = manifest.with_tree(prefix, tree)
+            with replacing(directory / MANIFEST) as new:
+                new.write(manifest.to_json())
+        except BaseException:
+            if _is_not_sealed(directory, tree.save_id):
+                for path in published:
+                    remove(path)
+            raise
+        _write_index(directory, base_name(prefix), tree)
+        _clean_up(directory, manifest)
+
+
+def _is_not_sealed(directory: Path, save_id: str) -> bool:
+    """Whether an error came before the manifest was in place; a sync of the directory may fail after it."""
+    try:
+        manifest = read_manifest(directory)
+    except (OSError, FormatError):
+        return False  # nothing is removed that might be named
+    return manifest is None or all(tree.save_id != save_id for tree in manifest.trees.values())
+
+
+def check_place(directory: Path, prefix: str) -> None:
+    """Refuses, before anything is written, a directory whose files are not ours to replace."""
+    read_manifest(directory)  # a damaged one is not replaced either: it may name what can still be saved
+    base = base_name(prefix)
+    for name in list_names(directory):
+        if name == base + INDEX_SUFFIX:
+            is_ours = _is_our_index(directory, name)
+        elif name == base + SUFFIX:
+            is_ours = is_marked(_metadata(directory, name))
+        else:
+            continue
+        if not is_ours:
+            raise FileExistsError(f"{directory / name} was not written by eformer; save to another directory")
+
+
+def _with_final_names(directory: Path, prefix: str, tree: TreeEntry, manifest: Manifest) -> TreeEntry:
+    """Plain names for a first save; a name that a manifest ever gave is not given twice."""
+    names = plain_names(base_name(prefix), len(tree.files))
+    if prefix in manifest.trees or not set(names).isdisjoint(list_names(directory)):
+        names = unique_names(names, tree.save_id)
+    files = tuple(
+        msgspec.structs.replace(file, name=name) for file, name in zip(tree.files, names, strict=True)
+    )
+    return msgspec.structs.replace(tree, files=files)
+
+
+# --------------------------------------------------------------------------------------------- index
+
+
+def _write_index(directory: Path, base: str, tree: TreeEntry) -> None:
+    """For readers that know safetensors and not us: which leaf is in which file, where it is not plain to see."""
+    path = directory / (base + INDEX_SUFFIX)
+    names = [file.name for file in tree.files]
+    if names == plain_names(base, 1) or not names:
+        remove(path)
+        return
+    weight_map: dict[str, str] = {}
+    for name in names:
+        header, nbytes = read_header(directory, name)
+        weight_map |= dict.fromkeys(parse_header(header, nbytes, name).tensors, name)
+    total = sum(file.nbytes - file.header_nbytes for file in tree.files)
+    index = {"metadata": {"total_size": total, "eformer": tree.save_id}, "weight_map": weight_map}
+    with replacing(path) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(index), indent=2))
+
+
+def _is_our_index(directory: Path, name: str) -> bool:
+    try:
+        index: Any = msgspec.json.decode(read_small(directory, name))
+        return "eformer" in index["metadata"]
+    except (msgspec.MsgspecError, KeyError, TypeError, RecursionError):
+        return False
+
+
+# ------------------------------------------------------------------------------------------ clean-up
+
+
+def _clean_up(directory: Path, manifest: Manifest) -> None:
+    """Removes what no manifest names: the files of the tree before, and what dead saves left."""
+    named = {file.name for tree in manifest.trees.values() for file in tree.files}
+    try:
+        for name in _leftovers(directory, named):
+            remove(directory / name)
+        sweep(directory)
+    except OSError as error:  # the checkpoint is safe; the next save tries again
+        logger.warning("could not clean up %s: %s", directory, error)
+
+
+def _leftovers(directory: Path, named: set[str]) -> Iterator[str]:
+    for name in list_names(directory):
+        if name.endswith(SUFFIX) and name not in named and is_leftover(name, _metadata(directory, name)):
+            yield name
+
+
+def _metadata(directory: Path, name: str) -> Mapping[str, str]:
+    """What a file says of itself; nothing, if it is not a safetensors file."""
+    with contextlib.suppress(FormatError, OSError):
+        header, nbytes = read_header(directory, name)
+        return parse_header(header, nbytes, name).metadata
+    return {}

@@ -1,0 +1,382 @@
+"""Loading a tree: find, select, place, read, check, assemble."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence  # noqa: TC003  msgspec reads them
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import msgspec
+import numpy as np
+from jax.sharding import Sharding
+
+from eformer.checkpoint._formats._reading import Found, close_files, find
+from eformer.checkpoint._leaf import Region, with_nearest
+from eformer.checkpoint._manifest import LeafEntry, TreeEntry, plain_values
+from eformer.checkpoint._ndarray import floating_dtype, is_floating
+from eformer.checkpoint._plan import Want
+from eformer.checkpoint._pool import default_threads
+from eformer.checkpoint._rules import Leaf, PartitionSpec, Rules, place
+from eformer.checkpoint._transfer import fetch
+from eformer.checkpoint._tree import flatten, unflatten, unflatten_like
+from eformer.errors import CorruptionError, FormatError, MismatchError
+
+if TYPE_CHECKING:
+    import os
+
+_config: Any = jax.config  # whose attributes have no types
+
+logger = logging.getLogger("eformer")
+
+# Another save may replace the files between the reading of a manifest and that of the data; each time it does,
+# a newer checkpoint is there to be read.
+_MOST_RESTARTS = 10
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    like: Any = None,
+    prefix: str | None = None,
+    keys: str | Iterable[str] | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    rules: Rules | None = None,
+    shardings: Any = None,
+    dtype: Any = None,
+    verify: bool = True,
+) -> Any:
+    """The tree that was saved at `path`, bit for bit; or an error that says what is wrong, and where.
+
+    Without `like` the tree has the structure it was saved with, jax arrays are jax arrays and numpy arrays are
+    numpy arrays. `like` is a tree of arrays, `ShapeDtypeStruct`s or shardings, whose structure, shapes, dtypes and
+    shardings the result has. `keys` are names of leaves or subtrees, or patterns such as "layers.*.bias"; without
+    `like` the result is then a flat dict by name.
+
+    `shardings` says where leaves go: one for all, or by name (nested or dotted, some or all), each a `Sharding`, a
+    `PartitionSpec` or a function that is called on the loaded array. `rules` are (regex, PartitionSpec) pairs,
+    searched for in names joined by "/". With a `mesh` and neither, leaves lie as they were saved.
+
+    `dtype` casts floating leaves. `verify=False` skips the digests.
+    """
+    request = _Request(like, prefix, keys, mesh, rules, shardings, dtype, verify)
+    for _ in range(_MOST_RESTARTS):
+        found = find(path)
+        try:
+            return _load(found, request)
+        except (FileNotFoundError, CorruptionError) as error:
+            if not _was_replaced(found):
+                if isinstance(error, FileNotFoundError):
+                    raise CorruptionError(
+                        f"{path}: the manifest names a file that is gone: {error}"
+                    ) from error
+                raise
+    raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while it was being read")
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What the caller asked for."""
+
+    like: Any
+    prefix: str | None
+    keys: str | Iterable[str] | None
+    mesh: jax.sharding.Mesh | None
+    rules: Rules | None
+    shardings: Any
+    dtype: Any
+    verify: bool
+
+
+def _was_replaced(found: Found) -> bool:
+    return find(found.path).manifest.digest != found.manifest.digest
+
+
+def _load(found: Found, request: _Request) -> Any:
+    tree = found.tree(request.prefix)
+    selected = select(tree, request.keys)
+    template = _Template.of(request.like)
+    items = _items(tree, selected, template, request)
+    values = {name: value for name, value in plain_values(tree).items() if name in selected}
+    _place(items, request)
+    _read(found, tree, items, request.verify)
+    leaves = {**_assemble(items), **values}
+    if template:
+        return unflatten_like(request.like, leaves)
+    if request.keys is not None:
+        return {name: leaves[name] for name in selected}
+    return unflatten(msgspec.json.decode(tree.structure), leaves)
+
+
+# -------------------------------------------------------------------------------------------- select
+
+
+def select(tree: TreeEntry, keys: str | Iterable[str] | None) -> dict[str, None]:
+    """The names of the leaves that `keys` name or match, or that lie below a name."""
+    names = dict.fromkeys([*tree.leaves, *tree.values])
+    if keys is None:
+        return names
+    chosen: dict[str, None] = {}
+    unknown = []
+    for key in [keys] if isinstance(keys, str) else keys:
+        if key in names:
+            chosen[key] = None
+            continue
+        below = [name for name in names if name.startswith(key + ".") or fnmatch.fnmatchcase(name, key)]
+        chosen |= dict.fromkeys(below)
+        if not below:
+            unknown.append(key)
+    if unknown:
+        hints = (
+            f"no leaf is named {key!r}, matches it or lies below it{hint}"
+            for key, hint in with_nearest(unknown, names)
+        )
+        raise MismatchError(list(hints), context="keys")
+    return {name: None for name in names if name in chosen}
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """The leaves of `like` by name."""
+
+    leaves: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, like: Any) -> _Template | None:
+        return None if like is None else cls(flatten(like)[0])
+
+
+class _Item(msgspec.Struct, gc=False):
+    """A leaf on its way: what is stored, what it is to become, and where."""
+
+    name: str
+    entry: LeafEntry
+    dtype: str
+    sharding: Any = None
+    as_numpy: bool = False
+    is_explicit: bool = False
+    after: Callable[[Any], Any] | None = None
+    regions: list[Region] | None = None
+    devices: list[Any] = []
+    arrays: Sequence[Any] = ()
+
+
+def _items(
+    tree: TreeEntry, selected: Mapping[str, None], template: _Template | None, request: _Request
+) -> list[_Item]:
+    """The arrays among the selected leaves, if they are what `like` expects; else every difference at once."""
+    cast = None if request.dtype is None else floating_dtype(request.dtype)
+    entries = tree.leaves
+    items = []
+    for name in selected:
+        if name in entries:
+            entry = entries[name]
+            dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
+            items.append(_Item(name, entry, dtype, as_numpy=entry.home == "numpy"))
+    if template:
+        problems = list(_differences(items, selected, template.leaves))
+        if problems:
+            raise MismatchError(problems, context="the checkpoint does not fit `like`")
+        for item in items:
+            _follow(item, template.leaves[item.name])
+    return items
+
+
+def _differences(
+    items: Sequence[_Item], selected: Mapping[str, None], like: Mapping[str, Any]
+) -> Iterable[str]:
+    missing = [name for name in like if name not in selected]
+    unexpected = [name for name in selected if name not in like]
+    for name, hint in with_nearest(missing, selected):
+        yield f"missing leaf {name!r}{hint}: `like` has it, the checkpoint does not"
+    for name, hint in with_nearest(unexpected, like):
+        yield f"unexpected leaf {name!r}{hint}: the checkpoint has it, `like` does not"
+    arrays = {item.name for item in items}
+    for item in items:
+        if item.name in like:
+            yield from _array_difference(item, like[item.name])
+    for name in selected:
+        if name in like and name not in arrays and _describes_array(like[name]):
+            yield f"leaf {name!r}: expected an array, found a plain value"
+
+
+def _describes_array(leaf: Any) -> bool:
+    return isinstance(leaf, (Sharding, PartitionSpec)) or (
+        hasattr(leaf, "shape") and not isinstance(leaf, np.generic)
+    )
+
+
+def _array_difference(item: _Item, leaf: Any) -> Iterable[str]:
+    if isinstance(leaf, (Sharding, PartitionSpec)):
+        return
+    found = _described(item.entry.logical_dtype if item.entry.key else item.dtype, item.entry.logical_shape)
+    if not _describes_array(leaf):
+        yield f"leaf {item.name!r}: expected a plain {type(leaf).__name__}, found {found}"
+        return
+    expected = _described(_dtype_name(leaf.dtype), tuple(leaf.shape))
+    if expected != found:
+        yield f"leaf {item.name!r}: expected {expected}, found {found}"
+
+
+def _described(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype}{list(shape)}"
+
+
+def _dtype_name(dtype: Any) -> str:
+    if isinstance(dtype, np.dtype):
+        return dtype.name
+    return f"key<{dtype._impl.name}>" if hasattr(dtype, "_impl") else str(dtype)
+
+
+def _follow(item: _Item, leaf: Any) -> None:
+    """Makes the item what this leaf of `like` is."""
+    if isinstance(leaf, (Sharding, PartitionSpec)):
+        item.as_numpy, item.sharding, item.is_explicit = False, leaf, True
+    elif isinstance(leaf, np.ndarray):
+        item.as_numpy = True
+    else:
+        item.as_numpy = False
+        if (sharding := getattr(leaf, "sharding", None)) is not None and getattr(leaf, "committed", True):
+            item.sharding, item.is_explicit = sharding, True
+
+
+# --------------------------------------------------------------------------------------------- place
+
+
+def _place(items: Sequence[_Item], request: _Request) -> None:
+    """A sharding, the default device or host memory for every item, and the boxes that each device needs."""
+    said = (request.mesh, request.rules, request.shardings, *(i.sharding for i in items))
+    if any(argument is not None for argument in said):
+        _follow_arguments(items, request)
+    if not _config.jax_enable_x64:
+        _keep_wide([item for item in items if item.dtype in _WIDE and not item.as_numpy])
+    for item in items:
+        if item.sharding is not None and not item.as_numpy:
+            _cut_up(item)
+
+
+def _follow_arguments(items: Sequence[_Item], request: _Request) -> None:
+    leaves = {
+        item.name: Leaf(item.entry.logical_shape, item.sharding, item.entry.sharding, item.as_numpy)
+        for item in items
+    }
+    placed, after = place(leaves, mesh=request.mesh, rules=request.rules, shardings=request.shardings)
+    for item in items:
+        item.after = after.get(item.name)
+        if item.name in placed:
+            item.sharding, item.as_numpy, item.is_explicit = placed[item.name], False, True
+
+
+_WIDE = frozenset({"int64", "uint64", "float64", "complex128"})
+
+
+def _keep_wide(items: Sequence[_Item]) -> None:
+    """64-bit leaves stay numpy arrays where JAX would cut them to 32 bits without a word."""
+    refused = [item for item in items if item.is_explicit]
+    if refused:
+        problems = [f"leaf {item.name!r} is {item.dtype}{list(item.entry.shape)}" for item in refused]
+        raise MismatchError(
+            problems,
+            context="JAX would cut these to 32 bits; set jax_enable_x64, or pass dtype= or numpy arrays in like=",
+        )
+    for item in items:
+        item.as_numpy = True
+    if items:
+        logger.warning(
+            "%d leaves of 64 bits are returned as numpy arrays, because jax_enable_x64 is off; the first is %r",
+            len(items), items[0].name,
+        )  # fmt: skip
+
+
+def _cut_up(item: _Item) -> None:
+    """The distinct boxes that this process's devices hold, and which device holds which."""
+    sharding, shape = item.sharding, item.entry.logical_shape
+    assert sharding is not None
+    numbers: dict[Region, int] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = [s.indices(size)[:2] for s, size in zip(index or (), shape, strict=True)]
+        inner = item.entry.shape[len(shape) :]  # the numbers of a PRNG key are never cut
+        region = Region((*(a for a, _ in bounds), *(0 for _ in inner)), (*(b for _, b in bounds), *inner))
+        item.devices.append((device, numbers.setdefault(region, len(numbers))))
+    item.regions = list(numbers)
+
+
+# ---------------------------------------------------------------------------------------------- read
+
+
+def _read(found: Found, tree: TreeEntry, items: Sequence[_Item], verify: bool) -> None:
+    descriptors = found.open_files(tree, _needed_files(tree, items))
+    try:
+        wants = [Want(item.name, item.entry, item.dtype, item.regions) for item in items]
+        fetched = fetch(wants, tree, descriptors, default_threads(), verify=verify)
+    finally:
+        close_files(descriptors)
+    for item, arrays in zip(items, fetched, strict=True):
+        item.arrays = arrays
+
+
+def _needed_files(tree: TreeEntry, items: Sequence[_Item]) -> list[int]:
+    """By number; refuses leaves that claim more bytes than the files have, before memory is allocated for them."""
+    claimed = [0] * len(tree.files)
+    for item in items:
+        for extent in item.entry.extents:
+            claimed[extent.file] += extent.nbytes
+    for file, nbytes in zip(tree.files, claimed, strict=True):
+        if nbytes > file.nbytes:
+            raise FormatError(f"the leaves in {file.name!r} claim {nbytes} bytes, it has {file.nbytes}")
+    return [number for number, nbytes in enumerate(claimed) if nbytes]
+
+
+# ------------------------------------------------------------------------------------------ assemble
+
+
+def _assemble(items: Sequence[_Item]) -> dict[str, Any]:
+    """The arrays by name. Memory that JAX takes as it is, is private and never written again."""
+    buffers: list[Any] = []
+    devices: list[Any] = []
+    plain: list[Any] = []
+    for item in items:
+        if item.as_numpy:
+            continue
+        for array in item.arrays:
+            array.flags.writeable = False
+        if item.sharding is None:
+            plain.append(item.arrays[0])
+        else:
+            buffers += [item.arrays[number] for _, number in item.devices]
+            devices += [device for device, _ in item.devices]
+    on_default = iter(jax.device_put(plain))
+    on_devices = iter(jax.device_put(buffers, devices))
+    leaves = {}
+    for item in items:
+        if item.as_numpy:
+            leaf = item.arrays[0]
+        elif item.sharding is None:
+            leaf = _keyed(next(on_default), item)
+        else:
+            shards = [next(on_devices) for _ in item.devices]
+            leaf = _keyed(_joined(shards, item), item)
+        leaves[item.name] = item.after(leaf) if item.after else leaf
+    return leaves
+
+
+def _joined(shards: list[Any], item: _Item) -> Any:
+    sharding = item.sharding
+    assert sharding is not None
+    if item.entry.key:
+        sharding = _of_key_data(sharding, len(item.entry.logical_shape))
+    return jax.make_array_from_single_device_arrays(item.entry.shape, sharding, shards)
+
+
+def _of_key_data(sharding: Sharding, ndim: int) -> Sharding:
+    """The sharding of the numbers inside keys that lie so."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        spec = (*sharding.spec, *(None for _ in range(ndim - len(sharding.spec))), None)
+        return jax.sharding.NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return sharding
+
+
+def _keyed(array: Any, item: _Item) -> Any:
+    return jax.random.wrap_key_data(array, impl=item.entry.key) if item.entry.key else array

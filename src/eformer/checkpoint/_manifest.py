@@ -1,0 +1,307 @@
+"""The record of a checkpoint: which trees, which leaves, and which bytes of which file they are.
+
+A manifest is JSON that carries a digest of itself, so that a flipped bit in a name, a shape or an offset is
+an error and never another tree. `docs/format/safetensors.md` describes it field by field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from msgspec import Raw, Struct, field
+
+from eformer.checkpoint._codec import xxh3_128, xxh3_128_of
+from eformer.checkpoint._leaf import LeafSpec, Region
+from eformer.checkpoint._ndarray import DTYPES, dtype_from_name
+from eformer.checkpoint._pieces import count_pieces
+from eformer.checkpoint._value import value_from_json
+from eformer.errors import CorruptionError, FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+VERSION = 1
+DIGEST_DIGITS = 32
+
+_NO_DIGEST = b"0" * DIGEST_DIGITS
+_MARK = b'"digest":"'
+_MARK_WITHIN = 64  # the digest is the first field, also where something stands around the manifest
+
+
+class DataFile(Struct, frozen=True):
+    """A file of leaves' bytes. `header` digests its first `header_nbytes`, which belong to no leaf."""
+
+    name: str
+    nbytes: int
+    header_nbytes: int = 0
+    header: str = ""
+
+
+class Extent(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True):
+    """These bytes of that file are this box of a leaf; `digests` holds those of its pieces, joined.
+
+    `offset` counts from the end of the file's header. `region` is None for the whole leaf. A foreign file has
+    no digests.
+    """
+
+    file: int
+    offset: int
+    nbytes: int
+    digests: str
+    region: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+
+class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True):
+    """What a leaf is and where its bytes are. `key` names the generator of a typed PRNG key, stored as its data.
+
+    `home` tells a numpy array from a jax.Array; `sharding` is how the latter lay on its mesh, as
+    {"spec": [...], "mesh": {axis: size}}.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    extents: tuple[Extent, ...]
+    home: str = "jax"
+    key: str | None = None
+    sharding: dict[str, Any] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(extent.nbytes for extent in self.extents)
+
+    @property
+    def logical_dtype(self) -> str:
+        return f"key<{self.key}>" if self.key else self.dtype
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """The shape the user sees: the numbers of a PRNG key are inside it, not beside it."""
+        return self.shape[:-1] if self.key else self.shape
+
+    def region_of(self, extent: Extent) -> Region:
+        return Region(*extent.region) if extent.region else Region.whole(self.shape)
+
+    def spec(self, name: str) -> LeafSpec:
+        return LeafSpec(name, self.shape, self.dtype)
+
+
+class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
+    """One saved tree: everything that one `save` call wrote."""
+
+    save_id: str
+    saved_at: str
+    written_by: str
+    block: int
+    files: tuple[DataFile, ...]
+    metadata: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    structure: Raw = Raw(b"null")
+    raw_leaves: Raw = field(name="leaves", default=Raw(b"{}"))
+
+    @cached_property
+    def leaves(self) -> dict[str, LeafEntry]:
+        """All leaves that are arrays, by name, in the tree's order."""
+        entries = _parsed(self.raw_leaves, _decode_leaves)
+        rooms = [file.nbytes - file.header_nbytes for file in self.files]
+        for name, entry in entries.items():
+            if not _is_plain(entry, rooms, self.block):
+                _check_leaf(name, entry, self)
+        return entries
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.leaves.values())
+
+
+class Leaves(Mapping[str, LeafEntry]):
+    """The leaves of a tree, each parsed and checked when asked for: to get one of 100,000 takes no more than one."""
+
+    def __init__(self, tree: TreeEntry) -> None:
+        self._tree = tree
+        self._raw = _parsed(tree.raw_leaves, _decode_raw_leaves)
+
+    def __getitem__(self, name: str) -> LeafEntry:
+        entry = _parsed(self._raw[name], _decode_leaf)
+        _check_leaf(name, entry, self._tree)
+        return entry
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._raw
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._raw)
+
+    def __len__(self) -> int:
+        return len(self._raw)
+
+
+def _parsed(raw: Raw, decode: Callable[[Raw], T]) -> T:
+    try:
+        return decode(raw)
+    except msgspec.MsgspecError as error:
+        raise FormatError(f"the manifest's list of leaves makes no sense: {error}") from error
+
+
+class Manifest(Struct, frozen=True, kw_only=True):
+    """All that is known of a checkpoint without reading its data: its format, and its trees by prefix.
+
+    The tree that was saved without a prefix is under "".
+    """
+
+    digest: str = _NO_DIGEST.decode()
+    format: str
+    version: int = VERSION
+    trees: dict[str, TreeEntry] = field(default_factory=dict)
+
+    def with_tree(self, prefix: str, tree: TreeEntry) -> Manifest:
+        """The same manifest with one tree added or replaced; the others stay as they were."""
+        return Manifest(format=self.format, trees={**self.trees, prefix: tree})
+
+    def to_json(self) -> bytes:
+        return seal(msgspec.json.encode(self))
+
+    @classmethod
+    def from_json(cls, data: bytes, origin: str) -> Manifest:
+        """Refuses what is no manifest, is damaged, or was written by a later version, naming `origin`."""
+        check_seal(data, origin)
+        return cls.parse(data, origin)
+
+    @classmethod
+    def parse(cls, data: bytes | str, origin: str) -> Manifest:
+        """For a manifest that lies in something sealed."""
+        try:
+            manifest = _decode_manifest(data)
+            if manifest.version > VERSION:
+                raise FormatError(
+                    f"version {manifest.version}; this eformer reads up to {VERSION}, please upgrade"
+                )
+        except (msgspec.MsgspecError, FormatError, RecursionError) as error:
+            raise FormatError(f"{origin} is no manifest that can be read: {error}") from error
+        return manifest
+
+
+_decode_manifest = msgspec.json.Decoder(Manifest).decode
+_decode_leaf = msgspec.json.Decoder(LeafEntry).decode
+_decode_leaves = msgspec.json.Decoder(dict[str, LeafEntry]).decode
+_decode_raw_leaves = msgspec.json.Decoder(dict[str, Raw]).decode
+
+
+def encode_leaves(entries: dict[str, LeafEntry]) -> Raw:
+    return Raw(msgspec.json.encode(entries))
+
+
+def plain_values(tree: TreeEntry) -> dict[str, Any]:
+    """The leaves that are no arrays: numbers, text, None inside of containers."""
+    return {name: value_from_json(value) for name, value in tree.values.items()}
+
+
+def metadata_of(tree: TreeEntry) -> dict[str, Any]:
+    return {name: value_from_json(value) for name, value in tree.metadata.items()}
+
+
+# ------------------------------------------------------------------------------------------------ seal
+
+
+def seal(data: bytes) -> bytes:
+    """`data` with the zeros of its first field, the digest, replaced by the digest of everything."""
+    start = _digest_start(data)
+    digest = xxh3_128(data).encode()
+    return data[:start] + digest + data[start + DIGEST_DIGITS :]
+
+
+def check_seal(data: bytes, origin: str) -> None:
+    start = _digest_start(data)
+    if start < 0:
+        raise FormatError(f"{origin} is not a manifest of eformer, or its beginning is damaged")
+    stop = start + DIGEST_DIGITS
+    digest = xxh3_128_of([data[:start], _NO_DIGEST, memoryview(data)[stop:]]).encode()
+    if digest != data[start:stop]:
+        raise CorruptionError(
+            f"{origin} is damaged: its {len(data)} bytes digest to {digest.decode()}, recorded is "
+            f"{data[start:stop].decode(errors='replace')}; restore the file from a copy"
+        )
+
+
+def _digest_start(data: bytes) -> int:
+    found = data.find(_MARK, 0, _MARK_WITHIN)
+    return found + len(_MARK) if found >= 0 else -1
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def _check_leaf(name: str, entry: LeafEntry, tree: TreeEntry) -> None:
+    """Refuses an entry whose numbers contradict each other, before anything is allocated for it."""
+    try:
+        _check_numbers(entry, tree)
+    except (FormatError, ValueError) as error:
+        raise FormatError(f"the manifest's entry for leaf {name[:200]!r} makes no sense: {error}") from error
+
+
+def _is_plain(entry: LeafEntry, rooms: list[int], block: int) -> bool:
+    """Whether the entry is in order, for the kind that most are: a small leaf in one place. Quicker than the check."""
+    if len(entry.extents) != 1:
+        return False
+    (extent,) = entry.extents
+    nbytes, file = extent.nbytes, extent.file
+    return (
+        extent.region is None
+        and 0 < nbytes <= block
+        and len(extent.digests) == DIGEST_DIGITS
+        and 0 <= file < len(rooms)
+        and 0 <= extent.offset <= rooms[file] - nbytes
+        and entry.dtype in DTYPES
+        and nbytes == DTYPES[entry.dtype].itemsize * math.prod(entry.shape)
+        and min(entry.shape, default=0) >= 0
+    )
+
+
+def _check_numbers(entry: LeafEntry, tree: TreeEntry) -> None:
+    itemsize = dtype_from_name(entry.dtype).itemsize
+    if min(entry.shape, default=0) < 0:
+        raise FormatError(f"negative dimension in shape {list(entry.shape)}")
+    if len(entry.extents) == 1 and entry.extents[0].region is None:
+        _check_extent(entry.extents[0], entry.shape, itemsize, entry, tree)
+        return
+    covered = 0
+    for extent in entry.extents:
+        region = entry.region_of(extent)
+        if any(stop > size for stop, size in zip(region.stop, entry.shape, strict=True)):
+            raise FormatError(f"region {extent.region} lies outside shape {list(entry.shape)}")
+        _check_extent(extent, region.shape, itemsize, entry, tree)
+        covered += region.size
+    if covered != math.prod(entry.shape):
+        raise FormatError(
+            f"its extents hold {covered} elements, shape {list(entry.shape)} has another number"
+        )
+
+
+def _check_extent(
+    extent: Extent, shape: tuple[int, ...], itemsize: int, entry: LeafEntry, tree: TreeEntry
+) -> None:
+    if not 0 <= extent.file < len(tree.files):
+        raise FormatError(f"file {extent.file} of {len(tree.files)}")
+    nbytes = itemsize * math.prod(shape)
+    packed = extent.nbytes != nbytes and is_packed(entry, extent)
+    if extent.nbytes != nbytes and not packed:
+        raise FormatError(f"{extent.nbytes} bytes for {entry.dtype}{list(shape)}, which takes {nbytes}")
+    file = tree.files[extent.file]
+    if not 0 <= extent.offset <= file.nbytes - file.header_nbytes - extent.nbytes:
+        raise FormatError(f"{extent.nbytes} bytes at {extent.offset} are more than file {file.name!r} has")
+    if not extent.digests:
+        return
+    one = packed or 0 < nbytes <= tree.block
+    expected = DIGEST_DIGITS * (1 if one else count_pieces(shape, itemsize, tree.block))
+    if len(extent.digests) != expected:
+        raise FormatError(f"{len(extent.digests)} digits of digests where {expected} are due")
+
+
+def is_packed(entry: LeafEntry, extent: Extent) -> bool:
+    """Whether two four-bit numbers share a byte. Such an extent is one piece, read whole."""
+    return entry.dtype == "float4_e2m1fn" and 0 < 2 * extent.nbytes == entry.region_of(extent).size

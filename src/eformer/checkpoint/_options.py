@@ -1,0 +1,36 @@
+"""How a save is carried out, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Snapshot = Literal["auto", "device", "host"]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """What `save` and `save_async` may be told beyond the tree and the path.
+
+    max_shard_bytes   a data file holds at most this much, unless one leaf alone is larger
+    dtype             floating leaves are stored as this dtype; None stores them as they are
+    snapshot          where `save_async` keeps accelerator arrays that the caller may donate at once: in copies
+                      on the "device", or in "host" memory; "auto" takes the device if it has room
+    staging_bytes     at most this much host memory holds bytes on their way from an accelerator to the disk
+    threads           that write; None for one and a half a core
+    """
+
+    max_shard_bytes: int = 5_000_000_000
+    dtype: str | None = None
+    snapshot: Snapshot = "auto"
+    staging_bytes: int = 2**30
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_shard_bytes", "staging_bytes"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"SaveOptions.{name} must be positive, not {getattr(self, name)}")
+        if self.threads is not None and self.threads <= 0:
+            raise ValueError(f"SaveOptions.threads must be positive, not {self.threads}")
+        if self.snapshot not in get_args(Snapshot):
+            raise ValueError(f"SaveOptions.snapshot is {self.snapshot!r}, not one of {get_args(Snapshot)}")

@@ -1,0 +1,107 @@
+"""A box of bytes cut into pieces: the least that has a digest, and so the least that can be read and checked."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+from eformer.checkpoint._leaf import Region
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+# Small enough that a slice costs little more than its own bytes, large enough that digests cost nothing.
+PIECE_BYTES = 2**20
+
+
+def pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> list[Region]:
+    """The box of this shape, cut into boxes of at most `limit` bytes that are contiguous in C order, in that order.
+
+    An empty box has no pieces.
+    """
+    if itemsize * math.prod(shape) <= limit:
+        return [Region.whole(shape)] if math.prod(shape) else []
+    axis, rows = _cut(shape, itemsize, limit)
+    inner = shape[axis + 1 :]
+    found = []
+    for outer in itertools.product(*(range(size) for size in shape[:axis])):
+        end = tuple(index + 1 for index in outer)
+        for start in range(0, shape[axis], rows):
+            stop = min(start + rows, shape[axis])
+            found.append(Region((*outer, start, *(0 for _ in inner)), (*end, stop, *inner)))
+    return found
+
+
+def count_pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> int:
+    """How many `pieces` there are."""
+    size = math.prod(shape)
+    if itemsize * size <= limit:
+        return 1 if size else 0
+    axis, rows = _cut(shape, itemsize, limit)
+    return math.prod(shape[:axis]) * -(-shape[axis] // rows)
+
+
+def _cut(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, int]:
+    """The first axis whose single rows fit, and how many of them do."""
+    row = itemsize * math.prod(shape)
+    for axis, size in enumerate(shape):
+        row //= size
+        if row <= limit:
+            return axis, limit // row
+    return len(shape) - 1, 1  # limit is less than one element
+
+
+def joined(boxes: Iterable[Region], itemsize: int, limit: int) -> Iterator[list[Region]]:
+    """Consecutive pieces, as many together as make up a box of at most `limit` bytes."""
+    group: list[Region] = []
+    size = 0
+    for box in boxes:
+        size += box.size
+        if group and (size * itemsize > limit or bounding([group[0], box]).size != size):
+            yield group
+            group, size = [], box.size
+        group.append(box)
+    if group:
+        yield group
+
+
+def bounding(boxes: Sequence[Region]) -> Region:
+    """The smallest box around all."""
+    starts = zip(*(box.start for box in boxes), strict=True)
+    stops = zip(*(box.stop for box in boxes), strict=True)
+    return Region(tuple(map(min, starts)), tuple(map(max, stops)))
+
+
+def merged(regions: Sequence[Region]) -> list[Region]:
+    """One box if the disjoint `regions` fill one, else the regions themselves."""
+    if len(regions) < 2:
+        return list(regions)
+    box = bounding(regions)
+    return [box] if box.size == sum(region.size for region in regions) else list(regions)
+
+
+def shifted(boxes: Iterable[Region], start: tuple[int, ...]) -> list[Region]:
+    """Boxes that are measured from `start`, measured from the origin."""
+    if not any(start):
+        return list(boxes)
+    return [
+        Region(
+            tuple(a + o for a, o in zip(box.start, start, strict=True)),
+            tuple(b + o for b, o in zip(box.stop, start, strict=True)),
+        )
+        for box in boxes
+    ]
+
+
+def offset_within(box: Region, outer: Region) -> int | None:
+    """How many elements of `outer` lie before `box`, if `box` is one contiguous run of them; else None."""
+    if any(a < c or b > d for a, b, c, d in zip(box.start, box.stop, outer.start, outer.stop, strict=True)):
+        return None
+    offset, is_run = 0, True  # a run: single indices, then a range, then only whole axes
+    for size, whole, start, first in zip(box.shape, outer.shape, box.start, outer.start, strict=True):
+        if not is_run and size != whole:
+            return None
+        is_run = is_run and size == 1
+        offset = offset * whole + start - first
+    return offset

@@ -1,0 +1,62 @@
+"""Many small tasks on a few threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+def default_threads() -> int:
+    """Enough to keep a disk busy while others wait for the interpreter, and few enough not to crowd it."""
+    return min(16, 2 * (os.cpu_count() or 1))
+
+
+def run_all(tasks: Iterable[Callable[[], None]], threads: int) -> None:
+    """Runs every task; the first error stops the rest and is raised here.
+
+    A task is taken from the iterable when a thread is free for it, never before: what tasks hold in memory is
+    bounded by the number of threads. The caller's thread is one of them.
+    """
+    work = _Work(tasks)
+    helpers = []
+    try:
+        first = work.take()  # one task alone is not worth a thread
+        second = work.take() if first else None
+        if second:
+            helpers = [threading.Thread(target=work.run, args=(second,), name="eformer-io")]
+            helpers += [threading.Thread(target=work.run, name="eformer-io") for _ in range(threads - 2)]
+        for helper in helpers:
+            helper.start()
+        if first:
+            work.run(first)
+    except BaseException as error:  # noqa: BLE001  Ctrl-C, say: the helpers finish what they are at, and no more
+        work.error = work.error or error
+    for helper in helpers:
+        if helper.ident:
+            helper.join()
+    if work.error:
+        raise work.error
+
+
+class _Work:
+    def __init__(self, tasks: Iterable[Callable[[], None]]) -> None:
+        self.tasks = iter(tasks)
+        self.lock = threading.Lock()
+        self.error: BaseException | None = None
+
+    def take(self) -> Callable[[], None] | None:
+        with self.lock:
+            return None if self.error else next(self.tasks, None)
+
+    def run(self, task: Callable[[], None] | None = None) -> None:
+        try:
+            task = task or self.take()
+            while task:
+                task()
+                task = self.take()
+        except BaseException as error:  # noqa: BLE001  raised by run_all, in the caller's thread
+            self.error = self.error or error

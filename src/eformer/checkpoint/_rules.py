@@ -1,0 +1,163 @@
+"""Where leaves go: from shardings by name, partition rules, or what was recorded when they were saved."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as _PartitionSpec
+
+from eformer.checkpoint._leaf import escape, join_name, split_name, unescape, with_nearest
+from eformer.errors import MismatchError
+
+PartitionSpec: Any = _PartitionSpec  # whose constructor has no types
+
+Rules = Sequence[tuple[str, _PartitionSpec]]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """What a placement is decided by: the shape that the user sees, what `like` says, and what was recorded.
+
+    A numpy array goes to a device only if somebody says so.
+    """
+
+    shape: tuple[int, ...]
+    like: Any = None
+    recorded: Mapping[str, Any] | None = None
+    is_numpy: bool = False
+
+
+def sharding_to_json(sharding: Sharding) -> dict[str, Any] | None:
+    """How an array lay on its mesh; None for one that lay on none."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    spec = [list(axes) if isinstance(axes, tuple) else axes for axes in sharding.spec]
+    if not all(axes is None or isinstance(axes, (str, list)) for axes in spec):
+        return None  # such as UNCONSTRAINED
+    return {"spec": spec, "mesh": dict(sharding.mesh.shape)}
+
+
+def spec_from_json(recorded: Mapping[str, Any]) -> _PartitionSpec:
+    axes = (tuple(axes) if isinstance(axes, list) else axes for axes in recorded["spec"])
+    spec: _PartitionSpec = PartitionSpec(*axes)
+    return spec
+
+
+def by_name(shardings: Any) -> dict[str, Any]:
+    """Nested shardings, or flat ones by dotted name, as {escaped name: value}."""
+    flat: dict[str, Any] = {}
+
+    def walk(node: Any, path: tuple[str, ...]) -> None:
+        if isinstance(node, Mapping):
+            for key, child in node.items():
+                walk(child, (*path, *_parts(str(key))))
+        elif type(node) in (list, tuple):
+            for index, child in enumerate(node):
+                walk(child, (*path, str(index)))
+        elif node is not None:
+            flat[join_name(path)] = node
+
+    walk(shardings, ())
+    return flat
+
+
+def _parts(key: str) -> list[str]:
+    # A key with dots is a whole path; each part may be written as it is or as it is stored.
+    return [part if escape(unescape(part)) == part else escape(part) for part in key.split(".")]
+
+
+def place(
+    leaves: Mapping[str, Leaf], *, mesh: Mesh | None, rules: Rules | None, shardings: Any
+) -> tuple[dict[str, Sharding], dict[str, Callable[[Any], Any]]]:
+    """A sharding for every leaf that something is said about, and what to call on the loaded arrays.
+
+    Shardings by name win over rules, rules over `like`, `like` over what was recorded. Whatever does not fit is
+    reported at once.
+    """
+    if rules is not None and mesh is None:
+        raise ValueError("rules= need a mesh= to lay leaves out on")
+    problems: list[str] = []
+    specs, after = _named(leaves, shardings, problems)
+    if rules is not None:
+        patterns = [(re.compile(pattern), spec) for pattern, spec in rules]
+        specs = {name: _match(name, leaf, patterns) for name, leaf in leaves.items()} | specs
+    specs = {name: leaf.like for name, leaf in leaves.items() if leaf.like is not None} | specs
+    if mesh is not None:
+        unsaid = {name: leaf for name, leaf in leaves.items() if name not in specs and not leaf.is_numpy}
+        specs |= _recorded(unsaid, mesh, problems)
+    placed = {}
+    for name, spec in specs.items():
+        sharding = _fit(spec, mesh, leaves[name].shape)
+        if isinstance(sharding, str):
+            problems.append(f"leaf {name!r} {list(leaves[name].shape)}: {sharding}")
+        else:
+            placed[name] = sharding
+    if problems:
+        raise MismatchError(problems, context="the leaves cannot be placed so")
+    return placed, after
+
+
+def _named(
+    leaves: Mapping[str, Leaf], shardings: Any, problems: list[str]
+) -> tuple[dict[str, Any], dict[str, Callable[[Any], Any]]]:
+    if shardings is None:
+        return {}, {}
+    if isinstance(shardings, (Sharding, PartitionSpec)) or callable(shardings):
+        said = dict.fromkeys(leaves, shardings)
+    else:
+        said = by_name(shardings)
+    unknown = [name for name in said if name not in leaves]
+    problems += [
+        f"shardings name {n!r}, which is not there{hint}" for n, hint in with_nearest(unknown, leaves)
+    ]
+    specs, after = {}, {}
+    for name, value in said.items():
+        if isinstance(value, (Sharding, PartitionSpec)):
+            specs[name] = value
+        elif callable(value):
+            after[name] = value
+        else:
+            problems.append(f"leaf {name!r}: {value!r} is no Sharding, PartitionSpec or callable")
+    return {name: spec for name, spec in specs.items() if name in leaves}, after
+
+
+def _match(name: str, leaf: Leaf, patterns: Sequence[tuple[re.Pattern[str], Any]]) -> Any:
+    key = "/".join(unescape(part) for part in split_name(name))
+    found = (spec for pattern, spec in patterns if pattern.search(key))
+    spec = next(found, None) if leaf.shape else None  # a scalar has no axis to be cut along
+    return PartitionSpec() if spec is None else spec
+
+
+def _recorded(leaves: Mapping[str, Leaf], mesh: Mesh, problems: list[str]) -> dict[str, _PartitionSpec]:
+    specs = {}
+    for name, leaf in leaves.items():
+        spec = spec_from_json(leaf.recorded) if leaf.recorded else None
+        if spec is not None and not isinstance(_fit(spec, mesh, leaf.shape), str):
+            specs[name] = spec
+        elif len(mesh.axis_names) == 1 or not leaf.shape:
+            specs[name] = PartitionSpec()
+        else:
+            was = f"; it was saved as {spec}, which this mesh cannot do" if spec is not None else ""
+            problems.append(
+                f"leaf {name!r}: no sharding is said for it on a mesh of axes {mesh.axis_names}{was}; "
+                "pass rules= or shardings="
+            )
+    return specs
+
+
+def _fit(spec: Any, mesh: Mesh | None, shape: tuple[int, ...]) -> Sharding | str:
+    """The sharding, or why there is none."""
+    try:
+        if isinstance(spec, PartitionSpec):
+            if mesh is None:
+                return f"{spec} needs a mesh="
+            spec = NamedSharding(mesh, spec)
+        spec.shard_shape(shape)
+    except ValueError as error:  # unknown axis, too many axes, or a size that they do not divide
+        return f"{getattr(spec, 'spec', spec)} does not fit: {str(error).splitlines()[0]}"
+    sharding: Sharding = spec
+    return sharding

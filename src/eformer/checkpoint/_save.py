@@ -1,0 +1,219 @@
+"""Saving a tree: snapshot, write, commit."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import os
+import secrets
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import msgspec
+
+import eformer
+from eformer.checkpoint import _hosts
+from eformer.checkpoint._arrays import Source, Staging, snapshot
+from eformer.checkpoint._codec import xxh3_128
+from eformer.checkpoint._commit import Pending, Receipt, Turn, commit, turns
+from eformer.checkpoint._formats import _sealing as sealing
+from eformer.checkpoint._formats import safetensors
+from eformer.checkpoint._formats._names import SUFFIX, base_name, marks
+from eformer.checkpoint._formats._reading import find
+from eformer.checkpoint._manifest import DataFile, LeafEntry, Manifest, TreeEntry, encode_leaves, seal
+from eformer.checkpoint._ndarray import floating_dtype
+from eformer.checkpoint._options import SaveOptions
+from eformer.checkpoint._pieces import PIECE_BYTES
+from eformer.checkpoint._pool import default_threads
+from eformer.checkpoint._store.local import (
+    Scratch,
+    make_directories,
+    rename,
+    scratch_for,
+    sweep,
+    sync_directory,
+)
+from eformer.checkpoint._tree import flatten
+from eformer.checkpoint._value import is_recorded, value_to_json
+from eformer.errors import LeafError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from eformer.checkpoint._hosts import Hosts
+
+_DEFAULT = SaveOptions()
+
+
+def save(
+    tree: Any,
+    path: str | os.PathLike[str],
+    *,
+    prefix: str | None = None,
+    format: str = "safetensors",  # noqa: A002
+    metadata: Mapping[str, Any] | None = None,
+    options: SaveOptions = _DEFAULT,
+) -> str:
+    """The tree is at `path`, whole and on stable storage, when this returns; else what was there before still is.
+
+    `path` is a directory, which holds one tree for each `prefix`, or one file if it ends in ".safetensors".
+    Returns the path as text. `metadata` is a dict of plain values that `inspect` gives back.
+    """
+    job = _prepare(tree, path, prefix, format, metadata, options, _hosts.current(), detach=False)
+    pending = Pending(os.fspath(path))
+    pending.run(job.carry_out)
+    return pending.result()
+
+
+def save_async(
+    tree: Any,
+    path: str | os.PathLike[str],
+    *,
+    prefix: str | None = None,
+    format: str = "safetensors",  # noqa: A002
+    metadata: Mapping[str, Any] | None = None,
+    options: SaveOptions = _DEFAULT,
+) -> Pending:
+    """Like `save`, but returns as soon as the caller may donate or change every array of the tree."""
+    job = _prepare(tree, path, prefix, format, metadata, options, _hosts.current(), detach=True)
+    pending = Pending(os.fspath(path))
+    pending.start(job.carry_out)
+    return pending
+
+
+def _prepare(
+    tree: Any,
+    path: str | os.PathLike[str],
+    prefix: str | None,
+    format: str,  # noqa: A002
+    metadata: Mapping[str, Any] | None,
+    options: SaveOptions,
+    hosts: Hosts,
+    *,
+    detach: bool,
+) -> _Job:
+    """All that looks at the caller's objects; afterwards the save depends on none of them."""
+    if format != "safetensors":
+        raise ValueError(f"unknown format {format!r}; this version writes 'safetensors'")
+    if options.dtype is not None:
+        options = dataclasses.replace(options, dtype=floating_dtype(options.dtype))
+    leaves, structure = flatten(tree)
+    recorded = _metadata_to_json(metadata)
+    sources, values = snapshot(leaves, options, hosts, detach=detach)
+    entry = TreeEntry(
+        save_id=secrets.token_hex(8),
+        saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        written_by=f"eformer {eformer.__version__}, jax {jax.__version__}",
+        block=PIECE_BYTES,
+        files=(),
+        metadata=recorded,
+        values=values,
+        structure=msgspec.Raw(msgspec.json.encode(structure)),
+    )
+    where = Path(path)
+    return _Job(where, prefix or "", sources, entry, options, hosts, turns.take(where))
+
+
+def _metadata_to_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    recorded: dict[Any, Any] = {}
+    for name, value in (metadata or {}).items():
+        recorded[name] = value_to_json(value)
+        if type(name) is not str or not is_recorded(recorded[name]):
+            raise LeafError(f"metadata {name!r}: a {type(value).__name__} cannot be stored; use plain values")
+    return recorded
+
+
+@dataclasses.dataclass(slots=True)
+class _Job:
+    """A save that no longer needs its caller."""
+
+    path: Path
+    prefix: str
+    sources: list[Source]
+    tree: TreeEntry
+    options: SaveOptions
+    hosts: Hosts
+    turn: Turn
+
+    def carry_out(self) -> None:
+        with ExitStack() as stack:
+            stack.callback(self.turn.end)
+            if self.path.suffix == SUFFIX and not self.path.is_dir():
+                self.into_file(stack)
+            else:
+                self.into_directory(stack)
+
+    @property
+    def threads(self) -> int:
+        return self.options.threads or default_threads()
+
+    # ------------------------------------------------------------------------------------ directory
+
+    def into_directory(self, stack: ExitStack) -> None:
+        commit(self.hosts, lambda: self.write(stack), self.seal_directory)
+
+    def write(self, stack: ExitStack) -> Receipt:
+        """The data of this process, complete and synced in scratch files that stay locked until all is over."""
+        make_directories(self.path)
+        sealing.check_place(self.path, self.prefix)
+        files = safetensors.arrange(self.sources, self.options.max_shard_bytes, self.tree.block)
+        for file in files:
+            file.header = safetensors.header_of(file, marks(self.tree.save_id, base_name(self.prefix)))
+            file.scratch = Scratch(self.path)
+            stack.callback(file.scratch.discard)
+        safetensors.write_data(files, self.tree.block, Staging(self.options.staging_bytes), self.threads)
+        safetensors.write_headers(files, self.threads)
+        written = [
+            DataFile(safetensors.scratch_of(f).path.name, f.nbytes, len(f.header), xxh3_128(f.header))
+            for f in files
+        ]
+        return Receipt(written, safetensors.entries(files))
+
+    def seal_directory(self, receipt: Receipt) -> None:
+        tree = self.with_leaves(receipt.leaves, receipt.files)
+        self.turn.wait()
+        sealing.seal(self.path, self.prefix, tree, [file.name for file in receipt.files])
+
+    def with_leaves(self, leaves: Mapping[str, LeafEntry], files: list[DataFile]) -> TreeEntry:
+        """In the order of the tree, which is that of the sources."""
+        ordered = {source.name: leaves[source.name] for source in self.sources}
+        return msgspec.structs.replace(self.tree, files=tuple(files), raw_leaves=encode_leaves(ordered))
+
+    # ------------------------------------------------------------------------------------- one file
+
+    def into_file(self, stack: ExitStack) -> None:
+        """One file that carries its own manifest. Digests have a fixed width, so its header's length is known
+        before they are."""
+        if self.hosts.count > 1:
+            raise ValueError(f"{self.path}: several processes save to a directory, not to one file")
+        final = Path(os.path.realpath(self.path))
+        self.check_file(final)
+        file = safetensors.File([])
+        for arranged in safetensors.arrange(self.sources, 2**63, self.tree.block):
+            file = arranged
+        file.scratch = scratch_for(final)
+        stack.callback(file.scratch.discard)
+        file.header = self.header_with_manifest(file)
+        safetensors.write_data([file], self.tree.block, Staging(self.options.staging_bytes), self.threads)
+        file.header = seal(self.header_with_manifest(file))
+        safetensors.write_headers([file], self.threads)
+        self.turn.wait()
+        rename(file.scratch.path, final)
+        sync_directory(final.parent)
+        sweep(final.parent)
+
+    def header_with_manifest(self, file: safetensors.File) -> bytes:
+        tree = self.with_leaves(safetensors.entries([file]), [DataFile("", 0)])
+        manifest = Manifest(format=sealing.FORMAT).with_tree(self.prefix, tree)
+        text = msgspec.json.encode(manifest).decode()
+        return safetensors.header_of(file, {"digest": manifest.digest, "format": "pt", "manifest": text})
+
+    def check_file(self, final: Path) -> None:
+        """Refuses to replace a file that holds another tree than this save."""
+        if final.is_file() and (others := set(find(final).trees) - {self.prefix}):
+            raise ValueError(
+                f"{self.path} holds the tree {sorted(others)}, and one file holds one tree; save to a directory "
+                "to keep several"
+            )

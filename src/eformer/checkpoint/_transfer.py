@@ -1,0 +1,206 @@
+"""Bytes from files into memory, checked on the way."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from msgspec import Struct
+
+from eformer.checkpoint._codec import xxh3_128
+from eformer.checkpoint._leaf import Region
+from eformer.checkpoint._manifest import is_packed
+from eformer.checkpoint._ndarray import dtype_from_name, unpack_nibbles
+from eformer.checkpoint._pieces import offset_within
+from eformer.checkpoint._plan import ALIGNMENT, Read, Stored, Want, plan_reads
+from eformer.checkpoint._pool import run_all
+from eformer.checkpoint._store.local import read_into
+from eformer.errors import CorruptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from eformer.checkpoint._manifest import TreeEntry
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Bytes that are not what was saved, or are not there. `leaf` is empty for bytes that belong to none."""
+
+    leaf: str
+    file: str
+    start: int
+    stop: int
+    problem: str
+
+    def __str__(self) -> str:
+        where = f"bytes {self.start} to {self.stop} of {self.file}"
+        return f"leaf {self.leaf!r}: {where} {self.problem}" if self.leaf else f"{where} {self.problem}"
+
+
+def fetch(
+    wants: Sequence[Want], tree: TreeEntry, descriptors: Sequence[int], threads: int, *, verify: bool = True
+) -> list[Sequence[Array]]:
+    """For each want the arrays of its regions, or the one of the whole leaf. Raises at the first damage.
+
+    The memory of an array starts where XLA takes it as it is, if that can be had without a copy: large leaves have
+    memory of their own, small neighbours in a file share what they were read into.
+    """
+    job = _Fetch(wants, tree, descriptors, verify, _refuse)
+    run_all((partial(job.carry_out, read) for read in plan_reads(wants, tree)), threads)
+    return job.arrays
+
+
+def check(
+    wants: Sequence[Want],
+    tree: TreeEntry,
+    descriptors: Sequence[int],
+    threads: int,
+    on_damage: Callable[[Damage], None],
+) -> None:
+    """Reads every piece of the wants, and keeps none."""
+    job = _Fetch([], tree, descriptors, True, on_damage)
+    job.wants = wants
+    run_all((partial(job.look_at, read) for read in plan_reads(wants, tree)), threads)
+
+
+def _refuse(damage: Damage) -> None:
+    raise CorruptionError(f"{damage}; restore the file from a copy, or load an older checkpoint")
+
+
+class _Target(Struct):
+    """Memory for a box of a leaf."""
+
+    region: Region
+    array: Array
+    memory: Array
+
+
+class _Fetch:
+    def __init__(
+        self,
+        wants: Sequence[Want],
+        tree: TreeEntry,
+        descriptors: Sequence[int],
+        verify: bool,
+        on_damage: Callable[[Damage], None],
+    ) -> None:
+        self.wants, self.tree, self.descriptors = wants, tree, descriptors
+        self.verify, self.on_damage = verify, on_damage
+        self.targets: dict[int, list[_Target]] = {}
+        self.arrays: list[Sequence[Array]] = [()] * len(wants)
+        for index, want in enumerate(wants):
+            if not self.can_adopt(want):
+                self.prepare(index, want)
+
+    def can_adopt(self, want: Want) -> bool:
+        """Whether the leaf keeps the memory it is read into: if it is small, and wanted just as it is stored."""
+        extents = want.entry.extents
+        if want.regions is not None or want.dtype != want.entry.dtype or len(extents) != 1:
+            return False
+        return 0 < extents[0].nbytes <= self.tree.block and not is_packed(want.entry, extents[0])
+
+    def prepare(self, index: int, want: Want) -> None:
+        """Memory for a leaf that is put together, cast, or large."""
+        boxes = [Region.whole(want.entry.shape)] if want.regions is None else want.regions
+        dtype = dtype_from_name(want.dtype)
+        self.targets[index] = targets = [_target(box, dtype) for box in boxes]
+        self.arrays[index] = [target.array for target in targets]
+
+    # ------------------------------------------------------------------------------------------ reads
+
+    def carry_out(self, read: Read) -> None:
+        memory = self.destination(read)
+        is_in_place = memory is not None
+        if memory is None:
+            memory = _aligned(read.nbytes, read.offset)
+        for piece, start in self.sound_pieces(read, memory):
+            if is_in_place:
+                continue
+            if piece.want in self.targets:
+                self.deliver(piece, memory[start : start + piece.nbytes])
+            else:
+                self.adopt(piece, memory, start)
+
+    def look_at(self, read: Read) -> None:
+        for _ in self.sound_pieces(read, np.empty(read.nbytes, np.uint8)):
+            pass
+
+    def sound_pieces(self, read: Read, memory: Array) -> Iterator[tuple[Stored, int]]:
+        """The pieces of the read whose bytes are those that were saved, and where in memory they begin."""
+        view = memory.data
+        found = read_into(self.descriptors[read.file], view, read.offset)
+        for piece in read.pieces:
+            start = piece.offset - read.offset
+            stop = start + piece.nbytes
+            if found < stop:
+                self.report(piece, "are not all there: the file was cut short")
+            elif self.verify and piece.digest and (digest := xxh3_128(view[start:stop])) != piece.digest:
+                self.report(piece, f"are damaged: they digest to {digest}, recorded is {piece.digest}")
+            else:
+                yield piece, start
+
+    def report(self, piece: Stored, problem: str) -> None:
+        name, file = self.wants[piece.want].name, self.tree.files[piece.file].name
+        self.on_damage(Damage(name, file, piece.offset, piece.offset + piece.nbytes, problem))
+
+    # -------------------------------------------------------------------------------------- destinations
+
+    def adopt(self, piece: Stored, memory: Array, start: int) -> None:
+        """The memory that a whole leaf was read into becomes its array."""
+        want = self.wants[piece.want]
+        dtype = dtype_from_name(want.dtype)
+        array: Array = np.ndarray(want.entry.shape, dtype, memory, start)
+        # A foreign file may put numbers at odd places.
+        self.arrays[piece.want] = (array if piece.offset % dtype.alignment == 0 else array.copy(),)
+
+    def destination(self, read: Read) -> Array | None:
+        """The memory of a target, where all pieces of the read belong into it side by side as they are."""
+        first, last = read.pieces[0], read.pieces[-1]
+        if first.want != last.want or first.region is None or last.region is None:
+            return None
+        want = self.wants[first.want]
+        if not self.is_plain(want):
+            return None
+        itemsize = dtype_from_name(want.dtype).itemsize
+        for target in self.targets[first.want]:
+            start, end = offset_within(first.region, target.region), offset_within(last.region, target.region)
+            if start is not None and end is not None:
+                memory = target.memory[start * itemsize : end * itemsize + last.nbytes]
+                return memory if len(memory) == read.nbytes else None
+        return None
+
+    def is_plain(self, want: Want) -> bool:
+        return want.dtype == want.entry.dtype and want.dtype != "float4_e2m1fn"
+
+    def deliver(self, piece: Stored, data: Array) -> None:
+        """Copies the piece to where it is wanted, cast if it is wanted as another dtype."""
+        entry = self.wants[piece.want].entry
+        box = piece.region or Region.whole(entry.shape)
+        if 2 * len(data) == box.size and entry.dtype == "float4_e2m1fn":
+            data = unpack_nibbles(data)
+        stored: Array = np.ndarray(box.shape, dtype_from_name(entry.dtype), data)
+        for target in self.targets[piece.want]:
+            if not box.start:  # a single number
+                target.array[()] = stored
+            elif overlap := box.overlap(target.region):
+                target.array[overlap.inside(target.region).slices] = stored[overlap.inside(box).slices]
+
+
+def _target(region: Region, dtype: np.dtype[Any]) -> _Target:
+    shape = region.shape
+    memory = _aligned(dtype.itemsize * math.prod(shape))
+    return _Target(region, np.ndarray(shape, dtype, memory), memory)
+
+
+def _aligned(nbytes: int, offset: int = 0) -> Array:
+    """Memory whose address is to ALIGNMENT what `offset` is, so that what is aligned in the file is so here."""
+    # numpy asks for huge pages, without which touching fresh memory takes longer than reading into it.
+    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = (offset - memory.__array_interface__["data"][0]) % ALIGNMENT
+    return memory[start : start + nbytes]

@@ -1,0 +1,175 @@
+"""A checkpoint as a mapping: leaves by name, of which only what is asked for is read. Needs no jax."""
+
+from __future__ import annotations
+
+import builtins
+import operator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from eformer.checkpoint._formats._reading import Found, close_files, find
+from eformer.checkpoint._leaf import Region, with_nearest
+from eformer.checkpoint._manifest import Leaves, Manifest, metadata_of
+from eformer.checkpoint._ndarray import dtype_from_name
+from eformer.checkpoint._plan import Want
+from eformer.checkpoint._pool import default_threads
+from eformer.checkpoint._transfer import fetch
+from eformer.checkpoint._value import value_from_json
+
+if TYPE_CHECKING:
+    import os
+
+    from eformer.checkpoint._manifest import LeafEntry
+
+
+def inspect(path: str | os.PathLike[str]) -> Manifest:
+    """The record of the checkpoint at `path`: formats, trees, leaves, shapes, dtypes, metadata. Reads no data."""
+    return find(path).manifest
+
+
+def open(path: str | os.PathLike[str], *, prefix: str | None = None) -> View:  # noqa: A001
+    """The leaves of one tree by name, lazily: `open(path)["layers.0.w"][10:20]` reads those rows and no more."""
+    return View(find(path), prefix)
+
+
+class View(Mapping[str, Any]):
+    """A mapping from names to arrays that have not been read, and to plain values.
+
+    It keeps the files of its checkpoint open, and so stays readable when a newer save replaces them. Close it, or
+    use it as a context manager.
+    """
+
+    def __init__(self, found: Found, prefix: str | None) -> None:
+        self._path = found.path
+        self._tree = found.tree(prefix)
+        self._entries = Leaves(self._tree)
+        self._descriptors = found.open_files(self._tree, range(len(self._tree.files)))
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._tree.values:
+            return value_from_json(self._tree.values[name])
+        if name not in self._entries:
+            hint = next(with_nearest([name], self))[1]
+            raise KeyError(f"{self._path} has no leaf {name!r}{hint}")
+        return Leaf(self, name, self._entries[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries or name in self._tree.values
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._entries
+        yield from self._tree.values
+
+    def __len__(self) -> int:
+        return len(self._entries) + len(self._tree.values)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return metadata_of(self._tree)
+
+    def close(self) -> None:
+        close_files(self._descriptors)
+        self._descriptors = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptors", None):
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<checkpoint {self._path}: {len(self)} leaves, {self._tree.nbytes} bytes>"
+
+    def read(self, name: str, entry: LeafEntry, region: Region) -> np.ndarray[Any, Any]:
+        if not self._descriptors and self._tree.files:
+            raise ValueError(f"the view of {self._path} is closed")
+        ((array,),) = fetch(
+            [Want(name, entry, entry.dtype, [region])], self._tree, self._descriptors, default_threads()
+        )
+        return array
+
+
+class Leaf:
+    """An array that has not been read. Indexing reads what is asked for, and checks it."""
+
+    def __init__(self, view: View, name: str, entry: LeafEntry) -> None:
+        self._view, self.name, self.entry = view, name, entry
+        self.shape = entry.shape
+        self.dtype = dtype_from_name(entry.dtype)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return Region.whole(self.shape).size
+
+    @property
+    def nbytes(self) -> int:
+        return self.entry.nbytes
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a leaf without axes")
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
+        """What numpy would give for integers, slices and an ellipsis."""
+        region, rest = _box(index, self.shape)
+        array: np.ndarray[Any, Any] = self._view.read(self.name, self.entry, region)[rest]
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False:
+            raise ValueError("a leaf that has not been read cannot be had without a copy")
+        return np.asarray(self[...], dtype)
+
+    def __repr__(self) -> str:
+        return f"<leaf {self.name}: {self.entry.logical_dtype}{list(self.entry.logical_shape)}>"
+
+
+def _box(index: Any, shape: tuple[int, ...]) -> tuple[Region, tuple[Any, ...]]:
+    """The smallest box that contains what is asked for, and what to take of it."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if sum(part is Ellipsis for part in parts) > 1:
+        raise IndexError("an index can only have a single ellipsis ('...')")
+    given = len(parts) - (Ellipsis in parts)
+    if given > len(shape):
+        raise IndexError(f"too many indices: the leaf has {len(shape)} axes, {given} were indexed")
+    at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
+    every = (slice(None),) * (len(shape) - given)
+    start, stop, rest = [], [], []
+    for part, size in zip((*parts[:at], *every, *parts[at + 1 :]), shape, strict=True):
+        a, b, inner = _range(part, size)
+        start.append(a)
+        stop.append(b)
+        rest.append(inner)
+    return Region(tuple(start), tuple(stop)), tuple(rest)
+
+
+def _range(part: Any, size: int) -> tuple[int, int, Any]:
+    if not isinstance(part, slice):
+        try:
+            position = operator.index(part)
+        except TypeError:
+            raise IndexError(f"a leaf on disk is indexed by integers, slices and ..., not {part!r}") from None
+        if not -size <= position < size:
+            raise IndexError(f"index {position} is out of bounds for an axis of {size}")
+        return position % size, position % size + 1, 0
+    picked = builtins.range(size)[part]
+    if not picked:
+        return 0, 0, slice(None)
+    low, high = min(picked[0], picked[-1]), max(picked[0], picked[-1])
+    first = picked[0] - low
+    return (
+        low,
+        high + 1,
+        slice(None, None, picked.step) if picked.step > 0 else slice(first, None, picked.step),
+    )
