@@ -1,9 +1,12 @@
-"""Hypothesis: a quick run by default; HYPOTHESIS_PROFILE=thorough looks much longer."""
+"""Eight virtual devices. Hypothesis: a quick run by default; HYPOTHESIS_PROFILE=thorough looks much longer."""
 
 import os
 
+import jax
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("quick", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", parent=settings.get_profile("quick"), max_examples=5000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+jax.config.update("jax_num_cpu_devices", 8)  # eight virtual devices, before any backend starts

@@ -49,6 +49,11 @@ class Source(Struct, frozen=True, gc=False):
     regions: Sequence[Region] = ()
 
 
+def released(source: Source) -> Source:
+    """The same leaf, without its array."""
+    return msgspec.structs.replace(source, whole=None, parts=())
+
+
 # ------------------------------------------------------------------------------------------ snapshot
 
 
@@ -95,11 +100,9 @@ class _Reader:
         host = np.array(array) if self.detach else np.asarray(array)
         return self.in_one_place(name, dtype, host, "numpy")
 
-    def jax_array(self, name: str, array: jax.Array) -> Source:
+    def jax_array(self, name: str, array: Any) -> Source:
         if isinstance(array, jax.core.Tracer):
-            raise LeafError(  # type: ignore[unreachable]  # a Tracer is a jax.Array, if you ask it
-                "a traced value has no bytes; save outside of jit, grad and vmap"
-            )
+            raise LeafError("a traced value has no bytes; save outside of jit, grad and vmap")
         key = None
         at_hand, sharding = self.look_at(array)
         if not isinstance(array.dtype, np.dtype):

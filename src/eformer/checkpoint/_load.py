@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence  # noqa: TC003  msgspec reads them
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import Any
 
 import jax
 import msgspec
 import numpy as np
 from jax.sharding import Sharding
 
-from eformer.checkpoint._formats._reading import Found, close_files, find
+from eformer.checkpoint._formats._reading import Found, close_files, find, was_replaced
 from eformer.checkpoint._leaf import Region, with_nearest
-from eformer.checkpoint._manifest import LeafEntry, TreeEntry, plain_values
+from eformer.checkpoint._manifest import LeafEntry, TreeEntry  # noqa: TC001  msgspec reads them
 from eformer.checkpoint._ndarray import floating_dtype, is_floating
 from eformer.checkpoint._plan import Want
 from eformer.checkpoint._pool import default_threads
@@ -23,9 +25,6 @@ from eformer.checkpoint._rules import Leaf, PartitionSpec, Rules, place
 from eformer.checkpoint._transfer import fetch
 from eformer.checkpoint._tree import flatten, unflatten, unflatten_like
 from eformer.errors import CorruptionError, FormatError, MismatchError
-
-if TYPE_CHECKING:
-    import os
 
 _config: Any = jax.config  # whose attributes have no types
 
@@ -67,7 +66,7 @@ def load(
         try:
             return _load(found, request)
         except (FileNotFoundError, CorruptionError) as error:
-            if not _was_replaced(found):
+            if not was_replaced(found):
                 if isinstance(error, FileNotFoundError):
                     raise CorruptionError(
                         f"{path}: the manifest names a file that is gone: {error}"
@@ -90,16 +89,12 @@ class _Request:
     verify: bool
 
 
-def _was_replaced(found: Found) -> bool:
-    return find(found.path).manifest.digest != found.manifest.digest
-
-
 def _load(found: Found, request: _Request) -> Any:
     tree = found.tree(request.prefix)
     selected = select(tree, request.keys)
     template = _Template.of(request.like)
     items = _items(tree, selected, template, request)
-    values = {name: value for name, value in plain_values(tree).items() if name in selected}
+    values = {name: value for name, value in tree.values.items() if name in selected}
     _place(items, request)
     _read(found, tree, items, request.verify)
     leaves = {**_assemble(items), **values}
@@ -115,7 +110,7 @@ def _load(found: Found, request: _Request) -> Any:
 
 def select(tree: TreeEntry, keys: str | Iterable[str] | None) -> dict[str, None]:
     """The names of the leaves that `keys` name or match, or that lie below a name."""
-    names = dict.fromkeys([*tree.leaves, *tree.values])
+    names = dict.fromkeys([*tree.leaves, *tree.raw_values])
     if keys is None:
         return names
     chosen: dict[str, None] = {}
@@ -129,9 +124,10 @@ def select(tree: TreeEntry, keys: str | Iterable[str] | None) -> dict[str, None]
         if not below:
             unknown.append(key)
     if unknown:
+        there = dict.fromkeys(start for name in names for start in (name, name.rpartition(".")[0]) if start)
         hints = (
             f"no leaf is named {key!r}, matches it or lies below it{hint}"
-            for key, hint in with_nearest(unknown, names)
+            for key, hint in with_nearest(unknown, there)
         )
         raise MismatchError(list(hints), context="keys")
     return {name: None for name in names if name in chosen}
@@ -211,7 +207,7 @@ def _describes_array(leaf: Any) -> bool:
 def _array_difference(item: _Item, leaf: Any) -> Iterable[str]:
     if isinstance(leaf, (Sharding, PartitionSpec)):
         return
-    found = _described(item.entry.logical_dtype if item.entry.key else item.dtype, item.entry.logical_shape)
+    found = _described(_key_dtype(item.entry.key) if item.entry.key else item.dtype, item.entry.logical_shape)
     if not _describes_array(leaf):
         yield f"leaf {item.name!r}: expected a plain {type(leaf).__name__}, found {found}"
         return
@@ -225,9 +221,13 @@ def _described(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def _dtype_name(dtype: Any) -> str:
-    if isinstance(dtype, np.dtype):
-        return dtype.name
-    return f"key<{dtype._impl.name}>" if hasattr(dtype, "_impl") else str(dtype)
+    return dtype.name if isinstance(dtype, np.dtype) else str(dtype)
+
+
+@lru_cache
+def _key_dtype(impl: str) -> str:
+    """What JAX calls the dtype of the keys of a generator."""
+    return str(jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype)
 
 
 def _follow(item: _Item, leaf: Any) -> None:
@@ -310,11 +310,31 @@ def _read(found: Found, tree: TreeEntry, items: Sequence[_Item], verify: bool) -
     descriptors = found.open_files(tree, _needed_files(tree, items))
     try:
         wants = [Want(item.name, item.entry, item.dtype, item.regions) for item in items]
+        _require_bytes(tree, items, descriptors)
         fetched = fetch(wants, tree, descriptors, default_threads(), verify=verify)
     finally:
         close_files(descriptors)
     for item, arrays in zip(items, fetched, strict=True):
         item.arrays = arrays
+
+
+def _require_bytes(tree: TreeEntry, items: Sequence[_Item], descriptors: Sequence[int]) -> None:
+    """Refuses files that are shorter than the leaves, before memory is allocated for these."""
+    lengths = [
+        os.fstat(d).st_size if d >= 0 else file.nbytes
+        for d, file in zip(descriptors, tree.files, strict=True)
+    ]
+    if all(length >= file.nbytes for length, file in zip(lengths, tree.files, strict=True)):
+        return
+    for item in items:
+        for extent in item.entry.extents:
+            file = tree.files[extent.file]
+            stop = file.header_nbytes + extent.offset + extent.nbytes
+            if stop > lengths[extent.file]:
+                raise CorruptionError(
+                    f"leaf {item.name!r}: {file.name} was cut short: it ends after {lengths[extent.file]} bytes, "
+                    f"the leaf after {stop}; restore the file from a copy, or load an older checkpoint"
+                )
 
 
 def _needed_files(tree: TreeEntry, items: Sequence[_Item]) -> list[int]:
@@ -346,7 +366,7 @@ def _assemble(items: Sequence[_Item]) -> dict[str, Any]:
             plain.append(item.arrays[0])
         else:
             buffers += [item.arrays[number] for _, number in item.devices]
-            devices += [device for device, _ in item.devices]
+            devices += [_memory_of(device, item.sharding) for device, _ in item.devices]
     on_default = iter(jax.device_put(plain))
     on_devices = iter(jax.device_put(buffers, devices))
     leaves = {}
@@ -360,6 +380,14 @@ def _assemble(items: Sequence[_Item]) -> dict[str, Any]:
             leaf = _keyed(_joined(shards, item), item)
         leaves[item.name] = item.after(leaf) if item.after else leaf
     return leaves
+
+
+def _memory_of(device: Any, sharding: Any) -> Any:
+    """The device, or that memory of it that the sharding asks for."""
+    kind = sharding.memory_kind
+    if kind is None or kind == device.default_memory().kind:
+        return device
+    return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
 
 
 def _joined(shards: list[Any], item: _Item) -> Any:

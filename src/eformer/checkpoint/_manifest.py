@@ -99,10 +99,20 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
     written_by: str
     block: int
     files: tuple[DataFile, ...]
-    metadata: dict[str, Any] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
+    raw_metadata: dict[str, Any] = field(name="metadata", default_factory=dict)
+    raw_values: dict[str, Any] = field(name="values", default_factory=dict)
     structure: Raw = Raw(b"null")
     raw_leaves: Raw = field(name="leaves", default=Raw(b"{}"))
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the caller of `save` wanted to be remembered."""
+        return {name: value_from_json(value) for name, value in self.raw_metadata.items()}
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The leaves that are no arrays: numbers, text, bytes."""
+        return {name: value_from_json(value) for name, value in self.raw_values.items()}
 
     @cached_property
     def leaves(self) -> dict[str, LeafEntry]:
@@ -194,15 +204,6 @@ _decode_raw_leaves = msgspec.json.Decoder(dict[str, Raw]).decode
 
 def encode_leaves(entries: dict[str, LeafEntry]) -> Raw:
     return Raw(msgspec.json.encode(entries))
-
-
-def plain_values(tree: TreeEntry) -> dict[str, Any]:
-    """The leaves that are no arrays: numbers, text, None inside of containers."""
-    return {name: value_from_json(value) for name, value in tree.values.items()}
-
-
-def metadata_of(tree: TreeEntry) -> dict[str, Any]:
-    return {name: value_from_json(value) for name, value in tree.metadata.items()}
 
 
 # ------------------------------------------------------------------------------------------------ seal

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as _PartitionSpec
 
-from eformer.checkpoint._leaf import escape, join_name, split_name, unescape, with_nearest
+from eformer.checkpoint._leaf import split_name, unescape, with_nearest
+from eformer.checkpoint._tree import flatten
 from eformer.errors import MismatchError
 
 PartitionSpec: Any = _PartitionSpec  # whose constructor has no types
@@ -47,27 +48,11 @@ def spec_from_json(recorded: Mapping[str, Any]) -> _PartitionSpec:
     return spec
 
 
-def by_name(shardings: Any) -> dict[str, Any]:
-    """Nested shardings, or flat ones by dotted name, as {escaped name: value}."""
-    flat: dict[str, Any] = {}
-
-    def walk(node: Any, path: tuple[str, ...]) -> None:
-        if isinstance(node, Mapping):
-            for key, child in node.items():
-                walk(child, (*path, *_parts(str(key))))
-        elif type(node) in (list, tuple):
-            for index, child in enumerate(node):
-                walk(child, (*path, str(index)))
-        elif node is not None:
-            flat[join_name(path)] = node
-
-    walk(shardings, ())
-    return flat
-
-
-def _parts(key: str) -> list[str]:
-    # A key with dots is a whole path; each part may be written as it is or as it is stored.
-    return [part if escape(unescape(part)) == part else escape(part) for part in key.split(".")]
+def by_name(shardings: Any, leaves: Container[str]) -> dict[str, Any]:
+    """Shardings in a tree of any kind, or flat by dotted name, as {escaped name: value}."""
+    said, _ = flatten(shardings)
+    # In a flat dict a whole path is one key, whose dots were escaped.
+    return {name if name in leaves else name.replace("%2E", "."): value for name, value in said.items()}
 
 
 def place(
@@ -83,7 +68,7 @@ def place(
     problems: list[str] = []
     specs, after = _named(leaves, shardings, problems)
     if rules is not None:
-        patterns = [(re.compile(pattern), spec) for pattern, spec in rules]
+        patterns = [(_compiled(pattern), spec) for pattern, spec in rules]
         specs = {name: _match(name, leaf, patterns) for name, leaf in leaves.items()} | specs
     specs = {name: leaf.like for name, leaf in leaves.items() if leaf.like is not None} | specs
     if mesh is not None:
@@ -109,7 +94,7 @@ def _named(
     if isinstance(shardings, (Sharding, PartitionSpec)) or callable(shardings):
         said = dict.fromkeys(leaves, shardings)
     else:
-        said = by_name(shardings)
+        said = by_name(shardings, leaves)
     unknown = [name for name in said if name not in leaves]
     problems += [
         f"shardings name {n!r}, which is not there{hint}" for n, hint in with_nearest(unknown, leaves)
@@ -123,6 +108,13 @@ def _named(
         else:
             problems.append(f"leaf {name!r}: {value!r} is no Sharding, PartitionSpec or callable")
     return {name: spec for name, spec in specs.items() if name in leaves}, after
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"rules=: {pattern!r} is no regular expression: {error}") from error
 
 
 def _match(name: str, leaf: Leaf, patterns: Sequence[tuple[re.Pattern[str], Any]]) -> Any:
@@ -156,8 +148,10 @@ def _fit(spec: Any, mesh: Mesh | None, shape: tuple[int, ...]) -> Sharding | str
             if mesh is None:
                 return f"{spec} needs a mesh="
             spec = NamedSharding(mesh, spec)
+        if isinstance(spec, NamedSharding) and len(spec.spec) > len(shape):
+            return f"{spec.spec} does not fit: it is for {len(spec.spec)} axes, the leaf has {len(shape)}"
         spec.shard_shape(shape)
     except ValueError as error:  # unknown axis, too many axes, or a size that they do not divide
-        return f"{getattr(spec, 'spec', spec)} does not fit: {str(error).splitlines()[0]}"
+        return f"{getattr(spec, 'spec', spec)} does not fit: {(str(error) or repr(error)).splitlines()[0]}"
     sharding: Sharding = spec
     return sharding

@@ -29,6 +29,7 @@ from eformer.checkpoint._pieces import PIECE_BYTES
 from eformer.checkpoint._pool import default_threads
 from eformer.checkpoint._store.local import (
     Scratch,
+    local_path,
     make_directories,
     rename,
     scratch_for,
@@ -40,7 +41,7 @@ from eformer.checkpoint._value import is_recorded, value_to_json
 from eformer.errors import LeafError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from eformer.checkpoint._hosts import Hosts
 
@@ -79,7 +80,11 @@ def save_async(
     """Like `save`, but returns as soon as the caller may donate or change every array of the tree."""
     job = _prepare(tree, path, prefix, format, metadata, options, _hosts.current(), detach=True)
     pending = Pending(os.fspath(path))
-    pending.start(job.carry_out)
+    try:
+        pending.start(job.carry_out)
+    except BaseException:  # no thread was to be had: nobody shall wait for this save
+        job.turn.end()
+        raise
     return pending
 
 
@@ -97,6 +102,7 @@ def _prepare(
     """All that looks at the caller's objects; afterwards the save depends on none of them."""
     if format != "safetensors":
         raise ValueError(f"unknown format {format!r}; this version writes 'safetensors'")
+    where = local_path(path)
     if options.dtype is not None:
         options = dataclasses.replace(options, dtype=floating_dtype(options.dtype))
     leaves, structure = flatten(tree)
@@ -108,11 +114,10 @@ def _prepare(
         written_by=f"eformer {eformer.__version__}, jax {jax.__version__}",
         block=PIECE_BYTES,
         files=(),
-        metadata=recorded,
-        values=values,
+        raw_metadata=recorded,
+        raw_values=values,
         structure=msgspec.Raw(msgspec.json.encode(structure)),
     )
-    where = Path(path)
     return _Job(where, prefix or "", sources, entry, options, hosts, turns.take(where))
 
 
@@ -136,6 +141,7 @@ class _Job:
     options: SaveOptions
     hosts: Hosts
     turn: Turn
+    names: Sequence[str] = ()
 
     def carry_out(self) -> None:
         with ExitStack() as stack:
@@ -149,6 +155,12 @@ class _Job:
     def threads(self) -> int:
         return self.options.threads or default_threads()
 
+    def arranged(self, max_bytes: int) -> list[safetensors.File]:
+        """The arrays by file. From here on only these hold them, and let go of what is written."""
+        files = safetensors.arrange(self.sources, max_bytes, self.tree.block)
+        self.names, self.sources = [source.name for source in self.sources], []
+        return files
+
     # ------------------------------------------------------------------------------------ directory
 
     def into_directory(self, stack: ExitStack) -> None:
@@ -158,7 +170,7 @@ class _Job:
         """The data of this process, complete and synced in scratch files that stay locked until all is over."""
         make_directories(self.path)
         sealing.check_place(self.path, self.prefix)
-        files = safetensors.arrange(self.sources, self.options.max_shard_bytes, self.tree.block)
+        files = self.arranged(self.options.max_shard_bytes)
         for file in files:
             file.header = safetensors.header_of(file, marks(self.tree.save_id, base_name(self.prefix)))
             file.scratch = Scratch(self.path)
@@ -177,8 +189,8 @@ class _Job:
         sealing.seal(self.path, self.prefix, tree, [file.name for file in receipt.files])
 
     def with_leaves(self, leaves: Mapping[str, LeafEntry], files: list[DataFile]) -> TreeEntry:
-        """In the order of the tree, which is that of the sources."""
-        ordered = {source.name: leaves[source.name] for source in self.sources}
+        """In the order of the tree."""
+        ordered = {name: leaves[name] for name in self.names}
         return msgspec.structs.replace(self.tree, files=tuple(files), raw_leaves=encode_leaves(ordered))
 
     # ------------------------------------------------------------------------------------- one file
@@ -190,9 +202,7 @@ class _Job:
             raise ValueError(f"{self.path}: several processes save to a directory, not to one file")
         final = Path(os.path.realpath(self.path))
         self.check_file(final)
-        file = safetensors.File([])
-        for arranged in safetensors.arrange(self.sources, 2**63, self.tree.block):
-            file = arranged
+        (file,) = self.arranged(2**63) or [safetensors.File([])]
         file.scratch = scratch_for(final)
         stack.callback(file.scratch.discard)
         file.header = self.header_with_manifest(file)
@@ -205,7 +215,7 @@ class _Job:
         sweep(final.parent)
 
     def header_with_manifest(self, file: safetensors.File) -> bytes:
-        tree = self.with_leaves(safetensors.entries([file]), [DataFile("", 0)])
+        tree = self.with_leaves(safetensors.entries([file]), [DataFile("", file.data_nbytes)])
         manifest = Manifest(format=sealing.FORMAT).with_tree(self.prefix, tree)
         text = msgspec.json.encode(manifest).decode()
         return safetensors.header_of(file, {"digest": manifest.digest, "format": "pt", "manifest": text})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from eformer.checkpoint._codec import xxh3_128
-from eformer.checkpoint._formats._reading import FOREIGN, Found, close_files, find
+from eformer.checkpoint._formats._reading import FOREIGN, Found, close_files, find, was_replaced
 from eformer.checkpoint._plan import Want
 from eformer.checkpoint._pool import default_threads
 from eformer.checkpoint._store.local import read_range
@@ -52,14 +52,15 @@ def verify(path: str | os.PathLike[str]) -> Report:
 
     A checkpoint whose manifest cannot be read has no leaves to report on: that raises.
     """
-    found = find(path)
-    damages: list[Damage] = []
-    for tree in found.trees.values():
-        damages += _damages(found, tree)
+    while True:
+        found = find(path)
+        damages = [damage for tree in found.trees.values() for damage in _damages(found, tree)]
+        if not damages or not was_replaced(found):
+            break
     return Report(
         path=str(found.path),
         trees=len(found.trees),
-        leaves=sum(len(tree.leaves) + len(tree.values) for tree in found.trees.values()),
+        leaves=sum(len(tree.leaves) + len(tree.raw_values) for tree in found.trees.values()),
         nbytes=sum(tree.nbytes for tree in found.trees.values()),
         has_digests=found.manifest.format != FOREIGN,
         damages=tuple(damages),

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from eformer.checkpoint._formats._reading import Found, close_files, find
+from eformer.checkpoint._formats._reading import Found, close_files, find, was_replaced
 from eformer.checkpoint._leaf import Region, with_nearest
-from eformer.checkpoint._manifest import Leaves, Manifest, metadata_of
+from eformer.checkpoint._manifest import Leaves, Manifest
 from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.checkpoint._plan import Want
 from eformer.checkpoint._pool import default_threads
@@ -31,7 +31,13 @@ def inspect(path: str | os.PathLike[str]) -> Manifest:
 
 def open(path: str | os.PathLike[str], *, prefix: str | None = None) -> View:  # noqa: A001
     """The leaves of one tree by name, lazily: `open(path)["layers.0.w"][10:20]` reads those rows and no more."""
-    return View(find(path), prefix)
+    while True:
+        found = find(path)
+        try:
+            return View(found, prefix)
+        except FileNotFoundError:
+            if not was_replaced(found):
+                raise
 
 
 class View(Mapping[str, Any]):
@@ -48,26 +54,26 @@ class View(Mapping[str, Any]):
         self._descriptors = found.open_files(self._tree, range(len(self._tree.files)))
 
     def __getitem__(self, name: str) -> Any:
-        if name in self._tree.values:
-            return value_from_json(self._tree.values[name])
+        if name in self._tree.raw_values:
+            return value_from_json(self._tree.raw_values[name])
         if name not in self._entries:
             hint = next(with_nearest([name], self))[1]
             raise KeyError(f"{self._path} has no leaf {name!r}{hint}")
         return Leaf(self, name, self._entries[name])
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries or name in self._tree.values
+        return name in self._entries or name in self._tree.raw_values
 
     def __iter__(self) -> Iterator[str]:
         yield from self._entries
-        yield from self._tree.values
+        yield from self._tree.raw_values
 
     def __len__(self) -> int:
-        return len(self._entries) + len(self._tree.values)
+        return len(self._entries) + len(self._tree.raw_values)
 
     @property
     def metadata(self) -> dict[str, Any]:
-        return metadata_of(self._tree)
+        return self._tree.metadata
 
     def close(self) -> None:
         close_files(self._descriptors)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,11 +22,19 @@ from eformer.checkpoint._manifest import (
     encode_leaves,
 )
 from eformer.checkpoint._pieces import PIECE_BYTES
-from eformer.checkpoint._store.local import list_names, open_inside, open_regular, read_range, read_small
+from eformer.checkpoint._store.local import (
+    list_names,
+    local_path,
+    open_inside,
+    open_regular,
+    read_range,
+    read_small,
+)
 from eformer.errors import FormatError, MismatchError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
 FOREIGN = "safetensors, of another writer"
 
@@ -76,9 +83,14 @@ def close_files(descriptors: Iterable[int]) -> None:
             os.close(descriptor)
 
 
+def was_replaced(found: Found) -> bool:
+    """Whether a newer save has taken the place of what was found, and so perhaps of its files."""
+    return find(found.path).manifest.digest != found.manifest.digest
+
+
 def find(path: str | os.PathLike[str]) -> Found:
     """The checkpoint at `path`: a directory, its manifest, one of its files, or a file that stands alone."""
-    where = Path(path)
+    where = local_path(path)
     if where.is_dir():
         return _find_in_directory(where)
     if where.name == MANIFEST and where.exists():
@@ -157,14 +169,20 @@ def _find_file(path: Path) -> Found:
     finally:
         os.close(descriptor)
     if manifest := _own_manifest(header, str(path)):
-        file = DataFile(path.name, nbytes, len(header))
-        trees = {p: msgspec.structs.replace(tree, files=(file,)) for p, tree in manifest.trees.items()}
+        trees = {prefix: _own_file(tree, path.name, len(header)) for prefix, tree in manifest.trees.items()}
         return Found(path, path.parent, manifest, trees)
     parsed = parse_header(header, nbytes, str(path))
     manifest = read_manifest(path.parent) if is_marked(parsed.metadata) else None
     if manifest and any(f.name == path.name for tree in manifest.trees.values() for f in tree.files):
         return _find_in_directory(path.parent, file=path.name)
     return _foreign(path, path.parent, {"": {path.name: (parsed, nbytes)}})
+
+
+def _own_file(tree: TreeEntry, name: str, header_nbytes: int) -> TreeEntry:
+    """The file cannot know its name, nor the length of the header that the manifest is in."""
+    (file,) = tree.files
+    file = DataFile(name, header_nbytes + file.nbytes, header_nbytes)
+    return msgspec.structs.replace(tree, files=(file,))
 
 
 def _own_manifest(header: bytes, origin: str) -> Manifest | None:
@@ -276,7 +294,7 @@ def _foreign_tree(files: _Files) -> TreeEntry:
         written_by="",
         block=PIECE_BYTES,
         files=tuple(DataFile(name, nbytes, header.start) for name, (header, nbytes) in files.items()),
-        metadata={k: v for header, _ in files.values() for k, v in header.metadata.items()},
+        raw_metadata={k: v for header, _ in files.values() for k, v in header.metadata.items()},
         structure=msgspec.Raw(msgspec.json.encode(structure)),
         raw_leaves=encode_leaves({names[name]: tensors[name] for name in tensors}),
     )

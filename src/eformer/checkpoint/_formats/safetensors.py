@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import Struct
 
-from eformer.checkpoint._arrays import Part, Source, Staging, contiguous, straight
+from eformer.checkpoint._arrays import Part, Source, Staging, contiguous, released, straight
 from eformer.checkpoint._codec import xxh3_128
 from eformer.checkpoint._formats._header import Tensor, header_bytes, tensor
 from eformer.checkpoint._leaf import Region
@@ -54,8 +54,12 @@ class File:
     scratch: Scratch | None = None
 
     @property
+    def data_nbytes(self) -> int:
+        return sum(slot.nbytes for slot in self.slots)
+
+    @property
     def nbytes(self) -> int:
-        return len(self.header) + sum(slot.nbytes for slot in self.slots)
+        return len(self.header) + self.data_nbytes
 
     def tensors(self) -> dict[str, Tensor]:
         return {
@@ -192,6 +196,7 @@ def _write_packed(file: File, slot: Slot, staging: Staging) -> None:
         scratch_of(file).write(data, len(file.header) + slot.offset)
     finally:
         staging.release(held)
+    slot.source = released(slot.source)
 
 
 def _piece_tasks(file: File, slot: Slot, block: int, staging: Staging) -> Iterator[Callable[[], None]]:
@@ -205,6 +210,7 @@ def _piece_tasks(file: File, slot: Slot, block: int, staging: Staging) -> Iterat
         for region in group:
             yield partial(_write_piece, file, slot, number, parts, region, offset, lease)
             offset, number = offset + region.size * itemsize, number + 1
+    slot.source = released(slot.source)  # the tasks hold what they need, and let go of it one by one
 
 
 def _parts(source: Source) -> Sequence[Part]:

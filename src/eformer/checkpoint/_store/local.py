@@ -30,6 +30,13 @@ _SCRATCH = re.compile(r"\.eformer-[0-9a-f]{16}\.tmp")
 _sync_data = getattr(os, "fdatasync", os.fsync)
 
 
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Refuses an address: as a path, gs://bucket would quietly be a directory of this machine."""
+    if "://" in os.fspath(path):
+        raise ValueError(f"{path} is no path of this machine, and other stores are not supported yet")
+    return Path(path)
+
+
 # -------------------------------------------------------------------------------------------- writing
 
 
