@@ -30,7 +30,7 @@ from eformer.checkpoint._store.local import (
     read_range,
     read_small,
 )
-from eformer.errors import FormatError, MismatchError, NotFoundError
+from eformer.errors import CorruptionError, FormatError, MismatchError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -172,6 +172,8 @@ def _find_file(path: Path) -> Found:
         trees = {prefix: _own_file(tree, path.name, len(header)) for prefix, tree in manifest.trees.items()}
         return Found(path, path.parent, manifest, trees)
     parsed = parse_header(header, nbytes, str(path))
+    if parsed.metadata.get("manifest", "").startswith('{"digest":"'):
+        raise CorruptionError(f"{path} carries a manifest, but the beginning of its header is damaged")
     manifest = read_manifest(path.parent) if is_marked(parsed.metadata) else None
     if manifest and any(f.name == path.name for tree in manifest.trees.values() for f in tree.files):
         return _find_in_directory(path.parent, file=path.name)

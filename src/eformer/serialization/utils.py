@@ -1,0 +1,332 @@
+"""The documented helpers around saving and loading: sizes, names, layouts, and arrays on their way."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from eformer.checkpoint._formats._names import INDEX_SUFFIX, SUFFIX, shard_name, split_shard
+from eformer.checkpoint._leaf import with_nearest
+from eformer.checkpoint._ndarray import dtype_from_name, floating_dtype, is_floating
+from eformer.checkpoint._plan import layout
+from eformer.checkpoint._tree import is_array_like, leaf_key_paths
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = [
+    "apply_gather_functions",
+    "broadcast_tensor",
+    "chunk_tensor_by_memory",
+    "derive_base_prefix_from_path",
+    "estimate_array_nbytes",
+    "estimate_available_memory",
+    "flatten_for_broadcast",
+    "group_keys_by_shard_size",
+    "index_filename",
+    "is_gcs_path",
+    "optimize_shard_layout",
+    "parse_gcs_path",
+    "read_process_array",
+    "reshard",
+    "shard_filename",
+    "to_host",
+]
+
+logger = logging.getLogger("eformer")
+
+
+# --------------------------------------------------------------------------------------------- names
+
+
+def is_gcs_path(path: Any) -> bool:
+    """Whether the path, as text or as an object, is one of Google Cloud Storage."""
+    return isinstance(path, (str, os.PathLike)) and str(path).startswith("gs://")
+
+
+def parse_gcs_path(gcs_path: str) -> tuple[str, str]:
+    """The bucket and the name inside of it."""
+    bucket, _, name = str(gcs_path).removeprefix("gs://").partition("/")
+    if not is_gcs_path(gcs_path) or not bucket:
+        raise ValueError(f"Invalid GCS path: {gcs_path}; expected gs://bucket/name")
+    return bucket, name
+
+
+def shard_filename(base_prefix: str, idx: int, total: int) -> str:
+    """The name of shard `idx`, counted from 1, of `total`."""
+    if not 1 <= idx <= total:
+        raise ValueError(f"shard {idx} of {total}: shards are counted from 1 to their total")
+    return shard_name(_text(base_prefix), idx, total)
+
+
+def index_filename(base_prefix: str) -> str:
+    """The name of the index that says which shard a tensor is in."""
+    return _text(base_prefix) + INDEX_SUFFIX
+
+
+def derive_base_prefix_from_path(path_str: str) -> str:
+    """The path without what a safetensors file, a shard of several or their index has behind its base name."""
+    text = _text(path_str)
+    if text.endswith(INDEX_SUFFIX):
+        return text.removesuffix(INDEX_SUFFIX)
+    stem = text.removesuffix(SUFFIX)
+    shard = split_shard(stem)
+    return shard[0] if shard else stem
+
+
+def _text(path: Any) -> str:
+    """Paths of a bucket are objects, too, and have no place in the file system."""
+    return path if isinstance(path, str) else str(path)
+
+
+# --------------------------------------------------------------------------------------------- sizes
+
+
+def estimate_array_nbytes(array: Any) -> int:
+    """The bytes of an array, a ShapeDtypeStruct, a typed PRNG key or a number, without looking at its values."""
+    if is_array_like(array):
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            array = jax.eval_shape(jax.random.key_data, array)
+        return int(math.prod(array.shape) * np.dtype(array.dtype).itemsize)
+    found = np.asarray(array)
+    if found.dtype.kind not in "biufc":
+        raise TypeError(f"a {type(array).__name__} has no size as an array")
+    return found.nbytes
+
+
+def group_keys_by_shard_size(flat_state: dict[str, Any], max_shard_size_bytes: int) -> list[list[str]]:
+    """The keys in their order, in groups that fit; a tensor that does not fit anywhere is a group of its own."""
+    _require_positive(max_shard_size_bytes, "max_shard_size_bytes")
+    groups: list[list[str]] = []
+    used = 0
+    for key, array in flat_state.items():
+        nbytes = estimate_array_nbytes(array)
+        if not groups or used + nbytes > max_shard_size_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(key)
+        used += nbytes
+    return groups
+
+
+def optimize_shard_layout(state: dict[str, Any], max_shard_size_bytes: int) -> list[list[str]]:
+    """The keys in groups that fit, tensors of one module together: the layout that `save` writes."""
+    _require_positive(max_shard_size_bytes, "max_shard_size_bytes")
+    is_nested = any(isinstance(value, dict) for value in state.values())
+    flat = flatten_for_broadcast(state) if is_nested else state
+    sizes = {key: estimate_array_nbytes(array) for key, array in flat.items()}
+    return layout(sizes, max_shard_size_bytes)
+
+
+def estimate_available_memory() -> int:
+    """The bytes that can be had now: of this machine, of the control group we run in, and of the devices."""
+    limits = [*_machine_memory(), *_group_memory(), *_device_memory()]
+    return max(0, min(limits, default=0))
+
+
+def _machine_memory() -> Iterator[int]:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                yield int(line.split()[1]) * 1024
+    except OSError:  # not Linux
+        yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _group_memory(
+    root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")
+) -> Iterator[int]:
+    """What each control group above us still allows, in either version of their interface."""
+    try:
+        lines = groups.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit, usage = root, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        inner = base / path.lstrip("/")
+        for directory in (inner, *inner.parents):
+            if directory.is_relative_to(base):
+                yield from _room(directory / limit, directory / usage)
+
+
+def _room(limit: Path, usage: Path) -> Iterator[int]:
+    try:
+        yield int(limit.read_text()) - int(usage.read_text())
+    except (OSError, ValueError):  # no such group, or no limit: "max"
+        return
+
+
+def _device_memory() -> Iterator[int]:
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    known = [s for s in stats if "bytes_limit" in s]
+    if known:
+        yield sum(s["bytes_limit"] - s.get("bytes_in_use", 0) for s in known)
+
+
+def _require_positive(limit: int, name: str) -> None:
+    if limit <= 0:
+        raise ValueError(f"{name} must be positive, not {limit}")
+
+
+# -------------------------------------------------------------------------------------------- states
+
+
+def flatten_for_broadcast(state: dict[Any, Any]) -> dict[Any, Any]:
+    """The leaves by dotted key; a state whose keys are tuples is flat already, and returned as it is."""
+    if any(isinstance(key, tuple) for key in state):
+        return state
+    keys, leaves = jax.tree.leaves(leaf_key_paths(state)), jax.tree.leaves(state)
+    flat = dict(zip(keys, leaves, strict=True))
+    if len(flat) < len(keys):
+        twice = sorted(key for key, count in Counter(keys).items() if count > 1)
+        raise ValueError(f"different leaves have the same dotted key: {', '.join(map(repr, twice))}")
+    return flat
+
+
+def apply_gather_functions(
+    state: dict[str, Any], gather_fns: dict[str, Any] | bool, mismatch_allowed: bool, verbose: bool
+) -> dict[str, Any]:
+    """The state with each leaf as its function returns it. True gathers every leaf to the host, False none.
+
+    Functions may be flat by dotted key or nested, and so may the state, whose structure stays. A leaf without a
+    function stays as it is, or is a KeyError that names all of them.
+    """
+    if gather_fns is True:
+        return dict(jax.device_get(state))
+    if gather_fns is False or gather_fns is None:
+        return state
+    functions = flatten_for_broadcast(gather_fns)
+    names = leaf_key_paths(state)
+    missing = [name for name in jax.tree.leaves(names) if name not in functions]
+    if missing and not mismatch_allowed:
+        hints = [f"{name!r}{hint}" for name, hint in with_nearest(missing, functions)]
+        raise KeyError(f"no gather function for {', '.join(hints)}")
+    if missing and verbose:
+        logger.warning("no gather function for %d leaves, the first is %r", len(missing), missing[0])
+    return dict(jax.tree.map(lambda name, leaf: functions.get(name, _unchanged)(leaf), names, state))
+
+
+def _unchanged(x: Any) -> Any:
+    return x
+
+
+def read_process_array(
+    key: str,
+    shard_fns: dict[str, Any] | None,
+    mismatch_allowed: bool,
+    manager: Any,
+    callback: Callable[[Any, str], Any] | None = None,
+    dtype: Any = None,
+) -> tuple[str, Any, int]:
+    """Reads one tensor of an open checkpoint and passes it through its shard function, the callback and the cast.
+
+    `manager` is what is open: an object with `get_tensor`, such as a safetensors file, or a mapping, such as
+    `eformer.checkpoint.open` returns. The last of the three results is 1 if there are shard functions and none is
+    for this key. An error of the caller's functions is the caller's to see.
+    """
+    tensor = manager.get_tensor(key) if hasattr(manager, "get_tensor") else manager[key]
+    tensor, mismatch = _as_array(tensor), 0
+    functions = flatten_for_broadcast(shard_fns) if shard_fns else {}
+    function = functions.get(key)
+    if function is not None:
+        tensor = reshard(tensor, function) if isinstance(function, Sharding) else function(tensor)
+    elif functions:
+        mismatch = 1
+        if not mismatch_allowed:
+            hint = next(with_nearest([key], functions))[1]
+            raise KeyError(f"no shard function for {key!r}{hint}")
+    if callback is not None:
+        tensor = callback(tensor, key)
+    return key, tensor if dtype is None else _cast(tensor, dtype), mismatch
+
+
+# ------------------------------------------------------------------------------------------- arrays
+
+
+def _as_array(x: Any) -> Any:
+    """A jax.Array; but what JAX would cut to 32 bits stays a numpy array."""
+    if isinstance(x, (jax.Array, bool, int, float, complex)):  # Python's numbers have no width to lose
+        return jnp.asarray(x)
+    host = np.asarray(x)
+    return host if jax.dtypes.canonicalize_dtype(host.dtype) != host.dtype else jnp.asarray(host)
+
+
+def _as_jax(x: Any) -> jax.Array:
+    array = _as_array(x)
+    if not isinstance(array, jax.Array):
+        raise ValueError(f"JAX would cut {array.dtype} to 32 bits; set jax_enable_x64, or cast it yourself")
+    return array
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    """Floating leaves as `dtype`; all others as they are."""
+    name = floating_dtype(dtype)
+    return (
+        x.astype(dtype_from_name(name)) if isinstance(x.dtype, np.dtype) and is_floating(x.dtype.name) else x
+    )
+
+
+def reshard(x: Any, target_sharding: Any) -> jax.Array:
+    """`x` under the target sharding; raises if it cannot lie so."""
+    if isinstance(x, jax.core.Tracer):
+        return jax.lax.with_sharding_constraint(x, target_sharding)
+    array: jax.Array = jax.device_put(_as_jax(x), target_sharding)
+    reached = array.sharding
+    if isinstance(target_sharding, Sharding) and not reached.is_equivalent_to(target_sharding, array.ndim):
+        raise ValueError(f"asked for {target_sharding}, the array of shape {array.shape} lies as {reached}")
+    return array
+
+
+def to_host(x: Any, float_dtype: Any, mesh: jax.sharding.Mesh, cpu_offload: bool) -> jax.Array:
+    """`x` whole on every device of the mesh, floats cast if a dtype is given; or on a CPU device, with the offload."""
+    array = _as_jax(x)
+    if float_dtype is not None:
+        array = _cast(array, float_dtype)
+    spec: Any = PartitionSpec
+    array = reshard(array, NamedSharding(mesh, spec()))
+    if cpu_offload:
+        array = jax.device_put(array, jax.local_devices(backend="cpu")[0])
+    return array
+
+
+def chunk_tensor_by_memory(tensor: Any, memory_limit: int) -> list[Any]:
+    """Slices along the first axis, each within the limit, or a single row that is larger; together they are it."""
+    _require_positive(memory_limit, "memory_limit")
+    nbytes = estimate_array_nbytes(tensor)
+    if not tensor.shape or nbytes <= memory_limit:
+        return [tensor]
+    rows = max(1, memory_limit // (nbytes // tensor.shape[0]))
+    return [tensor[start : start + rows] for start in range(0, tensor.shape[0], rows)]
+
+
+def broadcast_tensor(
+    tensor: Any, memory_limit_bytes: int, target_sharding: NamedSharding | None = None
+) -> jax.Array:
+    """The tensor of the first process on all of them, under the target sharding if there is one.
+
+    It travels in chunks within the limit. In one process there is nobody to send it to.
+    """
+    array = _as_jax(tensor)
+    _require_positive(memory_limit_bytes, "memory_limit_bytes")
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        chunks = chunk_tensor_by_memory(array, memory_limit_bytes)
+        received = [multihost_utils.broadcast_one_to_all(chunk) for chunk in chunks]
+        array = jnp.concatenate(received) if len(received) > 1 else jnp.asarray(received[0])
+    return array if target_sharding is None else reshard(array, target_sharding)
