@@ -8,7 +8,7 @@ import pytest
 
 import eformer.checkpoint
 from eformer.pytree import _serialization
-from eformer.serialization import serialization
+from eformer.serialization import serialization, utils
 
 # Name by name from the documentation: parameters with their defaults.
 PYTREE_SERIALIZATION = {
@@ -29,6 +29,33 @@ PYTREE_SERIALIZATION = {
     "to_compressed_bytes": "(target) -> bytes",
     "to_state_dict": "(target) -> dict[str, Any]",
 }
+UTILS = {
+    "apply_gather_functions": "(state: dict, gather_fns: dict | bool, mismatch_allowed: bool, verbose: bool) -> dict",
+    "broadcast_tensor": "(tensor, memory_limit_bytes: int, target_sharding=None)",
+    "chunk_tensor_by_memory": "(tensor, memory_limit: int) -> list",
+    "derive_base_prefix_from_path": "(path_str: str) -> str",
+    "estimate_array_nbytes": "(array) -> int",
+    "estimate_available_memory": "() -> int",
+    "flatten_for_broadcast": "(state: dict) -> dict",
+    "group_keys_by_shard_size": "(flat_state: dict, max_shard_size_bytes: int) -> list[list[str]]",
+    "index_filename": "(base_prefix: str) -> str",
+    "is_gcs_path": "(path: str) -> bool",
+    "optimize_shard_layout": "(state: dict, max_shard_size_bytes: int) -> list[list[str]]",
+    "parse_gcs_path": "(gcs_path: str) -> tuple[str, str]",
+    "read_process_array": "(key: str, shard_fns, mismatch_allowed: bool, manager, callback=None, dtype=None)",
+    "reshard": "(x, target_sharding)",
+    "shard_filename": "(base_prefix: str, idx: int, total: int) -> str",
+    "to_host": "(x, float_dtype, mesh, cpu_offload: bool)",
+}
+CHECKPOINT = {
+    "inspect": "(path)",
+    "load": "(path, *, like=None, prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, verify=True)",
+    "open": "(path, *, prefix=None)",
+    "register_node": "(kind)",
+    "save": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions())",
+    "save_async": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions())",
+    "verify": "(path)",
+}
 SERIALIZATION = {
     "is_array_like": "(x: Any) -> bool",
     "join_key": "(prefix, k)",
@@ -41,7 +68,7 @@ def parameters(signature):
 
 
 def documented(text):
-    namespace = {}
+    namespace = {"SaveOptions": eformer.checkpoint.SaveOptions}
     exec(f"from __future__ import annotations\ndef f{text}: ...", namespace)
     return parameters(inspect.signature(namespace["f"]))
 
@@ -49,7 +76,9 @@ def documented(text):
 @pytest.mark.parametrize(
     ("module", "name", "text"),
     [(_serialization, n, t) for n, t in PYTREE_SERIALIZATION.items()]
-    + [(serialization, n, t) for n, t in SERIALIZATION.items()],
+    + [(serialization, n, t) for n, t in SERIALIZATION.items()]
+    + [(utils, n, t) for n, t in UTILS.items()]
+    + [(eformer.checkpoint, n, t) for n, t in CHECKPOINT.items()],
 )
 def test_every_documented_function_has_its_documented_signature(module, name, text):
     function = getattr(module, name)
@@ -60,15 +89,17 @@ def test_every_documented_function_has_its_documented_signature(module, name, te
 def test_the_modules_export_what_is_documented_and_no_more():
     assert set(_serialization.__all__) == {*PYTREE_SERIALIZATION, "MAX_CHUNK_SIZE"}
     assert set(serialization.__all__) == set(SERIALIZATION)
+    assert set(utils.__all__) == set(UTILS)
     public = {
         name for name, value in vars(_serialization).items() if inspect.isfunction(value) and name[0] != "_"
     }
     assert public == set(PYTREE_SERIALIZATION)
 
 
-def test_the_engine_offers_what_its_errors_tell_people_to_call():
-    assert eformer.checkpoint.__all__ == ["register_node"]
-    assert callable(eformer.checkpoint.register_node)
+def test_the_engine_offers_what_is_documented_and_no_more():
+    nouns = {"Manifest", "Pending", "Report", "SaveOptions", "View"}
+    assert set(eformer.checkpoint.__all__) == set(CHECKPOINT) | nouns
+    assert all(inspect.getdoc(getattr(eformer.checkpoint, noun)) for noun in nouns)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = eformer.checkpoint.nothing
 
@@ -84,7 +115,8 @@ def test_the_package_is_typed_and_has_a_version():
 def test_importing_the_package_imports_no_jax_and_starts_no_backend():
     code = (
         "import sys, eformer; assert 'jax' not in sys.modules\n"
-        "import eformer.pytree._serialization, eformer.serialization.serialization, jax\n"
+        "import eformer.pytree._serialization, eformer.serialization.utils, jax\n"
+        "from eformer.checkpoint import save, load, save_async, open, inspect, verify\n"
         "jax.distributed.is_initialized(); jax.config.update('jax_platforms', 'cpu')\n"
         "jax.config.update('jax_num_cpu_devices', 3); assert jax.device_count() == 3"
     )

@@ -17,7 +17,7 @@ from msgspec import Raw, Struct, field
 from eformer.checkpoint._codec import xxh3_128, xxh3_128_of
 from eformer.checkpoint._leaf import LeafSpec, Region
 from eformer.checkpoint._ndarray import DTYPES, dtype_from_name
-from eformer.checkpoint._pieces import count_pieces
+from eformer.checkpoint._pieces import count_pieces, is_tiling
 from eformer.checkpoint._value import value_from_json
 from eformer.errors import CorruptionError, FormatError
 
@@ -47,7 +47,7 @@ class Extent(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True)
     """These bytes of that file are this box of a leaf; `digests` holds those of its pieces, joined.
 
     `offset` counts from the end of the file's header. `region` is None for the whole leaf. A foreign file has
-    no digests.
+    no digests: its tree has no save_id.
     """
 
     file: int
@@ -174,7 +174,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
         return Manifest(format=self.format, trees={**self.trees, prefix: tree})
 
     def to_json(self) -> bytes:
-        return seal(msgspec.json.encode(self))
+        return seal(msgspec.json.encode(msgspec.structs.replace(self, digest=_NO_DIGEST.decode())))
 
     @classmethod
     def from_json(cls, data: bytes, origin: str) -> Manifest:
@@ -270,16 +270,14 @@ def _check_numbers(entry: LeafEntry, tree: TreeEntry) -> None:
     if len(entry.extents) == 1 and entry.extents[0].region is None:
         _check_extent(entry.extents[0], entry.shape, itemsize, entry, tree)
         return
-    covered = 0
-    for extent in entry.extents:
-        region = entry.region_of(extent)
+    regions = [entry.region_of(extent) for extent in entry.extents]
+    for extent, region in zip(entry.extents, regions, strict=True):
         if any(stop > size for stop, size in zip(region.stop, entry.shape, strict=True)):
             raise FormatError(f"region {extent.region} lies outside shape {list(entry.shape)}")
         _check_extent(extent, region.shape, itemsize, entry, tree)
-        covered += region.size
-    if covered != math.prod(entry.shape):
+    if not is_tiling(regions, entry.shape):
         raise FormatError(
-            f"its extents hold {covered} elements, shape {list(entry.shape)} has another number"
+            f"its {len(regions)} extents overlap, or leave a part of shape {list(entry.shape)} out"
         )
 
 
@@ -295,7 +293,7 @@ def _check_extent(
     file = tree.files[extent.file]
     if not 0 <= extent.offset <= file.nbytes - file.header_nbytes - extent.nbytes:
         raise FormatError(f"{extent.nbytes} bytes at {extent.offset} are more than file {file.name!r} has")
-    if not extent.digests:
+    if not tree.save_id and not extent.digests:
         return
     one = packed or 0 < nbytes <= tree.block
     expected = DIGEST_DIGITS * (1 if one else count_pieces(shape, itemsize, tree.block))

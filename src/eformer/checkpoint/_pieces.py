@@ -20,7 +20,7 @@ def pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> list[Region]:
 
     An empty box has no pieces.
     """
-    if itemsize * math.prod(shape) <= limit:
+    if itemsize * math.prod(shape) <= max(limit, itemsize):
         return [Region.whole(shape)] if math.prod(shape) else []
     axis, rows = _cut(shape, itemsize, limit)
     inner = shape[axis + 1 :]
@@ -36,8 +36,8 @@ def pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> list[Region]:
 def count_pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> int:
     """How many `pieces` there are."""
     size = math.prod(shape)
-    if itemsize * size <= limit:
-        return 1 if size else 0
+    if size <= 1 or itemsize * size <= limit:
+        return min(size, 1)
     axis, rows = _cut(shape, itemsize, limit)
     return math.prod(shape[:axis]) * -(-shape[axis] // rows)
 
@@ -105,3 +105,16 @@ def offset_within(box: Region, outer: Region) -> int | None:
         is_run = is_run and size == 1
         offset = offset * whole + start - first
     return offset
+
+
+def is_tiling(boxes: Sequence[Region], shape: tuple[int, ...]) -> bool:
+    """Whether every element of the shape is in exactly one of the boxes, all of which are inside."""
+    boxes = [box for box in boxes if box.size]
+    if sum(box.size for box in boxes) != math.prod(shape) or len({box.start for box in boxes}) < len(boxes):
+        return False
+    # Shards are the cells of a grid; then no two can overlap, and there is no need to compare them all.
+    edges = [sorted({box.start[axis] for box in boxes} | {size}) for axis, size in enumerate(shape)]
+    ends = [dict(itertools.pairwise(axis)) for axis in edges]
+    if all(end[a] == b for box in boxes for end, a, b in zip(ends, box.start, box.stop, strict=True)):
+        return True
+    return not any(a.overlap(b) for a, b in itertools.combinations(boxes, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sized
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,18 +22,14 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int) -> None:
     A task is taken from the iterable when a thread is free for it, never before: what tasks hold in memory is
     bounded by the number of threads. The caller's thread is one of them.
     """
+    if isinstance(tasks, Sized):
+        threads = min(threads, len(tasks))
     work = _Work(tasks)
-    helpers = []
+    helpers = [threading.Thread(target=work.run, name="eformer-io") for _ in range(threads - 1)]
     try:
-        first = work.take()  # one task alone is not worth a thread
-        second = work.take() if first else None
-        if second:
-            helpers = [threading.Thread(target=work.run, args=(second,), name="eformer-io")]
-            helpers += [threading.Thread(target=work.run, name="eformer-io") for _ in range(threads - 2)]
         for helper in helpers:
             helper.start()
-        if first:
-            work.run(first)
+        work.run()
     except BaseException as error:  # noqa: BLE001  Ctrl-C, say: the helpers finish what they are at, and no more
         work.error = work.error or error
     for helper in helpers:
@@ -52,11 +49,9 @@ class _Work:
         with self.lock:
             return None if self.error else next(self.tasks, None)
 
-    def run(self, task: Callable[[], None] | None = None) -> None:
+    def run(self) -> None:
         try:
-            task = task or self.take()
-            while task:
+            while task := self.take():
                 task()
-                task = self.take()
         except BaseException as error:  # noqa: BLE001  raised by run_all, in the caller's thread
             self.error = self.error or error

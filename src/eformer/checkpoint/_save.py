@@ -118,7 +118,7 @@ def _prepare(
         raw_values=values,
         structure=msgspec.Raw(msgspec.json.encode(structure)),
     )
-    return _Job(where, prefix or "", sources, entry, options, hosts, turns.take(where))
+    return _Job(where, prefix or "", sources, entry, options, hosts, turns.take(where, hosts.index))
 
 
 def _metadata_to_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def fetch(
     memory of their own, small neighbours in a file share what they were read into.
     """
     job = _Fetch(wants, tree, descriptors, verify, _refuse)
-    run_all((partial(job.carry_out, read) for read in plan_reads(wants, tree)), threads)
+    run_all([partial(job.carry_out, read) for read in plan_reads(wants, tree)], threads)
     return job.arrays
 
 
@@ -66,7 +66,7 @@ def check(
     """Reads every piece of the wants, and keeps none."""
     job = _Fetch([], tree, descriptors, True, on_damage)
     job.wants = wants
-    run_all((partial(job.look_at, read) for read in plan_reads(wants, tree)), threads)
+    run_all([partial(job.look_at, read) for read in plan_reads(wants, tree)], threads)
 
 
 def _refuse(damage: Damage) -> None:

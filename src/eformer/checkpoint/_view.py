@@ -144,12 +144,13 @@ class Leaf:
 def _box(index: Any, shape: tuple[int, ...]) -> tuple[Region, tuple[Any, ...]]:
     """The smallest box that contains what is asked for, and what to take of it."""
     parts = index if isinstance(index, tuple) else (index,)
-    if sum(part is Ellipsis for part in parts) > 1:
+    dots = [position for position, part in enumerate(parts) if part is Ellipsis]
+    if len(dots) > 1:
         raise IndexError("an index can only have a single ellipsis ('...')")
-    given = len(parts) - (Ellipsis in parts)
+    given = len(parts) - len(dots)
     if given > len(shape):
         raise IndexError(f"too many indices: the leaf has {len(shape)} axes, {given} were indexed")
-    at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
+    at = dots[0] if dots else len(parts)
     every = (slice(None),) * (len(shape) - given)
     start, stop, rest = [], [], []
     for part, size in zip((*parts[:at], *every, *parts[at + 1 :]), shape, strict=True):

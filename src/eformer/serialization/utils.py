@@ -284,7 +284,8 @@ def _cast(x: Any, dtype: Any) -> Any:
 def reshard(x: Any, target_sharding: Any) -> jax.Array:
     """`x` under the target sharding; raises if it cannot lie so."""
     if isinstance(x, jax.core.Tracer):
-        return jax.lax.with_sharding_constraint(x, target_sharding)
+        constrain: Any = jax.lax.with_sharding_constraint  # which has no types
+        return jnp.asarray(constrain(x, target_sharding))
     array: jax.Array = jax.device_put(_as_jax(x), target_sharding)
     reached = array.sharding
     if isinstance(target_sharding, Sharding) and not reached.is_equivalent_to(target_sharding, array.ndim):

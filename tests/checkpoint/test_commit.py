@@ -1,0 +1,294 @@
+"""A save under way, and several processes that save together."""
+
+import asyncio
+import gc
+import logging
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from eformer import checkpoint
+from eformer.checkpoint import SaveOptions, _save, load, save, save_async
+from eformer.errors import EformerError
+from support.hosts import Crew
+from support.trees import bits
+
+# ------------------------------------------------------------------------------------------- pending
+
+
+def test_a_pending_save_resolves_to_its_path(tmp_path):
+    pending = save_async({"w": np.ones(3)}, tmp_path / "a")
+    assert pending.result(timeout=60) == str(tmp_path / "a")
+    assert pending.done()
+    assert pending.exception() is None
+    assert repr(pending).endswith("a: done>")
+
+
+def hold(monkeypatch):
+    """Lets no save go on until the event is set."""
+    go = threading.Event()
+    make = _save.make_directories
+    monkeypatch.setattr(_save, "make_directories", lambda path: (go.wait(60), make(path)))
+    return go
+
+
+def test_a_save_under_way_can_be_waited_for(tmp_path, monkeypatch):
+    go = hold(monkeypatch)
+    pending = save_async({"w": np.ones(3)}, tmp_path / "a")
+    assert not pending.done()
+    assert "under way" in repr(pending)
+    with pytest.raises(TimeoutError):
+        pending.result(timeout=0.01)
+    called = []
+    pending.add_done_callback(called.append)
+    go.set()
+    pending.result()
+    pending.add_done_callback(called.append)
+    while len(called) < 2:  # the first is called by the other thread, right after the result is there
+        pass
+    assert called == [pending, pending]
+
+
+def test_a_pending_save_can_be_awaited_in_a_running_loop(tmp_path):
+    async def main():
+        assert save({"w": 1}, tmp_path / "sync") == str(tmp_path / "sync")
+        return await save_async({"w": np.ones(3)}, tmp_path / "a")
+
+    assert asyncio.run(main()) == str(tmp_path / "a")
+
+
+def test_an_error_belongs_to_its_own_save(tmp_path):
+    (tmp_path / "file").write_text("x")
+    bad = save_async({"w": 1}, tmp_path / "file" / "below")
+    good = save_async({"w": 1}, tmp_path / "good")
+    assert good.result()
+    with pytest.raises(NotADirectoryError):
+        bad.result()
+    assert isinstance(bad.exception(), NotADirectoryError)
+    assert repr(bad).endswith("failed>")
+    assert save({"w": 2}, tmp_path / "good")
+
+
+def test_an_error_that_nobody_asks_for_is_logged(tmp_path, caplog):
+    (tmp_path / "file").write_text("x")
+    pending = save_async({"w": 1}, tmp_path / "file" / "below")
+    while not pending.done():
+        pass
+    with caplog.at_level(logging.ERROR, "eformer"):
+        del pending
+        gc.collect()
+    assert "failed, and nobody asked" in caplog.text
+
+
+def test_a_save_that_cannot_start_holds_nobody_up(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            save_async({"w": 1}, tmp_path / "a")
+    save({"w": 2}, tmp_path / "a")
+    assert load(tmp_path / "a") == {"w": 2}
+
+
+def test_a_failed_save_does_not_hold_up_the_next(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(_save.safetensors, "write_data", lambda *_: 1 / 0)
+        pending = save_async({"w": np.ones(3)}, tmp_path / "a")
+        pending.exception()
+    save({"w": 2}, tmp_path / "a")
+    assert load(tmp_path / "a") == {"w": 2}
+
+
+def test_pending_saves_finish_when_the_interpreter_exits(tmp_path):
+    code = (
+        "import sys, numpy as np, jax.numpy as jnp\n"
+        "from eformer.checkpoint import save_async\n"
+        "for i in range(3): save_async({'n': np.ones(3_000_000), 'j': jnp.ones(10)}, f'{sys.argv[1]}/{i}')\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    for i in range(3):
+        assert checkpoint.verify(tmp_path / str(i)).ok
+
+
+def test_an_unknown_format_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="unknown format 'zip'"):
+        save({}, tmp_path, format="zip")
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_shard_bytes": 0}, {"staging_bytes": -1}, {"threads": 0}, {"snapshot": "moon"}]
+)
+def test_options_that_make_no_sense_are_refused(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"SaveOptions.{name}"):
+        SaveOptions(**options)
+
+
+# ------------------------------------------------------------------------------------------ snapshot
+
+
+@pytest.fixture
+def on_an_accelerator(monkeypatch):
+    """CPU arrays are treated as those of an accelerator: copied on the device, and staged through pinned memory."""
+    from eformer.checkpoint import _arrays
+
+    monkeypatch.setattr(_arrays, "is_host_memory", lambda array: False)
+    monkeypatch.setattr(_arrays._Reader, "look_at", lambda self, array: (False, None))
+
+
+@pytest.mark.parametrize("snapshot", ["auto", "device", "host"])
+@pytest.mark.parametrize("budget", [1, 1000, 2**30])
+def test_arrays_of_an_accelerator_are_staged_within_the_budget(
+    tmp_path, monkeypatch, on_an_accelerator, snapshot, budget
+):
+    from eformer.checkpoint._arrays import Staging
+
+    monkeypatch.setattr(_save, "PIECE_BYTES", 256)
+    most, fetch = [0], Staging.fetch
+
+    def watched(self, parts, region):
+        result = fetch(self, parts, region)
+        most[0] = max(most[0], self.used)
+        return result
+
+    monkeypatch.setattr(Staging, "fetch", watched)
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    tree = {"a": jnp.arange(3000.0).reshape(30, 100), "s": jnp.ones(3), "k": jax.random.key(0), "f4": jnp.ones(6, jnp.float4_e2m1fn),
+            "columns": jax.device_put(jnp.arange(640.0).reshape(8, 80), NamedSharding(mesh, P(None, "x")))}  # fmt: skip
+    expected = jax.tree.map(lambda x: x + 0 if x.dtype == jnp.float32 else x, tree)
+    pending = save_async(tree, tmp_path, options=SaveOptions(snapshot=snapshot, staging_bytes=budget))
+    for name in ("a", "columns"):
+        tree[name].delete()
+    pending.result()
+    for name, leaf in load(tmp_path).items():
+        assert bits(leaf) == bits(expected[name])
+    assert 0 < most[0] <= max(budget, 400 * 3)
+
+
+def test_a_device_without_room_is_not_asked_for_a_copy(monkeypatch):
+    from eformer.checkpoint._arrays import _have_room
+
+    class Device:
+        def __init__(self, limit):
+            self.limit = limit
+
+        def memory_stats(self):
+            return {"bytes_limit": self.limit, "bytes_in_use": 1000} if self.limit else None
+
+    class Array:
+        nbytes = 1000
+
+        def __init__(self, limit):
+            self.device = Device(limit)
+
+        def devices(self):
+            return {self.device}
+
+    assert _have_room([Array(3000), Array(0)])
+    assert not _have_room([Array(3000), Array(2050)])
+
+
+# --------------------------------------------------------------------------------------------- hosts
+
+
+def save_together(crew, tree_of, path, **options):
+    def work(host):
+        job = _save._prepare(
+            tree_of(host), path, None, "safetensors", None, SaveOptions(**options), host, detach=False
+        )
+        job.carry_out()
+
+    return crew.run(work)
+
+
+def sharded_tree():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+
+    def put(spec):
+        return jax.device_put(jnp.arange(64 * 8.0).reshape(64, 8), NamedSharding(mesh, spec))
+
+    tree = {
+        "rows": put(P("x")),
+        "both": put(P("x", "y")),
+        "columns": put(P(None, "y")),
+        "everywhere": put(P()),
+    }
+    return tree | {"numpy": np.arange(5), "one": jnp.ones(3), "n": 3, "empty": jnp.zeros((0, 4))}
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_several_processes_write_one_checkpoint_and_meet_twice(tmp_path, monkeypatch, count):
+    monkeypatch.setattr(_save, "PIECE_BYTES", 256)
+    tree, crew = sharded_tree(), Crew(count)
+    assert save_together(crew, lambda host: tree, tmp_path) == [None] * count
+    assert crew.meetings == 2
+    assert checkpoint.verify(tmp_path).ok
+    loaded = load(tmp_path)
+    for name, leaf in tree.items():
+        np.testing.assert_array_equal(np.asarray(loaded[name]), np.asarray(leaf))
+    columns = NamedSharding(Mesh(np.array(jax.devices()), ("z",)), P(None, "z"))
+    shardings = dict.fromkeys(["rows", "both", "everywhere"], columns)
+    for name, leaf in load(tmp_path, shardings=shardings).items():
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(tree[name]))
+
+
+def test_every_byte_is_written_once_and_replicas_are_spread(tmp_path):
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    tree = {f"r{i}": jax.device_put(jnp.ones(1000), NamedSharding(mesh, P())) for i in range(4)}
+    save_together(Crew(4), lambda host: tree, tmp_path)
+    entry = checkpoint.inspect(tmp_path).trees[""]
+    assert [file.nbytes - file.header_nbytes for file in entry.files] == [4000] * 4
+    assert entry.nbytes == 16_000
+
+
+def test_an_error_of_one_is_an_error_of_all(tmp_path):
+    save({"w": 1}, tmp_path)
+    tree = sharded_tree()
+
+    def work(host):
+        job = _save._prepare(tree, tmp_path, None, "safetensors", None, SaveOptions(), host, detach=False)
+        if host.index == 1:
+            job.options = None  # what the job needs is gone: this process fails while it writes
+        job.carry_out()
+
+    outcomes = Crew(3).run(work)
+    assert isinstance(outcomes[1], AttributeError)
+    for index in (0, 2):
+        assert isinstance(outcomes[index], EformerError)
+        assert "process 1: AttributeError" in str(outcomes[index])
+    assert load(tmp_path) == {"w": 1}
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_seal_that_fails_is_an_error_of_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(_save.sealing, "seal", lambda *_: 1 / 0)
+    outcomes = save_together(Crew(2), lambda host: sharded_tree(), tmp_path)
+    assert isinstance(outcomes[0], ZeroDivisionError)
+    assert "process 0: ZeroDivisionError" in str(outcomes[1])
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_processes_do_not_write_one_file(tmp_path):
+    outcomes = save_together(Crew(2), lambda host: {"w": np.ones(3)}, tmp_path / "x.safetensors")
+    assert all("to a directory, not to one file" in str(outcome) for outcome in outcomes)
+
+
+def test_files_of_several_processes_are_legal_safetensors(tmp_path):
+    import safetensors
+
+    tree = sharded_tree()
+    assert save_together(Crew(4), lambda host: tree, tmp_path) == [None] * 4
+    index = msgspec.json.decode((tmp_path / "model.safetensors.index.json").read_bytes())
+    names = set()
+    for name in set(index["weight_map"].values()):
+        with safetensors.safe_open(tmp_path / name, "np") as file:
+            names.update(file.keys())
+    assert names == set(index["weight_map"])
+    assert {"numpy", "one", "everywhere", "rows%[0:16,0:8]"} <= names

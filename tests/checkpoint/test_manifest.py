@@ -1,0 +1,132 @@
+"""The manifest: JSON in and out, sealed, and checked before it is believed."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eformer.checkpoint._leaf import Region
+from eformer.checkpoint._manifest import (
+    DataFile,
+    Extent,
+    LeafEntry,
+    Leaves,
+    Manifest,
+    TreeEntry,
+    check_seal,
+    encode_leaves,
+    seal,
+)
+from eformer.checkpoint._value import value_to_json
+from eformer.errors import CorruptionError, FormatError
+from support.trees import keys
+
+DIGEST = "0123456789abcdef" * 2
+
+
+def a_tree(leaves, **fields):
+    files = (DataFile("f", 1064, 64, DIGEST),)
+    fixed = {"save_id": "x", "saved_at": "", "written_by": "", "block": 256, "files": files}
+    return TreeEntry(**fixed, raw_leaves=encode_leaves(leaves), **fields)
+
+
+def a_leaf(*extents, dtype="float32", shape=(4, 4), **fields):
+    return LeafEntry(dtype, shape, extents or (Extent(0, 0, 64, DIGEST),), **fields)
+
+
+names = keys.map(lambda key: key.encode("utf-8", "replace").decode())
+leaves = st.builds(
+    a_leaf,
+    home=st.sampled_from(["jax", "numpy"]),
+    key=st.none() | st.just("fry"),
+    sharding=st.none() | st.just({"spec": ["x", None, ["x", "y"]], "mesh": {"x": 2, "y": 4}}),
+)
+trees = st.builds(
+    a_tree,
+    st.dictionaries(names, leaves, max_size=4),
+    raw_metadata=st.dictionaries(names, st.integers().map(value_to_json), max_size=3),
+    raw_values=st.dictionaries(names, st.floats().map(value_to_json), max_size=3),
+)
+manifests = st.builds(
+    lambda t: Manifest(format="safetensors", trees=t), st.dictionaries(names, trees, max_size=3)
+)
+
+
+@given(manifest=manifests)
+def test_a_manifest_comes_back_out_of_its_json(manifest):
+    data = manifest.to_json()
+    again = Manifest.from_json(data, "m")
+    assert again.to_json() == data
+    for prefix, tree in manifest.trees.items():
+        assert again.trees[prefix].leaves == tree.leaves
+        assert dict(Leaves(again.trees[prefix])) == tree.leaves
+        assert again.trees[prefix].raw_values == tree.raw_values
+        assert again.trees[prefix].metadata == tree.metadata
+
+
+@given(manifest=manifests, data=st.data())
+def test_no_flipped_bit_goes_unnoticed(manifest, data):
+    good = manifest.to_json()
+    bad = bytearray(good)
+    bad[data.draw(st.integers(0, len(good) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(FormatError):
+        Manifest.from_json(bytes(bad), "m")
+
+
+@given(tree=trees, other=trees)
+def test_adding_a_tree_leaves_the_others_as_they_were(tree, other):
+    manifest = Manifest(format="f").with_tree("a", tree).with_tree("b", other).with_tree("b", tree)
+    assert set(manifest.trees) == {"a", "b"}
+    assert msgspec.json.encode(manifest.trees["a"]) == msgspec.json.encode(tree)
+
+
+def test_the_seal_names_the_file_and_says_what_to_do():
+    sealed = seal(b'{"digest":"' + b"0" * 32 + b'","x":1}')
+    check_seal(sealed, "here")
+    with pytest.raises(CorruptionError, match=r"here is damaged.*restore"):
+        check_seal(sealed.replace(b"1", b"2"), "here")
+    with pytest.raises(FormatError, match="here is not a manifest"):
+        check_seal(b"{}", "here")
+
+
+def test_a_key_is_as_large_as_the_user_sees_it():
+    leaf = a_leaf(dtype="uint32", shape=(3, 2), key="fry")
+    assert (leaf.logical_dtype, leaf.logical_shape, leaf.nbytes) == ("key<fry>", (3,), 64)
+    assert leaf.region_of(leaf.extents[0]) == Region((0, 0), (3, 2))
+
+
+ROWS = ((0, 0), (2, 4))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "problem"),
+    [
+        (a_leaf(dtype="pickle"), "unknown dtype"),
+        (a_leaf(shape=(-4, -4)), "negative"),
+        (a_leaf(shape=(2**40, 2**40)), "which takes"),
+        (a_leaf(Extent(1, 0, 64, DIGEST)), "file 1 of 1"),
+        (a_leaf(Extent(-1, 0, 64, DIGEST)), "file -1 of 1"),
+        (a_leaf(Extent(0, 990, 64, DIGEST)), "more than file 'f' has"),
+        (a_leaf(Extent(0, -8, 64, DIGEST)), "more than file 'f' has"),
+        (a_leaf(Extent(0, 0, 60, DIGEST)), "60 bytes for float32"),
+        (a_leaf(Extent(0, 0, 64, DIGEST[1:])), "31 digits"),
+        (a_leaf(Extent(0, 0, 64, DIGEST * 2)), "64 digits"),
+        (a_leaf(Extent(0, 0, 64, "")), "0 digits"),
+        (a_leaf(Extent(0, 0, 32, DIGEST, ROWS)), "leave a part"),
+        (a_leaf(Extent(0, 0, 128, DIGEST, ((0, 0), (8, 4)))), "outside shape"),
+        (a_leaf(Extent(0, 0, 64, DIGEST, ((0,), (4,)))), ""),
+        (a_leaf(Extent(0, 0, 64, DIGEST, ((3, 0), (2, 4)))), "not a box"),
+        (a_leaf(Extent(0, 0, 32, DIGEST, ROWS), Extent(0, 32, 32, DIGEST, ROWS)), "overlap"),
+        (LeafEntry("float32", (4, 4), ()), "leave a part"),
+    ],
+)
+def test_an_entry_that_contradicts_itself_is_refused(leaf, problem):
+    tree = a_tree({"w": leaf})
+    for look in (lambda: tree.leaves, lambda: Leaves(tree)["w"]):
+        with pytest.raises(FormatError, match=f"leaf 'w' makes no sense.*{problem}"):
+            look()
+
+
+def test_four_bit_numbers_share_a_byte():
+    tree = a_tree({"w": a_leaf(Extent(0, 0, 8, DIGEST), dtype="float4_e2m1fn")})
+    assert tree.leaves["w"].nbytes == 8

@@ -1,0 +1,89 @@
+"""Decisions about bytes: files, owners, reads."""
+
+import math
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eformer.checkpoint._leaf import Region
+from eformer.checkpoint._manifest import DataFile, Extent, LeafEntry, TreeEntry
+from eformer.checkpoint._pieces import count_pieces
+from eformer.checkpoint._plan import READ_BYTES, Want, layout, owners, plan_reads
+
+BLOCK = 64
+
+
+def tree(*sizes):
+    files = tuple(DataFile(f"f{i}", 100 + n, 100) for i, n in enumerate(sizes))
+    return TreeEntry(save_id="", saved_at="", written_by="", block=BLOCK, files=files)
+
+
+def entry(shape, file=0, offset=0, dtype="int8", region=None):
+    box = Region(*region).shape if region else shape
+    itemsize = np.dtype(dtype).itemsize
+    digests = "".join(f"{i:032d}" for i in range(count_pieces(box, itemsize, BLOCK)))
+    return LeafEntry(dtype, shape, (Extent(file, offset, math.prod(box) * itemsize, digests, region),))
+
+
+def test_small_neighbours_are_read_together_and_strangers_apart():
+    wants = [Want(str(i), entry((10,), offset=o), "int8") for i, o in enumerate([0, 10, 30, 20, 90])]
+    reads = plan_reads(wants, tree(100))
+    assert [(r.offset, r.nbytes, [p.want for p in r.pieces]) for r in reads] == [
+        (100, 40, [0, 1, 3, 2]),
+        (190, 10, [4]),
+    ]
+
+
+def test_no_read_is_larger_than_it_should_be():
+    shape = (3 * READ_BYTES // BLOCK, BLOCK)
+    reads = plan_reads([Want("w", entry(shape), "int8")], tree(math.prod(shape)))
+    assert [read.nbytes for read in reads] == [READ_BYTES] * 3
+
+
+def test_files_are_not_mixed():
+    wants = [Want("a", entry((10,), file=1), "int8"), Want("b", entry((10,)), "int8")]
+    assert [(read.file, len(read.pieces)) for read in plan_reads(wants, tree(10, 10))] == [(0, 1), (1, 1)]
+
+
+@given(shape=st.tuples(st.integers(1, 20), st.integers(1, 20)), data=st.data())
+def test_a_region_is_covered_by_the_pieces_that_touch_it_and_no_others(shape, data):
+    start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    stop = tuple(data.draw(st.integers(a + 1, n)) for a, n in zip(start, shape, strict=True))
+    region = Region(start, stop)
+    reads = plan_reads(
+        [Want("w", entry(shape, dtype="int32"), "int32", [region])], tree(math.prod(shape) * 4)
+    )
+    covered = np.zeros(shape, bool)
+    for read in reads:
+        for piece in read.pieces:
+            box = piece.region or Region.whole(shape)
+            assert box.overlap(region)
+            covered[box.slices] = True
+            assert piece.nbytes == box.size * 4
+    assert covered[region.slices].all()
+
+
+def test_parts_of_a_leaf_that_nobody_wants_are_not_read():
+    parts = LeafEntry(
+        "int8", (4, 4), tuple(Extent(i, 0, 8, "0" * 32, ((2 * i, 0), (2 * i + 2, 4))) for i in (0, 1))
+    )
+    reads = plan_reads([Want("w", parts, "int8", [Region((3, 0), (4, 4))])], tree(8, 8))
+    assert [read.file for read in reads] == [1]
+
+
+def test_an_empty_leaf_is_not_read():
+    assert plan_reads([Want("w", entry((0, 3)), "int8")], tree(0)) == []
+
+
+def test_bytes_are_spread_evenly_over_those_who_hold_them():
+    written = [0, 0, 0]
+    chosen = owners([(10, [0, 1, 2]), (10, [0, 1, 2]), (30, [0]), (10, [0, 1, 2]), (5, [2])], written)
+    assert chosen == [0, 1, 0, 2, 2]
+    assert written == [40, 10, 15]
+
+
+def test_a_header_never_grows_beyond_what_readers_allow(monkeypatch):
+    monkeypatch.setattr("eformer.checkpoint._plan.MAX_HEADER_BYTES", 1000)
+    files = layout({f"m.{i}": 1 for i in range(20)}, 10**9)
+    assert [len(names) for names in files] == [6, 6, 6, 2]

@@ -1,0 +1,61 @@
+"""Tasks on threads: all of them, bounded, and the first error stops the rest."""
+
+import threading
+
+import pytest
+
+from eformer.checkpoint._pool import default_threads, run_all
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 100])
+def test_every_task_runs_once(count):
+    done = []
+    run_all((lambda i=i: done.append(i) for i in range(count)), 4)
+    assert sorted(done) == list(range(count))
+
+
+def test_tasks_run_at_the_same_time():
+    barrier = threading.Barrier(4, timeout=30)
+    run_all([barrier.wait] * 4, 4)
+
+
+def test_a_task_is_made_when_a_thread_is_free_for_it():
+    alive, most = set(), 0
+
+    def tasks():
+        nonlocal most
+        for i in range(200):
+            alive.add(i)
+            most = max(most, len(alive))
+            yield lambda i=i: alive.discard(i)
+
+    run_all(tasks(), 3)
+    assert most <= 4
+
+
+def test_the_first_error_stops_the_rest_and_is_raised():
+    done = []
+
+    def tasks():
+        for i in range(1000):
+            yield (lambda: 1 / 0) if i == 5 else (lambda i=i: done.append(i))
+
+    with pytest.raises(ZeroDivisionError):
+        run_all(tasks(), 2)
+    assert len(done) < 20
+    assert threading.active_count() < 20
+
+
+def test_an_error_in_the_making_of_tasks_is_raised():
+    def tasks():
+        yield lambda: None
+        yield lambda: None
+        yield lambda: None
+        raise LookupError("no more")
+
+    with pytest.raises(LookupError):
+        run_all(tasks(), 3)
+
+
+def test_there_is_always_a_thread():
+    assert 1 <= default_threads() <= 16

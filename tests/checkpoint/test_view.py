@@ -1,0 +1,123 @@
+"""A checkpoint as a lazy mapping; inspect; both without jax."""
+
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eformer import checkpoint
+from eformer.checkpoint import save
+
+ARRAY = np.arange(6 * 5 * 4, dtype=np.int16).reshape(6, 5, 4)
+
+
+@pytest.fixture(scope="module")
+def view(tmp_path_factory):
+    from eformer.checkpoint import _save
+
+    path = tmp_path_factory.mktemp("view")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_save, "PIECE_BYTES", 16)
+        save({"a": ARRAY, "b": {"c": jnp.float32(2.5)}, "n": 3, "t": "x"}, path, metadata={"step": 1})
+    with checkpoint.open(path) as view:
+        yield view
+
+
+def test_a_view_is_a_mapping_of_leaves_and_values(view):
+    assert list(view) == ["a", "b.c", "n", "t"]
+    assert len(view) == 4
+    assert "b.c" in view
+    assert "b" not in view
+    assert (view["n"], view["t"], view.metadata) == (3, "x", {"step": 1})
+    assert repr(view).endswith("4 leaves, 244 bytes>")
+    with pytest.raises(KeyError, match=r"no leaf 'bc' \(nearest is 'b.c'\)"):
+        view["bc"]
+
+
+def test_a_leaf_knows_what_it_is_without_being_read(view):
+    leaf = view["a"]
+    assert (leaf.shape, leaf.dtype, leaf.ndim, leaf.size, leaf.nbytes, len(leaf)) == (
+        (6, 5, 4),
+        np.int16,
+        3,
+        120,
+        240,
+        6,
+    )
+    assert repr(leaf) == "<leaf a: int16[6, 5, 4]>"
+    with pytest.raises(TypeError, match="without axes"):
+        len(view["b.c"])
+
+
+parts = st.integers(-7, 6) | st.slices(6) | st.just(Ellipsis)
+
+
+@given(index=st.lists(parts, max_size=4).map(tuple) | parts)
+def test_indexing_does_what_numpy_does(view, index):
+    try:
+        expected = ARRAY[index]
+    except IndexError:
+        with pytest.raises(IndexError):
+            view["a"][index]
+        return
+    found = view["a"][index]
+    np.testing.assert_array_equal(found, expected)
+    assert np.shape(found) == np.shape(expected)
+
+
+@pytest.mark.parametrize("index", [[0, 1], np.array([True] * 6), "x", None, 1.5])
+def test_other_indices_are_refused(view, index):
+    with pytest.raises(IndexError, match="integers, slices and"):
+        view["a"][index]
+
+
+def test_a_leaf_becomes_an_array(view):
+    np.testing.assert_array_equal(np.asarray(view["a"]), ARRAY)
+    assert np.asarray(view["a"], np.float32).dtype == np.float32
+    assert view["b.c"][()] == 2.5
+    with pytest.raises(ValueError, match="without a copy"):
+        np.array(view["a"], copy=False)
+
+
+def test_a_closed_view_says_so(tmp_path):
+    save({"a": ARRAY}, tmp_path)
+    view = checkpoint.open(tmp_path)
+    view.close()
+    with pytest.raises(ValueError, match="is closed"):
+        view["a"][0]
+
+
+def test_prefixes_are_opened_by_name(tmp_path):
+    save({"a": 1}, tmp_path, prefix="x")
+    save({"a": 2}, tmp_path, prefix="y")
+    assert checkpoint.open(tmp_path, prefix="y")["a"] == 2
+
+
+def test_looking_at_a_checkpoint_imports_no_jax(tmp_path):
+    save({"a": jnp.ones((3, 4), jnp.bfloat16), "k": jnp.ones(2, jnp.int4)}, tmp_path / "d")
+    save({"a": jnp.ones(3)}, tmp_path / "x.safetensors")
+    code = (
+        "import sys; from eformer import checkpoint as c\n"
+        "for path in sys.argv[1:]:\n"
+        "    assert c.inspect(path).trees[''].leaves['a'].shape; assert c.verify(path).ok\n"
+        "    with c.open(path) as view: view['a'][0]\n"
+        "assert 'jax' not in sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "d"), str(tmp_path / "x.safetensors")], check=True
+    )
+
+
+def test_inspect_tells_what_there_is(tmp_path):
+    save({"w": jnp.ones((3, 4)), "n": 3}, tmp_path, metadata={"step": 7})
+    manifest = checkpoint.inspect(tmp_path)
+    tree = manifest.trees[""]
+    assert (manifest.format, manifest.version) == ("safetensors", 1)
+    assert (tree.metadata, tree.values, tree.nbytes) == ({"step": 7}, {"n": 3}, 48)
+    leaf = tree.leaves["w"]
+    assert (leaf.dtype, leaf.shape, leaf.home) == ("float32", (3, 4), "jax")
+    assert tree.written_by.startswith("eformer ")
