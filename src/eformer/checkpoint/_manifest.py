@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw, Struct, field
 
 from eformer.checkpoint._codec import xxh3_128, xxh3_128_of
-from eformer.checkpoint._leaf import LeafSpec, Region
+from eformer.checkpoint._leaf import Region
 from eformer.checkpoint._ndarray import DTYPES, dtype_from_name
 from eformer.checkpoint._pieces import count_pieces, is_tiling
 from eformer.checkpoint._value import value_from_json
@@ -86,9 +86,6 @@ class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=Tr
 
     def region_of(self, extent: Extent) -> Region:
         return Region(*extent.region) if extent.region else Region.whole(self.shape)
-
-    def spec(self, name: str) -> LeafSpec:
-        return LeafSpec(name, self.shape, self.dtype)
 
 
 class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):

@@ -55,12 +55,13 @@ def _cut(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, int]:
 def joined(boxes: Iterable[Region], itemsize: int, limit: int) -> Iterator[list[Region]]:
     """Consecutive pieces, as many together as make up a box of at most `limit` bytes."""
     group: list[Region] = []
-    size = 0
+    around, size = None, 0
     for box in boxes:
+        around = bounding([around, box]) if around else box
         size += box.size
-        if group and (size * itemsize > limit or bounding([group[0], box]).size != size):
+        if group and (size * itemsize > limit or around.size != size):
             yield group
-            group, size = [], box.size
+            group, around, size = [], box, box.size
         group.append(box)
     if group:
         yield group
