@@ -169,7 +169,10 @@ class _Job:
     def write(self, stack: ExitStack) -> Receipt:
         """The data of this process, complete and synced in scratch files that stay locked until all is over."""
         make_directories(self.path)
-        sealing.check_place(self.path, self.prefix)
+        if not sealing.check_place(self.path, self.prefix):
+            sync_directory(
+                self.path.parent
+            )  # perhaps one that died has made the directory, and not got so far
         files = self.arranged(self.options.max_shard_bytes)
         for file in files:
             file.header = safetensors.header_of(file, marks(self.tree.save_id, base_name(self.prefix)))

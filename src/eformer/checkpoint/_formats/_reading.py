@@ -174,10 +174,20 @@ def _find_file(path: Path) -> Found:
     parsed = parse_header(header, nbytes, str(path))
     if parsed.metadata.get("manifest", "").startswith('{"digest":"'):
         raise CorruptionError(f"{path} carries a manifest, but the beginning of its header is damaged")
-    manifest = read_manifest(path.parent) if is_marked(parsed.metadata) else None
+    manifest = _manifest_beside(path, parsed)
     if manifest and any(f.name == path.name for tree in manifest.trees.values() for f in tree.files):
         return _find_in_directory(path.parent, file=path.name)
     return _foreign(path, path.parent, {"": {path.name: (parsed, nbytes)}})
+
+
+def _manifest_beside(path: Path, header: Header) -> Manifest | None:
+    """The manifest of the directory that a file is in. One that cannot be read matters only to a file of ours."""
+    try:
+        return read_manifest(path.parent)
+    except FormatError:
+        if is_marked(header.metadata):
+            raise
+        return None
 
 
 def _own_file(tree: TreeEntry, name: str, header_nbytes: int) -> TreeEntry:
@@ -223,9 +233,10 @@ def _foreign_files(directory: Path) -> dict[str, _Files]:
             shard = split_shard(stem)
             alone[shard[0] if shard else stem].append(stem + SUFFIX)
     for base, members in alone.items():
-        _require_all_shards(directory, base, members)
         groups[base] = groups.get(base, {}) | {name: _parsed(directory, name) for name in members}
     _refuse_unfinished(directory, groups)
+    for base, members in alone.items():
+        _require_all_shards(directory, base, members)
     return groups if len(groups) > 1 else {"": next(iter(groups.values()))}
 
 

@@ -7,7 +7,7 @@ names it; the manifest is swapped by a rename; what no manifest names any more i
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -65,8 +65,7 @@ def seal(directory: Path, prefix: str, tree: TreeEntry, scratch: Sequence[str]) 
                 for path in published:
                     remove(path)
             raise
-        _write_index(directory, base_name(prefix), tree)
-        _clean_up(directory, manifest)
+        _finish(directory, manifest)
 
 
 def _is_not_sealed(directory: Path, save_id: str) -> bool:
@@ -78,19 +77,26 @@ def _is_not_sealed(directory: Path, save_id: str) -> bool:
     return manifest is None or all(tree.save_id != save_id for tree in manifest.trees.values())
 
 
-def check_place(directory: Path, prefix: str) -> None:
-    """Refuses, before anything is written, a directory whose files are not ours to replace."""
-    read_manifest(directory)  # a damaged one is not replaced either: it may name what can still be saved
-    base = base_name(prefix)
-    for name in list_names(directory):
-        if name == base + INDEX_SUFFIX:
-            is_ours = _is_our_index(directory, name)
-        elif name == base + SUFFIX:
-            is_ours = is_marked(_metadata(directory, name))
-        else:
-            continue
-        if not is_ours:
-            raise FileExistsError(f"{directory / name} was not written by eformer; save to another directory")
+def check_place(directory: Path, prefix: str) -> bool:
+    """Whether there is a checkpoint; refuses, before anything is written, files that are not ours to replace.
+
+    A damaged manifest is not replaced either: it may name what can still be saved.
+    """
+    manifest = read_manifest(directory)
+    if manifest is None or prefix not in manifest.trees:
+        base = base_name(prefix)
+        there = list_names(directory)
+        foreign = [
+            name for name in (base + SUFFIX,) if name in there and not is_marked(_metadata(directory, name))
+        ]
+        index = base + INDEX_SUFFIX
+        if index in there and _save_of_index(directory, index) is None:
+            foreign.append(index)
+        if foreign:
+            raise FileExistsError(
+                f"{directory / foreign[0]} was not written by eformer; save to another directory"
+            )
+    return manifest is not None
 
 
 def _with_final_names(directory: Path, prefix: str, tree: TreeEntry, manifest: Manifest) -> TreeEntry:
@@ -104,46 +110,62 @@ def _with_final_names(directory: Path, prefix: str, tree: TreeEntry, manifest: M
     return msgspec.structs.replace(tree, files=files)
 
 
-# --------------------------------------------------------------------------------------------- index
+# ------------------------------------------------------------------------------------------ afterwards
 
 
-def _write_index(directory: Path, base: str, tree: TreeEntry) -> None:
-    """For readers that know safetensors and not us: which leaf is in which file, where it is not plain to see."""
-    path = directory / (base + INDEX_SUFFIX)
-    names = [file.name for file in tree.files]
-    if names == plain_names(base, 1) or not names:
-        remove(path)
-        return
-    weight_map: dict[str, str] = {}
-    for name in names:
-        header, nbytes = read_header(directory, name)
-        weight_map |= dict.fromkeys(parse_header(header, nbytes, name).tensors, name)
-    total = sum(file.nbytes - file.header_nbytes for file in tree.files)
-    index = {"metadata": {"total_size": total, "eformer": tree.save_id}, "weight_map": weight_map}
-    with replacing(path) as file:
-        file.write(msgspec.json.format(msgspec.json.encode(index), indent=2))
+def _finish(directory: Path, manifest: Manifest) -> None:
+    """Indexes that name the new files, then away with the old. Also what an earlier save left undone.
 
-
-def _is_our_index(directory: Path, name: str) -> bool:
+    The checkpoint is safe by now; what cannot be done is left to the next save.
+    """
     try:
-        index: Any = msgspec.json.decode(read_small(directory, name))
-        return "eformer" in index["metadata"]
-    except (msgspec.MsgspecError, KeyError, TypeError, RecursionError):
-        return False
-
-
-# ------------------------------------------------------------------------------------------ clean-up
-
-
-def _clean_up(directory: Path, manifest: Manifest) -> None:
-    """Removes what no manifest names: the files of the tree before, and what dead saves left."""
-    named = {file.name for tree in manifest.trees.values() for file in tree.files}
-    try:
+        for prefix, tree in manifest.trees.items():
+            _bring_up_to_date(directory, base_name(prefix), tree)
+        named = {file.name for tree in manifest.trees.values() for file in tree.files}
         for name in _leftovers(directory, named):
             remove(directory / name)
         sweep(directory)
-    except OSError as error:  # the checkpoint is safe; the next save tries again
-        logger.warning("could not clean up %s: %s", directory, error)
+    except OSError as error:
+        logger.warning("%s is saved, but could not be tidied up: %s", directory, error)
+
+
+def _bring_up_to_date(directory: Path, base: str, tree: TreeEntry) -> None:
+    """An index, for readers that know safetensors and not us, wherever it is not plain which file to read."""
+    path = directory / (base + INDEX_SUFFIX)
+    names = [file.name for file in tree.files]
+    saved = _save_of_index(directory, path.name)
+    if names == plain_names(base, 1) or not names:
+        if saved is not None:
+            remove(path)
+    elif saved != tree.save_id:
+        with replacing(path) as file:
+            file.write(_index(directory, tree))
+
+
+def _index(directory: Path, tree: TreeEntry) -> bytes:
+    weight_map: dict[str, str] = {}
+    for file in tree.files:
+        header, nbytes = read_header(directory, file.name)
+        weight_map |= dict.fromkeys(parse_header(header, nbytes, file.name).tensors, file.name)
+    total = sum(file.nbytes - file.header_nbytes for file in tree.files)
+    index = {"metadata": {"total_size": total, "eformer": tree.save_id}, "weight_map": weight_map}
+    return msgspec.json.format(msgspec.json.encode(index), indent=2)
+
+
+class _IndexMetadata(msgspec.Struct):
+    eformer: str
+
+
+class _IndexHead(msgspec.Struct):
+    metadata: _IndexMetadata
+
+
+def _save_of_index(directory: Path, name: str) -> str | None:
+    """Which save of ours an index is of; None for one that is not ours, or is not there."""
+    try:
+        return msgspec.json.decode(read_small(directory, name), type=_IndexHead).metadata.eformer
+    except (msgspec.MsgspecError, RecursionError, FileNotFoundError, FormatError):
+        return None
 
 
 def _leftovers(directory: Path, named: set[str]) -> Iterator[str]:

@@ -80,9 +80,11 @@ class Scratch:
 
     def discard(self) -> None:
         """Gone, unless it was published."""
-        with suppress(OSError):
-            os.unlink(self.path)
-        self.close()
+        try:
+            with suppress(OSError):
+                os.unlink(self.path)
+        finally:
+            self.close()
 
 
 @contextmanager

@@ -1,0 +1,47 @@
+"""What the faults happen to."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from support.faults import LAYOUTS, CannotMount, Forks, FragileDisk, SmallDisk
+
+
+@pytest.fixture(params=LAYOUTS, ids=str)
+def layout(request):
+    return request.param
+
+
+@pytest.fixture
+def place():
+    """A folder in memory, if there is one: a process that dies does not care what was synced, and syncing takes long."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def forks():
+    forks = Forks()
+    yield forks
+    forks.close()
+
+
+@pytest.fixture
+def fragile_disk(tmp_path):
+    yield from mounted(FragileDisk, tmp_path / "disk")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    yield from mounted(SmallDisk, tmp_path / "disk")
+
+
+def mounted(kind, *args):
+    try:
+        disk = kind(*args)
+    except CannotMount as reason:
+        pytest.skip(str(reason))
+    yield disk
+    disk.close()

@@ -1,0 +1,65 @@
+"""The power fails: what a save has acknowledged is there afterwards, and one that was under way is no half."""
+
+from contextlib import suppress
+
+import pytest
+
+from eformer.checkpoint import save, save_async
+from support.faults import NEW, NOTHING, OLD, Scene, calls_of, coarse, hooked, noted
+
+
+def save_and_wait(*args, **kwargs):
+    return save_async(*args, **kwargs).result()
+
+
+HOW = pytest.mark.parametrize("how", [save, save_and_wait], ids=["save", "save_async"])
+
+
+def test_a_cut_is_a_cut(fragile_disk):
+    (fragile_disk.place / "not synced").write_bytes(b"x")
+    fragile_disk.cut_power()
+    fragile_disk.restart()
+    assert not (fragile_disk.place / "not synced").exists()
+
+
+@HOW
+def test_a_first_save_is_there_after_a_cut(layout, fragile_disk, how):
+    folder = layout.begin(fragile_disk.place / "folder")
+    layout.save(folder, OLD, how)
+    fragile_disk.cut_power()
+    fragile_disk.restart()
+    assert layout.generation(folder) == OLD
+
+
+@HOW
+def test_a_save_over_an_older_one_is_there_after_a_cut(layout, fragile_disk, how):
+    folder = layout.begin(fragile_disk.place / "folder")
+    layout.save(folder, OLD)
+    fragile_disk.sync()
+    layout.save(folder, NEW, how)
+    fragile_disk.cut_power()
+    fragile_disk.restart()
+    assert layout.generation(folder) == NEW
+
+
+@pytest.mark.parametrize("before", [NOTHING, OLD], ids=["first save", "over an older one"])
+def test_a_cut_during_a_save_leaves_the_old_tree_or_the_new(layout, fragile_disk, before):
+    scene = Scene.of(coarse(layout), fragile_disk.place, before)
+    scene.reset()
+    calls = calls_of(lambda: scene.layout.save(scene.folder, NEW))
+    for at, call in enumerate(calls, 1):
+        if call != "pwrite":
+            with noted(f"a cut before call {at}, {call}"):
+                check_cut(scene, fragile_disk, before, at)
+
+
+def check_cut(scene, disk, before, at):
+    scene.reset()
+    disk.sync()
+    there = {before, NEW}
+    with suppress(OSError), hooked(before=lambda number, name: number == at and disk.cut_power()):
+        scene.layout.save(scene.folder, NEW)
+        there = {NEW}
+    disk.restart()
+    assert scene.generation in there
+    scene.check_next_save()

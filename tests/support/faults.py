@@ -1,0 +1,466 @@
+"""Faults on purpose: saves that are killed, calls that fail, bytes that change, disks that fill up or lose power.
+
+Run as a program, this is the server behind `Forks`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import itertools
+import json
+import mmap
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import traceback
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+
+from eformer.checkpoint import SaveOptions, _hosts, _save, load, save
+from eformer.checkpoint._store import local
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Hook = Callable[[int, str], object]
+
+NOTHING, OLD, NEW, NEXT = 0, 1, 2, 3
+BESIDE = 9
+
+
+# ---------------------------------------------------------------------------------------- checkpoints
+
+
+def tree(generation: int) -> dict[str, Any]:
+    """A tree that differs in structure, shapes and every array from that of another generation; numpy only."""
+    rng = np.random.default_rng(generation)
+    normal = rng.standard_normal
+    return {
+        f"added in {generation}": normal(generation),
+        "generation": generation,
+        "layers": [
+            {"b": normal(5).astype(ml_dtypes.bfloat16), "w": normal((56 + generation % 4, 16), np.float32)}
+            for _ in range(4)
+        ],
+        "opt": (None, "adam", rng.integers(0, 255, 7, np.uint8), np.empty((0, generation), np.float32)),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to lay a checkpoint out on disk, alone in a folder; all methods take that folder."""
+
+    title: str
+    name: str = "run"
+    prefix: str | None = None
+    max_shard_bytes: int = 2**30
+    piece_bytes: int = 2**20
+
+    def __str__(self) -> str:
+        return self.title
+
+    def path(self, folder: Path) -> Path:
+        return folder / self.name
+
+    def begin(self, folder: Path) -> Path:
+        """The folder, with what is there before a first save: the tree beside, if there is to be one."""
+        folder.mkdir()
+        if self.prefix:
+            self.save_beside(folder)
+        return folder
+
+    def save_beside(self, folder: Path) -> None:
+        save(tree(BESIDE), self.path(folder))
+
+    def save(self, folder: Path, generation: int, how: Callable[..., Any] = save) -> Any:
+        options = SaveOptions(max_shard_bytes=self.max_shard_bytes, threads=2)
+        with mock.patch.object(_save, "PIECE_BYTES", self.piece_bytes):
+            return how(tree(generation), self.path(folder), prefix=self.prefix, options=options)
+
+    def generation(self, folder: Path) -> int:
+        """Which tree `load` finds, having seen that it is that tree whole, and that the one beside is untouched."""
+        from support.trees import assert_same  # late: the processes that are forked do not need it
+
+        if self.prefix:
+            assert_same(load(self.path(folder), prefix=""), tree(BESIDE))
+        try:
+            found = load(self.path(folder), prefix=self.prefix)
+        except (FileNotFoundError, ValueError) as error:
+            if not re.search("there is nothing at|holds no checkpoint|has no prefix", str(error)):
+                raise
+            return NOTHING
+        generation = found.get("generation", NOTHING)
+        assert_same(found, tree(generation))
+        return generation
+
+    def files(self, folder: Path) -> list[Path]:
+        return [file for file in sorted(folder.rglob("*")) if file.is_file()]
+
+    def check_tidy(self, folder: Path) -> None:
+        """Nothing is there but what the manifest names, and an index where other readers need one."""
+        path = self.path(folder)
+        assert os.listdir(folder) == [self.name]
+        if path.is_file():
+            return
+        trees = json.loads((path / "manifest.json").read_bytes())["trees"]
+        expected = {"manifest.json"}
+        for prefix, entry in trees.items():
+            base, names = prefix or "model", {file["name"] for file in entry["files"]}
+            expected |= names
+            if names != {f"{base}.safetensors"}:
+                index = f"{base}.safetensors.index.json"
+                expected.add(index)
+                assert set(json.loads((path / index).read_bytes())["weight_map"].values()) == names
+        assert set(os.listdir(path)) == expected
+
+
+# A small tree in pieces so small that a save takes more than sixty calls.
+LAYOUTS = [
+    Layout("one data file", piece_bytes=320),
+    Layout("several data files", max_shard_bytes=4096, piece_bytes=640),
+    Layout("single file", name="run.safetensors", piece_bytes=256),
+    Layout("second prefix", prefix="ema", piece_bytes=320),
+]
+
+
+def coarse(layout: Layout) -> Layout:
+    """The same in fewer pieces: where the calls that are no writes are what matters."""
+    return replace(layout, piece_bytes=2048)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A folder that is put back to how it was at first, as often as one likes."""
+
+    layout: Layout
+    folder: Path
+    template: Path
+
+    @classmethod
+    def of(cls, layout: Layout, place: Path, generation: int = OLD) -> Scene:
+        template = layout.begin(place / "template")
+        if generation:
+            layout.save(template, generation)
+        return cls(layout, place / "folder", template)
+
+    def reset(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.copytree(self.template, self.folder)
+
+    @property
+    def generation(self) -> int:
+        return self.layout.generation(self.folder)
+
+    def check_next_save(self) -> None:
+        """A save that nothing disturbs works, and clears away whatever the disturbed one left."""
+        self.layout.save(self.folder, NEXT)
+        assert self.generation == NEXT
+        self.layout.check_tidy(self.folder)
+
+
+@contextmanager
+def noted(what: object) -> Iterator[None]:
+    """Says, in whatever is raised inside, in which of many rounds that was."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"this was {what}")
+        raise
+
+
+# --------------------------------------------------------------------------------------------- calls
+
+STATE_CHANGING = (
+    "open", "write", "pwrite", "pwritev", "truncate", "ftruncate", "fsync", "fdatasync", "rename", "replace", "unlink",
+    "remove", "mkdir", "rmdir", "chmod", "fchmod", "link", "symlink",
+)  # fmt: skip
+
+
+def _nothing(number: int, name: str) -> None:
+    pass
+
+
+@contextmanager
+def hooked(before: Hook = _nothing, after: Hook = _nothing) -> Iterator[None]:
+    """Calls `before(number, name)` and `after(number, name)` around each call of `os` that changes a disk.
+
+    The numbers count from 1. What `before` raises is raised in place of the call.
+    """
+    numbers = itertools.count(1)
+
+    def around(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            if name == "open" and not args[1] & os.O_CREAT:
+                return call(*args, **kwargs)
+            number = next(numbers)
+            before(number, name)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                after(number, name)
+
+        return hook
+
+    calls = {name: getattr(os, name) for name in STATE_CHANGING if hasattr(os, name)}
+    hooks = {name: around(name, call) for name, call in calls.items()}
+    sync = hooks.get("fdatasync", hooks["fsync"])
+    with mock.patch.object(local, "_sync_data", sync):  # which is bound before anything is hooked
+        vars(os).update(hooks)
+        try:
+            yield
+        finally:
+            vars(os).update(calls)
+
+
+def calls_of(action: Callable[[], object]) -> list[str]:
+    """The names of the calls that the action makes."""
+    names: list[str] = []
+    with hooked(before=lambda number, name: names.append(name)):
+        action()
+    return names
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A save in which call number `number` failed, or all from there on; `error` is what it raised, if it did."""
+
+    number: int
+    call: str
+    error: BaseException | None
+
+
+def failures(scene: Scene, fault: BaseException, *, lasting: bool = False) -> Iterator[Failure]:
+    """Saves NEW over and over, until there is no call left to fail. A disk that is full still lets go of files."""
+    for at in itertools.count(1):
+        failed: list[str] = []
+
+        def fail(number: int, name: str, at: int = at, failed: list[str] = failed) -> None:
+            if number == at or (lasting and number > at and name != "unlink"):
+                failed.append(name)
+                raise type(fault)(*fault.args)
+
+        scene.reset()
+        error = None
+        with hooked(before=fail):
+            try:
+                scene.layout.save(scene.folder, NEW)
+            except type(fault) as caught:
+                error = caught
+        if not failed:
+            return
+        yield Failure(at, failed[0], error)
+
+
+# --------------------------------------------------------------------------------------------- kills
+
+
+@dataclass(frozen=True)
+class Death:
+    """A save that was killed before or after its call number `number`."""
+
+    number: int
+    call: str
+    moment: str
+
+
+class Forks:
+    """Saves in processes that can be killed: forks of one that has imported everything and started no thread."""
+
+    def __init__(self) -> None:
+        one_thread = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"), "1")
+        self._server = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | one_thread,
+        )
+
+    def close(self) -> None:
+        self._server.communicate()
+
+    def save(self, layout: Layout, folder: Path, generation: int, at: int, moment: str) -> Death | None:
+        """How the save died; None if it had ended before it came to call number `at`."""
+        assert self._server.stdin
+        assert self._server.stdout
+        request = [asdict(layout), str(folder), generation, at, moment]
+        print(json.dumps(request), file=self._server.stdin, flush=True)
+        status, said = json.loads(self._server.stdout.readline())
+        assert status in (0, signal.SIGKILL), said
+        return Death(at, said, moment) if status else None
+
+    def deaths(self, scene: Scene, moment: str) -> Iterator[Death]:
+        """Saves NEW over and over, killed at each of its calls in turn."""
+        for at in itertools.count(1):
+            scene.reset()
+            death = self.save(scene.layout, scene.folder, NEW, at, moment)
+            if death is None:
+                return
+            yield death
+
+
+def serve() -> None:
+    # Else every fork would start a backend of JAX to learn that it is alone, and look for garbage in all it shares.
+    _hosts.current = _hosts.Alone
+    gc.freeze()
+    for line in sys.stdin:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            with open(writer, "wb", buffering=0) as report:
+                _save_and_die(report, *json.loads(line))
+        os.close(writer)
+        _, status = os.waitpid(child, 0)
+        with open(reader) as said:
+            print(json.dumps([status, said.read()]), flush=True)  # noqa: T201
+
+
+def _save_and_die(
+    report: Any, layout: dict[str, Any], folder: str, generation: int, at: int, moment: str
+) -> None:
+    def strike(number: int, name: str) -> None:
+        if number == at:
+            report.write(name.encode())  # not os.write, which is hooked
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        with hooked(**{moment: strike}):
+            Layout(**layout).save(Path(folder), generation)
+        os._exit(0)
+    except Exception:  # noqa: BLE001  told to the tests
+        report.write(traceback.format_exc().encode())
+    finally:
+        os._exit(1)
+
+
+# ------------------------------------------------------------------------------------------- damages
+
+
+@contextmanager
+def damaged(file: Path, damage: Callable[[bytes], bytes | None]) -> Iterator[None]:
+    """The file holds what `damage` makes of its bytes, or is gone; afterwards it is what it was."""
+    sound = file.read_bytes()
+    changed = damage(sound)
+    try:
+        if changed is None:
+            file.unlink()
+        else:
+            file.write_bytes(changed)
+        yield
+    finally:
+        file.write_bytes(sound)
+
+
+def flip(data: bytes, bit: int) -> bytes:
+    at = bit // 8
+    return data[:at] + bytes([data[at] ^ 1 << bit % 8]) + data[at + 1 :]
+
+
+def zero(data: bytes, start: int, nbytes: int) -> bytes:
+    part = data[start : start + nbytes]
+    return data[:start] + bytes(len(part)) + data[start + nbytes :]
+
+
+# --------------------------------------------------------------------------------------------- mounts
+
+
+class CannotMount(Exception):
+    """Says why a test that needs a file system of its own cannot run."""
+
+
+class Mount:
+    """A file system of one's own; `options` are those of mount(8)."""
+
+    def __init__(self, source: str, place: Path, *options: str) -> None:
+        self.source, self.place, self.options = source, place, options
+        place.mkdir()
+        self.mount()
+
+    def mount(self) -> None:
+        _administer("mount", *self.options, self.source, str(self.place))
+
+    def unmount(self) -> None:
+        _administer("umount", str(self.place))
+
+    def close(self) -> None:
+        if self.place.is_mount():
+            with suppress(CannotMount):
+                return self.unmount()
+            _administer("umount", "--lazy", str(self.place))  # something still holds a file of it
+        return None
+
+
+class SmallDisk(Mount):
+    """A disk of so many pages, which can be filled up."""
+
+    def __init__(self, place: Path, pages: int = 64) -> None:
+        super().__init__("tmpfs", place, "-t", "tmpfs", "-o", f"size={pages * mmap.PAGESIZE}")
+
+    @contextmanager
+    def filled_but_for(self, pages: int) -> Iterator[None]:
+        ballast = self.place / "ballast"
+        free = shutil.disk_usage(self.place).free
+        ballast.write_bytes(bytes(free - pages * mmap.PAGESIZE))
+        yield
+        ballast.unlink()
+
+
+class FragileDisk(Mount):
+    """An ext4 whose power can be cut: what it had not been told to sync is then gone.
+
+    It is mounted so that it syncs nothing of its own accord, neither after a while nor when a file is replaced.
+    """
+
+    _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN
+    _NO_LOG_FLUSH = 2
+
+    def __init__(self, place: Path) -> None:
+        image = place.with_suffix(".ext4")
+        with open(image, "wb") as file:
+            file.truncate(16 * 2**20)
+        _administer("mkfs.ext4", "-q", "-F", str(image))
+        super().__init__(str(image), place, "-t", "ext4", "-o", "loop,commit=600,noauto_da_alloc")
+        try:
+            self.cut_power()
+        except OSError as error:
+            self.close()
+            raise CannotMount(f"this ext4 cannot be shut down: {error}") from error
+        self.restart()
+
+    def cut_power(self) -> None:
+        descriptor = os.open(self.place, os.O_RDONLY)
+        try:
+            fcntl.ioctl(descriptor, self._SHUTDOWN, struct.pack("I", self._NO_LOG_FLUSH))
+        finally:
+            os.close(descriptor)
+
+    def restart(self) -> None:
+        self.unmount()
+        self.mount()
+
+    def sync(self) -> None:
+        _administer("sync", "--file-system", str(self.place))
+
+
+def _administer(*command: str) -> None:
+    if not shutil.which(command[0]):
+        raise CannotMount(f"there is no {command[0]}")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason, _, _ = done.stderr.partition("\n")
+        raise CannotMount(f"{command[0]}: {reason}")
+
+
+if __name__ == "__main__":
+    serve()
