@@ -82,7 +82,10 @@ class Want(Struct, frozen=True, gc=False):
 
 
 class Stored(Struct, frozen=True, gc=False):
-    """A piece of a leaf as it lies in a file. `region` is None where the piece is the whole leaf."""
+    """A piece of a leaf as it lies in a file. `region` is None where the piece is the whole leaf.
+
+    `target` is the number of the wanted box that the piece belongs into as a whole; -1 if it has to be taken apart.
+    """
 
     file: int
     offset: int
@@ -90,6 +93,7 @@ class Stored(Struct, frozen=True, gc=False):
     want: int
     digest: str
     region: Region | None
+    target: int = 0
 
 
 class Read(Struct, frozen=True, gc=False):
@@ -127,10 +131,28 @@ def _stored_pieces(index: int, want: Want, extent: Extent, offset: int, block: i
     inside = [box] if is_packed(entry, extent) else shifted(pieces(box.shape, itemsize, block), box.start)
     for number, piece in enumerate(inside):
         nbytes = extent.nbytes if is_packed(entry, extent) else itemsize * piece.size
-        if want.regions is None or any(piece.overlap(region) for region in want.regions):
+        target = _target(piece, want.regions)
+        if target is not None:
             digest = extent.digests[DIGEST_DIGITS * number : DIGEST_DIGITS * (number + 1)]
-            yield Stored(extent.file, offset, nbytes, index, digest, piece)
+            yield Stored(extent.file, offset, nbytes, index, digest, piece, target)
         offset += nbytes
+
+
+def _target(piece: Region, regions: Sequence[Region] | None) -> int | None:
+    """Which of the boxes has the whole piece; -1 if several have a part of it, or one a part only; None if none has."""
+    if regions is None:
+        return 0
+    touched = [number for number, region in enumerate(regions) if piece.overlap(region)]
+    if not touched:
+        return None
+    return touched[0] if len(touched) == 1 and piece.overlap(regions[touched[0]]) == piece else -1
+
+
+def _go_together(a: Stored, b: Stored) -> bool:
+    """Small leaves share what they are read into; pieces of large ones are read to where they belong."""
+    if a.region is None or b.region is None:
+        return a.region is b.region
+    return a.want == b.want and a.target == b.target
 
 
 def _adjacent(found: Sequence[Stored]) -> Iterator[Read]:
@@ -140,7 +162,7 @@ def _adjacent(found: Sequence[Stored]) -> Iterator[Read]:
             before, piece = found[i - 1], found[i]
             nbytes = piece.offset + piece.nbytes - found[start].offset
             touches = piece.file == before.file and piece.offset == before.offset + before.nbytes
-            if touches and nbytes <= READ_BYTES:
+            if touches and nbytes <= READ_BYTES and _go_together(before, piece):
                 continue
         together = found[start:i]
         last = together[-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -109,7 +109,7 @@ class _Fetch:
         """Memory for a leaf that is put together, cast, or large."""
         boxes = [Region.whole(want.entry.shape)] if want.regions is None else want.regions
         dtype = dtype_from_name(want.dtype)
-        self.targets[index] = targets = [_target(box, dtype) for box in boxes]
+        self.targets[index] = targets = _targets(boxes, dtype)
         self.arrays[index] = [target.array for target in targets]
 
     # ------------------------------------------------------------------------------------------ reads
@@ -160,22 +160,20 @@ class _Fetch:
         self.arrays[piece.want] = (array if piece.offset % dtype.alignment == 0 else array.copy(),)
 
     def destination(self, read: Read) -> Array | None:
-        """The memory of a target, where all pieces of the read belong into it side by side as they are."""
+        """The memory of a target, if all pieces of the read belong into it side by side as they are."""
         first, last = read.pieces[0], read.pieces[-1]
-        if first.want != last.want or first.region is None or last.region is None:
+        if first.region is None or last.region is None or first.target < 0 or not self.is_plain(first.want):
             return None
-        want = self.wants[first.want]
-        if not self.is_plain(want):
+        target = self.targets[first.want][first.target]
+        start, end = offset_within(first.region, target.region), offset_within(last.region, target.region)
+        if start is None or end is None:
             return None
-        itemsize = dtype_from_name(want.dtype).itemsize
-        for target in self.targets[first.want]:
-            start, end = offset_within(first.region, target.region), offset_within(last.region, target.region)
-            if start is not None and end is not None:
-                memory = target.memory[start * itemsize : end * itemsize + last.nbytes]
-                return memory if len(memory) == read.nbytes else None
-        return None
+        itemsize = target.array.itemsize
+        memory = target.memory[start * itemsize : end * itemsize + last.nbytes]
+        return memory if len(memory) == read.nbytes else None
 
-    def is_plain(self, want: Want) -> bool:
+    def is_plain(self, index: int) -> bool:
+        want = self.wants[index]
         return want.dtype == want.entry.dtype and want.dtype != "float4_e2m1fn"
 
     def deliver(self, piece: Stored, data: Array) -> None:
@@ -192,10 +190,16 @@ class _Fetch:
                 target.array[overlap.inside(target.region).slices] = stored[overlap.inside(box).slices]
 
 
-def _target(region: Region, dtype: np.dtype[Any]) -> _Target:
-    shape = region.shape
-    memory = _aligned(dtype.itemsize * math.prod(shape))
-    return _Target(region, np.ndarray(shape, dtype, memory), memory)
+def _targets(regions: Sequence[Region], dtype: np.dtype[Any]) -> list[_Target]:
+    """Memory for the boxes of one leaf, all from one allocation: large ones get huge pages."""
+    sizes = [dtype.itemsize * region.size for region in regions]
+    starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+    whole = _aligned(starts[-1])
+    memories = [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    return [
+        _Target(region, np.ndarray(region.shape, dtype, memory), memory)
+        for region, memory in zip(regions, memories, strict=True)
+    ]
 
 
 def _aligned(nbytes: int, offset: int = 0) -> Array:
