@@ -22,7 +22,7 @@ from eformer.checkpoint._value import is_recorded, value_to_json
 from eformer.errors import LeafError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from eformer.checkpoint._hosts import Hosts
     from eformer.checkpoint._options import SaveOptions
@@ -66,16 +66,18 @@ def snapshot(
     copied, arrays of an accelerator are copied there or to the host, a CPU array's memory is simply held.
     """
     reader = _Reader(options, hosts, detach)
+    readers: dict[type, Callable[[str, Any], Source] | None] = {}  # one decision for each type met
     sources, values = [], {}
     for name, leaf in leaves.items():
         kind = type(leaf)
+        if kind not in readers:
+            readers[kind] = reader.for_type(kind)
+        read = readers[kind]
         try:
-            if isinstance(leaf, np.ndarray):
-                sources.append(reader.numpy_array(name, leaf))
-            elif isinstance(leaf, jax.Array):
-                sources.append(reader.jax_array(name, leaf))
-            else:
+            if read is None:
                 values[name] = _plain_value(leaf)
+            else:
+                sources.append(read(name, leaf))
         except LeafError as error:
             raise LeafError(f"leaf {name!r}: {error}") from None
         except (RuntimeError, jax.errors.JAXTypeError) as error:  # deleted by donation, or traced
@@ -92,6 +94,11 @@ class _Reader:
         self.detach = detach
         self.facts: dict[Any, tuple[bool, dict[str, Any] | None]] = {}
         self.written = [0] * hosts.count
+
+    def for_type(self, kind: type) -> Callable[[str, Any], Source] | None:
+        if issubclass(kind, np.ndarray):
+            return self.numpy_array
+        return self.jax_array if issubclass(kind, (jax.Array, jax.core.Tracer)) else None
 
     def numpy_array(self, name: str, array: np.ndarray[Any, Any]) -> Source:
         if isinstance(array, np.ma.MaskedArray):

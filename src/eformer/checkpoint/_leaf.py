@@ -45,6 +45,8 @@ _MOST_CANDIDATES = 5000
 
 def escape(part: str) -> str:
     """One part of a name."""
+    if part.isidentifier():  # most are, and need no second look
+        return part
     return _UNSAFE.sub(_escape_character, part) or _EMPTY
 
 
@@ -74,6 +76,8 @@ def _escape_character(match: re.Match[str]) -> str:
 
 def unescape(part: str) -> str:
     """The text that `escape` was given."""
+    if "%" not in part:
+        return part
     text = _SIBLING.sub("", part)
     return "" if text == _EMPTY else _ESCAPE.sub(lambda m: chr(int(m[1] or m[2], 16)), text)
 
