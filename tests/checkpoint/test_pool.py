@@ -59,3 +59,13 @@ def test_an_error_in_the_making_of_tasks_is_raised():
 
 def test_there_is_always_a_thread():
     assert 1 <= default_threads() <= 16
+
+
+def test_without_threads_to_be_had_the_caller_does_it_all(monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    done = []
+    run_all([lambda i=i: done.append(i) for i in range(5)], 4)
+    assert done == [0, 1, 2, 3, 4]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sized
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,8 +28,9 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int) -> None:
     work = _Work(tasks)
     helpers = [threading.Thread(target=work.run, name="eformer-io") for _ in range(threads - 1)]
     try:
-        for helper in helpers:
-            helper.start()
+        with suppress(RuntimeError):  # no threads to be had, as when the interpreter exits: then without
+            for helper in helpers:
+                helper.start()
         work.run()
     except BaseException as error:  # noqa: BLE001  Ctrl-C, say: the helpers finish what they are at, and no more
         work.error = work.error or error

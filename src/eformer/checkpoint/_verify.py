@@ -15,9 +15,9 @@ from eformer.checkpoint._transfer import Damage, check
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from eformer.checkpoint._manifest import TreeEntry
+    from eformer.checkpoint._manifest import Extent, TreeEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,42 +68,45 @@ def verify(path: str | os.PathLike[str]) -> Report:
 
 
 def _damages(found: Found, tree: TreeEntry) -> list[Damage]:
-    damages: list[Damage] = []
-    gone = {}
-    for number in range(len(tree.files)):
-        try:
-            descriptors = found.open_files(tree, [number])
-        except (OSError, FormatError) as error:
-            gone[number] = str(error)
-            continue
-        try:
-            damages += _file_damages(tree, number, descriptors[number])
-        finally:
-            close_files(descriptors)
-    entries = tree.leaves
-    wants = []
-    for name in entries:
-        entry = entries[name]
-        missing = [extent for extent in entry.extents if extent.file in gone]
-        for extent in missing:
-            file = tree.files[extent.file]
-            stop = extent.offset + extent.nbytes
-            damages.append(
-                Damage(name, file.name, extent.offset, stop, f"cannot be read: {gone[extent.file]}")
-            )
-        if not missing:
-            wants.append(Want(name, entry, entry.dtype))
-    descriptors = found.open_files(tree, (extent.file for want in wants for extent in want.entry.extents))
+    descriptors, gone = _open_what_is_there(found, tree)
     try:
+        damages = [
+            damage for number in range(len(tree.files)) for damage in _file_damages(tree, number, descriptors)
+        ]
+        wants = []
+        for name, entry in tree.leaves.items():
+            if lost := [extent for extent in entry.extents if extent.file in gone]:
+                damages += [_lost(name, extent, tree, gone[extent.file]) for extent in lost]
+            else:
+                wants.append(Want(name, entry, entry.dtype))
         check(wants, tree, descriptors, default_threads(), damages.append)
     finally:
         close_files(descriptors)
     return damages
 
 
-def _file_damages(tree: TreeEntry, number: int, descriptor: int) -> Iterator[Damage]:
+def _open_what_is_there(found: Found, tree: TreeEntry) -> tuple[list[int], dict[int, str]]:
+    """A descriptor for each file, -1 where there is none; and why, by its number."""
+    descriptors, gone = [-1] * len(tree.files), {}
+    for number in range(len(tree.files)):
+        try:
+            descriptors[number] = found.open_files(tree, [number])[number]
+        except (OSError, FormatError) as error:
+            gone[number] = str(error)
+    return descriptors, gone
+
+
+def _lost(leaf: str, extent: Extent, tree: TreeEntry, why: str) -> Damage:
+    file = tree.files[extent.file]
+    start = file.header_nbytes + extent.offset
+    return Damage(leaf, file.name, start, start + extent.nbytes, f"cannot be read: {why}")
+
+
+def _file_damages(tree: TreeEntry, number: int, descriptors: Sequence[int]) -> Iterator[Damage]:
     """What is wrong outside of the leaves: the header, which other readers go by, and the length."""
-    file = tree.files[number]
+    file, descriptor = tree.files[number], descriptors[number]
+    if descriptor < 0:
+        return
     nbytes = os.fstat(descriptor).st_size
     if nbytes != file.nbytes:
         yield Damage("", file.name, 0, nbytes, f"are all there is, recorded is a length of {file.nbytes}")
