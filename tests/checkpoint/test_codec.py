@@ -7,7 +7,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer.checkpoint._codec import block_digests, gzip_compress, gzip_decompress, sha256, xxh3_128
+from eformer.checkpoint._codec import gzip_compress, gzip_decompress, sha256, xxh3_128, xxh3_128_of
 from eformer.errors import FormatError
 
 
@@ -45,7 +45,6 @@ def test_digests_are_the_published_functions():
     assert sha256(data) == hashlib.sha256(data.tobytes()).hexdigest()
 
 
-@given(st.binary(max_size=100), st.integers(1, 40))
-def test_block_digests_cover_each_byte_once(data, size):
-    blocks = [data[i : i + size] for i in range(0, len(data), size)]
-    assert block_digests(data, size) == [xxh3_128(block) for block in blocks]
+@given(st.lists(st.binary(max_size=100)))
+def test_the_digest_of_parts_is_that_of_the_whole(parts):
+    assert xxh3_128_of(parts) == xxh3_128(b"".join(parts))

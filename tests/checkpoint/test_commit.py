@@ -88,6 +88,87 @@ def test_an_error_that_nobody_asks_for_is_logged(tmp_path, caplog):
     assert "failed, and nobody asked" in caplog.text
 
 
+def test_an_error_that_nobody_asks_for_is_logged_at_exit_too(tmp_path):
+    code = (
+        "import sys, numpy as np\n"
+        "from eformer.checkpoint import save_async\n"
+        "pending = save_async({'n': np.ones(3)}, '/proc/nowhere/x')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "saving to /proc/nowhere/x failed, and nobody asked" in run.stderr
+
+
+def test_who_stops_waiting_does_not_stop_the_save(tmp_path, monkeypatch):
+    go = hold(monkeypatch)
+    pending = save_async({"w": np.ones(3)}, tmp_path / "a")
+
+    async def impatient():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pending, 0.01)
+
+    asyncio.run(impatient())
+    go.set()
+    assert pending.result() == str(tmp_path / "a")
+    assert load(tmp_path / "a")["w"].shape == (3,)
+
+
+def test_a_kept_error_does_not_keep_the_arrays(tmp_path):
+    (tmp_path / "file").write_text("x")
+    array = np.ones(3).view(Watched)
+    pending = save_async({"w": array}, tmp_path / "file" / "below")
+    assert pending.exception()
+    gc.collect()
+    assert Watched.alive == 1  # ours; the copy is gone
+
+
+class Watched(np.ndarray):
+    alive = 0
+
+    def __array_finalize__(self, _):
+        Watched.alive += 1
+
+    def __del__(self):
+        Watched.alive -= 1
+
+
+FORKS = """
+import os, signal, sys, threading
+from eformer.checkpoint import _hosts, _save, load, save, save_async
+from eformer.checkpoint._formats import _sealing
+
+_hosts.current = _hosts.Alone  # else a backend of JAX would start, and those do not survive a fork
+path, go, make = sys.argv[1], threading.Event(), _save.make_directories
+_save.make_directories = lambda path: (go.wait(60), make(path))
+pending = save_async({"w": 1}, path)
+child = os.fork()
+if child == 0:  # the parent's save is under way, and ends in the parent alone
+    go.set()
+    save({"w": 2}, path)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0 and load(path) == {"w": 2}
+go.set()
+pending.result()
+
+finish, children = _sealing._finish, []
+def fork_inside(*args):  # while the directory is locked
+    children.append(os.fork())
+    if children[-1] == 0:
+        signal.pause()
+    return finish(*args)
+
+_sealing._finish = fork_inside
+save({"w": 3}, path)
+_sealing._finish = finish
+save({"w": 4}, path)
+assert load(path) == {"w": 4}
+os.kill(children[0], signal.SIGKILL)
+"""
+
+
+def test_a_forked_child_neither_keeps_locks_nor_waits_for_its_parent(tmp_path):
+    subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], check=True, timeout=60)
+
+
 def test_a_save_that_cannot_start_holds_nobody_up(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda self: 1 / 0)

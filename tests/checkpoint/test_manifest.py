@@ -12,6 +12,7 @@ from eformer.checkpoint._manifest import (
     LeafEntry,
     Leaves,
     Manifest,
+    RecordedSharding,
     TreeEntry,
     check_seal,
     encode_leaves,
@@ -38,14 +39,14 @@ names = keys.map(lambda key: key.encode("utf-8", "replace").decode())
 leaves = st.builds(
     a_leaf,
     home=st.sampled_from(["jax", "numpy"]),
-    key=st.none() | st.just("fry"),
-    sharding=st.none() | st.just({"spec": ["x", None, ["x", "y"]], "mesh": {"x": 2, "y": 4}}),
+    key=st.none(),
+    sharding=st.none() | st.just(RecordedSharding(("x", None, ("x", "y")), {"x": 2, "y": 4})),
 )
 trees = st.builds(
     a_tree,
     st.dictionaries(names, leaves, max_size=4),
     raw_metadata=st.dictionaries(names, st.integers().map(value_to_json), max_size=3),
-    raw_values=st.dictionaries(names, st.floats().map(value_to_json), max_size=3),
+    raw_values=st.dictionaries(names.map("value {}".format), st.floats().map(value_to_json), max_size=3),
 )
 manifests = st.builds(
     lambda t: Manifest(format="safetensors", trees=t), st.dictionaries(names, trees, max_size=3)
@@ -102,6 +103,7 @@ ROWS = ((0, 0), (2, 4))
     ("leaf", "problem"),
     [
         (a_leaf(dtype="pickle"), "unknown dtype"),
+        (a_leaf(key="fry"), "no keys"),
         (a_leaf(shape=(-4, -4)), "negative"),
         (a_leaf(shape=(2**40, 2**40)), "which takes"),
         (a_leaf(Extent(1, 0, 64, DIGEST)), "file 1 of 1"),
@@ -130,3 +132,46 @@ def test_an_entry_that_contradicts_itself_is_refused(leaf, problem):
 def test_four_bit_numbers_share_a_byte():
     tree = a_tree({"w": a_leaf(Extent(0, 0, 8, DIGEST), dtype="float4_e2m1fn")})
     assert tree.leaves["w"].nbytes == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"save_id": ""}, "save ''"),
+        ({"block": 0}, "pieces of 0"),
+        ({"block": 2**50}, "pieces of 1125899906842624"),
+        ({"files": (DataFile("f", 10), DataFile("f", 10))}, "named twice"),
+        ({"files": (DataFile("f", 10, -8),)}, "header of -8"),
+        ({"files": (DataFile("f", 10, 20),)}, "header of 20"),
+    ],
+)
+def test_a_tree_that_contradicts_itself_is_refused(change, problem):
+    tree = msgspec.structs.replace(a_tree({}), **change)
+    with pytest.raises(FormatError, match=problem):
+        Manifest.from_json(Manifest(format="f", trees={"": tree}).to_json(), "m")
+
+
+def test_a_name_is_an_array_or_a_value_but_not_both():
+    with pytest.raises(FormatError, match=r"\['w'\] as arrays and as plain values"):
+        _ = a_tree({"w": a_leaf()}, raw_values={"w": 1}).leaves
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [{"spec": 5, "mesh": {}}, {"a": 1}, {"spec": [{}], "mesh": {}}, {"spec": [], "mesh": {"x": "y"}}, 3],
+)
+def test_a_sharding_is_what_it_should_be(sharding):
+    leaf = ["float32", [4, 4], [[0, 0, 64, DIGEST, None]], "jax", None, sharding]
+    tree = msgspec.structs.replace(a_tree({}), raw_leaves=msgspec.Raw(msgspec.json.encode({"w": leaf})))
+    with pytest.raises(FormatError, match="list of leaves makes no sense"):
+        _ = tree.leaves
+
+
+@pytest.mark.parametrize(
+    "data", [b'{"digest":"\xff', b"\xff" * 99, b'{"digest":"' + b"0" * 32 + b'","format":"\xff"}']
+)
+def test_what_is_not_even_text_is_refused(data):
+    with pytest.raises(FormatError):
+        Manifest.from_json(data, "m")
+    with pytest.raises(FormatError):
+        Manifest.parse(data, "m")

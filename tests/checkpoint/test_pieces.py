@@ -15,6 +15,7 @@ from eformer.checkpoint._pieces import (
     merged,
     offset_within,
     pieces,
+    pieces_in,
     shifted,
 )
 
@@ -101,3 +102,28 @@ def test_boxes_that_are_no_grid_can_tile_too():
     boxes = [Region(*box) for box in pinwheel]
     assert is_tiling(boxes, (3, 3))
     assert not is_tiling([*boxes[:-1], Region((0, 1), (1, 2))], (3, 3))
+
+
+@given(shape=shapes, limit=limits, data=st.data())
+def test_the_pieces_in_a_region_are_those_that_touch_it(shape, limit, data):
+    start = tuple(data.draw(st.integers(0, n)) for n in shape)
+    stop = tuple(data.draw(st.integers(a, n)) for a, n in zip(start, shape, strict=True))
+    region = Region(start, stop)
+    expected = [
+        (i, p)
+        for i, p in enumerate(pieces(shape, 2, limit))
+        if region.size and (not shape or p.overlap(region))
+    ]
+    assert list(pieces_in(region, shape, 2, limit)) == expected
+
+
+def test_a_small_region_of_a_huge_box_takes_no_time():
+    shape = (2**20, 2**20)  # four million pieces
+    assert [n for n, _ in pieces_in(Region((7, 0), (8, 2)), shape, 4, 2**20)] == [28]
+
+
+def test_bricks_are_compared_with_their_neighbours_only():
+    bricks = [Region((y, x), (y + 1, x + 2)) for y in range(200) for x in range(y % 2, 200 - y % 2, 2)]
+    ends = [Region((y, x), (y + 1, x + 1)) for y in range(1, 200, 2) for x in (0, 199)]
+    assert is_tiling([*bricks, *ends], (200, 200))
+    assert not is_tiling([*bricks, *ends[1:], Region((0, 0), (1, 1))], (200, 200))

@@ -305,6 +305,22 @@ def test_a_malformed_file_is_a_format_error(tmp_path, data):
             call(tmp_path / "x.safetensors")
 
 
+def test_a_name_of_very_many_dots_is_no_problem(tmp_path):
+    safetensors.numpy.save_file({"." * 100_000: np.ones(1, np.float32)}, tmp_path / "x.safetensors")
+    assert jax.tree.leaves(load(tmp_path / "x.safetensors"))[0] == 1
+
+
+def test_sparse_files_that_claim_much_are_refused_at_once(tmp_path, weights):
+    for name in ("manifest.json", "model.safetensors.index.json", "x.safetensors"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(2**40)
+    for path in (tmp_path / "model.safetensors.index.json", tmp_path / "x.safetensors"):
+        with pytest.raises(FormatError):
+            load(path)
+    with pytest.raises((FormatError, NotFoundError)):
+        load(tmp_path)
+
+
 def test_an_absurd_empty_shape_is_no_crash(tmp_path):
     (tmp_path / "x.safetensors").write_bytes(
         header({"a": {"dtype": "F32", "shape": [0, 2**62], "data_offsets": [0, 0]}})
@@ -378,6 +394,63 @@ def test_a_file_holds_one_tree(tmp_path):
         save({"w": 2}, tmp_path / "x.safetensors")
     save({"w": 3}, tmp_path / "x.safetensors", prefix="a")
     assert load(tmp_path / "x.safetensors") == {"w": 3}
+
+
+def test_a_file_of_a_checkpoint_is_not_replaced_alone(tmp_path, weights):
+    save(weights, tmp_path)
+    with pytest.raises(ValueError, match="belongs to the checkpoint"):
+        save({"w": 1}, tmp_path / "model.safetensors")
+    assert_same(load(tmp_path), weights)
+
+
+def test_a_file_that_the_caller_names_is_replaced_whatever_it_is(tmp_path):
+    for data in (b"junk", header({"a": F32}, bytes(16))):
+        (tmp_path / "x.safetensors").write_bytes(data)
+        save({"w": 1}, tmp_path / "x.safetensors")
+        assert load(tmp_path / "x.safetensors") == {"w": 1}
+
+
+def test_a_link_that_the_caller_names_is_followed(tmp_path, weights):
+    save(weights, tmp_path / "there" / "x.safetensors")
+    save(weights, tmp_path / "there" / "d")
+    for name in ("x.safetensors", "d"):
+        (tmp_path / name).symlink_to(tmp_path / "there" / name)
+        assert_same(load(tmp_path / name), weights)
+
+
+def test_an_index_that_is_a_link_is_not_written_through(tmp_path, weights):
+    save(weights, tmp_path / "d")
+    (tmp_path / "mine.json").write_text("{}")
+    (tmp_path / "d" / "model.safetensors.index.json").symlink_to("../mine.json")
+    save(weights, tmp_path / "d")
+    assert (tmp_path / "mine.json").read_text() == "{}"
+    assert_equal(read_by_index(tmp_path / "d"), flat(weights))
+
+
+def test_an_index_leads_to_its_own_tree(tmp_path):
+    for prefix in (None, "model_ema", "model"):
+        for _ in range(2):
+            save({"of": str(prefix), "w": np.ones(3)}, tmp_path, prefix=prefix)
+    assert load(tmp_path / "model.safetensors.index.json")["of"] == "None"
+    assert load(tmp_path / "model_ema.safetensors.index.json")["of"] == "model_ema"
+
+
+def test_a_manifest_of_something_else_is_neither_a_hindrance_nor_replaced(tmp_path, weights):
+    (tmp_path / "manifest.json").write_text('{"name": "an app"}')
+    safetensors.numpy.save_file(flat(weights), tmp_path / "model.safetensors")
+    assert load(tmp_path)["a"]["w"].shape == (5, 7)
+    with pytest.raises(FileExistsError, match=r"manifest.json was not written by eformer"):
+        save(weights, tmp_path, prefix="mine")
+
+
+def test_what_lies_about_does_not_make_a_save_fail(tmp_path, weights):
+    save(weights, tmp_path)
+    (tmp_path / "x.safetensors").write_bytes(header(b'{"\xff": 1}'))
+    (tmp_path / "model.safetensors.index.json").write_bytes(b'{"metadata": {"eformer": "\xff"}}')
+    for _ in range(2):
+        save(weights, tmp_path)
+    assert_equal(read_by_index(tmp_path), flat(weights))
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_file_can_be_renamed_and_a_directory_moved(tmp_path, weights):
@@ -490,6 +563,31 @@ def test_a_reader_always_sees_one_whole_checkpoint(tmp_path):
         assert checkpoint.verify(tmp_path).ok
     writer.join()
     assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch, verify):
+    from eformer.checkpoint import _load, _verify, _view
+
+    path, step = tmp_path / "x.safetensors", iter(range(100))
+
+    def then_replaced(call):
+        def first_replace(*args, **kwargs):
+            monkeypatch.setattr(call[0], call[1], original)
+            save({"a": np.full(4, n := next(step)), "step": n}, path)
+            return original(*args, **kwargs)
+
+        original = getattr(*call)
+        monkeypatch.setattr(*call, first_replace)
+
+    save({"a": np.full(4, -1), "step": -1}, path)
+    then_replaced((_load, "_read"))
+    assert_same(load(path, verify=verify), {"a": np.full(4, 0), "step": 0})
+    then_replaced((_verify, "_damages"))
+    assert checkpoint.verify(path).ok
+    then_replaced((_view, "View"))
+    with checkpoint.open(path) as view:
+        assert view["a"][0] == view["step"] == 2
 
 
 def test_an_open_view_outlives_its_checkpoint(tmp_path):

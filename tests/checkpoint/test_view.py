@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from eformer import checkpoint
 from eformer.checkpoint import save
+from eformer.errors import CorruptionError
 
 ARRAY = np.arange(6 * 5 * 4, dtype=np.int16).reshape(6, 5, 4)
 
@@ -121,3 +122,14 @@ def test_inspect_tells_what_there_is(tmp_path):
     leaf = tree.leaves["w"]
     assert (leaf.dtype, leaf.shape, leaf.home) == ("float32", (3, 4), "jax")
     assert tree.written_by.startswith("eformer ")
+
+
+def test_a_few_rows_do_not_keep_all_between_them(view):
+    assert view["a"][::5].base is None or view["a"][::5].base.nbytes < ARRAY.nbytes
+
+
+def test_a_view_of_a_checkpoint_whose_file_is_gone_says_so(tmp_path):
+    save({"a": ARRAY}, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CorruptionError, match="names a file that is gone"):
+        checkpoint.open(tmp_path)

@@ -17,8 +17,19 @@ from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
 from eformer.checkpoint import SaveOptions, load, save, save_async
-from eformer.errors import CorruptionError, LeafError, MismatchError, NotFoundError
-from support.trees import DTYPES, HOSTILE, Layer, Moments, Pair, any_trees, arrays, assert_same, scalars
+from eformer.errors import CorruptionError, LeafError, MismatchError, NotFoundError, StructureError
+from support.trees import (
+    DTYPES,
+    HOSTILE,
+    Layer,
+    Moments,
+    Pair,
+    Unregistered,
+    any_trees,
+    arrays,
+    assert_same,
+    scalars,
+)
 
 JAX_DTYPES = [
     jnp.bool_, jnp.int4, jnp.uint4, jnp.int2, jnp.uint2, jnp.int8, jnp.uint8, jnp.int16, jnp.uint16, jnp.int32, jnp.uint32,
@@ -276,6 +287,23 @@ class CheckpointContract:
         with pytest.raises(MismatchError):
             load(path, like={"a": 1})
 
+    def test_plain_values_are_compared_by_kind(self, path):
+        save({"n": 3, "t": "text"}, path)
+        assert load(path, like={"n": 0.5, "t": ""}) == {"n": 3, "t": "text"}
+        with pytest.raises(MismatchError, match=r"'n': expected a plain str, found a int"):
+            load(path, like={"n": "", "t": ""})
+
+    def test_a_cast_is_suggested_where_it_would_help(self, path):
+        save({"w": jnp.ones(3)}, path)
+        with pytest.raises(MismatchError, match=r"expected bfloat16\[3\], found float32\[3\]; dtype= casts"):
+            load(path, like={"w": jnp.ones(3, jnp.bfloat16)})
+
+    def test_a_class_that_cannot_be_built_is_refused_before_data_is_read(self, path, monkeypatch):
+        save(Unregistered(jnp.ones(3)), path)
+        monkeypatch.setattr("eformer.checkpoint._load.fetch", None)
+        with pytest.raises(StructureError, match=r"Unregistered.*like="):
+            load(path)
+
     # ------------------------------------------------------------------------------------------- keys
 
     def test_keys_select_leaves_subtrees_and_patterns(self, path):
@@ -294,6 +322,10 @@ class CheckpointContract:
         )
         with pytest.raises(MismatchError, match=r"'param'.*nearest"):
             load(path, keys=["param"])
+
+    def test_keys_may_come_one_by_one(self, path):
+        save({"a": 1, "b": 2}, path)
+        assert load(path, keys=(key for key in "ab")) == {"a": 1, "b": 2}
 
     def test_keys_narrow_what_like_is_compared_with(self, path):
         save(model(), path)
@@ -347,7 +379,7 @@ class CheckpointContract:
         assert isinstance(loaded["a"], np.ndarray)
         assert loaded["a"][0] == 2**40 + 5
         assert loaded["f"][0] == 1e300
-        assert "2 leaves of 64 bits" in caplog.text
+        assert "2 leaves are returned as numpy arrays" in caplog.text
         with pytest.raises(MismatchError, match="'a' is int64"):
             load(path, shardings=layouts()["replicated"])
 
@@ -427,6 +459,33 @@ class CheckpointContract:
         with pytest.raises(MismatchError, match=r"'a.w'.*no Sharding"):
             load(path, shardings={"a.w": 3})
 
+    def test_shardings_of_leaves_that_are_left_out_do_not_matter(self, path):
+        save({"a": jnp.ones(8), "b": jnp.ones(8), "n": 3}, path)
+        rows = layouts()["rows"]
+        assert list(load(path, keys="a", shardings={"a": rows, "b": rows})) == ["a"]
+        with pytest.raises(MismatchError, match=r"'n', which is not an array"):
+            load(path, shardings={"n": rows})
+
+    def test_an_error_of_the_callers_function_is_the_callers_to_see(self, path):
+        save({"a": jnp.ones(8)}, path)
+
+        def broken(x):
+            raise FileNotFoundError("mine")
+
+        with pytest.raises(FileNotFoundError, match=r"^mine$"):
+            load(path, shardings={"a": broken})
+
+    def test_axes_named_twice_and_things_that_are_no_spec_are_reported_by_leaf(self, path):
+        save({"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}, path)
+        with pytest.raises(MismatchError) as error:
+            load(path, mesh=meshes()[0], rules=[("a", P("x", "x")), ("b", "x")])
+        assert len(error.value.problems) == 2
+
+    def test_keys_lie_in_pinned_memory_too(self, path):
+        save({"k": jax.random.split(jax.random.key(0), 8)}, path)
+        pinned = layouts()["rows"].with_memory_kind("pinned_host")
+        assert load(path, shardings=pinned)["k"].sharding.memory_kind == "pinned_host"
+
     def test_one_sharding_for_all(self, path):
         save({"a": jnp.ones(8), "b": np.ones((8, 2))}, path)
         loaded = load(path, shardings=layouts()["rows"], dtype="f32")
@@ -487,6 +546,37 @@ class CheckpointContract:
         assert pending[-1].result()
         assert load(path)["step"] == 7
         assert all(p.result() for p in pending)
+
+    def test_a_relative_path_stays_where_it_was(self, path, monkeypatch):
+        path.parent.mkdir(exist_ok=True)
+        monkeypatch.chdir(path.parent)
+        pending = save_async({"w": np.ones(100_000)}, path.name)
+        monkeypatch.chdir("/")
+        assert pending.result() == path.name
+        assert load(path)["w"].shape == (100_000,)
+
+    def test_prefixes_and_paths_that_cannot_be_are_refused_at_once(self, path):
+        for prefix in ("x" * 300, "\ud800"):
+            with pytest.raises(ValueError, match="prefix="):
+                save({}, path, prefix=prefix)
+        with pytest.raises(TypeError, match="a prefix is text"):
+            save({}, path, prefix=0)
+        for call in (lambda: save({}, ""), lambda: load("")):
+            with pytest.raises(ValueError, match="path is empty"):
+                call()
+        assert not path.exists()
+
+    def test_a_leaf_may_be_called_anything(self, path):
+        tree = {
+            "data_offsets": np.ones(3),
+            "__metadata__": np.zeros(2),
+            "dtype": 3,
+            "digest": "x",
+            "manifest": np.ones(1),
+        }
+        for _ in range(2):
+            save(tree, path)
+            assert_same(load(path), tree)
 
     # ------------------------------------------------------------------------------------- corruption
 

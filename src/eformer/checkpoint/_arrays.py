@@ -17,7 +17,7 @@ from eformer.checkpoint._leaf import Region
 from eformer.checkpoint._ndarray import dtype_from_name, is_floating, name_of_dtype
 from eformer.checkpoint._pieces import merged
 from eformer.checkpoint._plan import owners
-from eformer.checkpoint._rules import sharding_to_json
+from eformer.checkpoint._rules import recorded_sharding
 from eformer.checkpoint._value import is_recorded, value_to_json
 from eformer.errors import LeafError
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from eformer.checkpoint._hosts import Hosts
+    from eformer.checkpoint._manifest import RecordedSharding
     from eformer.checkpoint._options import SaveOptions
 
 Part = tuple[Region, Any]
@@ -43,7 +44,7 @@ class Source(Struct, frozen=True, gc=False):
     shape: tuple[int, ...]
     home: str = "jax"
     key: str | None = None
-    sharding: dict[str, Any] | None = None
+    sharding: RecordedSharding | None = None
     whole: np.ndarray[Any, Any] | None = None
     parts: Sequence[Part] = ()
     regions: Sequence[Region] = ()
@@ -92,7 +93,7 @@ class _Reader:
         self.where = options.snapshot
         self.hosts = hosts
         self.detach = detach
-        self.facts: dict[Any, tuple[bool, dict[str, Any] | None]] = {}
+        self.facts: dict[Any, tuple[bool, RecordedSharding | None]] = {}
         self.written = [0] * hosts.count
 
     def for_type(self, kind: type) -> Callable[[str, Any], Source] | None:
@@ -127,7 +128,7 @@ class _Reader:
         host: np.ndarray[Any, Any],
         home: str,
         key: str | None = None,
-        sharding: dict[str, Any] | None = None,
+        sharding: RecordedSharding | None = None,
     ) -> Source:
         """An array that every process has a copy of, or that only the first has: the first one writes it."""
         if self.hosts.index:
@@ -137,14 +138,14 @@ class _Reader:
     def stored(self, dtype: str) -> str:
         return self.dtype if self.dtype and is_floating(dtype) else dtype
 
-    def look_at(self, array: jax.Array) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the array is in the memory of one CPU device, and its sharding as JSON."""
+    def look_at(self, array: jax.Array) -> tuple[bool, RecordedSharding | None]:
+        """Whether the array is in the memory of one CPU device, and how it lies on its mesh."""
         sharding = array.sharding
         facts = self.facts.get(sharding)
         if facts is None:
             devices: set[Any] = sharding.device_set
             at_hand = len(devices) == 1 and next(iter(devices)).platform == "cpu"
-            facts = self.facts[sharding] = (at_hand, sharding_to_json(sharding))
+            facts = self.facts[sharding] = (at_hand, recorded_sharding(sharding))
         return facts
 
     def own_parts(self, array: jax.Array) -> tuple[list[Part], list[Region]]:
@@ -213,6 +214,14 @@ def _have_room(arrays: Iterable[jax.Array]) -> bool:
 # ------------------------------------------------------------------------------------------- staging
 
 
+_CPU_BATCH_BYTES = 8 * 2**20
+
+
+def _platform(array: jax.Array) -> str:
+    device: Any = next(iter(array.devices()))
+    return str(device.platform)
+
+
 class Staging:
     """Host memory that bytes pass through on their way from a device to the disk; at most a budget."""
 
@@ -220,6 +229,11 @@ class Staging:
         self.budget = budget
         self.used = 0
         self.changed = threading.Condition()
+
+    def batch_bytes(self, parts: Sequence[Part]) -> int:
+        """How much to fetch at once. What a CPU keeps packed is unpacked here: no need to have much of it."""
+        is_on_cpu = all(isinstance(a, np.ndarray) or _platform(a) == "cpu" for _, a in parts)
+        return min(self.budget // 4, _CPU_BATCH_BYTES) if is_on_cpu else self.budget // 4
 
     def fetch(self, parts: Sequence[Part], region: Region) -> tuple[list[Part], int]:
         """What lies inside `region`, in host memory, and how many bytes to `release` when it is written.

@@ -7,12 +7,17 @@ import hashlib
 import zlib
 from typing import TYPE_CHECKING
 
+import msgspec
 import xxhash
 
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Buffer, Iterable  # type: ignore[attr-defined,unused-ignore]  # Python 3.12
+
+
+# What decoding JSON that is none may raise: not JSON, not UTF-8, nested without end.
+MALFORMED_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def xxh3_128(data: Buffer) -> str:
@@ -26,12 +31,6 @@ def xxh3_128_of(parts: Iterable[Buffer]) -> str:
     for part in parts:
         hasher.update(part)
     return hasher.hexdigest()
-
-
-def block_digests(data: Buffer, block_size: int) -> list[str]:
-    """One xxh3-128 for each block of `block_size` bytes, so that a part can be read and checked alone."""
-    view = memoryview(data).cast("B")
-    return [xxh3_128(view[start : start + block_size]) for start in range(0, len(view), block_size)]
 
 
 def sha256(data: Buffer) -> str:

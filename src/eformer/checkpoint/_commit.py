@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
+import traceback
+import weakref
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -99,16 +102,19 @@ class Pending:
     def __init__(self, path: str) -> None:
         self.path = path
         self._future: Future[str] = Future()
+        self._future.set_running_or_notify_cancel()  # who stops waiting does not stop the save
         self._was_asked = False
+        _unfinished.add(self)
 
     def result(self, timeout: float | None = None) -> str:
         """Waits for the end; raises the save's own error, or TimeoutError if it is not there in time."""
-        self._was_asked = True
-        return self._future.result(timeout)
+        self.exception(timeout)
+        return self._future.result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = self._future.exception(timeout)
         self._was_asked = True
-        return self._future.exception(timeout)
+        return error
 
     def done(self) -> bool:
         return self._future.done()
@@ -124,25 +130,49 @@ class Pending:
         return asyncio.wrap_future(self._future).__await__()
 
     def __del__(self) -> None:
+        self.complain()
+
+    def complain(self) -> None:
+        """Logs an error that nobody has asked for."""
         if self._future.done() and not self._was_asked and (error := self._future.exception()):
+            self._was_asked = True
             logger.error("saving to %s failed, and nobody asked for the result", self.path, exc_info=error)
 
     def __repr__(self) -> str:
         state = "under way" if not self.done() else "failed" if self._future.exception() else "done"
         return f"<Pending save to {self.path}: {state}>"
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Carries out the save in this thread."""
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001  handed to whoever asks
-            self._future.set_exception(error)
-        else:
-            self._future.set_result(self.path)
-
     def start(self, work: Callable[[], None]) -> None:
         """Carries out the save in a thread of its own, for which the interpreter waits at its exit."""
-        threading.Thread(target=self.run, args=(work,), name="eformer-save", daemon=False).start()
+        threading.Thread(target=self._run, args=(work,), name="eformer-save", daemon=False).start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        error = _error_of(work)
+        del work
+        if error is None:
+            self._future.set_result(self.path)
+        else:
+            traceback.clear_frames(
+                error.__traceback__
+            )  # which hold the arrays, for as long as the error is kept
+            self._future.set_exception(error)
+
+
+def _error_of(work: Callable[[], None]) -> BaseException | None:
+    try:
+        work()
+    except BaseException as error:  # noqa: BLE001  handed to whoever asks
+        return error
+    return None
+
+
+_unfinished: weakref.WeakSet[Pending] = weakref.WeakSet()
+
+
+@atexit.register
+def _complain_at_exit() -> None:
+    for pending in list(_unfinished):
+        pending.complain()
 
 
 # Saves to one place commit in the order in which they were called, however long each takes to write.
@@ -150,6 +180,9 @@ class Pending:
 
 class _Turns:
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
         self._lock = threading.Lock()
         self._last: dict[tuple[str, int], threading.Event] = {}
 
@@ -184,3 +217,4 @@ class Turn:
 
 
 turns = _Turns()
+os.register_at_fork(after_in_child=turns.reset)  # the threads that would end these turns are in the parent

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence  # noqa: TC003  msgspec reads them
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Number
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jax.sharding import Sharding
 from eformer.checkpoint._formats._reading import Found, close_files, find, was_replaced
 from eformer.checkpoint._leaf import Region, with_nearest
 from eformer.checkpoint._manifest import LeafEntry, TreeEntry  # noqa: TC001  msgspec reads them
-from eformer.checkpoint._ndarray import floating_dtype, is_floating
+from eformer.checkpoint._ndarray import dtype_from_name, floating_dtype, is_floating
 from eformer.checkpoint._plan import Want
 from eformer.checkpoint._pool import default_threads
 from eformer.checkpoint._rules import Leaf, PartitionSpec, Rules, place
@@ -60,28 +61,32 @@ def load(
 
     `dtype` casts floating leaves. `verify=False` skips the digests.
     """
-    request = _Request(like, prefix, keys, mesh, rules, shardings, dtype, verify)
-    for _ in range(_MOST_RESTARTS):
-        found = find(path)
-        try:
-            return _load(found, request)
-        except (FileNotFoundError, CorruptionError) as error:
-            if not was_replaced(found):
-                if isinstance(error, FileNotFoundError):
-                    raise CorruptionError(
-                        f"{path}: the manifest names a file that is gone: {error}"
-                    ) from error
-                raise
-    raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while it was being read")
+    request = _Request(
+        like=None if like is None else flatten(like)[0],
+        prefix=prefix,
+        keys=None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys),
+        mesh=mesh,
+        rules=None if rules is None else tuple(rules),
+        shardings=shardings,
+        dtype=dtype,
+        verify=verify,
+    )
+    tree, items, selected = _read_one(path, request)
+    leaves = _assemble(items) | {name: value for name, value in tree.values.items() if name in selected}
+    if like is not None:
+        return unflatten_like(like, leaves)
+    if request.keys is not None:
+        return {name: leaves[name] for name in selected}
+    return unflatten(msgspec.json.decode(tree.structure), leaves)
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What the caller asked for."""
+    """What the caller asked for. `like` is there as its leaves by name."""
 
-    like: Any
+    like: Mapping[str, Any] | None
     prefix: str | None
-    keys: str | Iterable[str] | None
+    keys: tuple[str, ...] | None
     mesh: jax.sharding.Mesh | None
     rules: Rules | None
     shardings: Any
@@ -89,33 +94,48 @@ class _Request:
     verify: bool
 
 
-def _load(found: Found, request: _Request) -> Any:
-    tree = found.tree(request.prefix)
-    selected = select(tree, request.keys)
-    template = _Template.of(request.like)
-    items = _items(tree, selected, template, request)
-    values = {name: value for name, value in tree.values.items() if name in selected}
-    _place(items, request)
-    _read(found, tree, items, request.verify)
-    leaves = {**_assemble(items), **values}
-    if template:
-        return unflatten_like(request.like, leaves)
-    if request.keys is not None:
-        return {name: leaves[name] for name in selected}
-    return unflatten(msgspec.json.decode(tree.structure), leaves)
+def _read_one(
+    path: str | os.PathLike[str], request: _Request
+) -> tuple[TreeEntry, list[_Item], dict[str, None]]:
+    """The wanted leaves of one whole checkpoint: if another save replaces it meanwhile, those of the newer one."""
+    for _ in range(_MOST_RESTARTS):
+        found = find(path)
+        tree = found.tree(request.prefix)
+        selected = select(tree, request.keys)
+        items = _items(tree, selected, request)
+        if request.like is None and request.keys is None:
+            _require_classes(tree)
+        _place(items, tree, request)
+        try:
+            _read(found, tree, items, request.verify)
+        except (FileNotFoundError, CorruptionError) as error:
+            if was_replaced(found):
+                continue
+            if isinstance(error, FileNotFoundError):
+                raise CorruptionError(f"{path}: the manifest names a file that is gone: {error}") from error
+            raise
+        return tree, items, selected
+    raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while it was being read")
+
+
+def _require_classes(tree: TreeEntry) -> None:
+    """Refuses a structure that cannot be rebuilt before its data is read. Only classes can be missing."""
+    if any(kind in bytes(tree.structure) for kind in (b'"namedtuple":', b'"dataclass":', b'"node":')):
+        names = [*tree.leaves, *tree.raw_values]
+        unflatten(msgspec.json.decode(tree.structure), dict.fromkeys(names))
 
 
 # -------------------------------------------------------------------------------------------- select
 
 
-def select(tree: TreeEntry, keys: str | Iterable[str] | None) -> dict[str, None]:
+def select(tree: TreeEntry, keys: Iterable[str] | None) -> dict[str, None]:
     """The names of the leaves that `keys` name or match, or that lie below a name."""
     names = dict.fromkeys([*tree.leaves, *tree.raw_values])
     if keys is None:
         return names
     chosen: dict[str, None] = {}
     unknown = []
-    for key in [keys] if isinstance(keys, str) else keys:
+    for key in keys:
         if key in names:
             chosen[key] = None
             continue
@@ -133,17 +153,6 @@ def select(tree: TreeEntry, keys: str | Iterable[str] | None) -> dict[str, None]
     return {name: None for name in names if name in chosen}
 
 
-@dataclass(frozen=True, slots=True)
-class _Template:
-    """The leaves of `like` by name."""
-
-    leaves: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, like: Any) -> _Template | None:
-        return None if like is None else cls(flatten(like)[0])
-
-
 class _Item(msgspec.Struct, gc=False):
     """A leaf on its way: what is stored, what it is to become, and where."""
 
@@ -159,9 +168,7 @@ class _Item(msgspec.Struct, gc=False):
     arrays: Sequence[Any] = ()
 
 
-def _items(
-    tree: TreeEntry, selected: Mapping[str, None], template: _Template | None, request: _Request
-) -> list[_Item]:
+def _items(tree: TreeEntry, selected: Mapping[str, None], request: _Request) -> list[_Item]:
     """The arrays among the selected leaves, if they are what `like` expects; else every difference at once."""
     cast = None if request.dtype is None else floating_dtype(request.dtype)
     entries = tree.leaves
@@ -171,17 +178,17 @@ def _items(
             entry = entries[name]
             dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
             items.append(_Item(name, entry, dtype, as_numpy=entry.home == "numpy"))
-    if template:
-        problems = list(_differences(items, selected, template.leaves))
+    if request.like is not None:
+        problems = list(_differences(items, selected, tree, request.like))
         if problems:
             raise MismatchError(problems, context="the checkpoint does not fit `like`")
         for item in items:
-            _follow(item, template.leaves[item.name])
+            _follow(item, request.like[item.name])
     return items
 
 
 def _differences(
-    items: Sequence[_Item], selected: Mapping[str, None], like: Mapping[str, Any]
+    items: Sequence[_Item], selected: Mapping[str, None], tree: TreeEntry, like: Mapping[str, Any]
 ) -> Iterable[str]:
     missing = [name for name in like if name not in selected]
     unexpected = [name for name in selected if name not in like]
@@ -189,13 +196,19 @@ def _differences(
         yield f"missing leaf {name!r}{hint}: `like` has it, the checkpoint does not"
     for name, hint in with_nearest(unexpected, like):
         yield f"unexpected leaf {name!r}{hint}: the checkpoint has it, `like` does not"
-    arrays = {item.name for item in items}
     for item in items:
         if item.name in like:
             yield from _array_difference(item, like[item.name])
-    for name in selected:
-        if name in like and name not in arrays and _describes_array(like[name]):
-            yield f"leaf {name!r}: expected an array, found a plain value"
+    for name, value in tree.values.items():
+        if name in selected and name in like:
+            yield from _value_difference(name, value, like[name])
+
+
+def _value_difference(name: str, value: Any, leaf: Any) -> Iterable[str]:
+    if _describes_array(leaf):
+        yield f"leaf {name!r}: expected an array, found a plain {type(value).__name__}"
+    elif type(value) is not type(leaf) and not (isinstance(value, Number) and isinstance(leaf, Number)):
+        yield f"leaf {name!r}: expected a plain {type(leaf).__name__}, found a {type(value).__name__}"
 
 
 def _describes_array(leaf: Any) -> bool:
@@ -212,8 +225,10 @@ def _array_difference(item: _Item, leaf: Any) -> Iterable[str]:
         yield f"leaf {item.name!r}: expected a plain {type(leaf).__name__}, found {found}"
         return
     expected = _described(_dtype_name(leaf.dtype), tuple(leaf.shape))
+    same_shape = tuple(leaf.shape) == item.entry.logical_shape
     if expected != found:
-        yield f"leaf {item.name!r}: expected {expected}, found {found}"
+        cast = "; dtype= casts" if is_floating(expected) and is_floating(found) else ""
+        yield f"leaf {item.name!r}: expected {expected}, found {found}{cast if same_shape else ''}"
 
 
 def _described(dtype: str, shape: tuple[int, ...]) -> str:
@@ -245,48 +260,59 @@ def _follow(item: _Item, leaf: Any) -> None:
 # --------------------------------------------------------------------------------------------- place
 
 
-def _place(items: Sequence[_Item], request: _Request) -> None:
+def _place(items: Sequence[_Item], tree: TreeEntry, request: _Request) -> None:
     """A sharding, the default device or host memory for every item, and the boxes that each device needs."""
     said = (request.mesh, request.rules, request.shardings, *(i.sharding for i in items))
     if any(argument is not None for argument in said):
-        _follow_arguments(items, request)
-    if not _config.jax_enable_x64:
-        _keep_wide([item for item in items if item.dtype in _WIDE and not item.as_numpy])
+        _follow_arguments(items, tree, request)
+    _keep_on_host(
+        [item for item in items if not item.as_numpy and not _jax_holds(item.dtype, _config.jax_enable_x64)]
+    )
     for item in items:
         if item.sharding is not None and not item.as_numpy:
             _cut_up(item)
 
 
-def _follow_arguments(items: Sequence[_Item], request: _Request) -> None:
+def _follow_arguments(items: Sequence[_Item], tree: TreeEntry, request: _Request) -> None:
     leaves = {
         item.name: Leaf(item.entry.logical_shape, item.sharding, item.entry.sharding, item.as_numpy)
         for item in items
     }
-    placed, after = place(leaves, mesh=request.mesh, rules=request.rules, shardings=request.shardings)
+    ignored = tree.leaves.keys() - leaves.keys()  # which `keys` have left out
+    placed, after = place(
+        leaves, mesh=request.mesh, rules=request.rules, shardings=request.shardings, ignored=ignored
+    )
     for item in items:
         item.after = after.get(item.name)
         if item.name in placed:
             item.sharding, item.as_numpy, item.is_explicit = placed[item.name], False, True
 
 
-_WIDE = frozenset({"int64", "uint64", "float64", "complex128"})
+@lru_cache
+def _jax_holds(dtype: str, x64: bool) -> bool:  # noqa: ARG001  x64 is for the cache
+    """Whether JAX has this dtype. Without x64 it would cut 64 bits to 32 without a word; some it never has."""
+    try:
+        return bool(jax.dtypes.canonicalize_dtype(dtype_from_name(dtype)) == dtype_from_name(dtype))
+    except TypeError:
+        return False
 
 
-def _keep_wide(items: Sequence[_Item]) -> None:
-    """64-bit leaves stay numpy arrays where JAX would cut them to 32 bits without a word."""
+def _keep_on_host(items: Sequence[_Item]) -> None:
+    """Leaves that JAX cannot hold as they are stay numpy arrays, unless somebody wants them on a device."""
     refused = [item for item in items if item.is_explicit]
     if refused:
         problems = [f"leaf {item.name!r} is {item.dtype}{list(item.entry.shape)}" for item in refused]
         raise MismatchError(
             problems,
-            context="JAX would cut these to 32 bits; set jax_enable_x64, or pass dtype= or numpy arrays in like=",
+            context="JAX cannot hold these as they are; set jax_enable_x64, or pass dtype= or numpy arrays in like=",
         )
     for item in items:
         item.as_numpy = True
     if items:
         logger.warning(
-            "%d leaves of 64 bits are returned as numpy arrays, because jax_enable_x64 is off; the first is %r",
-            len(items), items[0].name,
+            "%d leaves are returned as numpy arrays, because JAX would change them (64 bits need jax_enable_x64); "
+            "the first is %r, %s",
+            len(items), items[0].name, items[0].dtype,
         )  # fmt: skip
 
 
@@ -402,7 +428,9 @@ def _of_key_data(sharding: Sharding, ndim: int) -> Sharding:
     """The sharding of the numbers inside keys that lie so."""
     if isinstance(sharding, jax.sharding.NamedSharding):
         spec = (*sharding.spec, *(None for _ in range(ndim - len(sharding.spec))), None)
-        return jax.sharding.NamedSharding(sharding.mesh, PartitionSpec(*spec))
+        return jax.sharding.NamedSharding(
+            sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind
+        )
     return sharding
 
 

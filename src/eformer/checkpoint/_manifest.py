@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from msgspec import Raw, Struct, field
 
-from eformer.checkpoint._codec import xxh3_128, xxh3_128_of
+from eformer.checkpoint._codec import MALFORMED_JSON, xxh3_128, xxh3_128_of
 from eformer.checkpoint._leaf import Region
 from eformer.checkpoint._ndarray import DTYPES, dtype_from_name
 from eformer.checkpoint._pieces import count_pieces, is_tiling
@@ -31,6 +31,7 @@ DIGEST_DIGITS = 32
 
 _NO_DIGEST = b"0" * DIGEST_DIGITS
 _MARK = b'"digest":"'
+_MOST_BLOCK = 2**30  # a piece is read into memory as a whole
 _MARK_WITHIN = 64  # the digest is the first field, also where something stands around the manifest
 
 
@@ -57,11 +58,17 @@ class Extent(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True)
     region: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
+class RecordedSharding(Struct, frozen=True):
+    """How an array lay on its mesh: by which axes of the mesh each of its own was cut, and their sizes."""
+
+    spec: tuple[str | tuple[str, ...] | None, ...]
+    mesh: dict[str, int]
+
+
 class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True):
     """What a leaf is and where its bytes are. `key` names the generator of a typed PRNG key, stored as its data.
 
-    `home` tells a numpy array from a jax.Array; `sharding` is how the latter lay on its mesh, as
-    {"spec": [...], "mesh": {axis: size}}.
+    `home` tells a numpy array from a jax.Array, and `sharding` how the latter lay on its mesh.
     """
 
     dtype: str
@@ -69,7 +76,7 @@ class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=Tr
     extents: tuple[Extent, ...]
     home: str = "jax"
     key: str | None = None
-    sharding: dict[str, Any] | None = None
+    sharding: RecordedSharding | None = None
 
     @property
     def nbytes(self) -> int:
@@ -115,6 +122,8 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
     def leaves(self) -> dict[str, LeafEntry]:
         """All leaves that are arrays, by name, in the tree's order."""
         entries = _parsed(self.raw_leaves, _decode_leaves)
+        if both := entries.keys() & self.raw_values.keys():
+            raise FormatError(f"the manifest has {sorted(both)[:3]} as arrays and as plain values")
         rooms = [file.nbytes - file.header_nbytes for file in self.files]
         for name, entry in entries.items():
             if not _is_plain(entry, rooms, self.block):
@@ -151,7 +160,7 @@ class Leaves(Mapping[str, LeafEntry]):
 def _parsed(raw: Raw, decode: Callable[[Raw], T]) -> T:
     try:
         return decode(raw)
-    except msgspec.MsgspecError as error:
+    except MALFORMED_JSON as error:
         raise FormatError(f"the manifest's list of leaves makes no sense: {error}") from error
 
 
@@ -188,7 +197,9 @@ class Manifest(Struct, frozen=True, kw_only=True):
                 raise FormatError(
                     f"version {manifest.version}; this eformer reads up to {VERSION}, please upgrade"
                 )
-        except (msgspec.MsgspecError, FormatError, RecursionError) as error:
+            for tree in manifest.trees.values():
+                _check_tree(tree)
+        except (*MALFORMED_JSON, FormatError) as error:
             raise FormatError(f"{origin} is no manifest that can be read: {error}") from error
         return manifest
 
@@ -213,6 +224,11 @@ def seal(data: bytes) -> bytes:
     return data[:start] + digest + data[start + DIGEST_DIGITS :]
 
 
+def has_seal(beginning: bytes) -> bool:
+    """Whether this could be the beginning of something sealed."""
+    return _digest_start(beginning) >= 0
+
+
 def check_seal(data: bytes, origin: str) -> None:
     start = _digest_start(data)
     if start < 0:
@@ -232,6 +248,19 @@ def _digest_start(data: bytes) -> int:
 
 
 # ------------------------------------------------------------------------------------------------ checks
+
+
+def _check_tree(tree: TreeEntry) -> None:
+    names = [file.name for file in tree.files]
+    if not tree.save_id or not 0 < tree.block <= _MOST_BLOCK:
+        raise FormatError(f"a tree of save {tree.save_id!r} with pieces of {tree.block} bytes")
+    if len(set(names)) < len(names):
+        raise FormatError("a file is named twice")
+    for file in tree.files:
+        if not 0 <= file.header_nbytes <= file.nbytes:
+            raise FormatError(
+                f"file {file.name!r} of {file.nbytes} bytes has a header of {file.header_nbytes}"
+            )
 
 
 def _check_leaf(name: str, entry: LeafEntry, tree: TreeEntry) -> None:
@@ -257,6 +286,7 @@ def _is_plain(entry: LeafEntry, rooms: list[int], block: int) -> bool:
         and entry.dtype in DTYPES
         and nbytes == DTYPES[entry.dtype].itemsize * math.prod(entry.shape)
         and min(entry.shape, default=0) >= 0
+        and entry.key is None
     )
 
 
@@ -264,6 +294,8 @@ def _check_numbers(entry: LeafEntry, tree: TreeEntry) -> None:
     itemsize = dtype_from_name(entry.dtype).itemsize
     if min(entry.shape, default=0) < 0:
         raise FormatError(f"negative dimension in shape {list(entry.shape)}")
+    if entry.key and (entry.dtype != "uint32" or not entry.shape):
+        raise FormatError(f"{entry.dtype}{list(entry.shape)} are no keys")
     if len(entry.extents) == 1 and entry.extents[0].region is None:
         _check_extent(entry.extents[0], entry.shape, itemsize, entry, tree)
         return

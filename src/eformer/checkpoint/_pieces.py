@@ -20,17 +20,29 @@ def pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> list[Region]:
 
     An empty box has no pieces.
     """
+    return [piece for _, piece in pieces_in(Region.whole(shape), shape, itemsize, limit)]
+
+
+def pieces_in(
+    region: Region, shape: tuple[int, ...], itemsize: int, limit: int
+) -> Iterator[tuple[int, Region]]:
+    """Those of the `pieces` that touch the region, with their numbers. Takes no time for the others."""
+    if not region.size:
+        return
     if itemsize * math.prod(shape) <= max(limit, itemsize):
-        return [Region.whole(shape)] if math.prod(shape) else []
+        yield 0, Region.whole(shape)
+        return
     axis, rows = _cut(shape, itemsize, limit)
-    inner = shape[axis + 1 :]
-    found = []
-    for outer in itertools.product(*(range(size) for size in shape[:axis])):
+    inner, in_a_row = shape[axis + 1 :], -(-shape[axis] // rows)
+    outer_ranges = [range(a, b) for a, b in zip(region.start[:axis], region.stop[:axis], strict=True)]
+    for outer in itertools.product(*outer_ranges):
+        number = 0
+        for index, size in zip(outer, shape, strict=False):
+            number = number * size + index
         end = tuple(index + 1 for index in outer)
-        for start in range(0, shape[axis], rows):
-            stop = min(start + rows, shape[axis])
-            found.append(Region((*outer, start, *(0 for _ in inner)), (*end, stop, *inner)))
-    return found
+        for part in range(region.start[axis] // rows, -(-region.stop[axis] // rows)):
+            start, stop = part * rows, min((part + 1) * rows, shape[axis])
+            yield number * in_a_row + part, Region((*outer, start, *(0 for _ in inner)), (*end, stop, *inner))
 
 
 def count_pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> int:
@@ -118,4 +130,15 @@ def is_tiling(boxes: Sequence[Region], shape: tuple[int, ...]) -> bool:
     ends = [dict(itertools.pairwise(axis)) for axis in edges]
     if all(end[a] == b for box in boxes for end, a, b in zip(ends, box.start, box.stop, strict=True)):
         return True
-    return not any(a.overlap(b) for a, b in itertools.combinations(boxes, 2))
+    return not _overlap_anywhere(boxes, max(range(len(shape)), key=lambda axis: len(edges[axis])))
+
+
+def _overlap_anywhere(boxes: Sequence[Region], axis: int) -> bool:
+    """Compares boxes only with those that are still open where they begin, along one axis."""
+    still_open: list[Region] = []
+    for box in sorted(boxes, key=lambda box: box.start[axis]):
+        still_open = [other for other in still_open if other.stop[axis] > box.start[axis]]
+        if any(box.overlap(other) for other in still_open):
+            return True
+        still_open.append(box)
+    return False

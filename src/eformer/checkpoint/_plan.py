@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from eformer.checkpoint._manifest import DIGEST_DIGITS, is_packed
 from eformer.checkpoint._ndarray import dtype_from_name
-from eformer.checkpoint._pieces import pieces, shifted
+from eformer.checkpoint._pieces import offset_within, pieces_in, shifted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -122,20 +122,27 @@ def plan_reads(wants: Sequence[Want], tree: TreeEntry) -> list[Read]:
     return list(_adjacent(found))
 
 
-def _stored_pieces(index: int, want: Want, extent: Extent, offset: int, block: int) -> Iterator[Stored]:
+def _stored_pieces(index: int, want: Want, extent: Extent, start: int, block: int) -> Iterator[Stored]:
     entry = want.entry
     box = entry.region_of(extent)
-    if want.regions is not None and not any(box.overlap(region) for region in want.regions):
-        return
     itemsize = dtype_from_name(entry.dtype).itemsize
-    inside = [box] if is_packed(entry, extent) else shifted(pieces(box.shape, itemsize, block), box.start)
-    for number, piece in enumerate(inside):
-        nbytes = extent.nbytes if is_packed(entry, extent) else itemsize * piece.size
+    if is_packed(entry, extent):
+        found = {0: box}
+    else:
+        wanted = [box] if want.regions is None else [o for r in want.regions if (o := box.overlap(r))]
+        found = {
+            number: piece
+            for region in wanted
+            for number, piece in pieces_in(region.inside(box), box.shape, itemsize, block)
+        }
+        found = dict(zip(found, shifted(found.values(), box.start), strict=True))
+    for number, piece in found.items():
         target = _target(piece, want.regions)
         if target is not None:
+            before = offset_within(piece, box) or 0  # elements of the extent; a piece is one run of them
+            nbytes = extent.nbytes if is_packed(entry, extent) else itemsize * piece.size
             digest = extent.digests[DIGEST_DIGITS * number : DIGEST_DIGITS * (number + 1)]
-            yield Stored(extent.file, offset, nbytes, index, digest, piece, target)
-        offset += nbytes
+            yield Stored(extent.file, start + before * itemsize, nbytes, index, digest, piece, target)
 
 
 def _target(piece: Region, regions: Sequence[Region] | None) -> int | None:

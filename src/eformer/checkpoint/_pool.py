@@ -35,7 +35,11 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int) -> None:
     except BaseException as error:  # noqa: BLE001  Ctrl-C, say: the helpers finish what they are at, and no more
         work.error = work.error or error
     for helper in helpers:
-        if helper.ident:
+        try:
+            if helper.ident:
+                helper.join()
+        except BaseException as error:  # noqa: BLE001  Ctrl-C while waiting: they end soon, and nobody is left behind
+            work.error = work.error or error
             helper.join()
     if work.error:
         raise work.error

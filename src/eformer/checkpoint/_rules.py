@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as _PartitionSpec
 
 from eformer.checkpoint._leaf import split_name, unescape, with_nearest
+from eformer.checkpoint._manifest import RecordedSharding
 from eformer.checkpoint._tree import flatten
 from eformer.errors import MismatchError
 
@@ -28,24 +29,18 @@ class Leaf:
 
     shape: tuple[int, ...]
     like: Any = None
-    recorded: Mapping[str, Any] | None = None
+    recorded: RecordedSharding | None = None
     is_numpy: bool = False
 
 
-def sharding_to_json(sharding: Sharding) -> dict[str, Any] | None:
-    """How an array lay on its mesh; None for one that lay on none."""
+def recorded_sharding(sharding: Sharding) -> RecordedSharding | None:
+    """How an array lies on its mesh; None for one that lies on none."""
     if not isinstance(sharding, NamedSharding):
         return None
-    spec = [list(axes) if isinstance(axes, tuple) else axes for axes in sharding.spec]
-    if not all(axes is None or isinstance(axes, (str, list)) for axes in spec):
+    spec = tuple(sharding.spec)
+    if not all(axes is None or isinstance(axes, (str, tuple)) for axes in spec):
         return None  # such as UNCONSTRAINED
-    return {"spec": spec, "mesh": dict(sharding.mesh.shape)}
-
-
-def spec_from_json(recorded: Mapping[str, Any]) -> _PartitionSpec:
-    axes = (tuple(axes) if isinstance(axes, list) else axes for axes in recorded["spec"])
-    spec: _PartitionSpec = PartitionSpec(*axes)
-    return spec
+    return RecordedSharding(spec, dict(sharding.mesh.shape))
 
 
 def by_name(shardings: Any, leaves: Container[str]) -> dict[str, Any]:
@@ -56,17 +51,22 @@ def by_name(shardings: Any, leaves: Container[str]) -> dict[str, Any]:
 
 
 def place(
-    leaves: Mapping[str, Leaf], *, mesh: Mesh | None, rules: Rules | None, shardings: Any
+    leaves: Mapping[str, Leaf],
+    *,
+    mesh: Mesh | None,
+    rules: Rules | None,
+    shardings: Any,
+    ignored: Container[str] = (),
 ) -> tuple[dict[str, Sharding], dict[str, Callable[[Any], Any]]]:
     """A sharding for every leaf that something is said about, and what to call on the loaded arrays.
 
     Shardings by name win over rules, rules over `like`, `like` over what was recorded. Whatever does not fit is
-    reported at once.
+    reported at once. Shardings of `ignored` leaves are nobody's business here.
     """
     if rules is not None and mesh is None:
         raise ValueError("rules= need a mesh= to lay leaves out on")
     problems: list[str] = []
-    specs, after = _named(leaves, shardings, problems)
+    specs, after = _named(leaves, shardings, ignored, problems)
     if rules is not None:
         patterns = [(_compiled(pattern), spec) for pattern, spec in rules]
         specs = {name: _match(name, leaf, patterns) for name, leaf in leaves.items()} | specs
@@ -87,7 +87,7 @@ def place(
 
 
 def _named(
-    leaves: Mapping[str, Leaf], shardings: Any, problems: list[str]
+    leaves: Mapping[str, Leaf], shardings: Any, ignored: Container[str], problems: list[str]
 ) -> tuple[dict[str, Any], dict[str, Callable[[Any], Any]]]:
     if shardings is None:
         return {}, {}
@@ -95,19 +95,22 @@ def _named(
         said = dict.fromkeys(leaves, shardings)
     else:
         said = by_name(shardings, leaves)
-    unknown = [name for name in said if name not in leaves]
+    unknown = [name for name in said if name not in leaves and name not in ignored]
     problems += [
-        f"shardings name {n!r}, which is not there{hint}" for n, hint in with_nearest(unknown, leaves)
+        f"shardings name {n!r}, which is not an array of the checkpoint{hint}"
+        for n, hint in with_nearest(unknown, leaves)
     ]
     specs, after = {}, {}
     for name, value in said.items():
+        if name not in leaves:
+            continue
         if isinstance(value, (Sharding, PartitionSpec)):
             specs[name] = value
         elif callable(value):
             after[name] = value
         else:
             problems.append(f"leaf {name!r}: {value!r} is no Sharding, PartitionSpec or callable")
-    return {name: spec for name, spec in specs.items() if name in leaves}, after
+    return specs, after
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -127,7 +130,7 @@ def _match(name: str, leaf: Leaf, patterns: Sequence[tuple[re.Pattern[str], Any]
 def _recorded(leaves: Mapping[str, Leaf], mesh: Mesh, problems: list[str]) -> dict[str, _PartitionSpec]:
     specs = {}
     for name, leaf in leaves.items():
-        spec = spec_from_json(leaf.recorded) if leaf.recorded else None
+        spec = PartitionSpec(*leaf.recorded.spec) if leaf.recorded else None
         if spec is not None and not isinstance(_fit(spec, mesh, leaf.shape), str):
             specs[name] = spec
         elif len(mesh.axis_names) == 1 or not leaf.shape:
@@ -151,7 +154,7 @@ def _fit(spec: Any, mesh: Mesh | None, shape: tuple[int, ...]) -> Sharding | str
         if isinstance(spec, NamedSharding) and len(spec.spec) > len(shape):
             return f"{spec.spec} does not fit: it is for {len(spec.spec)} axes, the leaf has {len(shape)}"
         spec.shard_shape(shape)
-    except ValueError as error:  # unknown axis, too many axes, or a size that they do not divide
+    except Exception as error:  # noqa: BLE001  JAX has its own for unknown axes, axes named twice, sizes that do not divide
         return f"{getattr(spec, 'spec', spec)} does not fit: {(str(error) or repr(error)).splitlines()[0]}"
     sharding: Sharding = spec
     return sharding

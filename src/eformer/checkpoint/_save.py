@@ -21,7 +21,7 @@ from eformer.checkpoint._commit import Pending, Receipt, Turn, commit, turns
 from eformer.checkpoint._formats import _sealing as sealing
 from eformer.checkpoint._formats import safetensors
 from eformer.checkpoint._formats._names import SUFFIX, base_name, marks
-from eformer.checkpoint._formats._reading import find
+from eformer.checkpoint._formats._reading import FOREIGN, find
 from eformer.checkpoint._manifest import DataFile, LeafEntry, Manifest, TreeEntry, encode_leaves, seal
 from eformer.checkpoint._ndarray import floating_dtype
 from eformer.checkpoint._options import SaveOptions
@@ -38,7 +38,7 @@ from eformer.checkpoint._store.local import (
 )
 from eformer.checkpoint._tree import flatten
 from eformer.checkpoint._value import is_recorded, value_to_json
-from eformer.errors import LeafError
+from eformer.errors import FormatError, LeafError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from eformer.checkpoint._hosts import Hosts
 
 _DEFAULT = SaveOptions()
+
+# File systems allow names of 255 bytes; the rest is for the number of a shard, the save and the suffix.
+_MAX_PREFIX_BYTES = 180
 
 
 def save(
@@ -60,12 +63,12 @@ def save(
     """The tree is at `path`, whole and on stable storage, when this returns; else what was there before still is.
 
     `path` is a directory, which holds one tree for each `prefix`, or one file if it ends in ".safetensors".
-    Returns the path as text. `metadata` is a dict of plain values that `inspect` gives back.
+    Returns the path as text. `metadata` is a dict of plain values that `inspect` gives back. Nobody may write to
+    the tree's numpy arrays meanwhile; for that there is `save_async`, which copies them.
     """
     job = _prepare(tree, path, prefix, format, metadata, options, _hosts.current(), detach=False)
-    pending = Pending(os.fspath(path))
-    pending.run(job.carry_out)
-    return pending.result()
+    job.carry_out()
+    return os.fspath(path)
 
 
 def save_async(
@@ -102,7 +105,8 @@ def _prepare(
     """All that looks at the caller's objects; afterwards the save depends on none of them."""
     if format != "safetensors":
         raise ValueError(f"unknown format {format!r}; this version writes 'safetensors'")
-    where = local_path(path)
+    where = local_path(path).absolute()  # whatever the current directory is later
+    _check_prefix(prefix)
     if options.dtype is not None:
         options = dataclasses.replace(options, dtype=floating_dtype(options.dtype))
     leaves, structure = flatten(tree)
@@ -119,6 +123,21 @@ def _prepare(
         structure=msgspec.Raw(msgspec.json.encode(structure)),
     )
     return _Job(where, prefix or "", sources, entry, options, hosts, turns.take(where, hosts.index))
+
+
+def _check_prefix(prefix: str | None) -> None:
+    """Files are named by it."""
+    if prefix is not None and not isinstance(prefix, str):
+        raise TypeError(f"prefix={prefix!r}: a prefix is text")
+    try:
+        nbytes = len(base_name(prefix or "").encode())
+        (prefix or "").encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"prefix={prefix!r} is no text that can be stored: {error}") from error
+    if nbytes > _MAX_PREFIX_BYTES:
+        raise ValueError(
+            f"prefix={prefix[:40] if prefix else prefix!r}... is too long: {nbytes} bytes in a file name"
+        )
 
 
 def _metadata_to_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -224,8 +243,17 @@ class _Job:
         return safetensors.header_of(file, {"digest": manifest.digest, "format": "pt", "manifest": text})
 
     def check_file(self, final: Path) -> None:
-        """Refuses to replace a file that holds another tree than this save."""
-        if final.is_file() and (others := set(find(final).trees) - {self.prefix}):
+        """Refuses to replace a file of a checkpoint, or one that holds another tree than this save."""
+        try:
+            found = find(final)
+        except (FileNotFoundError, FormatError):  # nothing, or nothing of ours: the caller has named it
+            return
+        if found.path != final:
+            raise ValueError(
+                f"{self.path} belongs to the checkpoint {found.path}; save there, or to another file"
+            )
+        others = set(found.trees) - {self.prefix}
+        if others and found.manifest.format != FOREIGN:
             raise ValueError(
                 f"{self.path} holds the tree {sorted(others)}, and one file holds one tree; save to a directory "
                 "to keep several"

@@ -52,6 +52,7 @@ def fetch(
     memory of their own, small neighbours in a file share what they were read into.
     """
     job = _Fetch(wants, tree, descriptors, verify, _refuse)
+    job.prepare()
     run_all([partial(job.carry_out, read) for read in plan_reads(wants, tree)], threads)
     return job.arrays
 
@@ -64,8 +65,7 @@ def check(
     on_damage: Callable[[Damage], None],
 ) -> None:
     """Reads every piece of the wants, and keeps none."""
-    job = _Fetch([], tree, descriptors, True, on_damage)
-    job.wants = wants
+    job = _Fetch(wants, tree, descriptors, True, on_damage)
     run_all([partial(job.look_at, read) for read in plan_reads(wants, tree)], threads)
 
 
@@ -94,23 +94,25 @@ class _Fetch:
         self.verify, self.on_damage = verify, on_damage
         self.targets: dict[int, list[_Target]] = {}
         self.arrays: list[Sequence[Array]] = [()] * len(wants)
-        for index, want in enumerate(wants):
+
+    def prepare(self) -> None:
+        """Memory for leaves that are put together, cast, or large."""
+        for index, want in enumerate(self.wants):
             if not self.can_adopt(want):
-                self.prepare(index, want)
+                boxes = [Region.whole(want.entry.shape)] if want.regions is None else want.regions
+                self.targets[index] = targets = _targets(boxes, dtype_from_name(want.dtype))
+                self.arrays[index] = [target.array for target in targets]
 
     def can_adopt(self, want: Want) -> bool:
         """Whether the leaf keeps the memory it is read into: if it is small, and wanted just as it is stored."""
         extents = want.entry.extents
         if want.regions is not None or want.dtype != want.entry.dtype or len(extents) != 1:
             return False
-        return 0 < extents[0].nbytes <= self.tree.block and not is_packed(want.entry, extents[0])
-
-    def prepare(self, index: int, want: Want) -> None:
-        """Memory for a leaf that is put together, cast, or large."""
-        boxes = [Region.whole(want.entry.shape)] if want.regions is None else want.regions
-        dtype = dtype_from_name(want.dtype)
-        self.targets[index] = targets = _targets(boxes, dtype)
-        self.arrays[index] = [target.array for target in targets]
+        return (
+            extents[0].region is None
+            and 0 < extents[0].nbytes <= self.tree.block
+            and not is_packed(want.entry, extents[0])
+        )
 
     # ------------------------------------------------------------------------------------------ reads
 

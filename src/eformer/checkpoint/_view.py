@@ -17,6 +17,7 @@ from eformer.checkpoint._plan import Want
 from eformer.checkpoint._pool import default_threads
 from eformer.checkpoint._transfer import fetch
 from eformer.checkpoint._value import value_from_json
+from eformer.errors import CorruptionError
 
 if TYPE_CHECKING:
     import os
@@ -35,9 +36,9 @@ def open(path: str | os.PathLike[str], *, prefix: str | None = None) -> View:  #
         found = find(path)
         try:
             return View(found, prefix)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
             if not was_replaced(found):
-                raise
+                raise CorruptionError(f"{path}: the manifest names a file that is gone: {error}") from error
 
 
 class View(Mapping[str, Any]):
@@ -129,8 +130,9 @@ class Leaf:
     def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
         """What numpy would give for integers, slices and an ellipsis."""
         region, rest = _box(index, self.shape)
-        array: np.ndarray[Any, Any] = self._view.read(self.name, self.entry, region)[rest]
-        return array
+        box = self._view.read(self.name, self.entry, region)
+        array: np.ndarray[Any, Any] = box[rest]
+        return array.copy() if 2 * array.size < box.size else array  # a few rows do not keep all between them
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:

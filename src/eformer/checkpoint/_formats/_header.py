@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import struct
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from eformer.checkpoint._codec import MALFORMED_JSON
 from eformer.checkpoint._ndarray import DTYPES
 from eformer.checkpoint._plan import ALIGNMENT
+from eformer.checkpoint._store.local import open_inside, read_range, stamp
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 MAX_JSON_BYTES = 100_000_000  # other readers refuse more
 
@@ -24,6 +29,9 @@ _TAGS = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F4": "float4_e2m1fn",
 }  # fmt: skip
 _TAG_OF = {dtype: tag for tag, dtype in _TAGS.items()}
+
+
+_OFFSETS = re.compile(rb'"data_offsets"\s*:\s*\[')
 
 
 class Tensor(msgspec.Struct, frozen=True, gc=False):
@@ -70,6 +78,32 @@ def header_bytes(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> 
     return struct.pack("<Q", len(text)) + text
 
 
+class Opened(msgspec.Struct, frozen=True):
+    """A file whose header was read: its bytes, what they say, the file's length, and by what to know it again."""
+
+    raw: bytes
+    header: Header
+    nbytes: int
+    stamp: tuple[int, ...]
+
+
+def open_header(directory: Path, name: str) -> Opened:
+    """Reads and checks the header of a safetensors file of this directory."""
+    descriptor = open_inside(directory, name)
+    try:
+        raw, nbytes, seen = read_header(descriptor, str(directory / name))
+    finally:
+        os.close(descriptor)
+    return Opened(raw, parse_header(raw, nbytes, str(directory / name)), nbytes, seen)
+
+
+def read_header(descriptor: int, origin: str) -> tuple[bytes, int, tuple[int, ...]]:
+    """The bytes of the header, not yet looked at; the length of the file; its stamp."""
+    nbytes = os.fstat(descriptor).st_size
+    length = header_length(read_range(descriptor, 0, 8), nbytes, origin)
+    return read_range(descriptor, 0, length), nbytes, stamp(descriptor)
+
+
 def header_length(first: bytes, file_nbytes: int, origin: str) -> int:
     """The length of the whole header, from the first eight bytes of the file."""
     if len(first) < 8:
@@ -89,9 +123,9 @@ def parse_header(data: bytes, file_nbytes: int, origin: str) -> Header:
         entries = msgspec.json.decode(data[8:], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(entries.pop("__metadata__", b"{}"), type=dict[str, str])
         tensors = {name: _decode_tensor(raw) for name, raw in entries.items()}
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except MALFORMED_JSON as error:
         raise FormatError(f"{origin} has no valid safetensors header: {error}") from error
-    if data.count(b'"data_offsets"') != len(tensors):
+    if len(_OFFSETS.findall(data)) != len(tensors):  # a JSON object with a key twice has only the last
         raise FormatError(f"{origin}: two tensors of one name")
     _check_tiling(tensors, file_nbytes - len(data), origin)
     return Header(len(data), metadata, tensors)

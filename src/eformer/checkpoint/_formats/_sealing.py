@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from eformer.checkpoint._formats._header import parse_header
+from eformer.checkpoint._codec import MALFORMED_JSON
+from eformer.checkpoint._formats._header import open_header
 from eformer.checkpoint._formats._names import (
     INDEX_SUFFIX,
     MANIFEST,
@@ -22,7 +23,7 @@ from eformer.checkpoint._formats._names import (
     plain_names,
     unique_names,
 )
-from eformer.checkpoint._formats._reading import read_header, read_manifest
+from eformer.checkpoint._formats._reading import read_manifest
 from eformer.checkpoint._manifest import Manifest
 from eformer.checkpoint._store.local import (
     list_names,
@@ -86,9 +87,9 @@ def check_place(directory: Path, prefix: str) -> bool:
     if manifest is None or prefix not in manifest.trees:
         base = base_name(prefix)
         there = list_names(directory)
-        foreign = [
-            name for name in (base + SUFFIX,) if name in there and not is_marked(_metadata(directory, name))
-        ]
+        foreign = [MANIFEST] if manifest is None and MANIFEST in there else []
+        if base + SUFFIX in there and not is_marked(_metadata(directory, base + SUFFIX)):
+            foreign.append(base + SUFFIX)
         index = base + INDEX_SUFFIX
         if index in there and _save_of_index(directory, index) is None:
             foreign.append(index)
@@ -119,13 +120,16 @@ def _finish(directory: Path, manifest: Manifest) -> None:
     The checkpoint is safe by now; what cannot be done is left to the next save.
     """
     try:
-        for prefix, tree in manifest.trees.items():
-            _bring_up_to_date(directory, base_name(prefix), tree)
+        bases: set[str] = set()
+        for prefix, tree in sorted(manifest.trees.items()):  # the prefix "model" yields to none at all
+            if base_name(prefix) not in bases:
+                _bring_up_to_date(directory, base_name(prefix), tree)
+            bases.add(base_name(prefix))
         named = {file.name for tree in manifest.trees.values() for file in tree.files}
         for name in _leftovers(directory, named):
             remove(directory / name)
         sweep(directory)
-    except OSError as error:
+    except (OSError, FormatError) as error:
         logger.warning("%s is saved, but could not be tidied up: %s", directory, error)
 
 
@@ -138,6 +142,8 @@ def _bring_up_to_date(directory: Path, base: str, tree: TreeEntry) -> None:
         if saved is not None:
             remove(path)
     elif saved != tree.save_id:
+        if path.is_symlink():  # it may lead out of the directory
+            remove(path)
         with replacing(path) as file:
             file.write(_index(directory, tree))
 
@@ -145,8 +151,7 @@ def _bring_up_to_date(directory: Path, base: str, tree: TreeEntry) -> None:
 def _index(directory: Path, tree: TreeEntry) -> bytes:
     weight_map: dict[str, str] = {}
     for file in tree.files:
-        header, nbytes = read_header(directory, file.name)
-        weight_map |= dict.fromkeys(parse_header(header, nbytes, file.name).tensors, file.name)
+        weight_map |= dict.fromkeys(open_header(directory, file.name).header.tensors, file.name)
     total = sum(file.nbytes - file.header_nbytes for file in tree.files)
     index = {"metadata": {"total_size": total, "eformer": tree.save_id}, "weight_map": weight_map}
     return msgspec.json.format(msgspec.json.encode(index), indent=2)
@@ -163,8 +168,8 @@ class _IndexHead(msgspec.Struct):
 def _save_of_index(directory: Path, name: str) -> str | None:
     """Which save of ours an index is of; None for one that is not ours, or is not there."""
     try:
-        return msgspec.json.decode(read_small(directory, name), type=_IndexHead).metadata.eformer
-    except (msgspec.MsgspecError, RecursionError, FileNotFoundError, FormatError):
+        return msgspec.json.decode(read_small(directory, name) or b"", type=_IndexHead).metadata.eformer
+    except (*MALFORMED_JSON, FileNotFoundError, FormatError):
         return None
 
 
@@ -177,6 +182,5 @@ def _leftovers(directory: Path, named: set[str]) -> Iterator[str]:
 def _metadata(directory: Path, name: str) -> Mapping[str, str]:
     """What a file says of itself; nothing, if it is not a safetensors file."""
     with contextlib.suppress(FormatError, OSError):
-        header, nbytes = read_header(directory, name)
-        return parse_header(header, nbytes, name).metadata
+        return open_header(directory, name).header.metadata
     return {}

@@ -204,7 +204,7 @@ def _piece_tasks(file: File, slot: Slot, block: int, staging: Staging) -> Iterat
     itemsize = itemsize_of(slot.source)
     inside = shifted(pieces(box.shape, itemsize, block), box.start)
     offset, number = len(file.header) + slot.offset, 0
-    for group in joined(inside, itemsize, max(block, staging.budget // 4)):
+    for group in joined(inside, itemsize, max(block, staging.batch_bytes(slot.source.parts))):
         parts, held = staging.fetch(_parts(slot.source), bounding(group))
         lease = _Lease(staging, held, len(group))
         for region in group:

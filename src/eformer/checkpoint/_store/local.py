@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 logger = logging.getLogger("eformer")
 
@@ -25,6 +25,9 @@ _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM}
 # What a file system without locks answers.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 
+_BEGINNING = 64
+_MOST_SMALL = 2**31
+
 _SCRATCH = re.compile(r"\.eformer-[0-9a-f]{16}\.tmp")
 
 _sync_data = getattr(os, "fdatasync", os.fsync)
@@ -32,6 +35,8 @@ _sync_data = getattr(os, "fdatasync", os.fsync)
 
 def local_path(path: str | os.PathLike[str]) -> Path:
     """Refuses an address: as a path, gs://bucket would quietly be a directory of this machine."""
+    if not os.fspath(path):
+        raise ValueError("the path is empty")
     if "://" in os.fspath(path):
         raise ValueError(f"{path} is no path of this machine, and other stores are not supported yet")
     return Path(path)
@@ -47,19 +52,19 @@ class Scratch:
     """
 
     def __init__(self, directory: Path, mode: int | None = None) -> None:
-        self.path = directory / f".eformer-{secrets.token_hex(8)}.tmp"
-        self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            _lock(self.descriptor, fcntl.LOCK_EX)
-            if mode is not None:
-                os.fchmod(self.descriptor, mode)
-            if os.fstat(self.descriptor).st_nlink == 0:  # swept between its creation and the lock
-                raise FileNotFoundError(
-                    errno.ENOENT, "swept away by a concurrent save, try again", str(self.path)
-                )
-        except BaseException:
-            self.discard()
-            raise
+        self.descriptor = -1
+        while self.descriptor < 0:
+            self.path = directory / f".eformer-{secrets.token_hex(8)}.tmp"
+            self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                _lock(self.descriptor)
+                if mode is not None:
+                    os.fchmod(self.descriptor, mode)
+                if os.fstat(self.descriptor).st_nlink == 0:  # swept between its creation and the lock
+                    self.close()
+            except BaseException:
+                self.discard()
+                raise
 
     def resize(self, nbytes: int) -> None:
         os.ftruncate(self.descriptor, nbytes)
@@ -74,9 +79,10 @@ class Scratch:
         _sync_data(self.descriptor)
 
     def close(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            _unlock(descriptor)
+            os.close(descriptor)
 
     def discard(self) -> None:
         """Gone, unless it was published."""
@@ -156,9 +162,10 @@ def locked(directory: Path) -> Iterator[None]:
     """One thread of one process at a time. The lock is on the directory itself, so nothing stays behind."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _lock(descriptor, fcntl.LOCK_EX)
+        _lock(descriptor)
         yield
     finally:
+        _unlock(descriptor)
         os.close(descriptor)
 
 
@@ -179,15 +186,21 @@ def _remove_if_dead(path: Path) -> None:
             os.close(descriptor)
 
 
-def _lock(descriptor: int, how: int) -> None:
+def _lock(descriptor: int) -> None:
     try:
-        fcntl.flock(descriptor, how)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
         logger.debug(
             "this file system has no locks: do not save to one directory from several processes at once"
         )
+
+
+def _unlock(descriptor: int) -> None:
+    """Closing would do, but for children: one that was forked meanwhile holds the file, and so the lock, too."""
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 # -------------------------------------------------------------------------------------------- reading
@@ -245,10 +258,23 @@ def read_range(descriptor: int, offset: int, nbytes: int) -> bytes:
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
-def read_small(directory: Path, name: str) -> bytes:
-    """The whole of a file that is small beside the data."""
+def read_small(directory: Path, name: str, is_wanted: Callable[[bytes], bool] | None = None) -> bytes | None:
+    """The whole of a file that is small beside the data; None if its beginning is not what is wanted."""
     descriptor = open_inside(directory, name)
     try:
-        return read_range(descriptor, 0, os.fstat(descriptor).st_size)
+        nbytes = os.fstat(descriptor).st_size
+        if is_wanted and not is_wanted(read_range(descriptor, 0, _BEGINNING)):
+            return None
+        if nbytes > _MOST_SMALL:
+            raise FormatError(
+                f"{directory / name} is {nbytes} bytes long, more than can be what it should be"
+            )
+        return read_range(descriptor, 0, nbytes)
     finally:
         os.close(descriptor)
+
+
+def stamp(descriptor: int) -> tuple[int, ...]:
+    """By what to know an open file again, however its name and number are used later."""
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
