@@ -309,7 +309,7 @@ def test_several_processes_write_one_checkpoint_and_meet_twice(tmp_path, monkeyp
     monkeypatch.setattr(_save, "PIECE_BYTES", 256)
     tree, crew = sharded_tree(), Crew(count)
     assert save_together(crew, lambda host: tree, tmp_path) == [None] * count
-    assert crew.meetings == 2
+    assert crew.meetings == (2 if count > 1 else 0)
     assert checkpoint.verify(tmp_path).ok
     loaded = load(tmp_path)
     for name, leaf in tree.items():

@@ -21,7 +21,7 @@ from eformer.checkpoint._leaf import Region, with_nearest
 from eformer.checkpoint._manifest import LeafEntry, TreeEntry  # noqa: TC001  msgspec reads them
 from eformer.checkpoint._ndarray import dtype_from_name, floating_dtype, is_floating
 from eformer.checkpoint._plan import Want
-from eformer.checkpoint._pool import default_threads
+from eformer.checkpoint._pool import default_threads, uncollected
 from eformer.checkpoint._rules import Leaf, PartitionSpec, Rules, place
 from eformer.checkpoint._transfer import fetch
 from eformer.checkpoint._tree import flatten, unflatten, unflatten_like
@@ -72,12 +72,13 @@ def load(
         verify=verify,
     )
     tree, items, selected = _read_one(path, request)
-    leaves = _assemble(items) | {name: value for name, value in tree.values.items() if name in selected}
-    if like is not None:
-        return unflatten_like(like, leaves)
-    if request.keys is not None:
-        return {name: leaves[name] for name in selected}
-    return unflatten(msgspec.json.decode(tree.structure), leaves)
+    with uncollected():
+        leaves = _assemble(items) | {name: value for name, value in tree.values.items() if name in selected}
+        if like is not None:
+            return unflatten_like(like, leaves)
+        if request.keys is not None:
+            return {name: leaves[name] for name in selected}
+        return unflatten(msgspec.json.decode(tree.structure), leaves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +102,12 @@ def _read_one(
     for _ in range(_MOST_RESTARTS):
         found = find(path)
         tree = found.tree(request.prefix)
-        selected = select(tree, request.keys)
-        items = _items(tree, selected, request)
-        if request.like is None and request.keys is None:
-            _require_classes(tree)
-        _place(items, tree, request)
+        with uncollected():
+            selected = select(tree, request.keys)
+            items = _items(tree, selected, request)
+            if request.like is None and request.keys is None:
+                _require_classes(tree)
+            _place(items, tree, request)
         try:
             _read(found, tree, items, request.verify)
         except (FileNotFoundError, CorruptionError) as error:

@@ -26,7 +26,7 @@ from eformer.checkpoint._manifest import DataFile, LeafEntry, Manifest, TreeEntr
 from eformer.checkpoint._ndarray import floating_dtype
 from eformer.checkpoint._options import SaveOptions
 from eformer.checkpoint._pieces import PIECE_BYTES
-from eformer.checkpoint._pool import default_threads
+from eformer.checkpoint._pool import default_threads, uncollected
 from eformer.checkpoint._store.local import (
     Scratch,
     local_path,
@@ -109,9 +109,10 @@ def _prepare(
     _check_prefix(prefix)
     if options.dtype is not None:
         options = dataclasses.replace(options, dtype=floating_dtype(options.dtype))
-    leaves, structure = flatten(tree)
     recorded = _metadata_to_json(metadata)
-    sources, values = snapshot(leaves, options, hosts, detach=detach)
+    with uncollected():
+        leaves, structure = flatten(tree)
+        sources, values = snapshot(leaves, options, hosts, detach=detach)
     entry = TreeEntry(
         save_id=secrets.token_hex(8),
         saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
@@ -176,7 +177,8 @@ class _Job:
 
     def arranged(self, max_bytes: int) -> list[safetensors.File]:
         """The arrays by file. From here on only these hold them, and let go of what is written."""
-        files = safetensors.arrange(self.sources, max_bytes, self.tree.block)
+        with uncollected():
+            files = safetensors.arrange(self.sources, max_bytes, self.tree.block)
         self.names, self.sources = [source.name for source in self.sources], []
         return files
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,7 +48,7 @@ def fetch(
     """For each want the arrays of its regions, or the one of the whole leaf. Raises at the first damage.
 
     The memory of an array starts where XLA takes it as it is, if that can be had without a copy: large leaves have
-    memory of their own, small neighbours in a file share what they were read into.
+    memory of their own or share it with neighbours, small ones share what they were read into.
     """
     job = _Fetch(wants, tree, descriptors, verify, _refuse)
     job.prepare()
@@ -71,6 +70,10 @@ def check(
 
 def _refuse(damage: Damage) -> None:
     raise CorruptionError(f"{damage}; restore the file from a copy, or load an older checkpoint")
+
+
+_ARENA_BYTES = 16 * 2**20
+_HUGE_PAGE = 2 * 2**20
 
 
 class _Target(Struct):
@@ -97,10 +100,12 @@ class _Fetch:
 
     def prepare(self) -> None:
         """Memory for leaves that are put together, cast, or large."""
+        arena = Arena()
         for index, want in enumerate(self.wants):
             if not self.can_adopt(want):
                 boxes = [Region.whole(want.entry.shape)] if want.regions is None else want.regions
-                self.targets[index] = targets = _targets(boxes, dtype_from_name(want.dtype))
+                dtype = dtype_from_name(want.dtype)
+                self.targets[index] = targets = [arena.target(box, dtype) for box in boxes]
                 self.arrays[index] = [target.array for target in targets]
 
     def can_adopt(self, want: Want) -> bool:
@@ -117,12 +122,10 @@ class _Fetch:
     # ------------------------------------------------------------------------------------------ reads
 
     def carry_out(self, read: Read) -> None:
-        memory = self.destination(read)
-        is_in_place = memory is not None
-        if memory is None:
-            memory = _aligned(read.nbytes, read.offset)
+        straight = self.destination(read)
+        memory = _aligned(read.nbytes, read.offset) if straight is None else straight
         for piece, start in self.sound_pieces(read, memory):
-            if is_in_place:
+            if straight is not None:
                 continue
             if piece.want in self.targets:
                 self.deliver(piece, memory[start : start + piece.nbytes])
@@ -192,21 +195,27 @@ class _Fetch:
                 target.array[overlap.inside(target.region).slices] = stored[overlap.inside(box).slices]
 
 
-def _targets(regions: Sequence[Region], dtype: np.dtype[Any]) -> list[_Target]:
-    """Memory for the boxes of one leaf, all from one allocation: large ones get huge pages."""
-    sizes = [dtype.itemsize * region.size for region in regions]
-    starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
-    whole = _aligned(starts[-1])
-    memories = [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-    return [
-        _Target(region, np.ndarray(region.shape, dtype, memory), memory)
-        for region, memory in zip(regions, memories, strict=True)
-    ]
+class Arena:
+    """Memory for arrays, at addresses that XLA takes as they are.
+
+    Neighbours share an allocation: fresh memory is touched for the first time while it is read into, which takes
+    longer than reading unless it consists of whole huge pages. What is kept keeps at most an allocation.
+    """
+
+    def __init__(self) -> None:
+        self.memory = np.empty(0, np.uint8)
+
+    def target(self, region: Region, dtype: np.dtype[Any]) -> _Target:
+        nbytes = dtype.itemsize * region.size
+        if nbytes > len(self.memory):
+            self.memory = _aligned(max(nbytes, _ARENA_BYTES), to=_HUGE_PAGE)
+        memory = self.memory[:nbytes]
+        self.memory = self.memory[-(-nbytes // ALIGNMENT) * ALIGNMENT :]
+        return _Target(region, np.ndarray(region.shape, dtype, memory), memory)
 
 
-def _aligned(nbytes: int, offset: int = 0) -> Array:
-    """Memory whose address is to ALIGNMENT what `offset` is, so that what is aligned in the file is so here."""
-    # numpy asks for huge pages, without which touching fresh memory takes longer than reading into it.
-    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = (offset - memory.__array_interface__["data"][0]) % ALIGNMENT
+def _aligned(nbytes: int, offset: int = 0, to: int = ALIGNMENT) -> Array:
+    """Memory whose address is to `to` what `offset` is, so that what is aligned in the file is so here."""
+    memory = np.empty(nbytes + to, np.uint8)  # for which numpy asks for huge pages
+    start = (offset - memory.__array_interface__["data"][0]) % to
     return memory[start : start + nbytes]

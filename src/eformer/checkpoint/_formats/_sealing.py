@@ -83,10 +83,10 @@ def check_place(directory: Path, prefix: str) -> bool:
 
     A damaged manifest is not replaced either: it may name what can still be saved.
     """
+    there = list_names(directory)  # before the manifest is read: a concurrent save may put one there
     manifest = read_manifest(directory)
     if manifest is None or prefix not in manifest.trees:
         base = base_name(prefix)
-        there = list_names(directory)
         foreign = [MANIFEST] if manifest is None and MANIFEST in there else []
         if base + SUFFIX in there and not is_marked(_metadata(directory, base + SUFFIX)):
             foreign.append(base + SUFFIX)
