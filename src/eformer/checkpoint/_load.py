@@ -20,7 +20,7 @@ from eformer.checkpoint._formats._reading import Found, close_files, find, was_r
 from eformer.checkpoint._leaf import Region, with_nearest
 from eformer.checkpoint._manifest import LeafEntry, TreeEntry  # noqa: TC001  msgspec reads them
 from eformer.checkpoint._ndarray import dtype_from_name, floating_dtype, is_floating
-from eformer.checkpoint._plan import Want
+from eformer.checkpoint._plan import Read, Want, plan_reads
 from eformer.checkpoint._pool import default_threads, uncollected
 from eformer.checkpoint._rules import Leaf, PartitionSpec, Rules, place
 from eformer.checkpoint._transfer import fetch
@@ -335,11 +335,12 @@ def _cut_up(item: _Item) -> None:
 
 
 def _read(found: Found, tree: TreeEntry, items: Sequence[_Item], verify: bool) -> None:
-    descriptors = found.open_files(tree, _needed_files(tree, items))
+    wants = [Want(item.name, item.entry, item.dtype, item.regions) for item in items]
+    reads = plan_reads(wants, tree)
+    descriptors = found.open_files(tree, _needed_files(tree, reads))
     try:
-        wants = [Want(item.name, item.entry, item.dtype, item.regions) for item in items]
         _require_bytes(tree, items, descriptors)
-        fetched = fetch(wants, tree, descriptors, default_threads(), verify=verify)
+        fetched = fetch(reads, wants, tree, descriptors, default_threads(), verify=verify)
     finally:
         close_files(descriptors)
     for item, arrays in zip(items, fetched, strict=True):
@@ -365,16 +366,15 @@ def _require_bytes(tree: TreeEntry, items: Sequence[_Item], descriptors: Sequenc
                 )
 
 
-def _needed_files(tree: TreeEntry, items: Sequence[_Item]) -> list[int]:
+def _needed_files(tree: TreeEntry, reads: Sequence[Read]) -> set[int]:
     """By number; refuses leaves that claim more bytes than the files have, before memory is allocated for them."""
     claimed = [0] * len(tree.files)
-    for item in items:
-        for extent in item.entry.extents:
-            claimed[extent.file] += extent.nbytes
+    for read in reads:
+        claimed[read.file] += read.nbytes
     for file, nbytes in zip(tree.files, claimed, strict=True):
         if nbytes > file.nbytes:
             raise FormatError(f"the leaves in {file.name!r} claim {nbytes} bytes, it has {file.nbytes}")
-    return [number for number, nbytes in enumerate(claimed) if nbytes]
+    return {read.file for read in reads}
 
 
 # ------------------------------------------------------------------------------------------ assemble

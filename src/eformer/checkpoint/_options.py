@@ -17,7 +17,7 @@ class SaveOptions:
     snapshot          where `save_async` keeps accelerator arrays that the caller may donate at once: in copies
                       on the "device", or in "host" memory; "auto" takes the device if it has room
     staging_bytes     at most this much host memory holds bytes on their way from an accelerator to the disk
-    threads           that write; None for two a core, at most 16
+    threads           that write; None for one a core, 2 to 16
     """
 
     max_shard_bytes: int = 5_000_000_000

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def default_threads() -> int:
-    """Enough to keep a disk busy while others wait for the interpreter, and few enough not to crowd it."""
-    return min(16, 2 * (os.cpu_count() or 1))
+    """One a core, and never one alone: more only wait for the interpreter."""
+    return min(16, max(2, os.cpu_count() or 1))
 
 
 def run_all(tasks: Iterable[Callable[[], None]], threads: int) -> None:

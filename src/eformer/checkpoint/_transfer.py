@@ -11,8 +11,7 @@ from msgspec import Struct
 
 from eformer.checkpoint._codec import xxh3_128
 from eformer.checkpoint._leaf import Region
-from eformer.checkpoint._manifest import is_packed
-from eformer.checkpoint._ndarray import dtype_from_name, unpack_nibbles
+from eformer.checkpoint._ndarray import DTYPES, dtype_from_name, unpack_nibbles
 from eformer.checkpoint._pieces import offset_within
 from eformer.checkpoint._plan import ALIGNMENT, Read, Stored, Want, plan_reads
 from eformer.checkpoint._pool import run_all
@@ -43,7 +42,13 @@ class Damage:
 
 
 def fetch(
-    wants: Sequence[Want], tree: TreeEntry, descriptors: Sequence[int], threads: int, *, verify: bool = True
+    reads: Sequence[Read],
+    wants: Sequence[Want],
+    tree: TreeEntry,
+    descriptors: Sequence[int],
+    threads: int,
+    *,
+    verify: bool = True,
 ) -> list[Sequence[Array]]:
     """For each want the arrays of its regions, or the one of the whole leaf. Raises at the first damage.
 
@@ -52,7 +57,7 @@ def fetch(
     """
     job = _Fetch(wants, tree, descriptors, verify, _refuse)
     job.prepare()
-    run_all([partial(job.carry_out, read) for read in plan_reads(wants, tree)], threads)
+    run_all([partial(job.carry_out, read) for read in reads], threads)
     return job.arrays
 
 
@@ -99,38 +104,39 @@ class _Fetch:
         self.arrays: list[Sequence[Array]] = [()] * len(wants)
 
     def prepare(self) -> None:
-        """Memory for leaves that are put together, cast, or large."""
-        arena = Arena()
+        """Memory for leaves that are put together, cast, or large. Others keep what they are read into."""
+        arena, block = Arena(), self.tree.block
         for index, want in enumerate(self.wants):
-            if not self.can_adopt(want):
-                boxes = [Region.whole(want.entry.shape)] if want.regions is None else want.regions
-                dtype = dtype_from_name(want.dtype)
-                self.targets[index] = targets = [arena.target(box, dtype) for box in boxes]
-                self.arrays[index] = [target.array for target in targets]
-
-    def can_adopt(self, want: Want) -> bool:
-        """Whether the leaf keeps the memory it is read into: if it is small, and wanted just as it is stored."""
-        extents = want.entry.extents
-        if want.regions is not None or want.dtype != want.entry.dtype or len(extents) != 1:
-            return False
-        return (
-            extents[0].region is None
-            and 0 < extents[0].nbytes <= self.tree.block
-            and not is_packed(want.entry, extents[0])
-        )
+            entry = want.entry
+            if want.regions is None and want.dtype == entry.dtype and len(entry.extents) == 1:
+                (extent,) = entry.extents
+                if extent.region is None and 0 < extent.nbytes <= block and want.dtype != "float4_e2m1fn":
+                    continue
+            boxes = [Region.whole(entry.shape)] if want.regions is None else want.regions
+            dtype = dtype_from_name(want.dtype)
+            self.targets[index] = targets = [arena.target(box, dtype) for box in boxes]
+            self.arrays[index] = [target.array for target in targets]
 
     # ------------------------------------------------------------------------------------------ reads
 
     def carry_out(self, read: Read) -> None:
         straight = self.destination(read)
         memory = _aligned(read.nbytes, read.offset) if straight is None else straight
-        for piece, start in self.sound_pieces(read, memory):
-            if straight is not None:
-                continue
-            if piece.want in self.targets:
+        sound = self.sound_pieces(read, memory)
+        if straight is not None:
+            for _ in sound:  # they are where they belong, and only had to be looked at
+                pass
+            return
+        wants, targets, arrays = self.wants, self.targets, self.arrays
+        for piece, start in sound:
+            if piece.want in targets:
                 self.deliver(piece, memory[start : start + piece.nbytes])
-            else:
-                self.adopt(piece, memory, start)
+                continue
+            # The memory that a whole leaf was read into becomes its array; but others' files put numbers at odd places.
+            want = wants[piece.want]
+            dtype = DTYPES.get(want.dtype) or dtype_from_name(want.dtype)
+            array: Array = np.ndarray(want.entry.shape, dtype, memory, start)
+            arrays[piece.want] = (array if piece.offset % dtype.alignment == 0 else array.copy(),)
 
     def look_at(self, read: Read) -> None:
         for _ in self.sound_pieces(read, np.empty(read.nbytes, np.uint8)):
@@ -138,14 +144,14 @@ class _Fetch:
 
     def sound_pieces(self, read: Read, memory: Array) -> Iterator[tuple[Stored, int]]:
         """The pieces of the read whose bytes are those that were saved, and where in memory they begin."""
-        view = memory.data
-        found = read_into(self.descriptors[read.file], view, read.offset)
+        view, first, verify = memory.data, read.offset, self.verify
+        found = read_into(self.descriptors[read.file], view, first)
         for piece in read.pieces:
-            start = piece.offset - read.offset
+            start = piece.offset - first
             stop = start + piece.nbytes
             if found < stop:
                 self.report(piece, "are not all there: the file was cut short")
-            elif self.verify and piece.digest and (digest := xxh3_128(view[start:stop])) != piece.digest:
+            elif verify and piece.digest and (digest := xxh3_128(view[start:stop])) != piece.digest:
                 self.report(piece, f"are damaged: they digest to {digest}, recorded is {piece.digest}")
             else:
                 yield piece, start
@@ -155,14 +161,6 @@ class _Fetch:
         self.on_damage(Damage(name, file, piece.offset, piece.offset + piece.nbytes, problem))
 
     # -------------------------------------------------------------------------------------- destinations
-
-    def adopt(self, piece: Stored, memory: Array, start: int) -> None:
-        """The memory that a whole leaf was read into becomes its array."""
-        want = self.wants[piece.want]
-        dtype = dtype_from_name(want.dtype)
-        array: Array = np.ndarray(want.entry.shape, dtype, memory, start)
-        # A foreign file may put numbers at odd places.
-        self.arrays[piece.want] = (array if piece.offset % dtype.alignment == 0 else array.copy(),)
 
     def destination(self, read: Read) -> Array | None:
         """The memory of a target, if all pieces of the read belong into it side by side as they are."""
@@ -208,14 +206,16 @@ class Arena:
     def target(self, region: Region, dtype: np.dtype[Any]) -> _Target:
         nbytes = dtype.itemsize * region.size
         if nbytes > len(self.memory):
-            self.memory = _aligned(max(nbytes, _ARENA_BYTES), to=_HUGE_PAGE)
+            self.memory = _aligned(max(nbytes, _ARENA_BYTES))
         memory = self.memory[:nbytes]
         self.memory = self.memory[-(-nbytes // ALIGNMENT) * ALIGNMENT :]
         return _Target(region, np.ndarray(region.shape, dtype, memory), memory)
 
 
-def _aligned(nbytes: int, offset: int = 0, to: int = ALIGNMENT) -> Array:
-    """Memory whose address is to `to` what `offset` is, so that what is aligned in the file is so here."""
-    memory = np.empty(nbytes + to, np.uint8)  # for which numpy asks for huge pages
-    start = (offset - memory.__array_interface__["data"][0]) % to
+def _aligned(nbytes: int, offset: int = 0) -> Array:
+    """Memory that begins on a huge page, for which numpy asks the kernel, or as far behind it as `offset` is behind
+    an aligned one: what is aligned in the file is so here."""
+    to = _HUGE_PAGE if nbytes >= _HUGE_PAGE else ALIGNMENT
+    memory = np.empty(nbytes + to + ALIGNMENT, np.uint8)
+    start = -memory.__array_interface__["data"][0] % to + offset % ALIGNMENT
     return memory[start : start + nbytes]

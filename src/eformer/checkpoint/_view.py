@@ -13,7 +13,7 @@ from eformer.checkpoint._formats._reading import Found, close_files, find, was_r
 from eformer.checkpoint._leaf import Region, with_nearest
 from eformer.checkpoint._manifest import Leaves, Manifest
 from eformer.checkpoint._ndarray import dtype_from_name
-from eformer.checkpoint._plan import Want
+from eformer.checkpoint._plan import Want, plan_reads
 from eformer.checkpoint._pool import default_threads
 from eformer.checkpoint._transfer import fetch
 from eformer.checkpoint._value import value_from_json
@@ -96,9 +96,9 @@ class View(Mapping[str, Any]):
     def read(self, name: str, entry: LeafEntry, region: Region) -> np.ndarray[Any, Any]:
         if not self._descriptors and self._tree.files:
             raise ValueError(f"the view of {self._path} is closed")
-        ((array,),) = fetch(
-            [Want(name, entry, entry.dtype, [region])], self._tree, self._descriptors, default_threads()
-        )
+        wants = [Want(name, entry, entry.dtype, [region])]
+        reads = plan_reads(wants, self._tree)
+        ((array,),) = fetch(reads, wants, self._tree, self._descriptors, default_threads())
         return array
 
 

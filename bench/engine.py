@@ -1,0 +1,273 @@
+"""Saving and loading beside a plain program, Orbax and safetensors: the ratios that the engine is held to.
+
+    python bench/engine.py [--quick] [--dir DIRECTORY] [--json FILE] [--peers-python PYTHON]
+
+Every system has a process of its own (engine_worker.py), and they take turns: a busy machine slows them alike. A
+ratio is taken within each round, and the median round counts. A save ends when all is on stable storage, a load when
+the arrays are ready and every page has been touched; the page cache is warm. Peers run in their default settings.
+Needs Linux, 16 GB of memory and 10 GB of disk; takes ten minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+HERE = Path(__file__).resolve().parent
+PEERS = ("orbax", "safetensors")
+PACKAGES = ("orbax-checkpoint", "safetensors", "jax")
+PLAIN = ("plain, 2 threads", "plain, 4 threads")
+ALL = ("eformer", *PLAIN, *PEERS)
+
+# ---------------------------------------------------------------------------------- what is measured
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    name: str
+    tree: str
+    size: int
+    rounds: int
+    systems: Sequence[str] = ("eformer",)
+    commands: Sequence[str] = ("save", "load")
+    orbax_rounds: int = 5
+
+
+def workloads(quick: bool) -> list[Workload]:
+    width, leaves, rounds = (768, 2_000, 3) if quick else (2048, 10_000, 5)
+    model = (*ALL, "eformer, no digests")
+    return [
+        Workload("model", "llama", width, rounds, model, ("save", "save_async", "load")),
+        Workload("small leaves", "small", leaves, rounds, ALL, orbax_rounds=2),  # it takes 25 s a round
+        Workload("small numpy leaves", "small numpy", leaves, rounds),
+        Workload("one of many leaves", "small numpy", 10 * leaves, rounds, commands=["open_one"]),
+    ]
+
+
+UNITS = {
+    "x the time": ("<=", lambda ours, theirs, leaves: ours / theirs),
+    "x as fast": (">=", lambda ours, theirs, leaves: theirs / ours),
+    "% more time": ("<=", lambda ours, theirs, leaves: 100 * (ours / theirs - 1)),
+    "ms": ("<=", lambda ours, theirs, leaves: 1e3 * ours),
+    "µs a leaf": ("<=", lambda ours, theirs, leaves: 1e6 * ours / leaves),
+    "MB beyond the state": ("<=", lambda ours, theirs, leaves: ours / 1e6),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    workload: str
+    what: str
+    limit: float
+    unit: str
+    beside: str = "eformer"
+
+
+BARS = [
+    Bar("model", "save", 1.05, "x the time", "plain"),
+    Bar("model", "save", 1.8, "x as fast", "orbax"),
+    Bar("model", "save_async", 3, "ms"),
+    Bar("model", "load", 1.25, "x the time", "plain"),
+    Bar("model", "load", 6, "x as fast", "orbax"),
+    Bar("model", "load", 5, "x as fast", "safetensors"),
+    Bar("small leaves", "save", 20, "µs a leaf"),
+    Bar("small leaves", "save", 20, "x as fast", "orbax"),
+    Bar("small leaves", "load", 1, "x as fast", "safetensors"),
+    Bar("small leaves", "load", 20, "x as fast", "orbax"),
+    Bar("small numpy leaves", "load", 5, "µs a leaf"),
+    Bar("one of many leaves", "open_one", 60, "ms"),
+    Bar("model", "save", 5, "% more time", "eformer, no digests"),
+    Bar("model", "load", 20, "% more time", "eformer, no digests"),
+    Bar("model", "save_memory", 64, "MB beyond the state"),
+    Bar("model", "load_memory", 64, "MB beyond the state"),
+]
+
+# ------------------------------------------------------------------------------------------- running
+
+Process = subprocess.Popen  # of engine_worker.py
+Values = dict[str, dict[str, list[float]]]
+"""By system and by what was measured: seconds, one for each round, or bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    peers_python: str
+    directory: Path
+
+    def worker(self, workload: Workload, system: str) -> Process[str]:
+        python = self.peers_python if system in PEERS else sys.executable
+        arguments = [system, workload.tree, str(workload.size), str(self.directory)]
+        return Process(
+            [python, str(HERE / "engine_worker.py"), *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )  # fmt: skip
+
+    def times(self, workload: Workload) -> Values:
+        values: Values = {system: {} for system in workload.systems}
+        with ExitStack() as stack:
+            workers = {s: stack.enter_context(self.worker(workload, s)) for s in workload.systems}
+            build(workers)
+            for number in range(workload.rounds):
+                for command in workload.commands:
+                    for system in turns(workload, command, number):
+                        say(f"{workload.name}, round {number + 1}: {command}, {system}")
+                        for what, seconds in ask(workers[system], command).items():
+                            values[system].setdefault(what, []).append(seconds)
+        return with_best_plain(values)
+
+    def memory(self, workload: Workload) -> Values:
+        """In fresh processes: one that has worked before has memory to spare."""
+        values: Values = {system: {} for system in ("eformer", *PEERS)}
+        for system in values:
+            for command in ("save_memory", "load_memory"):
+                say(f"{workload.name}: {command}, {system}")
+                with self.worker(workload, system) as worker:
+                    values[system] |= {what: [nbytes] for what, nbytes in ask(worker, command).items()}
+        return values
+
+
+def build(workers: Mapping[str, Process[str]]) -> None:
+    """All have their trees, have saved and loaded them once, and found every bit as it was."""
+    for worker in workers.values():
+        send(worker, "build")
+    for worker in workers.values():
+        receive(worker)
+    for system, worker in workers.items():
+        say(f"check, {system}")
+        ask(worker, "check")
+
+
+def turns(workload: Workload, command: str, number: int) -> list[str]:
+    """Who is measured in this round; each time another one is first."""
+    systems = [s for s in workload.systems if s == "eformer" or command in ("save", "load")]
+    first = number % len(systems)
+    return [s for s in systems[first:] + systems[:first] if s != "orbax" or number < workload.orbax_rounds]
+
+
+def with_best_plain(values: Values) -> Values:
+    """The plain program with as many threads as are best for it, which need not be the same for both ways."""
+    two, four = (values.get(system, {}) for system in PLAIN)
+    return {**values, "plain": {what: min(two[what], four[what], key=statistics.median) for what in two}}
+
+
+def ask(worker: Process[str], command: str) -> dict[str, Any]:
+    send(worker, command)
+    return receive(worker)
+
+
+def send(worker: Process[str], command: str) -> None:
+    worker.stdin.write(command + "\n")
+
+
+def receive(worker: Process[str]) -> dict[str, Any]:
+    line = worker.stdout.readline()
+    return json.loads(line) if line else sys.exit(f"{worker.args}: failed, see above")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def make_peers() -> str:
+    """The interpreter of the peers' environment, which is made if it is not there or has other versions."""
+    environment, wanted = HERE.parent / ".venv-peers", HERE / "requirements-peers.txt"
+    python, installed = environment / "bin" / "python", environment / "installed.txt"
+    if not installed.exists() or installed.read_text() != wanted.read_text():
+        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+        (environment / ".gitignore").write_text("*\n")  # ruff goes by it, too
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
+        subprocess.run([*pip, "-c", HERE.parent / "constraints.txt", "-r", wanted], check=True)
+        installed.write_text(wanted.read_text())
+    return str(python)
+
+
+# ----------------------------------------------------------------------------------------- reporting
+
+
+def print_table(rows: Sequence[Mapping[str, str]]) -> None:
+    for cells in (list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)):
+        print(f"| {' | '.join(cells)} |")
+
+
+def verdict(bar: Bar, values: Values, leaves: int) -> dict[str, str]:
+    found = in_unit_of(bar, values, leaves)
+    middle, sign = statistics.median(found), UNITS[bar.unit][0]
+    is_met = middle <= bar.limit if sign == "<=" else middle >= bar.limit
+    return {
+        "workload": bar.workload,
+        "what": bar.what,
+        "beside": "" if bar.beside == "eformer" else bar.beside,
+        "median round": f"{middle:.2f} {bar.unit}",
+        "all rounds": f"{min(found):.2f} to {max(found):.2f}",
+        "bar": f"{sign} {bar.limit:g}",
+        "met": "yes" if is_met else "**no**",
+    }
+
+
+def in_unit_of(bar: Bar, values: Values, leaves: int) -> list[float]:
+    """One number for each round in which both took part."""
+    ours, theirs = values["eformer"][bar.what], values[bar.beside][bar.what]
+    return [UNITS[bar.unit][1](a, b, leaves) for a, b in zip(ours, theirs, strict=False)]
+
+
+def medians(workload: str, what: str, results: Mapping[str, Values]) -> dict[str, str]:
+    scale = 1e-6 if "memory" in what else 1e3
+    row = {"median, in ms or MB": f"{workload}: {what}"}
+    for system in (*ALL, "eformer, no digests"):
+        found = results[workload].get(system, {}).get(what)
+        row[system] = f"{scale * statistics.median(found):.1f}" if found else ""
+    return row
+
+
+def versions(python: str, *packages: str) -> str:
+    code = "import importlib.metadata, sys; print(*(f'{p} {importlib.metadata.version(p)}' for p in sys.argv[1:]))"
+    return subprocess.run(
+        [python, "-c", code, *packages], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--quick", action="store_true", help="a fifth of the size; the bars are for the whole"
+    )
+    parser.add_argument("--dir", type=Path, default=HERE / ".scratch", help="on the disk to be measured")
+    parser.add_argument("--json", type=Path, help="a file for every number of every round")
+    parser.add_argument("--peers-python", help="an interpreter that has requirements-peers.txt installed")
+    args = parser.parse_args()
+
+    plan = workloads(args.quick)
+    args.dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.dir) as directory:
+        bench = Bench(args.peers_python or make_peers(), Path(directory).resolve())
+        results = {workload.name: bench.times(workload) for workload in plan}
+        for system, values in bench.memory(plan[0]).items():
+            results["model"][system] |= values
+
+    leaves = {workload.name: workload.size for workload in plan}
+    bars = [verdict(bar, results[bar.workload], leaves[bar.workload]) for bar in BARS]
+    measured = {(w, what): None for w in results for values in results[w].values() for what in values}
+    ours, peers = versions(sys.executable, "eformer", "jax"), versions(bench.peers_python, *PACKAGES)
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[2]:.1f}; {ours}; peers: {peers}\n")
+    print_table(bars)
+    print()
+    print_table([medians(workload, what, results) for workload, what in measured])
+    if args.json:
+        args.json.write_text(json.dumps({"bars": bars, "values": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
