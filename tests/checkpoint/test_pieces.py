@@ -14,6 +14,7 @@ from eformer.checkpoint._pieces import (
     joined,
     merged,
     offset_within,
+    piece_sizes,
     pieces,
     pieces_in,
     shifted,
@@ -30,6 +31,7 @@ def test_pieces_are_the_bytes_of_the_box_one_after_another(shape, itemsize, limi
     assert [i for piece in found for i in box[piece.slices].reshape(-1)] == list(range(box.size))
     assert all(piece.size * itemsize <= max(limit, itemsize) for piece in found)
     assert len(found) == count_pieces(shape, itemsize, limit)
+    assert [piece.size * itemsize for piece in found] == list(piece_sizes(shape, itemsize, limit))
 
 
 def test_a_large_box_has_about_as_many_pieces_as_it_has_limits():

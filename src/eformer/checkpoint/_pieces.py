@@ -45,6 +45,23 @@ def pieces_in(
             yield number * in_a_row + part, Region((*outer, start, *(0 for _ in inner)), (*end, stop, *inner))
 
 
+def piece_sizes(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[int]:
+    """The bytes of the `pieces`, in their order."""
+    size = math.prod(shape)
+    if size <= 1 or itemsize * size <= limit:
+        if size:
+            yield itemsize * size
+        return
+    axis, rows = _cut(shape, itemsize, limit)
+    row = itemsize * math.prod(shape[axis + 1 :])
+    full, rest = divmod(shape[axis], rows)
+    for _ in range(math.prod(shape[:axis])):
+        for _ in range(full):
+            yield rows * row
+        if rest:
+            yield rest * row
+
+
 def count_pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> int:
     """How many `pieces` there are."""
     size = math.prod(shape)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from eformer.checkpoint._leaf import Region
 from eformer.checkpoint._manifest import DIGEST_DIGITS, is_packed
 from eformer.checkpoint._ndarray import dtype_from_name
-from eformer.checkpoint._pieces import offset_within, pieces_in, shifted
+from eformer.checkpoint._pieces import offset_within, piece_sizes, pieces_in, shifted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from eformer.checkpoint._leaf import Region
     from eformer.checkpoint._manifest import Extent, LeafEntry, TreeEntry
 
 # safetensors readers refuse a header of more than 100 MB.
@@ -84,7 +84,8 @@ class Want(Struct, frozen=True, gc=False):
 class Stored(Struct, frozen=True, gc=False):
     """A piece of a leaf as it lies in a file. `region` is None where the piece is the whole leaf.
 
-    `target` is the number of the wanted box that the piece belongs into as a whole; -1 if it has to be taken apart.
+    `target` is the number of the wanted box that the piece belongs into, and `at` the byte of it where it goes as it
+    is; -1 if it has to be taken apart or cast, for which there is its `region`.
     """
 
     file: int
@@ -92,8 +93,9 @@ class Stored(Struct, frozen=True, gc=False):
     nbytes: int
     want: int
     digest: str
-    region: Region | None
+    region: Region | None = None
     target: int = 0
+    at: int = -1
 
 
 class Read(Struct, frozen=True, gc=False):
@@ -115,51 +117,61 @@ def plan_reads(wants: Sequence[Want], tree: TreeEntry) -> list[Read]:
             start = starts[extent.file] + extent.offset
             if extent.region is None and (extent.nbytes <= tree.block or is_packed(entry, extent)):
                 if extent.nbytes:
-                    found.append(Stored(extent.file, start, extent.nbytes, index, extent.digests, None))
+                    found.append(Stored(extent.file, start, extent.nbytes, index, extent.digests))
+            elif extent.region is None and want.regions is None and want.dtype == entry.dtype:
+                found.extend(_whole_pieces(index, entry, extent, start, tree.block))
             else:
                 found.extend(_stored_pieces(index, want, extent, start, tree.block))
     found.sort(key=attrgetter("file", "offset"))
     return list(_adjacent(found))
 
 
+def _whole_pieces(index: int, entry: LeafEntry, extent: Extent, start: int, block: int) -> Iterator[Stored]:
+    """The pieces of a leaf that is wanted whole and as it is."""
+    at = digits = 0
+    for nbytes in piece_sizes(entry.shape, dtype_from_name(entry.dtype).itemsize, block):
+        digest = extent.digests[digits : digits + DIGEST_DIGITS]
+        yield Stored(extent.file, start + at, nbytes, index, digest, None, 0, at)
+        at, digits = at + nbytes, digits + DIGEST_DIGITS
+
+
 def _stored_pieces(index: int, want: Want, extent: Extent, start: int, block: int) -> Iterator[Stored]:
+    """The pieces of which a part is wanted."""
     entry = want.entry
     box = entry.region_of(extent)
     itemsize = dtype_from_name(entry.dtype).itemsize
+    regions = [Region.whole(entry.shape)] if want.regions is None else want.regions
     if is_packed(entry, extent):
-        found = {0: box}
-    else:
-        wanted = [box] if want.regions is None else [o for r in want.regions if (o := box.overlap(r))]
-        found = {
-            number: piece
-            for region in wanted
-            for number, piece in pieces_in(region.inside(box), box.shape, itemsize, block)
-        }
-        found = dict(zip(found, shifted(found.values(), box.start), strict=True))
-    for number, piece in found.items():
-        target = _target(piece, want.regions)
-        if target is not None:
-            before = offset_within(piece, box) or 0  # elements of the extent; a piece is one run of them
-            nbytes = extent.nbytes if is_packed(entry, extent) else itemsize * piece.size
-            digest = extent.digests[DIGEST_DIGITS * number : DIGEST_DIGITS * (number + 1)]
-            yield Stored(extent.file, start + before * itemsize, nbytes, index, digest, piece, target)
+        if any(box.overlap(region) for region in regions):
+            yield Stored(extent.file, start, extent.nbytes, index, extent.digests, box, -1)
+        return
+    wanted = [overlap for region in regions if (overlap := box.overlap(region))]
+    found = dict(
+        numbered for part in wanted for numbered in pieces_in(part.inside(box), box.shape, itemsize, block)
+    )
+    for number, piece in zip(found, shifted(found.values(), box.start), strict=True):
+        before = offset_within(piece, box) or 0  # elements of the extent; a piece is one run of them
+        digest = extent.digests[DIGEST_DIGITS * number : DIGEST_DIGITS * (number + 1)]
+        target, at = _place_of(piece, regions, itemsize) if want.dtype == entry.dtype else (-1, -1)
+        nbytes = itemsize * piece.size
+        yield Stored(extent.file, start + before * itemsize, nbytes, index, digest, piece, target, at)
 
 
-def _target(piece: Region, regions: Sequence[Region] | None) -> int | None:
-    """Which of the boxes has the whole piece; -1 if several have a part of it, or one a part only; None if none has."""
-    if regions is None:
-        return 0
+def _place_of(piece: Region, regions: Sequence[Region], itemsize: int) -> tuple[int, int]:
+    """Which of the boxes the piece goes into as it is, and where; (-1, -1) if it is not as simple as that."""
     touched = [number for number, region in enumerate(regions) if piece.overlap(region)]
-    if not touched:
-        return None
-    return touched[0] if len(touched) == 1 and piece.overlap(regions[touched[0]]) == piece else -1
+    if len(touched) == 1:
+        before = offset_within(piece, regions[touched[0]])
+        if before is not None:
+            return touched[0], before * itemsize
+    return -1, -1
 
 
 def _go_together(a: Stored, b: Stored) -> bool:
     """Small leaves share what they are read into; pieces of large ones are read to where they belong."""
-    if a.region is None or b.region is None:
-        return a.region is b.region
-    return a.want == b.want and a.target == b.target
+    if a.at < 0 or b.at < 0:
+        return a.at == b.at and (a.region is None) == (b.region is None)
+    return a.want == b.want and a.target == b.target and a.at + a.nbytes == b.at
 
 
 def _adjacent(found: Sequence[Stored]) -> Iterator[Read]:

@@ -12,7 +12,6 @@ from msgspec import Struct
 from eformer.checkpoint._codec import xxh3_128
 from eformer.checkpoint._leaf import Region
 from eformer.checkpoint._ndarray import DTYPES, dtype_from_name, unpack_nibbles
-from eformer.checkpoint._pieces import offset_within
 from eformer.checkpoint._plan import ALIGNMENT, Read, Stored, Want, plan_reads
 from eformer.checkpoint._pool import run_all
 from eformer.checkpoint._store.local import read_into
@@ -164,20 +163,10 @@ class _Fetch:
 
     def destination(self, read: Read) -> Array | None:
         """The memory of a target, if all pieces of the read belong into it side by side as they are."""
-        first, last = read.pieces[0], read.pieces[-1]
-        if first.region is None or last.region is None or first.target < 0 or not self.is_plain(first.want):
+        first = read.pieces[0]
+        if first.at < 0:
             return None
-        target = self.targets[first.want][first.target]
-        start, end = offset_within(first.region, target.region), offset_within(last.region, target.region)
-        if start is None or end is None:
-            return None
-        itemsize = target.array.itemsize
-        memory = target.memory[start * itemsize : end * itemsize + last.nbytes]
-        return memory if len(memory) == read.nbytes else None
-
-    def is_plain(self, index: int) -> bool:
-        want = self.wants[index]
-        return want.dtype == want.entry.dtype and want.dtype != "float4_e2m1fn"
+        return self.targets[first.want][first.target].memory[first.at : first.at + read.nbytes]
 
     def deliver(self, piece: Stored, data: Array) -> None:
         """Copies the piece to where it is wanted, cast if it is wanted as another dtype."""
