@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
@@ -9,7 +10,6 @@ import os
 import re
 import secrets
 import stat
-import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -26,8 +26,6 @@ _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM}
 # What a file system without locks answers.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 
-_RWF_DONTCACHE = 0x80  # Linux 6.14; Python has no name for it yet
-_NO_DONTCACHE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 _LARGE_WRITE = 2**18
 
 _BEGINNING = 64
@@ -56,8 +54,6 @@ class Scratch:
     It stays locked while its writer lives, so that `sweep` can tell what a dead one left behind.
     """
 
-    is_uncached = sys.platform == "linux"
-
     def __init__(self, directory: Path, mode: int | None = None) -> None:
         self.descriptor = -1
         while self.descriptor < 0:
@@ -78,21 +74,12 @@ class Scratch:
 
     def write(self, data: Any, offset: int) -> None:
         view = memoryview(data)
+        start, nbytes = offset, len(view)
         while view:
-            written = self._write_some(view, offset)
+            written = os.pwrite(self.descriptor, view, offset)
             view, offset = view[written:], offset + written
-
-    def _write_some(self, view: memoryview, offset: int) -> int:
-        """Large writes go to the disk at once and leave the page cache when they are there: the sync at the end finds
-        little to do, and training keeps its memory."""
-        if self.is_uncached and len(view) >= _LARGE_WRITE:
-            try:
-                return os.pwritev(self.descriptor, [view], offset, _RWF_DONTCACHE)
-            except OSError as error:
-                if error.errno not in _NO_DONTCACHE:
-                    raise
-                self.is_uncached = False  # an older kernel, or another file system
-        return os.pwrite(self.descriptor, view, offset)
+        if nbytes >= _LARGE_WRITE:
+            _start_writeback(self.descriptor, start, nbytes)
 
     def sync(self) -> None:
         _sync_data(self.descriptor)
@@ -150,6 +137,25 @@ def rename(path: Path, final: Path) -> None:
 def remove(path: Path) -> None:
     with suppress(FileNotFoundError):
         os.unlink(path)
+
+
+def _load_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    try:
+        function = ctypes.CDLL(None).sync_file_range
+    except (OSError, AttributeError):  # not Linux
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return function
+
+
+_sync_file_range = _load_sync_file_range()
+_START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
+
+
+def _start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
+    """Lets the disk begin at once, so that the sync at the end finds little to do. A hint: that sync reports errors."""
+    if _sync_file_range:
+        _sync_file_range(descriptor, offset, nbytes, _START_WRITEBACK)
 
 
 def make_directories(path: Path) -> None:
