@@ -93,13 +93,19 @@ class _Reader:
         self.where = options.snapshot
         self.hosts = hosts
         self.detach = detach
+        self.dtypes: dict[np.dtype[Any], tuple[str, bool]] = {}
         self.facts: dict[Any, tuple[bool, RecordedSharding | None]] = {}
         self.written = [0] * hosts.count
 
     def for_type(self, kind: type) -> Callable[[str, Any], Source] | None:
         if issubclass(kind, np.ndarray):
             return self.numpy_array
-        return self.jax_array if issubclass(kind, (jax.Array, jax.core.Tracer)) else None
+        if issubclass(kind, jax.core.Tracer):
+            return self.traced
+        return self.jax_array if issubclass(kind, jax.Array) else None
+
+    def traced(self, name: str, leaf: Any) -> Source:
+        raise LeafError("a traced value has no bytes; save outside of jit, grad and vmap")
 
     def numpy_array(self, name: str, array: np.ndarray[Any, Any]) -> Source:
         if isinstance(array, np.ma.MaskedArray):
@@ -109,17 +115,22 @@ class _Reader:
         return self.in_one_place(name, dtype, host, "numpy")
 
     def jax_array(self, name: str, array: Any) -> Source:
-        if isinstance(array, jax.core.Tracer):
-            raise LeafError("a traced value has no bytes; save outside of jit, grad and vmap")
         key = None
         at_hand, sharding = self.look_at(array)
         if not isinstance(array.dtype, np.dtype):
             key, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
-        dtype = self.stored(name_of_dtype(array.dtype))
-        if at_hand and array.dtype not in PACKED:
+        dtype, is_packed = self.stored_jax(array.dtype)
+        if at_hand and not is_packed:
             return self.in_one_place(name, dtype, np.asarray(array), "jax", key, sharding)
         parts, regions = self.own_parts(array)
         return Source(name, dtype, array.shape, "jax", key, sharding, None, parts, regions)
+
+    def stored_jax(self, dtype: np.dtype[Any]) -> tuple[str, bool]:
+        """As what a dtype is stored, and whether XLA keeps it packed."""
+        known = self.dtypes.get(dtype)
+        if known is None:
+            known = self.dtypes[dtype] = (self.stored(name_of_dtype(dtype)), dtype in PACKED)
+        return known
 
     def in_one_place(
         self,
@@ -280,6 +291,12 @@ def contiguous(parts: Sequence[Part], region: Region, dtype: str) -> np.ndarray[
         if overlap := box.overlap(region):
             whole[overlap.inside(region).slices] = array[overlap.inside(box).slices]
     return whole
+
+
+def to_bytes(array: np.ndarray[Any, Any], dtype: str) -> bytes:
+    """The same for a whole small array."""
+    little = _little(dtype)
+    return (array if array.dtype == little else array.astype(little)).tobytes()
 
 
 def straight(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:

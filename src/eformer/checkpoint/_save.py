@@ -205,7 +205,8 @@ class _Job:
             DataFile(safetensors.scratch_of(f).path.name, f.nbytes, len(f.header), xxh3_128(f.header))
             for f in files
         ]
-        return Receipt(written, safetensors.entries(files))
+        with uncollected():
+            return Receipt(written, safetensors.entries(files))
 
     def seal_directory(self, receipt: Receipt) -> None:
         tree = self.with_leaves(receipt.leaves, receipt.files)
@@ -214,7 +215,8 @@ class _Job:
 
     def with_leaves(self, leaves: Mapping[str, LeafEntry], files: list[DataFile]) -> TreeEntry:
         """In the order of the tree."""
-        ordered = {name: leaves[name] for name in self.names}
+        with uncollected():
+            ordered = {name: leaves[name] for name in self.names}
         return msgspec.structs.replace(self.tree, files=tuple(files), raw_leaves=encode_leaves(ordered))
 
     # ------------------------------------------------------------------------------------- one file

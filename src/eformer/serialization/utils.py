@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from eformer.checkpoint._formats._names import INDEX_SUFFIX, SUFFIX, shard_name, split_shard
+from eformer.checkpoint._formats.safetensors import stored_nbytes
 from eformer.checkpoint._leaf import with_nearest
 from eformer.checkpoint._ndarray import dtype_from_name, floating_dtype, is_floating
 from eformer.checkpoint._plan import layout
@@ -43,6 +45,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger("eformer")
+
+_SAVE_ID = re.compile(r"\.[0-9a-f]{16}$")  # behind the base name of a file that a later save wrote
 
 
 # --------------------------------------------------------------------------------------------- names
@@ -78,7 +82,7 @@ def derive_base_prefix_from_path(path_str: str) -> str:
     text = _text(path_str)
     if text.endswith(INDEX_SUFFIX):
         return text.removesuffix(INDEX_SUFFIX)
-    stem = text.removesuffix(SUFFIX)
+    stem = _SAVE_ID.sub("", text.removesuffix(SUFFIX)) if text.endswith(SUFFIX) else text
     shard = split_shard(stem)
     return shard[0] if shard else stem
 
@@ -119,12 +123,17 @@ def group_keys_by_shard_size(flat_state: dict[str, Any], max_shard_size_bytes: i
 
 
 def optimize_shard_layout(state: dict[str, Any], max_shard_size_bytes: int) -> list[list[str]]:
-    """The keys in groups that fit, tensors of one module together: the layout that `save` writes."""
+    """The keys of the arrays in groups that fit, those of one module together: the layout that `save` writes."""
     _require_positive(max_shard_size_bytes, "max_shard_size_bytes")
     is_nested = any(isinstance(value, dict) for value in state.values())
     flat = flatten_for_broadcast(state) if is_nested else state
-    sizes = {key: estimate_array_nbytes(array) for key, array in flat.items()}
+    sizes = {key: _stored_nbytes(array) for key, array in flat.items() if is_array_like(array)}
     return layout(sizes, max_shard_size_bytes)
+
+
+def _stored_nbytes(array: Any) -> int:
+    is_plain = isinstance(array.dtype, np.dtype)
+    return stored_nbytes(array.dtype.name, array.shape) if is_plain else estimate_array_nbytes(array)
 
 
 def estimate_available_memory() -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import Struct
 
-from eformer.checkpoint._arrays import Part, Source, Staging, contiguous, released, straight
+from eformer.checkpoint._arrays import Part, Source, Staging, contiguous, released, to_bytes
 from eformer.checkpoint._codec import xxh3_128
 from eformer.checkpoint._formats._header import Tensor, header_bytes, tensor
 from eformer.checkpoint._leaf import Region
@@ -104,12 +104,17 @@ def _slot(source: Source, region: Region | None, block: int) -> Slot:
     if region:
         name += f"%[{_ranges(region)}]"
     shape = region.shape if region else source.shape
-    size = math.prod(shape)
-    if source.dtype == "float4_e2m1fn" and size and size % 2 == 0:
-        return Slot(name, source, region, shape, size // 2, True, [NO_DIGEST])
-    itemsize = itemsize_of(source)
-    digests = [NO_DIGEST] * count_pieces(shape, itemsize, block)
-    return Slot(name, source, region, shape, size * itemsize, False, digests)
+    nbytes = stored_nbytes(source.dtype, shape)
+    is_packed = source.dtype == "float4_e2m1fn" and 0 < 2 * nbytes == math.prod(shape)
+    is_one = is_packed or 0 < nbytes <= block
+    digests = [NO_DIGEST] * (1 if is_one else count_pieces(shape, itemsize_of(source), block))
+    return Slot(name, source, region, shape, nbytes, is_packed, digests)
+
+
+def stored_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """What an array takes in a file: what it takes in memory, but for four-bit floats, two of which share a byte."""
+    nbytes = math.prod(shape) * dtype_from_name(dtype).itemsize
+    return nbytes // 2 if dtype == "float4_e2m1fn" and nbytes % 2 == 0 else nbytes
 
 
 def itemsize_of(source: Source) -> int:
@@ -180,7 +185,7 @@ def _tasks(file: File, block: int, staging: Staging) -> Iterator[Callable[[], No
 def _write_small(file: File, slots: Sequence[Slot]) -> None:
     chunks = []
     for slot in slots:
-        data = straight(slot.source.whole, slot.source.dtype).tobytes()  # type: ignore[arg-type]
+        data = to_bytes(slot.source.whole, slot.source.dtype)  # type: ignore[arg-type]
         if data:
             slot.digests[0] = xxh3_128(data)
             chunks.append(data)

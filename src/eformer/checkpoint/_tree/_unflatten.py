@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
 import jax
+from msgspec import Struct
 
 from eformer.checkpoint._leaf import steps_to, unescape, with_nearest
 from eformer.checkpoint._nodes import build_dataclass, build_node, resolve_class
@@ -61,8 +62,7 @@ def _require_all(names: list[str], leaves: Mapping[str, Any]) -> None:
         raise MismatchError(problems, context="the leaves do not fit the structure")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Container:
+class _Container(Struct, gc=False):
     document: Any
     place: Place
     kind: _Kind
@@ -118,7 +118,10 @@ class _Kind:
 
 
 def _kind(document: Any) -> _Kind:
-    return _KINDS[frozenset(_is(dict, document))]
+    keys = _is(dict, document)
+    if len(keys) == 1:
+        return _KINDS_OF_ONE_KEY[next(iter(keys))]
+    return _KINDS[frozenset(keys)]
 
 
 def _listed(tag: str) -> Callable[[Any], list[tuple[Any, Any]]]:
@@ -147,7 +150,8 @@ def _is(kind: type, value: Any) -> Any:
 def _build_dict(document: Any, children: list[Any]) -> dict[Any, Any]:
     content = document["dict"]
     keys = list(map(unescape, content)) if isinstance(content, dict) else _keys(content)
-    return dict(_pairs(keys, children))
+    built = dict(zip(keys, children, strict=True))
+    return built if len(built) == len(keys) else dict(_pairs(keys, children))
 
 
 def _keys(pairs: Any) -> list[Any]:
@@ -209,3 +213,4 @@ _KINDS = {
     frozenset({"dataclass", "static", "children"}): _Kind(_named, _build_dataclass),
     frozenset({"node", "aux", "children"}): _Kind(_listed("children"), _build_node),
 }
+_KINDS_OF_ONE_KEY = {key: kind for keys, kind in _KINDS.items() if len(keys) == 1 for key in keys}
