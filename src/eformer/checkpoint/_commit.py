@@ -70,8 +70,6 @@ def _sealed(seal: Callable[[Receipt], None], receipts: Sequence[Receipt]) -> Rec
 
 def joined(receipts: Sequence[Receipt]) -> Receipt:
     """All files and all leaves; a leaf of which several processes wrote parts has all of them."""
-    if len(receipts) == 1:
-        return receipts[0]
     whole = Receipt()
     for receipt in receipts:
         first = len(whole.files)
