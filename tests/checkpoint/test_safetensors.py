@@ -48,6 +48,10 @@ class TestShardedDirectory(TestDirectory):
     def data_file(self, path):
         return max(path.glob("*.safetensors"), key=os.path.getsize)
 
+    def test_there_really_are_many_files(self, path):
+        save(model(), path)
+        assert len(list(path.glob("*.safetensors"))) > 5
+
 
 class TestOneFile(CheckpointContract):
     def place(self, folder):
@@ -451,6 +455,16 @@ def test_what_lies_about_does_not_make_a_save_fail(tmp_path, weights):
         save(weights, tmp_path)
     assert_equal(read_by_index(tmp_path), flat(weights))
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_more_leaves_than_one_header_can_name_go_to_a_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr("eformer.checkpoint._plan.MAX_HEADER_BYTES", 1000)
+    tree = {f"w{i}": np.ones(1) for i in range(20)}
+    with pytest.raises(FormatError, match="save to a directory"):
+        save(tree, tmp_path / "x.safetensors")
+    assert not list(tmp_path.iterdir())
+    save(tree, tmp_path / "d")
+    assert_same(load(tmp_path / "d"), tree)
 
 
 def test_a_file_can_be_renamed_and_a_directory_moved(tmp_path, weights):

@@ -12,7 +12,7 @@ Snapshot = Literal["auto", "device", "host"]
 class SaveOptions:
     """What `save` and `save_async` may be told beyond the tree and the path.
 
-    max_shard_bytes   a data file holds at most this much, unless one leaf alone is larger
+    max_shard_bytes   a data file of a directory holds at most this much, unless one leaf alone is larger
     dtype             floating leaves are stored as this dtype; None stores them as they are
     snapshot          where `save_async` keeps accelerator arrays that the caller may donate at once: in copies
                       on the "device", or in "host" memory; "auto" takes the device if it has room

@@ -36,10 +36,11 @@ def layout(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
         if used + total > limit >= total:
             used = limit + 1  # the next file takes it whole
         for name in module:
-            header += len(name) + _HEADER_BYTES_A_LEAF
+            nbytes = len(name.encode()) + _HEADER_BYTES_A_LEAF
+            header += nbytes
             if not files or used + sizes[name] > limit or header > MAX_HEADER_BYTES:
                 files.append([])
-                used, header = 0, len(name) + _HEADER_BYTES_A_LEAF
+                used, header = 0, nbytes
             files[-1].append(name)
             used += sizes[name]
     return files

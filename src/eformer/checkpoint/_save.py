@@ -228,7 +228,9 @@ class _Job:
             raise ValueError(f"{self.path}: several processes save to a directory, not to one file")
         final = Path(os.path.realpath(self.path))
         self.check_file(final)
-        (file,) = self.arranged(2**63) or [safetensors.File([])]
+        file, *others = self.arranged(2**63) or [safetensors.File([])]
+        if others:
+            raise FormatError(f"{self.path}: so many leaves need more than one header; save to a directory")
         file.scratch = scratch_for(final)
         stack.callback(file.scratch.discard)
         file.header = self.header_with_manifest(file)

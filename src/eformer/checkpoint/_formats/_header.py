@@ -79,9 +79,8 @@ def header_bytes(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> 
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A file whose header was read: its bytes, what they say, the file's length, and by what to know it again."""
+    """A file whose header was read: what it says, the file's length, and by what to know it again."""
 
-    raw: bytes
     header: Header
     nbytes: int
     stamp: tuple[int, ...]
@@ -94,7 +93,7 @@ def open_header(directory: Path, name: str) -> Opened:
         raw, nbytes, seen = read_header(descriptor, str(directory / name))
     finally:
         os.close(descriptor)
-    return Opened(raw, parse_header(raw, nbytes, str(directory / name)), nbytes, seen)
+    return Opened(parse_header(raw, nbytes, str(directory / name)), nbytes, seen)
 
 
 def read_header(descriptor: int, origin: str) -> tuple[bytes, int, tuple[int, ...]]:

@@ -174,7 +174,7 @@ def _find_file(path: Path) -> Found:
     header = parse_header(raw, nbytes, str(path))
     if header.metadata.get("manifest", "").startswith('{"digest":"'):
         raise CorruptionError(f"{path} carries a manifest, but the beginning of its header is damaged")
-    opened = Opened(raw, header, nbytes, seen)
+    opened = Opened(header, nbytes, seen)
     return _in_checkpoint(path, opened) or _foreign(path, path.parent, {"": {path.name: opened}})
 
 
