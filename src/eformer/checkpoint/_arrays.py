@@ -36,7 +36,7 @@ class Source(Struct, frozen=True, gc=False):
     """A leaf to be saved: what it is, and this process's part of it.
 
     `whole` is the host array of a leaf that lies in one place, which is nearly every leaf; else `parts` hold
-    its boxes and `regions` are those that this process writes.
+    its boxes, `regions` are those that this process writes, and `shard` is the shape of what a device holds.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Source(Struct, frozen=True, gc=False):
     whole: np.ndarray[Any, Any] | None = None
     parts: Sequence[Part] = ()
     regions: Sequence[Region] = ()
+    shard: tuple[int, ...] | None = None
 
 
 def released(source: Source) -> Source:
@@ -123,7 +124,8 @@ class _Reader:
         if at_hand and not is_packed:
             return self.in_one_place(name, dtype, np.asarray(array), "jax", key, sharding)
         parts, regions = self.own_parts(array)
-        return Source(name, dtype, array.shape, "jax", key, sharding, None, parts, regions)
+        shard = array.sharding.shard_shape(array.shape)
+        return Source(name, dtype, array.shape, "jax", key, sharding, None, parts, regions, shard)
 
     def stored_jax(self, dtype: np.dtype[Any]) -> tuple[str, bool]:
         """As what a dtype is stored, and whether XLA keeps it packed."""

@@ -1,14 +1,16 @@
-"""Bytes to bytes, and bytes to digests: gzip, xxh3-128, sha256."""
+"""Bytes to bytes, and bytes to digests: gzip, zstd, zarr's chunks; xxh3-128, sha256."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import xxhash
+import zstandard
 
 from eformer.errors import FormatError
 
@@ -35,6 +37,67 @@ def xxh3_128_of(parts: Iterable[Buffer]) -> str:
 
 def sha256(data: Buffer) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def sha256_of(parts: Iterable[Buffer]) -> str:
+    hasher = hashlib.sha256()
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------- chunks
+
+
+def zstd_compress(data: Buffer) -> bytes:
+    """Level 1, which is faster than most disks; the weights of a model hardly get smaller with more."""
+    return zstandard.ZstdCompressor(level=1).compress(data)
+
+
+def decoded(codec: str, data: np.ndarray[Any, Any], nbytes: int, detail: str) -> bytes | np.ndarray[Any, Any]:
+    """The `nbytes` bytes of a chunk that was stored by this codec; refuses what decodes to anything else."""
+    chunk: bytes | np.ndarray[Any, Any] = data
+    if codec == "zstd":
+        chunk = _zstd_decompress(data, nbytes)
+    elif codec == "zarr":
+        chunk = _decoded_by_tensorstore(data, detail)
+    if len(chunk) < nbytes:
+        raise FormatError(f"{len(chunk)} bytes, expected are {nbytes}")
+    return chunk
+
+
+def _zstd_decompress(data: Buffer, nbytes: int) -> bytes:
+    try:
+        if zstandard.frame_content_size(data) not in (
+            -1,
+            nbytes,
+        ):  # it would be allocated, however much it is
+            raise FormatError("it is of another length")
+        return zstandard.ZstdDecompressor().decompress(data, max_output_size=nbytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise FormatError(f"not zstd, or damaged: {error}") from error
+
+
+def _decoded_by_tensorstore(data: np.ndarray[Any, Any], metadata: str) -> np.ndarray[Any, Any]:
+    """A chunk of an array whose compressor, order or byte order is not ours: as an array of its own, in memory."""
+    import tensorstore as ts  # late: seldom needed, and slow to import
+
+    described = msgspec.json.decode(metadata)
+    described["shape"] = described["chunks"]
+    separator = described.get("dimension_separator") or "."
+    name = separator.join("0" for _ in described["chunks"]) or "0"
+    try:
+        memory = {"driver": "memory", "path": "chunk/"}
+        context = ts.Context()
+        ts.KvStore.open(memory, context=context).result().write(name, data.tobytes()).result()
+        spec = {"driver": "zarr", "kvstore": memory, "metadata": described}
+        chunk = ts.open(spec, context=context, create=True).result().read().result()
+    except ValueError as error:
+        raise FormatError(str(error)) from error
+    return np.frombuffer(np.ascontiguousarray(chunk).tobytes(), np.uint8)
+
+
+# --------------------------------------------------------------------------------------------- gzip
 
 
 def gzip_compress(data: Buffer) -> bytes:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer.checkpoint._manifest import DataFile, Extent, LeafEntry  # noqa: TC001  msgspec reads them
+from eformer.checkpoint._manifest import Extent, Receipt
 from eformer.errors import EformerError
 
 if TYPE_CHECKING:
@@ -26,14 +26,6 @@ logger = logging.getLogger("eformer")
 
 
 # ------------------------------------------------------------------------------------------ receipts
-
-
-class Receipt(msgspec.Struct):
-    """What one process has written: complete, synced, and under names that nobody looks for yet."""
-
-    files: list[DataFile] = msgspec.field(default_factory=list)
-    leaves: dict[str, LeafEntry] = msgspec.field(default_factory=dict)
-    error: str = ""
 
 
 def commit(hosts: Hosts, write: Callable[[], Receipt], seal: Callable[[Receipt], None]) -> None:

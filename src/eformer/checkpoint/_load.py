@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-import os
+import math
+import os  # noqa: TC003
 from collections.abc import Callable, Iterable, Mapping, Sequence  # noqa: TC003  msgspec reads them
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,13 +17,15 @@ import msgspec
 import numpy as np
 from jax.sharding import Sharding
 
-from eformer.checkpoint._formats._reading import Found, close_files, find, was_replaced
+from eformer.checkpoint._formats._found import Found  # noqa: TC001  msgspec reads it
+from eformer.checkpoint._formats.find import find, was_replaced
 from eformer.checkpoint._leaf import Region, with_nearest
 from eformer.checkpoint._manifest import LeafEntry, TreeEntry  # noqa: TC001  msgspec reads them
 from eformer.checkpoint._ndarray import dtype_from_name, floating_dtype, is_floating
 from eformer.checkpoint._plan import Read, Want, plan_reads
 from eformer.checkpoint._pool import default_threads, uncollected
 from eformer.checkpoint._rules import Leaf, PartitionSpec, Rules, place
+from eformer.checkpoint._store.files import Files  # noqa: TC001  msgspec reads it
 from eformer.checkpoint._transfer import fetch
 from eformer.checkpoint._tree import flatten, unflatten, unflatten_like
 from eformer.errors import CorruptionError, FormatError, MismatchError
@@ -35,6 +38,8 @@ logger = logging.getLogger("eformer")
 # a newer checkpoint is there to be read.
 _MOST_RESTARTS = 10
 
+_MUCH = 2**20  # bytes of one file
+
 
 def load(
     path: str | os.PathLike[str],
@@ -46,6 +51,8 @@ def load(
     rules: Rules | None = None,
     shardings: Any = None,
     dtype: Any = None,
+    callback: Callable[[Any, str], Any] | None = None,
+    batch: int | None = None,
     verify: bool = True,
 ) -> Any:
     """The tree that was saved at `path`, bit for bit; or an error that says what is wrong, and where.
@@ -59,65 +66,120 @@ def load(
     `PartitionSpec` or a function that is called on the loaded array. `rules` are (regex, PartitionSpec) pairs,
     searched for in names joined by "/". With a `mesh` and neither, leaves lie as they were saved.
 
-    `dtype` casts floating leaves. `verify=False` skips the digests.
+    `dtype` casts floating leaves. `callback(array, name)` is called for every array, and returns what to have in its
+    place. `batch` is how many arrays are read at a time; None for all. `verify=False` skips the digests.
     """
-    request = _Request(
-        like=None if like is None else flatten(like)[0],
+    request = Request(
+        like=like,
         prefix=prefix,
         keys=None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys),
         mesh=mesh,
         rules=None if rules is None else tuple(rules),
         shardings=shardings,
         dtype=dtype,
+        callback=callback,
+        batch=batch,
         verify=verify,
     )
-    tree, items, selected = _read_one(path, request)
+    return load_entry(path, request)[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the caller asked for; beyond what `load` takes,
+
+    every_leaf     `shardings` have to name every leaf, else KeyError
+    replicate      a leaf that nothing is said about goes to every device of the mesh
+    reshape        a leaf may have another shape than in `like` if it has as many elements
+    threads        that read; None for one a core, 2 to 16
+    """
+
+    like: Any = None
+    prefix: str | None = None
+    keys: tuple[str, ...] | None = None
+    mesh: jax.sharding.Mesh | None = None
+    rules: Rules | None = None
+    shardings: Any = None
+    dtype: Any = None
+    callback: Callable[[Any, str], Any] | None = None
+    batch: int | None = None
+    verify: bool = True
+    every_leaf: bool = False
+    replicate: bool = False
+    reshape: bool = False
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch is not None and self.batch <= 0:
+            raise ValueError(
+                f"a batch of {self.batch} arrays: it has to be positive, or None for all at once"
+            )
+
+
+def load_entry(path: str | os.PathLike[str], request: Request) -> tuple[Any, TreeEntry]:
+    """The tree, and what the manifest says of it."""
+    like = None if request.like is None else flatten(request.like)[0]
+    tree, arrays, selected = _read_one(path, request, like)
     with uncollected():
-        leaves = _assemble(items) | {name: value for name, value in tree.values.items() if name in selected}
+        leaves = arrays | {name: value for name, value in tree.values.items() if name in selected}
         if like is not None:
-            return unflatten_like(like, leaves)
+            return unflatten_like(request.like, leaves), tree
         if request.keys is not None:
-            return {name: leaves[name] for name in selected}
-        return unflatten(msgspec.json.decode(tree.structure), leaves)
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """What the caller asked for. `like` is there as its leaves by name."""
-
-    like: Mapping[str, Any] | None
-    prefix: str | None
-    keys: tuple[str, ...] | None
-    mesh: jax.sharding.Mesh | None
-    rules: Rules | None
-    shardings: Any
-    dtype: Any
-    verify: bool
+            return {name: leaves[name] for name in selected}, tree
+        return unflatten(msgspec.json.decode(tree.structure), leaves), tree
 
 
 def _read_one(
-    path: str | os.PathLike[str], request: _Request
-) -> tuple[TreeEntry, list[_Item], dict[str, None]]:
+    path: str | os.PathLike[str], request: Request, like: Mapping[str, Any] | None
+) -> tuple[TreeEntry, dict[str, Any], dict[str, None]]:
     """The wanted leaves of one whole checkpoint: if another save replaces it meanwhile, those of the newer one."""
     for _ in range(_MOST_RESTARTS):
         found = find(path)
         tree = found.tree(request.prefix)
         with uncollected():
             selected = select(tree, request.keys)
-            items = _items(tree, selected, request)
-            if request.like is None and request.keys is None:
+            items = _items(tree, selected, request, like)
+            if like is None and request.keys is None:
                 _require_classes(tree)
             _place(items, tree, request)
         try:
-            _read(found, tree, items, request.verify)
-        except (FileNotFoundError, CorruptionError) as error:
+            arrays = _arrays(found, tree, items, request)
+        except _Unreadable as unreadable:
             if was_replaced(found):
                 continue
+            error = unreadable.error
             if isinstance(error, FileNotFoundError):
                 raise CorruptionError(f"{path}: the manifest names a file that is gone: {error}") from error
-            raise
-        return tree, items, selected
+            raise error from None
+        return tree, arrays, selected
     raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while it was being read")
+
+
+def _arrays(found: Found, tree: TreeEntry, items: list[_Item], request: Request) -> dict[str, Any]:
+    """The arrays by name, read and handed to the caller's functions batch by batch."""
+    arrays: dict[str, Any] = {}
+    batch = request.batch or max(1, len(items))
+    for start in range(0, len(items), batch):
+        some = items[start : start + batch]
+        try:
+            _read(found, tree, some, request.verify, request.threads or default_threads())
+        except (FileNotFoundError, CorruptionError) as error:
+            raise _Unreadable(error) from None
+        with uncollected():
+            assembled = _assemble(some)
+        for item in some:
+            leaf = assembled.pop(item.name)
+            leaf = item.after(leaf) if item.after else leaf
+            arrays[item.name] = request.callback(leaf, item.name) if request.callback else leaf
+            item.arrays = ()  # what the caller's functions let go of, is gone
+    return arrays
+
+
+class _Unreadable(Exception):  # noqa: N818
+    """What reading raised, told apart from what the caller's functions raise, which is not ours to interpret."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 def _require_classes(tree: TreeEntry) -> None:
@@ -168,9 +230,17 @@ class _Item(msgspec.Struct, gc=False):
     regions: list[Region] | None = None
     devices: list[Any] = []
     arrays: Sequence[Any] = ()
+    new_shape: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the user sees."""
+        return self.entry.logical_shape if self.new_shape is None else self.new_shape
 
 
-def _items(tree: TreeEntry, selected: Mapping[str, None], request: _Request) -> list[_Item]:
+def _items(
+    tree: TreeEntry, selected: Mapping[str, None], request: Request, like: Mapping[str, Any] | None
+) -> list[_Item]:
     """The arrays among the selected leaves, if they are what `like` expects; else every difference at once."""
     cast = None if request.dtype is None else floating_dtype(request.dtype)
     entries = tree.leaves
@@ -180,13 +250,27 @@ def _items(tree: TreeEntry, selected: Mapping[str, None], request: _Request) -> 
             entry = entries[name]
             dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
             items.append(_Item(name, entry, dtype, as_numpy=entry.home == "numpy"))
-    if request.like is not None:
-        problems = list(_differences(items, selected, tree, request.like))
+    if like is not None:
+        if request.reshape:
+            for item in items:
+                _take_shape(item, like.get(item.name))
+        problems = list(_differences(items, selected, tree, like))
         if problems:
             raise MismatchError(problems, context="the checkpoint does not fit `like`")
         for item in items:
-            _follow(item, request.like[item.name])
+            _follow(item, like[item.name])
     return items
+
+
+def _take_shape(item: _Item, leaf: Any) -> None:
+    """Lets the item have the shape that `like` says, if it has as many elements."""
+    shape = getattr(leaf, "shape", None)
+    stored = item.entry.shape
+    if not isinstance(shape, tuple) or shape == stored or math.prod(shape) != math.prod(stored):
+        return
+    if not item.entry.key:
+        item.new_shape = shape
+        logger.warning("leaf %r is reshaped from %s to %s", item.name, list(stored), list(shape))
 
 
 def _differences(
@@ -222,12 +306,12 @@ def _describes_array(leaf: Any) -> bool:
 def _array_difference(item: _Item, leaf: Any) -> Iterable[str]:
     if isinstance(leaf, (Sharding, PartitionSpec)):
         return
-    found = _described(_key_dtype(item.entry.key) if item.entry.key else item.dtype, item.entry.logical_shape)
+    found = _described(_key_dtype(item.entry.key) if item.entry.key else item.dtype, item.shape)
     if not _describes_array(leaf):
         yield f"leaf {item.name!r}: expected a plain {type(leaf).__name__}, found {found}"
         return
     expected = _described(_dtype_name(leaf.dtype), tuple(leaf.shape))
-    same_shape = tuple(leaf.shape) == item.entry.logical_shape
+    same_shape = tuple(leaf.shape) == item.shape
     if expected != found:
         cast = "; dtype= casts" if is_floating(expected) and is_floating(found) else ""
         yield f"leaf {item.name!r}: expected {expected}, found {found}{cast if same_shape else ''}"
@@ -262,7 +346,7 @@ def _follow(item: _Item, leaf: Any) -> None:
 # --------------------------------------------------------------------------------------------- place
 
 
-def _place(items: Sequence[_Item], tree: TreeEntry, request: _Request) -> None:
+def _place(items: Sequence[_Item], tree: TreeEntry, request: Request) -> None:
     """A sharding, the default device or host memory for every item, and the boxes that each device needs."""
     said = (request.mesh, request.rules, request.shardings, *(i.sharding for i in items))
     if any(argument is not None for argument in said):
@@ -271,18 +355,22 @@ def _place(items: Sequence[_Item], tree: TreeEntry, request: _Request) -> None:
         [item for item in items if not item.as_numpy and not _jax_holds(item.dtype, _config.jax_enable_x64)]
     )
     for item in items:
-        if item.sharding is not None and not item.as_numpy:
+        if item.sharding is not None and not item.as_numpy and item.new_shape is None:
             _cut_up(item)
 
 
-def _follow_arguments(items: Sequence[_Item], tree: TreeEntry, request: _Request) -> None:
+def _follow_arguments(items: Sequence[_Item], tree: TreeEntry, request: Request) -> None:
     leaves = {
-        item.name: Leaf(item.entry.logical_shape, item.sharding, item.entry.sharding, item.as_numpy)
-        for item in items
+        item.name: Leaf(item.shape, item.sharding, item.entry.sharding, item.as_numpy) for item in items
     }
-    ignored = tree.leaves.keys() - leaves.keys()  # which `keys` have left out
     placed, after = place(
-        leaves, mesh=request.mesh, rules=request.rules, shardings=request.shardings, ignored=ignored
+        leaves,
+        mesh=request.mesh,
+        rules=request.rules,
+        shardings=request.shardings,
+        ignored=tree.leaves.keys() - leaves.keys(),  # which `keys` have left out
+        every_leaf=request.every_leaf,
+        replicate=request.replicate,
     )
     for item in items:
         item.after = after.get(item.name)
@@ -334,25 +422,27 @@ def _cut_up(item: _Item) -> None:
 # ---------------------------------------------------------------------------------------------- read
 
 
-def _read(found: Found, tree: TreeEntry, items: Sequence[_Item], verify: bool) -> None:
+def _read(found: Found, tree: TreeEntry, items: Sequence[_Item], verify: bool, threads: int) -> None:
     wants = [Want(item.name, item.entry, item.dtype, item.regions) for item in items]
     reads = plan_reads(wants, tree)
-    descriptors = found.open_files(tree, _needed_files(tree, reads))
+    files = found.files(tree)
     try:
-        _require_bytes(tree, items, descriptors)
-        fetched = fetch(reads, wants, tree, descriptors, default_threads(), verify=verify)
+        needed = _needed_files(tree, reads)
+        files.hold(needed)
+        _require_bytes(tree, items, needed, files)
+        fetched = fetch(reads, wants, tree, files, threads, verify=verify)
     finally:
-        close_files(descriptors)
+        files.close()
     for item, arrays in zip(items, fetched, strict=True):
         item.arrays = arrays
 
 
-def _require_bytes(tree: TreeEntry, items: Sequence[_Item], descriptors: Sequence[int]) -> None:
-    """Refuses files that are shorter than the leaves, before memory is allocated for these."""
-    lengths = [
-        os.fstat(d).st_size if d >= 0 else file.nbytes
-        for d, file in zip(descriptors, tree.files, strict=True)
-    ]
+def _require_bytes(tree: TreeEntry, items: Sequence[_Item], needed: Iterable[int], files: Files) -> None:
+    """Refuses files that are shorter than the leaves, before much memory is allocated for these."""
+    lengths = [file.nbytes for file in tree.files]
+    for number in needed:
+        if lengths[number] > _MUCH and not tree.is_database:
+            lengths[number] = files.nbytes(number)
     if all(length >= file.nbytes for length, file in zip(lengths, tree.files, strict=True)):
         return
     for item in items:
@@ -361,8 +451,9 @@ def _require_bytes(tree: TreeEntry, items: Sequence[_Item], descriptors: Sequenc
             stop = file.header_nbytes + extent.offset + extent.nbytes
             if stop > lengths[extent.file]:
                 raise CorruptionError(
-                    f"leaf {item.name!r}: {file.name} was cut short: it ends after {lengths[extent.file]} bytes, "
-                    f"the leaf after {stop}; restore the file from a copy, or load an older checkpoint"
+                    f"leaf {item.name!r}: {tree.path_of(extent.file)} was cut short: it ends after "
+                    f"{lengths[extent.file]} bytes, the leaf after {stop}; restore the file from a copy, or load "
+                    "an older checkpoint"
                 )
 
 
@@ -386,7 +477,9 @@ def _assemble(items: Sequence[_Item]) -> dict[str, Any]:
     devices: list[Any] = []
     plain: list[Any] = []
     for item in items:
-        if item.as_numpy:
+        if item.new_shape is not None:
+            item.arrays = [item.arrays[0].reshape(item.new_shape)]
+        if item.as_numpy or item.new_shape is not None:
             continue
         for array in item.arrays:
             array.flags.writeable = False
@@ -401,12 +494,14 @@ def _assemble(items: Sequence[_Item]) -> dict[str, Any]:
     for item in items:
         if item.as_numpy:
             leaf = item.arrays[0]
+        elif item.new_shape is not None:
+            leaf = jax.device_put(item.arrays[0], item.sharding)
         elif item.sharding is None:
             leaf = _keyed(next(on_default), item)
         else:
             shards = [next(on_devices) for _ in item.devices]
             leaf = _keyed(_joined(shards, item), item)
-        leaves[item.name] = item.after(leaf) if item.after else leaf
+        leaves[item.name] = leaf
     return leaves
 
 

@@ -32,19 +32,32 @@ DIGEST_DIGITS = 32
 _NO_DIGEST = b"0" * DIGEST_DIGITS
 _MARK = b'"digest":"'
 _MOST_BLOCK = 2**30  # a piece is read into memory as a whole
+_MOST_EXPANSION = 50_000  # no codec says more in fewer bytes: zstd repeats 2**17 of them in three
 _MARK_WITHIN = 64  # the digest is the first field, also where something stands around the manifest
 
 
 Count = Annotated[int, msgspec.Meta(ge=0)]  # what is read is checked while it is parsed
 
 
-class DataFile(Struct, frozen=True):
+class DataFile(Struct, frozen=True, gc=False, omit_defaults=True):
     """A file of leaves' bytes. `header` digests its first `header_nbytes`, which belong to no leaf."""
 
     name: str
     nbytes: int
     header_nbytes: int = 0
     header: str = ""
+
+
+class Coding(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True):
+    """How bytes become an array: decoded by `codec` they have this `shape`, and what is stored is its first corner.
+
+    The codecs are "zstd", "" for bytes as they are, and "zarr" for all else that TensorStore can decode when it
+    is told the array's metadata, `detail`.
+    """
+
+    codec: str
+    shape: tuple[Count, ...]
+    detail: str = ""
 
 
 class Extent(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True):
@@ -59,6 +72,7 @@ class Extent(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True)
     nbytes: Count
     digests: str
     region: tuple[tuple[Count, ...], tuple[Count, ...]] | None = None
+    coding: Coding | None = None
 
 
 class RecordedSharding(Struct, frozen=True):
@@ -71,7 +85,8 @@ class RecordedSharding(Struct, frozen=True):
 class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True):
     """What a leaf is and where its bytes are. `key` names the generator of a typed PRNG key, stored as its data.
 
-    `home` tells a numpy array from a jax.Array, and `sharding` how the latter lay on its mesh.
+    `home` tells a numpy array from a jax.Array, and `sharding` how the latter lay on its mesh. `sha256` is that of
+    all of its elements, if the caller wanted it.
     """
 
     dtype: str
@@ -80,9 +95,11 @@ class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=Tr
     home: str = "jax"
     key: str | None = None
     sharding: RecordedSharding | None = None
+    sha256: str | None = None
 
     @property
     def nbytes(self) -> int:
+        """What it takes on the disk."""
         return sum(extent.nbytes for extent in self.extents)
 
     @property
@@ -99,17 +116,36 @@ class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=Tr
 
 
 class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
-    """One saved tree: everything that one `save` call wrote."""
+    """One saved tree: everything that one `save` call wrote.
+
+    The files lie in `root`, a directory beside the manifest, or in the manifest's own; or they are the keys of an
+    OCDBT database that lies there.
+    """
 
     save_id: str
     saved_at: str
     written_by: str
     block: int
     files: tuple[DataFile, ...]
+    raw_root: str | msgspec.UnsetType = field(name="root", default=msgspec.UNSET)
+    ocdbt: bool | msgspec.UnsetType = msgspec.UNSET
     raw_metadata: dict[str, Any] = field(name="metadata", default_factory=dict)
     raw_values: dict[str, Any] = field(name="values", default_factory=dict)
     structure: Raw = Raw(b"null")
     raw_leaves: Raw = field(name="leaves", default=Raw(b"{}"))
+
+    @property
+    def root(self) -> str:
+        return self.raw_root or ""
+
+    @property
+    def is_database(self) -> bool:
+        return bool(self.ocdbt)
+
+    def path_of(self, file: int) -> str:
+        """Where a file is, seen from the manifest."""
+        name = self.files[file].name
+        return f"{self.root}/{name}" if self.root else name
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -207,6 +243,14 @@ class Manifest(Struct, frozen=True, kw_only=True):
         return manifest
 
 
+class Receipt(Struct):
+    """What one process has written: complete, synced, and under names that nobody looks for yet."""
+
+    files: list[DataFile] = field(default_factory=list)
+    leaves: dict[str, LeafEntry] = field(default_factory=dict)
+    error: str = ""
+
+
 _decode_manifest = msgspec.json.Decoder(Manifest).decode
 _decode_leaf = msgspec.json.Decoder(LeafEntry).decode
 _decode_leaves = msgspec.json.Decoder(dict[str, LeafEntry]).decode
@@ -286,6 +330,7 @@ def _is_plain(entry: LeafEntry, extent: Extent, rooms: list[int], block: int) ->
         and entry.dtype in DTYPES
         and nbytes == DTYPES[entry.dtype].itemsize * math.prod(entry.shape)
         and entry.key is None
+        and extent.coding is None
     )
 
 
@@ -313,20 +358,36 @@ def _check_extent(
     if extent.file >= len(tree.files):
         raise FormatError(f"file {extent.file} of {len(tree.files)}")
     nbytes = itemsize * math.prod(shape)
-    packed = extent.nbytes != nbytes and is_packed(entry, extent)
-    if extent.nbytes != nbytes and not packed:
+    is_one = 0 < nbytes <= tree.block or is_whole(entry, extent)
+    if extent.coding:
+        _check_coding(extent, extent.coding, shape, itemsize)
+    elif extent.nbytes != nbytes and not is_whole(entry, extent):
         raise FormatError(f"{extent.nbytes} bytes for {entry.dtype}{list(shape)}, which takes {nbytes}")
     file = tree.files[extent.file]
     if extent.offset > file.nbytes - file.header_nbytes - extent.nbytes:
         raise FormatError(f"{extent.nbytes} bytes at {extent.offset} are more than file {file.name!r} has")
     if not tree.save_id and not extent.digests:
         return
-    one = packed or 0 < nbytes <= tree.block
-    expected = DIGEST_DIGITS * (1 if one else count_pieces(shape, itemsize, tree.block))
+    expected = DIGEST_DIGITS * (1 if is_one else count_pieces(shape, itemsize, tree.block))
     if len(extent.digests) != expected:
         raise FormatError(f"{len(extent.digests)} digits of digests where {expected} are due")
 
 
-def is_packed(entry: LeafEntry, extent: Extent) -> bool:
-    """Whether two four-bit numbers share a byte. Such an extent is one piece, read whole."""
+def _check_coding(extent: Extent, coding: Coding, shape: tuple[int, ...], itemsize: int) -> None:
+    if coding.codec not in ("", "zstd", "zarr"):
+        raise FormatError(f"the codec {coding.codec[:40]!r} is not known; please upgrade")
+    if len(coding.shape) != len(shape) or any(a > b for a, b in zip(shape, coding.shape, strict=True)):
+        raise FormatError(f"a box of {list(shape)} in a chunk of {list(coding.shape)}")
+    decoded = itemsize * math.prod(coding.shape)
+    most = extent.nbytes * _MOST_EXPANSION if coding.codec else extent.nbytes
+    if decoded > most:
+        raise FormatError(
+            f"{extent.nbytes} bytes cannot hold a chunk of {list(coding.shape)}, {decoded} bytes"
+        )
+
+
+def is_whole(entry: LeafEntry, extent: Extent) -> bool:
+    """Whether an extent can only be read as one: coded, or four-bit numbers of which two share a byte."""
+    if extent.coding:
+        return True
     return entry.dtype == "float4_e2m1fn" and 0 < 2 * extent.nbytes == entry.region_of(extent).size

@@ -18,6 +18,14 @@ class SaveOptions:
                       on the "device", or in "host" memory; "auto" takes the device if it has room
     staging_bytes     at most this much host memory holds bytes on their way from an accelerator to the disk
     threads           that write; None for one a core, 2 to 16
+    checksums         records the SHA-256 of every array, beside the digests that are always there
+
+    and for the format "tensorstore" alone:
+
+    max_chunk_bytes   a chunk of an array is a shard, or as many of its rows as take at most this much; None for
+                      1 GiB, or 16 MiB of what is compressed or goes into a database
+    compression       "zstd" compresses every chunk
+    ocdbt             puts the arrays into one OCDBT database instead of a directory each: few files
     """
 
     max_shard_bytes: int = 5_000_000_000
@@ -25,12 +33,20 @@ class SaveOptions:
     snapshot: Snapshot = "auto"
     staging_bytes: int = 2**30
     threads: int | None = None
+    checksums: bool = False
+    max_chunk_bytes: int | None = None
+    compression: Literal["zstd"] | None = None
+    ocdbt: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_shard_bytes", "staging_bytes"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"SaveOptions.{name} must be positive, not {getattr(self, name)}")
-        if self.threads is not None and self.threads <= 0:
-            raise ValueError(f"SaveOptions.threads must be positive, not {self.threads}")
+        for name in ("threads", "max_chunk_bytes"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"SaveOptions.{name} must be positive, not {value}")
+        if self.compression not in (None, "zstd"):
+            raise ValueError(f"SaveOptions.compression is {self.compression!r}, not 'zstd' or None")
         if self.snapshot not in get_args(Snapshot):
             raise ValueError(f"SaveOptions.snapshot is {self.snapshot!r}, not one of {get_args(Snapshot)}")

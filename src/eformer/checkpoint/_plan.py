@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from eformer.checkpoint._leaf import Region
-from eformer.checkpoint._manifest import DIGEST_DIGITS, is_packed
+from eformer.checkpoint._manifest import DIGEST_DIGITS, is_whole
 from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.checkpoint._pieces import offset_within, piece_sizes, pieces_in, shifted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from eformer.checkpoint._manifest import Extent, LeafEntry, TreeEntry
+    from eformer.checkpoint._manifest import Coding, Extent, LeafEntry, TreeEntry
 
 # safetensors readers refuse a header of more than 100 MB.
 MAX_HEADER_BYTES = 90_000_000
@@ -97,6 +97,7 @@ class Stored(Struct, frozen=True, gc=False):
     region: Region | None = None
     target: int = 0
     at: int = -1
+    coding: Coding | None = None
 
 
 class Read(Struct, frozen=True, gc=False):
@@ -116,7 +117,9 @@ def plan_reads(wants: Sequence[Want], tree: TreeEntry) -> list[Read]:
         entry = want.entry
         for extent in entry.extents:
             start = starts[extent.file] + extent.offset
-            if extent.region is None and (extent.nbytes <= tree.block or is_packed(entry, extent)):
+            if extent.coding:
+                found.extend(_coded(index, want, extent, start))
+            elif extent.region is None and (extent.nbytes <= tree.block or is_whole(entry, extent)):
                 if extent.nbytes:
                     found.append(Stored(extent.file, start, extent.nbytes, index, extent.digests))
             elif extent.region is None and want.regions is None and want.dtype == entry.dtype:
@@ -136,13 +139,21 @@ def _whole_pieces(index: int, entry: LeafEntry, extent: Extent, start: int, bloc
         at, digits = at + nbytes, digits + DIGEST_DIGITS
 
 
+def _coded(index: int, want: Want, extent: Extent, start: int) -> Iterator[Stored]:
+    box = want.entry.region_of(extent)
+    if want.regions is None or any(box.overlap(region) for region in want.regions):
+        yield Stored(
+            extent.file, start, extent.nbytes, index, extent.digests, box, -1, -1, coding=extent.coding
+        )
+
+
 def _stored_pieces(index: int, want: Want, extent: Extent, start: int, block: int) -> Iterator[Stored]:
     """The pieces of which a part is wanted."""
     entry = want.entry
     box = entry.region_of(extent)
     itemsize = dtype_from_name(entry.dtype).itemsize
     regions = [Region.whole(entry.shape)] if want.regions is None else want.regions
-    if is_packed(entry, extent):
+    if is_whole(entry, extent):
         if any(box.overlap(region) for region in regions):
             yield Stored(extent.file, start, extent.nbytes, index, extent.digests, box, -1)
         return

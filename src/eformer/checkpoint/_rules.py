@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,23 +57,28 @@ def place(
     rules: Rules | None,
     shardings: Any,
     ignored: Container[str] = (),
+    every_leaf: bool = False,
+    replicate: bool = False,
 ) -> tuple[dict[str, Sharding], dict[str, Callable[[Any], Any]]]:
     """A sharding for every leaf that something is said about, and what to call on the loaded arrays.
 
     Shardings by name win over rules, rules over `like`, `like` over what was recorded. Whatever does not fit is
-    reported at once. Shardings of `ignored` leaves are nobody's business here.
+    reported at once. Shardings of `ignored` leaves are nobody's business here. With `every_leaf` a leaf that the
+    shardings do not name is a KeyError; with `replicate` one that nothing is said about goes everywhere.
     """
     if rules is not None and mesh is None:
         raise ValueError("rules= need a mesh= to lay leaves out on")
     problems: list[str] = []
     specs, after = _named(leaves, shardings, ignored, problems)
+    if every_leaf and shardings is not None:
+        _require_all(leaves, specs.keys() | after.keys())
     if rules is not None:
         patterns = [(_compiled(pattern), spec) for pattern, spec in rules]
         specs = {name: _match(name, leaf, patterns) for name, leaf in leaves.items()} | specs
     specs = {name: leaf.like for name, leaf in leaves.items() if leaf.like is not None} | specs
     if mesh is not None:
         unsaid = {name: leaf for name, leaf in leaves.items() if name not in specs and not leaf.is_numpy}
-        specs |= _recorded(unsaid, mesh, problems)
+        specs |= _recorded(unsaid, mesh, replicate, problems)
     placed = {}
     for name, spec in specs.items():
         sharding = _fit(spec, mesh, leaves[name].shape)
@@ -127,13 +132,21 @@ def _match(name: str, leaf: Leaf, patterns: Sequence[tuple[re.Pattern[str], Any]
     return PartitionSpec() if spec is None else spec
 
 
-def _recorded(leaves: Mapping[str, Leaf], mesh: Mesh, problems: list[str]) -> dict[str, _PartitionSpec]:
+def _require_all(leaves: Mapping[str, Leaf], said: Collection[str]) -> None:
+    missing = [f"{name!r}{hint}" for name, hint in with_nearest((n for n in leaves if n not in said), said)]
+    if missing:
+        raise KeyError(f"no sharding is given for {', '.join(missing)}, and mismatches are not allowed")
+
+
+def _recorded(
+    leaves: Mapping[str, Leaf], mesh: Mesh, replicate: bool, problems: list[str]
+) -> dict[str, _PartitionSpec]:
     specs = {}
     for name, leaf in leaves.items():
         spec = PartitionSpec(*leaf.recorded.spec) if leaf.recorded else None
         if spec is not None and not isinstance(_fit(spec, mesh, leaf.shape), str):
             specs[name] = spec
-        elif len(mesh.axis_names) == 1 or not leaf.shape:
+        elif replicate or len(mesh.axis_names) == 1 or not leaf.shape:
             specs[name] = PartitionSpec()
         else:
             was = f"; it was saved as {spec}, which this mesh cannot do" if spec is not None else ""

@@ -7,8 +7,9 @@ import datetime as dt
 import os
 import secrets
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import msgspec
@@ -16,17 +17,26 @@ import msgspec
 import eformer
 from eformer.checkpoint import _hosts
 from eformer.checkpoint._arrays import Source, Staging, snapshot
-from eformer.checkpoint._codec import xxh3_128
-from eformer.checkpoint._commit import Pending, Receipt, Turn, commit, turns
+from eformer.checkpoint._codec import sha256_of, xxh3_128
+from eformer.checkpoint._commit import Pending, Turn, commit, turns
 from eformer.checkpoint._formats import _sealing as sealing
-from eformer.checkpoint._formats import safetensors
+from eformer.checkpoint._formats import safetensors, tensorstore
 from eformer.checkpoint._formats._names import SUFFIX, base_name, marks
-from eformer.checkpoint._formats._reading import FOREIGN, find
-from eformer.checkpoint._manifest import DataFile, LeafEntry, Manifest, TreeEntry, encode_leaves, seal
+from eformer.checkpoint._formats._writing import is_all_here, sha256_parts
+from eformer.checkpoint._formats.find import FOREIGN, find
+from eformer.checkpoint._manifest import (
+    DataFile,
+    LeafEntry,
+    Manifest,
+    Receipt,
+    TreeEntry,
+    encode_leaves,
+    seal,
+)
 from eformer.checkpoint._ndarray import floating_dtype
 from eformer.checkpoint._options import SaveOptions
 from eformer.checkpoint._pieces import PIECE_BYTES
-from eformer.checkpoint._pool import default_threads, uncollected
+from eformer.checkpoint._pool import default_threads, run_all, uncollected
 from eformer.checkpoint._store.local import (
     Scratch,
     local_path,
@@ -41,9 +51,11 @@ from eformer.checkpoint._value import is_recorded, value_to_json
 from eformer.errors import FormatError, LeafError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from eformer.checkpoint._hosts import Hosts
+
+Format = Literal["safetensors", "tensorstore"]
 
 _DEFAULT = SaveOptions()
 
@@ -56,15 +68,16 @@ def save(
     path: str | os.PathLike[str],
     *,
     prefix: str | None = None,
-    format: str = "safetensors",  # noqa: A002
+    format: Format = "safetensors",  # noqa: A002
     metadata: Mapping[str, Any] | None = None,
     options: SaveOptions = _DEFAULT,
 ) -> str:
     """The tree is at `path`, whole and on stable storage, when this returns; else what was there before still is.
 
-    `path` is a directory, which holds one tree for each `prefix`, or one file if it ends in ".safetensors".
-    Returns the path as text. `metadata` is a dict of plain values that `inspect` gives back. Nobody may write to
-    the tree's numpy arrays meanwhile; for that there is `save_async`, which copies them.
+    `path` is a directory, which holds one tree for each `prefix`, or one file if it ends in ".safetensors". The format
+    "tensorstore" writes zarr arrays. Returns the path as text. `metadata` is a dict of plain values that `inspect`
+    gives back. Nobody may write to the tree's numpy arrays meanwhile; for that there is `save_async`, which copies
+    them.
     """
     job = _prepare(tree, path, prefix, format, metadata, options, _hosts.current(), detach=False)
     job.carry_out()
@@ -76,7 +89,7 @@ def save_async(
     path: str | os.PathLike[str],
     *,
     prefix: str | None = None,
-    format: str = "safetensors",  # noqa: A002
+    format: Format = "safetensors",  # noqa: A002
     metadata: Mapping[str, Any] | None = None,
     options: SaveOptions = _DEFAULT,
 ) -> Pending:
@@ -95,7 +108,7 @@ def _prepare(
     tree: Any,
     path: str | os.PathLike[str],
     prefix: str | None,
-    format: str,  # noqa: A002
+    format: Format,  # noqa: A002
     metadata: Mapping[str, Any] | None,
     options: SaveOptions,
     hosts: Hosts,
@@ -103,8 +116,7 @@ def _prepare(
     detach: bool,
 ) -> _Job:
     """All that looks at the caller's objects; afterwards the save depends on none of them."""
-    if format != "safetensors":
-        raise ValueError(f"unknown format {format!r}; this version writes 'safetensors'")
+    _check_format(format, options)
     where = local_path(path).absolute()  # whatever the current directory is later
     _check_prefix(prefix)
     if options.dtype is not None:
@@ -123,7 +135,18 @@ def _prepare(
         raw_values=values,
         structure=msgspec.Raw(msgspec.json.encode(structure)),
     )
-    return _Job(where, prefix or "", sources, entry, options, hosts, turns.take(where, hosts.index))
+    return _Job(where, prefix or "", format, sources, entry, options, hosts, turns.take(where, hosts.index))
+
+
+def _check_format(format: str, options: SaveOptions) -> None:  # noqa: A002
+    if format not in get_args(Format):
+        raise ValueError(f"unknown format {format!r}; this version writes {get_args(Format)}")
+    if format != "tensorstore":
+        for name in ("max_chunk_bytes", "compression", "ocdbt"):
+            if getattr(options, name):
+                raise ValueError(
+                    f"SaveOptions.{name} is for the format 'tensorstore'; {format} has no such thing"
+                )
 
 
 def _check_prefix(prefix: str | None) -> None:
@@ -156,17 +179,22 @@ class _Job:
 
     path: Path
     prefix: str
+    format: Format
     sources: list[Source]
     tree: TreeEntry
     options: SaveOptions
     hosts: Hosts
     turn: Turn
     names: Sequence[str] = ()
+    checksums: dict[str, str] = dataclasses.field(default_factory=dict)
+    write_index: bool = True
 
     def carry_out(self) -> None:
         with ExitStack() as stack:
             stack.callback(self.turn.end)
-            if self.path.suffix == SUFFIX and not self.path.is_dir():
+            if self.format == "tensorstore":
+                self.into_arrays(stack)
+            elif self.path.suffix == SUFFIX and not self.path.is_dir():
                 self.into_file(stack)
             else:
                 self.into_directory(stack)
@@ -182,18 +210,52 @@ class _Job:
         self.names, self.sources = [source.name for source in self.sources], []
         return files
 
+    def compute_checksums(self) -> None:
+        """Of the leaves that this process has whole, if they are wanted."""
+        if not self.options.checksums:
+            return
+        staging = Staging(self.options.staging_bytes)
+
+        def compute(source: Source) -> None:
+            self.checksums[source.name] = sha256_of(sha256_parts(source, staging))
+
+        run_all([partial(compute, s) for s in self.sources if is_all_here(s)], self.threads)
+
+    # --------------------------------------------------------------------------------------- arrays
+
+    def into_arrays(self, stack: ExitStack) -> None:
+        writer = tensorstore.ArraysWriter(self.path, self.prefix, self.tree.save_id, self.options)
+        stack.callback(writer.close)
+        commit(
+            self.hosts, lambda: self.write_arrays(writer), lambda receipt: self.seal_arrays(writer, receipt)
+        )
+
+    def write_arrays(self, writer: tensorstore.ArraysWriter) -> Receipt:
+        self.make_place(tensorstore.check_place)
+        self.compute_checksums()
+        sources, self.sources = self.sources, []
+        self.names = [source.name for source in sources]
+        return writer.write(sources, self.tree.block, self.threads)
+
+    def seal_arrays(self, writer: tensorstore.ArraysWriter, receipt: Receipt) -> None:
+        tree = self.with_leaves(receipt.leaves, receipt.files)
+        self.turn.wait()
+        writer.seal(tree, write_index=self.write_index)
+
     # ------------------------------------------------------------------------------------ directory
+
+    def make_place(self, is_there: Callable[[Path], bool]) -> None:
+        make_directories(self.path)
+        if not is_there(self.path):
+            sync_directory(self.path.parent)  # perhaps one that died has made it, and not got so far
 
     def into_directory(self, stack: ExitStack) -> None:
         commit(self.hosts, lambda: self.write(stack), self.seal_directory)
 
     def write(self, stack: ExitStack) -> Receipt:
         """The data of this process, complete and synced in scratch files that stay locked until all is over."""
-        make_directories(self.path)
-        if not sealing.check_place(self.path, self.prefix):
-            sync_directory(
-                self.path.parent
-            )  # perhaps one that died has made the directory, and not got so far
+        self.make_place(lambda path: sealing.check_place(path, self.prefix))
+        self.compute_checksums()
         files = self.arranged(self.options.max_shard_bytes)
         for file in files:
             file.header = safetensors.header_of(file, marks(self.tree.save_id, base_name(self.prefix)))
@@ -217,6 +279,8 @@ class _Job:
         """In the order of the tree."""
         with uncollected():
             ordered = {name: leaves[name] for name in self.names}
+            for name, sha256 in self.checksums.items():
+                ordered[name] = msgspec.structs.replace(ordered[name], sha256=sha256)
         return msgspec.structs.replace(self.tree, files=tuple(files), raw_leaves=encode_leaves(ordered))
 
     # ------------------------------------------------------------------------------------- one file
@@ -228,6 +292,7 @@ class _Job:
             raise ValueError(f"{self.path}: several processes save to a directory, not to one file")
         final = Path(os.path.realpath(self.path))
         self.check_file(final)
+        self.compute_checksums()
         file, *others = self.arranged(2**63) or [safetensors.File([])]
         if others:
             raise FormatError(f"{self.path}: so many leaves need more than one header; save to a directory")
@@ -259,7 +324,7 @@ class _Job:
                 f"{self.path} belongs to the checkpoint {found.path}; save there, or to another file"
             )
         others = set(found.trees) - {self.prefix}
-        if others and found.manifest.format != FOREIGN:
+        if others and found.manifest.format not in FOREIGN:
             raise ValueError(
                 f"{self.path} holds the tree {sorted(others)}, and one file holds one tree; save to a directory "
                 "to keep several"

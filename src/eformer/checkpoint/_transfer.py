@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -9,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import Struct
 
-from eformer.checkpoint._codec import xxh3_128
+from eformer.checkpoint._codec import decoded, xxh3_128
 from eformer.checkpoint._leaf import Region
 from eformer.checkpoint._ndarray import DTYPES, dtype_from_name, unpack_nibbles
 from eformer.checkpoint._plan import ALIGNMENT, Read, Stored, Want, plan_reads
 from eformer.checkpoint._pool import run_all
-from eformer.checkpoint._store.local import read_into
-from eformer.errors import CorruptionError
+from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from eformer.checkpoint._manifest import TreeEntry
+    from eformer.checkpoint._store.files import Files
 
 Array = np.ndarray[Any, Any]
 
@@ -44,7 +45,7 @@ def fetch(
     reads: Sequence[Read],
     wants: Sequence[Want],
     tree: TreeEntry,
-    descriptors: Sequence[int],
+    files: Files,
     threads: int,
     *,
     verify: bool = True,
@@ -54,7 +55,7 @@ def fetch(
     The memory of an array starts where XLA takes it as it is, if that can be had without a copy: large leaves have
     memory of their own or share it with neighbours, small ones share what they were read into.
     """
-    job = _Fetch(wants, tree, descriptors, verify, _refuse)
+    job = _Fetch(wants, tree, files, verify, _refuse)
     job.prepare()
     run_all([partial(job.carry_out, read) for read in reads], threads)
     return job.arrays
@@ -63,12 +64,12 @@ def fetch(
 def check(
     wants: Sequence[Want],
     tree: TreeEntry,
-    descriptors: Sequence[int],
+    files: Files,
     threads: int,
     on_damage: Callable[[Damage], None],
 ) -> None:
     """Reads every piece of the wants, and keeps none."""
-    job = _Fetch(wants, tree, descriptors, True, on_damage)
+    job = _Fetch(wants, tree, files, True, on_damage)
     run_all([partial(job.look_at, read) for read in plan_reads(wants, tree)], threads)
 
 
@@ -93,11 +94,11 @@ class _Fetch:
         self,
         wants: Sequence[Want],
         tree: TreeEntry,
-        descriptors: Sequence[int],
+        files: Files,
         verify: bool,
         on_damage: Callable[[Damage], None],
     ) -> None:
-        self.wants, self.tree, self.descriptors = wants, tree, descriptors
+        self.wants, self.tree, self.files = wants, tree, files
         self.verify, self.on_damage = verify, on_damage
         self.targets: dict[int, list[_Target]] = {}
         self.arrays: list[Sequence[Array]] = [()] * len(wants)
@@ -109,7 +110,8 @@ class _Fetch:
             entry = want.entry
             if want.regions is None and want.dtype == entry.dtype and len(entry.extents) == 1:
                 (extent,) = entry.extents
-                if extent.region is None and 0 < extent.nbytes <= block and want.dtype != "float4_e2m1fn":
+                is_plain = extent.region is None and extent.coding is None and want.dtype != "float4_e2m1fn"
+                if is_plain and 0 < extent.nbytes <= block:
                     continue
             boxes = [Region.whole(entry.shape)] if want.regions is None else want.regions
             dtype = dtype_from_name(want.dtype)
@@ -138,13 +140,20 @@ class _Fetch:
             arrays[piece.want] = (array if piece.offset % dtype.alignment == 0 else array.copy(),)
 
     def look_at(self, read: Read) -> None:
-        for _ in self.sound_pieces(read, np.empty(read.nbytes, np.uint8)):
-            pass
+        memory = np.empty(read.nbytes, np.uint8)
+        for piece, start in self.sound_pieces(read, memory):
+            if piece.coding and not piece.digest:  # whether it can be decoded is all that can be known of it
+                self.unpacked(piece, memory[start : start + piece.nbytes])
 
     def sound_pieces(self, read: Read, memory: Array) -> Iterator[tuple[Stored, int]]:
         """The pieces of the read whose bytes are those that were saved, and where in memory they begin."""
         view, first, verify = memory.data, read.offset, self.verify
-        found = read_into(self.descriptors[read.file], view, first)
+        try:
+            found = self.files.read_into(read.file, view, first)
+        except FileNotFoundError as error:
+            for piece in read.pieces:
+                self.report(piece, f"are gone: {error}")
+            return
         for piece in read.pieces:
             start = piece.offset - first
             stop = start + piece.nbytes
@@ -156,7 +165,7 @@ class _Fetch:
                 yield piece, start
 
     def report(self, piece: Stored, problem: str) -> None:
-        name, file = self.wants[piece.want].name, self.tree.files[piece.file].name
+        name, file = self.wants[piece.want].name, self.tree.path_of(piece.file)
         self.on_damage(Damage(name, file, piece.offset, piece.offset + piece.nbytes, problem))
 
     # -------------------------------------------------------------------------------------- destinations
@@ -170,16 +179,32 @@ class _Fetch:
 
     def deliver(self, piece: Stored, data: Array) -> None:
         """Copies the piece to where it is wanted, cast if it is wanted as another dtype."""
-        entry = self.wants[piece.want].entry
-        box = piece.region or Region.whole(entry.shape)
-        if 2 * len(data) == box.size and entry.dtype == "float4_e2m1fn":
-            data = unpack_nibbles(data)
-        stored: Array = np.ndarray(box.shape, dtype_from_name(entry.dtype), data)
+        box = piece.region or Region.whole(self.wants[piece.want].entry.shape)
+        stored = self.unpacked(piece, data)
+        if stored is None:
+            return
         for target in self.targets[piece.want]:
             if not box.start:  # a single number
                 target.array[()] = stored
             elif overlap := box.overlap(target.region):
                 target.array[overlap.inside(target.region).slices] = stored[overlap.inside(box).slices]
+
+    def unpacked(self, piece: Stored, data: Array) -> Array | None:
+        """The numbers of a piece; None if they cannot be decoded, which is reported."""
+        entry, coding = self.wants[piece.want].entry, piece.coding
+        shape = piece.region.shape if piece.region else entry.shape
+        dtype = dtype_from_name(entry.dtype)
+        if coding is None:
+            if 2 * len(data) == math.prod(shape) and entry.dtype == "float4_e2m1fn":
+                data = unpack_nibbles(data)
+            return np.ndarray(shape, dtype, data)
+        try:
+            raw = decoded(coding.codec, data, dtype.itemsize * math.prod(coding.shape), coding.detail)
+        except FormatError as error:
+            self.report(piece, f"cannot be decoded: {error}")
+            return None
+        chunk: Array = np.ndarray(coding.shape, dtype, raw)
+        return chunk[tuple(slice(size) for size in shape)]
 
 
 class Arena:

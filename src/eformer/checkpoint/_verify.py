@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from eformer.checkpoint._codec import xxh3_128
-from eformer.checkpoint._formats._reading import FOREIGN, Found, close_files, find, was_replaced
+from eformer.checkpoint._formats.find import find, was_replaced
 from eformer.checkpoint._plan import Want
 from eformer.checkpoint._pool import default_threads
-from eformer.checkpoint._store.local import read_range
 from eformer.checkpoint._transfer import Damage, check
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    import os
+    from collections.abc import Iterator
 
+    from eformer.checkpoint._formats._found import Found
     from eformer.checkpoint._manifest import Extent, TreeEntry
+    from eformer.checkpoint._store.files import Files
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,61 +63,59 @@ def verify(path: str | os.PathLike[str]) -> Report:
         trees=len(found.trees),
         leaves=sum(len(tree.leaves) + len(tree.raw_values) for tree in found.trees.values()),
         nbytes=sum(tree.nbytes for tree in found.trees.values()),
-        has_digests=found.manifest.format != FOREIGN,
+        has_digests=all(tree.save_id for tree in found.trees.values()),
         damages=tuple(damages),
     )
 
 
 def _damages(found: Found, tree: TreeEntry) -> list[Damage]:
-    descriptors, gone = _open_what_is_there(found, tree)
+    files = found.files(tree)
     try:
-        damages = [
-            damage for number in range(len(tree.files)) for damage in _file_damages(tree, number, descriptors)
-        ]
+        damages: list[Damage] = []
+        gone: dict[int, str] = {}
+        for number in range(len(tree.files)):
+            try:
+                damages += _file_damages(tree, number, files)
+            except (OSError, FormatError) as error:
+                gone[number] = str(error)
+                if tree.files[number].header_nbytes == tree.files[number].nbytes:
+                    damages.append(_lost_header(tree, number, str(error)))
         wants = []
         for name, entry in tree.leaves.items():
             if lost := [extent for extent in entry.extents if extent.file in gone]:
                 damages += [_lost(name, extent, tree, gone[extent.file]) for extent in lost]
             else:
                 wants.append(Want(name, entry, entry.dtype))
-        check(wants, tree, descriptors, default_threads(), damages.append)
+        check(wants, tree, files, default_threads(), damages.append)
     finally:
-        close_files(descriptors)
+        files.close()
     return damages
 
 
-def _open_what_is_there(found: Found, tree: TreeEntry) -> tuple[list[int], dict[int, str]]:
-    """A descriptor for each file, -1 where there is none; and why, by its number."""
-    descriptors, gone = [-1] * len(tree.files), {}
-    for number in range(len(tree.files)):
-        try:
-            descriptors[number] = found.open_files(tree, [number])[number]
-        except (OSError, FormatError) as error:
-            gone[number] = str(error)
-    return descriptors, gone
-
-
 def _lost(leaf: str, extent: Extent, tree: TreeEntry, why: str) -> Damage:
-    file = tree.files[extent.file]
-    start = file.header_nbytes + extent.offset
-    return Damage(leaf, file.name, start, start + extent.nbytes, f"cannot be read: {why}")
+    start = tree.files[extent.file].header_nbytes + extent.offset
+    return Damage(leaf, tree.path_of(extent.file), start, start + extent.nbytes, f"cannot be read: {why}")
 
 
-def _file_damages(tree: TreeEntry, number: int, descriptors: Sequence[int]) -> Iterator[Damage]:
+def _lost_header(tree: TreeEntry, number: int, why: str) -> Damage:
+    return Damage("", tree.path_of(number), 0, tree.files[number].header_nbytes, f"cannot be read: {why}")
+
+
+def _file_damages(tree: TreeEntry, number: int, files: Files) -> Iterator[Damage]:
     """What is wrong outside of the leaves: the header, which other readers go by, and the length."""
-    file, descriptor = tree.files[number], descriptors[number]
-    if descriptor < 0:
-        return
-    nbytes = os.fstat(descriptor).st_size
+    file, name = tree.files[number], tree.path_of(number)
+    nbytes = files.nbytes(number)
     if nbytes != file.nbytes:
-        yield Damage("", file.name, 0, nbytes, f"are all there is, recorded is a length of {file.nbytes}")
+        yield Damage("", name, 0, nbytes, f"are all there is, recorded is a length of {file.nbytes}")
     if file.header:
-        digest = xxh3_128(read_range(descriptor, 0, file.header_nbytes))
+        header = bytearray(file.header_nbytes)
+        found = files.read_into(number, memoryview(header), 0)
+        digest = xxh3_128(memoryview(header)[:found])
         if digest != file.header:
             problem = f"are damaged: they digest to {digest}, recorded is {file.header}"
             yield Damage(
                 "",
-                file.name,
+                name,
                 0,
                 file.header_nbytes,
                 f"{problem}. This is the header, which only other readers use",

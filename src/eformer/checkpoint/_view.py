@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from eformer.checkpoint._formats._reading import Found, close_files, find, was_replaced
+from eformer.checkpoint._formats.find import find, was_replaced
 from eformer.checkpoint._leaf import Region, with_nearest
 from eformer.checkpoint._manifest import Leaves, Manifest
 from eformer.checkpoint._ndarray import dtype_from_name
@@ -22,6 +22,7 @@ from eformer.errors import CorruptionError
 if TYPE_CHECKING:
     import os
 
+    from eformer.checkpoint._formats._found import Found
     from eformer.checkpoint._manifest import LeafEntry
 
 
@@ -44,15 +45,17 @@ def open(path: str | os.PathLike[str], *, prefix: str | None = None) -> View:  #
 class View(Mapping[str, Any]):
     """A mapping from names to arrays that have not been read, and to plain values.
 
-    It keeps the files of its checkpoint open, and so stays readable when a newer save replaces them. Close it, or
-    use it as a context manager.
+    It keeps the files of its checkpoint open, if there are not hundreds of them, and so stays readable when a newer
+    save replaces them. Close it, or use it as a context manager.
     """
 
     def __init__(self, found: Found, prefix: str | None) -> None:
         self._path = found.path
         self._tree = found.tree(prefix)
         self._entries = Leaves(self._tree)
-        self._descriptors = found.open_files(self._tree, range(len(self._tree.files)))
+        self._is_open = True
+        self._files = found.files(self._tree)
+        self._files.hold(n for n, file in enumerate(self._tree.files) if file.nbytes > file.header_nbytes)
 
     def __getitem__(self, name: str) -> Any:
         if name in self._tree.raw_values:
@@ -77,8 +80,8 @@ class View(Mapping[str, Any]):
         return self._tree.metadata
 
     def close(self) -> None:
-        close_files(self._descriptors)
-        self._descriptors = []
+        self._is_open = False
+        self._files.close()
 
     def __enter__(self) -> Self:
         return self
@@ -87,18 +90,18 @@ class View(Mapping[str, Any]):
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_descriptors", None):
+        if getattr(self, "_files", None):
             self.close()
 
     def __repr__(self) -> str:
         return f"<checkpoint {self._path}: {len(self)} leaves, {self._tree.nbytes} bytes>"
 
     def read(self, name: str, entry: LeafEntry, region: Region) -> np.ndarray[Any, Any]:
-        if not self._descriptors and self._tree.files:
+        if not self._is_open:
             raise ValueError(f"the view of {self._path} is closed")
         wants = [Want(name, entry, entry.dtype, [region])]
         reads = plan_reads(wants, self._tree)
-        ((array,),) = fetch(reads, wants, self._tree, self._descriptors, default_threads())
+        ((array,),) = fetch(reads, wants, self._tree, self._files, default_threads())
         return array
 
 

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from eformer.checkpoint._codec import MALFORMED_JSON
 from eformer.checkpoint._formats._header import Opened, dtype_of, open_header
 from eformer.checkpoint._formats._names import INDEX_SUFFIX, MANIFEST, SUFFIX, is_marked, split_shard
-from eformer.checkpoint._leaf import escape, join_name
+from eformer.checkpoint._formats._nested import nested, parts_of_name
 from eformer.checkpoint._manifest import DataFile, Extent, LeafEntry, TreeEntry, encode_leaves
 from eformer.checkpoint._pieces import PIECE_BYTES
 from eformer.checkpoint._store.local import list_names, read_small
 from eformer.errors import FormatError, MismatchError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-# A name of more parts keeps its last dots: nested dicts that deep are no model, and no tree of ours.
-_MOST_PARTS = 100
 
 Files = dict[str, Opened]
 """Opened headers by file name."""
@@ -34,9 +31,8 @@ def files_of_directory(directory: Path) -> dict[str, Files]:
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     stems = [name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX)]
     if not stems:
-        there = ", ".join(names[:8]) or "nothing"
         raise NotFoundError(
-            f"{directory} holds no checkpoint: looked for {MANIFEST}, *{INDEX_SUFFIX} and *{SUFFIX}; there is {there}"
+            f"{directory} holds no checkpoint: {MANIFEST} is not ours, and there is no *{SUFFIX}"
         )
     groups: dict[str, Files] = {
         index.removesuffix(INDEX_SUFFIX): indexed_files(directory, index) for index in indexes
@@ -114,7 +110,7 @@ def tree_of(files: Files) -> TreeEntry:
         for number, file in enumerate(files.values())
         for name, found in file.header.tensors.items()
     }
-    structure, names = nested(tensors)
+    structure, names = nested({name: parts_of_name(name) for name in tensors})
     return TreeEntry(
         save_id="",
         saved_at="",
@@ -129,26 +125,3 @@ def tree_of(files: Files) -> TreeEntry:
 
 def _extent(file: int, offsets: tuple[int, int]) -> Extent:
     return Extent(file, offsets[0], offsets[1] - offsets[0], "")
-
-
-def nested(tensors: Iterable[str]) -> tuple[Any, dict[str, str]]:
-    """Dicts by the dots in the tensors' names, and the leaf that each became.
-
-    Where "a" and "a.b" are both there, the latter keeps its dot: {"a": ..., "a.b": ...}.
-    """
-    taken = set(tensors)
-    root: dict[str, Any] = {}
-    names = {}
-    for tensor in sorted(taken):
-        parts = tensor.split(".", _MOST_PARTS)
-        for depth in range(1, len(parts)):
-            if ".".join(parts[:depth]) in taken:
-                parts = [*parts[: depth - 1], ".".join(parts[depth - 1 :])]
-                break
-        path = [escape(part) for part in parts]
-        names[tensor] = join_name(path)
-        holder = root
-        for part in path[:-1]:
-            holder = holder.setdefault(part, {"dict": {}})["dict"]
-        holder[path[-1]] = names[tensor]
-    return {"dict": root}, names

@@ -87,7 +87,9 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 def open_header(directory: Path, name: str) -> Opened:
-    """Reads and checks the header of a safetensors file of this directory."""
+    """Reads and checks the header of a safetensors file of this very directory."""
+    if "/" in name:
+        raise FormatError(f"{name[:200]!r} is not the name of a file in {directory}")
     descriptor = open_inside(directory, name)
     try:
         raw, nbytes, seen = read_header(descriptor, str(directory / name))

@@ -1,9 +1,8 @@
-"""Finding the checkpoint at a path: ours by its manifest, others' by the headers of their files."""
+"""Checkpoints in safetensors files: ours by their manifest, others' by the headers of the files."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,105 +16,52 @@ from eformer.checkpoint._formats._foreign import (
     marked_file,
     tree_of,
 )
+from eformer.checkpoint._formats._found import Found
 from eformer.checkpoint._formats._header import Opened, parse_header, read_header
-from eformer.checkpoint._formats._names import INDEX_SUFFIX, MANIFEST, base_name, is_marked
-from eformer.checkpoint._leaf import with_nearest
-from eformer.checkpoint._manifest import DataFile, Manifest, TreeEntry, check_seal, has_seal
-from eformer.checkpoint._store.local import (
-    list_names,
-    local_path,
-    open_inside,
-    open_regular,
-    read_small,
-    stamp,
+from eformer.checkpoint._formats._names import (
+    INDEX_SUFFIX,
+    MANIFEST,
+    SUFFIX,
+    base_name,
+    is_marked,
+    split_shard,
 )
-from eformer.errors import CorruptionError, FormatError, NotFoundError
+from eformer.checkpoint._manifest import DataFile, Manifest, TreeEntry, check_seal, has_seal
+from eformer.checkpoint._store.local import list_names, open_regular, read_small
+from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 FOREIGN = "safetensors, of another writer"
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A checkpoint: the directory that its files are in, and its manifest.
-
-    `only` is the tree that the path led to. `stamps` tell the files whose headers were read from later ones of
-    the same name; those that a manifest names are never replaced.
-    """
-
-    path: Path
-    directory: Path
-    manifest: Manifest
-    trees: Mapping[str, TreeEntry]
-    only: str | None = None
-    stamps: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def tree(self, prefix: str | None) -> TreeEntry:
-        """The tree of that prefix; if none is said, the one that was saved without, or the only one."""
-        available = sorted(self.trees)
-        if prefix is None:
-            prefix = self.only
-        if prefix is None and "" not in self.trees:
-            if len(available) > 1:
-                raise ValueError(f"{self.path} holds several trees; pass prefix=, one of {available}")
-            prefix = next(iter(available), None)
-        prefix = prefix or ""
-        if prefix not in self.trees:
-            hint = next(with_nearest([prefix], available))[1]
-            raise ValueError(f"{self.path} has no prefix {prefix!r}{hint}; available are {available}")
-        return self.trees[prefix]
-
-    def open_files(self, tree: TreeEntry, needed: Iterable[int]) -> list[int]:
-        """Descriptors by file number, -1 for those not needed. The caller closes them."""
-        descriptors = [-1] * len(tree.files)
-        try:
-            for number in sorted(set(needed)):
-                name = tree.files[number].name
-                descriptors[number] = open_inside(self.directory, name)
-                if self.stamps.get(name, seen := stamp(descriptors[number])) != seen:
-                    raise FileNotFoundError(f"{self.directory / name} was replaced")
-        except BaseException:
-            close_files(descriptors)
-            raise
-        return descriptors
+def in_file(path: Path) -> Found:
+    """What a path leads to that is no directory: an index, a file of a checkpoint, or one that stands alone."""
+    if path.name == MANIFEST:
+        return in_directory(path.parent)
+    if path.name.endswith(INDEX_SUFFIX):
+        return _find_by_index(path)
+    return _find_file(Path(os.path.realpath(path)))  # a link that the caller names may lead anywhere
 
 
-def close_files(descriptors: Iterable[int]) -> None:
-    for descriptor in descriptors:
-        if descriptor >= 0:
-            os.close(descriptor)
+def by_base_name(path: Path) -> Path | None:
+    """The file, index or first shard that a path without its suffix means, if it means one."""
+    there = list_names(path.parent) if path.parent.is_dir() else []
+    shards = [name for name in there if name.endswith(SUFFIX) and _base_of_shard(name) == path.name]
+    for name in (path.name + INDEX_SUFFIX, path.name + SUFFIX, *shards):
+        if name in there:
+            return path.with_name(name)
+    return None
 
 
-def was_replaced(found: Found) -> bool:
-    """Whether a newer save has taken the place of what was found, and so perhaps of its files."""
-    now = find(found.path)
-    return now.manifest.digest != found.manifest.digest or now.stamps != found.stamps
+def _base_of_shard(name: str) -> str | None:
+    shard = split_shard(name.removesuffix(SUFFIX))
+    return shard[0] if shard else None
 
 
-def find(path: str | os.PathLike[str]) -> Found:
-    """The checkpoint at `path`: a directory, its manifest, one of its files, or a file that stands alone."""
-    where = local_path(path)
-    if where.is_dir():
-        return _find_in_directory(where)
-    if not where.exists():
-        raise NotFoundError(f"there is nothing at {where}{_names_near(where)}")
-    if where.name == MANIFEST:
-        return _find_in_directory(where.parent)
-    if where.name.endswith(INDEX_SUFFIX):
-        return _find_by_index(where)
-    return _find_file(Path(os.path.realpath(where)))  # a link that the caller names may lead anywhere
-
-
-def _names_near(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"; not even {path.parent} exists"
-    _, hint = next(with_nearest([path.name], list_names(path.parent)))
-    return hint
-
-
-def _find_in_directory(directory: Path, only: str | None = None) -> Found:
+def in_directory(directory: Path, only: str | None = None) -> Found:
+    """The checkpoint of a directory, ours or of another writer."""
     manifest = read_manifest(directory)
     if manifest is None:
         return _foreign(directory, directory, files_of_directory(directory))
@@ -127,7 +73,7 @@ def _find_by_index(path: Path) -> Found:
     if manifest is None:
         return _foreign(path, path.parent, {"": indexed_files(path.parent, path.name)})
     prefixes = [prefix for prefix in sorted(manifest.trees) if base_name(prefix) + INDEX_SUFFIX == path.name]
-    return _find_in_directory(path.parent, next(iter(prefixes), None))
+    return in_directory(path.parent, next(iter(prefixes), None))
 
 
 def read_manifest(directory: Path) -> Manifest | None:
@@ -189,7 +135,7 @@ def _in_checkpoint(path: Path, opened: Opened) -> Found | None:
         return None
     for prefix, tree in manifest.trees.items() if manifest else ():
         if any(file.name == path.name for file in tree.files):
-            return _find_in_directory(path.parent, prefix)
+            return in_directory(path.parent, prefix)
     return None
 
 

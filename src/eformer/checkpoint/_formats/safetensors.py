@@ -5,44 +5,30 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-from msgspec import Struct
-
-from eformer.checkpoint._arrays import Part, Source, Staging, contiguous, released, to_bytes
-from eformer.checkpoint._codec import xxh3_128
 from eformer.checkpoint._formats._header import Tensor, header_bytes, tensor
-from eformer.checkpoint._leaf import Region
-from eformer.checkpoint._manifest import DIGEST_DIGITS, Extent, LeafEntry
-from eformer.checkpoint._ndarray import dtype_from_name, pack_nibbles
-from eformer.checkpoint._pieces import bounding, count_pieces, joined, pieces, shifted
+from eformer.checkpoint._formats._writing import (
+    NO_DIGEST,
+    Slot,
+    entry_of,
+    itemsize_of,
+    no_digests,
+    piece_tasks,
+    small_bytes,
+    write_packed,
+)
+from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.checkpoint._plan import ALIGNMENT, layout
 from eformer.checkpoint._pool import run_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from eformer.checkpoint._arrays import Source, Staging
+    from eformer.checkpoint._leaf import Region
+    from eformer.checkpoint._manifest import Extent, LeafEntry
     from eformer.checkpoint._store.local import Scratch
-
-NO_DIGEST = "0" * DIGEST_DIGITS
-
-
-class Slot(Struct, gc=False):
-    """A box of a leaf on its way into a file. `region` is None for the whole leaf, `name` is what others call it."""
-
-    name: str
-    source: Source
-    region: Region | None
-    shape: tuple[int, ...]
-    nbytes: int
-    is_packed: bool
-    digests: list[str]
-    offset: int = 0
-
-    def extent(self, file: int) -> Extent:
-        region = (self.region.start, self.region.stop) if self.region else None
-        return Extent(file, self.offset, self.nbytes, "".join(self.digests), region)
 
 
 @dataclass(slots=True)
@@ -106,8 +92,7 @@ def _slot(source: Source, region: Region | None, block: int) -> Slot:
     shape = region.shape if region else source.shape
     nbytes = stored_nbytes(source.dtype, shape)
     is_packed = source.dtype == "float4_e2m1fn" and 0 < 2 * nbytes == math.prod(shape)
-    is_one = is_packed or 0 < nbytes <= block
-    digests = [NO_DIGEST] * (1 if is_one else count_pieces(shape, itemsize_of(source), block))
+    digests = [NO_DIGEST] if is_packed else no_digests(shape, nbytes, itemsize_of(source), block)
     return Slot(name, source, region, shape, nbytes, is_packed, digests)
 
 
@@ -115,10 +100,6 @@ def stored_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     """What an array takes in a file: what it takes in memory, but for four-bit floats, two of which share a byte."""
     nbytes = math.prod(shape) * dtype_from_name(dtype).itemsize
     return nbytes // 2 if dtype == "float4_e2m1fn" and nbytes % 2 == 0 else nbytes
-
-
-def itemsize_of(source: Source) -> int:
-    return dtype_from_name(source.dtype).itemsize
 
 
 def _ranges(region: Region) -> str:
@@ -134,10 +115,6 @@ def entries(files: Sequence[File]) -> dict[str, LeafEntry]:
             sources[slot.source.name] = slot.source
             extents.setdefault(slot.source.name, []).append(slot.extent(index))
     return {name: entry_of(source, extents[name]) for name, source in sources.items()}
-
-
-def entry_of(source: Source, extents: Sequence[Extent]) -> LeafEntry:
-    return LeafEntry(source.dtype, source.shape, tuple(extents), source.home, source.key, source.sharding)
 
 
 # --------------------------------------------------------------------------------------------- write
@@ -175,80 +152,16 @@ def _tasks(file: File, block: int, staging: Staging) -> Iterator[Callable[[], No
             small.append(slot)
             nbytes += slot.nbytes
         elif slot.is_packed:
-            yield partial(_write_packed, file, slot, staging)
+            yield partial(write_packed, scratch_of(file), len(file.header), slot, staging)
         else:
-            yield from _piece_tasks(file, slot, block, staging)
+            yield from piece_tasks(scratch_of(file), len(file.header), slot, block, staging)
     if small:
         yield partial(_write_small, file, small)
 
 
 def _write_small(file: File, slots: Sequence[Slot]) -> None:
-    chunks = []
-    for slot in slots:
-        data = to_bytes(slot.source.whole, slot.source.dtype)  # type: ignore[arg-type]
-        if data:
-            slot.digests[0] = xxh3_128(data)
-            chunks.append(data)
-    scratch_of(file).write(b"".join(chunks), len(file.header) + slots[0].offset)
-
-
-def _write_packed(file: File, slot: Slot, staging: Staging) -> None:
-    region = slot.region or Region.whole(slot.source.shape)
-    parts, held = staging.fetch(_parts(slot.source), region)
-    try:
-        data = pack_nibbles(contiguous(parts, region, slot.source.dtype))
-        slot.digests[0] = xxh3_128(data)
-        scratch_of(file).write(data, len(file.header) + slot.offset)
-    finally:
-        staging.release(held)
-    slot.source = released(slot.source)
-
-
-def _piece_tasks(file: File, slot: Slot, block: int, staging: Staging) -> Iterator[Callable[[], None]]:
-    box = slot.region or Region.whole(slot.source.shape)
-    itemsize = itemsize_of(slot.source)
-    inside = shifted(pieces(box.shape, itemsize, block), box.start)
-    offset, number = len(file.header) + slot.offset, 0
-    for group in joined(inside, itemsize, max(block, staging.batch_bytes(slot.source.parts))):
-        parts, held = staging.fetch(_parts(slot.source), bounding(group))
-        lease = _Lease(staging, held, len(group))
-        for region in group:
-            yield partial(_write_piece, file, slot, number, parts, region, offset, lease)
-            offset, number = offset + region.size * itemsize, number + 1
-    slot.source = released(slot.source)  # the tasks hold what they need, and let go of it one by one
-
-
-def _parts(source: Source) -> Sequence[Part]:
-    return source.parts if source.whole is None else [(Region.whole(source.shape), source.whole)]
-
-
-def _write_piece(
-    file: File, slot: Slot, number: int, parts: Sequence[Part], region: Region, offset: int, lease: _Lease
-) -> None:
-    try:
-        data = _bytes_of(contiguous(parts, region, slot.source.dtype))
-        slot.digests[number] = xxh3_128(data)
-        scratch_of(file).write(data, offset)  # right after its digest, while it is in the cache
-    finally:
-        lease.end()
-
-
-def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
-
-
-class _Lease:
-    """Staged memory that several tasks share; the last one gives it back."""
-
-    def __init__(self, staging: Staging, nbytes: int, tasks: int) -> None:
-        self.staging, self.nbytes, self.tasks = staging, nbytes, tasks
-
-    def end(self) -> None:
-        with self.staging.changed:
-            self.tasks -= 1
-            last = self.tasks == 0
-        if last:
-            self.staging.release(self.nbytes)
+    data = b"".join(map(small_bytes, slots))
+    scratch_of(file).write(data, len(file.header) + slots[0].offset)
 
 
 def header_of(file: File, metadata: dict[str, str]) -> bytes:

@@ -1,0 +1,100 @@
+"""Checkpoints in zarr arrays: ours by the manifest in their index, others' by the index or by what is there."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from eformer.checkpoint._codec import MALFORMED_JSON
+from eformer.checkpoint._formats._found import Found
+from eformer.checkpoint._formats._index import INDEX, Listed, read_index
+from eformer.checkpoint._formats.foreign.arrays import counted_from, discover, tree_of_arrays
+from eformer.checkpoint._formats.foreign.structure import parse_structure
+from eformer.checkpoint._manifest import Manifest
+from eformer.checkpoint._store.local import is_inside, open_inside, read_small, stamp
+from eformer.checkpoint._store.many import has_unfinished
+from eformer.checkpoint._value import value_to_json
+from eformer.errors import FormatError, NotFoundError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from eformer.checkpoint._manifest import TreeEntry
+
+FOREIGN = "tensorstore, of another writer"
+
+_METADATA = "checkpoint_metadata.json"
+
+Stamps = dict[str, tuple[int, ...]]
+
+
+def by_index(directory: Path) -> Found | None:
+    """The checkpoint that the index of a directory tells of; None if it has no index."""
+    index = read_index(directory)
+    if index is None:
+        return None
+    manifest = index.manifest(str(directory / INDEX))
+    trees, stamps = dict(manifest.trees), _stamps(directory)
+    for prefix, listed in index.listed().items():
+        if prefix not in trees:
+            trees[prefix], looked_at = _listed_tree(directory, prefix, listed)
+            stamps |= looked_at
+    if not index.is_ours:
+        manifest = Manifest(format=FOREIGN, trees=trees)
+    return Found(directory, directory, msgspec.structs.replace(manifest, trees=trees), trees, stamps=stamps)
+
+
+def _stamps(directory: Path) -> Stamps:
+    descriptor = open_inside(directory, INDEX)
+    try:
+        return {INDEX: stamp(descriptor)}
+    finally:
+        os.close(descriptor)
+
+
+def _listed_tree(directory: Path, prefix: str, listed: list[Listed]) -> tuple[TreeEntry, Stamps]:
+    """A tree of the original: nested dicts, or what its structure file says."""
+    metadata = _metadata(directory)
+    name = f"{prefix}_structure.json"
+    if prefix and is_inside(name) and "/" not in name and (directory / name).exists():
+        found = parse_structure(read_small(directory, name) or b"", str(directory / name))
+        if found.extras:
+            metadata["custom_metadata"] = value_to_json(found.extras)
+        return tree_of_arrays(
+            directory, found.arrays, structure=found.document, values=found.values, metadata=metadata
+        )
+    below = prefix.replace(".", "/")  # as the original made directories of it
+    paths = counted_from(below, [array.path for array in listed])
+    return tree_of_arrays(directory, paths, metadata=metadata)
+
+
+def _metadata(directory: Path) -> dict[str, Any]:
+    """What the original recorded beside its index: one record for all prefixes."""
+    try:
+        document = msgspec.json.decode(read_small(directory, _METADATA) or b"", type=dict[str, Any])
+    except FileNotFoundError:
+        return {}
+    except MALFORMED_JSON as error:
+        raise FormatError(f"{directory / _METADATA} is damaged: {error}") from error
+    return {name: value_to_json(value) for name, value in document.items()}
+
+
+def without_index(directory: Path) -> Found | None:
+    """The arrays of a directory that has no index, as one tree; and each of its directories as a prefix."""
+    paths = list(discover(directory))
+    if not paths:
+        return None
+    if has_unfinished(directory):
+        raise NotFoundError(
+            f"{directory} holds no checkpoint: there are arrays, but they belong to a save that has not finished; "
+            "save again to clean up"
+        )
+    whole, stamps = tree_of_arrays(directory, counted_from("", paths))
+    trees = {"": whole}
+    for top in sorted({path.split("/")[0] for path in paths if "/" in path}):
+        inner = [path for path in paths if path.startswith(f"{top}/")]
+        trees[top], _ = tree_of_arrays(directory, counted_from(top, inner))
+    manifest = Manifest(format=FOREIGN, trees={"": whole})
+    return Found(directory, directory, manifest, trees, stamps=stamps)

@@ -1,0 +1,167 @@
+"""Bytes of leaves on their way into files, each box with its digests."""
+
+from __future__ import annotations
+
+import math
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from msgspec import Struct
+
+from eformer.checkpoint._arrays import Part, Source, Staging, contiguous, released, to_bytes
+from eformer.checkpoint._codec import xxh3_128
+from eformer.checkpoint._leaf import Region
+from eformer.checkpoint._manifest import DIGEST_DIGITS, Coding, Extent, LeafEntry
+from eformer.checkpoint._ndarray import dtype_from_name, pack_nibbles
+from eformer.checkpoint._pieces import bounding, count_pieces, joined, pieces, shifted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+NO_DIGEST = "0" * DIGEST_DIGITS
+
+
+class Sink(Protocol):
+    """A file under way."""
+
+    def write(self, data: Any, offset: int) -> None: ...
+
+
+class Slot(Struct, gc=False):
+    """A box of a leaf on its way into a file. `region` is None for the whole leaf, `name` is what others call it."""
+
+    name: str
+    source: Source
+    region: Region | None
+    shape: tuple[int, ...]
+    nbytes: int
+    is_packed: bool
+    digests: list[str]
+    offset: int = 0
+    coding: Coding | None = None
+
+    @property
+    def box(self) -> Region:
+        return self.region or Region.whole(self.source.shape)
+
+    def extent(self, file: int) -> Extent:
+        region = (self.region.start, self.region.stop) if self.region else None
+        return Extent(file, self.offset, self.nbytes, "".join(self.digests), region, self.coding)
+
+
+def entry_of(source: Source, extents: Sequence[Extent], sha256: str | None = None) -> LeafEntry:
+    return LeafEntry(
+        source.dtype, source.shape, tuple(extents), source.home, source.key, source.sharding, sha256
+    )
+
+
+def no_digests(shape: tuple[int, ...], nbytes: int, itemsize: int, block: int) -> list[str]:
+    """Room for as many digests as a box of this shape has pieces."""
+    return [NO_DIGEST] * (1 if 0 < nbytes <= block else count_pieces(shape, itemsize, block))
+
+
+def itemsize_of(source: Source) -> int:
+    return dtype_from_name(source.dtype).itemsize
+
+
+def parts_of(source: Source) -> Sequence[Part]:
+    return source.parts if source.whole is None else [(Region.whole(source.shape), source.whole)]
+
+
+# --------------------------------------------------------------------------------------------- tasks
+
+
+def small_bytes(slot: Slot) -> bytes:
+    """All of a small leaf that lies in one place, with its digest."""
+    data = to_bytes(slot.source.whole, slot.source.dtype)  # type: ignore[arg-type]
+    if data:
+        slot.digests[0] = xxh3_128(data)
+    return data
+
+
+def write_packed(sink: Sink, start: int, slot: Slot, staging: Staging) -> None:
+    """Four-bit numbers, two to a byte."""
+    parts, held = staging.fetch(parts_of(slot.source), slot.box)
+    try:
+        data = pack_nibbles(contiguous(parts, slot.box, slot.source.dtype))
+        slot.digests[0] = xxh3_128(data)
+        sink.write(data, start + slot.offset)
+    finally:
+        staging.release(held)
+    slot.source = released(slot.source)
+
+
+def piece_tasks(
+    sink: Sink, start: int, slot: Slot, block: int, staging: Staging, end: Callable[[], None] | None = None
+) -> Iterator[Callable[[], None]]:
+    """One task for each piece of the slot; `end` is called after the last."""
+    itemsize = itemsize_of(slot.source)
+    inside = shifted(pieces(slot.box.shape, itemsize, block), slot.box.start)
+    offset, number = start + slot.offset, 0
+    all_of_it = Lease(end, len(inside))
+    for group in joined(inside, itemsize, max(block, staging.batch_bytes(slot.source.parts))):
+        parts, held = staging.fetch(parts_of(slot.source), bounding(group))
+        lease = Lease(partial(staging.release, held), len(group), all_of_it)
+        for region in group:
+            yield partial(_write_piece, sink, slot, number, parts, region, offset, lease)
+            offset, number = offset + region.size * itemsize, number + 1
+    slot.source = released(slot.source)  # the tasks hold what they need, and let go of it one by one
+
+
+def _write_piece(
+    sink: Sink, slot: Slot, number: int, parts: Sequence[Part], region: Region, offset: int, lease: Lease
+) -> None:
+    try:
+        data = bytes_of(contiguous(parts, region, slot.source.dtype))
+        slot.digests[number] = xxh3_128(data)
+        sink.write(data, offset)  # right after its digest, while it is in the cache
+    finally:
+        lease.end()
+
+
+def bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+class Lease:
+    """What several tasks share; the last one to end gives it back."""
+
+    _lock = threading.Lock()
+
+    def __init__(self, give_back: Callable[[], None] | None, tasks: int, outer: Lease | None = None) -> None:
+        self.give_back, self.tasks, self.outer = give_back, tasks, outer
+
+    def end(self) -> None:
+        with self._lock:
+            self.tasks -= 1
+            is_last = self.tasks == 0
+        if is_last and self.give_back:
+            self.give_back()
+        if self.outer:
+            self.outer.end()
+
+
+# ------------------------------------------------------------------------------------------ checksums
+
+
+def sha256_parts(source: Source, staging: Staging) -> Iterator[memoryview]:
+    """The elements of a leaf in their order, as bytes, a little at a time."""
+    itemsize = itemsize_of(source)
+    for region in pieces(source.shape, itemsize, _SHA256_BYTES):
+        parts, held = staging.fetch(parts_of(source), region)
+        try:
+            yield bytes_of(contiguous(parts, region, source.dtype))
+        finally:
+            staging.release(held)
+
+
+_SHA256_BYTES = 4 * 2**20
+
+
+def is_all_here(source: Source) -> bool:
+    """Whether this process has every element of a leaf."""
+    if source.whole is not None:
+        return True
+    return sum(region.size for region, _ in source.parts) == math.prod(source.shape)

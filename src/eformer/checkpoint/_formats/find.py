@@ -1,0 +1,72 @@
+"""The checkpoint at a path, whatever its format and whoever wrote it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from eformer.checkpoint._formats import _array_reading as arrays
+from eformer.checkpoint._formats import _reading as safetensors
+from eformer.checkpoint._formats._index import INDEX
+from eformer.checkpoint._formats._names import INDEX_SUFFIX, MANIFEST, SUFFIX
+from eformer.checkpoint._leaf import with_nearest
+from eformer.checkpoint._store.local import list_names, local_path
+from eformer.errors import NotFoundError
+
+if TYPE_CHECKING:
+    import os
+    from pathlib import Path
+
+    from eformer.checkpoint._formats._found import Found
+
+FOREIGN = (arrays.FOREIGN, safetensors.FOREIGN)
+
+_MOST_SHOWN = 8
+
+
+def find(path: str | os.PathLike[str]) -> Found:
+    """The checkpoint at `path`: a directory, its index or manifest, one of its files, a file that stands alone, or
+    the name that such files begin with."""
+    where = local_path(path)
+    if where.is_dir():
+        return _in_directory(where)
+    if where.name == INDEX and where.exists():
+        return _in_directory(where.parent)
+    if not where.exists():
+        where = safetensors.by_base_name(where) or _missing(where)
+    return safetensors.in_file(where)
+
+
+def was_replaced(found: Found) -> bool:
+    """Whether a newer save has taken the place of what was found, and so perhaps of its files."""
+    now = find(found.path)
+    return now.manifest.digest != found.manifest.digest or now.stamps != found.stamps
+
+
+def _missing(path: Path) -> Path:
+    if not path.parent.is_dir():
+        raise NotFoundError(f"there is nothing at {path}; not even {path.parent} exists")
+    _, hint = next(with_nearest([path.name], list_names(path.parent)))
+    raise NotFoundError(f"there is nothing at {path}{hint}")
+
+
+def _in_directory(directory: Path) -> Found:
+    if found := arrays.by_index(directory):
+        return found
+    names = list_names(directory)
+    if MANIFEST in names or any(name.endswith(SUFFIX) for name in names):
+        return safetensors.in_directory(directory)
+    return arrays.without_index(directory) or _nothing_in(directory, names)
+
+
+def _nothing_in(directory: Path, names: list[str]) -> Found:
+    inner = [name for name in names if _looks_like_one(directory / name)]
+    there = ", ".join(names[:_MOST_SHOWN]) or "nothing"
+    hint = f". Is it one of {inner[:_MOST_SHOWN]}?" if inner else ""
+    raise NotFoundError(
+        f"{directory} holds no checkpoint: looked for {INDEX}, {MANIFEST}, *{INDEX_SUFFIX}, *{SUFFIX} and zarr arrays; "
+        f"there is {there}{hint}"
+    )
+
+
+def _looks_like_one(path: Path) -> bool:
+    return any((path / name).exists() for name in (INDEX, MANIFEST)) or path.name.endswith(SUFFIX)

@@ -1,0 +1,1 @@
+"""Read-only formats of other writers."""

@@ -1,0 +1,163 @@
+"""Directories of zarr arrays that others wrote, described as if they were ours: extents, but no digests."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from eformer.checkpoint._formats._nested import nested, parts_of_path
+from eformer.checkpoint._formats._zarr import (
+    ZARRAY,
+    ZArray,
+    chunks_of,
+    count_chunks,
+    parse_zarray,
+)
+from eformer.checkpoint._manifest import DataFile, Extent, LeafEntry, TreeEntry, encode_leaves
+from eformer.checkpoint._ndarray import dtype_from_name
+from eformer.checkpoint._pieces import PIECE_BYTES
+from eformer.checkpoint._store.local import open_inside, read_range, stamp
+from eformer.errors import CorruptionError, FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+_MOST_DEPTH = 100
+_MOST_DESCRIPTION = 2**20
+
+
+def discover(directory: Path) -> Iterator[str]:
+    """The paths of all arrays below a directory, in order. Links are not followed."""
+    todo = [("", 0)]
+    while todo:
+        path, depth = todo.pop()
+        below, is_array = [], False
+        with os.scandir(directory / path) as entries:
+            for entry in entries:
+                is_array = is_array or entry.name == ZARRAY
+                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                    below.append(f"{path}/{entry.name}" if path else entry.name)
+        if is_array and path:
+            yield path
+        elif depth < _MOST_DEPTH:
+            todo += [(name, depth + 1) for name in sorted(below, reverse=True)]
+
+
+@dataclass(slots=True)
+class _Arrays:
+    """Files and leaves, as they are found."""
+
+    directory: Path
+    files: list[DataFile] = field(default_factory=list)
+    stamps: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def add(self, path: str) -> LeafEntry:
+        name = f"{path}/{ZARRAY}"
+        raw = self._description(name)
+        array = parse_zarray(raw, str(self.directory / name))
+        self.files.append(DataFile(name, len(raw), len(raw)))
+        extents = tuple(self._extents(path, array, raw.decode()))
+        return LeafEntry(array.name_of_dtype, array.shape, extents)
+
+    def _description(self, name: str) -> bytes:
+        try:
+            descriptor = open_inside(self.directory, name)
+        except FileNotFoundError:
+            raise CorruptionError(f"{self.directory / name} is missing: there is no such array") from None
+        try:
+            self.stamps[name] = stamp(descriptor)
+            return read_range(descriptor, 0, _MOST_DESCRIPTION)
+        finally:
+            os.close(descriptor)
+
+    def _extents(self, path: str, array: ZArray, raw: str) -> Iterator[Extent]:
+        sizes = _chunk_sizes(self.directory / path, array)
+        expected = count_chunks(array.shape, array.chunks)
+        if expected > len(sizes):
+            raise CorruptionError(
+                f"{self.directory / path}: {expected - len(sizes)} of {expected} chunks are missing, the first is "
+                f"{_first_missing(array, sizes)!r}; they are not taken for zeros"
+            )
+        for name, box in chunks_of(array.shape, array.chunks) if expected else ():
+            name = name.replace(".", array.dimension_separator)
+            if name not in sizes:
+                raise CorruptionError(f"{self.directory / path / name} is missing; it is not taken for zeros")
+            coding = array.coding(box.shape, raw)
+            nbytes = sizes[name] if coding else _nbytes(array, box.shape)
+            region = None if box.shape == array.shape else (box.start, box.stop)
+            yield Extent(len(self.files), 0, nbytes, "", region, coding)
+            self.files.append(DataFile(f"{path}/{name}", sizes[name]))
+
+
+def _nbytes(array: ZArray, shape: tuple[int, ...]) -> int:
+    nbytes = dtype_from_name(array.name_of_dtype).itemsize
+    for size in shape:
+        nbytes *= size
+    return nbytes
+
+
+def _chunk_sizes(directory: Path, array: ZArray) -> dict[str, int]:
+    """The lengths of the files that may be chunks, by name."""
+    depth = len(array.shape) if array.dimension_separator == "/" else 1
+    sizes: dict[str, int] = {}
+    for folder, folders, names in os.walk(directory):
+        inner = os.path.relpath(folder, directory)
+        level = 0 if inner == "." else inner.count("/") + 1
+        if level + 1 >= depth:
+            folders.clear()
+        for name in names:
+            if name[0] != ".":
+                path = name if inner == "." else f"{inner}/{name}"
+                sizes[path] = os.lstat(f"{folder}/{name}").st_size
+    return sizes
+
+
+def _first_missing(array: ZArray, sizes: Mapping[str, int]) -> str:
+    names = (name.replace(".", array.dimension_separator) for name, _ in chunks_of(array.shape, array.chunks))
+    return next(name for name in names if name not in sizes)
+
+
+def tree_of_arrays(
+    directory: Path,
+    paths: Mapping[str, str],
+    *,
+    structure: Any = None,
+    values: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> tuple[TreeEntry, dict[str, tuple[int, ...]]]:
+    """The arrays at these paths as one tree, and the stamps of their descriptions.
+
+    With a `structure` the keys are the names of its leaves, else paths that dicts are made of.
+    """
+    arrays = _Arrays(directory)
+    entries = {}
+    for name, path in paths.items():
+        try:
+            entries[name] = arrays.add(path)
+        except FormatError as error:
+            raise type(error)(f"leaf {name!r}: {error}") from error
+    if structure is None:
+        structure, names = nested({key: parts_of_path(key) for key in entries})
+        entries = {names[name]: entry for name, entry in entries.items()}
+    tree = TreeEntry(
+        save_id="",
+        saved_at="",
+        written_by="",
+        block=PIECE_BYTES,
+        files=tuple(arrays.files),
+        raw_metadata=dict(metadata or {}),
+        raw_values=dict(values or {}),
+        structure=msgspec.Raw(msgspec.json.encode(structure)),
+        raw_leaves=encode_leaves(entries),
+    )
+    return tree, arrays.stamps
+
+
+def counted_from(directory: str, paths: Iterable[str]) -> dict[str, str]:
+    """Each path as it is seen from a directory."""
+    start = f"{directory}/" if directory else ""
+    return {path.removeprefix(start): path for path in paths}

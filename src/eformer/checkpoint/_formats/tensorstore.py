@@ -1,0 +1,368 @@
+"""Leaves as arrays of zarr v2: one directory each, or all of them in one OCDBT database, under one index.
+
+The files are written as they are, without TensorStore, for which opening an array takes longer than writing a small
+one. It reads them all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from eformer.checkpoint._arrays import Source, Staging, contiguous, released
+from eformer.checkpoint._codec import xxh3_128, zstd_compress
+from eformer.checkpoint._formats._index import INDEX, Index, Listed, read_index
+from eformer.checkpoint._formats._names import MANIFEST
+from eformer.checkpoint._formats._writing import (
+    NO_DIGEST,
+    Slot,
+    bytes_of,
+    entry_of,
+    itemsize_of,
+    no_digests,
+    parts_of,
+    piece_tasks,
+    small_bytes,
+)
+from eformer.checkpoint._formats._zarr import ZARRAY, chunk_shape, chunks_of, zarray
+from eformer.checkpoint._leaf import Region, escape, name_to_path
+from eformer.checkpoint._manifest import Coding, DataFile, Extent, LeafEntry, Receipt
+from eformer.checkpoint._pieces import piece_sizes
+from eformer.checkpoint._pool import run_all, uncollected
+from eformer.checkpoint._store.local import is_inside, list_names, locked, logger, remove, replacing
+from eformer.checkpoint._store.many import NewFile, ScratchTree, make_directory, sweep_trees, write_new
+from eformer.checkpoint._store.ocdbt import DatabaseWriter
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from eformer.checkpoint._manifest import TreeEntry
+    from eformer.checkpoint._options import SaveOptions
+
+# A chunk is the least that others can read. What has to be encoded as a whole, is in memory as a whole.
+_CHUNK_BYTES = 2**30
+_ENCODED_CHUNK_BYTES = 16 * 2**20
+
+_BATCH = 64  # small arrays to a task
+
+
+@dataclasses.dataclass(slots=True)
+class Array:
+    """A leaf as an array: its directory, what `.zarray` says, and its chunks."""
+
+    path: str
+    source: Source
+    zarray: bytes
+    chunk_nbytes: int
+    chunks: list[Slot]
+
+    @property
+    def is_small(self) -> bool:
+        return len(self.chunks) <= 1 and self.source.whole is not None
+
+
+# ----------------------------------------------------------------------------------------------- plan
+
+
+def arrange(sources: Sequence[Source], options: SaveOptions, block: int) -> list[Array]:
+    """What is written into which files."""
+    is_encoded = options.ocdbt or options.compression
+    limit = options.max_chunk_bytes or (_ENCODED_CHUNK_BYTES if is_encoded else _CHUNK_BYTES)
+    return [_array(source, options.compression, limit, block) for source in sources]
+
+
+def _array(source: Source, compression: str | None, limit: int, block: int) -> Array:
+    itemsize = itemsize_of(source)
+    chunk = chunk_shape(source.shape, source.shard or source.shape, itemsize, limit)
+    coding = Coding(compression, chunk) if compression else None
+    slots = []
+    for name, box in chunks_of(source.shape, chunk) if math.prod(source.shape) else ():
+        if not _is_written_here(box, source):
+            continue
+        nbytes = itemsize * box.size
+        digests = [NO_DIGEST] if coding else no_digests(box.shape, nbytes, itemsize, block)
+        region = None if box.shape == source.shape else box
+        slots.append(Slot(name, source, region, box.shape, nbytes, False, digests, 0, coding))
+    path = "/".join(name_to_path(source.name))
+    described = zarray(source.dtype, source.shape, chunk, compression)
+    return Array(path, source, described, itemsize * math.prod(chunk), slots)
+
+
+def _is_written_here(box: Region, source: Source) -> bool:
+    return source.whole is not None or any(region.overlap(box) == box for region in source.regions)
+
+
+# ---------------------------------------------------------------------------------------------- write
+
+
+class ArraysWriter:
+    """One tree on its way into a directory of arrays: first `write`, then `seal`."""
+
+    def __init__(self, directory: Path, prefix: str, save_id: str, options: SaveOptions) -> None:
+        self.directory, self.prefix, self.save_id, self.options = directory, prefix, save_id, options
+        self.scratch: ScratchTree | None = None
+        self.listed: list[Listed] = []
+
+    def close(self) -> None:
+        """Nothing is left but what was sealed."""
+        if self.scratch:
+            self.scratch.discard()
+
+    def write(self, sources: Sequence[Source], block: int, threads: int) -> Receipt:
+        """The data of this process, complete and synced, under names that nobody looks for."""
+        with uncollected():
+            arrays = arrange(sources, self.options, block)
+        scratch = self.scratch = ScratchTree(self.directory)
+        staging = Staging(self.options.staging_bytes)
+        if self.options.ocdbt:
+            self._into_database(scratch, arrays, block, staging, threads)
+        else:
+            self._into_files(scratch, arrays, block, staging, threads)
+        with uncollected():
+            self.listed = [Listed(a.path, a.source.shape, a.source.dtype) for a in arrays]
+            return _receipt(arrays)
+
+    def _into_files(
+        self, scratch: ScratchTree, arrays: Sequence[Array], block: int, staging: Staging, threads: int
+    ) -> None:
+        root = str(scratch.data)
+        directories = _make_parents(root, arrays)
+        run_all(_file_tasks(root, arrays, block, staging), threads)
+        names = [f"{a.path}/{name}" for a in arrays for name in (ZARRAY, *(c.name for c in a.chunks))]
+        scratch.sync(names, [*(a.path for a in arrays), *directories])
+
+    def _into_database(
+        self, scratch: ScratchTree, arrays: Sequence[Array], block: int, staging: Staging, threads: int
+    ) -> None:
+        database = DatabaseWriter(scratch.data)
+        run_all(_database_tasks(database, arrays, block, staging), threads)
+        database.finish()
+        scratch.sync(*scratch.contents())
+
+    # -------------------------------------------------------------------------------------------- seal
+
+    def seal(self, tree: TreeEntry, *, write_index: bool = True) -> None:
+        """The tree is the checkpoint of the prefix: its directories under their names, then the index, then away
+        with the old."""
+        scratch = self.scratch
+        assert scratch is not None
+        with locked(self.directory):
+            index = read_index(self.directory) or Index()
+            if not write_index and self.prefix in index.listed():
+                raise ValueError(
+                    f"{self.directory / INDEX} lists {self.prefix!r}; it has to be written again"
+                )
+            root, moves = self._final_places(scratch, index)
+            try:
+                scratch.publish(self.save_id, moves, self._replaced(index))
+                if write_index:
+                    self._write_index(index, tree, root)
+            except BaseException:
+                if self.save_id not in _sealed(self.directory, self.save_id):
+                    scratch.finish(is_sealed=False)
+                raise
+            if write_index:
+                self._tidy_up(scratch, index)
+
+    def _final_places(self, scratch: ScratchTree, index: Index) -> tuple[str, list[tuple[Path, str]]]:
+        """Plain names for a first save; a name that an index ever gave is not given twice."""
+        contents, there = list_names(scratch.data), set(list_names(self.directory))
+        base = escape(self.prefix) if self.prefix else "tree"
+        is_first = self.prefix not in index.listed()
+        if not contents:
+            return "", []
+        if is_first and not self.prefix and not self.options.ocdbt and there.isdisjoint(contents):
+            return "", [(scratch.data / name, name) for name in contents]
+        root = f"{base}.ocdbt" if self.options.ocdbt else base
+        # Names of leaves have no dots: what has one is never in the way of a later tree.
+        if not is_first or root in there or root == "tree":
+            root = f"{root}.{self.save_id}"
+        return root, [(scratch.data, root)]
+
+    def _replaced(self, index: Index) -> list[str]:
+        """The directories that nobody will look for any more."""
+        tops = {prefix: _tops(listed) for prefix, listed in index.listed().items()}
+        kept = {name for prefix, names in tops.items() if prefix != self.prefix for name in names}
+        return sorted(tops.get(self.prefix, set()) - kept)
+
+    def _write_index(self, index: Index, tree: TreeEntry, root: str) -> None:
+        origin = str(self.directory / INDEX)
+        tree = msgspec.structs.replace(
+            tree, raw_root=root or msgspec.UNSET, ocdbt=True if root and self.options.ocdbt else msgspec.UNSET
+        )
+        manifest = index.manifest(origin)
+        manifest = msgspec.structs.replace(manifest.with_tree(self.prefix, tree), digest=Index().digest)
+        listed = self.listed
+        if root:
+            listed = [msgspec.structs.replace(a, path=f"{root}/{a.path}") for a in listed]
+        with replacing(self.directory / INDEX) as file:
+            file.write(index.with_tree(self.prefix, listed, manifest).to_json())
+
+    def _tidy_up(self, scratch: ScratchTree, before: Index) -> None:
+        """The checkpoint is safe by now; what cannot be done is left to the next save."""
+        try:
+            scratch.finish(is_sealed=True)
+            if not before.is_ours and self.prefix in before.prefixes and is_inside(self.prefix):
+                remove(self.directory / f"{self.prefix}_structure.json")  # the original's, of what is gone
+            sweep_trees(self.directory, _sealed(self.directory, self.save_id))
+        except (OSError, FormatError) as error:
+            logger.warning("%s is saved, but could not be tidied up: %s", self.directory, error)
+
+
+def _tops(listed: Sequence[Listed]) -> set[str]:
+    """The directories beside the index that arrays are in."""
+    return {array.path.split("/")[0] for array in listed}
+
+
+def _sealed(directory: Path, save_id: str) -> set[str]:
+    """The saves that the index knows of. If it cannot be read, ours may be one of them."""
+    try:
+        index = read_index(directory)
+        trees = index.manifest(str(directory)).trees if index else {}
+    except (OSError, FormatError):
+        return {save_id}
+    return {tree.save_id for tree in trees.values()}
+
+
+def check_place(directory: Path) -> bool:
+    """Whether there is an index; refuses, before anything is written, a checkpoint of another format."""
+    index = read_index(directory)
+    if index is None and MANIFEST in list_names(directory):
+        raise FileExistsError(
+            f"{directory / MANIFEST} is there: the directory holds a checkpoint of another format, or something "
+            "else. Save to another directory"
+        )
+    return index is not None
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+def _make_parents(root: str, arrays: Sequence[Array]) -> list[str]:
+    """All directories but those of the arrays, outermost first."""
+    parents = {a.path.rpartition("/")[0] for a in arrays}
+    for path in list(parents):
+        while path := path.rpartition("/")[0]:
+            parents.add(path)
+    made = sorted(parents - {""})
+    for path in made:
+        make_directory(f"{root}/{path}")
+    return made
+
+
+def _file_tasks(
+    root: str, arrays: Sequence[Array], block: int, staging: Staging
+) -> Iterator[Callable[[], None]]:
+    """Small arrays many at a time, large ones piece by piece."""
+    small: list[Array] = []
+    for array in arrays:
+        if array.is_small and array.chunk_nbytes <= block:
+            small.append(array)
+            if len(small) == _BATCH:
+                yield partial(_write_small, root, small)
+                small = []
+        else:
+            yield from _array_tasks(root, array, block, staging)
+    yield partial(_write_small, root, small)
+
+
+def _write_small(root: str, arrays: Sequence[Array]) -> None:
+    for array in arrays:
+        path = f"{root}/{array.path}"
+        make_directory(path)
+        write_new(f"{path}/{ZARRAY}", array.zarray)
+        for chunk in array.chunks:
+            data = small_bytes(chunk)
+            if chunk.coding:
+                data = _encoded(chunk, data)
+            elif len(data) < array.chunk_nbytes:
+                data = data.ljust(array.chunk_nbytes, b"\0")
+            write_new(f"{path}/{chunk.name}", data)
+
+
+def _array_tasks(root: str, array: Array, block: int, staging: Staging) -> Iterator[Callable[[], None]]:
+    path = f"{root}/{array.path}"
+    make_directory(path)
+    write_new(f"{path}/{ZARRAY}", array.zarray)
+    for chunk in array.chunks:
+        name = f"{path}/{chunk.name}"
+        if chunk.coding:
+            yield partial(_write_whole, partial(write_new, name), array, chunk, block, staging)
+        else:
+            file = NewFile(name, array.chunk_nbytes)
+            yield from piece_tasks(file, 0, chunk, block, staging, end=file.close)
+    array.source = released(array.source)
+
+
+def _write_whole(
+    put: Callable[[bytes], None], array: Array, chunk: Slot, block: int, staging: Staging
+) -> None:
+    """A chunk that is encoded, or goes into a database: both take it as a whole."""
+    parts, held = staging.fetch(parts_of(chunk.source), chunk.box)
+    try:
+        data = bytes(bytes_of(contiguous(parts, chunk.box, chunk.source.dtype)))
+    finally:
+        staging.release(held)
+    chunk.source = released(chunk.source)
+    if not chunk.coding:
+        _digest_pieces(chunk, data, block)
+    padded = data.ljust(array.chunk_nbytes, b"\0")
+    put(_encoded(chunk, padded) if chunk.coding else padded)
+
+
+def _digest_pieces(chunk: Slot, data: bytes, block: int) -> None:
+    start, view = 0, memoryview(data)
+    for number, nbytes in enumerate(piece_sizes(chunk.shape, itemsize_of(chunk.source), block)):
+        chunk.digests[number] = xxh3_128(view[start : start + nbytes])
+        start += nbytes
+
+
+def _encoded(chunk: Slot, data: bytes) -> bytes:
+    encoded = zstd_compress(data)
+    chunk.nbytes, chunk.digests[0] = len(encoded), xxh3_128(encoded)
+    return encoded
+
+
+def _database_tasks(
+    database: DatabaseWriter, arrays: Sequence[Array], block: int, staging: Staging
+) -> Iterator[Callable[[], None]]:
+    for start in range(0, len(arrays), _BATCH):
+        yield partial(_put_descriptions, database, arrays[start : start + _BATCH])
+    for array in arrays:
+        for chunk in array.chunks:
+            put = partial(database.put, f"{array.path}/{chunk.name}")
+            yield partial(_write_whole, put, array, chunk, block, staging)
+        array.source = released(array.source)
+
+
+def _put_descriptions(database: DatabaseWriter, arrays: Sequence[Array]) -> None:
+    for array in arrays:
+        database.put(f"{array.path}/{ZARRAY}", array.zarray)
+
+
+# -------------------------------------------------------------------------------------------- receipt
+
+
+def _receipt(arrays: Sequence[Array]) -> Receipt:
+    """What the manifest says of the files and the leaves. `.zarray` belongs to no leaf: it is all header."""
+    files: list[DataFile] = []
+    leaves: dict[str, LeafEntry] = {}
+    digests: dict[bytes, str] = {}  # most are alike
+    for array in arrays:
+        if array.zarray not in digests:
+            digests[array.zarray] = xxh3_128(array.zarray)
+        nbytes = len(array.zarray)
+        files.append(DataFile(f"{array.path}/{ZARRAY}", nbytes, nbytes, digests[array.zarray]))
+        extents: list[Extent] = []
+        for chunk in array.chunks:
+            extents.append(chunk.extent(len(files)))
+            stored = chunk.nbytes if chunk.coding else array.chunk_nbytes
+            files.append(DataFile(f"{array.path}/{chunk.name}", stored))
+        leaves[array.source.name] = entry_of(array.source, extents)
+    return Receipt(files, leaves)

@@ -1,0 +1,267 @@
+"""Very many files at once: written into a directory that nobody looks for, synced together, published by renames."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import secrets
+import shutil
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from eformer.checkpoint._codec import MALFORMED_JSON
+from eformer.checkpoint._store.local import (
+    list_names,
+    lock,
+    rename,
+    sync_directory,
+    try_lock,
+    unlock,
+    write_all,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterable, Sequence
+    from pathlib import Path
+
+logger = logging.getLogger("eformer")
+
+# Up to so many files are synced one by one, so that nobody waits for what others have written.
+_FEW = 32
+
+# File systems that are known to write everything on syncfs, and to say if they could not: ext2-4, xfs, btrfs, f2fs,
+# tmpfs, overlayfs, zfs. On others, such as those in user space, it may do nothing.
+_SYNCED_BY_SYNCFS = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x794C7630, 0x2FC12FC1}
+
+_SCRATCH = re.compile(r"\.eformer-[0-9a-f]{16}\.tmp")
+_JOURNAL = "journal.json"
+
+# What arrays and databases consist of; nothing else is ever removed.
+_ARRAY_FILE = re.compile(r"\.z(array|attrs|group)|\d+(\.\d+)*|manifest\.ocdbt|[0-9a-f]{32}")
+
+
+class Moved(msgspec.Struct, frozen=True, array_like=True):
+    """A directory that a save has put in place or is about to remove; its number tells it from a later one."""
+
+    name: str
+    inode: int
+
+
+class Journal(msgspec.Struct, frozen=True):
+    """What a save does after its data is written: for whoever has to finish or undo it."""
+
+    save_id: str
+    new: tuple[Moved, ...]
+    old: tuple[Moved, ...]
+
+
+class ScratchTree:
+    """A new directory whose contents become visible by `publish`. It is locked as long as its writer lives."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.is_finished = True
+        self.descriptor = -1
+        while self.descriptor < 0:
+            self.path = directory / f".eformer-{secrets.token_hex(8)}.tmp"
+            os.mkdir(self.path)
+            self.data = self.path / "data"
+            try:
+                self.descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                lock(self.descriptor)
+                os.mkdir(self.data)
+            except FileNotFoundError:  # swept between its creation and the lock
+                self.close()
+            except BaseException:
+                self.discard()
+                raise
+
+    def contents(self) -> tuple[list[str], list[str]]:
+        """The files and the directories of the data."""
+        files, directories = [], []
+        for folder, inner, names in os.walk(self.data):
+            start = folder[len(str(self.data)) + 1 :]
+            files += [os.path.join(start, name) for name in names]
+            directories += [os.path.join(start, name) for name in inner]
+        return files, directories
+
+    def sync(self, names: Sequence[str], directories: Iterable[str]) -> None:
+        """These files of the data, and the directories they are in, are on stable storage."""
+        if len(names) > _FEW and _syncfs(self.descriptor):
+            return
+        for name in names:
+            _sync(self.data / name)
+        for name in directories:
+            sync_directory(self.data / name)
+        sync_directory(self.data)
+
+    def publish(self, save_id: str, moves: Sequence[tuple[Path, str]], old: Sequence[str]) -> None:
+        """Moves directories to names that are free; a journal says so first, for the case that we die meanwhile."""
+        new = tuple(Moved(name, os.stat(path).st_ino) for path, name in moves)
+        gone = tuple(Moved(n, os.stat(p).st_ino) for n in old if (p := self.directory / n).exists())
+        with open(self.path / _JOURNAL, "xb") as file:
+            file.write(msgspec.json.encode(Journal(save_id, new, gone)))
+            file.flush()
+            os.fsync(file.fileno())
+        sync_directory(self.path)
+        sync_directory(self.directory)  # the journal is only there if the directory it is in is
+        for path, name in moves:
+            rename(path, self.directory / name)
+        sync_directory(self.directory)
+
+    def finish(self, is_sealed: bool) -> None:
+        """Away with what is no longer needed: the old if the save is committed, else the new."""
+        self.is_finished = False  # until then the journal stays, for a later save to go by
+        _carry_out(self.directory, self.path, is_sealed)
+        self.is_finished = True
+
+    def close(self) -> None:
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            unlock(descriptor)
+            os.close(descriptor)
+
+    def discard(self) -> None:
+        try:
+            if self.is_finished:
+                shutil.rmtree(self.path, ignore_errors=True)
+        finally:
+            self.close()
+
+
+def make_directory(path: str) -> None:
+    os.mkdir(path)
+
+
+def write_new(path: str, data: bytes) -> None:
+    """A new file. Thousands of times: hence no objects."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+    finally:
+        os.close(descriptor)
+
+
+class NewFile:
+    """A new file of known length, that several threads write; open from the first write on until it is closed."""
+
+    def __init__(self, path: str, nbytes: int) -> None:
+        self.path, self.length = path, nbytes
+        self._lock = threading.Lock()
+        self._descriptor = -1
+
+    def write(self, data: Any, offset: int) -> None:
+        with self._lock:
+            if self._descriptor < 0:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                self._descriptor = os.open(self.path, flags, 0o666)
+                os.ftruncate(self._descriptor, self.length)
+        write_all(self._descriptor, data, offset)
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:  # for a save that failed on the way
+        self.close()
+
+
+def has_unfinished(directory: Path) -> bool:
+    """Whether a save is under way here, or has died."""
+    return any(_SCRATCH.fullmatch(name) and (directory / name).is_dir() for name in list_names(directory))
+
+
+def sweep_trees(directory: Path, sealed: Container[str]) -> None:
+    """Finishes what saves that died left undone: those in `sealed` were committed, others never happened."""
+    for name in list_names(directory):
+        if _SCRATCH.fullmatch(name) and (directory / name).is_dir():
+            _sweep(directory, directory / name, sealed)
+
+
+def _sweep(directory: Path, scratch: Path, sealed: Container[str]) -> None:
+    with suppress(OSError):  # it is alive (locked), or its writer has just removed it
+        descriptor = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            try_lock(descriptor)
+            journal = _read_journal(scratch)
+            if journal is not None:
+                _carry_out(directory, scratch, journal.save_id in sealed)
+            shutil.rmtree(scratch, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
+def _read_journal(scratch: Path) -> Journal | None:
+    try:
+        return msgspec.json.decode((scratch / _JOURNAL).read_bytes(), type=Journal)
+    except (OSError, *MALFORMED_JSON):  # it died before it had one: nothing was moved
+        return None
+
+
+def _carry_out(directory: Path, scratch: Path, is_sealed: bool) -> None:
+    journal = _read_journal(scratch)
+    for moved in () if journal is None else journal.old if is_sealed else journal.new:
+        path = directory / moved.name
+        with suppress(FileNotFoundError):
+            if os.path.basename(moved.name) == moved.name and os.lstat(path).st_ino == moved.inode:
+                remove_arrays(path)
+
+
+def remove_arrays(path: Path) -> None:
+    """The arrays in and below a directory are gone, and it too unless there was something else in it."""
+    for folder, _, names in os.walk(path, topdown=False):
+        for name in names:
+            if _ARRAY_FILE.fullmatch(name):
+                os.unlink(os.path.join(folder, name))
+        with suppress(OSError):  # somebody else's file is in it
+            os.rmdir(folder)
+
+
+# --------------------------------------------------------------------------------------------- sync
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _libc() -> Callable[[int], int] | None:
+    try:
+        release = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+        if release < (5, 8):  # which does not say when something could not be written
+            return None
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.syncfs.argtypes = [ctypes.c_int]
+        libc.fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    except (OSError, AttributeError):  # not Linux
+        return None
+
+    def syncfs(descriptor: int) -> int:
+        status = (ctypes.c_long * 32)()
+        if libc.fstatfs(descriptor, status) or status[0] & 0xFFFFFFFF not in _SYNCED_BY_SYNCFS:
+            return 0
+        if libc.syncfs(descriptor):
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
+        return 1
+
+    return syncfs
+
+
+_syncfs_of_linux = _libc()
+
+
+def _syncfs(descriptor: int) -> bool:
+    """Writes the whole file system, if it is of a kind that does: for many files much faster than each alone."""
+    return bool(_syncfs_of_linux and _syncfs_of_linux(descriptor))

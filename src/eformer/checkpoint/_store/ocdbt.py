@@ -1,0 +1,103 @@
+"""A database of TensorStore's in a directory: many small files in few."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from eformer.errors import CorruptionError, FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+MANIFEST = "manifest.ocdbt"
+
+# What is written is held in memory until it is committed.
+_COMMIT_BYTES = 32 * 2**20
+_COMMIT_KEYS = 20_000
+
+_CACHE_BYTES = 32 * 2**20
+
+
+def _open(directory: Path) -> Any:
+    import tensorstore as ts  # late: slow to import, and only these need it
+
+    base = {"driver": "file", "path": f"{directory}/"}
+    spec = {"driver": "ocdbt", "base": base, "config": {"compression": None}}
+    # Who writes syncs all files at the end. Without a cache every read would begin at the root of the database.
+    context = ts.Context({"file_io_sync": False, "cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+    try:
+        return ts.KvStore.open(spec, context=context).result()
+    except ValueError as error:
+        raise FormatError(f"{directory} holds no OCDBT database that can be read: {error}") from error
+
+
+class DatabaseWriter:
+    """Values by key. Several threads may write."""
+
+    def __init__(self, directory: Path) -> None:
+        self._store = _open(directory)
+        self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        import tensorstore as ts
+
+        self._transaction = ts.Transaction()
+        self._nbytes = self._keys = 0
+
+    def put(self, key: str, value: bytes) -> None:
+        with self._lock:
+            self._store.with_transaction(self._transaction).write(key, value).result()
+            self._nbytes, self._keys = self._nbytes + len(value), self._keys + 1
+            if self._nbytes >= _COMMIT_BYTES or self._keys >= _COMMIT_KEYS:
+                self._commit()
+                self._begin()
+
+    def _commit(self) -> None:
+        try:
+            self._transaction.commit_sync()
+        except ValueError as error:  # TensorStore has no errors of the operating system
+            raise OSError(str(error)) from error
+
+    def finish(self) -> None:
+        with self._lock:
+            self._commit()
+
+
+class DatabaseFiles:
+    """The keys of a database, as files."""
+
+    def __init__(self, directory: Path, names: Sequence[str]) -> None:
+        if not (directory / MANIFEST).is_file():
+            raise FileNotFoundError(f"{directory} holds no OCDBT database: {MANIFEST} is missing")
+        self._store = _open(directory)
+        self.directory, self.names = directory, names
+
+    def hold(self, numbers: Iterable[int]) -> None:
+        """A database that is replaced is removed; what is in it cannot be kept."""
+
+    def read_into(self, number: int, memory: memoryview, offset: int) -> int:
+        value = self._read(number, offset, offset + len(memory))
+        memory[: len(value)] = value
+        return len(value)
+
+    def nbytes(self, number: int) -> int:
+        return len(self._read(number, 0, None))
+
+    def _read(self, number: int, start: int, stop: int | None) -> bytes:
+        name = self.names[number]
+        try:
+            wanted = slice(start, stop)
+            read = self._store.read(name, byte_range=wanted, staleness_bound=float("-inf")).result()
+        except ValueError as error:
+            if "OUT_OF_RANGE" in str(error):
+                return b""  # cut short, as a file would be
+            raise CorruptionError(f"{self.directory}: {name!r} cannot be read: {error}") from error
+        if read.state != "value":
+            raise CorruptionError(f"{self.directory}: {name!r} is missing")
+        return bytes(read.value)
+
+    def close(self) -> None:
+        self._store = None

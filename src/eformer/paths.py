@@ -1,0 +1,254 @@
+"""Where checkpoints live, as names shaped like pathlib: on this machine, or in a bucket of Google Cloud Storage."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import reduce
+from operator import truediv
+from pathlib import PosixPath, PurePosixPath
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import unquote_to_bytes
+
+from eformer.checkpoint._store.local import replacing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import tensorstore
+    from _typeshed import ReadableBuffer
+
+__all__ = ["GCSPath", "LocalPath", "MLUtilPath", "ePath"]
+
+T = TypeVar("T")
+
+# One slash is enough: pathlib makes gs:/bucket of gs://bucket. Two letters at least: C:/ is a drive elsewhere.
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+_GCS_ADDRESS = re.compile(r"gs://([^/]+)/*(.*)", re.DOTALL)
+
+
+class MLUtilPath:
+    """Makes paths from text. `ePath` is one; it is a class because documented annotations name it."""
+
+    def __call__(self, path: str | os.PathLike[str] | GCSPath) -> LocalPath | GCSPath:
+        """A GCSPath of gs://bucket/name, a LocalPath of a path or a file:/// URL; ours stay as they are."""
+        if isinstance(path, (LocalPath, GCSPath)):
+            return path
+        text = os.fspath(path)
+        if not text:
+            raise ValueError("the path is empty")
+        scheme = _SCHEME.match(text)
+        if scheme is None:
+            return LocalPath(text)
+        if scheme[1] == "gs":
+            return GCSPath(text)
+        if scheme[1] == "file":
+            return _from_file_url(text)
+        raise ValueError(
+            f"{text!r} is of the scheme {scheme[1]!r}, and only gs:// and file:// are known; "
+            "for a directory of this machine that is called so, use LocalPath"
+        )
+
+
+ePath = MLUtilPath()  # noqa: N816  the documented name
+
+
+def _from_file_url(url: str) -> LocalPath:
+    if not url.startswith(("file:///", "file://localhost/")):
+        raise ValueError(f"{url!r} does not say where it is on this machine: expected file:///absolute/path")
+    return LocalPath(os.fsdecode(unquote_to_bytes(url.removeprefix("file://").removeprefix("localhost"))))
+
+
+class LocalPath(PosixPath):
+    """A pathlib path whose `write_bytes` and `write_text` create parents, and are atomic and durable."""
+
+    def write_bytes(self, data: ReadableBuffer) -> int:
+        with replacing(self) as file:
+            return file.write(data)
+
+    def write_text(
+        self, data: str, encoding: str | None = None, errors: str | None = None, newline: str | None = None
+    ) -> int:
+        with replacing(self) as file, io.TextIOWrapper(file, encoding, errors, newline) as text:
+            return text.write(data)
+
+
+@dataclass(frozen=True, order=True, slots=True, init=False, repr=False)
+class GCSPath:
+    """A name in a bucket: gs://bucket/name. It is no os.PathLike, so that nothing takes it for a local file.
+
+    Names are joined and taken apart without a network. What reads or writes goes through TensorStore, with Google's
+    default credentials, and raises OSError if the service refuses. A bucket has objects and no directories: one is
+    there as long as an object is below it, and asking for it lists all of these. There is no `rename`, because
+    nothing renames an object in one step.
+    """
+
+    bucket: str
+    _key: PurePosixPath
+
+    def __init__(self, path: str | GCSPath) -> None:
+        address = _GCS_ADDRESS.fullmatch(str(path))
+        if address is None:
+            raise ValueError(f"{path!r} is no name in a bucket: expected gs://bucket/name")
+        bucket, key = address[1], PurePosixPath(address[2])
+        if ".." in (bucket, *key.parts):
+            raise ValueError(f"{path!r} has '..' in it, which would mean another object than it says")
+        object.__setattr__(self, "bucket", bucket)  # the only way to fill what is frozen
+        object.__setattr__(self, "_key", key)
+
+    # ----------------------------------------------------------------------------------------- names
+
+    def __str__(self) -> str:
+        return "gs://" + "/".join((self.bucket, *self._key.parts))
+
+    def __repr__(self) -> str:
+        return f"GCSPath({str(self)!r})"
+
+    def __truediv__(self, name: str | os.PathLike[str]) -> GCSPath:
+        text = os.fspath(name)
+        if text.startswith("/") or _SCHEME.match(text):
+            raise ValueError(f"{text!r} is not a name below {self}")
+        return GCSPath(f"{self}/{text}")
+
+    def joinpath(self, *names: str | os.PathLike[str]) -> GCSPath:
+        return reduce(truediv, names, self)
+
+    @property
+    def anchor(self) -> str:
+        return f"gs://{self.bucket}/"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (self.anchor, *self._key.parts)
+
+    @property
+    def parent(self) -> GCSPath:
+        return GCSPath(self.anchor + str(self._key.parent))
+
+    @property
+    def name(self) -> str:
+        return self._key.name
+
+    @property
+    def stem(self) -> str:
+        return self._key.stem
+
+    @property
+    def suffix(self) -> str:
+        return self._key.suffix
+
+    def with_name(self, name: str) -> GCSPath:
+        return GCSPath(self.anchor + str(self._key.with_name(name)))
+
+    def with_suffix(self, suffix: str) -> GCSPath:
+        return GCSPath(self.anchor + str(self._key.with_suffix(suffix)))
+
+    def relative_to(self, other: str | GCSPath) -> PurePosixPath:
+        """The rest of the name behind `other`; as a plain name, for an address is never relative."""
+        base = GCSPath(other)
+        if self.bucket != base.bucket:
+            raise ValueError(f"{self} is not below {base}")
+        return self._key.relative_to(base._key)
+
+    # --------------------------------------------------------------------------------------- objects
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def is_file(self) -> bool:
+        return bool(self._object) and self._has(self._object)
+
+    def is_dir(self) -> bool:
+        return bool(self._keys_below())
+
+    def iterdir(self) -> Iterator[GCSPath]:
+        """What is directly below, in order; nothing if nothing is there."""
+        return self.glob("*")
+
+    def glob(self, pattern: str) -> Iterator[GCSPath]:
+        """What is below and matches, in order: objects, and the directories that they are in."""
+        if not pattern or pattern != pattern.strip("/"):
+            raise ValueError(f"Unacceptable pattern: {pattern!r}; expected one like '**/*.json'")
+        names = sorted(_with_directories(self._keys_below()))
+        wanted = PurePosixPath(pattern).parts
+        return iter([self.joinpath(*name) for name in names if _matches(name, wanted)])
+
+    def read_bytes(self) -> bytes:
+        found = self._answer(self._store().read(self._object))
+        if found.state == "missing":
+            raise self._not_found()
+        return found.value
+
+    def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return self.read_bytes().decode(encoding, errors)
+
+    def write_bytes(self, data: ReadableBuffer) -> int:
+        content = bytes(memoryview(data))  # bytes(3) would be three zeros
+        self._answer(self._store().write(self._object, content))
+        return len(content)
+
+    def write_text(self, data: str, encoding: str = "utf-8", errors: str = "strict") -> int:
+        self.write_bytes(data.encode(encoding, errors))
+        return len(data)
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        if not missing_ok and not self.is_file():
+            raise self._not_found()
+        self._answer(self._store().write(self._object, None))
+
+    def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
+        """Nothing to do: the first object below makes it a directory."""
+        if not exist_ok and self.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self))
+
+    @property
+    def _object(self) -> str:
+        return "/".join(self._key.parts)
+
+    def _has(self, key: str) -> bool:
+        return self._answer(self._store().read(key, byte_range=slice(0, 0))).state == "value"
+
+    def _keys_below(self) -> list[str]:
+        prefix = f"{self._object}/" if self._object else ""
+        keys = self._answer((self._store() + prefix).list())
+        if not keys:
+            # TensorStore 0.1.86 takes a refused listing for an empty one. A refused read it reports.
+            self._has(prefix or "/")
+        return [key.decode() for key in keys]
+
+    def _answer(self, future: tensorstore.Future[T]) -> T:
+        try:
+            return future.result()
+        except ValueError as error:
+            # TensorStore's only class for what a service refuses, and it does not say which object.
+            raise OSError(f"{self}: {error}") from error
+
+    def _not_found(self) -> FileNotFoundError:
+        return FileNotFoundError(errno.ENOENT, "No such object", str(self))
+
+    def _store(self) -> tensorstore.KvStore:
+        import tensorstore  # late: it takes a while, and names do without it
+
+        return tensorstore.KvStore.open(self._spec()).result()
+
+    def _spec(self) -> dict[str, Any]:
+        return {"driver": "gcs", "bucket": self.bucket}
+
+
+def _with_directories(keys: list[str]) -> set[tuple[str, ...]]:
+    """The parts of every key and of every directory above it; a key that ends in / stands for a directory itself."""
+    names = [tuple(key.removesuffix("/").split("/")) for key in keys]
+    plain = [name for name in names if not {"", ".", ".."} & set(name)]  # the others no path can say
+    return {name[:length] for name in plain for length in range(len(name) + 1)}
+
+
+def _matches(name: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+    if not pattern:
+        return not name
+    if pattern[0] == "**":
+        return _matches(name, pattern[1:]) or (bool(name) and _matches(name[1:], pattern))
+    return bool(name) and fnmatchcase(name[0], pattern[0]) and _matches(name[1:], pattern[1:])

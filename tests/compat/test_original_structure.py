@@ -1,0 +1,630 @@
+"""Structure files of the original package (eformer 0.0.101) become ours, and run nothing on the way."""
+
+import base64
+import collections
+import dataclasses
+import functools
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from eformer.checkpoint import register_node
+from eformer.checkpoint._formats.foreign.structure import parse_structure
+from eformer.checkpoint._tree import flatten, is_array_like, unflatten, unflatten_like
+from eformer.checkpoint._value import value_from_json
+from eformer.errors import FormatError, StructureError
+from support.trees import Empty, Layer, Moments, Pair, Setting, Unregistered, any_trees, bits
+
+DATA = Path(__file__).parent / "data"
+SAMPLES = sorted(str(path.relative_to(DATA)) for path in DATA.rglob("*_structure.json"))
+BASIC = "pytree_basic/state_structure.json"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _trusted():
+    register_node(Moments)
+    register_node(Empty)
+
+
+def encoded(data):
+    return base64.b64encode(data).decode()
+
+
+def is_none(leaf):
+    return leaf is None
+
+
+def as_original(tree, prefix="state", **changes):
+    """The file that the original's save_pytree would have written."""
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
+    paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in pairs]
+    keys = [f"{prefix}.{path}" if path else prefix for path in paths]
+    mask = [is_array_like(leaf) for _, leaf in pairs]
+    arrays = [key for key, is_array in zip(keys, mask, strict=True) if is_array]
+    payload = {str(i): encoded(pickle.dumps(leaf, 4)) for i, (_, leaf) in enumerate(pairs) if not mask[i]}
+    document = {
+        "format": "pytree-structure",
+        "version": "0.0.101",
+        "backend": "tensorstore",
+        "prefix": prefix,
+        "treedef_b64": encoded(pickle.dumps(treedef, 4)),
+        "leaf_keys_full": keys,
+        "arr_mask": mask,
+        "array_keys": arrays,
+        "array_relpaths": [key.replace(".", "/") for key in arrays],
+        "nonarray_payload": payload,
+        "safetensors_file": None,
+        "extras": {},
+    }
+    return json.dumps(document | changes).encode()
+
+
+def leaves_of(parsed, tree):
+    """The leaves by our names: values as they were recorded, arrays by the order of their paths."""
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if is_array_like(leaf)]
+    leaves = dict(zip(parsed.arrays, arrays, strict=True))
+    return leaves | {name: value_from_json(value) for name, value in parsed.values.items()}
+
+
+def assert_comes_back(tree):
+    parsed = parse_structure(as_original(tree), "x")
+    leaves = leaves_of(parsed, tree)
+    again = unflatten(json.loads(json.dumps(parsed.document)), leaves)
+    assert jax.tree.structure(again) == jax.tree.structure(tree)
+    assert list(map(bits, jax.tree.leaves(again))) == list(map(bits, jax.tree.leaves(tree)))
+    assert leaves.keys() == flatten(tree)[0].keys()
+
+
+# ------------------------------------------------------------------------------------------- samples
+
+
+def test_there_are_samples():
+    assert len(SAMPLES) == 4
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_sample_names_the_arrays_of_its_manifest(name):
+    samples = json.loads((DATA / "manifest.json").read_text())["samples"]
+    sample = samples[name.partition("/")[0]]
+    parsed = parse_structure((DATA / name).read_bytes(), name)
+    expected = {key for key in sample["arrays"] if key.startswith(parsed.prefix + ".")}
+    assert {f"{parsed.prefix}.{leaf}" for leaf in parsed.arrays} == expected
+    assert all((DATA / name).with_name(path.split("/")[0]).is_dir() for path in parsed.arrays.values())
+
+
+def test_the_basic_sample_is_a_tree_of_ours():
+    parsed = parse_structure((DATA / BASIC).read_bytes(), BASIC)
+    assert parsed.prefix == "state"
+    assert parsed.extras == {"step": 3}
+    assert parsed.arrays == {
+        "params.b": "state/params/b",
+        "params.w": "state/params/w",
+        "seq.0": "state/seq/0",
+        "seq.1.0": "state/seq/1/0",
+    }
+    assert parsed.values == {"flag": True, "lr": 0.5, "n": 5, "name": "x"}
+    assert unflatten(parsed.document, {name: name for name in parsed.arrays} | parsed.values) == {
+        "flag": True,
+        "lr": 0.5,
+        "n": 5,
+        "name": "x",
+        "params": {"b": "params.b", "w": "params.w"},
+        "seq": ("seq.0", ["seq.1.0", None]),
+    }
+
+
+def test_the_optax_sample_is_the_state_that_optax_makes():
+    parsed = parse_structure((DATA / "pytree_optax/tx_structure.json").read_bytes(), "tx")
+    state = optax.adamw(1e-3).init({"w": jnp.zeros(2)})
+    assert jax.tree.structure(unflatten(parsed.document, parsed.arrays)) == jax.tree.structure(state)
+    assert parsed.arrays == {"0.count": "tx/0/count", "0.mu.w": "tx/0/mu/w", "0.nu.w": "tx/0/nu/w"}
+
+
+def test_the_samples_are_read_without_jax():
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from eformer.checkpoint._formats.foreign.structure import parse_structure\n"
+        "for path in sys.argv[1:]: parse_structure(Path(path).read_bytes(), path)\n"
+        "assert not {'jax', 'optax', 'flax'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, *(str(DATA / name) for name in SAMPLES)], check=True)
+
+
+# --------------------------------------------------------------------------------------------- trees
+
+
+@flax.struct.dataclass
+class Struct:
+    weight: Any
+    note: Any = flax.struct.field(pytree_node=False)
+    size: Any = flax.struct.field(pytree_node=False, default=3)
+    rest: Any = None
+
+
+class Module(eqx.Module):
+    weight: Any
+    note: Any = eqx.field(static=True)
+    rest: Any
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["b", "a"], meta_fields=["z", "y"])
+@dataclasses.dataclass
+class Reordered:
+    a: Any
+    y: int
+    b: Any
+    z: int
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Keyed:
+    def __init__(self, content):
+        self.content = content
+
+    def tree_flatten_with_keys(self):
+        pairs = [(jax.tree_util.DictKey(key), child) for key, child in self.content.items()]
+        return pairs, tuple(self.content)
+
+    @classmethod
+    def tree_unflatten(cls, keys, children):
+        return cls(dict(zip(keys, children, strict=True)))
+
+
+def one(shape=()):
+    return np.ones(shape, np.float32)
+
+
+TREES = {
+    "a bare array": one(),
+    "a bare value": 1.5,
+    "None": None,
+    "nothing but containers": {"a": {}, "b": [], "c": (), "d": [{}, ({},)]},
+    "None in places": {"a": None, "b": [None, one()], "c": (None,)},
+    "values": [True, 0, -1, 2**80, 1.5, float("inf"), 1 + 2j, "é", b"\0", float("nan")],
+    "containers as values of one leaf": [frozenset({1, "a"}), frozenset()],
+    "dotted, empty and odd keys": {"a.b": 1, "": 2, "a": {"": 3, "/": 4}, "%": 5, "x.": {"y": {".": 6}}},
+    "an empty key above fields": {"": Moments(0, [1])},
+    "keys that are no strings": {1: one(), -2: {(1, "x"): 2}, 3: {1.5: 3}, 4: {b"k": 4}, 5: {True: 5}},
+    "an OrderedDict": collections.OrderedDict([("b", 1), (1, one()), ("1", {"c": 2})]),
+    "defaultdicts": [
+        collections.defaultdict(factory, a=1) for factory in (None, list, int, complex, collections.OrderedDict)
+    ],
+    "namedtuples": Moments(Moments(1, one()), Empty()),
+    "namedtuples of fields without leaves": {"s": Moments({}, one()), "t": Moments((), [])},
+    "a registered dataclass": Layer(one(), [None, 2], "name"),
+    "a dataclass of fields without leaves": Layer({}, one(), "x"),
+    "a dataclass of fields in an order of its own": Reordered(1, 2, one(), 4),
+    "flax.struct": [Struct(one(), "note"), Struct({"w": one()}, (1, 2j), None, rest=[])],
+    "static dtypes": [Struct(1, jnp.bfloat16), Struct(1, np.float32)],
+    "equinox": Module(one(), "n", [Module({}, (1, None), None), eqx.nn.Linear(2, 2, key=jax.random.key(0))]),
+    "a FrozenDict": flax.core.FrozenDict(a=one(), b={"c": 1}),
+    "a class without keys": [Pair(one(), {"q": 1}, "tag"), Pair((), Pair(1, None, 2), None)],
+    "a class with keys": Keyed({"left": 1, "a.b": one(), "right": {"x.y": 2}}),
+    "adam": optax.adam(1e-3).init({"w": one(), "layer.0": {"b": one()}}),
+    "optimizers within optimizers": (
+        optax.MultiSteps(optax.sgd(0.1), 2).init({"w": one()}),
+        optax.inject_hyperparams(optax.adam)(1e-3).init({"w": one()}),
+        optax.masked(optax.sgd(0.1, momentum=0.9), {"a": True, "b": False}).init({"a": one(), "b": one()}),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_a_tree_comes_back_under_our_names(tree):
+    assert_comes_back(tree)
+
+
+@given(any_trees)
+@example({"": 1})
+@example(collections.OrderedDict([(1, 2), ("1", 3), ("1%+int", 4)]))
+def test_any_tree_comes_back_under_our_names(tree):
+    assert_comes_back(tree)
+
+
+def test_any_protocol_4_pickle_of_a_plain_value_is_read():
+    value = {"l": [1, [2]], "t": (1,), "s": {1, 2}, "f": frozenset({(1, 2)}), "d": {1: {}}, "n": None, "big": "x" * 300}
+    data = as_original(0, nonarray_payload={"0": encoded(pickle.dumps(value, 4))})
+    assert value_from_json(parse_structure(data, "x").values["%"]) == value
+
+
+def test_a_tree_of_many_leaves_is_read():
+    tree = {f"layer.{i}": Moments(one(), [i] * 10) for i in range(1000)}
+    assert_comes_back(tree)
+
+
+def test_none_counts_as_a_leaf_only_to_the_original():
+    parsed = parse_structure(as_original({"a": None, "b": 1}), "x")
+    assert parsed.document == {"dict": {"a": None, "b": "b"}}
+    assert parsed.values == {"b": 1}
+
+
+def test_a_none_that_was_no_leaf_is_none():
+    treedef = encoded(pickle.dumps(jax.tree.structure([None, 1]), 4))
+    data = as_original([1], treedef_b64=treedef, leaf_keys_full=["state.1"])
+    assert parse_structure(data, "x").document == {"list": [None, "1"]}
+
+
+def test_a_dotted_prefix_and_extras_are_kept():
+    extras = {"loss": float("nan"), "name": "\ud800", "step": 3}
+    parsed = parse_structure(as_original({"a": 1}, "m.b", extras=extras), "x")
+    assert (parsed.prefix, parsed.values) == ("m.b", {"a": 1})
+    assert str(parsed.extras) == str(extras)
+
+
+def test_a_class_that_may_not_be_built_keeps_its_names():
+    tree = Unregistered([one(), {"a": 1}])
+    parsed = parse_structure(as_original(tree), "x")
+    leaves = leaves_of(parsed, tree)
+    assert list(leaves) == ["x.0", "x.1.a"]
+    assert jax.tree.structure(unflatten_like(tree, leaves)) == jax.tree.structure(tree)
+    with pytest.raises(StructureError, match="support.trees:Unregistered, which this program may not build"):
+        unflatten(parsed.document, leaves)
+
+
+@pytest.mark.parametrize(
+    "tree", [Struct(1, Moments), Struct(1, np.dtype("f4")), jax.tree_util.Partial(jnp.sum, 1), Setting(1, ())]
+)
+def test_static_data_that_is_no_value_comes_back_only_into_a_template(tree):
+    parsed = parse_structure(as_original(tree), "x")
+    leaves = leaves_of(parsed, tree)
+    assert jax.tree.structure(unflatten_like(tree, leaves)) == jax.tree.structure(tree)
+    with pytest.raises(StructureError, match="pass like= with a tree of that structure"):
+        unflatten(parsed.document, leaves)
+
+
+def test_the_names_of_the_classes_of_other_jax_versions_are_known():
+    def renamed(match):
+        return match.replace(b"\x12jaxlib._jax.pytree", b"\x1bjaxlib.xla_extension.pytree")
+
+    treedef = renamed(pickle.dumps(jax.tree.structure([1]), 4)[11:])
+    data = as_original([1], treedef_b64=encoded(b"\x80\x04" + treedef))
+    assert parse_structure(data, "x").document == {"list": ["0"]}
+
+
+# ------------------------------------------------------------------------------------------- attacks
+
+
+class Calls:
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call
+
+
+def with_value(data):
+    return as_original(0, nonarray_payload={"0": encoded(data)})
+
+
+def with_treedef(data):
+    return as_original(0, treedef_b64=encoded(data))
+
+
+def refused(data, match=""):
+    with pytest.raises(FormatError, match=r"^a/b_structure.json") as caught:
+        parse_structure(data, "a/b_structure.json")
+    assert type(caught.value) is FormatError
+    caught.match(match)
+
+
+ATTACKS = {
+    "posix:system": lambda marker: (os.system, (f"touch {marker}",)),
+    "subprocess:Popen": lambda marker: (subprocess.Popen, (["touch", str(marker)],)),
+    "builtins:exec": lambda marker: (exec, (f"open({str(marker)!r}, 'w')",)),
+    "builtins:eval": lambda marker: (eval, (f"open({str(marker)!r}, 'w')",)),
+    "io:open": lambda marker: (open, (str(marker), "w")),
+    "builtins:getattr": lambda marker: (getattr, (marker, "touch")),
+    "pathlib:Path": lambda marker: (Path.touch, (marker,)),
+    "functools:partial": lambda marker: (functools.partial, (os.system,)),
+}
+
+
+def planted(call, place):
+    pickled = pickle.dumps(Calls(*call), 4)
+    match place:
+        case "value":
+            return with_value(pickled)
+        case "inside a value":
+            return with_value(pickle.dumps([{"a": Calls(*call)}], 4))
+        case "treedef":
+            return with_treedef(pickled)
+        case "static field":
+            return as_original(Struct(1, Calls(*call)))
+        case "auxiliary data":
+            return as_original(Pair(1, 2, [Calls(*call)]))
+        case "factory":
+            return as_original(collections.defaultdict(call[0], a=1))
+        case "key":
+            return as_original({Calls(*call): 1})
+
+
+PLACES = ["value", "inside a value", "treedef", "static field", "auxiliary data", "factory", "key"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_call_is_refused_by_name_and_never_made(name, place, tmp_path):
+    marker = tmp_path / "marker"
+    data = planted(ATTACKS[name](marker), place)
+    if name == "pathlib:Path":
+        name = "builtins:getattr|pathlib:"
+    refused(data, rf"it holds ({name}\S*), .*pass template= \(a tree of the same structure\)")
+    assert not marker.exists()
+
+
+def test_a_module_that_a_tree_names_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "planted_module.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    pickled = pickle.dumps(jax.tree.structure(Unregistered(1)), 4)
+    pickled = pickled[11:].replace(b"\x0dsupport.trees", b"\x0eplanted_module")
+    data = as_original(Unregistered(1), treedef_b64=encoded(b"\x80\x04" + pickled))
+    assert parse_structure(data, "x").document["namedtuple"] == "planted_module:Unregistered"
+    assert "planted_module" not in sys.modules
+
+
+OPCODES = {
+    "GLOBAL os system": b"cos\nsystem\n.",
+    "INST os system": b"(ios\nsystem\n.",
+    "OBJ": b"(o.",
+    "PERSID 1": b"P1\n.",
+    "BINPERSID": b"K\x01Q.",
+    "EXT1 1": b"\x82\x01.",
+    "EXT4 1": b"\x84\x01\x00\x00\x00.",
+    "NEWOBJ_EX": b"\x8c\x01a\x8c\x01b\x93)}\x92.",
+    "PUT": b"K\x01p0\n.",
+    "LONG_BINPUT 2147483647": b"K\x01r\xff\xff\xff\x7f.",
+    "BYTEARRAY8": b"\x96" + bytes(8) + b".",
+    "NEXT_BUFFER": b"\x97.",
+    "DUP": b"K\x012.",
+}
+
+
+@pytest.mark.parametrize("name", OPCODES)
+@pytest.mark.parametrize("place", [with_value, with_treedef])
+def test_an_opcode_that_plain_values_do_not_need_is_refused(name, place):
+    refused(place(b"\x80\x04" + OPCODES[name]), f"the opcode {name}, which neither trees nor plain values need")
+
+
+A, B = b"\x8c\x01a", b"\x8c\x01b"
+GLOBAL = A + B + b"\x93"
+MADE = GLOBAL + b")\x81"
+
+MALFORMED = {
+    "": "pickle exhausted before seeing STOP",
+    "S'\\q'\n.": "invalid escape sequence",
+    ".": "more in it than one value",
+    "K\x01K\x02.": "more in it than one value",
+    "K\x01.K\x01.": "more in it than one value",
+    "K\x01(.": "more in it than one value",
+    "\x85.": "takes more than it has",
+    "(\x85.": "takes more than it has",
+    "t.": "IndexError",
+    "h\x00.": "IndexError",
+    "K\x01K\x02a.": "adds items to what cannot have them",
+    "]K\x02(K\x03u.": "adds items to what cannot have them",
+    "K\x01)R.": "makes something of what is no class",
+    "]}b.": "gives a state to what cannot have one",
+    "K\x01K\x02\x93.": "by what is no name",
+    "}(K\x01u.": "ValueError",
+    "}(]K\x01u.": "unhashable",
+    (GLOBAL + b"K\x01R.").decode("latin1"): "makes something of what is no class",
+    (MADE + b")\x81.").decode("latin1"): "makes something of what is no class",
+    (MADE + b"}b}b.").decode("latin1"): "gives a state to what cannot have one",
+    (MADE + MADE + b"bb.").decode("latin1"): "more than it has|IndexError",
+    (MADE + b"K\x01a.").decode("latin1"): "adds items to what cannot have them",
+    (MADE + MADE + b"b.").decode("latin1"): "it holds a:b, which is no plain value",
+    (GLOBAL + b".").decode("latin1"): "it holds a:b, which is no plain value",
+    "\x8c\x08builtins\x8c\x07complex\x93\x8c\x01x\x85R.": "complex",
+    "\x8c\x0enumpy._core.xx\x8c\x01y\x93.": "it holds numpy._core.xx:y",
+    "\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.": "ValueError",
+    "\x8b\xff\xff\xff\xff.": "ValueError",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", MALFORMED)
+def test_a_malformed_value_is_refused(text):
+    refused(with_value(text.encode("latin1")), MALFORMED[text])
+
+
+def doubled(times, inner=b")"):
+    """A nest of tuples, in which each level is twice the one below."""
+    return inner + b"\x94" + b"".join(b"h" + bytes([i]) + b"\x86\x94" for i in range(times))
+
+
+BOMBS = {
+    "an exponential tuple": doubled(60) + b".",
+    "its hash": b"(" + doubled(60) + b"\x91.",
+    "a huge string again and again": b"X" + (2**20).to_bytes(4, "little") + b"x" * 2**20 + b"\x94h\x00\x86(" + b"h\x00" * 2**18 + b"t.",
+    "a list in itself": b"]\x94h\x00a.",
+    "a tuple in its own list": b"]\x94h\x00\x85a.",
+    "a dict in itself": b"}\x94K\x01h\x00s.",
+    "a deep list": b"]" * 10**5 + b"a" * (10**5 - 1) + b".",
+    "a deep tuple": b")" + b"\x85" * 10**5 + b".",
+    "a deep key": b"}" + b")" + b"\x85" * 10**5 + b"Ns.",
+    "a large frame": b"\x80\x04\x95" + b"\xff" * 8 + doubled(40) + b".",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_value_larger_than_its_pickle_is_refused(name):
+    refused(with_value(BOMBS[name]), "far larger than its pickle, nested too deep, or contains itself")
+
+
+def treedef(nodes, registry=b"\x8c\x12jax._src.tree_util\x8c\x10default_registry\x93"):
+    head = b"\x80\x04\x8c\x12jaxlib._jax.pytree\x8c\x09PyTreeDef\x93)\x81" + registry
+    return with_treedef(head + pickle.dumps(nodes, 4)[2:-1] + b"\x86b.")
+
+
+LEAF = (0, 0, None, None, 1, 1)
+
+BROKEN_TREES = {
+    "holds 0 trees": [],
+    "holds 2 trees": [LEAF, LEAF],
+    "the tree has 2 leaves, leaf_keys_full has 1": [LEAF, LEAF, (2, 2, None, None, 2, 3)],
+    "the tree has 0 leaves, leaf_keys_full has 1": [(1, 0, None, None, 0, 1)],
+    "a node wants 2 children, there are 1": [LEAF, (2, 2, None, None, 1, 2)],
+    "a node wants -1 children": [LEAF, (2, -1, None, None, 1, 2)],
+    "a node wants 99999999999 children": [LEAF, (2, 99999999999, None, None, 1, 2)],
+    "says that it has 10000000000": [LEAF, (2, 1, None, None, 10**10, 2)],
+    "a leaf has children": [LEAF, (0, 1, None, None, 1, 2)],
+    "1 children has 0 keys": [LEAF, (1, 1, None, None, 1, 2)],
+    "1 children has 2 keys": [LEAF, (5, 1, ["a", "b"], None, 1, 2)],
+    "one key twice": [LEAF, (5, 1, ["a", "a"], None, 1, 2)],
+    "unknown kind 8": [LEAF, (8, 1, None, None, 1, 2)],
+    "unknown kind 'x'": [LEAF, ("x", 1, None, None, 1, 2)],
+    "unhashable": [LEAF, (5, 1, [["a"]], None, 1, 2)],
+    "a node has no class": [LEAF, (3, 1, "optax:X", None, 1, 2)],
+    "a node has no class ": [LEAF, (6, 1, None, "optax:X", 1, 2)],
+    "not enough values to unpack": [LEAF, (2, 1)],
+    "cannot unpack": [1],
+    "nested more than 250 deep": [LEAF, *((4, 1, None, None, 1, i + 2) for i in range(251))],
+    "'state' where the tree has 'state.a'": [LEAF, (5, 1, ["a"], None, 1, 2)],
+    "not supported between": [LEAF, (4, "1", None, None, 1, 2)],
+    "TypeError": [LEAF, (4, 1.0, None, None, 1, 2)],
+    "holds no list": None,
+    "contains itself": [LEAF, (5, 1, functools.reduce(lambda inner, _: (inner,), range(100), ()), None, 1, 2)],
+}
+
+
+@pytest.mark.parametrize("problem", BROKEN_TREES)
+def test_a_broken_tree_is_refused(problem):
+    refused(treedef(BROKEN_TREES[problem]), problem.strip())
+
+
+def test_a_registry_must_be_one_of_jax():
+    refused(treedef([LEAF], GLOBAL), "it holds a:b, which")
+
+
+def test_what_is_no_treedef_is_refused():
+    refused(with_treedef(pickle.dumps([1], 4)), "treedef_b64 holds no tree definition")
+    refused(with_treedef(b"\x80\x04" + MADE + b"."), "it holds a:b, which is no plain value")
+
+
+def test_data_that_many_nodes_share_is_not_copied_for_each_without_end():
+    aux = list(range(10**4))
+    state = [LEAF, *((6, 0, aux, Moments, 0, 1) for _ in range(10**4)), (2, 10**4 + 1, None, None, 1, 10**4 + 2)]
+    refused(treedef(state), "far larger than its pickle")
+
+
+# ------------------------------------------------------------------------------------ everything else
+
+GOOD = {"a": one(), "b": [one(), 1], "c": None}
+
+CHANGES = {
+    "format": ("other", "Invalid enum value 'other'"),
+    "prefix": (None, "Expected `str`, got `null`"),
+    "treedef_b64": ("gAR", "Incorrect padding"),
+    "leaf_keys_full": (["state.a"], "leaf_keys_full has 1 entries, arr_mask has 4"),
+    "arr_mask": ([True, True, True, True], "array_keys are not the leaf_keys_full of the arrays in arr_mask"),
+    "array_keys": (["state.b.0", "state.a"], "array_keys are not the leaf_keys_full of the arrays in arr_mask"),
+    "array_relpaths": (["state/a"], "array_keys has 2 entries, array_relpaths 1"),
+    "nonarray_payload": ({"2": "gAROLg=="}, "does not have exactly the leaves that are no arrays"),
+    "extras": ([], "Expected `object`, got `array`"),
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_a_wrong_field_is_refused(field):
+    value, problem = CHANGES[field]
+    refused(as_original(GOOD, **{field: value}), problem)
+    document = json.loads(as_original(GOOD))
+    del document[field]
+    if field != "extras":
+        refused(json.dumps(document).encode(), f"missing required field `{field}`")
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../a", "a/../../b", ".", "", "a//b", "a\\b", "C:/a", "a\0"])
+def test_a_path_out_of_the_checkpoint_is_refused(path):
+    refused(as_original(one(), array_relpaths=[path]), "does not lead into the checkpoint")
+
+
+def test_leaves_that_the_original_overwrote_are_refused():
+    refused(as_original({"a.b": one(), "a": {"b": one()}}), "one was overwritten when they were saved")
+
+
+@pytest.mark.parametrize("keys", [["state.x.0", "state.nu"], ["state.mu.0", "state.mu"], ["other.mu.0", "state.nu"]])
+def test_keys_that_do_not_fit_the_tree_are_refused(keys):
+    data = as_original({"a": Moments([1], 2)}, leaf_keys_full=[key.replace("state.", "state.b.") for key in keys])
+    refused(data, "leaf_keys_full has")
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 10**5, b'{"a":' * 10**5, b"9" * 10**4])
+def test_what_is_no_json_object_is_refused(data):
+    refused(data)
+
+
+def test_a_file_cut_off_anywhere_is_refused():
+    data = (DATA / BASIC).read_bytes()
+    for length in range(len(data)):
+        refused(data[:length])
+
+
+def parses_or_is_refused(data):
+    try:
+        parse_structure(data, "a/b_structure.json")
+    except FormatError as error:
+        assert type(error) is FormatError
+        assert str(error).startswith("a/b_structure.json")
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_treedef_cut_off_anywhere_is_refused(name):
+    document = json.loads((DATA / name).read_text())
+    pickled = base64.b64decode(document["treedef_b64"])
+    for length in range(len(pickled)):
+        refused(json.dumps(document | {"treedef_b64": encoded(pickled[:length])}).encode())
+
+
+@pytest.mark.parametrize("flip", [1, 2, 4, 8, 16, 32, 64, 128, 255])
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_changed_byte_is_refused_or_makes_another_tree(name, flip):
+    document = json.loads((DATA / name).read_text())
+    pickled = base64.b64decode(document["treedef_b64"])
+    for at in range(len(pickled)):
+        changed = pickled[:at] + bytes([pickled[at] ^ flip]) + pickled[at + 1 :]
+        parses_or_is_refused(json.dumps(document | {"treedef_b64": encoded(changed)}).encode())
+
+
+@given(st.binary(), st.sampled_from([with_value, with_treedef]))
+def test_any_pickle_is_refused_or_read(data, place):
+    parses_or_is_refused(place(b"\x80\x04" + data + b"."))
+
+
+opcodes = st.sampled_from([bytes([code]) for code in b"]})(.0aeuths\x85\x86\x87\x93\x81Rb\x94\x8f\x90\x91NK\x01h\x00" + b"j"])
+
+
+@given(st.lists(opcodes | st.sampled_from([GLOBAL, MADE, b"h\x00", A]), max_size=40), st.sampled_from([with_value, with_treedef]))
+def test_any_program_of_known_opcodes_is_refused_or_read(program, place):
+    parses_or_is_refused(place(b"".join(program) + b"."))
+
+
+@given(st.recursive(st.none() | st.integers(-2, 9) | st.just(Moments) | st.text(max_size=2), lambda x: st.lists(x) | st.tuples(x, x), max_leaves=9))
+def test_any_nodes_are_refused_or_read(nodes):
+    parses_or_is_refused(treedef(nodes))
+
+
+nodes = st.tuples(st.integers(0, 8), st.integers(0, 3), st.sampled_from([None, Moments, [], ["a"], ["a", "b"], (list, ("a",)), ()]), st.sampled_from([None, Layer, Pair, Struct, collections.OrderedDict, collections.defaultdict]), st.integers(0, 3), st.just(1))  # fmt: skip
+
+
+@given(st.lists(st.just(LEAF) | nodes, max_size=6))
+def test_any_list_of_nodes_is_refused_or_read(nodes):
+    parses_or_is_refused(treedef(nodes))
+
+
+@given(st.sampled_from(sorted(CHANGES)), st.recursive(st.none() | st.booleans() | st.text() | st.integers() | st.floats(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))  # fmt: skip
+def test_any_field_is_refused_or_read(field, value):
+    parses_or_is_refused(as_original(GOOD, **{field: value}))

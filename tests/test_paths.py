@@ -1,0 +1,376 @@
+"""Paths of this machine, and names in buckets: these against a small server that speaks the protocol of the real one."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path, PurePosixPath
+from threading import Thread
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import pytest
+
+from eformer.paths import GCSPath, LocalPath, MLUtilPath, ePath
+
+# ------------------------------------------------------------------------------------------- factory
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ("a/b", LocalPath("a/b")),
+        ("~/x", LocalPath("~/x")),
+        ("step:3/x", LocalPath("step:3/x")),
+        (Path("/a"), LocalPath("/a")),
+        ("file:///a/b%20c", LocalPath("/a/b c")),
+        ("file://localhost/a", LocalPath("/a")),
+        ("gs://bucket/a", GCSPath("gs://bucket/a")),
+    ],
+)
+def test_the_text_decides_the_kind_of_path(given, path):
+    assert type(ePath(given)) is type(path)
+    assert ePath(given) == path
+
+
+@pytest.mark.parametrize("path", [LocalPath("a"), GCSPath("gs://bucket/a")])
+def test_our_own_paths_stay_as_they_are(path):
+    assert ePath(path) is path
+
+
+def test_the_factory_is_an_instance_of_the_documented_class():
+    assert isinstance(ePath, MLUtilPath)
+    assert MLUtilPath()("x") == LocalPath("x")
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/x", "http://host/x", Path("s3://bucket/x")])
+def test_another_scheme_is_refused_and_the_known_are_named(path):
+    with pytest.raises(ValueError, match="only gs:// and file:// are known"):
+        ePath(path)
+
+
+@pytest.mark.parametrize("path", ["file://host/x", "file:/x"])
+def test_a_file_of_nowhere_is_refused(path):
+    with pytest.raises(ValueError, match="expected file:///absolute/path"):
+        ePath(path)
+
+
+@pytest.mark.parametrize("path", ["gs://", "gs:///x", Path("gs://bucket/x")])
+def test_an_address_without_a_bucket_is_refused(path):
+    with pytest.raises(ValueError, match="expected gs://bucket/name"):
+        ePath(path)
+
+
+def test_an_empty_path_is_refused():
+    with pytest.raises(ValueError, match="the path is empty"):
+        ePath("")
+
+
+def test_names_need_neither_jax_nor_tensorstore():
+    code = (
+        "import sys; from eformer.paths import ePath; ePath('gs://bucket/a') / 'b'\n"
+        "assert not {'jax', 'tensorstore'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --------------------------------------------------------------------------------------------- local
+
+
+def test_a_local_path_is_a_pathlib_path_and_stays_ours(tmp_path):
+    path = ePath(tmp_path) / "a.b.txt"
+    assert isinstance(path, Path)
+    assert path == tmp_path / "a.b.txt"
+    assert hash(path) == hash(tmp_path / "a.b.txt")
+    assert {type(p) for p in (path, path.parent, path.with_suffix(".x"), path.resolve())} == {LocalPath}
+    assert (path.name, path.stem, path.suffix, path.parts[-1]) == ("a.b.txt", "a.b", ".txt", "a.b.txt")
+    assert repr(LocalPath("a")) == "LocalPath('a')"
+    assert os.fspath(path) == str(path)
+
+
+def test_a_local_path_lists_what_is_there(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.json").touch()
+    assert list(ePath(tmp_path).iterdir()) == [LocalPath(tmp_path / "a")]
+    assert list(ePath(tmp_path).glob("**/*.json")) == [LocalPath(tmp_path / "a" / "x.json")]
+
+
+def test_local_writes_create_parents_and_say_how_much(tmp_path):
+    path = ePath(tmp_path) / "a" / "b"
+    assert path.write_bytes(b"abc") == 3
+    assert path.read_bytes() == b"abc"
+    assert path.write_text("é\n", encoding="latin-1", newline="\r\n") == 2
+    assert path.read_bytes() == b"\xe9\r\n"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: path.write_text("new \N{SNOWMAN}", encoding="ascii"),
+        lambda path: path.write_text(b"new"),
+        lambda path: path.write_bytes("new"),
+    ],
+)
+def test_a_local_write_that_fails_keeps_the_old_file_and_leaves_no_trace(tmp_path, write):
+    path = ePath(tmp_path) / "a"
+    path.write_text("old")
+    with pytest.raises((UnicodeEncodeError, TypeError)):
+        write(path)
+    assert path.read_text() == "old"
+    assert list(path.parent.iterdir()) == [path]
+
+
+# ------------------------------------------------------------------------------------- names in buckets
+
+
+def test_a_name_in_a_bucket_comes_apart_as_with_pathlib():
+    path = ePath("gs://bucket/a") / "b" / "c.tar.gz"
+    assert str(path) == "gs://bucket/a/b/c.tar.gz"
+    assert repr(path) == "GCSPath('gs://bucket/a/b/c.tar.gz')"
+    assert path.parts == ("gs://bucket/", "a", "b", "c.tar.gz")
+    assert (path.bucket, path.name, path.stem, path.suffix) == ("bucket", "c.tar.gz", "c.tar", ".gz")
+    assert path.parent == GCSPath("gs://bucket/a/b")
+    assert path.with_name("d") == GCSPath("gs://bucket/a/b/d")
+    assert path.with_suffix(".zst") == GCSPath("gs://bucket/a/b/c.tar.zst")
+    assert path.relative_to("gs://bucket/a") == PurePosixPath("b/c.tar.gz")
+
+
+def test_a_bucket_is_its_own_parent_and_has_no_name():
+    bucket = ePath("gs://bucket/")
+    assert bucket == bucket.parent == GCSPath("gs://bucket")
+    assert (bucket.name, bucket.parts) == ("", ("gs://bucket/",))
+
+
+def test_slashes_and_dots_that_say_nothing_are_dropped():
+    assert GCSPath("gs://bucket//a/./b//") == GCSPath("gs://bucket/a/b")
+
+
+def test_equal_names_are_equal_keys_and_names_have_an_order():
+    a, b = GCSPath("gs://bucket/a"), GCSPath("gs://bucket/b")
+    assert {a: 1}[b.with_name("a")] == 1
+    assert a != "gs://bucket/a"
+    assert sorted([b, a]) == [a, b]
+    assert pickle.loads(pickle.dumps(a)) == a
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda: ePath("gs://bucket/../x"),
+        lambda: ePath("gs://../x"),
+        lambda: ePath("gs://bucket/a") / "../x",
+        lambda: ePath("gs://bucket/a").joinpath("b", ".."),
+        lambda: ePath("gs://bucket/a").with_name(".."),
+    ],
+)
+def test_a_name_that_leads_out_is_refused(join):
+    with pytest.raises(ValueError, match=r"has '\.\.' in it"):
+        join()
+
+
+@pytest.mark.parametrize("name", ["/x", "gs://other/x", "s3://other/x"])
+def test_only_names_can_be_joined(name):
+    with pytest.raises(ValueError, match="is not a name below gs://bucket/a"):
+        ePath("gs://bucket/a") / name
+
+
+@pytest.mark.parametrize("base", ["gs://bucket/b", "gs://other/a"])
+def test_a_name_is_not_relative_to_where_it_is_not(base):
+    with pytest.raises(ValueError, match="not"):
+        ePath("gs://bucket/a/b").relative_to(base)
+
+
+def test_a_name_in_a_bucket_is_not_taken_for_a_file():
+    with pytest.raises(TypeError, match="GCSPath"):
+        os.fspath(GCSPath("gs://bucket/a"))
+
+
+# ----------------------------------------------------------------------------------- objects in buckets
+
+
+class Service(BaseHTTPRequestHandler):
+    """What TensorStore asks of Google Cloud Storage, over the objects that its server holds."""
+
+    def do_GET(self):
+        if not self.key:
+            found = [describe(key) for key in sorted(self.server.objects) if self.is_listed(key)]
+            self.answer(200, json.dumps({"items": found}).encode())
+        elif self.key not in self.server.objects:
+            self.answer(404)
+        else:
+            is_data = self.query["alt"] == "media"
+            self.answer(
+                200, self.server.objects[self.key] if is_data else json.dumps(describe(self.key)).encode()
+            )
+
+    def do_POST(self):
+        key, data = self.query["name"], self.rfile.read(int(self.headers["content-length"]))
+        self.answer(200, json.dumps(describe(key)).encode())
+        if not self.server.is_closed_to_us:
+            self.server.objects[key] = data
+
+    def do_DELETE(self):
+        self.answer(204 if self.server.objects.pop(self.key, None) is not None else 404)
+
+    @property
+    def key(self):
+        return unquote(urlsplit(self.path).path.partition("/o/")[2])
+
+    @property
+    def query(self):
+        return dict(parse_qsl(urlsplit(self.path).query))
+
+    def is_listed(self, key):
+        start, end = self.query.get("startOffset", ""), self.query.get("endOffset", "\U0010ffff")
+        return start <= key < end
+
+    def answer(self, status, body=b"{}"):
+        if self.server.is_closed_to_us:
+            status, body = 403, b'{"error": {"code": 403}}'
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+def describe(key):
+    return {"name": key, "generation": "1"}
+
+
+@pytest.fixture
+def service(monkeypatch):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
+        server.objects, server.is_closed_to_us = {}, False
+        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv(
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING", "any"
+        )  # or TensorStore looks for real credentials
+        thread = Thread(target=server.serve_forever, args=(0.01,))  # how soon it sees that it shall end
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def bucket(service):
+    return ePath(
+        f"gs://bucket-{service.server_port}"
+    )  # its own name: TensorStore remembers where a bucket is
+
+
+def test_an_object_is_written_and_read(bucket, service):
+    path = bucket / "a b" / "c?#%.txt"
+    assert path.write_text("é\r\n") == 3
+    assert service.objects == {"a b/c?#%.txt": "é\r\n".encode()}
+    assert path.read_text() == "é\r\n"
+    assert path.write_bytes(memoryview(b"new")) == 3
+    assert path.read_bytes() == b"new"
+
+
+def test_an_object_is_a_file_and_what_is_above_it_a_directory(bucket):
+    (bucket / "a/b").write_bytes(b"")
+    assert (bucket / "a/b").is_file()
+    assert not (bucket / "a/b").is_dir()
+    assert (bucket / "a").is_dir()
+    assert not (bucket / "a").is_file()
+    assert bucket.is_dir()
+    assert not bucket.is_file()
+    assert [path.exists() for path in (bucket / "a", bucket / "a/b", bucket / "a/c")] == [True, True, False]
+
+
+def test_a_longer_name_is_not_below_a_shorter(bucket):
+    (bucket / "ab/c").write_bytes(b"")
+    assert not (bucket / "a").exists()
+
+
+def test_a_directory_lists_what_is_directly_below_it_once_and_in_order(bucket):
+    for name in ("a/d/1", "a/d/2", "a/c", "ab"):
+        (bucket / name).write_bytes(b"")
+    assert list((bucket / "a").iterdir()) == [bucket / "a/c", bucket / "a/d"]
+    assert list(bucket.iterdir()) == [bucket / "a", bucket / "ab"]
+    assert list((bucket / "nothing").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("*.json", ["x.json"]),
+        ("*/*.json", ["b/y.json"]),
+        ("**/*.json", ["b/c/z.json", "b/y.json", "x.json"]),
+        ("b/?", ["b/c"]),
+        ("b/**", ["b", "b/c", "b/c/z.json", "b/y.json"]),
+    ],
+)
+def test_a_pattern_finds_objects_and_directories_below(bucket, pattern, found):
+    for name in ("a/x.json", "a/b/y.json", "a/b/c/z.json", "other.json"):
+        (bucket / name).write_bytes(b"")
+    assert list((bucket / "a").glob(pattern)) == [bucket / "a" / name for name in found]
+
+
+@pytest.mark.parametrize("pattern", ["", "/a", "a/"])
+def test_a_pattern_that_could_not_be_followed_is_refused(pattern):
+    with pytest.raises(ValueError, match="Unacceptable pattern"):
+        GCSPath("gs://bucket").glob(pattern)
+
+
+def test_keys_that_no_path_can_say_are_not_listed_but_placeholders_of_directories_are(bucket, service):
+    service.objects.update(dict.fromkeys(["a/", "b//c", "d/../e", "f"], b""))
+    assert list(bucket.glob("**/*")) == [bucket / "a", bucket / "f"]
+
+
+def test_an_object_is_removed(bucket):
+    path = bucket / "a"
+    path.write_bytes(b"")
+    path.unlink()
+    path.unlink(missing_ok=True)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("act", [GCSPath.read_bytes, GCSPath.read_text, GCSPath.unlink])
+def test_a_missing_object_is_a_file_that_is_not_found(bucket, act):
+    with pytest.raises(FileNotFoundError, match=f"No such object: '{bucket}/a'"):
+        act(bucket / "a")
+
+
+def test_a_directory_needs_not_be_made(bucket, service):
+    (bucket / "a/b").mkdir(parents=True)
+    (bucket / "a/b").mkdir(parents=True, exist_ok=True)
+    assert service.objects == {}
+
+
+def test_a_directory_that_is_there_is_not_made_again(bucket):
+    (bucket / "a/b").write_bytes(b"")
+    with pytest.raises(FileExistsError, match=f"'{bucket}/a'"):
+        (bucket / "a").mkdir()
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        GCSPath.exists,
+        GCSPath.is_file,
+        GCSPath.is_dir,
+        GCSPath.iterdir,
+        GCSPath.read_bytes,
+        GCSPath.unlink,
+        lambda path: path.write_bytes(b""),
+        lambda path: path.parent.iterdir(),
+    ],
+)
+def test_a_service_that_refuses_is_not_an_empty_one(bucket, service, act):
+    service.objects["a/b"] = b""
+    service.is_closed_to_us = True
+    with pytest.raises(OSError, match=f"{bucket}.*PERMISSION_DENIED"):
+        act(bucket / "a")
+
+
+@pytest.mark.parametrize("data", [3, "text"])
+def test_only_bytes_are_written_as_bytes(bucket, service, data):
+    with pytest.raises(TypeError, match="bytes-like"):
+        (bucket / "a").write_bytes(data)
+    assert service.objects == {}
