@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eformer.checkpoint._commit import Pending as Pending
+    from eformer.checkpoint._dry_run import DryRun as DryRun
+    from eformer.checkpoint._dry_run import dry_run as dry_run
     from eformer.checkpoint._load import load as load
     from eformer.checkpoint._manifest import Manifest as Manifest
     from eformer.checkpoint._nodes import register_node as register_node
@@ -18,11 +20,13 @@ if TYPE_CHECKING:
     from eformer.checkpoint._view import open as open  # noqa: A004
 
 _HOME = {
+    "DryRun": "_dry_run",
     "Manifest": "_manifest",
     "Pending": "_commit",
     "Report": "_verify",
     "SaveOptions": "_options",
     "View": "_view",
+    "dry_run": "_dry_run",
     "inspect": "_view",
     "load": "_load",
     "open": "_view",
@@ -33,11 +37,13 @@ _HOME = {
 }
 
 __all__ = [
+    "DryRun",
     "Manifest",
     "Pending",
     "Report",
     "SaveOptions",
     "View",
+    "dry_run",
     "inspect",
     "load",
     "open",

@@ -96,7 +96,7 @@ class Pending:
         self.path = path
         self._future: Future[str] = Future()
         self._future.set_running_or_notify_cancel()  # who stops waiting does not stop the save
-        self._was_asked = False
+        self.was_asked = False
         _unfinished.add(self)
 
     def result(self, timeout: float | None = None) -> str:
@@ -106,7 +106,7 @@ class Pending:
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = self._future.exception(timeout)
-        self._was_asked = True
+        self.was_asked = True
         return error
 
     def done(self) -> bool:
@@ -119,7 +119,7 @@ class Pending:
     def __await__(self) -> Generator[Any, None, str]:
         import asyncio
 
-        self._was_asked = True
+        self.was_asked = True
         return asyncio.wrap_future(self._future).__await__()
 
     def __del__(self) -> None:
@@ -127,8 +127,8 @@ class Pending:
 
     def complain(self) -> None:
         """Logs an error that nobody has asked for."""
-        if self._future.done() and not self._was_asked and (error := self._future.exception()):
-            self._was_asked = True
+        if self._future.done() and not self.was_asked and (error := self._future.exception()):
+            self.was_asked = True
             logger.error("saving to %s failed, and nobody asked for the result", self.path, exc_info=error)
 
     def __repr__(self) -> str:

@@ -54,3 +54,10 @@ def staged(array: Any) -> np.ndarray[Any, Any]:
         pinned = array.sharding.with_memory_kind("pinned_host")
         array = jax.device_put(array, pinned, may_alias=False)
     return np.asarray(array)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is a typed PRNG key, which numpy does not know."""
+    import jax  # late, as above
+
+    return hasattr(leaf, "dtype") and bool(jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key))

@@ -79,8 +79,7 @@ def save(
     gives back. Nobody may write to the tree's numpy arrays meanwhile; for that there is `save_async`, which copies
     them.
     """
-    job = _prepare(tree, path, prefix, format, metadata, options, _hosts.current(), detach=False)
-    job.carry_out()
+    start(tree, path, prefix=prefix, format=format, metadata=metadata, options=options).carry_out()
     return os.fspath(path)
 
 
@@ -94,14 +93,32 @@ def save_async(
     options: SaveOptions = _DEFAULT,
 ) -> Pending:
     """Like `save`, but returns as soon as the caller may donate or change every array of the tree."""
-    job = _prepare(tree, path, prefix, format, metadata, options, _hosts.current(), detach=True)
+    job = start(tree, path, prefix=prefix, format=format, metadata=metadata, options=options, detach=True)
     pending = Pending(os.fspath(path))
-    try:
-        pending.start(job.carry_out)
-    except BaseException:  # no thread was to be had: nobody shall wait for this save
-        job.turn.end()
-        raise
+    job.run_in_background(pending)
     return pending
+
+
+def start(
+    tree: Any,
+    path: str | os.PathLike[str],
+    *,
+    prefix: str | None = None,
+    format: Format = "safetensors",  # noqa: A002
+    metadata: Mapping[str, Any] | None = None,
+    options: SaveOptions = _DEFAULT,
+    detach: bool = False,
+    write_index: bool = True,
+) -> Job:
+    """A save that only has to be carried out; with `detach` it needs nothing of the caller's any more.
+
+    Without an index arrays lie there as if somebody else had written them.
+    """
+    if not write_index and format != "tensorstore":
+        raise ValueError(f"write_index=False is for the format 'tensorstore'; {format} needs its manifest")
+    job = _prepare(tree, path, prefix, format, metadata, options, _hosts.current(), detach=detach)
+    job.write_index = write_index
+    return job
 
 
 def _prepare(
@@ -114,7 +131,7 @@ def _prepare(
     hosts: Hosts,
     *,
     detach: bool,
-) -> _Job:
+) -> Job:
     """All that looks at the caller's objects; afterwards the save depends on none of them."""
     _check_format(format, options)
     where = local_path(path).absolute()  # whatever the current directory is later
@@ -135,7 +152,7 @@ def _prepare(
         raw_values=values,
         structure=msgspec.Raw(msgspec.json.encode(structure)),
     )
-    return _Job(where, prefix or "", format, sources, entry, options, hosts, turns.take(where, hosts.index))
+    return Job(where, prefix or "", format, sources, entry, options, hosts, turns.take(where, hosts.index))
 
 
 def _check_format(format: str, options: SaveOptions) -> None:  # noqa: A002
@@ -174,7 +191,7 @@ def _metadata_to_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(slots=True)
-class _Job:
+class Job:
     """A save that no longer needs its caller."""
 
     path: Path
@@ -198,6 +215,20 @@ class _Job:
                 self.into_file(stack)
             else:
                 self.into_directory(stack)
+
+    def run_in_background(self, pending: Pending, after: Callable[[], None] | None = None) -> None:
+        """Carries it out in a thread of its own; `after` is called when it is committed."""
+
+        def work() -> None:
+            self.carry_out()
+            if after:
+                after()
+
+        try:
+            pending.start(work)
+        except BaseException:  # no thread was to be had: nobody shall wait for this save
+            self.turn.end()
+            raise
 
     @property
     def threads(self) -> int:
@@ -224,18 +255,27 @@ class _Job:
     # --------------------------------------------------------------------------------------- arrays
 
     def into_arrays(self, stack: ExitStack) -> None:
-        writer = tensorstore.ArraysWriter(self.path, self.prefix, self.tree.save_id, self.options)
+        writer = self.arrays_writer()
         stack.callback(writer.close)
         commit(
             self.hosts, lambda: self.write_arrays(writer), lambda receipt: self.seal_arrays(writer, receipt)
         )
 
+    def arrays_writer(self) -> tensorstore.ArraysWriter:
+        return tensorstore.ArraysWriter(
+            self.path, self.prefix, self.tree.save_id, self.options, self.tree.block, self.threads
+        )
+
     def write_arrays(self, writer: tensorstore.ArraysWriter) -> Receipt:
+        writer.write(self.prepare_arrays(writer))
+        return writer.receipt()
+
+    def prepare_arrays(self, writer: tensorstore.ArraysWriter) -> list[tensorstore.Array]:
         self.make_place(tensorstore.check_place)
         self.compute_checksums()
         sources, self.sources = self.sources, []
         self.names = [source.name for source in sources]
-        return writer.write(sources, self.tree.block, self.threads)
+        return writer.prepare(sources)
 
     def seal_arrays(self, writer: tensorstore.ArraysWriter, receipt: Receipt) -> None:
         tree = self.with_leaves(receipt.leaves, receipt.files)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import os
 
     from eformer.checkpoint._formats._found import Found
-    from eformer.checkpoint._manifest import LeafEntry
+    from eformer.checkpoint._manifest import LeafEntry, TreeEntry
 
 
 def inspect(path: str | os.PathLike[str]) -> Manifest:
@@ -78,6 +78,15 @@ class View(Mapping[str, Any]):
     @property
     def metadata(self) -> dict[str, Any]:
         return self._tree.metadata
+
+    @property
+    def entry(self) -> TreeEntry:
+        """What the manifest says of the tree."""
+        return self._tree
+
+    def arrays(self) -> Iterator[str]:
+        """The names of the leaves that are arrays."""
+        return iter(self._entries)
 
     def close(self) -> None:
         self._is_open = False

@@ -1,5 +1,83 @@
-"""The documented helpers for trees of arrays."""
+"""The documented functions for trees of arrays: their names, and arrays by TensorStore."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from eformer.checkpoint._handed_over import serialize_with
+from eformer.checkpoint._load import Request, load_entry
+from eformer.checkpoint._save import start
 from eformer.checkpoint._tree import is_array_like, join_key, leaf_key_paths
+from eformer.serialization._keys import by_key, without_prefix
 
-__all__ = ["is_array_like", "join_key", "leaf_key_paths"]
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Sequence
+
+    import jax
+    from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+    from jax.sharding import Mesh, PartitionSpec
+
+__all__ = ["is_array_like", "join_key", "leaf_key_paths", "tree_deserialize_leaves", "tree_serialize_leaves"]
+
+
+def tree_serialize_leaves(
+    checkpoint_dir: str | os.PathLike[str],
+    pytree: Any,
+    manager: GlobalAsyncCheckpointManager | None = None,
+    *,
+    prefix: str | None = None,
+    commit_callback: Callable[[], None] | None = None,
+    write_index: bool = True,
+) -> None:
+    """The tree is in the directory as zarr arrays, under one index of all prefixes, durably when this returns.
+
+    With a `manager` of JAX that one writes the arrays, this returns as soon as they may be changed, and its
+    `wait_until_finished` waits for the commit. `commit_callback()` is called once, after the commit. Without an index
+    there are no digests and no structure, only arrays.
+    """
+    job = start(
+        pytree,
+        checkpoint_dir,
+        prefix=prefix,
+        format="tensorstore",
+        write_index=write_index,
+        detach=manager is not None,
+    )
+    if manager is not None:
+        serialize_with(manager, job, pytree, commit_callback)
+        return
+    job.carry_out()
+    if commit_callback is not None:
+        commit_callback()
+
+
+def tree_deserialize_leaves(
+    checkpoint_dir: str | os.PathLike[str],
+    mesh: Mesh | None,
+    manager: GlobalAsyncCheckpointManager | None = None,
+    *,
+    prefix: str | None = None,
+    partition_rules: Sequence[tuple[str, PartitionSpec]] | None = None,
+    shardings: Any = None,
+    callback: Callable[[jax.Array, str], jax.Array] | None = None,
+    chunk_size: int | None = None,
+) -> Any:
+    """The tree of the prefix, as it was saved; as nested dicts if nobody recorded what it was.
+
+    Leaves go where `shardings` say, else the `partition_rules`, else as they were saved; on a mesh of several axes
+    somebody has to say. `callback(array, key)` returns what to have in the array's place. At most `chunk_size` arrays
+    are in flight. If a `manager` is given, it finishes first what it is writing.
+    """
+    if manager is not None:
+        finish: Any = manager.wait_until_finished  # which has no types
+        finish()
+    request = Request(
+        prefix=prefix,
+        mesh=mesh,
+        rules=None if partition_rules is None else tuple(partition_rules),
+        shardings=without_prefix(shardings, prefix),
+        callback=by_key(callback),
+        batch=chunk_size or None,
+    )
+    return load_entry(checkpoint_dir, request)[0]

@@ -15,12 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from eformer.checkpoint._device import is_key
 from eformer.checkpoint._formats._names import INDEX_SUFFIX, SUFFIX, shard_name, split_shard
 from eformer.checkpoint._formats.safetensors import stored_nbytes
 from eformer.checkpoint._leaf import with_nearest
 from eformer.checkpoint._ndarray import dtype_from_name, floating_dtype, is_floating
 from eformer.checkpoint._plan import layout
 from eformer.checkpoint._tree import is_array_like, leaf_key_paths
+from eformer.paths import GCSPath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -54,7 +56,7 @@ _SAVE_ID = re.compile(r"\.[0-9a-f]{16}$")  # behind the base name of a file that
 
 def is_gcs_path(path: Any) -> bool:
     """Whether the path, as text or as an object, is one of Google Cloud Storage."""
-    return isinstance(path, (str, os.PathLike)) and str(path).startswith("gs://")
+    return isinstance(path, (str, os.PathLike, GCSPath)) and str(path).startswith("gs://")
 
 
 def parse_gcs_path(gcs_path: str) -> tuple[str, str]:
@@ -98,7 +100,7 @@ def _text(path: Any) -> str:
 def estimate_array_nbytes(array: Any) -> int:
     """The bytes of an array, a ShapeDtypeStruct, a typed PRNG key or a number, without looking at its values."""
     if is_array_like(array):
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        if is_key(array):
             array = jax.eval_shape(jax.random.key_data, array)
         return int(math.prod(array.shape) * np.dtype(array.dtype).itemsize)
     found = np.asarray(array)
@@ -208,15 +210,15 @@ def flatten_for_broadcast(state: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def apply_gather_functions(
-    state: dict[str, Any], gather_fns: dict[str, Any] | bool, mismatch_allowed: bool, verbose: bool
-) -> dict[str, Any]:
+    state: Any, gather_fns: dict[str, Any] | bool, mismatch_allowed: bool, verbose: bool
+) -> Any:
     """The state with each leaf as its function returns it. True gathers every leaf to the host, False none.
 
     Functions may be flat by dotted key or nested, and so may the state, whose structure stays. A leaf without a
     function stays as it is, or is a KeyError that names all of them.
     """
     if gather_fns is True:
-        return dict(jax.device_get(state))
+        return jax.tree.map(_on_host, state)
     if gather_fns is False or gather_fns is None:
         return state
     functions = flatten_for_broadcast(gather_fns)
@@ -227,7 +229,12 @@ def apply_gather_functions(
         raise KeyError(f"no gather function for {', '.join(hints)}")
     if missing and verbose:
         logger.warning("no gather function for %d leaves, the first is %r", len(missing), missing[0])
-    return dict(jax.tree.map(lambda name, leaf: functions.get(name, _unchanged)(leaf), names, state))
+    return jax.tree.map(lambda name, leaf: functions.get(name, _unchanged)(leaf), names, state)
+
+
+def _on_host(x: Any) -> Any:
+    """A numpy array; but a typed key, which numpy cannot hold, as it is."""
+    return x if is_key(x) else jax.device_get(x)
 
 
 def _unchanged(x: Any) -> Any:

@@ -27,6 +27,11 @@ _BY_NAME = {
     "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
 }  # fmt: skip
 
+_NUMPY_NAMES = {
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+    "complex64", "complex128",
+}  # fmt: skip
+
 _NUMPY = re.compile(r"(?P<order>[<>|])(?P<kind>[biufc])(?P<size>\d{1,2})")
 _KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
 
@@ -55,11 +60,16 @@ def _tag(name: str) -> str:
     if name in _BY_NAME:
         return name
     dtype = dtype_from_name(name)
-    if dtype.kind in "biufc" and dtype.itemsize <= 16 and name not in ("float128", "longdouble"):
+    if name in _NUMPY_NAMES:
         return f"{'|' if dtype.itemsize == 1 else '<'}{dtype.kind}{dtype.itemsize}"
     if dtype.itemsize == 1:
         return "|u1"
     return "<i8" if dtype.kind in "mM" else f"|V{dtype.itemsize}"
+
+
+def is_known_to_tensorstore(name: str) -> bool:
+    """Whether the dtype has a name there."""
+    return name in _BY_NAME or name in _NUMPY_NAMES
 
 
 def chunk_shape(shape: tuple[int, ...], shard: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, ...]:

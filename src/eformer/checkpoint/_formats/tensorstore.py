@@ -34,9 +34,16 @@ from eformer.checkpoint._manifest import Coding, DataFile, Extent, LeafEntry, Re
 from eformer.checkpoint._pieces import piece_sizes
 from eformer.checkpoint._pool import run_all, uncollected
 from eformer.checkpoint._store.local import is_inside, list_names, locked, logger, remove, replacing
-from eformer.checkpoint._store.many import NewFile, ScratchTree, make_directory, sweep_trees, write_new
+from eformer.checkpoint._store.many import (
+    NewFile,
+    ScratchTree,
+    make_directory,
+    read_file,
+    sweep_trees,
+    write_new,
+)
 from eformer.checkpoint._store.ocdbt import DatabaseWriter
-from eformer.errors import FormatError
+from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -102,48 +109,57 @@ def _is_written_here(box: Region, source: Source) -> bool:
 
 
 class ArraysWriter:
-    """One tree on its way into a directory of arrays: first `write`, then `seal`."""
+    """One tree on its way into a directory of arrays: `prepare`, `write` or `adopt` every array, `seal`, `close`."""
 
-    def __init__(self, directory: Path, prefix: str, save_id: str, options: SaveOptions) -> None:
+    def __init__(
+        self, directory: Path, prefix: str, save_id: str, options: SaveOptions, block: int, threads: int
+    ) -> None:
         self.directory, self.prefix, self.save_id, self.options = directory, prefix, save_id, options
+        self.block, self.threads = block, threads
         self.scratch: ScratchTree | None = None
-        self.listed: list[Listed] = []
+        self.arrays: list[Array] = []
+
+    @property
+    def root(self) -> str:
+        """Where the arrays are written to."""
+        assert self.scratch is not None
+        return str(self.scratch.data)
 
     def close(self) -> None:
         """Nothing is left but what was sealed."""
         if self.scratch:
             self.scratch.discard()
 
-    def write(self, sources: Sequence[Source], block: int, threads: int) -> Receipt:
-        """The data of this process, complete and synced, under names that nobody looks for."""
+    def prepare(self, sources: Sequence[Source]) -> list[Array]:
+        """What is to be written, and a place for it that nobody looks for."""
         with uncollected():
-            arrays = arrange(sources, self.options, block)
-        scratch = self.scratch = ScratchTree(self.directory)
+            self.arrays = arrange(sources, self.options, self.block)
+        self.scratch = ScratchTree(self.directory)
+        if not self.options.ocdbt:
+            _make_parents(self.root, self.arrays)
+        return self.arrays
+
+    def write(self, arrays: Sequence[Array]) -> None:
+        """Complete, and on stable storage."""
+        assert self.scratch is not None
         staging = Staging(self.options.staging_bytes)
         if self.options.ocdbt:
-            self._into_database(scratch, arrays, block, staging, threads)
+            database = DatabaseWriter(self.scratch.data)
+            run_all(_database_tasks(database, arrays, self.block, staging), self.threads)
+            database.finish()
         else:
-            self._into_files(scratch, arrays, block, staging, threads)
+            run_all(_file_tasks(self.root, arrays, self.block, staging), self.threads)
+        self.scratch.sync()
+
+    def adopt(self, arrays: Sequence[Array]) -> None:
+        """For arrays that TensorStore has written here, as they were prepared: their digests, from the disk."""
+        assert self.scratch is not None
+        run_all([partial(_adopt, self.root, array, self.block) for array in arrays], self.threads)
+        self.scratch.sync()
+
+    def receipt(self) -> Receipt:
         with uncollected():
-            self.listed = [Listed(a.path, a.source.shape, a.source.dtype) for a in arrays]
-            return _receipt(arrays)
-
-    def _into_files(
-        self, scratch: ScratchTree, arrays: Sequence[Array], block: int, staging: Staging, threads: int
-    ) -> None:
-        root = str(scratch.data)
-        directories = _make_parents(root, arrays)
-        run_all(_file_tasks(root, arrays, block, staging), threads)
-        names = [f"{a.path}/{name}" for a in arrays for name in (ZARRAY, *(c.name for c in a.chunks))]
-        scratch.sync(names, [*(a.path for a in arrays), *directories])
-
-    def _into_database(
-        self, scratch: ScratchTree, arrays: Sequence[Array], block: int, staging: Staging, threads: int
-    ) -> None:
-        database = DatabaseWriter(scratch.data)
-        run_all(_database_tasks(database, arrays, block, staging), threads)
-        database.finish()
-        scratch.sync(*scratch.contents())
+            return _receipt(self.arrays)
 
     # -------------------------------------------------------------------------------------------- seal
 
@@ -198,9 +214,8 @@ class ArraysWriter:
         )
         manifest = index.manifest(origin)
         manifest = msgspec.structs.replace(manifest.with_tree(self.prefix, tree), digest=Index().digest)
-        listed = self.listed
-        if root:
-            listed = [msgspec.structs.replace(a, path=f"{root}/{a.path}") for a in listed]
+        start = f"{root}/" if root else ""
+        listed = [Listed(start + a.path, a.source.shape, a.source.dtype) for a in self.arrays]
         with replacing(self.directory / INDEX) as file:
             file.write(index.with_tree(self.prefix, listed, manifest).to_json())
 
@@ -244,16 +259,14 @@ def check_place(directory: Path) -> bool:
 # ---------------------------------------------------------------------------------------------- files
 
 
-def _make_parents(root: str, arrays: Sequence[Array]) -> list[str]:
+def _make_parents(root: str, arrays: Sequence[Array]) -> None:
     """All directories but those of the arrays, outermost first."""
     parents = {a.path.rpartition("/")[0] for a in arrays}
     for path in list(parents):
         while path := path.rpartition("/")[0]:
             parents.add(path)
-    made = sorted(parents - {""})
-    for path in made:
+    for path in sorted(parents - {""}):
         make_directory(f"{root}/{path}")
-    return made
 
 
 def _file_tasks(
@@ -314,6 +327,19 @@ def _write_whole(
         _digest_pieces(chunk, data, block)
     padded = data.ljust(array.chunk_nbytes, b"\0")
     put(_encoded(chunk, padded) if chunk.coding else padded)
+
+
+def _adopt(root: str, array: Array, block: int) -> None:
+    array.zarray = read_file(f"{root}/{array.path}/{ZARRAY}")
+    for chunk in array.chunks:
+        data = read_file(f"{root}/{array.path}/{chunk.name}")
+        if len(data) != array.chunk_nbytes:
+            raise CorruptionError(
+                f"leaf {chunk.source.name!r}: TensorStore wrote {len(data)} bytes of chunk {chunk.name!r}, "
+                f"expected were {array.chunk_nbytes}"
+            )
+        _digest_pieces(chunk, data, block)
+    array.source = released(array.source)
 
 
 def _digest_pieces(chunk: Slot, data: bytes, block: int) -> None:

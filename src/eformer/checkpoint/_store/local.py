@@ -170,7 +170,7 @@ def make_directories(path: Path) -> None:
         sync_directory(directory.parent)
 
 
-def sync_directory(path: Path) -> None:
+def sync_directory(path: Path | str) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:

@@ -26,7 +26,7 @@ from eformer.checkpoint._store.local import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Container, Sequence
     from pathlib import Path
 
 logger = logging.getLogger("eformer")
@@ -81,24 +81,14 @@ class ScratchTree:
                 self.discard()
                 raise
 
-    def contents(self) -> tuple[list[str], list[str]]:
-        """The files and the directories of the data."""
-        files, directories = [], []
-        for folder, inner, names in os.walk(self.data):
-            start = folder[len(str(self.data)) + 1 :]
-            files += [os.path.join(start, name) for name in names]
-            directories += [os.path.join(start, name) for name in inner]
-        return files, directories
-
-    def sync(self, names: Sequence[str], directories: Iterable[str]) -> None:
-        """These files of the data, and the directories they are in, are on stable storage."""
-        if len(names) > _FEW and _syncfs(self.descriptor):
+    def sync(self) -> None:
+        """All files and directories of the data are on stable storage."""
+        if _count(self.data, _FEW) >= _FEW and _syncfs(self.descriptor):
             return
-        for name in names:
-            _sync(self.data / name)
-        for name in directories:
-            sync_directory(self.data / name)
-        sync_directory(self.data)
+        for folder, _, names in os.walk(self.data):
+            for name in names:
+                _sync(os.path.join(folder, name))
+            sync_directory(folder)
 
     def publish(self, save_id: str, moves: Sequence[tuple[Path, str]], old: Sequence[str]) -> None:
         """Moves directories to names that are free; a journal says so first, for the case that we die meanwhile."""
@@ -136,6 +126,11 @@ class ScratchTree:
 
 def make_directory(path: str) -> None:
     os.mkdir(path)
+
+
+def read_file(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def write_new(path: str, data: bytes) -> None:
@@ -228,7 +223,17 @@ def remove_arrays(path: Path) -> None:
 # --------------------------------------------------------------------------------------------- sync
 
 
-def _sync(path: Path) -> None:
+def _count(path: Path, most: int) -> int:
+    """How many files there are, or that there are more than enough of them."""
+    count = 0
+    for _, _, names in os.walk(path):
+        count += len(names)
+        if count >= most:
+            break
+    return count
+
+
+def _sync(path: str) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

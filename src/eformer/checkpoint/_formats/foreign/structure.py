@@ -53,7 +53,7 @@ def parse_structure(data: bytes, origin: str) -> OriginalStructure:
     try:
         # Not msgspec's reader: Python writes NaN and lone surrogates, which are no JSON, and extras may hold.
         file = msgspec.convert(json.loads(data), _File)
-        plain = _Plain(room=4 * len(data))
+        plain = _Plain(room=8 * len(data))
         root = _assemble(_node_list(_unpickle(file.treedef_b64)))
         leaves = list(_leaves(file, plain))
         if root.leaves != len(leaves):
@@ -166,18 +166,17 @@ class _NotPlainError(FormatError):
 
 
 _COMPLEX = "builtins:complex"
-_FACTORIES = {f"builtins:{kind.__name__}" for kind in (list, dict, set, tuple, int, float, bool, str, bytes)}
-_FACTORIES |= {_COMPLEX, "collections:OrderedDict"}
-_NEEDED = _FACTORIES | {"collections:defaultdict"}
+_PLAIN_TYPES = (list, dict, set, tuple, int, float, complex, bool, str, bytes)
+_FACTORIES = {f"builtins:{kind.__name__}" for kind in _PLAIN_TYPES} | {"collections:OrderedDict"}
 
 
 def _global(module: Any, name: Any) -> _Global:
-    """Refuses, though it would be a mere name, what no tree needs but every attack does."""
+    """Refuses, though it would be a mere name, what attacks are made of and trees are not."""
     if type(module) is not str or type(name) is not str:
         _refuse("a pickle refers to something by what is no name")
     found = _Global(module, name)
     is_tool = module.partition(".")[0] in sys.stdlib_module_names or module.startswith("numpy.")
-    if is_tool and str(found) not in _NEEDED:
+    if is_tool and str(found) not in _FACTORIES | {"collections:defaultdict"}:
         raise _NotPlainError(found)
     return found
 
@@ -186,7 +185,7 @@ def _global(module: Any, name: Any) -> _Global:
 class _Machine:
     """What of the pickle machine trees and plain values need, in protocol 4.
 
-    Python's own can be kept from importing, but not from a memo of 2**32 entries, nor from hashing.
+    `pickle.Unpickler` can be kept from importing, but not from a memo of 2**32 entries, nor from hashing.
     """
 
     stack: list[Any] = field(default_factory=list)
@@ -295,7 +294,7 @@ _CONTAINERS: dict[type, Callable[[list[Any]], Any]] = {
 
 @dataclass(slots=True)
 class _Plain:
-    """Makes values of what pickles hold, while there is room: what refers to itself is larger than its pickle."""
+    """Makes values of what pickles hold, while there is room: references let a short pickle mean a huge value."""
 
     room: int
 
@@ -313,7 +312,7 @@ class _Plain:
         raise _NotPlainError(found if kind is _Global else found.made_by)
 
     def to_json(self, found: Any) -> Any:
-        """JSON of auxiliary data. Unlike a leaf or a key it may be opaque: then the tree needs a template."""
+        """JSON of auxiliary data, which unlike a leaf or a key may be opaque: then the tree needs a `like`."""
         if type(found) is _Global and found.module in _DTYPE_MODULES and found.name in DTYPES:
             return {found.module: found.name}
         try:

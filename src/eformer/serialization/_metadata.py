@@ -1,0 +1,95 @@
+"""What is known of a saved tree, in the documented shape."""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import jax
+import msgspec
+
+from eformer.checkpoint._codec import MALFORMED_JSON
+from eformer.serialization._keys import dotted
+
+if TYPE_CHECKING:
+    from eformer.checkpoint._manifest import TreeEntry
+
+
+@dataclass
+class CheckpointMetadata:
+    """When a checkpoint was saved, by what, and what is in it. What is not said is filled in when it is made."""
+
+    version: str = "0.0.90"
+    timestamp: str | None = None
+    checksum: dict[str, str] | None = None
+    array_metadata: dict[str, dict[str, Any]] | None = None
+    framework_version: str | None = None
+    custom_metadata: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.timestamp is None:
+            self.timestamp = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+        if self.framework_version is None:
+            self.framework_version = jax.__version__
+        self.checksum = {} if self.checksum is None else self.checksum
+        self.array_metadata = {} if self.array_metadata is None else self.array_metadata
+        self.custom_metadata = {} if self.custom_metadata is None else self.custom_metadata
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> CheckpointMetadata:
+        """Fields that there are none of are left out."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in data.items() if name in known})
+
+
+def metadata_of(tree: TreeEntry) -> CheckpointMetadata:
+    """Of a tree that we saved, or of somebody else's."""
+    arrays = {
+        dotted(name): {"dtype": entry.logical_dtype, "shape": list(entry.logical_shape)}
+        for name, entry in tree.leaves.items()
+    }
+    if not tree.save_id:
+        return _of_others(tree.metadata, arrays)
+    return CheckpointMetadata(
+        timestamp=tree.saved_at,
+        checksum=checksums_of(tree),
+        array_metadata=arrays,
+        framework_version=tree.written_by.rpartition("jax ")[2],
+        custom_metadata=tree.metadata,
+    )
+
+
+def checksums_of(tree: TreeEntry) -> dict[str, str]:
+    """The recorded SHA-256 by dotted key."""
+    if not tree.save_id:
+        return _of_others(tree.metadata, {}).checksum or {}
+    return {dotted(name): entry.sha256 for name, entry in tree.leaves.items() if entry.sha256}
+
+
+def _of_others(found: dict[str, Any], arrays: dict[str, dict[str, Any]]) -> CheckpointMetadata:
+    """The original's record, whose fields are JSON in the header of a file; else all that is there is the user's."""
+    if "timestamp" not in found or "custom_metadata" not in found:
+        return CheckpointMetadata(
+            timestamp="", array_metadata=arrays, framework_version="", custom_metadata=found
+        )
+    record = {name: _decoded(value) if name not in _TEXT else value for name, value in found.items()}
+    for name, kind in (("checksum", dict), ("custom_metadata", dict), ("framework_version", str)):
+        if not isinstance(record.get(name), kind):
+            record[name] = kind()
+    return CheckpointMetadata.from_dict(record | {"array_metadata": arrays})
+
+
+_TEXT = ("version", "timestamp")
+
+
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.decode(value)
+    except MALFORMED_JSON:
+        return value

@@ -1,0 +1,422 @@
+"""The documented manager: its arguments, translated into what `eformer.checkpoint` does."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import jax
+import numpy as np
+
+from eformer import checkpoint
+from eformer.checkpoint import SaveOptions
+from eformer.checkpoint._formats._index import INDEX
+from eformer.checkpoint._formats._names import SUFFIX
+from eformer.checkpoint._formats.foreign.arrays import discover
+from eformer.checkpoint._load import Request, load_entry
+from eformer.checkpoint._ndarray import floating_dtype
+from eformer.checkpoint._save import start
+from eformer.paths import GCSPath, LocalPath, ePath
+from eformer.serialization._checksums import check_checksums, sha256_of_array
+from eformer.serialization._keys import by_key, without_prefix
+from eformer.serialization._metadata import CheckpointMetadata, metadata_of
+from eformer.serialization.utils import apply_gather_functions, is_gcs_path, to_host
+
+if TYPE_CHECKING:
+    from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+    from jax.sharding import Mesh, PartitionSpec
+
+    from eformer.checkpoint import Pending
+    from eformer.checkpoint._save import Format
+
+__all__ = ["AsyncCheckpointManager", "CheckpointMetadata"]
+
+logger = logging.getLogger("eformer")
+
+Path = GCSPath | LocalPath | str | os.PathLike[str]
+Callback = Callable[[jax.Array, str], jax.Array]
+Rules = Sequence[tuple[str, "PartitionSpec"]]
+
+_DEFAULT_TIMEOUT = 400  # seconds; GLOBAL_CHECKPOINT_TIMEOUT says another
+
+
+class AsyncCheckpointManager:
+    """Saves and loads trees, as zarr arrays or as safetensors files.
+
+    enable                 False turns saving off; it is logged
+    float_dtype            floating leaves are stored as this dtype; None, the default, stores them as they are
+    verbose                logs what is saved and loaded
+    gcs_bucket             where relative paths lead to, with `gcs_credentials_path`
+    enable_validation      records the SHA-256 of every array, and checks it on load, beside the digests that are
+                           always written and always checked
+    enable_compression     compresses arrays by zstd; safetensors files cannot be
+    use_tensorstore        False writes safetensors; so does a path that ends in ".safetensors"
+
+    Every method may be called in a running event loop and from several threads. As a context manager, and by
+    `wait_until_finished`, it waits for its `save_async`s.
+    """
+
+    def __init__(
+        self,
+        enable: bool | None = None,
+        float_dtype: Any = None,
+        verbose: bool = False,
+        gcs_bucket: str | None = None,
+        gcs_credentials_path: str | None = None,
+        enable_validation: bool = False,
+        enable_compression: bool = False,
+        use_tensorstore: bool = True,
+    ) -> None:
+        if float_dtype is not None:
+            floating_dtype(float_dtype)
+        if enable_compression and not use_tensorstore:
+            raise ValueError(
+                "enable_compression=True needs use_tensorstore=True: safetensors cannot be compressed"
+            )
+        if gcs_credentials_path is not None and not os.path.isfile(gcs_credentials_path):  # noqa: PTH113
+            raise FileNotFoundError(f"gcs_credentials_path={gcs_credentials_path!r}: there is no such file")
+        self.enable = enable
+        self.float_dtype = float_dtype
+        self.verbose = verbose
+        self.gcs_bucket = gcs_bucket
+        self.gcs_credentials_path = gcs_credentials_path
+        self.enable_validation = enable_validation
+        self.enable_compression = enable_compression
+        self.use_tensorstore = use_tensorstore
+        self._lock = threading.Lock()
+        self._pending: list[Pending] = []
+        self._global_manager: GlobalAsyncCheckpointManager | None = None
+
+    # -------------------------------------------------------------------------------------------- save
+
+    def save_tree(
+        self,
+        tree: Any,
+        path: Path,
+        mesh: Mesh | None = None,
+        gather_fns: dict[str, Any] | bool | None = None,
+        float_dtype: Any = None,
+        metadata: dict[str, Any] | None = None,
+        callback: Callable[[str], None] | None = None,
+        prefix: str | None = None,
+        do_all_gather: bool = False,
+        cpu_offload: bool = False,
+    ) -> str:
+        """The tree is at `path`, durably, when this returns; returns the path.
+
+        `gather_fns` are called on leaves before they are saved: by dotted key or nested, or True for `jax.device_get`
+        on all. `do_all_gather` puts every array together first, on all devices of the mesh, or of its own; with
+        `cpu_offload` on the CPU. Without a gather `cpu_offload` keeps what waits to be written in host memory.
+        `callback(path)` is called afterwards.
+        """
+        where = self._where(path)
+        if self._is_off(where):
+            return where
+        tree = self._gathered(tree, mesh, gather_fns, do_all_gather, cpu_offload)
+        self._start(tree, where, prefix, metadata, float_dtype, cpu_offload).carry_out()
+        if callback is not None:
+            callback(where)
+        return where
+
+    save = save_tree
+
+    def save_async(
+        self,
+        tree: Any,
+        path: Path,
+        mesh: Mesh | None = None,
+        gather_fns: dict[str, Any] | bool | None = None,
+        float_dtype: Any = None,
+        metadata: dict[str, Any] | None = None,
+        callback: Callable[[str], None] | None = None,
+        prefix: str | None = None,
+        do_all_gather: bool = False,
+        cpu_offload: bool = False,
+    ) -> Pending:
+        """Like `save`, but returns as soon as the caller may donate or change every array of the tree."""
+        where = self._where(path)
+        pending = checkpoint.Pending(where)
+        if self._is_off(where):
+            pending.start(lambda: None)
+            return pending
+        tree = self._gathered(tree, mesh, gather_fns, do_all_gather, cpu_offload)
+        job = self._start(tree, where, prefix, metadata, float_dtype, cpu_offload, detach=True)
+        with self._lock:
+            self._pending = [p for p in self._pending if not (p.done() and p.was_asked)] + [pending]
+        job.run_in_background(pending, after=None if callback is None else lambda: callback(where))
+        return pending
+
+    def save_pytree(
+        self,
+        pytree: Any,
+        path: Path,
+        mesh: Mesh | None = None,
+        *,
+        prefix: str,
+        do_all_gather: bool = False,
+        cpu_offload: bool = True,
+        dtype: Any = None,
+        extras: dict[str, Any] | None = None,
+        write_index: bool = True,
+    ) -> str:
+        """Like `save`, under a prefix, which it needs. `extras` are its metadata.
+
+        `write_index=False` leaves the arrays without an index, and so without digests and structure.
+        """
+        _require_prefix(prefix)
+        where = self._where(path)
+        if self._is_off(where):
+            return where
+        tree = self._gathered(pytree, mesh, None, do_all_gather, cpu_offload)
+        job = self._start(tree, where, prefix, extras, dtype, cpu_offload, write_index=write_index)
+        job.carry_out()
+        return where
+
+    def wait_until_finished(self) -> None:
+        """Waits for every `save_async` of this manager; raises the first error that nobody has asked for yet."""
+        with self._lock:
+            pending, self._pending = self._pending, []
+        failed = [p for p in pending if not p.was_asked and p.exception() is not None]
+        for other in failed[1:]:
+            logger.error("saving to %s failed", other.path, exc_info=other.exception())
+        if failed:
+            failed[0].result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            self.wait_until_finished()
+        except Exception:
+            if kind is None:
+                raise
+            logger.exception("a save failed, too")  # the error of the block is the one to raise
+
+    def _start(
+        self,
+        tree: Any,
+        where: str,
+        prefix: str | None,
+        metadata: dict[str, Any] | None,
+        dtype: Any,
+        cpu_offload: bool,
+        *,
+        detach: bool = False,
+        write_index: bool = True,
+    ) -> Any:
+        dtype = self.float_dtype if dtype is None else dtype
+        options = SaveOptions(
+            dtype=None if dtype is None else floating_dtype(dtype),
+            snapshot="host" if cpu_offload else "auto",
+            checksums=self.enable_validation,
+            compression="zstd" if self.enable_compression else None,
+        )
+        self._say("saving to %s", where)
+        return start(
+            tree,
+            where,
+            prefix=prefix,
+            format=self._format(where),
+            metadata=metadata,
+            options=options,
+            detach=detach,
+            write_index=write_index,
+        )
+
+    def _format(self, where: str) -> Format:
+        is_file = where.endswith(SUFFIX)
+        return "tensorstore" if self.use_tensorstore and not is_file else "safetensors"
+
+    def _gathered(
+        self,
+        tree: Any,
+        mesh: Mesh | None,
+        gather_fns: dict[str, Any] | bool | None,
+        do_all_gather: bool,
+        cpu_offload: bool,
+    ) -> Any:
+        if gather_fns is not None:
+            tree = apply_gather_functions(tree, gather_fns, mismatch_allowed=True, verbose=self.verbose)
+        if not do_all_gather:
+            return tree
+        return jax.tree.map(lambda leaf: _whole(leaf, mesh, cpu_offload), tree)
+
+    def _is_off(self, where: str) -> bool:
+        if self.enable is False:
+            logger.warning("saving is turned off (enable=False): nothing is written to %s", where)
+        return self.enable is False
+
+    # -------------------------------------------------------------------------------------------- load
+
+    def load(
+        self,
+        path: Path,
+        mesh: Mesh | None,
+        shardings: Any = None,
+        mismatch_allowed: bool = True,
+        callback: Callback | None = None,
+        partition_rules: Rules | None = None,
+        dtype: Any = None,
+        validate: bool | None = None,
+        prefix_filter: str | None = None,
+        prefix: str | None = None,
+        use_async: bool = True,
+        chunk_size: int | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """The tree at `path`, and its `CheckpointMetadata` as a dict.
+
+        `path` is a directory, its index, a safetensors file, any shard of several, or what their names begin with.
+        Leaves go where `shardings` say (by key, nested or flat: a Sharding, a PartitionSpec or a function), else the
+        `partition_rules`, else as they were saved. `mismatch_allowed=False` is a KeyError for a leaf that the shardings
+        do not name. `callback(array, key)` returns what to have in the array's place.
+
+        Digests are always checked, unless `validate=False`. `validate=True`, or None with `enable_validation`, checks
+        the recorded SHA-256 of every array, too. `use_async=False` reads one array after the other.
+        """
+        request = Request(
+            prefix=_prefix(prefix, prefix_filter),
+            mesh=mesh,
+            shardings=shardings,
+            every_leaf=not mismatch_allowed,
+            rules=None if partition_rules is None else tuple(partition_rules),
+            dtype=dtype,
+            callback=by_key(callback),
+            batch=chunk_size or None,
+            verify=validate is not False,
+        )
+        if not use_async:
+            request = dataclasses.replace(request, batch=1, threads=1)
+        return self._load(path, request, validate)
+
+    def load_tree_parallel(
+        self,
+        path: Path,
+        shardings: Any = None,
+        mismatch_allowed: bool = True,
+        callback: Callback | None = None,
+        dtype: Any = None,
+        validate: bool | None = None,
+        prefix_filter: str | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Like `load`, without a mesh: leaves go to the default device unless `shardings` say otherwise."""
+        return self.load(
+            path, None, shardings, mismatch_allowed, callback, None, dtype, validate, prefix_filter
+        )
+
+    def load_pytree(
+        self,
+        path: Path,
+        mesh: Mesh | None,
+        *,
+        prefix: str,
+        shardings: Any = None,
+        partition_rules: Rules | None = None,
+        dtype: Any = None,
+        template: Any = None,
+        strict_shapes: bool = True,
+        callback: Callback | None = None,
+        chunk_size: int | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Like `load`, of one prefix; a leaf that nothing is said about is replicated.
+
+        `template` is a tree of arrays or `ShapeDtypeStruct`s, whose structure, shapes, dtypes and shardings the result
+        has; its values are never used. With `strict_shapes=False` a leaf of as many elements is reshaped.
+        """
+        _require_prefix(prefix)
+        request = Request(
+            like=template,
+            prefix=prefix,
+            mesh=mesh,
+            shardings=without_prefix(shardings, prefix),
+            rules=None if partition_rules is None else tuple(partition_rules),
+            dtype=dtype,
+            callback=by_key(callback),
+            batch=chunk_size or None,
+            replicate=True,
+            reshape=not strict_shapes,
+        )
+        return self._load(path, request, None)
+
+    def _load(self, path: Path, request: Request, validate: bool | None) -> tuple[Any, dict[str, Any]]:
+        where = self._where(path)
+        self._say("loading from %s", where)
+        if self.enable_validation if validate is None else validate:
+            check_checksums(where, request.prefix)
+        tree, entry = load_entry(where, request)
+        return tree, metadata_of(entry).to_dict()
+
+    # ------------------------------------------------------------------------------------------- paths
+
+    @staticmethod
+    def is_tensorstore(path: Path) -> bool:
+        """Whether there is a checkpoint of zarr arrays at the path, or it is the index of one."""
+        where = AsyncCheckpointManager.safe_loadpath(path)
+        if not where.is_dir():
+            return False
+        if (where / INDEX).exists():
+            return True
+        return isinstance(where, LocalPath) and next(discover(where), None) is not None
+
+    @staticmethod
+    def safe_loadpath(path: Path) -> GCSPath | LocalPath:
+        """The directory of a checkpoint, by its own path or by that of its index."""
+        where = ePath(path)
+        return where.parent if where.name == INDEX else where
+
+    def _where(self, path: Path) -> str:
+        text = path if isinstance(path, str) else str(path)
+        if self.gcs_bucket and not is_gcs_path(text) and not os.path.isabs(text):  # noqa: PTH117
+            return f"gs://{self.gcs_bucket}/{text}"
+        return text
+
+    # -------------------------------------------------------------------------------------------- rest
+
+    @staticmethod
+    def compute_checksum(array: Any) -> str:
+        """The SHA-256 of the elements in C order, little endian."""
+        return sha256_of_array(array)
+
+    @property
+    def global_manager(self) -> GlobalAsyncCheckpointManager:
+        """JAX's own manager, one for each of ours; for those who want to hand it to `tree_serialize_leaves`."""
+        from jax.experimental.array_serialization import serialization  # late: it imports TensorStore
+
+        with self._lock:
+            if self._global_manager is None:
+                timeout = int(os.environ.get("GLOBAL_CHECKPOINT_TIMEOUT", _DEFAULT_TIMEOUT))
+                manager: Any = serialization.GlobalAsyncCheckpointManager  # which has no types
+                self._global_manager = manager(timeout)
+            return self._global_manager
+
+    def _say(self, message: str, *arguments: object) -> None:
+        logger.log(logging.INFO if self.verbose else logging.DEBUG, message, *arguments)
+
+
+def _require_prefix(prefix: Any) -> None:
+    if not isinstance(prefix, str) or not prefix:
+        raise ValueError(f"A non-empty string prefix is required, not {prefix!r}")
+
+
+def _prefix(prefix: str | None, prefix_filter: str | None) -> str | None:
+    if prefix_filter is None:
+        return prefix
+    warnings.warn("prefix_filter is deprecated; use prefix", DeprecationWarning, stacklevel=3)
+    if prefix is not None and prefix != prefix_filter:
+        raise ValueError(f"prefix={prefix!r} and prefix_filter={prefix_filter!r} contradict each other")
+    return prefix_filter
+
+
+def _whole(leaf: Any, mesh: Mesh | None, cpu_offload: bool) -> Any:
+    """An array put together, on all devices of a mesh or on the CPU; other leaves as they are."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    mesh = mesh or getattr(leaf.sharding, "mesh", None)
+    if mesh is None:
+        mesh = jax.sharding.Mesh(np.array(sorted(leaf.devices(), key=lambda device: device.id)), ("all",))
+    return to_host(leaf, None, mesh, cpu_offload)
