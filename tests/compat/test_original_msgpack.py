@@ -11,7 +11,11 @@ from eformer.checkpoint._tree import flatten
 from eformer.pytree import _serialization as ours
 
 DATA = Path(__file__).parent / "data"
-SAMPLES = json.loads((DATA / "manifest.json").read_text())["samples"]
+SAMPLES = {
+    name: sample
+    for name, sample in json.loads((DATA / "manifest.json").read_text())["samples"].items()
+    if "msgpack" in name
+}
 
 
 def restore(name):
@@ -57,5 +61,5 @@ def test_written_again_they_are_the_same_bytes(name, monkeypatch):
 
 
 def test_every_sample_is_covered():
-    assert {p.name for p in DATA.iterdir()} == {*SAMPLES, "manifest.json"}
+    assert {p.name for p in DATA.iterdir() if "msgpack" in p.name} == set(SAMPLES)
     assert len(SAMPLES) == 4

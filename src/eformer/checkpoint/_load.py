@@ -20,7 +20,7 @@ from jax.sharding import Sharding
 from eformer.checkpoint._formats._found import Found  # noqa: TC001  msgspec reads it
 from eformer.checkpoint._formats.find import find, was_replaced
 from eformer.checkpoint._leaf import Region, with_nearest
-from eformer.checkpoint._manifest import LeafEntry, TreeEntry  # noqa: TC001  msgspec reads them
+from eformer.checkpoint._manifest import UNREADABLE, LeafEntry, TreeEntry
 from eformer.checkpoint._ndarray import dtype_from_name, floating_dtype, is_floating
 from eformer.checkpoint._plan import Read, Want, plan_reads
 from eformer.checkpoint._pool import default_threads, uncollected
@@ -28,7 +28,7 @@ from eformer.checkpoint._rules import Leaf, PartitionSpec, Rules, place
 from eformer.checkpoint._store.files import Files  # noqa: TC001  msgspec reads it
 from eformer.checkpoint._transfer import fetch
 from eformer.checkpoint._tree import flatten, unflatten, unflatten_like
-from eformer.errors import CorruptionError, FormatError, MismatchError
+from eformer.errors import CorruptionError, FormatError, MismatchError, StructureError
 
 _config: Any = jax.config  # whose attributes have no types
 
@@ -183,7 +183,9 @@ class _Unreadable(Exception):  # noqa: N818
 
 
 def _require_classes(tree: TreeEntry) -> None:
-    """Refuses a structure that cannot be rebuilt before its data is read. Only classes can be missing."""
+    """Refuses a structure that cannot be rebuilt before its data is read. Only classes can be missing, or all of it."""
+    if bytes(tree.structure).startswith(b'{"%s":' % UNREADABLE.encode()):
+        raise StructureError(msgspec.json.decode(tree.structure)[UNREADABLE])
     if any(kind in bytes(tree.structure) for kind in (b'"namedtuple":', b'"dataclass":', b'"node":')):
         names = [*tree.leaves, *tree.raw_values]
         unflatten(msgspec.json.decode(tree.structure), dict.fromkeys(names))

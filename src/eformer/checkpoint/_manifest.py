@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 VERSION = 1
+UNREADABLE = "unreadable"  # in the place of a structure: why there is none
 DIGEST_DIGITS = 32
 
 _NO_DIGEST = b"0" * DIGEST_DIGITS

@@ -11,12 +11,12 @@ from eformer.checkpoint._codec import MALFORMED_JSON
 from eformer.checkpoint._formats._found import Found
 from eformer.checkpoint._formats._index import INDEX, Listed, read_index
 from eformer.checkpoint._formats.foreign.arrays import counted_from, discover, tree_of_arrays
-from eformer.checkpoint._formats.foreign.structure import parse_structure
-from eformer.checkpoint._manifest import Manifest
+from eformer.checkpoint._formats.foreign.structure import OriginalStructure, parse_structure
+from eformer.checkpoint._manifest import UNREADABLE, Manifest
 from eformer.checkpoint._store.local import is_inside, open_inside, read_small, stamp
 from eformer.checkpoint._store.many import has_unfinished
 from eformer.checkpoint._value import value_to_json
-from eformer.errors import FormatError, NotFoundError
+from eformer.errors import FormatError, NotFoundError, StructureError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,17 +57,34 @@ def _stamps(directory: Path) -> Stamps:
 def _listed_tree(directory: Path, prefix: str, listed: list[Listed]) -> tuple[TreeEntry, Stamps]:
     """A tree of the original: nested dicts, or what its structure file says."""
     metadata = _metadata(directory)
-    name = f"{prefix}_structure.json"
-    if prefix and is_inside(name) and "/" not in name and (directory / name).exists():
-        found = parse_structure(read_small(directory, name) or b"", str(directory / name))
-        if found.extras:
+    unreadable = None
+    try:
+        if found := _structure(directory, prefix):
             metadata["custom_metadata"] = value_to_json(found.extras)
-        return tree_of_arrays(
-            directory, found.arrays, structure=found.document, values=found.values, metadata=metadata
-        )
+            return tree_of_arrays(
+                directory, found.arrays, structure=found.document, values=found.values, metadata=metadata
+            )
+    except StructureError as error:  # the arrays can still be had, into a tree that the caller gives
+        unreadable = {UNREADABLE: str(error)}
     below = prefix.replace(".", "/")  # as the original made directories of it
     paths = counted_from(below, [array.path for array in listed])
-    return tree_of_arrays(directory, paths, metadata=metadata)
+    tree, stamps = tree_of_arrays(directory, paths, metadata=metadata)
+    if unreadable is not None:
+        tree = msgspec.structs.replace(tree, structure=msgspec.Raw(msgspec.json.encode(unreadable)))
+    return tree, stamps
+
+
+def _structure(directory: Path, prefix: str) -> OriginalStructure | None:
+    name = f"{prefix}_structure.json"
+    if not prefix or not is_inside(name) or "/" in name or not (directory / name).exists():
+        return None
+    try:
+        found = parse_structure(read_small(directory, name) or b"", str(directory / name))
+    except FormatError as error:
+        raise StructureError(str(error)) from error
+    if found.prefix != prefix:
+        raise StructureError(f"{directory / name} is of the prefix {found.prefix!r}, not of {prefix!r}")
+    return found
 
 
 def _metadata(directory: Path) -> dict[str, Any]:

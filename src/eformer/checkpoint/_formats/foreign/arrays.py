@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from eformer.checkpoint._formats._index import INDEX
 from eformer.checkpoint._formats._nested import nested, parts_of_path
 from eformer.checkpoint._formats._zarr import (
     ZARRAY,
@@ -31,19 +32,19 @@ _MOST_DESCRIPTION = 2**20
 
 
 def discover(directory: Path) -> Iterator[str]:
-    """The paths of all arrays below a directory, in order. Links are not followed."""
+    """The paths of all arrays below a directory, in order. Links are not followed, nor are other checkpoints."""
     todo = [("", 0)]
     while todo:
         path, depth = todo.pop()
-        below, is_array = [], False
+        below, names = [], set()
         with os.scandir(directory / path) as entries:
             for entry in entries:
-                is_array = is_array or entry.name == ZARRAY
+                names.add(entry.name)
                 if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
                     below.append(f"{path}/{entry.name}" if path else entry.name)
-        if is_array and path:
+        if ZARRAY in names and path:
             yield path
-        elif depth < _MOST_DEPTH:
+        elif depth < _MOST_DEPTH and not (path and INDEX in names):
             todo += [(name, depth + 1) for name in sorted(below, reverse=True)]
 
 

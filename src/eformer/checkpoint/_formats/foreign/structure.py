@@ -10,18 +10,24 @@ The treedef is a pickle of JAX's own list of nodes, children before parents:
 
 from __future__ import annotations
 
-import base64
 import json
-import pickletools
 import re
 import sys
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from eformer.checkpoint._formats.foreign.pickles import (
+    FACTORIES,
+    Global,
+    NotPlainError,
+    Object,
+    Plain,
+    refuse,
+    unpickle,
+)
 from eformer.checkpoint._leaf import escape, escape_siblings, join_name
-from eformer.checkpoint._ndarray import DTYPES
 from eformer.checkpoint._value import value_to_json
 from eformer.errors import FormatError, StructureError
 
@@ -29,8 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _MAX_DEPTH = 250  # as of every tree: docs/format/structure.md
-_MAX_VALUE_DEPTH = 64
-_INSTEAD = "; pass template= (a tree of the same structure)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +57,17 @@ def parse_structure(data: bytes, origin: str) -> OriginalStructure:
     try:
         # Not msgspec's reader: Python writes NaN and lone surrogates, which are no JSON, and extras may hold.
         file = msgspec.convert(json.loads(data), _File)
-        plain = _Plain(room=8 * len(data))
-        root = _assemble(_node_list(_unpickle(file.treedef_b64)))
+        plain = Plain(room=8 * len(data))
+        root = _assemble(_node_list(unpickle(file.treedef_b64)))
         leaves = list(_leaves(file, plain))
         if root.leaves != len(leaves):
-            _refuse(f"the tree has {root.leaves} leaves, leaf_keys_full has {len(leaves)}")
+            refuse(f"the tree has {root.leaves} leaves, leaf_keys_full has {len(leaves)}")
         tree = _Tree(file.prefix, leaves, plain)
         return OriginalStructure(file.prefix, tree.describe(root), tree.arrays, tree.values, file.extras)
     except FormatError as error:
         raise FormatError(f"{origin}: {error}") from error
     except Exception as error:  # bytes that are no such file may raise anything where they are taken for one
         raise FormatError(f"{origin} is damaged, or not the structure of a tree: {error!r}") from error
-
-
-def _refuse(problem: str) -> NoReturn:
-    raise FormatError(problem)
 
 
 # ------------------------------------------------------------------------------------------- the file
@@ -94,234 +94,34 @@ class _Leaf:
     value: Any = None
 
 
-def _leaves(file: _File, plain: _Plain) -> Iterator[_Leaf]:
+def _leaves(file: _File, plain: Plain) -> Iterator[_Leaf]:
     if len(file.leaf_keys_full) != len(file.arr_mask):
-        _refuse(f"leaf_keys_full has {len(file.leaf_keys_full)} entries, arr_mask has {len(file.arr_mask)}")
+        refuse(f"leaf_keys_full has {len(file.leaf_keys_full)} entries, arr_mask has {len(file.arr_mask)}")
     _check_arrays(file)
     paths = iter(file.array_relpaths)
     for index, (key, is_array) in enumerate(zip(file.leaf_keys_full, file.arr_mask, strict=True)):
         if is_array:
             yield _Leaf(key, path=_inside(next(paths)))
         else:
-            yield _Leaf(key, value=value_to_json(plain(_unpickle(file.nonarray_payload[str(index)]))))
+            yield _Leaf(key, value=value_to_json(plain(unpickle(file.nonarray_payload[str(index)]))))
 
 
 def _check_arrays(file: _File) -> None:
     if file.array_keys != [k for k, array in zip(file.leaf_keys_full, file.arr_mask, strict=True) if array]:
-        _refuse("array_keys are not the leaf_keys_full of the arrays in arr_mask")
+        refuse("array_keys are not the leaf_keys_full of the arrays in arr_mask")
     if len(file.array_keys) != len(file.array_relpaths):
-        _refuse(f"array_keys has {len(file.array_keys)} entries, array_relpaths {len(file.array_relpaths)}")
+        refuse(f"array_keys has {len(file.array_keys)} entries, array_relpaths {len(file.array_relpaths)}")
     if file.nonarray_payload.keys() != {str(i) for i, array in enumerate(file.arr_mask) if not array}:
-        _refuse("nonarray_payload does not have exactly the leaves that are no arrays in arr_mask")
+        refuse("nonarray_payload does not have exactly the leaves that are no arrays in arr_mask")
     if len(set(file.array_relpaths)) < len(file.array_relpaths):
-        _refuse("two leaves have one path in array_relpaths: one was overwritten when they were saved")
+        refuse("two leaves have one path in array_relpaths: one was overwritten when they were saved")
 
 
 def _inside(path: str) -> str:
     if any(part in ("", ".", "..") for part in path.split("/")) or any(c in path for c in "\\:\0"):
-        _refuse(f"{path[:200]!r} does not lead into the checkpoint")
+        refuse(f"{path[:200]!r} does not lead into the checkpoint")
     return path
 
-
-# ---------------------------------------------------------------------------------------- the pickles
-
-
-@dataclass(frozen=True, slots=True)
-class _Global:
-    """A class or function that a pickle refers to: only its name."""
-
-    module: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.module}:{self.name}"
-
-
-@dataclass(slots=True, eq=False)
-class _Object:
-    """What a pickle would have had made by a call."""
-
-    made_by: _Global
-    arguments: tuple[Any, ...]
-    state: Any = None
-
-
-# Lists, because the hash of a hostile nest of tuples takes all the time, or all the stack, there is.
-class _Set(list[Any]): ...
-
-
-class _FrozenSet(list[Any]): ...
-
-
-class _Dict(list[Any]):
-    """Key, value, key, value, ..."""
-
-
-class _NotPlainError(FormatError):
-    def __init__(self, found: _Global) -> None:
-        super().__init__(
-            f"it holds {str(found)[:200]}, which is no plain value, and is neither imported nor run{_INSTEAD}"
-        )
-        self.found = found
-
-
-_COMPLEX = "builtins:complex"
-_PLAIN_TYPES = (list, dict, set, tuple, int, float, complex, bool, str, bytes)
-_FACTORIES = {f"builtins:{kind.__name__}" for kind in _PLAIN_TYPES} | {"collections:OrderedDict"}
-
-
-def _global(module: Any, name: Any) -> _Global:
-    """Refuses, though it would be a mere name, what attacks are made of and trees are not."""
-    if type(module) is not str or type(name) is not str:
-        _refuse("a pickle refers to something by what is no name")
-    found = _Global(module, name)
-    is_tool = module.partition(".")[0] in sys.stdlib_module_names or module.startswith("numpy.")
-    if is_tool and str(found) not in _FACTORIES | {"collections:defaultdict"}:
-        raise _NotPlainError(found)
-    return found
-
-
-@dataclass(slots=True)
-class _Machine:
-    """What of the pickle machine trees and plain values need, in protocol 4.
-
-    `pickle.Unpickler` can be kept from importing, but not from a memo of 2**32 entries, nor from hashing.
-    """
-
-    stack: list[Any] = field(default_factory=list)
-    below_marks: list[list[Any]] = field(default_factory=list)
-    memo: list[Any] = field(default_factory=list)
-
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
-
-    def pop(self, count: int) -> list[Any]:
-        if len(self.stack) < count:
-            _refuse("a pickle takes more than it has")
-        start = len(self.stack) - count
-        popped, self.stack[start:] = self.stack[start:], []
-        return popped
-
-    def mark(self) -> None:
-        self.below_marks.append(self.stack)
-        self.stack = []
-
-    def pop_marked(self) -> list[Any]:
-        popped, self.stack = self.stack, self.below_marks.pop()
-        return popped
-
-    def extend(self, kind: type[list[Any]], items: list[Any]) -> None:
-        if type(self.stack[-1]) is not kind:
-            _refuse("a pickle adds items to what cannot have them")
-        self.stack[-1].extend(items)
-
-    def make(self) -> None:
-        made_by, arguments = self.pop(2)
-        if type(made_by) is not _Global or type(arguments) is not tuple:
-            _refuse("a pickle makes something of what is no class")
-        self.push(_Object(made_by, arguments))
-
-    def build(self) -> None:
-        (state,) = self.pop(1)
-        if type(self.stack[-1]) is not _Object or self.stack[-1].state is not None:
-            _refuse("a pickle gives a state to what cannot have one")
-        self.stack[-1].state = state
-
-
-_ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
-    **dict.fromkeys(("PROTO", "FRAME"), lambda m, _: None),
-    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"), _Machine.push),
-    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _Machine.push),
-    **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), _Machine.push),
-    "NONE": lambda m, _: m.push(None),
-    "NEWTRUE": lambda m, _: m.push(True),
-    "NEWFALSE": lambda m, _: m.push(False),
-    "MARK": lambda m, _: m.mark(),
-    "EMPTY_TUPLE": lambda m, _: m.push(()),
-    "TUPLE1": lambda m, _: m.push(tuple(m.pop(1))),
-    "TUPLE2": lambda m, _: m.push(tuple(m.pop(2))),
-    "TUPLE3": lambda m, _: m.push(tuple(m.pop(3))),
-    "TUPLE": lambda m, _: m.push(tuple(m.pop_marked())),
-    "EMPTY_LIST": lambda m, _: m.push([]),
-    "APPEND": lambda m, _: m.extend(list, m.pop(1)),
-    "APPENDS": lambda m, _: m.extend(list, m.pop_marked()),
-    "EMPTY_DICT": lambda m, _: m.push(_Dict()),
-    "SETITEM": lambda m, _: m.extend(_Dict, m.pop(2)),
-    "SETITEMS": lambda m, _: m.extend(_Dict, m.pop_marked()),
-    "EMPTY_SET": lambda m, _: m.push(_Set()),
-    "ADDITEMS": lambda m, _: m.extend(_Set, m.pop_marked()),
-    "FROZENSET": lambda m, _: m.push(_FrozenSet(m.pop_marked())),
-    "MEMOIZE": lambda m, _: m.memo.append(m.stack[-1]),
-    "BINGET": lambda m, index: m.push(m.memo[index]),
-    "LONG_BINGET": lambda m, index: m.push(m.memo[index]),
-    "STACK_GLOBAL": lambda m, _: m.push(_global(*m.pop(2))),
-    "NEWOBJ": lambda m, _: m.make(),
-    "REDUCE": lambda m, _: m.make(),
-    "BUILD": lambda m, _: m.build(),
-}
-
-
-def _unpickle(encoded: str) -> Any:
-    data = base64.b64decode(encoded, validate=True)
-    machine = _Machine()
-    end = 0
-    for opcode, argument, position in pickletools.genops(data):
-        if opcode.name == "STOP":
-            end = (position or 0) + 1
-        elif opcode.name not in _ACTIONS:
-            shown = f"{opcode.name} {argument or ''!s:.200}".strip()
-            _refuse(f"a pickle has the opcode {shown}, which neither trees nor plain values need{_INSTEAD}")
-        else:
-            _ACTIONS[opcode.name](machine, argument)
-    if end != len(data) or len(machine.stack) != 1 or machine.below_marks:
-        _refuse("a pickle has more in it than one value")
-    return machine.stack[0]
-
-
-def _pairs(items: list[Any]) -> dict[Any, Any]:
-    return dict(zip(items[::2], items[1::2], strict=True))
-
-
-_ATOMS = frozenset({type(None), bool, int, float, str, bytes})
-_CONTAINERS: dict[type, Callable[[list[Any]], Any]] = {
-    tuple: tuple,
-    list: list,
-    _Set: set,
-    _FrozenSet: frozenset,
-    _Dict: _pairs,
-}
-
-
-@dataclass(slots=True)
-class _Plain:
-    """Makes values of what pickles hold, while there is room: references let a short pickle mean a huge value."""
-
-    room: int
-
-    def __call__(self, found: Any, depth: int = 0) -> Any:
-        self.room -= 1 + sys.getsizeof(found) // 64
-        if self.room < 0 or depth > _MAX_VALUE_DEPTH:
-            _refuse("a value is far larger than its pickle, nested too deep, or contains itself")
-        kind = type(found)
-        if kind in _ATOMS:
-            return found
-        if kind in _CONTAINERS:
-            return _CONTAINERS[kind]([self(item, depth + 1) for item in found])
-        if kind is _Object and str(found.made_by) == _COMPLEX:
-            return complex(*self(found.arguments, depth + 1))
-        raise _NotPlainError(found if kind is _Global else found.made_by)
-
-    def to_json(self, found: Any) -> Any:
-        """JSON of auxiliary data, which unlike a leaf or a key may be opaque: then the tree needs a `like`."""
-        if type(found) is _Global and found.module in _DTYPE_MODULES and found.name in DTYPES:
-            return {found.module: found.name}
-        try:
-            return value_to_json(self(found))
-        except _NotPlainError as error:
-            return {"opaque": str(error.found)[:200]}
-
-
-_DTYPE_MODULES = ("numpy", "ml_dtypes", "jax.numpy")
 
 # --------------------------------------------------------------------------------------- the treedef
 
@@ -340,15 +140,15 @@ class _Node:
 
 
 def _node_list(treedef: Any) -> list[Any]:
-    if type(treedef) is not _Object:
-        _refuse("treedef_b64 holds no tree definition")
+    if type(treedef) is not Object:
+        refuse("treedef_b64 holds no tree definition")
     if not treedef.made_by.module.startswith("jaxlib.") or treedef.made_by.name != "PyTreeDef":
-        raise _NotPlainError(treedef.made_by)
+        raise NotPlainError(treedef.made_by)
     registry, nodes = treedef.state
     if not registry.module.startswith(("jax.", "jaxlib.")) or not registry.name.endswith("registry"):
-        raise _NotPlainError(registry)
+        raise NotPlainError(registry)
     if treedef.arguments or type(nodes) is not list:
-        _refuse("treedef_b64 holds no list of nodes")
+        refuse("treedef_b64 holds no list of nodes")
     return nodes
 
 
@@ -357,26 +157,26 @@ def _assemble(nodes: list[Any]) -> _Node:
     leaf_count = 0
     for kind, arity, data, node_class, leaves, _ in nodes:
         if not type(kind) is type(arity) is type(leaves) is int:
-            _refuse("a node has something else where its numbers are")
+            refuse("a node has something else where its numbers are")
         if not 0 <= arity <= len(waiting):
-            _refuse(f"a node wants {arity} children, there are {len(waiting)}")
+            refuse(f"a node wants {arity} children, there are {len(waiting)}")
         start = len(waiting) - arity
         children, waiting[start:] = waiting[start:], []
         waiting.append(_node(kind, data, node_class, children, leaf_count))
         leaf_count += kind == _LEAF
         if leaves != waiting[-1].leaves:
-            _refuse(f"a node of {waiting[-1].leaves} leaves says that it has {leaves!r}")
+            refuse(f"a node of {waiting[-1].leaves} leaves says that it has {leaves!r}")
     if len(waiting) != 1:
-        _refuse(f"treedef_b64 holds {len(waiting)} trees")
+        refuse(f"treedef_b64 holds {len(waiting)} trees")
     return waiting[0]
 
 
 def _node(kind: Any, data: Any, node_class: Any, children: list[_Node], leaf_count: int) -> _Node:
     depth = 1 + max((child.depth for child in children), default=-1)
     if depth > _MAX_DEPTH:
-        _refuse(f"the tree is nested more than {_MAX_DEPTH} deep")
+        refuse(f"the tree is nested more than {_MAX_DEPTH} deep")
     if kind == _LEAF and children:
-        _refuse("a leaf has children")
+        refuse("a leaf has children")
     leaves = 1 if kind == _LEAF else sum(child.leaves for child in children)
     first_leaf = children[0].first_leaf if children else leaf_count
     return _Node(kind, data, node_class, children, first_leaf, leaves, depth)
@@ -396,7 +196,7 @@ class _Level:
 
     def below(self, children: Sequence[_Node], texts: _Path, parts: _Path) -> Iterator[_Todo]:
         if len(children) != len(self.keys):
-            _refuse(f"a node of {len(children)} children has {len(self.keys)} keys")
+            refuse(f"a node of {len(children)} children has {len(self.keys)} keys")
         own_texts = self.texts or [str(key) for key in self.keys]
         own_parts = escape_siblings(self.keys)
         for (holder, slot), child, text, part in zip(self.slots, children, own_texts, own_parts, strict=True):
@@ -432,7 +232,7 @@ class _Tree:
 
     prefix: str
     leaves: list[_Leaf]
-    plain: _Plain
+    plain: Plain
     arrays: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
@@ -452,7 +252,7 @@ class _Tree:
     def leaf(self, leaf: _Leaf, texts: _Path, name: str) -> str | None:
         key = ".".join(text for text in (self.prefix, ".".join(texts)) if text)
         if key != leaf.key:
-            _refuse(f"leaf_keys_full has {leaf.key[:200]!r} where the tree has {key[:200]!r}")
+            refuse(f"leaf_keys_full has {leaf.key[:200]!r} where the tree has {key[:200]!r}")
         if leaf.path is not None:
             self.arrays[name] = leaf.path
         elif leaf.value is not None:
@@ -463,7 +263,7 @@ class _Tree:
 
     def level(self, node: _Node, texts: _Path) -> _Level:
         if node.kind not in _LEVELS:
-            _refuse(f"the tree has a node of the unknown kind {node.kind!r}")
+            refuse(f"the tree has a node of the unknown kind {node.kind!r}")
         return _LEVELS[node.kind](self, node, texts)
 
     def of_dict(self, node: _Node, texts: _Path) -> _Level:
@@ -496,11 +296,11 @@ class _Tree:
     def keys(self, found: Any) -> Sequence[Any]:
         keys: Sequence[Any] = self.plain(found)
         if len(dict.fromkeys(keys)) < len(keys):
-            _refuse("a dict has one key twice")
+            refuse("a dict has one key twice")
         return keys
 
     def factory(self, found: Any) -> Any:
-        is_known = type(found) is _Global and str(found) in _FACTORIES
+        is_known = type(found) is Global and str(found) in FACTORIES
         return found.name if is_known else self.plain.to_json(found)
 
     def static_fields(self, names: Any, values: Any) -> dict[str, Any] | None:
@@ -521,13 +321,13 @@ class _Tree:
             for child, other in zip(node.children, others, strict=True)
         ]
         if len(set(names)) < len(names):
-            _refuse(f"two children have the same name, below {above[:200]!r}")
+            refuse(f"two children have the same name, below {above[:200]!r}")
         return names
 
     def next_part(self, child: _Node, above: str) -> str:
         key = self.leaves[child.first_leaf].key
         if not key.startswith(above):
-            _refuse(f"leaf_keys_full has {key[:200]!r} where the tree has something below {above[:200]!r}")
+            refuse(f"leaf_keys_full has {key[:200]!r} where the tree has something below {above[:200]!r}")
         below = key[len(above) :]
         return below if child.kind == _LEAF else below.partition(".")[0]
 
@@ -553,8 +353,8 @@ class _Field(str):
 
 
 def _class_name(found: Any) -> str:
-    if type(found) is not _Global:
-        _refuse("a node has no class")
+    if type(found) is not Global:
+        refuse("a node has no class")
     return str(found)
 
 
@@ -583,5 +383,5 @@ def _prototype(name: str) -> tuple[list[str], Any]:
 
 def _is_bare(found: Any, kind: type) -> bool:
     """Whether a pickle made `found` of this class, and of nothing else."""
-    is_of_kind = type(found) is _Object and str(found.made_by) == f"{kind.__module__}:{kind.__qualname__}"
+    is_of_kind = type(found) is Object and str(found.made_by) == f"{kind.__module__}:{kind.__qualname__}"
     return is_of_kind and not found.arguments and found.state is None
