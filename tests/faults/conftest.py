@@ -5,11 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from support.faults import LAYOUTS, CannotMount, Forks, FragileDisk, SmallDisk
+from support.faults import DATABASE, LAYOUTS, CannotMount, Forks, FragileDisk, SmallDisk
 
 
 @pytest.fixture(params=LAYOUTS, ids=str)
 def layout(request):
+    return request.param
+
+
+@pytest.fixture(params=[*LAYOUTS, DATABASE], ids=str)
+def any_layout(request):
     return request.param
 
 

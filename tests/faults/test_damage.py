@@ -12,6 +12,11 @@ REFUSALS = (ValueError, FileNotFoundError)
 
 
 @pytest.fixture
+def layout(any_layout):
+    return any_layout
+
+
+@pytest.fixture
 def folder(layout, place):
     folder = layout.begin(place / "folder")
     layout.save(folder, OLD)
@@ -19,9 +24,12 @@ def folder(layout, place):
 
 
 def check(layout, folder, file, damage):
+    if damage(sound := file.read_bytes()) == sound:
+        return
     with damaged(file, damage):
         check_load(layout, folder)
-        if not file.name.endswith(".index.json"):  # which is there for other readers
+        is_for_others = file.name.endswith(".index.json")
+        if not is_for_others and not layout.ocdbt:  # in a database not every byte means something
             check_verify(layout, folder)
 
 
@@ -51,7 +59,7 @@ def test_a_flipped_bit_never_gives_another_tree(layout, folder):
 
 def test_a_flipped_bit_at_the_beginning_of_a_file_never_gives_another_tree(layout, folder):
     for file in layout.files(folder)[:2]:
-        for bit in range(8 * 40):
+        for bit in range(8 * min(40, file.stat().st_size)):
             with noted(f"bit {bit} of {file.name}"):
                 check(layout, folder, file, lambda data, bit=bit: flip(data, bit))
 
@@ -95,6 +103,8 @@ def test_a_missing_file_never_gives_another_tree(layout, folder):
 def test_swapped_files_never_give_another_tree(layout, folder):
     for one, other in itertools.combinations(layout.files(folder), 2):
         first, second = one.read_bytes(), other.read_bytes()
+        if first == second:
+            continue
         with (
             noted(f"{one.name} and {other.name}"),
             damaged(one, lambda data, second=second: second),

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from support.faults import LAYOUTS, NEW, NOTHING, OLD, Scene, coarse, noted
+from support.faults import LAYOUTS, NEW, NOTHING, OLD, Scene, calls_of, coarse, noted
 
 MOMENTS = pytest.mark.parametrize("moment", ["before", "after"])
 
@@ -35,8 +35,9 @@ def test_a_first_save_killed_at_any_call_leaves_nothing_or_the_tree(forks, layou
 def test_saves_killed_one_after_another_never_mix(forks, layout, place):
     scene, there, rng = Scene.of(layout, place), OLD, random.Random(0)
     scene.reset()
+    calls = len(calls_of(lambda: layout.save(scene.folder, OLD)))
     for generation in range(10, 40):
-        at, moment = rng.randrange(40, 80), rng.choice(["before", "after"])
+        at, moment = rng.randrange(calls // 2, calls * 3 // 2), rng.choice(["before", "after"])
         with noted(forks.save(layout, scene.folder, generation, at, moment)):
             assert scene.generation in (there, generation)
             there = scene.generation
@@ -45,8 +46,8 @@ def test_saves_killed_one_after_another_never_mix(forks, layout, place):
 
 
 @MOMENTS
-def test_a_save_of_the_tree_beside_clears_up_after_a_killed_one(forks, place, moment):
-    (layout,) = [coarse(layout) for layout in LAYOUTS if layout.prefix]
+@pytest.mark.parametrize("layout", [coarse(layout) for layout in LAYOUTS if layout.prefix], ids=str)
+def test_a_save_of_the_tree_beside_clears_up_after_a_killed_one(forks, layout, place, moment):
     scene = Scene.of(layout, place)
     for death in forks.deaths(scene, moment):
         with noted(death):

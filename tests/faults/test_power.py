@@ -23,23 +23,23 @@ def test_a_cut_is_a_cut(fragile_disk):
 
 
 @HOW
-def test_a_first_save_is_there_after_a_cut(layout, fragile_disk, how):
-    folder = layout.begin(fragile_disk.place / "folder")
-    layout.save(folder, OLD, how)
+def test_a_first_save_is_there_after_a_cut(any_layout, fragile_disk, how):
+    folder = any_layout.begin(fragile_disk.place / "folder")
+    any_layout.save(folder, OLD, how)
     fragile_disk.cut_power()
     fragile_disk.restart()
-    assert layout.generation(folder) == OLD
+    assert any_layout.generation(folder) == OLD
 
 
 @HOW
-def test_a_save_over_an_older_one_is_there_after_a_cut(layout, fragile_disk, how):
-    folder = layout.begin(fragile_disk.place / "folder")
-    layout.save(folder, OLD)
+def test_a_save_over_an_older_one_is_there_after_a_cut(any_layout, fragile_disk, how):
+    folder = any_layout.begin(fragile_disk.place / "folder")
+    any_layout.save(folder, OLD)
     fragile_disk.sync()
-    layout.save(folder, NEW, how)
+    any_layout.save(folder, NEW, how)
     fragile_disk.cut_power()
     fragile_disk.restart()
-    assert layout.generation(folder) == NEW
+    assert any_layout.generation(folder) == NEW
 
 
 @pytest.mark.parametrize("before", [NOTHING, OLD], ids=["first save", "over an older one"])

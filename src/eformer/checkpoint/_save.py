@@ -263,7 +263,13 @@ class Job:
 
     def arrays_writer(self) -> tensorstore.ArraysWriter:
         return tensorstore.ArraysWriter(
-            self.path, self.prefix, self.tree.save_id, self.options, self.tree.block, self.threads
+            self.path,
+            self.prefix,
+            self.tree.save_id,
+            self.options,
+            block=self.tree.block,
+            threads=self.threads,
+            write_index=self.write_index,
         )
 
     def write_arrays(self, writer: tensorstore.ArraysWriter) -> Receipt:
@@ -280,7 +286,7 @@ class Job:
     def seal_arrays(self, writer: tensorstore.ArraysWriter, receipt: Receipt) -> None:
         tree = self.with_leaves(receipt.leaves, receipt.files)
         self.turn.wait()
-        writer.seal(tree, write_index=self.write_index)
+        writer.seal(tree)
 
     # ------------------------------------------------------------------------------------ directory
 

@@ -13,6 +13,7 @@ import msgspec
 
 from eformer.checkpoint._codec import MALFORMED_JSON
 from eformer.checkpoint._formats._header import open_header
+from eformer.checkpoint._formats._index import INDEX
 from eformer.checkpoint._formats._names import (
     INDEX_SUFFIX,
     MANIFEST,
@@ -87,6 +88,11 @@ def check_place(directory: Path, prefix: str) -> bool:
     manifest = read_manifest(directory)
     if manifest is None or prefix not in manifest.trees:
         base = base_name(prefix)
+        if INDEX in there:
+            raise FileExistsError(
+                f"{directory / INDEX} is there: the directory holds a checkpoint of another format. Save to another "
+                "directory, or with format='tensorstore'"
+            )
         foreign = [MANIFEST] if manifest is None and MANIFEST in there else []
         if base + SUFFIX in there and not is_marked(_metadata(directory, base + SUFFIX)):
             foreign.append(base + SUFFIX)

@@ -42,15 +42,16 @@ _MOST_AXES = 32  # as many as TensorStore has
 
 
 @lru_cache(1024)
-def zarray(dtype: str, shape: tuple[int, ...], chunks: tuple[int, ...], compression: str | None) -> bytes:
-    """The contents of `.zarray`."""
+def zarray(
+    dtype: str, shape: tuple[int, ...], chunks: tuple[int, ...], compression: str | None, mark: str = ""
+) -> bytes:
+    """The contents of `.zarray`. Other readers overlook the mark of the save that the array is of."""
     compressor = {"id": compression, "level": 1} if compression else None
-    return msgspec.json.encode(
-        {
-            "chunks": chunks, "compressor": compressor, "dimension_separator": ".", "dtype": _tag(dtype),
-            "fill_value": None, "filters": None, "order": "C", "shape": shape, "zarr_format": 2,
-        }
-    )  # fmt: skip
+    described = {
+        "chunks": chunks, "compressor": compressor, "dimension_separator": ".", "dtype": _tag(dtype),
+        "fill_value": None, "filters": None, "order": "C", "shape": shape, "zarr_format": 2,
+    }  # fmt: skip
+    return msgspec.json.encode(described | {"eformer": mark} if mark else described)
 
 
 @lru_cache(256)
@@ -99,16 +100,20 @@ def _rows(size: int, most: int, must_divide: bool) -> int:
 
 def chunks_of(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[str, Region]]:
     """The name of each chunk's file, and the box that is in it. An empty array has none."""
-    if not shape:
-        yield "0", Region((), ())
-        return
-    for index in itertools.product(*(range(-(-s // c)) for s, c in zip(shape, chunk, strict=True))):
-        yield ".".join(map(str, index)), box_of(index, shape, chunk)
+    for number in range(count_chunks(shape, chunk)):
+        index = _place_of(number, shape, chunk)
+        start = tuple(i * c for i, c in zip(index, chunk, strict=True))
+        stop = tuple(min(a + c, s) for a, c, s in zip(start, chunk, shape, strict=True))
+        yield ".".join(map(str, index)) or "0", Region(start, stop)
 
 
-def box_of(index: tuple[int, ...], shape: tuple[int, ...], chunk: tuple[int, ...]) -> Region:
-    start = tuple(i * c for i, c in zip(index, chunk, strict=True))
-    return Region(start, tuple(min(a + c, s) for a, c, s in zip(start, chunk, shape, strict=True)))
+def _place_of(number: int, shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the chunks in C order. Without a list of them all, of which there may be absurdly many."""
+    place = []
+    for s, c in zip(reversed(shape), reversed(chunk), strict=True):
+        number, index = divmod(number, -(-s // c))
+        place.append(index)
+    return tuple(reversed(place))
 
 
 def count_chunks(shape: tuple[int, ...], chunk: tuple[int, ...]) -> int:
@@ -129,6 +134,7 @@ class ZArray(msgspec.Struct, frozen=True):
     filters: Any = None
     zarr_format: int = 2
     dimension_separator: str = "."
+    eformer: str = ""
 
     @property
     def name_of_dtype(self) -> str:
@@ -175,6 +181,13 @@ def parse_zarray(data: bytes, origin: str) -> ZArray:
     if problem:
         raise FormatError(f"{origin} describes no array that can be: {problem}")
     return array
+
+
+def check_alike(found: bytes, expected: bytes, origin: str) -> None:
+    """Refuses a description of another array than was expected."""
+    one, other = parse_zarray(found, origin), parse_zarray(expected, origin)
+    if (one.shape, one.chunks, one.dtype) != (other.shape, other.chunks, other.dtype) or one.compressor:
+        raise FormatError(f"{origin} describes {one}, expected was {other}")
 
 
 def _problem(array: ZArray) -> str:

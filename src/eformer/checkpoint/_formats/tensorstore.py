@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,12 +30,12 @@ from eformer.checkpoint._formats._writing import (
     piece_tasks,
     small_bytes,
 )
-from eformer.checkpoint._formats._zarr import ZARRAY, chunk_shape, chunks_of, zarray
+from eformer.checkpoint._formats._zarr import ZARRAY, check_alike, chunk_shape, chunks_of, zarray
 from eformer.checkpoint._leaf import Region, escape, name_to_path
 from eformer.checkpoint._manifest import Coding, DataFile, Extent, LeafEntry, Receipt
 from eformer.checkpoint._pieces import piece_sizes
 from eformer.checkpoint._pool import run_all, uncollected
-from eformer.checkpoint._store.local import is_inside, list_names, locked, logger, remove, replacing
+from eformer.checkpoint._store.local import is_inside, list_names, locked, logger, remove, replacing, sweep
 from eformer.checkpoint._store.many import (
     NewFile,
     ScratchTree,
@@ -47,7 +49,6 @@ from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from eformer.checkpoint._manifest import TreeEntry
     from eformer.checkpoint._options import SaveOptions
@@ -77,14 +78,15 @@ class Array:
 # ----------------------------------------------------------------------------------------------- plan
 
 
-def arrange(sources: Sequence[Source], options: SaveOptions, block: int) -> list[Array]:
-    """What is written into which files."""
+def arrange(sources: Sequence[Source], options: SaveOptions, block: int, mark: str) -> list[Array]:
+    """What is written into which files. Arrays are marked as those of a save, so that without an index they are not
+    taken for a tree that somebody wrote so."""
     is_encoded = options.ocdbt or options.compression
     limit = options.max_chunk_bytes or (_ENCODED_CHUNK_BYTES if is_encoded else _CHUNK_BYTES)
-    return [_array(source, options.compression, limit, block) for source in sources]
+    return [_array(source, options.compression, limit, block, mark) for source in sources]
 
 
-def _array(source: Source, compression: str | None, limit: int, block: int) -> Array:
+def _array(source: Source, compression: str | None, limit: int, block: int, mark: str) -> Array:
     itemsize = itemsize_of(source)
     chunk = chunk_shape(source.shape, source.shard or source.shape, itemsize, limit)
     coding = Coding(compression, chunk) if compression else None
@@ -97,7 +99,7 @@ def _array(source: Source, compression: str | None, limit: int, block: int) -> A
         region = None if box.shape == source.shape else box
         slots.append(Slot(name, source, region, box.shape, nbytes, False, digests, 0, coding))
     path = "/".join(name_to_path(source.name))
-    described = zarray(source.dtype, source.shape, chunk, compression)
+    described = zarray(source.dtype, source.shape, chunk, compression, mark)
     return Array(path, source, described, itemsize * math.prod(chunk), slots)
 
 
@@ -112,10 +114,18 @@ class ArraysWriter:
     """One tree on its way into a directory of arrays: `prepare`, `write` or `adopt` every array, `seal`, `close`."""
 
     def __init__(
-        self, directory: Path, prefix: str, save_id: str, options: SaveOptions, block: int, threads: int
+        self,
+        directory: Path,
+        prefix: str,
+        save_id: str,
+        options: SaveOptions,
+        *,
+        block: int,
+        threads: int,
+        write_index: bool,
     ) -> None:
         self.directory, self.prefix, self.save_id, self.options = directory, prefix, save_id, options
-        self.block, self.threads = block, threads
+        self.block, self.threads, self.write_index = block, threads, write_index
         self.scratch: ScratchTree | None = None
         self.arrays: list[Array] = []
 
@@ -133,7 +143,8 @@ class ArraysWriter:
     def prepare(self, sources: Sequence[Source]) -> list[Array]:
         """What is to be written, and a place for it that nobody looks for."""
         with uncollected():
-            self.arrays = arrange(sources, self.options, self.block)
+            mark = self.save_id if self.write_index else ""
+            self.arrays = arrange(sources, self.options, self.block, mark)
         self.scratch = ScratchTree(self.directory)
         if not self.options.ocdbt:
             _make_parents(self.root, self.arrays)
@@ -148,7 +159,8 @@ class ArraysWriter:
             run_all(_database_tasks(database, arrays, self.block, staging), self.threads)
             database.finish()
         else:
-            run_all(_file_tasks(self.root, arrays, self.block, staging), self.threads)
+            with ExitStack() as files:
+                run_all(_file_tasks(self.root, arrays, self.block, staging, files), self.threads)
         self.scratch.sync()
 
     def adopt(self, arrays: Sequence[Array]) -> None:
@@ -163,28 +175,36 @@ class ArraysWriter:
 
     # -------------------------------------------------------------------------------------------- seal
 
-    def seal(self, tree: TreeEntry, *, write_index: bool = True) -> None:
+    def seal(self, tree: TreeEntry) -> None:
         """The tree is the checkpoint of the prefix: its directories under their names, then the index, then away
         with the old."""
         scratch = self.scratch
         assert scratch is not None
         with locked(self.directory):
             index = read_index(self.directory) or Index()
-            if not write_index and self.prefix in index.listed():
+            self._sweep()
+            if not self.write_index and self.prefix in index.listed():
                 raise ValueError(
                     f"{self.directory / INDEX} lists {self.prefix!r}; it has to be written again"
                 )
             root, moves = self._final_places(scratch, index)
             try:
                 scratch.publish(self.save_id, moves, self._replaced(index))
-                if write_index:
+                if self.write_index:
                     self._write_index(index, tree, root)
             except BaseException:
                 if self.save_id not in _sealed(self.directory, self.save_id):
                     scratch.finish(is_sealed=False)
                 raise
-            if write_index:
+            if self.write_index:
                 self._tidy_up(scratch, index)
+            else:
+                scratch.is_finished = True
+
+    def _sweep(self) -> None:
+        """Away with what dead saves have left, while the index still says which of them were committed."""
+        sweep_trees(self.directory, _sealed(self.directory, self.save_id))
+        sweep(self.directory)
 
     def _final_places(self, scratch: ScratchTree, index: Index) -> tuple[str, list[tuple[Path, str]]]:
         """Plain names for a first save; a name that an index ever gave is not given twice."""
@@ -225,7 +245,6 @@ class ArraysWriter:
             scratch.finish(is_sealed=True)
             if not before.is_ours and self.prefix in before.prefixes and is_inside(self.prefix):
                 remove(self.directory / f"{self.prefix}_structure.json")  # the original's, of what is gone
-            sweep_trees(self.directory, _sealed(self.directory, self.save_id))
         except (OSError, FormatError) as error:
             logger.warning("%s is saved, but could not be tidied up: %s", self.directory, error)
 
@@ -251,7 +270,7 @@ def check_place(directory: Path) -> bool:
     if index is None and MANIFEST in list_names(directory):
         raise FileExistsError(
             f"{directory / MANIFEST} is there: the directory holds a checkpoint of another format, or something "
-            "else. Save to another directory"
+            "else. Save to another directory, or with format='safetensors'"
         )
     return index is not None
 
@@ -270,7 +289,7 @@ def _make_parents(root: str, arrays: Sequence[Array]) -> None:
 
 
 def _file_tasks(
-    root: str, arrays: Sequence[Array], block: int, staging: Staging
+    root: str, arrays: Sequence[Array], block: int, staging: Staging, files: ExitStack
 ) -> Iterator[Callable[[], None]]:
     """Small arrays many at a time, large ones piece by piece."""
     small: list[Array] = []
@@ -281,7 +300,7 @@ def _file_tasks(
                 yield partial(_write_small, root, small)
                 small = []
         else:
-            yield from _array_tasks(root, array, block, staging)
+            yield from _array_tasks(root, array, block, staging, files)
     yield partial(_write_small, root, small)
 
 
@@ -299,7 +318,9 @@ def _write_small(root: str, arrays: Sequence[Array]) -> None:
             write_new(f"{path}/{chunk.name}", data)
 
 
-def _array_tasks(root: str, array: Array, block: int, staging: Staging) -> Iterator[Callable[[], None]]:
+def _array_tasks(
+    root: str, array: Array, block: int, staging: Staging, files: ExitStack
+) -> Iterator[Callable[[], None]]:
     path = f"{root}/{array.path}"
     make_directory(path)
     write_new(f"{path}/{ZARRAY}", array.zarray)
@@ -309,6 +330,7 @@ def _array_tasks(root: str, array: Array, block: int, staging: Staging) -> Itera
             yield partial(_write_whole, partial(write_new, name), array, chunk, block, staging)
         else:
             file = NewFile(name, array.chunk_nbytes)
+            files.callback(file.close)  # should the save fail before its last piece is written
             yield from piece_tasks(file, 0, chunk, block, staging, end=file.close)
     array.source = released(array.source)
 
@@ -330,7 +352,10 @@ def _write_whole(
 
 
 def _adopt(root: str, array: Array, block: int) -> None:
-    array.zarray = read_file(f"{root}/{array.path}/{ZARRAY}")
+    described = f"{root}/{array.path}/{ZARRAY}"
+    check_alike(read_file(described), array.zarray, described)
+    remove(Path(described))
+    write_new(described, array.zarray)  # ours is marked
     for chunk in array.chunks:
         data = read_file(f"{root}/{array.path}/{chunk.name}")
         if len(data) != array.chunk_nbytes:

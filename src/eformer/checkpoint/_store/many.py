@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import re
@@ -94,19 +95,18 @@ class ScratchTree:
         """Moves directories to names that are free; a journal says so first, for the case that we die meanwhile."""
         new = tuple(Moved(name, os.stat(path).st_ino) for path, name in moves)
         gone = tuple(Moved(n, os.stat(p).st_ino) for n in old if (p := self.directory / n).exists())
-        with open(self.path / _JOURNAL, "xb") as file:
-            file.write(msgspec.json.encode(Journal(save_id, new, gone)))
-            file.flush()
-            os.fsync(file.fileno())
+        journal = f"{self.path}/{_JOURNAL}"
+        write_new(journal, msgspec.json.encode(Journal(save_id, new, gone)))
+        _sync(journal)
         sync_directory(self.path)
         sync_directory(self.directory)  # the journal is only there if the directory it is in is
+        self.is_finished = False  # from here on it has to stay, for a later save to go by
         for path, name in moves:
             rename(path, self.directory / name)
         sync_directory(self.directory)
 
     def finish(self, is_sealed: bool) -> None:
         """Away with what is no longer needed: the old if the save is committed, else the new."""
-        self.is_finished = False  # until then the journal stays, for a later save to go by
         _carry_out(self.directory, self.path, is_sealed)
         self.is_finished = True
 
@@ -165,9 +165,6 @@ class NewFile:
         if descriptor >= 0:
             os.close(descriptor)
 
-    def __del__(self) -> None:  # for a save that failed on the way
-        self.close()
-
 
 def has_unfinished(directory: Path) -> bool:
     """Whether a save is under way here, or has died."""
@@ -216,8 +213,11 @@ def remove_arrays(path: Path) -> None:
         for name in names:
             if _ARRAY_FILE.fullmatch(name):
                 os.unlink(os.path.join(folder, name))
-        with suppress(OSError):  # somebody else's file is in it
+        try:
             os.rmdir(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody else's file is in it
+                raise
 
 
 # --------------------------------------------------------------------------------------------- sync

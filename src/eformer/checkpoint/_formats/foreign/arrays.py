@@ -21,7 +21,7 @@ from eformer.checkpoint._manifest import DataFile, Extent, LeafEntry, TreeEntry,
 from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.checkpoint._pieces import PIECE_BYTES
 from eformer.checkpoint._store.local import open_inside, read_range, stamp
-from eformer.errors import CorruptionError, FormatError
+from eformer.errors import CorruptionError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -60,6 +60,11 @@ class _Arrays:
         name = f"{path}/{ZARRAY}"
         raw = self._description(name)
         array = parse_zarray(raw, str(self.directory / name))
+        if array.eformer:
+            raise NotFoundError(
+                f"{self.directory} holds no checkpoint: the array {path} belongs to a save that has not finished, or "
+                f"whose {INDEX} is gone. Read it with TensorStore if you want it nevertheless"
+            )
         self.files.append(DataFile(name, len(raw), len(raw)))
         extents = tuple(self._extents(path, array, raw.decode()))
         return LeafEntry(array.name_of_dtype, array.shape, extents)
