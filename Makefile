@@ -29,7 +29,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python bench/msgpack_door.py
 
 clean:
-	rm -rf $(VENV) .venv-peers bench/.scratch .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-peers .venv-original bench/.scratch .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "eformer needs Python >= 3.11, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'

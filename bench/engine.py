@@ -1,11 +1,11 @@
-"""Saving and loading beside a plain program, Orbax and safetensors: the ratios that the engine is held to.
+"""Saving and loading beside a plain program, Orbax, safetensors and the original eFormer: the ratios that count.
 
-    python bench/engine.py [--quick] [--dir DIRECTORY] [--json FILE] [--peers-python PYTHON]
+    python bench/engine.py [--quick] [--dir DIRECTORY] [--json FILE] [--peers-python PYTHON] [--original-python PYTHON]
 
 Every system has a process of its own (engine_worker.py), and they take turns: a busy machine slows them alike. A
 ratio is taken within each round, and the median round counts. A save ends when all is on stable storage, a load when
 the arrays are ready and every page has been touched; the page cache is warm. Peers run in their default settings.
-Needs Linux, 16 GB of memory and 10 GB of disk; takes ten minutes.
+Needs Linux, 20 GB of memory and 10 GB of disk; takes fifteen minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ HERE = Path(__file__).resolve().parent
 PEERS = ("orbax", "safetensors")
 PACKAGES = ("orbax-checkpoint", "safetensors", "jax")
 PLAIN = ("plain, 2 threads", "plain, 4 threads")
-ALL = ("eformer", *PLAIN, *PEERS)
+SLOW = ("orbax", "original")
+ARRAYS = ("eformer, arrays", "eformer, database")
+ALL = ("eformer", *PLAIN, *PEERS, *ARRAYS, "original")
 
 # ---------------------------------------------------------------------------------- what is measured
 
@@ -42,15 +44,15 @@ class Workload:
     rounds: int
     systems: Sequence[str] = ("eformer",)
     commands: Sequence[str] = ("save", "load")
-    orbax_rounds: int = 5
+    slow_rounds: int = 5
 
 
 def workloads(quick: bool) -> list[Workload]:
     width, leaves, rounds = (768, 2_000, 3) if quick else (2048, 10_000, 5)
-    model = (*ALL, "eformer, no digests")
+    model, many = (*ALL, "eformer, no digests"), (*ALL, "bare files")
     return [
         Workload("model", "llama", width, rounds, model, ("save", "save_async", "load")),
-        Workload("small leaves", "small", leaves, rounds, ALL, orbax_rounds=2),  # it takes 25 s a round
+        Workload("small leaves", "small", leaves, rounds, many, slow_rounds=2),  # they take 25 s a round
         Workload("small numpy leaves", "small numpy", leaves, rounds),
         Workload("one of many leaves", "small numpy", 10 * leaves, rounds, commands=["open_one"]),
     ]
@@ -73,6 +75,7 @@ class Bar:
     limit: float
     unit: str
     beside: str = "eformer"
+    ours: str = "eformer"
 
 
 BARS = [
@@ -92,6 +95,17 @@ BARS = [
     Bar("model", "load", 20, "% more time", "eformer, no digests"),
     Bar("model", "save_memory", 64, "MB beyond the state"),
     Bar("model", "load_memory", 64, "MB beyond the state"),
+    Bar("model", "save", 1.4, "x as fast", "orbax", "eformer, arrays"),
+    Bar("model", "save", 1.3, "x as fast", "original", "eformer, arrays"),
+    Bar("model", "load", 3, "x as fast", "orbax", "eformer, arrays"),
+    Bar("model", "load", 5, "x as fast", "original", "eformer, arrays"),
+    Bar("small leaves", "save", 1.3, "x the time", "bare files", "eformer, arrays"),
+    Bar("small leaves", "load", 4, "x as fast", "orbax", "eformer, arrays"),
+    Bar("small leaves", "load", 4, "x as fast", "original", "eformer, arrays"),
+    Bar("small leaves", "save", 4, "x as fast", "orbax", "eformer, database"),
+    Bar("small leaves", "load", 4, "x as fast", "orbax", "eformer, database"),
+    Bar("model", "save_memory", 128, "MB beyond the state", ours="eformer, arrays"),
+    Bar("model", "load_memory", 128, "MB beyond the state", ours="eformer, arrays"),
 ]
 
 # ------------------------------------------------------------------------------------------- running
@@ -104,10 +118,12 @@ Values = dict[str, dict[str, list[float]]]
 @dataclass(frozen=True, slots=True)
 class Bench:
     peers_python: str
+    original_python: str
     directory: Path
 
     def worker(self, workload: Workload, system: str) -> Process[str]:
-        python = self.peers_python if system in PEERS else sys.executable
+        elsewhere = {"original": self.original_python, **dict.fromkeys(PEERS, self.peers_python)}
+        python = elsewhere.get(system, sys.executable)
         arguments = [system, workload.tree, str(workload.size), str(self.directory)]
         return Process(
             [python, str(HERE / "engine_worker.py"), *arguments],
@@ -130,7 +146,7 @@ class Bench:
 
     def memory(self, workload: Workload) -> Values:
         """In fresh processes: one that has worked before has memory to spare."""
-        values: Values = {system: {} for system in ("eformer", *PEERS)}
+        values: Values = {system: {} for system in ("eformer", *PEERS, *ARRAYS, "original")}
         for system in values:
             for command in ("save_memory", "load_memory"):
                 say(f"{workload.name}: {command}, {system}")
@@ -154,7 +170,10 @@ def turns(workload: Workload, command: str, number: int) -> list[str]:
     """Who is measured in this round; each time another one is first."""
     systems = [s for s in workload.systems if s == "eformer" or command in ("save", "load")]
     first = number % len(systems)
-    return [s for s in systems[first:] + systems[:first] if s != "orbax" or number < workload.orbax_rounds]
+    is_out = {"bare files"} if command == "load" else set()
+    if number >= workload.slow_rounds:
+        is_out |= set(SLOW)
+    return [s for s in systems[first:] + systems[:first] if s not in is_out]
 
 
 def with_best_plain(values: Values) -> Values:
@@ -181,9 +200,9 @@ def say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def make_peers() -> str:
-    """The interpreter of the peers' environment, which is made if it is not there or has other versions."""
-    environment, wanted = HERE.parent / ".venv-peers", HERE / "requirements-peers.txt"
+def make_environment(name: str) -> str:
+    """The interpreter of peers' environment, which is made if it is not there or has other versions."""
+    environment, wanted = HERE.parent / f".venv-{name}", HERE / f"requirements-{name}.txt"
     python, installed = environment / "bin" / "python", environment / "installed.txt"
     if not installed.exists() or installed.read_text() != wanted.read_text():
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
@@ -208,6 +227,7 @@ def verdict(bar: Bar, values: Values, leaves: int) -> dict[str, str]:
     is_met = middle <= bar.limit if sign == "<=" else middle >= bar.limit
     return {
         "workload": bar.workload,
+        "ours": bar.ours,
         "what": bar.what,
         "beside": "" if bar.beside == "eformer" else bar.beside,
         "median round": f"{middle:.2f} {bar.unit}",
@@ -219,14 +239,14 @@ def verdict(bar: Bar, values: Values, leaves: int) -> dict[str, str]:
 
 def in_unit_of(bar: Bar, values: Values, leaves: int) -> list[float]:
     """One number for each round in which both took part."""
-    ours, theirs = values["eformer"][bar.what], values[bar.beside][bar.what]
+    ours, theirs = values[bar.ours][bar.what], values[bar.beside][bar.what]
     return [UNITS[bar.unit][1](a, b, leaves) for a, b in zip(ours, theirs, strict=False)]
 
 
 def medians(workload: str, what: str, results: Mapping[str, Values]) -> dict[str, str]:
     scale = 1e-6 if "memory" in what else 1e3
     row = {"median, in ms or MB": f"{workload}: {what}"}
-    for system in (*ALL, "eformer, no digests"):
+    for system in (*ALL, "eformer, no digests", "bare files"):
         found = results[workload].get(system, {}).get(what)
         row[system] = f"{scale * statistics.median(found):.1f}" if found else ""
     return row
@@ -247,12 +267,17 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=HERE / ".scratch", help="on the disk to be measured")
     parser.add_argument("--json", type=Path, help="a file for every number of every round")
     parser.add_argument("--peers-python", help="an interpreter that has requirements-peers.txt installed")
+    parser.add_argument(
+        "--original-python", help="an interpreter that has requirements-original.txt installed"
+    )
     args = parser.parse_args()
 
     plan = workloads(args.quick)
     args.dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
-        bench = Bench(args.peers_python or make_peers(), Path(directory).resolve())
+        peers = args.peers_python or make_environment("peers")
+        original = args.original_python or make_environment("original")
+        bench = Bench(peers, original, Path(directory).resolve())
         results = {workload.name: bench.times(workload) for workload in plan}
         for system, values in bench.memory(plan[0]).items():
             results["model"][system] |= values
@@ -260,8 +285,12 @@ def main() -> None:
     leaves = {workload.name: workload.size for workload in plan}
     bars = [verdict(bar, results[bar.workload], leaves[bar.workload]) for bar in BARS]
     measured = {(w, what): None for w in results for values in results[w].values() for what in values}
-    ours, peers = versions(sys.executable, "eformer", "jax"), versions(bench.peers_python, *PACKAGES)
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[2]:.1f}; {ours}; peers: {peers}\n")
+    ours = versions(sys.executable, "eformer", "jax", "tensorstore")
+    peers = versions(bench.peers_python, *PACKAGES)
+    original = versions(bench.original_python, "eformer", "jax", "tensorstore")
+    print(
+        f"{os.cpu_count()} cores, load {os.getloadavg()[2]:.1f}; {ours}; peers: {peers}; original: {original}\n"
+    )
     print_table(bars)
     print()
     print_table([medians(workload, what, results) for workload, what in measured])

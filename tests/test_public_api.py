@@ -7,8 +7,10 @@ import sys
 import pytest
 
 import eformer.checkpoint
+import eformer.serialization
+from eformer import paths
 from eformer.pytree import _serialization
-from eformer.serialization import serialization, utils
+from eformer.serialization import async_manager, serialization, utils
 
 # Name by name from the documentation: parameters with their defaults.
 PYTREE_SERIALIZATION = {
@@ -48,8 +50,10 @@ UTILS = {
     "to_host": "(x, float_dtype, mesh, cpu_offload: bool)",
 }
 CHECKPOINT = {
+    "dry_run": "(what, mesh, *, rules=None, shardings=None, prefix=None, dtype=None)",
     "inspect": "(path)",
-    "load": "(path, *, like=None, prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, verify=True)",
+    "load": "(path, *, like=None, prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, "
+    "batch=None, verify=True)",
     "open": "(path, *, prefix=None)",
     "register_node": "(kind)",
     "save": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions())",
@@ -60,6 +64,41 @@ SERIALIZATION = {
     "is_array_like": "(x: Any) -> bool",
     "join_key": "(prefix, k)",
     "leaf_key_paths": "(pytree: Any, prefix: str | None = '', *, is_leaf: Callable | None = None)",
+    "tree_deserialize_leaves": "(checkpoint_dir, mesh, manager=None, *, prefix: str | None = None, partition_rules=None, "
+    "shardings=None, callback=None, chunk_size: int | None = None)",
+    "tree_serialize_leaves": "(checkpoint_dir, pytree, manager=None, *, prefix: str | None = None, commit_callback=None, "
+    "write_index: bool = True)",
+}
+_SAVE = (
+    "(self, tree, path, mesh=None, gather_fns=None, float_dtype=None, metadata=None, callback=None, prefix=None, "
+    "do_all_gather=False, cpu_offload=False)"
+)
+# `float_dtype` is documented as bfloat16, which would halve the precision of every checkpoint; `chunk_size`, and the
+# `callback` of load_pytree, are those of tree_deserialize_leaves.
+MANAGER = {
+    "__init__": "(self, enable=None, float_dtype=None, verbose=False, gcs_bucket=None, gcs_credentials_path=None, "
+    "enable_validation=False, enable_compression=False, use_tensorstore=True)",
+    "compute_checksum": "(array)",
+    "is_tensorstore": "(path)",
+    "load": "(self, path, mesh, shardings=None, mismatch_allowed=True, callback=None, partition_rules=None, dtype=None, "
+    "validate=None, prefix_filter=None, prefix=None, use_async=True, chunk_size=None)",
+    "load_pytree": "(self, path, mesh, *, prefix, shardings=None, partition_rules=None, dtype=None, template=None, "
+    "strict_shapes=True, callback=None, chunk_size=None)",
+    "load_tree_parallel": "(self, path, shardings=None, mismatch_allowed=True, callback=None, dtype=None, validate=None, "
+    "prefix_filter=None)",
+    "safe_loadpath": "(path)",
+    "save": _SAVE,
+    "save_async": _SAVE,
+    "save_pytree": "(self, pytree, path, mesh=None, *, prefix, do_all_gather=False, cpu_offload=True, dtype=None, extras=None, "
+    "write_index=True)",
+    "save_tree": _SAVE,
+    "wait_until_finished": "(self)",
+}
+METADATA = {
+    "__init__": "(self, version='0.0.90', timestamp=None, checksum=None, array_metadata=None, framework_version=None, "
+    "custom_metadata=None)",
+    "from_dict": "(data)",
+    "to_dict": "(self)",
 }
 
 
@@ -78,26 +117,37 @@ def documented(text):
     [(_serialization, n, t) for n, t in PYTREE_SERIALIZATION.items()]
     + [(serialization, n, t) for n, t in SERIALIZATION.items()]
     + [(utils, n, t) for n, t in UTILS.items()]
-    + [(eformer.checkpoint, n, t) for n, t in CHECKPOINT.items()],
+    + [(eformer.checkpoint, n, t) for n, t in CHECKPOINT.items()]
+    + [(async_manager.AsyncCheckpointManager, n, t) for n, t in MANAGER.items()]
+    + [(async_manager.CheckpointMetadata, n, t) for n, t in METADATA.items()],
 )
 def test_every_documented_function_has_its_documented_signature(module, name, text):
     function = getattr(module, name)
     assert parameters(inspect.signature(function)) == documented(text)
-    assert inspect.getdoc(function)
+    assert inspect.getdoc(module if name == "__init__" else function)
 
 
 def test_the_modules_export_what_is_documented_and_no_more():
     assert set(_serialization.__all__) == {*PYTREE_SERIALIZATION, "MAX_CHUNK_SIZE"}
     assert set(serialization.__all__) == set(SERIALIZATION)
     assert set(utils.__all__) == set(UTILS)
+    assert set(async_manager.__all__) == {"AsyncCheckpointManager", "CheckpointMetadata"}
+    assert set(paths.__all__) == {"GCSPath", "LocalPath", "MLUtilPath", "ePath"}
+    assert eformer.serialization.dry_run is eformer.checkpoint.dry_run
     public = {
         name for name, value in vars(_serialization).items() if inspect.isfunction(value) and name[0] != "_"
     }
     assert public == set(PYTREE_SERIALIZATION)
 
 
+def test_the_manager_offers_what_is_documented_and_no_more():
+    public = {name for name in vars(async_manager.AsyncCheckpointManager) if name[0] != "_"}
+    assert public == {*MANAGER, "global_manager"} - {"__init__"}
+    assert inspect.getdoc(async_manager.AsyncCheckpointManager.global_manager)
+
+
 def test_the_engine_offers_what_is_documented_and_no_more():
-    nouns = {"Manifest", "Pending", "Report", "SaveOptions", "View"}
+    nouns = {"DryRun", "Manifest", "Pending", "Report", "SaveOptions", "View"}
     assert set(eformer.checkpoint.__all__) == set(CHECKPOINT) | nouns
     assert all(inspect.getdoc(getattr(eformer.checkpoint, noun)) for noun in nouns)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -115,7 +165,10 @@ def test_the_package_is_typed_and_has_a_version():
 def test_importing_the_package_imports_no_jax_and_starts_no_backend():
     code = (
         "import sys, eformer; assert 'jax' not in sys.modules\n"
+        "import eformer.paths; assert 'jax' not in sys.modules and 'tensorstore' not in sys.modules\n"
         "import eformer.pytree._serialization, eformer.serialization.utils, jax\n"
+        "import eformer.serialization.async_manager, eformer.serialization.serialization\n"
+        "assert 'tensorstore' not in sys.modules\n"
         "from eformer.checkpoint import save, load, save_async, open, inspect, verify\n"
         "jax.distributed.is_initialized(); jax.config.update('jax_platforms', 'cpu')\n"
         "jax.config.update('jax_num_cpu_devices', 3); assert jax.device_count() == 3"

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -99,14 +100,20 @@ ROUND_TRIPS = {
     "zero axes": {"a": jnp.float32(3), "b": np.array(2, np.int8)},
     "numpy": {"a": np.arange(5), "b": np.ones((2, 3), np.float16), "c": np.float32(2)},
     "keys": {"k": jax.random.split(jax.random.key(1), (2, 2)), "rbg": jax.random.key(3, impl="rbg")},
-    "narrow": {"i4": jnp.ones(5, jnp.int4), "u4": jnp.ones(3, jnp.uint4), "f8": jnp.ones(3, jnp.float8_e4m3fn)},
+    "narrow": {
+        "i4": jnp.ones(5, jnp.int4),
+        "u4": jnp.ones(3, jnp.uint4),
+        "f8": jnp.ones(3, jnp.float8_e4m3fn),
+    },
 }
 
 
 def flat(tree):
     """The leaves by the keys of the documents."""
     keys = jax.tree_util.tree_leaves_with_path(tree)
-    return {".".join(jax.tree_util.keystr((entry,), simple=True) for entry in path): leaf for path, leaf in keys}
+    return {
+        ".".join(jax.tree_util.keystr((entry,), simple=True) for entry in path): leaf for path, leaf in keys
+    }
 
 
 def arrays_of(tree):
@@ -211,14 +218,21 @@ class ManagerContract:
         manager.save(state(), path, float_dtype=dtype)
         assert_same(manager.load(path, line())[0], expected)
         manager.save_pytree(state(), path.with_name("other" + path.suffix), prefix="m", dtype=dtype)
-        assert_same(manager.load_pytree(path.with_name("other" + path.suffix), line(), prefix="m")[0], expected)
+        assert_same(
+            manager.load_pytree(path.with_name("other" + path.suffix), line(), prefix="m")[0], expected
+        )
 
     def test_the_dtype_of_the_call_wins(self, manager, path):
         self.make(float_dtype="bf16").save({"w": jnp.ones(3)}, path, float_dtype="fp16")
         assert manager.load(path, line())[0]["w"].dtype == jnp.float16
 
     def test_a_float_of_numpy_is_cast_and_other_numbers_are_not(self, path):
-        tree = {"f": np.linspace(0, 1, 5), "i": np.array([2**60 + 1]), "c": jnp.ones(2, jnp.complex64), "x": 0.1}
+        tree = {
+            "f": np.linspace(0, 1, 5),
+            "i": np.array([2**60 + 1]),
+            "c": jnp.ones(2, jnp.complex64),
+            "x": 0.1,
+        }
         self.make(float_dtype="bf16").save(tree, path)
         expected = tree | {"f": tree["f"].astype(ml_dtypes.bfloat16)}
         assert_same(self.make().load(path, None)[0], expected)
@@ -324,7 +338,9 @@ class ManagerContract:
             lambda: plain.load(forged, line(), validate=True),
             lambda: plain.load_tree_parallel(forged, validate=True),
         ):
-            with pytest.raises(ValueError, match=rf"{re.escape(str(forged))}: validation failed: leaf 'a\.w' has"):
+            with pytest.raises(
+                ValueError, match=rf"{re.escape(str(forged))}: validation failed: leaf 'a\.w' has"
+            ):
                 call()
 
     def test_a_wrong_checksum_matters_only_to_who_validates(self, forged):
@@ -347,8 +363,6 @@ class ManagerContract:
                 manager.load(path, line(), validate=validate)
 
     def test_validate_false_skips_the_digests(self, path):
-        if self.is_compressed:
-            pytest.skip("what a flipped bit does to a compressed array is anybody's guess")
         tree = {"w": jnp.linspace(1, 2, 100)}
         self.make(enable_validation=True).save(tree, path)
         self.damage(path, "w", tree["w"])
@@ -378,6 +392,14 @@ class ManagerContract:
         assert manager.save(state(), Where()) == str(path)
         (entry,) = os.scandir(path.parent)
         assert_same(manager.load(entry, line())[0], state())
+
+    @pytest.mark.parametrize("path", [None, 3])
+    def test_what_is_no_path_is_refused(self, manager, path, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        for call in (lambda: manager.save(state(), path), lambda: manager.load(path, line())):
+            with pytest.raises(TypeError, match=r"path|PathLike"):
+                call()
+        assert os.listdir(tmp_path) == []
 
     def test_a_relative_path_is_counted_from_where_we_are(self, manager, path, monkeypatch):
         path.parent.mkdir()
@@ -428,7 +450,12 @@ class ManagerContract:
         manager.save(tree, path, where, do_all_gather=True, cpu_offload=offload)
         assert_same(manager.load(path, line())[0], tree)
         manager.save_pytree(
-            tree, path.with_name("other" + path.suffix), where, prefix="m", do_all_gather=True, cpu_offload=offload
+            tree,
+            path.with_name("other" + path.suffix),
+            where,
+            prefix="m",
+            do_all_gather=True,
+            cpu_offload=offload,
         )
         loaded = manager.load_pytree(path.with_name("other" + path.suffix), line(), prefix="m")[0]
         assert_same(loaded, tree)
@@ -445,7 +472,9 @@ class ManagerContract:
         assert manager.load_tree_parallel(path)[1]["custom_metadata"] == custom
 
     def test_metadata_has_one_shape(self, manager, path):
-        manager.save({"a": {"w": jnp.ones((2, 3), jnp.bfloat16)}, "k": jax.random.key(0), "n": 3}, path, prefix="m")
+        manager.save(
+            {"a": {"w": jnp.ones((2, 3), jnp.bfloat16)}, "k": jax.random.key(0), "n": 3}, path, prefix="m"
+        )
         for _, metadata in (
             manager.load(path, line()),
             manager.load_tree_parallel(path),
@@ -536,13 +565,34 @@ class ManagerContract:
         loaded, _ = manager.load(path, None)
         assert (loaded["i"][0], loaded["f"][0]) == (2**40 + 5, 1e300)
         assert "2 leaves are returned as numpy arrays" in caplog.text
-        with pytest.raises(ValueError, match=r"(?s)'f' is float64.*'i' is int64|'i' is int64.*'f' is float64"):
+        with pytest.raises(
+            ValueError, match=r"(?s)'f' is float64.*'i' is int64|'i' is int64.*'f' is float64"
+        ):
             manager.load(path, line())
+
+    @pytest.mark.parametrize("offload", [False, True])
+    def test_64_bit_leaves_do_not_narrow_when_they_are_gathered(self, manager, path, offload):
+        with jax.enable_x64(True):
+            wide = jax.device_put(jnp.arange(2**40, 2**40 + 8), on(line(), "model"))
+        manager.save({"w": wide}, path, do_all_gather=True, cpu_offload=offload)
+        np.testing.assert_array_equal(manager.load(path, None)[0]["w"], np.arange(2**40, 2**40 + 8))
 
     def test_64_bit_numpy_leaves_stay_numpy(self, manager, path):
         tree = {"ids": np.array([2**40 + 5]), "w": jnp.ones(8)}
         manager.save(tree, path)
         assert_same(manager.load(path, line())[0], tree)
+
+    def test_64_bit_numpy_leaves_stay_numpy_if_the_rules_are_about_others(self, manager, path):
+        manager.save({"ids": np.array([2**40 + 5]), "kernel": jnp.ones((8, 2))}, path)
+        loaded, _ = manager.load(path, grid(), partition_rules=[(".*kernel", P("model", None))])
+        assert_same(loaded["ids"], np.array([2**40 + 5]))
+        assert loaded["kernel"].sharding == on(grid(), "model", None)
+
+    def test_a_64_bit_float_may_be_cast_to_what_jax_holds(self, manager, path):
+        manager.save({"w": np.linspace(0, 1, 8)}, path)
+        loaded, _ = manager.load(path, grid(), partition_rules=[("w", P("model"))], dtype="fp32")
+        assert loaded["w"].sharding == on(grid(), "model")
+        np.testing.assert_array_equal(loaded["w"], np.linspace(0, 1, 8).astype(np.float32))
 
     def test_a_class_that_was_not_registered_is_named_and_a_template_builds_it(self, manager, path):
         manager.save_pytree(Unregistered(jnp.ones(3)), path, prefix="m")
@@ -597,14 +647,16 @@ class ManagerContract:
 
     def test_on_a_mesh_of_several_axes_somebody_has_to_say(self, manager, path):
         manager.save({"a": {"w": jnp.ones((8, 8))}, "s": jnp.float32(1), "n": np.ones(3)}, path, prefix="m")
-        with pytest.raises(ValueError, match=r"'a\.w'.*partition_rules= or shardings="):
+        with pytest.raises(ValueError, match=r"'a\.w'.*partition_rules.*shardings"):
             manager.load(path, grid())
         loaded, _ = manager.load_pytree(path, grid(), prefix="m")
         assert loaded["a"]["w"].sharding == on(grid())
 
     @pytest.mark.parametrize("nested", [False, True])
     def test_shardings_are_flat_or_nested_and_of_every_kind(self, manager, path, nested):
-        manager.save({"a": {"w": jnp.ones((8, 8)), "v": jnp.ones(8), "u": jnp.arange(8)}, "b": jnp.ones(8)}, path)
+        manager.save(
+            {"a": {"w": jnp.ones((8, 8)), "v": jnp.ones(8), "u": jnp.arange(8)}, "b": jnp.ones(8)}, path
+        )
         said = {"w": on(line(), None, "model"), "v": P("model"), "u": partial(jnp.multiply, 2)}
         shardings = {"a": said} if nested else {f"a.{key}": value for key, value in said.items()}
         loaded, _ = manager.load(path, line(), shardings)
@@ -618,6 +670,17 @@ class ManagerContract:
         for sharding in (on(grid(), "model"), P("model")):
             loaded, _ = manager.load(path, grid(), sharding)
             assert loaded["a"].sharding == loaded["b"]["c"].sharding == on(grid(), "model")
+        assert isinstance(manager.load(path, line(), np.asarray)[0]["b"]["c"], np.ndarray)
+
+    def test_what_needs_a_mesh_says_so(self, manager, path):
+        manager.save({"w": jnp.ones(8)}, path)
+        for call in (
+            lambda: manager.load(path, None, {"w": P("model")}),
+            lambda: manager.load(path, None, partition_rules=[("w", P("model"))]),
+            lambda: manager.load_tree_parallel(path, {"w": P("model")}),
+        ):
+            with pytest.raises(ValueError, match=r"need.* a mesh"):
+                call()
 
     def test_lists_have_shardings_by_position(self, manager, path):
         manager.save([jnp.ones(8), (jnp.ones(8), jnp.ones(8))], path)
@@ -646,7 +709,9 @@ class ManagerContract:
             manager.load(path, line(), {"kernel": 3})
 
     def test_the_callback_replaces_arrays_by_key(self, manager, path):
-        manager.save({"a": {"w": jnp.ones(3)}, "b": [jnp.ones(2)], "a.c": jnp.zeros(1), "n": 3}, path, prefix="m")
+        manager.save(
+            {"a": {"w": jnp.ones(3)}, "b": [jnp.ones(2)], "a.c": jnp.zeros(1), "n": 3}, path, prefix="m"
+        )
         loaded, _ = manager.load(path, line(), callback=lambda x, key: (key, x.shape))
         assert loaded == {"a": {"w": ("a.w", (3,))}, "b": [("b.0", (2,))], "a.c": ("a.c", (1,)), "n": 3}
         assert manager.load_tree_parallel(path, callback=lambda x, key: key)[0]["b"] == ["b.0"]
@@ -656,7 +721,11 @@ class ManagerContract:
         manager.save({"w": jnp.ones((8, 8))}, path)
         seen = []
         manager.load(
-            path, line(), {"w": P("model")}, dtype="bf16", callback=lambda x, _: seen.append((x.sharding, x.dtype))
+            path,
+            line(),
+            {"w": P("model")},
+            dtype="bf16",
+            callback=lambda x, _: seen.append((x.sharding, x.dtype)),
         )
         assert seen == [(on(line(), "model"), jnp.bfloat16)]
 
@@ -675,12 +744,21 @@ class ManagerContract:
         rules = [(".*kernel", P("model", None))]
         loaded, _ = manager.load(path, grid(), partition_rules=rules)
         assert loaded["block"]["kernel"].sharding == on(grid(), "model", None)
-        for leaf in (loaded["block"]["bias"], loaded["mask"], loaded["step"], loaded["list"][0], loaded["rng"]):
+        for leaf in (
+            loaded["block"]["bias"],
+            loaded["mask"],
+            loaded["step"],
+            loaded["list"][0],
+            loaded["rng"],
+        ):
             assert leaf.sharding == on(grid())
         assert loaded["name"] == "run 0"
 
     def test_the_first_rule_that_is_found_in_the_path_wins(self, manager, path):
-        tree = {"block": {"kernel": jnp.ones((8, 8)), "out": {"kernel": jnp.ones((8, 8))}}, "kernel": jnp.ones((8, 8))}
+        tree = {
+            "block": {"kernel": jnp.ones((8, 8)), "out": {"kernel": jnp.ones((8, 8))}},
+            "kernel": jnp.ones((8, 8)),
+        }
         manager.save(tree, path, prefix="m")
         rules = (("^block/kernel$", P("data")), ("block/.*kernel", P(None, "model")), ("m/|[.]", P("model")))
         for loaded, _ in (
@@ -705,8 +783,15 @@ class ManagerContract:
         assert loaded["b"].sharding == on(grid(), "model")
 
     def test_specs_that_do_not_fit_are_listed_at_once(self, manager, path):
-        manager.save({"odd": jnp.ones(7), "flat": jnp.ones(8), "x": {"axis": jnp.ones(8)}, "fine": jnp.ones(8)}, path)
-        rules = [("odd", P("model")), ("flat", P("data", "model")), ("axis", P("stage")), ("fine", P("model"))]
+        manager.save(
+            {"odd": jnp.ones(7), "flat": jnp.ones(8), "x": {"axis": jnp.ones(8)}, "fine": jnp.ones(8)}, path
+        )
+        rules = [
+            ("odd", P("model")),
+            ("flat", P("data", "model")),
+            ("axis", P("stage")),
+            ("fine", P("model")),
+        ]
         with pytest.raises(ValueError, match="3 mismatches") as error:
             manager.load(path, grid(), partition_rules=rules)
         for name in ("'odd'", "'flat'", "'x.axis'"):
@@ -751,9 +836,15 @@ class ManagerContract:
         with pytest.warns(DeprecationWarning, match="use prefix") as caught:
             assert_same(manager.load(path, line(), prefix_filter="model")[0], state())
         assert caught[0].filename == __file__
-        with pytest.warns(DeprecationWarning, match="use prefix"), pytest.raises(ValueError, match="no prefix 'opt'"):
+        with (
+            pytest.warns(DeprecationWarning, match="use prefix"),
+            pytest.raises(ValueError, match="no prefix 'opt'"),
+        ):
             manager.load(path, line(), prefix_filter="opt")
-        with pytest.warns(DeprecationWarning, match="use prefix"), pytest.raises(ValueError, match="contradict"):
+        with (
+            pytest.warns(DeprecationWarning, match="use prefix"),
+            pytest.raises(ValueError, match="contradict"),
+        ):
             manager.load(path, line(), prefix="model", prefix_filter="opt")
 
     def test_a_parallel_load_takes_the_prefix_by_its_old_name(self, manager, path):
@@ -879,7 +970,13 @@ class ManagerContract:
     def test_values_come_from_the_checkpoint_and_never_from_the_template(self, manager, path):
         tree = {"key": jax.random.key(1), "n": np.arange(2), "name": "saved", "step": 5, "w": jnp.arange(3.0)}
         manager.save_pytree(tree, path, prefix="m")
-        template = {"w": jnp.zeros(3), "n": np.zeros(2, int), "step": 7, "name": "other", "key": jax.random.key(9)}
+        template = {
+            "w": jnp.zeros(3),
+            "n": np.zeros(2, int),
+            "step": 7,
+            "name": "other",
+            "key": jax.random.key(9),
+        }
         for strict in (True, False):
             loaded, _ = manager.load_pytree(path, None, prefix="m", template=template, strict_shapes=strict)
             assert_same(loaded, tree)
@@ -889,13 +986,21 @@ class ManagerContract:
         template = {
             name: jax.ShapeDtypeStruct((8,), jnp.float32, sharding=on(grid(), "data")) for name in ("a", "b")
         }
-        loaded, _ = manager.load_pytree(path, grid(), prefix="m", template=template, shardings={"a": P("model")})
+        loaded, _ = manager.load_pytree(
+            path, grid(), prefix="m", template=template, shardings={"a": P("model")}
+        )
         assert loaded["a"].sharding == on(grid(), "model")
         assert loaded["b"].sharding == on(grid(), "data")
 
     @pytest.mark.parametrize("strict", [True, False])
     def test_every_difference_to_the_template_is_in_one_error(self, manager, path, strict):
-        tree = {"shape": jnp.ones((2, 3)), "dtype": jnp.ones(3), "kind": 3, "gone": jnp.ones(1), "same": jnp.ones(2)}
+        tree = {
+            "shape": jnp.ones((2, 3)),
+            "dtype": jnp.ones(3),
+            "kind": 3,
+            "gone": jnp.ones(1),
+            "same": jnp.ones(2),
+        }
         manager.save_pytree(tree, path, prefix="m")
         template = {"shape": jnp.ones((3, 3)), "dtype": jnp.ones(3, jnp.int32), "kind": jnp.ones(1), "new": 1}
         with pytest.raises(ValueError, match="6 mismatches") as error:
@@ -910,13 +1015,20 @@ class ManagerContract:
     def test_a_template_is_compared_with_what_the_dtype_makes(self, manager, path):
         manager.save_pytree({"w": jnp.ones(3), "i": jnp.arange(3)}, path, prefix="m")
         template = {"i": jnp.arange(3), "w": jnp.ones(3, jnp.bfloat16)}
-        with pytest.raises(ValueError, match=r"'w': expected bfloat16\[3\], found float32\[3\]; dtype= casts"):
+        with pytest.raises(
+            ValueError, match=r"'w': expected bfloat16\[3\], found float32\[3\]; dtype= casts"
+        ):
             manager.load_pytree(path, line(), prefix="m", template=template)
         loaded, _ = manager.load_pytree(path, line(), prefix="m", template=template, dtype="bf16")
         assert_same(loaded, template)
 
     def test_a_leaf_of_as_many_elements_is_reshaped_if_shapes_are_not_strict(self, manager, path, caplog):
-        tree = {"w": jnp.arange(16.0).reshape(2, 8), "n": np.arange(6), "one": jnp.ones((1, 3)), "s": jnp.float32(2)}
+        tree = {
+            "w": jnp.arange(16.0).reshape(2, 8),
+            "n": np.arange(6),
+            "one": jnp.ones((1, 3)),
+            "s": jnp.float32(2),
+        }
         manager.save_pytree(tree, path, prefix="m")
         template = {
             "w": jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=on(line(), "model")),
@@ -1090,21 +1202,24 @@ class ManagerContract:
             manager.save_async(state(), blocked)
 
     def test_an_error_inside_of_the_block_is_the_one_that_is_raised(self, blocked, caplog):
-        with pytest.raises(ZeroDivisionError), self.make() as manager:
-            assert manager.save_async(state(), blocked) is 1 / 0
+        def block():
+            with self.make() as manager:
+                manager.save_async(state(), blocked)
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            block()
         assert "a save failed, too" in caplog.text
 
     def test_everything_works_in_a_running_event_loop(self, manager, path):
         async def notebook():
-            manager.save(state(), path)
+            manager.save_pytree(state(), path, prefix="m")
             assert_same(manager.load(path, line())[0], state())
             assert_same(manager.load_tree_parallel(path)[0], state())
             assert await manager.save_async(state(1), path, prefix="m") == str(path)
             manager.wait_until_finished()
             return manager.load_pytree(path, line(), prefix="m")[0]
 
-        if path.suffix:  # one file holds one tree
-            pytest.skip("see the test of one file")
         assert_same(asyncio.run(notebook()), state(1))
 
     def test_several_threads_may_save_to_one_path(self, manager, path):
@@ -1161,7 +1276,19 @@ class DirectoryContract(ManagerContract):
             assert_same(loaded, {"b": jnp.full(2, i), "w": {"b": jnp.full(3, i)}})
 
     def test_hostile_prefixes_stay_inside(self, manager, path):
-        prefixes = ["..", "../up", "../../escape", "/abs", ".", "a/b", ".hidden", "%", "é", "manifest", "model"]
+        prefixes = [
+            "..",
+            "../up",
+            "../../escape",
+            "/abs",
+            ".",
+            "a/b",
+            ".hidden",
+            "%",
+            "é",
+            "manifest",
+            "model",
+        ]
         for i, prefix in enumerate(prefixes):
             manager.save({"w": jnp.full(2, i)}, path, prefix=prefix)
         for i, prefix in enumerate(prefixes):
@@ -1217,7 +1344,9 @@ class TestTensorStore(DirectoryContract):
             assert_same(manager.load_tree_parallel(where)[0], state())
 
     def test_without_an_index_arrays_can_be_read_all_the_same(self, manager, path):
-        manager.save_pytree({"a": {"w": jnp.arange(6.0)}, "b": jnp.ones(2)}, path, prefix="m", write_index=False)
+        manager.save_pytree(
+            {"a": {"w": jnp.arange(6.0)}, "b": jnp.ones(2)}, path, prefix="m", write_index=False
+        )
         assert not (path / "tensorstore_index.json").exists()
         expected = {"a": {"w": jnp.arange(6.0)}, "b": jnp.ones(2)}
         assert_same(manager.load_pytree(path, line(), prefix="m")[0], expected)
@@ -1247,6 +1376,7 @@ class TestTensorStore(DirectoryContract):
 class TestCompressed(TestTensorStore):
     arguments = {"enable_compression": True}
     is_compressed = True
+    test_validate_false_skips_the_digests = None  # what a flipped bit then becomes is anybody's guess
 
     def test_compression_makes_it_smaller(self, path):
         tree = {"w": jnp.zeros((256, 256)), "n": np.arange(65536) // 1000}
@@ -1351,6 +1481,13 @@ class TestSafetensors(DirectoryContract):
             with pytest.raises(ValueError, match="secret"):
                 manager.load_tree_parallel(path / "x.safetensors.index.json")
 
+    @pytest.mark.parametrize("text", ["{}", '{"weight_map": [1]}', '{"weight_map": {"w"'])
+    def test_an_index_that_says_nothing_is_an_error_and_not_an_empty_tree(self, manager, path, text):
+        path.mkdir(parents=True)
+        (path / "x.safetensors.index.json").write_text(text)
+        with pytest.raises(ValueError, match=r"x\.safetensors\.index\.json is no index"):
+            manager.load(path / "x.safetensors.index.json", line())
+
     def test_a_checkpoint_of_the_other_format_is_not_saved_over(self, manager, path):
         AsyncCheckpointManager().save(state(), path)
         with pytest.raises(FileExistsError, match="another format"):
@@ -1393,14 +1530,6 @@ class TestOneFile(ManagerContract):
             manager.save(state(), path, prefix="opt")
         assert_same(manager.load(path, line())[0], state())
 
-    def test_it_is_saved_and_loaded_in_a_running_event_loop(self, manager, path):
-        async def notebook():
-            manager.save(state(), path)
-            assert await manager.save_async(state(1), path) == str(path)
-            return manager.load(path, line())[0]
-
-        assert_same(asyncio.run(notebook()), state(1))
-
     def test_a_file_of_others_has_metadata_too(self, manager, path):
         path.parent.mkdir()
         for written in (None, {"who": "me"}):
@@ -1432,14 +1561,58 @@ class TestOneFile(ManagerContract):
 # ----------------------------------------------------------------------------------- without a backend
 
 
+GATHERING = "prefix=None, do_all_gather=False, cpu_offload=False"
+SAVE = f"self, tree, path, mesh=None, gather_fns=None, float_dtype=None, metadata=None, callback=None, {GATHERING}"
+LOAD = "mismatch_allowed=True, callback=None"
+SIGNATURES = {
+    "__init__": "self, enable=None, float_dtype=None, verbose=False, gcs_bucket=None, gcs_credentials_path=None, "
+    "enable_validation=False, enable_compression=False, use_tensorstore=True",
+    "save": SAVE,
+    "save_tree": SAVE,
+    "save_async": SAVE,
+    "save_pytree": "self, pytree, path, mesh=None, *, prefix, do_all_gather=False, cpu_offload=True, dtype=None, "
+    "extras=None, write_index=True",
+    "load": f"self, path, mesh, shardings=None, {LOAD}, partition_rules=None, dtype=None, validate=None, "
+    "prefix_filter=None, prefix=None, use_async=True",
+    "load_pytree": "self, path, mesh, *, prefix, shardings=None, partition_rules=None, dtype=None, template=None, "
+    "strict_shapes=True",
+    "load_tree_parallel": f"self, path, shardings=None, {LOAD}, dtype=None, validate=None, prefix_filter=None",
+    "compute_checksum": "array",
+    "is_tensorstore": "path",
+    "safe_loadpath": "path",
+}
+
+
+@pytest.mark.parametrize(("name", "documented"), SIGNATURES.items(), ids=SIGNATURES)
+def test_every_method_takes_what_is_documented_and_perhaps_more_behind(name, documented):
+    expected = list(inspect.signature(eval(f"lambda {documented}: 0")).parameters.values())
+    found = inspect.signature(getattr(Manager, name)).parameters.values()
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in found]
+    assert plain[: len(expected)] == expected
+    assert all(p.default is not inspect.Parameter.empty for p in plain[len(expected) :])
+
+
 def test_the_arguments_are_attributes():
     manager = AsyncCheckpointManager()
-    assert (manager.enable, manager.float_dtype, manager.verbose, manager.gcs_bucket) == (None, None, False, None)
-    assert (manager.enable_validation, manager.enable_compression, manager.use_tensorstore) == (False, False, True)
+    assert (manager.enable, manager.float_dtype, manager.verbose, manager.gcs_bucket) == (
+        None,
+        None,
+        False,
+        None,
+    )
+    assert (manager.enable_validation, manager.enable_compression, manager.use_tensorstore) == (
+        False,
+        False,
+        True,
+    )
     manager = AsyncCheckpointManager(True, jnp.bfloat16, True, "bucket", None, True, True, True)
     assert (manager.enable, manager.float_dtype, manager.verbose) == (True, jnp.bfloat16, True)
     assert (manager.gcs_bucket, manager.gcs_credentials_path) == ("bucket", None)
-    assert (manager.enable_validation, manager.enable_compression, manager.use_tensorstore) == (True, True, True)
+    assert (manager.enable_validation, manager.enable_compression, manager.use_tensorstore) == (
+        True,
+        True,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -1503,7 +1676,9 @@ def test_several_threads_get_the_same_manager_of_jax():
 @pytest.mark.parametrize("kind", [str, Path, LocalPath, ePath], ids=lambda kind: kind.__class__.__name__)
 def test_tensorstore_is_told_by_its_index_or_its_arrays(tmp_path, kind):
     AsyncCheckpointManager().save({"w": jnp.ones(2)}, tmp_path / "ours")
-    AsyncCheckpointManager().save_pytree({"w": jnp.ones(2)}, tmp_path / "arrays", prefix="m", write_index=False)
+    AsyncCheckpointManager().save_pytree(
+        {"w": jnp.ones(2)}, tmp_path / "arrays", prefix="m", write_index=False
+    )
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     for name, is_one in {
@@ -1564,8 +1739,12 @@ def test_the_defaults_of_one_are_not_those_of_another():
     "metadata",
     [
         CheckpointMetadata(),
-        CheckpointMetadata("1", "2026-01-01T00:00:00", {"w": "ab"}, {"w": {"shape": [2]}}, "0.1", {"step": "3"}),
-        CheckpointMetadata(version="", timestamp="", framework_version="", custom_metadata={"a": {"b": None}}),
+        CheckpointMetadata(
+            "1", "2026-01-01T00:00:00", {"w": "ab"}, {"w": {"shape": [2]}}, "0.1", {"step": "3"}
+        ),
+        CheckpointMetadata(
+            version="", timestamp="", framework_version="", custom_metadata={"a": {"b": None}}
+        ),
     ],
     ids=["empty", "full", "blank"],
 )

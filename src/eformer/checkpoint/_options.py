@@ -23,7 +23,7 @@ class SaveOptions:
     and for the format "tensorstore" alone:
 
     max_chunk_bytes   a chunk of an array is a shard, or as many of its rows as take at most this much; None for
-                      1 GiB, or 16 MiB of what is compressed or goes into a database
+                      1 GiB, or 8 MiB of what is compressed or goes into a database
     compression       "zstd" compresses every chunk
     ocdbt             puts the arrays into one OCDBT database instead of a directory each: few files
     """

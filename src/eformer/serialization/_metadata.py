@@ -37,6 +37,7 @@ class CheckpointMetadata:
         self.custom_metadata = {} if self.custom_metadata is None else self.custom_metadata
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields by name, of plain values."""
         return asdict(self)
 
     @classmethod

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 # A chunk is the least that others can read. What has to be encoded as a whole, is in memory as a whole.
 _CHUNK_BYTES = 2**30
-_ENCODED_CHUNK_BYTES = 16 * 2**20
+_ENCODED_CHUNK_BYTES = 8 * 2**20
 
 _BATCH = 64  # small arrays to a task
 

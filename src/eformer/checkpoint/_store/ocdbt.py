@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.ocdbt"
 
 # What is written is held in memory until it is committed.
-_COMMIT_BYTES = 32 * 2**20
+_COMMIT_BYTES = 8 * 2**20
 _COMMIT_KEYS = 20_000
 
 _CACHE_BYTES = 32 * 2**20
