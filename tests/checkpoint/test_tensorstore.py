@@ -18,6 +18,7 @@ from eformer.checkpoint import SaveOptions, load, save
 from eformer.checkpoint._formats.tensorstore import ArraysWriter
 from eformer.checkpoint._store.many import Journal, Moved, ScratchTree
 from eformer.errors import CorruptionError, FormatError, NotFoundError
+from eformer.serialization.serialization import tree_serialize_leaves
 from support.trees import assert_same
 
 
@@ -327,9 +328,17 @@ def test_indexes_of_every_version_are_read(tmp_path, version):
     np.testing.assert_array_equal(inner["w"], array)
 
 
-def test_arrays_without_an_index_are_found_and_say_when_they_are_not_all(tmp_path, weights):
+def test_arrays_whose_index_is_lost_are_no_checkpoint(tmp_path, weights):
     arrays_save(weights, tmp_path)
     (tmp_path / "tensorstore_index.json").unlink()
+    with pytest.raises(
+        NotFoundError, match=r"belongs to a save that has not finished, or whose .*json is gone"
+    ):
+        load(tmp_path)
+
+
+def test_arrays_that_were_saved_without_an_index_are_found(tmp_path, weights):
+    tree_serialize_leaves(tmp_path, weights, write_index=False)
     loaded = load(tmp_path)
     assert_same(jax.tree.map(np.asarray, loaded), jax.tree.map(np.asarray, weights))  # sorted
     assert not checkpoint.verify(tmp_path).has_digests

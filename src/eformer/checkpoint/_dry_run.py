@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from eformer.checkpoint._device import is_key
 from eformer.checkpoint._formats.find import find
+from eformer.checkpoint._load import jax_holds, refuse_on_devices
 from eformer.checkpoint._ndarray import dtype_from_name, floating_dtype, is_floating
-from eformer.checkpoint._rules import Leaf, Rules, place
+from eformer.checkpoint._rules import Leaf, Rules, Said, place
 from eformer.checkpoint._tree import flatten
 
 if TYPE_CHECKING:
@@ -58,11 +59,28 @@ class DryRun:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
+    """What there is to know of a leaf. `itemsize` is that of what the user sees: a whole PRNG key, say."""
+
     dtype: str
     shape: tuple[int, ...]
-    nbytes_each: int
-    sharding: RecordedSharding | None = None
+    itemsize: int
+    like: Any = None
+    recorded: RecordedSharding | None = None
     is_numpy: bool = False
+
+    def cast(self, dtype: str | None) -> _Known:
+        if dtype is None or not is_floating(self.dtype):
+            return self
+        return replace(self, dtype=dtype, itemsize=dtype_from_name(dtype).itemsize)
+
+    @property
+    def can_be_on_a_device(self) -> bool:
+        config: Any = jax.config  # whose attributes have no types
+        return self.dtype.startswith("key<") or jax_holds(self.dtype, config.jax_enable_x64)
+
+    def as_leaf(self) -> Leaf:
+        stays = self.is_numpy and not self.can_be_on_a_device
+        return Leaf(self.shape, self.like, self.recorded, self.is_numpy, stays)
 
 
 def dry_run(
@@ -80,21 +98,22 @@ def dry_run(
     error as of `load`: all of it at once.
     """
     is_path = isinstance(what, (str, os.PathLike))
-    known = _of_checkpoint(what, prefix) if is_path else _of_tree(what)
+    found = _of_checkpoint(what, prefix) if is_path else _of_tree(what)
     cast = None if dtype is None else floating_dtype(dtype)
-    leaves = {name: Leaf(k.shape, None, k.sharding, k.is_numpy) for name, k in known.items()}
-    placed, _ = place(leaves, mesh=mesh, rules=rules, shardings=shardings)
-    per_device: dict[Any, int] = defaultdict(int, dict.fromkeys(mesh.devices.flat, 0))
+    known = {name: leaf.cast(cast) for name, leaf in found.items()}
+    said = Said(mesh, None if rules is None else tuple(rules), shardings, prefix)
+    placed, _ = place({name: leaf.as_leaf() for name, leaf in known.items()}, said)
+    refuse_on_devices((n, known[n].dtype, known[n].shape) for n in placed if not known[n].can_be_on_a_device)
+    per_device: dict[Any, int] = dict.fromkeys(mesh.devices.flat, 0)
     result = {}
-    for name, k in known.items():
+    for name, leaf in known.items():
         sharding = placed.get(name)
-        shard = k.shape if sharding is None else sharding.shard_shape(k.shape)
-        itemsize = dtype_from_name(cast).itemsize if cast and is_floating(k.dtype) else k.nbytes_each
-        nbytes = itemsize * math.prod(shard)
-        result[name] = Placed(k.dtype, k.shape, getattr(sharding, "spec", sharding), shard, nbytes)
-        for device in sharding.device_set if sharding is not None else ():
-            per_device[device] += nbytes
-    return DryRun(dict(per_device), result)
+        shard = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        nbytes = leaf.itemsize * math.prod(shard)
+        result[name] = Placed(leaf.dtype, leaf.shape, getattr(sharding, "spec", sharding), shard, nbytes)
+        for device in () if sharding is None else sharding.device_set:
+            per_device[device] = per_device.get(device, 0) + nbytes
+    return DryRun(per_device, result)
 
 
 def _of_checkpoint(path: str | os.PathLike[str], prefix: str | None) -> dict[str, _Known]:
@@ -103,7 +122,9 @@ def _of_checkpoint(path: str | os.PathLike[str], prefix: str | None) -> dict[str
         inner = math.prod(entry.shape[len(entry.logical_shape) :])  # the numbers inside of a PRNG key
         itemsize = dtype_from_name(entry.dtype).itemsize * inner
         is_numpy = entry.home == "numpy"
-        found[name] = _Known(entry.logical_dtype, entry.logical_shape, itemsize, entry.sharding, is_numpy)
+        found[name] = _Known(
+            entry.logical_dtype, entry.logical_shape, itemsize, None, entry.sharding, is_numpy
+        )
     return found
 
 
@@ -112,8 +133,10 @@ def _of_tree(tree: Any) -> dict[str, _Known]:
     for name, leaf in flatten(tree)[0].items():
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             numbers = jax.eval_shape(_numbers, leaf) if is_key(leaf) else leaf
-            inner = math.prod(numbers.shape[len(leaf.shape) :])
-            found[name] = _Known(str(leaf.dtype), tuple(leaf.shape), numbers.dtype.itemsize * inner)
+            itemsize = numbers.dtype.itemsize * math.prod(numbers.shape[len(leaf.shape) :])
+            like = leaf.sharding if getattr(leaf, "committed", True) and hasattr(leaf, "sharding") else None
+            is_numpy = isinstance(leaf, np.ndarray)
+            found[name] = _Known(str(leaf.dtype), tuple(leaf.shape), itemsize, like, None, is_numpy)
     return found
 
 

@@ -48,7 +48,11 @@ def serialize_with(manager: Any, job: Job, tree: Any, callback: Callable[[], Non
             callback()
 
     given = [leaves[array.source.name] for array in theirs]
-    _in_a_thread(lambda: manager.serialize(given, specs, on_commit_callback=commit))
+    try:
+        _in_a_thread(lambda: manager.serialize(given, specs, on_commit_callback=commit))
+    except BaseException:  # that of an earlier save of the manager's, perhaps
+        writer.close()
+        raise
 
 
 def _numbers(leaf: Any) -> Any:

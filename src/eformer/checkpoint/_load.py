@@ -24,7 +24,7 @@ from eformer.checkpoint._manifest import UNREADABLE, LeafEntry, TreeEntry
 from eformer.checkpoint._ndarray import dtype_from_name, floating_dtype, is_floating
 from eformer.checkpoint._plan import Read, Want, plan_reads
 from eformer.checkpoint._pool import default_threads, uncollected
-from eformer.checkpoint._rules import Leaf, PartitionSpec, Rules, place
+from eformer.checkpoint._rules import Leaf, PartitionSpec, Rules, Said, place
 from eformer.checkpoint._store.files import Files  # noqa: TC001  msgspec reads it
 from eformer.checkpoint._transfer import fetch
 from eformer.checkpoint._tree import flatten, unflatten, unflatten_like
@@ -88,8 +88,8 @@ def load(
 class Request:
     """What the caller asked for; beyond what `load` takes,
 
-    every_leaf     `shardings` have to name every leaf, else KeyError
-    replicate      a leaf that nothing is said about goes to every device of the mesh
+    every_leaf, replicate, rules_are    see `Said`
+    like_is        what the caller's argument for `like` is called
     reshape        a leaf may have another shape than in `like` if it has as many elements
     threads        that read; None for one a core, 2 to 16
     """
@@ -108,6 +108,8 @@ class Request:
     replicate: bool = False
     reshape: bool = False
     threads: int | None = None
+    rules_are: str = "rules"
+    like_is: str = "like"
 
     def __post_init__(self) -> None:
         if self.batch is not None and self.batch <= 0:
@@ -258,7 +260,7 @@ def _items(
                 _take_shape(item, like.get(item.name))
         problems = list(_differences(items, selected, tree, like))
         if problems:
-            raise MismatchError(problems, context="the checkpoint does not fit `like`")
+            raise MismatchError(problems, context=f"the checkpoint does not fit `{request.like_is}`")
         for item in items:
             _follow(item, like[item.name])
     return items
@@ -354,7 +356,7 @@ def _place(items: Sequence[_Item], tree: TreeEntry, request: Request) -> None:
     if any(argument is not None for argument in said):
         _follow_arguments(items, tree, request)
     _keep_on_host(
-        [item for item in items if not item.as_numpy and not _jax_holds(item.dtype, _config.jax_enable_x64)]
+        [item for item in items if not item.as_numpy and not jax_holds(item.dtype, _config.jax_enable_x64)]
     )
     for item in items:
         if item.sharding is not None and not item.as_numpy and item.new_shape is None:
@@ -362,26 +364,30 @@ def _place(items: Sequence[_Item], tree: TreeEntry, request: Request) -> None:
 
 
 def _follow_arguments(items: Sequence[_Item], tree: TreeEntry, request: Request) -> None:
-    leaves = {
-        item.name: Leaf(item.shape, item.sharding, item.entry.sharding, item.as_numpy) for item in items
-    }
-    placed, after = place(
-        leaves,
+    leaves = {item.name: _as_leaf(item) for item in items}
+    said = Said(
         mesh=request.mesh,
         rules=request.rules,
         shardings=request.shardings,
-        ignored=tree.leaves.keys() - leaves.keys(),  # which `keys` have left out
+        prefix=request.prefix,
         every_leaf=request.every_leaf,
         replicate=request.replicate,
+        rules_are=request.rules_are,
     )
+    placed, after = place(leaves, said, ignored=tree.leaves.keys() - leaves.keys())  # which `keys` leave out
     for item in items:
         item.after = after.get(item.name)
         if item.name in placed:
             item.sharding, item.as_numpy, item.is_explicit = placed[item.name], False, True
 
 
+def _as_leaf(item: _Item) -> Leaf:
+    stays = item.as_numpy and not jax_holds(item.dtype, _config.jax_enable_x64)
+    return Leaf(item.shape, item.sharding, item.entry.sharding, item.as_numpy, stays)
+
+
 @lru_cache
-def _jax_holds(dtype: str, x64: bool) -> bool:  # noqa: ARG001  x64 is for the cache
+def jax_holds(dtype: str, x64: bool) -> bool:  # noqa: ARG001  x64 is for the cache
     """Whether JAX has this dtype. Without x64 it would cut 64 bits to 32 without a word; some it never has."""
     try:
         return bool(jax.dtypes.canonicalize_dtype(dtype_from_name(dtype)) == dtype_from_name(dtype))
@@ -391,13 +397,7 @@ def _jax_holds(dtype: str, x64: bool) -> bool:  # noqa: ARG001  x64 is for the c
 
 def _keep_on_host(items: Sequence[_Item]) -> None:
     """Leaves that JAX cannot hold as they are stay numpy arrays, unless somebody wants them on a device."""
-    refused = [item for item in items if item.is_explicit]
-    if refused:
-        problems = [f"leaf {item.name!r} is {item.dtype}{list(item.entry.shape)}" for item in refused]
-        raise MismatchError(
-            problems,
-            context="JAX cannot hold these as they are; set jax_enable_x64, or pass dtype= or numpy arrays in like=",
-        )
+    refuse_on_devices((item.name, item.dtype, item.entry.shape) for item in items if item.is_explicit)
     for item in items:
         item.as_numpy = True
     if items:
@@ -406,6 +406,16 @@ def _keep_on_host(items: Sequence[_Item]) -> None:
             "the first is %r, %s",
             len(items), items[0].name, items[0].dtype,
         )  # fmt: skip
+
+
+def refuse_on_devices(leaves: Iterable[tuple[str, str, tuple[int, ...]]]) -> None:
+    """For names, dtypes and shapes of what is wanted on devices and cannot be there."""
+    problems = [f"leaf {name!r} is {dtype}{list(shape)}" for name, dtype, shape in leaves]
+    if problems:
+        raise MismatchError(
+            problems,
+            context="JAX cannot hold these as they are; set jax_enable_x64, or pass dtype= or numpy arrays in like=",
+        )
 
 
 def _cut_up(item: _Item) -> None:

@@ -66,7 +66,7 @@ def name_of_dtype(dtype: np.dtype[Any]) -> str:
 # What people write beside numpy's own names.
 _ALIASES = {
     "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32",
-    "fp64": "float64", "f64": "float64", "fp8": "float8_e4m3fn", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
+    "fp64": "float64", "f64": "float64", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as _PartitionSpec
 
-from eformer.checkpoint._leaf import split_name, unescape, with_nearest
+from eformer.checkpoint._leaf import escape, split_name, unescape, with_nearest
 from eformer.checkpoint._manifest import RecordedSharding
 from eformer.checkpoint._tree import flatten
 from eformer.errors import MismatchError
@@ -24,13 +24,14 @@ Rules = Sequence[tuple[str, _PartitionSpec]]
 class Leaf:
     """What a placement is decided by: the shape that the user sees, what `like` says, and what was recorded.
 
-    A numpy array goes to a device only if somebody says so.
+    A numpy array goes to a device only if somebody says so; one that JAX cannot hold, only if it is meant.
     """
 
     shape: tuple[int, ...]
     like: Any = None
     recorded: RecordedSharding | None = None
     is_numpy: bool = False
+    is_for_numpy_only: bool = False
 
 
 def recorded_sharding(sharding: Sharding) -> RecordedSharding | None:
@@ -43,45 +44,62 @@ def recorded_sharding(sharding: Sharding) -> RecordedSharding | None:
     return RecordedSharding(spec, dict(sharding.mesh.shape))
 
 
-def by_name(shardings: Any, leaves: Container[str]) -> dict[str, Any]:
-    """Shardings in a tree of any kind, or flat by dotted name, as {escaped name: value}."""
+def by_name(shardings: Any, leaves: Container[str], prefix: str | None = None) -> dict[str, Any]:
+    """Shardings in a tree of any kind, or flat by dotted name, as {escaped name: value}. Names may begin with the
+    prefix of the tree."""
     said, _ = flatten(shardings)
+    return {_name_of(name, leaves, prefix): value for name, value in said.items()}
+
+
+def _name_of(name: str, leaves: Container[str], prefix: str | None) -> str:
     # In a flat dict a whole path is one key, whose dots were escaped.
-    return {name if name in leaves else name.replace("%2E", "."): value for name, value in said.items()}
+    names = [name, name.replace("%2E", ".")]
+    if prefix:
+        names += [n.removeprefix(f"{start}.") for n in names for start in (prefix, escape(prefix))]
+    return next((n for n in names if n in leaves), names[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a caller says about where leaves go.
+
+    prefix         of the tree: names in `shardings` may begin with it
+    every_leaf     `shardings` have to name every leaf, else KeyError
+    replicate      a leaf that nothing is said about goes to every device of the mesh
+    rules_are      what the caller's argument for the rules is called
+    """
+
+    mesh: Mesh | None = None
+    rules: Rules | None = None
+    shardings: Any = None
+    prefix: str | None = None
+    every_leaf: bool = False
+    replicate: bool = False
+    rules_are: str = "rules"
 
 
 def place(
-    leaves: Mapping[str, Leaf],
-    *,
-    mesh: Mesh | None,
-    rules: Rules | None,
-    shardings: Any,
-    ignored: Container[str] = (),
-    every_leaf: bool = False,
-    replicate: bool = False,
+    leaves: Mapping[str, Leaf], said: Said, ignored: Collection[str] = ()
 ) -> tuple[dict[str, Sharding], dict[str, Callable[[Any], Any]]]:
     """A sharding for every leaf that something is said about, and what to call on the loaded arrays.
 
     Shardings by name win over rules, rules over `like`, `like` over what was recorded. Whatever does not fit is
-    reported at once. Shardings of `ignored` leaves are nobody's business here. With `every_leaf` a leaf that the
-    shardings do not name is a KeyError; with `replicate` one that nothing is said about goes everywhere.
+    reported at once. Shardings of `ignored` leaves are nobody's business here.
     """
-    if rules is not None and mesh is None:
-        raise ValueError("rules= need a mesh= to lay leaves out on")
+    if said.rules is not None and said.mesh is None:
+        raise ValueError(f"{said.rules_are}= need a mesh= to lay leaves out on")
     problems: list[str] = []
-    specs, after = _named(leaves, shardings, ignored, problems)
-    if every_leaf and shardings is not None:
-        _require_all(leaves, specs.keys() | after.keys())
-    if rules is not None:
-        patterns = [(_compiled(pattern), spec) for pattern, spec in rules]
-        specs = {name: _match(name, leaf, patterns) for name, leaf in leaves.items()} | specs
-    specs = {name: leaf.like for name, leaf in leaves.items() if leaf.like is not None} | specs
-    if mesh is not None:
-        unsaid = {name: leaf for name, leaf in leaves.items() if name not in specs and not leaf.is_numpy}
-        specs |= _recorded(unsaid, mesh, replicate, problems)
+    named, after = _named(leaves, said, ignored, problems)
+    if said.every_leaf and said.shardings is not None:
+        _require_all(leaves, named.keys() | after.keys())
+    specs = {name: leaf.like for name, leaf in leaves.items() if leaf.like is not None}
+    specs |= _matched(leaves, said) | named
+    if said.mesh is not None:
+        unsaid = {name: leaf for name, leaf in leaves.items() if name not in specs}
+        specs |= _rest(unsaid, said, said.mesh, problems)
     placed = {}
     for name, spec in specs.items():
-        sharding = _fit(spec, mesh, leaves[name].shape)
+        sharding = _fit(spec, said.mesh, leaves[name].shape)
         if isinstance(sharding, str):
             problems.append(f"leaf {name!r} {list(leaves[name].shape)}: {sharding}")
         else:
@@ -92,21 +110,22 @@ def place(
 
 
 def _named(
-    leaves: Mapping[str, Leaf], shardings: Any, ignored: Container[str], problems: list[str]
+    leaves: Mapping[str, Leaf], said: Said, ignored: Collection[str], problems: list[str]
 ) -> tuple[dict[str, Any], dict[str, Callable[[Any], Any]]]:
+    shardings = said.shardings
     if shardings is None:
         return {}, {}
     if isinstance(shardings, (Sharding, PartitionSpec)) or callable(shardings):
-        said = dict.fromkeys(leaves, shardings)
+        by_leaf = dict.fromkeys(leaves, shardings)
     else:
-        said = by_name(shardings, leaves)
-    unknown = [name for name in said if name not in leaves and name not in ignored]
+        by_leaf = by_name(shardings, {*leaves, *ignored}, said.prefix)
+    unknown = [name for name in by_leaf if name not in leaves and name not in ignored]
     problems += [
         f"shardings name {n!r}, which is not an array of the checkpoint{hint}"
         for n, hint in with_nearest(unknown, leaves)
     ]
     specs, after = {}, {}
-    for name, value in said.items():
+    for name, value in by_leaf.items():
         if name not in leaves:
             continue
         if isinstance(value, (Sharding, PartitionSpec)):
@@ -125,11 +144,23 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise ValueError(f"rules=: {pattern!r} is no regular expression: {error}") from error
 
 
-def _match(name: str, leaf: Leaf, patterns: Sequence[tuple[re.Pattern[str], Any]]) -> Any:
+def _matched(leaves: Mapping[str, Leaf], said: Said) -> dict[str, Any]:
+    """For each leaf that a rule is for, the spec of the first. A scalar has no axis to be cut along."""
+    patterns = [(_compiled(pattern), spec) for pattern, spec in said.rules or ()]
+    found = {name: _first_match(name, patterns) for name, leaf in leaves.items() if leaf.shape}
+    return {name: spec for name, spec in found.items() if spec is not None}
+
+
+def _first_match(name: str, patterns: Sequence[tuple[re.Pattern[str], Any]]) -> Any:
     key = "/".join(unescape(part) for part in split_name(name))
-    found = (spec for pattern, spec in patterns if pattern.search(key))
-    spec = next(found, None) if leaf.shape else None  # a scalar has no axis to be cut along
-    return PartitionSpec() if spec is None else spec
+    return next((spec for pattern, spec in patterns if pattern.search(key)), None)
+
+
+def _rest(leaves: Mapping[str, Leaf], said: Said, mesh: Mesh, problems: list[str]) -> dict[str, Any]:
+    """What nothing else is said about: with rules it goes everywhere, unless JAX cannot hold it."""
+    if said.rules is not None:
+        return {name: PartitionSpec() for name, leaf in leaves.items() if not leaf.is_for_numpy_only}
+    return _recorded({n: leaf for n, leaf in leaves.items() if not leaf.is_numpy}, said, mesh, problems)
 
 
 def _require_all(leaves: Mapping[str, Leaf], said: Collection[str]) -> None:
@@ -139,20 +170,20 @@ def _require_all(leaves: Mapping[str, Leaf], said: Collection[str]) -> None:
 
 
 def _recorded(
-    leaves: Mapping[str, Leaf], mesh: Mesh, replicate: bool, problems: list[str]
+    leaves: Mapping[str, Leaf], said: Said, mesh: Mesh, problems: list[str]
 ) -> dict[str, _PartitionSpec]:
     specs = {}
     for name, leaf in leaves.items():
         spec = PartitionSpec(*leaf.recorded.spec) if leaf.recorded else None
         if spec is not None and not isinstance(_fit(spec, mesh, leaf.shape), str):
             specs[name] = spec
-        elif replicate or len(mesh.axis_names) == 1 or not leaf.shape:
+        elif said.replicate or len(mesh.axis_names) == 1 or not leaf.shape:
             specs[name] = PartitionSpec()
         else:
             was = f"; it was saved as {spec}, which this mesh cannot do" if spec is not None else ""
             problems.append(
                 f"leaf {name!r}: no sharding is said for it on a mesh of axes {mesh.axis_names}{was}; "
-                "pass rules= or shardings="
+                f"pass {said.rules_are}= or shardings="
             )
     return specs
 

@@ -23,7 +23,7 @@ from eformer.checkpoint._ndarray import floating_dtype
 from eformer.checkpoint._save import start
 from eformer.paths import GCSPath, LocalPath, ePath
 from eformer.serialization._checksums import check_checksums, sha256_of_array
-from eformer.serialization._keys import by_key, without_prefix
+from eformer.serialization._keys import by_key
 from eformer.serialization._metadata import CheckpointMetadata, metadata_of
 from eformer.serialization.utils import apply_gather_functions, is_gcs_path, to_host
 
@@ -279,8 +279,11 @@ class AsyncCheckpointManager:
         Digests are always checked, unless `validate=False`. `validate=True`, or None with `enable_validation`, checks
         the recorded SHA-256 of every array, too. `use_async=False` reads one array after the other.
         """
+        if prefix_filter is not None:
+            warnings.warn("prefix_filter is deprecated; use prefix", DeprecationWarning, stacklevel=2)
+            prefix = _same(prefix, prefix_filter)
         request = Request(
-            prefix=_prefix(prefix, prefix_filter),
+            prefix=prefix,
             mesh=mesh,
             shardings=shardings,
             every_leaf=not mismatch_allowed,
@@ -289,6 +292,7 @@ class AsyncCheckpointManager:
             callback=by_key(callback),
             batch=chunk_size or None,
             verify=validate is not False,
+            rules_are="partition_rules",
         )
         if not use_async:
             request = dataclasses.replace(request, batch=1, threads=1)
@@ -306,7 +310,7 @@ class AsyncCheckpointManager:
     ) -> tuple[Any, dict[str, Any]]:
         """Like `load`, without a mesh: leaves go to the default device unless `shardings` say otherwise."""
         return self.load(
-            path, None, shardings, mismatch_allowed, callback, None, dtype, validate, prefix_filter
+            path, None, shardings, mismatch_allowed, callback, None, dtype, validate, prefix=prefix_filter
         )
 
     def load_pytree(
@@ -333,13 +337,15 @@ class AsyncCheckpointManager:
             like=template,
             prefix=prefix,
             mesh=mesh,
-            shardings=without_prefix(shardings, prefix),
+            shardings=shardings,
             rules=None if partition_rules is None else tuple(partition_rules),
             dtype=dtype,
             callback=by_key(callback),
             batch=chunk_size or None,
             replicate=True,
             reshape=not strict_shapes,
+            rules_are="partition_rules",
+            like_is="template",
         )
         return self._load(path, request, None)
 
@@ -370,7 +376,9 @@ class AsyncCheckpointManager:
         return where.parent if where.name == INDEX else where
 
     def _where(self, path: Path) -> str:
-        text = path if isinstance(path, str) else str(path)
+        text = str(path) if isinstance(path, GCSPath) else os.fsdecode(path)
+        if text.startswith("file://"):
+            text = str(ePath(text))
         if self.gcs_bucket and not is_gcs_path(text) and not os.path.isabs(text):  # noqa: PTH117
             return f"gs://{self.gcs_bucket}/{text}"
         return text
@@ -403,10 +411,7 @@ def _require_prefix(prefix: Any) -> None:
         raise ValueError(f"A non-empty string prefix is required, not {prefix!r}")
 
 
-def _prefix(prefix: str | None, prefix_filter: str | None) -> str | None:
-    if prefix_filter is None:
-        return prefix
-    warnings.warn("prefix_filter is deprecated; use prefix", DeprecationWarning, stacklevel=3)
+def _same(prefix: str | None, prefix_filter: str) -> str:
     if prefix is not None and prefix != prefix_filter:
         raise ValueError(f"prefix={prefix!r} and prefix_filter={prefix_filter!r} contradict each other")
     return prefix_filter

@@ -8,7 +8,7 @@ from eformer.checkpoint._handed_over import serialize_with
 from eformer.checkpoint._load import Request, load_entry
 from eformer.checkpoint._save import start
 from eformer.checkpoint._tree import is_array_like, join_key, leaf_key_paths
-from eformer.serialization._keys import by_key, without_prefix
+from eformer.serialization._keys import by_key
 
 if TYPE_CHECKING:
     import os
@@ -76,8 +76,9 @@ def tree_deserialize_leaves(
         prefix=prefix,
         mesh=mesh,
         rules=None if partition_rules is None else tuple(partition_rules),
-        shardings=without_prefix(shardings, prefix),
+        shardings=shardings,
         callback=by_key(callback),
         batch=chunk_size or None,
+        rules_are="partition_rules",
     )
     return load_entry(checkpoint_dir, request)[0]

@@ -302,7 +302,9 @@ def reshard(x: Any, target_sharding: Any) -> jax.Array:
     if isinstance(x, jax.core.Tracer):
         constrain: Any = jax.lax.with_sharding_constraint  # which has no types
         return jnp.asarray(constrain(x, target_sharding))
-    array: jax.Array = jax.device_put(_as_jax(x), target_sharding)
+    array = _as_jax(x)
+    with jax.enable_x64(True):  # else it would cut arrays that were made so to 32 bits, and say nothing
+        array = jnp.asarray(jax.device_put(array, target_sharding))
     reached = array.sharding
     if isinstance(target_sharding, Sharding) and not reached.is_equivalent_to(target_sharding, array.ndim):
         raise ValueError(f"asked for {target_sharding}, the array of shape {array.shape} lies as {reached}")

@@ -19,6 +19,7 @@ from eformer.checkpoint._value import value_to_json
 from eformer.errors import FormatError, NotFoundError, StructureError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from eformer.checkpoint._manifest import TreeEntry
@@ -41,9 +42,13 @@ def by_index(directory: Path) -> Found | None:
         if prefix not in trees:
             trees[prefix], looked_at = _listed_tree(directory, prefix, listed)
             stamps |= looked_at
+    manifest = msgspec.structs.replace(manifest, trees=trees)
     if not index.is_ours:
         manifest = Manifest(format=FOREIGN, trees=trees)
-    return Found(directory, directory, msgspec.structs.replace(manifest, trees=trees), trees, stamps=stamps)
+        if not index.prefixes:  # version 1.0 had none: a prefix was a directory
+            paths = [array.path for array in index.listed().get("", [])]
+            trees = _with_directories(directory, trees, paths)
+    return Found(directory, directory, manifest, trees, stamps=stamps)
 
 
 def _stamps(directory: Path) -> Stamps:
@@ -109,9 +114,17 @@ def without_index(directory: Path) -> Found | None:
             "save again to clean up"
         )
     whole, stamps = tree_of_arrays(directory, counted_from("", paths))
-    trees = {"": whole}
+    manifest = Manifest(format=FOREIGN, trees={"": whole})
+    trees = _with_directories(directory, manifest.trees, paths)
+    return Found(directory, directory, manifest, trees, stamps=stamps)
+
+
+def _with_directories(
+    directory: Path, trees: Mapping[str, TreeEntry], paths: Sequence[str]
+) -> dict[str, TreeEntry]:
+    """The trees, and each outer directory of the arrays as one more."""
+    found = dict(trees)
     for top in sorted({path.split("/")[0] for path in paths if "/" in path}):
         inner = [path for path in paths if path.startswith(f"{top}/")]
-        trees[top], _ = tree_of_arrays(directory, counted_from(top, inner))
-    manifest = Manifest(format=FOREIGN, trees={"": whole})
-    return Found(directory, directory, manifest, trees, stamps=stamps)
+        found[top], _ = tree_of_arrays(directory, counted_from(top, inner))
+    return found

@@ -215,6 +215,11 @@ class ArraysWriter:
             return "", []
         if is_first and not self.prefix and not self.options.ocdbt and there.isdisjoint(contents):
             return "", [(scratch.data / name, name) for name in contents]
+        if not self.write_index and (not self.prefix or base in there):
+            raise FileExistsError(
+                f"{self.directory} has {sorted(there & {base, *contents})[:8]}; without an index nothing could tell "
+                "which arrays are the new ones. Save to another directory, or with an index"
+            )
         root = f"{base}.ocdbt" if self.options.ocdbt else base
         # Names of leaves have no dots: what has one is never in the way of a later tree.
         if not is_first or root in there or root == "tree":
