@@ -111,7 +111,8 @@ def dry_run(
         shard = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
         nbytes = leaf.itemsize * math.prod(shard)
         result[name] = Placed(leaf.dtype, leaf.shape, getattr(sharding, "spec", sharding), shard, nbytes)
-        for device in () if sharding is None else sharding.device_set:
+        devices: set[Any] = set() if sharding is None else sharding.device_set
+        for device in devices:
             per_device[device] = per_device.get(device, 0) + nbytes
     return DryRun(per_device, result)
 
