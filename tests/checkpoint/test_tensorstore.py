@@ -191,7 +191,7 @@ def contents(path):
 def test_a_file_is_never_written_again_once_the_index_names_it(tmp_path, weights, monkeypatch, prefix):
     arrays_save(weights, tmp_path, prefix)
     before = contents(tmp_path)
-    monkeypatch.setattr("eformer.checkpoint._store.many.remove_arrays", lambda path: None)
+    monkeypatch.setattr("eformer.checkpoint._store.many.remove_arrays", lambda path, mark: None)
     arrays_save(jax.tree.map(lambda x: x + 1, weights), tmp_path, prefix)
     after = contents(tmp_path)
     changed = {path for path, data in before.items() if after.get(path) != data}
@@ -253,12 +253,13 @@ def test_arrays_of_a_save_that_died_are_no_checkpoint_and_go_with_the_next(tmp_p
     assert sorted(os.listdir(tmp_path)) == ["tensorstore_index.json", "z"]
 
 
-def test_a_directory_that_took_the_place_of_a_dead_saves_is_not_removed(tmp_path, weights, monkeypatch):
+@pytest.mark.parametrize(("inode", "mark"), [(1, ""), (0, "another")])
+def test_a_directory_that_took_the_place_of_a_dead_saves_is_not_removed(tmp_path, weights, inode, mark):
     scratch = tmp_path / ".eformer-0123456789abcdef.tmp"
     scratch.mkdir()
     arrays_save({"w": np.ones(3)}, tmp_path / "x")
-    inode = (tmp_path / "x").stat().st_ino
-    (scratch / "journal.json").write_bytes(msgspec.json.encode(Journal("id", (Moved("x", inode + 1),), ())))
+    there = Moved("x", (tmp_path / "x").stat().st_ino + inode, mark)
+    (scratch / "journal.json").write_bytes(msgspec.json.encode(Journal("id", (there,), ())))
     arrays_save(weights, tmp_path)
     assert (tmp_path / "x" / "w" / "0").exists()
     assert not scratch.exists()

@@ -37,6 +37,7 @@ from eformer.checkpoint._pieces import piece_sizes
 from eformer.checkpoint._pool import run_all, uncollected
 from eformer.checkpoint._store.local import is_inside, list_names, locked, logger, remove, replacing, sweep
 from eformer.checkpoint._store.many import (
+    DATABASE_MARK,
     NewFile,
     ScratchTree,
     make_directory,
@@ -158,6 +159,8 @@ class ArraysWriter:
             database = DatabaseWriter(self.scratch.data)
             run_all(_database_tasks(database, arrays, self.block, staging), self.threads)
             database.finish()
+            if arrays:
+                write_new(f"{self.root}/{DATABASE_MARK}", self.save_id.encode())
         else:
             with ExitStack() as files:
                 run_all(_file_tasks(self.root, arrays, self.block, staging, files), self.threads)
@@ -189,7 +192,7 @@ class ArraysWriter:
                 )
             root, moves = self._final_places(scratch, index)
             try:
-                scratch.publish(self.save_id, moves, self._replaced(index))
+                scratch.publish(self.save_id, moves, self._replaced(index), self._replaced_id(index))
                 if self.write_index:
                     self._write_index(index, tree, root)
             except BaseException:
@@ -231,6 +234,11 @@ class ArraysWriter:
         tops = {prefix: _tops(listed) for prefix, listed in index.listed().items()}
         kept = {name for prefix, names in tops.items() if prefix != self.prefix for name in names}
         return sorted(tops.get(self.prefix, set()) - kept)
+
+    def _replaced_id(self, index: Index) -> str:
+        """The save whose arrays are replaced; somebody else's have none."""
+        tree = index.manifest(str(self.directory / INDEX)).trees.get(self.prefix)
+        return tree.save_id if tree else ""
 
     def _write_index(self, index: Index, tree: TreeEntry, root: str) -> None:
         origin = str(self.directory / INDEX)

@@ -240,7 +240,7 @@ def unlock(descriptor: int) -> None:
 # -------------------------------------------------------------------------------------------- reading
 
 
-def list_names(directory: Path) -> list[str]:
+def list_names(directory: Path | str) -> list[str]:
     return sorted(os.listdir(directory))
 
 

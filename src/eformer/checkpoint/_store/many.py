@@ -43,14 +43,22 @@ _SCRATCH = re.compile(r"\.eformer-[0-9a-f]{16}\.tmp")
 _JOURNAL = "journal.json"
 
 # What arrays and databases consist of; nothing else is ever removed.
-_ARRAY_FILE = re.compile(r"\.z(array|attrs|group)|\d+(\.\d+)*|manifest\.ocdbt|[0-9a-f]{32}")
+_ARRAY_FILE = re.compile(r"\.zarray|\d+(\.\d+)*|manifest\.ocdbt|[0-9a-f]{32}|\.eformer")
+
+DATABASE_MARK = ".eformer"  # says of which save a database is
+_DATABASE_FILES = "d"
 
 
 class Moved(msgspec.Struct, frozen=True, array_like=True):
-    """A directory that a save has put in place or is about to remove; its number tells it from a later one."""
+    """A directory that a save has put in place or is about to remove: which one, and of which save its arrays are."""
 
     name: str
     inode: int
+    mark: str
+
+    @classmethod
+    def of(cls, path: Path, name: str, mark: str) -> Moved:
+        return cls(name, os.lstat(path).st_ino, mark)
 
 
 class Journal(msgspec.Struct, frozen=True):
@@ -91,10 +99,15 @@ class ScratchTree:
                 _sync(os.path.join(folder, name))
             sync_directory(folder)
 
-    def publish(self, save_id: str, moves: Sequence[tuple[Path, str]], old: Sequence[str]) -> None:
-        """Moves directories to names that are free; a journal says so first, for the case that we die meanwhile."""
-        new = tuple(Moved(name, os.stat(path).st_ino) for path, name in moves)
-        gone = tuple(Moved(n, os.stat(p).st_ino) for n in old if (p := self.directory / n).exists())
+    def publish(
+        self, save_id: str, moves: Sequence[tuple[Path, str]], old: Sequence[str], old_id: str
+    ) -> None:
+        """Moves directories to names that are free; a journal says so first, for the case that we die meanwhile.
+
+        The directories `old`, with the arrays of the save `old_id`, will then be in nobody's way any more.
+        """
+        new = tuple(Moved.of(path, name, save_id) for path, name in moves)
+        gone = tuple(Moved.of(path, name, old_id) for name in old if (path := self.directory / name).exists())
         journal = f"{self.path}/{_JOURNAL}"
         write_new(journal, msgspec.json.encode(Journal(save_id, new, gone)))
         _sync(journal)
@@ -204,20 +217,54 @@ def _carry_out(directory: Path, scratch: Path, is_sealed: bool) -> None:
         path = directory / moved.name
         with suppress(FileNotFoundError):
             if os.path.basename(moved.name) == moved.name and os.lstat(path).st_ino == moved.inode:
-                remove_arrays(path)
+                remove_arrays(path, moved.mark)
 
 
-def remove_arrays(path: Path) -> None:
-    """The arrays in and below a directory are gone, and it too unless there was something else in it."""
+def remove_arrays(path: Path, mark: str) -> None:
+    """The arrays of one save in and below a directory are gone, and it too unless there is something else in it.
+
+    What says whose they are goes last, so that this can be done again should it be interrupted.
+    """
+    if _mark_of_database(path) == mark:
+        _remove_files(f"{path}/{_DATABASE_FILES}")
+        _remove_files(str(path))
     for folder, _, names in os.walk(path, topdown=False):
-        for name in names:
-            if _ARRAY_FILE.fullmatch(name):
-                os.unlink(os.path.join(folder, name))
-        try:
-            os.rmdir(folder)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody else's file is in it
-                raise
+        if ".zarray" in names and _mark_of_array(f"{folder}/.zarray") == mark:
+            _remove_files(folder)
+        _remove_if_empty(folder)
+
+
+def _mark_of_array(path: str) -> str | None:
+    try:
+        return msgspec.json.decode(read_file(path), type=_Marked).eformer
+    except (OSError, *MALFORMED_JSON):
+        return None
+
+
+class _Marked(msgspec.Struct):
+    eformer: str = ""
+
+
+def _mark_of_database(path: Path) -> str | None:
+    try:
+        return read_file(f"{path}/{DATABASE_MARK}").decode(errors="replace")
+    except OSError:
+        return None
+
+
+def _remove_files(folder: str) -> None:
+    names = list_names(folder) if os.path.isdir(folder) else []
+    for name in sorted(names, key=lambda name: name in (".zarray", DATABASE_MARK)):
+        if _ARRAY_FILE.fullmatch(name):
+            os.unlink(f"{folder}/{name}")
+
+
+def _remove_if_empty(folder: str) -> None:
+    try:
+        os.rmdir(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            raise
 
 
 # --------------------------------------------------------------------------------------------- sync
