@@ -206,9 +206,9 @@ class Service(BaseHTTPRequestHandler):
 
     def do_POST(self):
         key, data = self.query["name"], self.rfile.read(int(self.headers["content-length"]))
-        self.answer(200, json.dumps(describe(key)).encode())
         if not self.server.is_closed_to_us:
-            self.server.objects[key] = data
+            self.server.objects[key] = data  # before the answer, after which it is looked for
+        self.answer(200, json.dumps(describe(key)).encode())
 
     def do_DELETE(self):
         self.answer(204 if self.server.objects.pop(self.key, None) is not None else 404)

@@ -7,7 +7,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer.checkpoint._codec import gzip_compress, gzip_decompress, sha256, xxh3_128, xxh3_128_of
+from eformer.checkpoint._codec import gzip_compress, gzip_decompress, sha256_of, xxh3_128, xxh3_128_of
 from eformer.errors import FormatError
 
 
@@ -42,7 +42,7 @@ def test_every_flipped_bit_of_gzip_content_is_noticed():
 def test_digests_are_the_published_functions():
     data = np.arange(100, dtype=np.float32)
     assert xxh3_128(data) == xxhash.xxh3_128(data.tobytes()).hexdigest()
-    assert sha256(data) == hashlib.sha256(data.tobytes()).hexdigest()
+    assert sha256_of([data]) == hashlib.sha256(data.tobytes()).hexdigest()
 
 
 @given(st.lists(st.binary(max_size=100)))

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from eformer.checkpoint._leaf import (
     BARE_LEAF,
-    Block,
-    LeafSpec,
     Region,
     escape,
     escape_siblings,
@@ -197,23 +195,3 @@ def test_inside_refuses_a_box_that_sticks_out():
 
 def test_boxes_of_different_rank_do_not_overlap():
     assert Region((0,), (3,)).overlap(Region((0, 0), (3, 3))) is None
-
-
-def test_a_leaf_knows_its_bytes():
-    assert LeafSpec("a.w", (2, 3), "bfloat16").nbytes == 12
-    assert LeafSpec("a.w", (0, 3), "float64").nbytes == 0
-    with pytest.raises(ValueError, match="unknown dtype 'float31'"):
-        _ = LeafSpec("a.w", (2, 3), "float31").nbytes
-
-
-def test_a_block_that_does_not_fill_its_region_is_refused_by_name():
-    spec = LeafSpec("a.w", (4,), "float32")
-    Block(spec, Region((0,), (2,)), np.zeros(2, np.float32))
-    with pytest.raises(
-        ValueError, match=r"leaf 'a.w': the block holds float32\[3\], its region is float32\[2\]"
-    ):
-        Block(spec, Region((0,), (2,)), np.zeros(3, np.float32))
-    with pytest.raises(ValueError, match=r"the block holds float32\[2, 1\]"):
-        Block(spec, Region((0,), (2,)), np.zeros((2, 1), np.float32))
-    with pytest.raises(ValueError, match="the block holds int32"):
-        Block(spec, Region((0,), (2,)), np.zeros(2, np.int32))

@@ -104,7 +104,8 @@ ROWS = ((0, 0), (2, 4))
     [
         (a_leaf(dtype="pickle"), "unknown dtype"),
         (a_leaf(key="fry"), "no keys"),
-        (a_leaf(shape=(2**40, 2**40)), "which takes"),
+        (a_leaf(shape=(2**40, 2**40)), "more than an array can be"),
+        (a_leaf(shape=(2**20, 2**20)), "which takes"),
         (a_leaf(Extent(1, 0, 64, DIGEST)), "file 1 of 1"),
         (a_leaf(Extent(0, 990, 64, DIGEST)), "more than file 'f' has"),
         (a_leaf(Extent(0, 0, 60, DIGEST)), "60 bytes for float32"),

@@ -111,7 +111,9 @@ def test_checksums_of_the_original_are_checked(tmp_path):
     data = bytearray(Path(path).read_bytes())
     data[-1] ^= 1
     Path(path).write_bytes(data)
-    with pytest.raises(ValueError, match=r"validation failed: leaf '.*' has SHA-256"):
+    with pytest.raises(
+        ValueError, match=r"validation failed: leaf '.*' in validated.safetensors has SHA-256"
+    ):
         manager.load(path, None)
 
 

@@ -344,7 +344,7 @@ def test_arrays_without_an_index_are_never_those_of_an_older_save(path, prefix):
 
 def test_an_index_that_lists_a_prefix_is_not_left_behind(path):
     tree_serialize_leaves(path, {"w": jnp.zeros(2)})
-    with pytest.raises(ValueError, match=rf"{INDEX} lists ''"):
+    with pytest.raises(ValueError, match=rf"{INDEX} is there"):
         tree_serialize_leaves(path, {"w": jnp.ones(2)}, write_index=False)
     assert_same(tree_deserialize_leaves(path, line()), {"w": jnp.zeros(2)})
 
@@ -567,14 +567,15 @@ def test_the_chunk_size_bounds_how_many_arrays_are_in_flight(path):
     assert most_in_flight(path) == most_in_flight(path, chunk_size=100) == 8
 
 
-@pytest.mark.parametrize("size", [None, 0, 1, 2, 100])
+@pytest.mark.parametrize("size", [None, 1, 2, 100])
 def test_the_chunk_size_does_not_change_the_tree(path, kernels, size):
     assert_same(tree_deserialize_leaves(path, line(), chunk_size=size), kernels)
 
 
-def test_a_negative_chunk_size_is_refused(path, kernels):
-    with pytest.raises(ValueError, match="-1"):
-        tree_deserialize_leaves(path, line(), chunk_size=-1)
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_chunk_size_that_is_none_is_refused(path, kernels, size):
+    with pytest.raises(ValueError, match=f"a batch of {size} arrays"):
+        tree_deserialize_leaves(path, line(), chunk_size=size)
 
 
 # -------------------------------------------------------------------------------------------- commits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import math
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +36,6 @@ def xxh3_128_of(parts: Iterable[Buffer]) -> str:
     return hasher.hexdigest()
 
 
-def sha256(data: Buffer) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
 def sha256_of(parts: Iterable[Buffer]) -> str:
     hasher = hashlib.sha256()
     for part in parts:
@@ -54,14 +51,17 @@ def zstd_compress(data: Buffer) -> bytes:
     return zstandard.ZstdCompressor(level=1).compress(data)
 
 
-def decoded(codec: str, data: np.ndarray[Any, Any], nbytes: int, detail: str) -> bytes | np.ndarray[Any, Any]:
-    """The `nbytes` bytes of a chunk that was stored by this codec; refuses what decodes to anything else."""
+def decoded(
+    codec: str, data: np.ndarray[Any, Any], shape: tuple[int, ...], itemsize: int, detail: str
+) -> bytes | np.ndarray[Any, Any]:
+    """The bytes of a chunk of this shape that was stored by this codec; refuses what decodes to anything else."""
+    nbytes = itemsize * math.prod(shape)
     chunk: bytes | np.ndarray[Any, Any] = data
     if codec == "zstd":
         chunk = _zstd_decompress(data, nbytes)
     elif codec == "zarr":
-        chunk = _decoded_by_tensorstore(data, detail)
-    if len(chunk) < nbytes:
+        chunk = _decoded_by_tensorstore(data, shape, nbytes, detail)
+    if len(chunk) != nbytes:
         raise FormatError(f"{len(chunk)} bytes, expected are {nbytes}")
     return chunk
 
@@ -78,23 +78,43 @@ def _zstd_decompress(data: Buffer, nbytes: int) -> bytes:
         raise FormatError(f"not zstd, or damaged: {error}") from error
 
 
-def _decoded_by_tensorstore(data: np.ndarray[Any, Any], metadata: str) -> np.ndarray[Any, Any]:
+def _decoded_by_tensorstore(
+    data: np.ndarray[Any, Any], shape: tuple[int, ...], nbytes: int, metadata: str
+) -> np.ndarray[Any, Any]:
     """A chunk of an array whose compressor, order or byte order is not ours: as an array of its own, in memory."""
     import tensorstore as ts  # late: seldom needed, and slow to import
 
-    described = msgspec.json.decode(metadata)
-    described["shape"] = described["chunks"]
-    separator = described.get("dimension_separator") or "."
-    name = separator.join("0" for _ in described["chunks"]) or "0"
     try:
+        described = msgspec.json.decode(metadata) | {"shape": shape, "chunks": shape}
+        _refuse_bomb(data, nbytes, described.get("compressor"))
+        separator = described.get("dimension_separator") or "."
+        name = separator.join("0" for _ in shape) or "0"
         memory = {"driver": "memory", "path": "chunk/"}
         context = ts.Context()
         ts.KvStore.open(memory, context=context).result().write(name, data.tobytes()).result()
         spec = {"driver": "zarr", "kvstore": memory, "metadata": described}
         chunk = ts.open(spec, context=context, create=True).result().read().result()
-    except ValueError as error:
-        raise FormatError(str(error)) from error
+    except FormatError:
+        raise
+    except Exception as error:  # it may find anything wrong with what somebody else wrote
+        raise FormatError(f"TensorStore cannot read it: {error}") from error
     return np.frombuffer(np.ascontiguousarray(chunk).tobytes(), np.uint8)
+
+
+# What fails to allocate memory in there ends the process.
+_MOST_DECODED = 2**31
+_BLOSC_HEADER = 16
+
+
+def _refuse_bomb(data: np.ndarray[Any, Any], nbytes: int, compressor: dict[str, Any] | None) -> None:
+    codec = (compressor or {}).get("id", "")
+    is_wrong = nbytes > _MOST_DECODED
+    if codec == "":
+        is_wrong = len(data) != nbytes
+    elif codec == "blosc":  # whose header says how long it is
+        is_wrong |= len(data) < _BLOSC_HEADER or int.from_bytes(data[4:8].tobytes(), "little") != nbytes
+    if is_wrong:
+        raise FormatError(f"{len(data)} bytes, {codec or 'not compressed'}, are no chunk of {nbytes}")
 
 
 # --------------------------------------------------------------------------------------------- gzip

@@ -1,4 +1,4 @@
-"""What a leaf is called and what it is: escaped names, LeafSpec, Region, Block."""
+"""What a leaf is called, and boxes of it: escaped names, Region."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-
-    import numpy as np
 
 # ---------------------------------------------------------------------------------------------- names
 #
@@ -133,6 +130,11 @@ def _fit(part: str) -> list[str]:
     return pieces
 
 
+def is_inside(path: str) -> bool:
+    """Whether a path that is read from a checkpoint stays below its directory, links aside."""
+    return "\0" not in path and not any(part in ("", ".", "..") for part in path.split("/"))
+
+
 def with_nearest(names: Iterable[str], existing: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Each of `names` with a hint for an error message: the existing name most like it, or nothing.
 
@@ -208,32 +210,3 @@ class Region:
             tuple(b - a for a, b in zip(outer.start, self.start, strict=True)),
             tuple(b - a for a, b in zip(outer.start, self.stop, strict=True)),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class LeafSpec:
-    """What a leaf is: its escaped name, its shape, and the name of its dtype."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * dtype_from_name(self.dtype).itemsize
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Block:
-    """A box of a leaf, in host memory: the only thing that formats write or yield."""
-
-    spec: LeafSpec
-    region: Region
-    data: np.ndarray[Any, Any]
-
-    def __post_init__(self) -> None:
-        if self.data.shape != self.region.shape or self.data.dtype.name != self.spec.dtype:
-            raise ValueError(
-                f"leaf {self.spec.name!r}: the block holds {self.data.dtype}{list(self.data.shape)}, "
-                f"its region is {self.spec.dtype}{list(self.region.shape)}"
-            )

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from jax.sharding import Sharding
 
+from eformer.checkpoint._checksums import check_sha256
 from eformer.checkpoint._formats._found import Found  # noqa: TC001  msgspec reads it
 from eformer.checkpoint._formats.find import find, was_replaced
 from eformer.checkpoint._leaf import Region, with_nearest
@@ -92,6 +93,7 @@ class Request:
     like_is        what the caller's argument for `like` is called
     reshape        a leaf may have another shape than in `like` if it has as many elements
     threads        that read; None for one a core, 2 to 16
+    sha256         says which leaves of a tree should have which SHA-256, which is checked first
     """
 
     like: Any = None
@@ -108,6 +110,7 @@ class Request:
     replicate: bool = False
     reshape: bool = False
     threads: int | None = None
+    sha256: Callable[[TreeEntry], Mapping[str, str]] | None = None
     rules_are: str = "rules"
     like_is: str = "like"
 
@@ -159,6 +162,11 @@ def _read_one(
 
 def _arrays(found: Found, tree: TreeEntry, items: list[_Item], request: Request) -> dict[str, Any]:
     """The arrays by name, read and handed to the caller's functions batch by batch."""
+    if request.sha256 is not None:
+        try:
+            check_sha256(found, tree, request.sha256(tree), request.threads or default_threads())
+        except (FileNotFoundError, CorruptionError) as error:
+            raise _Unreadable(error) from None
     arrays: dict[str, Any] = {}
     batch = request.batch or max(1, len(items))
     for start in range(0, len(items), batch):
@@ -390,9 +398,10 @@ def _as_leaf(item: _Item) -> Leaf:
 def jax_holds(dtype: str, x64: bool) -> bool:  # noqa: ARG001  x64 is for the cache
     """Whether JAX has this dtype. Without x64 it would cut 64 bits to 32 without a word; some it never has."""
     try:
-        return bool(jax.dtypes.canonicalize_dtype(dtype_from_name(dtype)) == dtype_from_name(dtype))
-    except TypeError:
+        found: Any = jax.device_put(np.zeros(1, dtype_from_name(dtype)))
+    except Exception:  # noqa: BLE001  JAX has several for dtypes that it or its compiler does not know
         return False
+    return bool(found.dtype == dtype_from_name(dtype))
 
 
 def _keep_on_host(items: Sequence[_Item]) -> None:

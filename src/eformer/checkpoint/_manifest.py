@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw, Struct, field
 
 from eformer.checkpoint._codec import MALFORMED_JSON, xxh3_128, xxh3_128_of
-from eformer.checkpoint._leaf import Region
+from eformer.checkpoint._leaf import Region, is_inside
 from eformer.checkpoint._ndarray import DTYPES, dtype_from_name
 from eformer.checkpoint._pieces import count_pieces, is_tiling
 from eformer.checkpoint._value import value_from_json
@@ -34,6 +34,7 @@ _NO_DIGEST = b"0" * DIGEST_DIGITS
 _MARK = b'"digest":"'
 _MOST_BLOCK = 2**30  # a piece is read into memory as a whole
 _MOST_EXPANSION = 50_000  # no codec says more in fewer bytes: zstd repeats 2**17 of them in three
+_MOST_AXES = 64  # numpy's
 _MARK_WITHIN = 64  # the digest is the first field, also where something stands around the manifest
 
 
@@ -304,6 +305,8 @@ def _check_tree(tree: TreeEntry) -> None:
         raise FormatError(f"a tree of save {tree.save_id!r} with pieces of {tree.block} bytes")
     if len(set(names)) < len(names):
         raise FormatError("a file is named twice")
+    if tree.root and not is_inside(tree.root):
+        raise FormatError(f"the files are in {tree.root[:200]!r}, outside of the directory")
     for file in tree.files:
         if not 0 <= file.header_nbytes <= file.nbytes:
             raise FormatError(
@@ -337,6 +340,8 @@ def _is_plain(entry: LeafEntry, extent: Extent, rooms: list[int], block: int) ->
 
 def _check_numbers(entry: LeafEntry, tree: TreeEntry) -> None:
     itemsize = dtype_from_name(entry.dtype).itemsize
+    if len(entry.shape) > _MOST_AXES or itemsize * math.prod(max(1, size) for size in entry.shape) >= 2**62:
+        raise FormatError(f"{entry.dtype}{list(entry.shape)[:80]} is more than an array can be")
     if entry.key and (entry.dtype != "uint32" or not entry.shape):
         raise FormatError(f"{entry.dtype}{list(entry.shape)} are no keys")
     if len(entry.extents) == 1 and entry.extents[0].region is None:
@@ -361,7 +366,7 @@ def _check_extent(
     nbytes = itemsize * math.prod(shape)
     is_one = 0 < nbytes <= tree.block or is_whole(entry, extent)
     if extent.coding:
-        _check_coding(extent, extent.coding, shape, itemsize)
+        _check_coding(extent, extent.coding, shape, itemsize, is_ours=bool(tree.save_id))
     elif extent.nbytes != nbytes and not is_whole(entry, extent):
         raise FormatError(f"{extent.nbytes} bytes for {entry.dtype}{list(shape)}, which takes {nbytes}")
     file = tree.files[extent.file]
@@ -374,8 +379,10 @@ def _check_extent(
         raise FormatError(f"{len(extent.digests)} digits of digests where {expected} are due")
 
 
-def _check_coding(extent: Extent, coding: Coding, shape: tuple[int, ...], itemsize: int) -> None:
-    if coding.codec not in ("", "zstd", "zarr"):
+def _check_coding(
+    extent: Extent, coding: Coding, shape: tuple[int, ...], itemsize: int, *, is_ours: bool
+) -> None:
+    if coding.codec not in (("zstd",) if is_ours else ("", "zstd", "zarr")):
         raise FormatError(f"the codec {coding.codec[:40]!r} is not known; please upgrade")
     if len(coding.shape) != len(shape) or any(a > b for a, b in zip(shape, coding.shape, strict=True)):
         raise FormatError(f"a box of {list(shape)} in a chunk of {list(coding.shape)}")

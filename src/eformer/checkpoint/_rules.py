@@ -137,16 +137,16 @@ def _named(
     return specs, after
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compiled(pattern: str, argument: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"rules=: {pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"{argument}=: {pattern!r} is no regular expression: {error}") from error
 
 
 def _matched(leaves: Mapping[str, Leaf], said: Said) -> dict[str, Any]:
     """For each leaf that a rule is for, the spec of the first. A scalar has no axis to be cut along."""
-    patterns = [(_compiled(pattern), spec) for pattern, spec in said.rules or ()]
+    patterns = [(_compiled(pattern, said.rules_are), spec) for pattern, spec in said.rules or ()]
     found = {name: _first_match(name, patterns) for name, leaf in leaves.items() if leaf.shape}
     return {name: spec for name, spec in found.items() if spec is not None}
 

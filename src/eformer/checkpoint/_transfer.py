@@ -199,7 +199,7 @@ class _Fetch:
                 data = unpack_nibbles(data)
             return np.ndarray(shape, dtype, data)
         try:
-            raw = decoded(coding.codec, data, dtype.itemsize * math.prod(coding.shape), coding.detail)
+            raw = decoded(coding.codec, data, coding.shape, dtype.itemsize, coding.detail)
         except FormatError as error:
             self.report(piece, f"cannot be decoded: {error}")
             return None

@@ -69,7 +69,10 @@ def verify(path: str | os.PathLike[str]) -> Report:
 
 
 def _damages(found: Found, tree: TreeEntry) -> list[Damage]:
-    files = found.files(tree)
+    try:
+        files = found.files(tree)
+    except (FileNotFoundError, FormatError) as error:
+        return [Damage("", tree.root, 0, 0, f"cannot be read: {error}")]
     try:
         damages: list[Damage] = []
         gone: dict[int, str] = {}
@@ -107,7 +110,7 @@ def _file_damages(tree: TreeEntry, number: int, files: Files) -> Iterator[Damage
     nbytes = files.nbytes(number)
     if nbytes != file.nbytes:
         yield Damage("", name, 0, nbytes, f"are all there is, recorded is a length of {file.nbytes}")
-    if file.header:
+    if file.header and nbytes >= file.header_nbytes:
         header = bytearray(file.header_nbytes)
         found = files.read_into(number, memoryview(header), 0)
         digest = xxh3_128(memoryview(header)[:found])

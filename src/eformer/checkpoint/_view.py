@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
 import numpy as np
 
 from eformer.checkpoint._formats.find import find, was_replaced
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
     import os
 
     from eformer.checkpoint._formats._found import Found
-    from eformer.checkpoint._manifest import LeafEntry, TreeEntry
+    from eformer.checkpoint._manifest import LeafEntry
 
 
 def inspect(path: str | os.PathLike[str]) -> Manifest:
     """The record of the checkpoint at `path`: formats, trees, leaves, shapes, dtypes, metadata. Reads no data."""
-    return find(path).manifest
+    found = find(path)
+    return msgspec.structs.replace(found.manifest, trees=dict(found.trees))
 
 
 def open(path: str | os.PathLike[str], *, prefix: str | None = None) -> View:  # noqa: A001
@@ -50,7 +52,7 @@ class View(Mapping[str, Any]):
     """
 
     def __init__(self, found: Found, prefix: str | None) -> None:
-        self._path = found.path
+        self._found, self._path = found, found.path
         self._tree = found.tree(prefix)
         self._entries = Leaves(self._tree)
         self._is_open = True
@@ -79,15 +81,6 @@ class View(Mapping[str, Any]):
     def metadata(self) -> dict[str, Any]:
         return self._tree.metadata
 
-    @property
-    def entry(self) -> TreeEntry:
-        """What the manifest says of the tree."""
-        return self._tree
-
-    def arrays(self) -> Iterator[str]:
-        """The names of the leaves that are arrays."""
-        return iter(self._entries)
-
     def close(self) -> None:
         self._is_open = False
         self._files.close()
@@ -110,7 +103,14 @@ class View(Mapping[str, Any]):
             raise ValueError(f"the view of {self._path} is closed")
         wants = [Want(name, entry, entry.dtype, [region])]
         reads = plan_reads(wants, self._tree)
-        ((array,),) = fetch(reads, wants, self._tree, self._files, default_threads())
+        try:
+            ((array,),) = fetch(reads, wants, self._tree, self._files, default_threads())
+        except CorruptionError as error:
+            if was_replaced(self._found):
+                raise FileNotFoundError(
+                    f"{self._path} was replaced by a newer save; open it again"
+                ) from error
+            raise
         return array
 
 

@@ -10,7 +10,7 @@ import jax
 import msgspec
 
 from eformer.checkpoint._codec import MALFORMED_JSON
-from eformer.serialization._keys import dotted
+from eformer.serialization._keys import keys_of
 
 if TYPE_CHECKING:
     from eformer.checkpoint._manifest import TreeEntry
@@ -49,15 +49,16 @@ class CheckpointMetadata:
 
 def metadata_of(tree: TreeEntry) -> CheckpointMetadata:
     """Of a tree that we saved, or of somebody else's."""
+    keys = keys_of(tree.leaves)
     arrays = {
-        dotted(name): {"dtype": entry.logical_dtype, "shape": list(entry.logical_shape)}
+        keys[name]: {"dtype": entry.logical_dtype, "shape": list(entry.logical_shape)}
         for name, entry in tree.leaves.items()
     }
     if not tree.save_id:
         return _of_others(tree.metadata, arrays)
     return CheckpointMetadata(
         timestamp=tree.saved_at,
-        checksum=checksums_of(tree),
+        checksum={keys[name]: sha256 for name, sha256 in checksums_of(tree).items()},
         array_metadata=arrays,
         framework_version=tree.written_by.rpartition("jax ")[2],
         custom_metadata=tree.metadata,
@@ -65,10 +66,11 @@ def metadata_of(tree: TreeEntry) -> CheckpointMetadata:
 
 
 def checksums_of(tree: TreeEntry) -> dict[str, str]:
-    """The recorded SHA-256 by dotted key."""
-    if not tree.save_id:
-        return _of_others(tree.metadata, {}).checksum or {}
-    return {dotted(name): entry.sha256 for name, entry in tree.leaves.items() if entry.sha256}
+    """The recorded SHA-256 by the names of the leaves."""
+    if tree.save_id:
+        return {name: entry.sha256 for name, entry in tree.leaves.items() if entry.sha256}
+    recorded = _of_others(tree.metadata, {}).checksum or {}
+    return {name: recorded[key] for name, key in keys_of(tree.leaves).items() if key in recorded}
 
 
 def _of_others(found: dict[str, Any], arrays: dict[str, dict[str, Any]]) -> CheckpointMetadata:

@@ -15,16 +15,17 @@ import numpy as np
 
 from eformer import checkpoint
 from eformer.checkpoint import SaveOptions
+from eformer.checkpoint._codec import sha256_of
+from eformer.checkpoint._device import is_key
 from eformer.checkpoint._formats._index import INDEX
 from eformer.checkpoint._formats._names import SUFFIX
 from eformer.checkpoint._formats.foreign.arrays import discover
 from eformer.checkpoint._load import Request, load_entry
-from eformer.checkpoint._ndarray import floating_dtype
+from eformer.checkpoint._ndarray import floating_dtype, raw_pieces
 from eformer.checkpoint._save import start
 from eformer.paths import GCSPath, LocalPath, ePath
-from eformer.serialization._checksums import check_checksums, sha256_of_array
 from eformer.serialization._keys import by_key
-from eformer.serialization._metadata import CheckpointMetadata, metadata_of
+from eformer.serialization._metadata import CheckpointMetadata, checksums_of, metadata_of
 from eformer.serialization.utils import apply_gather_functions, is_gcs_path, to_host
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
 
     from eformer.checkpoint import Pending
-    from eformer.checkpoint._save import Format
+    from eformer.checkpoint._save import Format, Job
 
 __all__ = ["AsyncCheckpointManager", "CheckpointMetadata"]
 
@@ -51,7 +52,8 @@ class AsyncCheckpointManager:
     enable                 False turns saving off; it is logged
     float_dtype            floating leaves are stored as this dtype; None, the default, stores them as they are
     verbose                logs what is saved and loaded
-    gcs_bucket             where relative paths lead to, with `gcs_credentials_path`
+    gcs_bucket             where relative paths lead to, with `gcs_credentials_path`; as long as there are no stores but
+                           the local disk, a save or load that leads there says so
     enable_validation      records the SHA-256 of every array, and checks it on load, beside the digests that are
                            always written and always checked
     enable_compression     compresses arrays by zstd; safetensors files cannot be
@@ -209,7 +211,7 @@ class AsyncCheckpointManager:
         *,
         detach: bool = False,
         write_index: bool = True,
-    ) -> Any:
+    ) -> Job:
         dtype = self.float_dtype if dtype is None else dtype
         options = SaveOptions(
             dtype=None if dtype is None else floating_dtype(dtype),
@@ -290,7 +292,7 @@ class AsyncCheckpointManager:
             rules=None if partition_rules is None else tuple(partition_rules),
             dtype=dtype,
             callback=by_key(callback),
-            batch=chunk_size or None,
+            batch=chunk_size,
             verify=validate is not False,
             rules_are="partition_rules",
         )
@@ -341,7 +343,7 @@ class AsyncCheckpointManager:
             rules=None if partition_rules is None else tuple(partition_rules),
             dtype=dtype,
             callback=by_key(callback),
-            batch=chunk_size or None,
+            batch=chunk_size,
             replicate=True,
             reshape=not strict_shapes,
             rules_are="partition_rules",
@@ -353,7 +355,7 @@ class AsyncCheckpointManager:
         where = self._where(path)
         self._say("loading from %s", where)
         if self.enable_validation if validate is None else validate:
-            check_checksums(where, request.prefix)
+            request = dataclasses.replace(request, sha256=checksums_of)
         tree, entry = load_entry(where, request)
         return tree, metadata_of(entry).to_dict()
 
@@ -388,7 +390,8 @@ class AsyncCheckpointManager:
     @staticmethod
     def compute_checksum(array: Any) -> str:
         """The SHA-256 of the elements in C order, little endian."""
-        return sha256_of_array(array)
+        numbers = jax.random.key_data(array) if is_key(array) else array
+        return sha256_of(raw_pieces(np.asarray(numbers)))
 
     @property
     def global_manager(self) -> GlobalAsyncCheckpointManager:

@@ -78,7 +78,7 @@ def tree_deserialize_leaves(
         rules=None if partition_rules is None else tuple(partition_rules),
         shardings=shardings,
         callback=by_key(callback),
-        batch=chunk_size or None,
+        batch=chunk_size,
         rules_are="partition_rules",
     )
     return load_entry(checkpoint_dir, request)[0]

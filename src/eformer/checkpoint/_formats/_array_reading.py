@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from eformer.checkpoint._codec import MALFORMED_JSON
-from eformer.checkpoint._formats._found import Found
+from eformer.checkpoint._formats._found import Found, Trees
 from eformer.checkpoint._formats._index import INDEX, Listed, read_index
 from eformer.checkpoint._formats.foreign.arrays import counted_from, discover, tree_of_arrays
 from eformer.checkpoint._formats.foreign.structure import OriginalStructure, parse_structure
+from eformer.checkpoint._leaf import is_inside
 from eformer.checkpoint._manifest import UNREADABLE, Manifest
-from eformer.checkpoint._store.local import is_inside, open_inside, read_small, stamp
+from eformer.checkpoint._store.local import open_inside, read_small, stamp
 from eformer.checkpoint._store.many import has_unfinished
 from eformer.checkpoint._value import value_to_json
 from eformer.errors import FormatError, NotFoundError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from eformer.checkpoint._manifest import TreeEntry
@@ -37,18 +39,18 @@ def by_index(directory: Path) -> Found | None:
     if index is None:
         return None
     manifest = index.manifest(str(directory / INDEX))
-    trees, stamps = dict(manifest.trees), _stamps(directory)
-    for prefix, listed in index.listed().items():
-        if prefix not in trees:
-            trees[prefix], looked_at = _listed_tree(directory, prefix, listed)
-            stamps |= looked_at
-    manifest = msgspec.structs.replace(manifest, trees=trees)
+    stamps = _stamps(directory)
+    others = {prefix: listed for prefix, listed in index.listed().items() if prefix not in manifest.trees}
+    describe = {
+        prefix: partial(_listed_tree, directory, prefix, arrays, stamps) for prefix, arrays in others.items()
+    }
+    also = {}
+    if list(others) == [""]:  # version 1.0 had no prefixes: they were directories
+        also = _directories(directory, others[""], stamps)
     if not index.is_ours:
-        manifest = Manifest(format=FOREIGN, trees=trees)
-        if not index.prefixes:  # version 1.0 had none: a prefix was a directory
-            paths = [array.path for array in index.listed().get("", [])]
-            trees = _with_directories(directory, trees, paths)
-    return Found(directory, directory, manifest, trees, stamps=stamps)
+        manifest = Manifest(format=FOREIGN)
+    trees = Trees(manifest.trees, describe, also)
+    return Found(directory, directory, manifest, trees, also=tuple(also), stamps=stamps)
 
 
 def _stamps(directory: Path) -> Stamps:
@@ -59,24 +61,29 @@ def _stamps(directory: Path) -> Stamps:
         os.close(descriptor)
 
 
-def _listed_tree(directory: Path, prefix: str, listed: list[Listed]) -> tuple[TreeEntry, Stamps]:
+def _listed_tree(directory: Path, prefix: str, listed: list[Listed], stamps: Stamps) -> TreeEntry:
     """A tree of the original: nested dicts, or what its structure file says."""
     metadata = _metadata(directory)
     unreadable = None
     try:
         if found := _structure(directory, prefix):
             metadata["custom_metadata"] = value_to_json(found.extras)
+            arrays = _by_leaf(found, listed)
             return tree_of_arrays(
-                directory, found.arrays, structure=found.document, values=found.values, metadata=metadata
+                directory, arrays, stamps, structure=found.document, values=found.values, metadata=metadata
             )
     except StructureError as error:  # the arrays can still be had, into a tree that the caller gives
         unreadable = {UNREADABLE: str(error)}
     below = prefix.replace(".", "/")  # as the original made directories of it
-    paths = counted_from(below, [array.path for array in listed])
-    tree, stamps = tree_of_arrays(directory, paths, metadata=metadata)
+    tree = tree_of_arrays(directory, counted_from(below, listed), stamps, metadata=metadata)
     if unreadable is not None:
         tree = msgspec.structs.replace(tree, structure=msgspec.Raw(msgspec.json.encode(unreadable)))
-    return tree, stamps
+    return tree
+
+
+def _by_leaf(structure: OriginalStructure, listed: list[Listed]) -> dict[str, Listed]:
+    by_path = {array.path: array for array in listed}
+    return {name: by_path.get(path, Listed(path)) for name, path in structure.arrays.items()}
 
 
 def _structure(directory: Path, prefix: str) -> OriginalStructure | None:
@@ -105,26 +112,31 @@ def _metadata(directory: Path) -> dict[str, Any]:
 
 def without_index(directory: Path) -> Found | None:
     """The arrays of a directory that has no index, as one tree; and each of its directories as a prefix."""
-    paths = list(discover(directory))
-    if not paths:
+    listed = list(discover(directory))
+    if not listed:
         return None
     if has_unfinished(directory):
         raise NotFoundError(
             f"{directory} holds no checkpoint: there are arrays, but they belong to a save that has not finished; "
             "save again to clean up"
         )
-    whole, stamps = tree_of_arrays(directory, counted_from("", paths))
-    manifest = Manifest(format=FOREIGN, trees={"": whole})
-    trees = _with_directories(directory, manifest.trees, paths)
-    return Found(directory, directory, manifest, trees, stamps=stamps)
+    stamps: Stamps = {}
+    describe = {"": partial(tree_of_arrays, directory, counted_from("", listed), stamps)}
+    also = _directories(directory, listed, stamps)
+    trees = Trees({}, describe, also)
+    return Found(directory, directory, Manifest(format=FOREIGN), trees, also=tuple(also), stamps=stamps)
 
 
-def _with_directories(
-    directory: Path, trees: Mapping[str, TreeEntry], paths: Sequence[str]
-) -> dict[str, TreeEntry]:
-    """The trees, and each outer directory of the arrays as one more."""
-    found = dict(trees)
-    for top in sorted({path.split("/")[0] for path in paths if "/" in path}):
-        inner = [path for path in paths if path.startswith(f"{top}/")]
-        found[top], _ = tree_of_arrays(directory, counted_from(top, inner))
-    return found
+def _directories(
+    directory: Path, listed: Sequence[Listed], stamps: Stamps
+) -> dict[str, Callable[[], TreeEntry]]:
+    """Each outer directory of the arrays as a tree."""
+    inner: dict[str, list[Listed]] = {}
+    for array in listed:
+        top, slash, _ = array.path.partition("/")
+        if slash:
+            inner.setdefault(top, []).append(array)
+    return {
+        top: partial(tree_of_arrays, directory, counted_from(top, arrays), stamps)
+        for top, arrays in inner.items()
+    }

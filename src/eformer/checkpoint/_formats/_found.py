@@ -2,26 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from eformer.checkpoint._leaf import with_nearest
 from eformer.checkpoint._store.files import Files, LocalFiles
 from eformer.checkpoint._store.ocdbt import DatabaseFiles
+from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from eformer.checkpoint._manifest import Manifest, TreeEntry
+
+
+class Trees(Mapping[str, "TreeEntry"]):
+    """Trees by prefix. Those of others are described when they are asked for: one that is damaged harms no other.
+
+    What is `also` to be had, under a prefix that nobody gave it, is not counted.
+    """
+
+    def __init__(
+        self,
+        ours: Mapping[str, TreeEntry],
+        others: Mapping[str, Callable[[], TreeEntry]],
+        also: Mapping[str, Callable[[], TreeEntry]],
+    ) -> None:
+        self._known, self._others, self._also = dict(ours), others, also
+        self._prefixes = [*ours, *others]
+
+    def __getitem__(self, prefix: str) -> TreeEntry:
+        if prefix not in self._known:
+            describe = self._others[prefix] if prefix in self._others else self._also[prefix]
+            self._known[prefix] = describe()
+        return self._known[prefix]
+
+    def __contains__(self, prefix: object) -> bool:
+        return prefix in self._prefixes or prefix in self._also
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._prefixes)
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """A checkpoint: the directory that its files are in, and its manifest.
 
-    `only` is the tree that the path led to. `stamps` tell the files that were looked at from later ones of the same
-    name; those that a manifest names are never replaced.
+    `trees` has those of the manifest, and others that are there. `only` is the tree that the path led to. `stamps` tell
+    the files that were looked at from later ones of the same name; those that a manifest names are never replaced.
+    `also` names directories that can be had as prefixes, too.
     """
 
     path: Path
@@ -29,11 +63,14 @@ class Found:
     manifest: Manifest
     trees: Mapping[str, TreeEntry]
     only: str | None = None
+    also: tuple[str, ...] = ()
     stamps: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def tree(self, prefix: str | None) -> TreeEntry:
         """The tree of that prefix; if none is said, the one that was saved without, or the only one."""
         available = sorted(self.trees)
+        if not available:
+            raise NotFoundError(f"{self.path} holds no tree at all")
         if prefix is None:
             prefix = self.only
         if prefix is None and "" not in self.trees:
@@ -42,8 +79,10 @@ class Found:
             prefix = next(iter(available), None)
         prefix = prefix or ""
         if prefix not in self.trees:
-            hint = next(with_nearest([prefix], available))[1]
-            raise ValueError(f"{self.path} has no prefix {prefix!r}{hint}; available are {available}")
+            hint = next(with_nearest([prefix], [*available, *self.also]))[1]
+            raise ValueError(
+                f"{self.path} has no prefix {prefix!r}{hint}; available are {[*available, *self.also]}"
+            )
         return self.trees[prefix]
 
     def files(self, tree: TreeEntry) -> Files:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer.checkpoint._codec import MALFORMED_JSON
+from eformer.checkpoint._leaf import is_inside
 from eformer.checkpoint._manifest import Manifest, check_seal, has_seal, seal
-from eformer.checkpoint._store.local import is_inside, read_small
+from eformer.checkpoint._store.local import read_small
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ class Listed(msgspec.Struct, frozen=True, gc=False):
     """An array as the index lists it, for readers that know nothing of manifests."""
 
     path: str
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,9 +91,14 @@ def _check(index: Index, origin: str, *, is_sealed: bool) -> None:
         raise CorruptionError(
             f"{origin} carries a manifest, but its beginning is damaged; restore the file from a copy"
         )
+    if "" in index.prefixes:
+        raise FormatError(f"{origin} has a prefix without a name")
     for prefix, arrays in index.listed().items():
-        for array in arrays:
-            if not is_inside(array.path) and not index.is_ours:
+        paths = [array.path for array in arrays]
+        for path in paths:  # also of our own: a digest is no signature
+            if not is_inside(path):
                 raise FormatError(
-                    f"{origin}: {array.path[:200]!r}, listed under {prefix!r}, leads out of the directory"
+                    f"{origin}: {path[:200]!r}, listed under {prefix!r}, leads out of the directory"
                 )
+        if len(set(paths)) < len(paths):
+            raise FormatError(f"{origin} lists an array of {prefix!r} twice")

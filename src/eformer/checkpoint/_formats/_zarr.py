@@ -32,7 +32,7 @@ _NUMPY_NAMES = {
     "complex64", "complex128",
 }  # fmt: skip
 
-_NUMPY = re.compile(r"(?P<order>[<>|])(?P<kind>[biufc])(?P<size>\d{1,2})")
+_NUMPY = re.compile(r"(?P<order>[<>|])(?P<kind>b(?=1$)|[iufc])(?P<size>\d{1,2})")
 _KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
 
 _MOST_AXES = 32  # as many as TensorStore has
@@ -145,9 +145,12 @@ class ZArray(msgspec.Struct, frozen=True):
         bits = "" if match["kind"] == "b" else str(8 * int(match["size"]))
         return _KINDS[match["kind"]] + bits
 
+    def nbytes_of(self, shape: tuple[int, ...]) -> int:
+        return math.prod(shape) * dtype_from_name(self.name_of_dtype).itemsize
+
     @property
     def chunk_nbytes(self) -> int:
-        return math.prod(self.chunks) * dtype_from_name(self.name_of_dtype).itemsize
+        return self.nbytes_of(self.chunks)
 
     def coding(self, box: tuple[int, ...], raw: str) -> Coding | None:
         """How the bytes of a chunk become that box; None if they simply are, and perhaps more behind them."""
@@ -197,8 +200,10 @@ def _problem(array: ZArray) -> str:
         return f"shape {list(array.shape)[:40]}, chunks {list(array.chunks)[:40]}"
     if any(size == 0 for size in array.chunks):
         return f"chunks {list(array.chunks)}"
-    if max((*array.shape, *array.chunks), default=0) >= 2**62 or math.prod(array.shape) >= 2**62:
-        return f"shape {list(array.shape)}, chunks {list(array.chunks)}"
+    itemsize = dtype_from_name(array.name_of_dtype).itemsize
+    for sizes in (array.shape, array.chunks):
+        if itemsize * math.prod(max(1, size) for size in sizes) >= 2**62:
+            return f"shape {list(array.shape)}, chunks {list(array.chunks)}"
     if array.order not in ("C", "F") or array.dimension_separator not in (".", "/"):
         return f"order {array.order!r}, dimension_separator {array.dimension_separator!r}"
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from eformer.checkpoint._formats import _array_reading as arrays
@@ -9,11 +10,10 @@ from eformer.checkpoint._formats import _reading as safetensors
 from eformer.checkpoint._formats._index import INDEX
 from eformer.checkpoint._formats._names import INDEX_SUFFIX, MANIFEST, SUFFIX
 from eformer.checkpoint._leaf import with_nearest
-from eformer.checkpoint._store.local import list_names, local_path
-from eformer.errors import NotFoundError
+from eformer.checkpoint._store.local import list_names, local_path, open_inside, stamp
+from eformer.errors import FormatError, NotFoundError
 
 if TYPE_CHECKING:
-    import os
     from pathlib import Path
 
     from eformer.checkpoint._formats._found import Found
@@ -38,8 +38,20 @@ def find(path: str | os.PathLike[str]) -> Found:
 
 def was_replaced(found: Found) -> bool:
     """Whether a newer save has taken the place of what was found, and so perhaps of its files."""
-    now = find(found.path)
-    return now.manifest.digest != found.manifest.digest or now.stamps != found.stamps
+    if find(found.path).manifest.digest != found.manifest.digest:
+        return True
+    return any(_stamp(found, name) != seen for name, seen in found.stamps.items())
+
+
+def _stamp(found: Found, name: str) -> tuple[int, ...] | None:
+    try:
+        descriptor = open_inside(found.directory, name)
+    except (FileNotFoundError, FormatError):
+        return None
+    try:
+        return stamp(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _missing(path: Path) -> Path:

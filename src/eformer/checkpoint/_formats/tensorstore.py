@@ -31,11 +31,12 @@ from eformer.checkpoint._formats._writing import (
     small_bytes,
 )
 from eformer.checkpoint._formats._zarr import ZARRAY, check_alike, chunk_shape, chunks_of, zarray
-from eformer.checkpoint._leaf import Region, escape, name_to_path
+from eformer.checkpoint._formats.foreign.arrays import discover
+from eformer.checkpoint._leaf import Region, escape, is_inside, name_to_path
 from eformer.checkpoint._manifest import Coding, DataFile, Extent, LeafEntry, Receipt
 from eformer.checkpoint._pieces import piece_sizes
 from eformer.checkpoint._pool import run_all, uncollected
-from eformer.checkpoint._store.local import is_inside, list_names, locked, logger, remove, replacing, sweep
+from eformer.checkpoint._store.local import list_names, locked, logger, remove, replacing, sweep
 from eformer.checkpoint._store.many import (
     DATABASE_MARK,
     NewFile,
@@ -184,12 +185,13 @@ class ArraysWriter:
         scratch = self.scratch
         assert scratch is not None
         with locked(self.directory):
-            index = read_index(self.directory) or Index()
+            index = read_index(self.directory)
             self._sweep()
-            if not self.write_index and self.prefix in index.listed():
+            if index is not None and not self.write_index:
                 raise ValueError(
-                    f"{self.directory / INDEX} lists {self.prefix!r}; it has to be written again"
+                    f"{self.directory / INDEX} is there: beside it, arrays that it does not list would not be found"
                 )
+            index = index or self._of_what_is_there()
             root, moves = self._final_places(scratch, index)
             try:
                 scratch.publish(self.save_id, moves, self._replaced(index), self._replaced_id(index))
@@ -203,6 +205,12 @@ class ArraysWriter:
                 self._tidy_up(scratch, index)
             else:
                 scratch.is_finished = True
+
+    def _of_what_is_there(self) -> Index:
+        """An index of the arrays that somebody has put here without one: they stay what they are, a tree without a
+        prefix, unless this is one."""
+        found = list(discover(self.directory)) if self.write_index and self.prefix else []
+        return Index(arrays=found) if found else Index()
 
     def _sweep(self) -> None:
         """Away with what dead saves have left, while the index still says which of them were committed."""

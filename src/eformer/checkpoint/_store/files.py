@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from eformer.checkpoint._store.local import open_inside, read_into, stamp
+from eformer.checkpoint._store.local import open_below, open_inside, read_into, stamp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-# More are opened one by one: a process may have 1024 files open, and most of them are not ours.
+# So many, and a quarter of what the process may have open, are held at once; others are opened one by one.
 _MOST_HELD = 256
 
 
@@ -30,6 +32,30 @@ class Files(Protocol):
     def close(self) -> None: ...
 
 
+class _Budget:
+    """Files that are held open, by all readers of the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held = 0
+
+    def take(self, count: int) -> bool:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = limit // 4 if limit > 0 else _MOST_HELD
+        with self._lock:
+            if count > _MOST_HELD or self._held + count > max(most, 1):
+                return False
+            self._held += count
+            return True
+
+    def give_back(self, count: int) -> None:
+        with self._lock:
+            self._held -= count
+
+
+_budget = _Budget()
+
+
 class LocalFiles:
     """Files of a directory, by their names. `stamps` tell those that were looked at from later ones of that name."""
 
@@ -37,12 +63,15 @@ class LocalFiles:
         self, directory: Path, names: Sequence[str], stamps: Mapping[str, tuple[int, ...]] | None = None
     ) -> None:
         self.directory, self.names, self.stamps = directory, names, stamps or {}
+        self.real = os.path.realpath(directory)
         self.held: dict[int, int] = {}
+        self.budgeted = 0
 
     def hold(self, numbers: Iterable[int]) -> None:
         wanted = sorted(set(numbers))
-        if len(wanted) > _MOST_HELD:
+        if not _budget.take(len(wanted)):
             return
+        self.budgeted = len(wanted)
         try:
             for number in wanted:
                 self.held[number] = self._open(number)
@@ -61,6 +90,8 @@ class LocalFiles:
     def close(self) -> None:
         while self.held:
             os.close(self.held.popitem()[1])
+        _budget.give_back(self.budgeted)
+        self.budgeted = 0
 
     @contextmanager
     def _descriptor(self, number: int) -> Iterator[int]:
@@ -76,7 +107,7 @@ class LocalFiles:
 
     def _open(self, number: int) -> int:
         name = self.names[number]
-        descriptor = open_inside(self.directory, name)
+        descriptor = open_below(self.real, name) if "/" in name else open_inside(self.directory, name)
         if name in self.stamps and self.stamps[name] != stamp(descriptor):
             os.close(descriptor)
             raise FileNotFoundError(f"{self.directory / name} was replaced")

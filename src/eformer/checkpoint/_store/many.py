@@ -11,24 +11,28 @@ import secrets
 import shutil
 import threading
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from eformer.checkpoint._codec import MALFORMED_JSON
+from eformer.checkpoint._leaf import is_inside
 from eformer.checkpoint._store.local import (
+    SCRATCH,
     list_names,
     lock,
+    read_small,
     rename,
     sync_directory,
     try_lock,
     unlock,
     write_all,
 )
+from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
-    from pathlib import Path
 
 logger = logging.getLogger("eformer")
 
@@ -39,7 +43,6 @@ _FEW = 32
 # tmpfs, overlayfs, zfs. On others, such as those in user space, it may do nothing.
 _SYNCED_BY_SYNCFS = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x794C7630, 0x2FC12FC1}
 
-_SCRATCH = re.compile(r"\.eformer-[0-9a-f]{16}\.tmp")
 _JOURNAL = "journal.json"
 
 # What arrays and databases consist of; nothing else is ever removed.
@@ -181,13 +184,13 @@ class NewFile:
 
 def has_unfinished(directory: Path) -> bool:
     """Whether a save is under way here, or has died."""
-    return any(_SCRATCH.fullmatch(name) and (directory / name).is_dir() for name in list_names(directory))
+    return any(SCRATCH.fullmatch(name) and (directory / name).is_dir() for name in list_names(directory))
 
 
 def sweep_trees(directory: Path, sealed: Container[str]) -> None:
     """Finishes what saves that died left undone: those in `sealed` were committed, others never happened."""
     for name in list_names(directory):
-        if _SCRATCH.fullmatch(name) and (directory / name).is_dir():
+        if SCRATCH.fullmatch(name) and (directory / name).is_dir():
             _sweep(directory, directory / name, sealed)
 
 
@@ -206,8 +209,8 @@ def _sweep(directory: Path, scratch: Path, sealed: Container[str]) -> None:
 
 def _read_journal(scratch: Path) -> Journal | None:
     try:
-        return msgspec.json.decode((scratch / _JOURNAL).read_bytes(), type=Journal)
-    except (OSError, *MALFORMED_JSON):  # it died before it had one: nothing was moved
+        return msgspec.json.decode(read_small(scratch, _JOURNAL) or b"", type=Journal)
+    except (OSError, FormatError, *MALFORMED_JSON):  # it died before it had one: nothing was moved
         return None
 
 
@@ -216,7 +219,8 @@ def _carry_out(directory: Path, scratch: Path, is_sealed: bool) -> None:
     for moved in () if journal is None else journal.old if is_sealed else journal.new:
         path = directory / moved.name
         with suppress(FileNotFoundError):
-            if os.path.basename(moved.name) == moved.name and os.lstat(path).st_ino == moved.inode:
+            is_beside = is_inside(moved.name) and "/" not in moved.name
+            if is_beside and os.lstat(path).st_ino == moved.inode:
                 remove_arrays(path, moved.mark)
 
 
@@ -229,15 +233,15 @@ def remove_arrays(path: Path, mark: str) -> None:
         _remove_files(f"{path}/{_DATABASE_FILES}")
         _remove_files(str(path))
     for folder, _, names in os.walk(path, topdown=False):
-        if ".zarray" in names and _mark_of_array(f"{folder}/.zarray") == mark:
+        if ".zarray" in names and _mark_of_array(folder) == mark:
             _remove_files(folder)
         _remove_if_empty(folder)
 
 
-def _mark_of_array(path: str) -> str | None:
+def _mark_of_array(folder: str) -> str | None:
     try:
-        return msgspec.json.decode(read_file(path), type=_Marked).eformer
-    except (OSError, *MALFORMED_JSON):
+        return msgspec.json.decode(read_small(Path(folder), ".zarray") or b"", type=_Marked).eformer
+    except (OSError, FormatError, *MALFORMED_JSON):
         return None
 
 
@@ -247,8 +251,8 @@ class _Marked(msgspec.Struct):
 
 def _mark_of_database(path: Path) -> str | None:
     try:
-        return read_file(f"{path}/{DATABASE_MARK}").decode(errors="replace")
-    except OSError:
+        return (read_small(path, DATABASE_MARK) or b"").decode(errors="replace")
+    except (OSError, FormatError):
         return None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,19 @@ def _open(directory: Path) -> Any:
         return ts.KvStore.open(spec, context=context).result()
     except ValueError as error:
         raise FormatError(f"{directory} holds no OCDBT database that can be read: {error}") from error
+
+
+def _require_plain_files(directory: Path) -> None:
+    """TensorStore would wait for a pipe, and follow a link to anywhere."""
+    if directory.is_symlink():
+        raise FormatError(f"{directory} is a link, and no database of the checkpoint")
+    if not (directory / MANIFEST).is_file():
+        raise FileNotFoundError(f"{directory} holds no OCDBT database: {MANIFEST} is missing")
+    for folder, folders, names in os.walk(directory):
+        for name in (*folders, *names):
+            mode = os.lstat(f"{folder}/{name}").st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise FormatError(f"{folder}/{name} is not a regular file")
 
 
 class DatabaseWriter:
@@ -70,8 +85,7 @@ class DatabaseFiles:
     """The keys of a database, as files."""
 
     def __init__(self, directory: Path, names: Sequence[str]) -> None:
-        if not (directory / MANIFEST).is_file():
-            raise FileNotFoundError(f"{directory} holds no OCDBT database: {MANIFEST} is missing")
+        _require_plain_files(directory)
         self._store = _open(directory)
         self.directory, self.names = directory, names
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer.checkpoint._formats._index import INDEX
+from eformer.checkpoint._formats._index import INDEX, Listed
 from eformer.checkpoint._formats._nested import nested, parts_of_path
 from eformer.checkpoint._formats._zarr import (
     ZARRAY,
@@ -18,7 +18,6 @@ from eformer.checkpoint._formats._zarr import (
     parse_zarray,
 )
 from eformer.checkpoint._manifest import DataFile, Extent, LeafEntry, TreeEntry, encode_leaves
-from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.checkpoint._pieces import PIECE_BYTES
 from eformer.checkpoint._store.local import open_inside, read_range, stamp
 from eformer.errors import CorruptionError, FormatError, NotFoundError
@@ -31,8 +30,8 @@ _MOST_DEPTH = 100
 _MOST_DESCRIPTION = 2**20
 
 
-def discover(directory: Path) -> Iterator[str]:
-    """The paths of all arrays below a directory, in order. Links are not followed, nor are other checkpoints."""
+def discover(directory: Path) -> Iterator[Listed]:
+    """All arrays below a directory, in order. Links are not followed, nor are other checkpoints."""
     todo = [("", 0)]
     while todo:
         path, depth = todo.pop()
@@ -43,7 +42,7 @@ def discover(directory: Path) -> Iterator[str]:
                 if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
                     below.append(f"{path}/{entry.name}" if path else entry.name)
         if ZARRAY in names and path:
-            yield path
+            yield Listed(path)
         elif depth < _MOST_DEPTH and not (path and INDEX in names):
             todo += [(name, depth + 1) for name in sorted(below, reverse=True)]
 
@@ -53,20 +52,21 @@ class _Arrays:
     """Files and leaves, as they are found."""
 
     directory: Path
+    stamps: dict[str, tuple[int, ...]]
     files: list[DataFile] = field(default_factory=list)
-    stamps: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def add(self, path: str) -> LeafEntry:
-        name = f"{path}/{ZARRAY}"
+    def add(self, listed: Listed) -> LeafEntry:
+        path, name = listed.path, f"{listed.path}/{ZARRAY}"
         raw = self._description(name)
         array = parse_zarray(raw, str(self.directory / name))
+        _check_listed(listed, array)
         if array.eformer:
             raise NotFoundError(
                 f"{self.directory} holds no checkpoint: the array {path} belongs to a save that has not finished, or "
                 f"whose {INDEX} is gone. Read it with TensorStore if you want it nevertheless"
             )
         self.files.append(DataFile(name, len(raw), len(raw)))
-        extents = tuple(self._extents(path, array, raw.decode()))
+        extents = tuple(self._extents(path, array, raw.decode(errors="replace")))
         return LeafEntry(array.name_of_dtype, array.shape, extents)
 
     def _description(self, name: str) -> bytes:
@@ -93,17 +93,25 @@ class _Arrays:
             if name not in sizes:
                 raise CorruptionError(f"{self.directory / path / name} is missing; it is not taken for zeros")
             coding = array.coding(box.shape, raw)
-            nbytes = sizes[name] if coding else _nbytes(array, box.shape)
+            if not array.compressor and sizes[name] != array.chunk_nbytes:
+                raise CorruptionError(
+                    f"{self.directory / path / name} has {sizes[name]} bytes, a chunk has {array.chunk_nbytes}"
+                )
+            nbytes = sizes[name] if coding else array.nbytes_of(box.shape)
             region = None if box.shape == array.shape else (box.start, box.stop)
             yield Extent(len(self.files), 0, nbytes, "", region, coding)
             self.files.append(DataFile(f"{path}/{name}", sizes[name]))
 
 
-def _nbytes(array: ZArray, shape: tuple[int, ...]) -> int:
-    nbytes = dtype_from_name(array.name_of_dtype).itemsize
-    for size in shape:
-        nbytes *= size
-    return nbytes
+def _check_listed(listed: Listed, array: ZArray) -> None:
+    """What the index says of an array, if it says it, is all there is to compare the array with."""
+    is_other_shape = listed.shape is not None and listed.shape != array.shape
+    is_other_dtype = listed.dtype is not None and listed.dtype != array.name_of_dtype
+    if is_other_shape or is_other_dtype:
+        raise FormatError(
+            f"the index says {listed.dtype}{list(listed.shape or ())}, {ZARRAY} says "
+            f"{array.name_of_dtype}{list(array.shape)}"
+        )
 
 
 def _chunk_sizes(directory: Path, array: ZArray) -> dict[str, int]:
@@ -129,27 +137,28 @@ def _first_missing(array: ZArray, sizes: Mapping[str, int]) -> str:
 
 def tree_of_arrays(
     directory: Path,
-    paths: Mapping[str, str],
+    paths: Mapping[str, Listed],
+    stamps: dict[str, tuple[int, ...]],
     *,
     structure: Any = None,
     values: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
-) -> tuple[TreeEntry, dict[str, tuple[int, ...]]]:
-    """The arrays at these paths as one tree, and the stamps of their descriptions.
+) -> TreeEntry:
+    """The arrays at these paths as one tree; the stamps of their descriptions are added to those there are.
 
     With a `structure` the keys are the names of its leaves, else paths that dicts are made of.
     """
-    arrays = _Arrays(directory)
+    arrays = _Arrays(directory, stamps)
     entries = {}
-    for name, path in paths.items():
+    for name, listed in paths.items():
         try:
-            entries[name] = arrays.add(path)
+            entries[name] = arrays.add(listed)
         except FormatError as error:
             raise type(error)(f"leaf {name!r}: {error}") from error
     if structure is None:
         structure, names = nested({key: parts_of_path(key) for key in entries})
         entries = {names[name]: entry for name, entry in entries.items()}
-    tree = TreeEntry(
+    return TreeEntry(
         save_id="",
         saved_at="",
         written_by="",
@@ -160,10 +169,9 @@ def tree_of_arrays(
         structure=msgspec.Raw(msgspec.json.encode(structure)),
         raw_leaves=encode_leaves(entries),
     )
-    return tree, arrays.stamps
 
 
-def counted_from(directory: str, paths: Iterable[str]) -> dict[str, str]:
-    """Each path as it is seen from a directory."""
+def counted_from(directory: str, listed: Iterable[Listed]) -> dict[str, Listed]:
+    """Each array by its path as it is seen from a directory."""
     start = f"{directory}/" if directory else ""
-    return {path.removeprefix(start): path for path in paths}
+    return {array.path.removeprefix(start): array for array in listed}

@@ -1,0 +1,285 @@
+"""Checkpoints of arrays that mean harm: they are refused at once, and nothing outside of them is read or removed.
+
+A digest is no signature: whoever can write an index can seal it.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from eformer import checkpoint
+from eformer.checkpoint import SaveOptions, load, save
+from eformer.checkpoint._manifest import seal
+from eformer.checkpoint._store.many import Journal, Moved
+from eformer.errors import CorruptionError, FormatError, NotFoundError
+from support.trees import assert_same
+
+TREE = {"w": np.arange(6, dtype=np.float32)}
+
+
+@pytest.fixture
+def ours(tmp_path):
+    save(TREE, tmp_path / "ours", prefix="m", format="tensorstore")
+    return tmp_path / "ours"
+
+
+@pytest.fixture
+def victim(tmp_path):
+    save(TREE, tmp_path / "victim", prefix="m", format="tensorstore")
+    return tmp_path / "victim"
+
+
+def rewrite(path, change):
+    """The index of a checkpoint with a change, and a digest that fits."""
+    file = path / "tensorstore_index.json"
+    index = json.loads(file.read_text())
+    change(index)
+    index["digest"] = "0" * 32
+    file.write_bytes(seal(json.dumps(index, separators=(",", ":")).encode()))
+
+
+@pytest.mark.parametrize("path", ["../victim/m/w", "..", "", "/tmp", "m/../../victim"])
+def test_a_sealed_index_that_leads_out_is_refused_before_anything_is_removed(ours, victim, path):
+    rewrite(
+        ours, lambda index: index["prefixes"].update(old=[{"path": path, "shape": [6], "dtype": "float32"}])
+    )
+    for call in (
+        lambda: load(ours, prefix="old"),
+        lambda: save(TREE, ours, prefix="old", format="tensorstore"),
+    ):
+        with pytest.raises(FormatError, match="leads out of the directory"):
+            call()
+    assert_same(load(victim), TREE)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "../victim", "m/../../victim"])
+def test_a_journal_that_leads_out_removes_nothing(ours, victim, name):
+    scratch = ours / ".eformer-0123456789abcdef.tmp"
+    scratch.mkdir()
+    mark = checkpoint.inspect(victim).trees["m"].save_id
+    moved = [Moved(name, (ours / name).stat().st_ino, m) for m in (mark, "")]
+    (scratch / "journal.json").write_bytes(msgspec.json.encode(Journal("id", tuple(moved), tuple(moved))))
+    (victim.parent / "empty").mkdir()
+    save(TREE, ours, prefix="m", format="tensorstore")
+    assert_same(load(victim), TREE)
+    assert (victim.parent / "empty").is_dir()
+
+
+@pytest.mark.parametrize("what", ["fifo", "/dev/zero"])
+def test_a_journal_that_never_ends_holds_nobody_up(ours, what):
+    scratch = ours / ".eformer-0123456789abcdef.tmp"
+    scratch.mkdir()
+    if what == "fifo":
+        os.mkfifo(scratch / "journal.json")
+    else:
+        (scratch / "journal.json").symlink_to(what)
+    save(TREE, ours, prefix="m", format="tensorstore")
+    assert not scratch.exists()
+
+
+@pytest.mark.parametrize("root", ["../victim/m", "/etc", "", "m/..", "a" * 300, "tensorstore_index.json"])
+def test_a_tree_whose_files_are_elsewhere_is_refused(ours, victim, root):
+    rewrite(ours, lambda index: index["eformer"]["trees"]["m"].update(root=root))
+    with pytest.raises((FormatError, FileNotFoundError)):
+        load(ours)
+
+
+@pytest.fixture
+def database(tmp_path):
+    path = tmp_path / "db"
+    save(TREE, path, prefix="m", format="tensorstore", options=SaveOptions(ocdbt=True))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["absolute", "link"])
+def test_a_database_elsewhere_is_refused(tmp_path, database, kind):
+    elsewhere = database.rename(tmp_path / "elsewhere")
+    save(TREE, database, prefix="m", format="tensorstore", options=SaveOptions(ocdbt=True))
+    rewrite(database, lambda index: index["eformer"]["trees"]["m"].update(
+        json.loads((elsewhere / "tensorstore_index.json").read_text())["eformer"]["trees"]["m"]))  # fmt: skip
+    if kind == "absolute":
+        root = str(elsewhere / "m.ocdbt")
+        rewrite(database, lambda index: index["eformer"]["trees"]["m"].update(root=root))
+    else:
+        subprocess.run(["rm", "-r", database / "m.ocdbt"], check=True)
+        (database / "m.ocdbt").symlink_to(elsewhere / "m.ocdbt")
+    with pytest.raises(FormatError, match=r"outside of the directory|is a link"):
+        load(database)
+
+
+def test_a_pipe_in_a_database_holds_nobody_up(database):
+    file = next((database / "m.ocdbt" / "d").iterdir())
+    file.unlink()
+    os.mkfifo(file)
+    for call in (load, lambda path: checkpoint.open(path)["w"][...]):
+        with pytest.raises(FormatError, match="is not a regular file"):
+            call(database)
+    assert not checkpoint.verify(database).ok
+
+
+@pytest.mark.parametrize(
+    "coding", [["zarr", [6], '{"chunks": [1048576]}'], ["", [6]], ["zstd", [2**40]], ["lz4", [6]]], ids=str
+)
+def test_a_coding_that_we_never_write_is_refused(ours, coding):
+    def change(index):
+        index["eformer"]["trees"]["m"]["leaves"]["w"][2][0][5] = coding
+
+    rewrite(ours, change)
+    with pytest.raises(FormatError, match=r"leaf 'w' makes no sense"):
+        load(ours)
+
+
+# --------------------------------------------------------------------------------------------- others'
+
+
+def foreign(path, **metadata):
+    array = np.arange(10, dtype=np.float32).reshape(5, 2)
+    described = {"shape": [5, 2], "chunks": [5, 2], "dtype": "<f4", "compressor": None, **metadata}
+    spec = {"driver": "zarr", "kvstore": f"file://{path}/w", "metadata": described}
+    ts.open(spec, create=True).result().write(array).result()
+    return path
+
+
+def described(path, **changes):
+    file = path / "w" / ".zarray"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"order": "F"},
+        {"dtype": ">f4"},
+        {"compressor": {"id": "blosc"}},
+        {"compressor": {"id": "zlib", "level": 1}},
+    ],
+    ids=str,
+)
+def test_a_chunk_that_claims_to_be_huge_ends_no_process(tmp_path, odd):
+    foreign(tmp_path, **odd)
+    chunk = tmp_path / "w" / "0.0"
+    chunk.write_bytes(chunk.read_bytes() + bytes(10_000_000))  # so that it might just hold as much
+    described(tmp_path, shape=[5, 20_000_000_000], chunks=[5, 20_000_000_000])
+    code = (
+        "import sys, resource; from eformer.checkpoint import load\n"
+        f"resource.setrlimit(resource.RLIMIT_AS, ({2**34}, {2**34}))\n"
+        "try: load(sys.argv[1], keys='w')\n"
+        "except (ValueError, MemoryError) as error: print(type(error).__name__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in ("CorruptionError", "FormatError", "MemoryError")
+
+
+def test_an_index_and_an_array_that_disagree_are_an_error(tmp_path):
+    foreign(tmp_path)
+    listed = {"path": "w", "shape": [7], "dtype": "int8"}
+    index = {"format": "tensorstore", "version": "1.0", "arrays": [listed]}
+    (tmp_path / "tensorstore_index.json").write_text(json.dumps(index))
+    with pytest.raises(FormatError, match=r"the index says int8\[7\], .zarray says float32\[5, 2\]"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("extra", [b"x", b"x" * 40])
+def test_a_chunk_of_another_length_is_an_error(tmp_path, extra):
+    chunk = foreign(tmp_path) / "w" / "0.0"
+    chunk.write_bytes(chunk.read_bytes() + extra)
+    with pytest.raises(CorruptionError, match=r"w/0.0 has \d+ bytes, a chunk has 40"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("index", [
+    {"prefixes": {"": [{"path": "w"}]}}, {"arrays": [{"path": "w"}, {"path": "w"}]}, {"prefixes": {"m": [{"path": "w"}] * 2}},
+], ids=str)  # fmt: skip
+def test_an_index_that_says_things_twice_is_refused(tmp_path, index):
+    foreign(tmp_path)
+    (tmp_path / "tensorstore_index.json").write_text(
+        json.dumps({"format": "tensorstore", "version": "2.0"} | index)
+    )
+    with pytest.raises(FormatError, match=r"twice|without a name"):
+        load(tmp_path)
+
+
+def test_an_index_of_nothing_holds_no_tree(tmp_path):
+    (tmp_path / "tensorstore_index.json").write_text(
+        '{"format": "tensorstore", "version": "2.0", "prefixes": {}}'
+    )
+    with pytest.raises(NotFoundError, match="holds no tree"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("byte", range(0, 200, 3))
+def test_a_flipped_byte_in_a_description_is_an_error_of_ours_or_none(tmp_path, byte):
+    file = foreign(tmp_path) / "w" / ".zarray"
+    data = bytearray(file.read_bytes())
+    data[byte % len(data)] ^= 0x80
+    file.write_bytes(data)
+    try:
+        load(tmp_path)
+    except (FormatError, NotFoundError) as error:
+        assert "w" in str(error)  # noqa: PT017
+
+
+def test_a_damaged_tree_of_others_harms_none_of_ours(tmp_path):
+    foreign(tmp_path / "sub")
+    (tmp_path / "sub").rename(tmp_path / "old")
+    index = {"format": "tensorstore", "version": "2.0", "prefixes": {"old": [{"path": "old/w"}]}}
+    (tmp_path / "tensorstore_index.json").write_text(json.dumps(index))
+    save(TREE, tmp_path, prefix="m", format="tensorstore")
+    (tmp_path / "old" / "w" / "0.0").unlink()
+    assert_same(load(tmp_path, prefix="m"), TREE)
+    with pytest.raises(CorruptionError, match=r"'w'.*missing"):
+        load(tmp_path, prefix="old")
+
+
+def test_arrays_without_an_index_stay_readable_when_a_tree_is_saved_beside_them(tmp_path):
+    foreign(tmp_path)
+    save(TREE, tmp_path, prefix="m", format="tensorstore")
+    np.testing.assert_array_equal(load(tmp_path, prefix="")["w"], np.arange(10).reshape(5, 2))
+    assert_same(load(tmp_path, prefix="m"), TREE)
+
+
+def test_arrays_that_jax_cannot_hold_come_back_as_numpy_arrays(tmp_path):
+    array = np.arange(10, dtype=np.longdouble).reshape(5, 2)
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "0.0").write_bytes(array.tobytes())
+    (tmp_path / "w" / ".zarray").write_text(json.dumps(
+        {"shape": [5, 2], "chunks": [5, 2], "dtype": "<f16", "compressor": None, "order": "C", "filters": None, "fill_value": None, "zarr_format": 2}))  # fmt: skip
+    np.testing.assert_array_equal(load(tmp_path)["w"], array)
+
+
+def test_many_readers_at_once_do_not_run_out_of_files(tmp_path):
+    tree = {f"w{i}": np.full(3, i) for i in range(200)}
+    save(tree, tmp_path, format="tensorstore")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        views = [checkpoint.open(tmp_path) for _ in range(6)]
+        assert all(view["w7"][0] == 7 for view in views)
+        assert_same(load(tmp_path), tree)
+        for view in views:
+            view.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_view_of_what_was_replaced_says_so(database):
+    view = checkpoint.open(database)
+    save({"w": np.zeros(2)}, database, prefix="m", format="tensorstore", options=SaveOptions(ocdbt=True))
+    with pytest.raises(FileNotFoundError, match="was replaced by a newer save; open it again"):
+        view["w"][...]
+
+
+def test_a_database_that_is_gone_is_in_the_report(database):
+    subprocess.run(["rm", "-r", database / "m.ocdbt"], check=True)
+    (damage,) = checkpoint.verify(database).damages
+    assert "manifest.ocdbt is missing" in damage.problem
