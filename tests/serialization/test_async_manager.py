@@ -1,8 +1,8 @@
 """The documented manager: every argument on every backend, and what it does beyond them."""
 
 import asyncio
-import gc
 import dataclasses
+import gc
 import hashlib
 import inspect
 import json
