@@ -208,7 +208,7 @@ def make_environment(name: str) -> str:
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
         (environment / ".gitignore").write_text("*\n")  # ruff goes by it, too
         pip = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
-        subprocess.run([*pip, "-c", HERE.parent / "constraints.txt", "-r", wanted], check=True)
+        subprocess.run([*pip, "-r", wanted], check=True)
         installed.write_text(wanted.read_text())
     return str(python)
 
