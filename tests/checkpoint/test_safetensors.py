@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +13,14 @@ import safetensors.numpy
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from contracts.checkpoint import CheckpointContract, layouts, meshes, model
+from contracts.checkpoint import CheckpointContract, DirectoryContract, layouts, meshes, model
 from eformer import checkpoint
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError, FormatError, MismatchError, NotFoundError
 from support.trees import assert_same
 
 
-class TestDirectory(CheckpointContract):
+class TestDirectory(DirectoryContract):
     def place(self, folder):
         return folder / "checkpoint"
 
@@ -345,40 +344,6 @@ def test_foreign_files_are_not_replaced(tmp_path, weights):
 # ------------------------------------------------------------------------------------------- directories
 
 
-def test_several_prefixes_live_in_one_directory(tmp_path):
-    trees = {
-        None: {"w": np.ones(2)},
-        "opt": [np.zeros(3), 1],
-        "a/b": {"x": "y"},
-        "model": {"w": np.full(2, 7)},
-    }
-    for prefix, tree in trees.items():
-        save(tree, tmp_path, prefix=prefix, metadata={"of": str(prefix)})
-    save({"w": np.arange(5)}, tmp_path, prefix="opt")
-    trees["opt"] = {"w": np.arange(5)}
-    for prefix, tree in trees.items():
-        assert_same(load(tmp_path, prefix=prefix), tree)
-    metadata = {p: t.metadata for p, t in checkpoint.inspect(tmp_path).trees.items()}
-    assert metadata == {"": {"of": "None"}, "opt": {}, "a/b": {"of": "a/b"}, "model": {"of": "model"}}
-    assert checkpoint.verify(tmp_path).trees == 4
-
-
-def test_an_unknown_prefix_lists_the_known(tmp_path):
-    for prefix in ("model", "opt"):
-        save({"w": np.ones(1)}, tmp_path, prefix=prefix)
-    with pytest.raises(
-        ValueError, match=r"no prefix 'optt' \(nearest is 'opt'\); available are \['model', 'opt'\]"
-    ):
-        load(tmp_path, prefix="optt")
-    with pytest.raises(ValueError, match=r"several trees; pass prefix=, one of \['model', 'opt'\]"):
-        load(tmp_path)
-
-
-def test_the_only_prefix_need_not_be_said(tmp_path):
-    save({"w": 1}, tmp_path, prefix="only")
-    assert load(tmp_path) == {"w": 1}
-
-
 def test_any_file_of_a_checkpoint_leads_to_it(tmp_path, weights):
     save(weights, tmp_path, options=SaveOptions(max_shard_bytes=300))
     save({"other": 1}, tmp_path, prefix="other")
@@ -527,50 +492,6 @@ def test_files_that_are_not_ours_are_left_alone(tmp_path, weights):
     save(weights, tmp_path)
     for name, data in mine.items():
         assert (tmp_path / name).read_bytes() == data
-
-
-def test_concurrent_saves_of_different_prefixes_keep_all(tmp_path):
-    def work(i):
-        for n in range(5):
-            save({"w": np.full(100, i + n)}, tmp_path, prefix=f"p{i}")
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i in range(8):
-        assert load(tmp_path, prefix=f"p{i}")["w"][0] == i + 4
-    assert checkpoint.verify(tmp_path).ok
-    named = {f.name for t in checkpoint.inspect(tmp_path).trees.values() for f in t.files}
-    assert {p.name for p in tmp_path.glob("*.safetensors")} == named
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_a_reader_always_sees_one_whole_checkpoint(tmp_path):
-    save({f"w{i}": np.full(1000, 0) for i in range(20)}, tmp_path, options=SaveOptions(max_shard_bytes=9000))
-    stop = threading.Event()
-
-    def write():
-        for n in range(1, 40):
-            save(
-                {f"w{i}": np.full(1000, n) for i in range(20)},
-                tmp_path,
-                options=SaveOptions(max_shard_bytes=9000),
-            )
-        stop.set()
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    seen = []
-    while not stop.is_set():
-        tree = load(tmp_path)
-        values = {int(x) for leaf in tree.values() for x in (leaf.min(), leaf.max())}
-        assert len(values) == 1
-        seen += values
-        assert checkpoint.verify(tmp_path).ok
-    writer.join()
-    assert seen == sorted(seen)
 
 
 @pytest.mark.parametrize("verify", [True, False])

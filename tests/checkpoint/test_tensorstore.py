@@ -12,7 +12,7 @@ import tensorstore as ts
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from contracts.checkpoint import CheckpointContract, layouts, meshes, model
+from contracts.checkpoint import DirectoryContract, layouts, meshes, model
 from eformer import checkpoint
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.checkpoint._formats.tensorstore import ArraysWriter
@@ -22,7 +22,7 @@ from eformer.serialization.serialization import tree_serialize_leaves
 from support.trees import assert_same
 
 
-class TestArrays(CheckpointContract):
+class TestArrays(DirectoryContract):
     format = "tensorstore"
     steps = ("_formats._writing.xxh3_128", "_formats.tensorstore.ArraysWriter._write_index")
 
