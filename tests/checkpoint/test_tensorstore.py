@@ -265,6 +265,16 @@ def test_a_directory_that_took_the_place_of_a_dead_saves_is_not_removed(tmp_path
     assert not scratch.exists()
 
 
+def test_a_save_without_an_index_that_fails_leaves_no_half(tmp_path, weights, monkeypatch):
+    from eformer.checkpoint._store import many
+
+    calls = iter([many.rename, lambda *_: 1 / 0])
+    monkeypatch.setattr(many, "rename", lambda *paths: next(calls)(*paths))
+    with pytest.raises(ZeroDivisionError):
+        tree_serialize_leaves(tmp_path, weights, write_index=False)
+    assert os.listdir(tmp_path) == []
+
+
 # -------------------------------------------------------------------------------------------- other writers
 
 

@@ -128,6 +128,7 @@ class ArraysWriter:
     ) -> None:
         self.directory, self.prefix, self.save_id, self.options = directory, prefix, save_id, options
         self.block, self.threads, self.write_index = block, threads, write_index
+        self.mark = save_id if write_index else ""  # without an index they shall look like anybody's
         self.scratch: ScratchTree | None = None
         self.arrays: list[Array] = []
 
@@ -145,8 +146,7 @@ class ArraysWriter:
     def prepare(self, sources: Sequence[Source]) -> list[Array]:
         """What is to be written, and a place for it that nobody looks for."""
         with uncollected():
-            mark = self.save_id if self.write_index else ""
-            self.arrays = arrange(sources, self.options, self.block, mark)
+            self.arrays = arrange(sources, self.options, self.block, self.mark)
         self.scratch = ScratchTree(self.directory)
         if not self.options.ocdbt:
             _make_parents(self.root, self.arrays)
@@ -161,7 +161,7 @@ class ArraysWriter:
             run_all(_database_tasks(database, arrays, self.block, staging), self.threads)
             database.finish()
             if arrays:
-                write_new(f"{self.root}/{DATABASE_MARK}", self.save_id.encode())
+                write_new(f"{self.root}/{DATABASE_MARK}", self.mark.encode())
         else:
             with ExitStack() as files:
                 run_all(_file_tasks(self.root, arrays, self.block, staging, files), self.threads)
@@ -194,7 +194,8 @@ class ArraysWriter:
             index = index or self._of_what_is_there()
             root, moves = self._final_places(scratch, index)
             try:
-                scratch.publish(self.save_id, moves, self._replaced(index), self._replaced_id(index))
+                old, old_mark = self._replaced(index), self._replaced_id(index)
+                scratch.publish(self.save_id, moves, self.mark, old, old_mark)
                 if self.write_index:
                     self._write_index(index, tree, root)
             except BaseException:

@@ -103,14 +103,15 @@ class ScratchTree:
             sync_directory(folder)
 
     def publish(
-        self, save_id: str, moves: Sequence[tuple[Path, str]], old: Sequence[str], old_id: str
+        self, save_id: str, moves: Sequence[tuple[Path, str]], mark: str, old: Sequence[str], old_mark: str
     ) -> None:
         """Moves directories to names that are free; a journal says so first, for the case that we die meanwhile.
 
-        The directories `old`, with the arrays of the save `old_id`, will then be in nobody's way any more.
+        The arrays in them have this mark. The directories `old`, with arrays of another mark, are not needed then.
         """
-        new = tuple(Moved.of(path, name, save_id) for path, name in moves)
-        gone = tuple(Moved.of(path, name, old_id) for name in old if (path := self.directory / name).exists())
+        there = [(self.directory / name, name) for name in old if (self.directory / name).exists()]
+        new = tuple(Moved.of(path, name, mark) for path, name in moves)
+        gone = tuple(Moved.of(path, name, old_mark) for path, name in there)
         journal = f"{self.path}/{_JOURNAL}"
         write_new(journal, msgspec.json.encode(Journal(save_id, new, gone)))
         _sync(journal)
