@@ -248,6 +248,21 @@ def test_arrays_without_an_index_stay_readable_when_a_tree_is_saved_beside_them(
     assert_same(load(tmp_path, prefix="m"), TREE)
 
 
+def test_arrays_of_ours_whose_index_is_lost_are_not_listed_by_the_next_save(ours):
+    (ours / "tensorstore_index.json").unlink()
+    save({"v": 1}, ours, prefix="new", format="tensorstore")
+    assert load(ours) == {"v": 1}
+
+
+def test_arrays_that_would_get_one_name_are_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "m"):
+        foreign(path)
+    index = {"format": "tensorstore", "version": "2.0", "prefixes": {"m": [{"path": "m/w"}, {"path": "w"}]}}
+    (tmp_path / "tensorstore_index.json").write_text(json.dumps(index))
+    with pytest.raises(FormatError, match="would get one name"):
+        load(tmp_path)
+
+
 def test_arrays_that_jax_cannot_hold_come_back_as_numpy_arrays(tmp_path):
     array = np.arange(10, dtype=np.longdouble).reshape(5, 2)
     (tmp_path / "w").mkdir()

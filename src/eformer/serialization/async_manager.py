@@ -114,7 +114,7 @@ class AsyncCheckpointManager:
         `gather_fns` are called on leaves before they are saved: by dotted key or nested, or True for `jax.device_get`
         on all. `do_all_gather` puts every array together first, on all devices of the mesh, or of its own; with
         `cpu_offload` on the CPU. Without a gather `cpu_offload` keeps what waits to be written in host memory.
-        `callback(path)` is called afterwards.
+        `callback(path)` is called afterwards. Apart from a gather there is no need of a mesh: arrays know their own.
         """
         where = self._where(path)
         if self._is_off(where):

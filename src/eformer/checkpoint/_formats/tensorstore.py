@@ -42,6 +42,7 @@ from eformer.checkpoint._store.many import (
     NewFile,
     ScratchTree,
     make_directory,
+    mark_of_array,
     read_file,
     sweep_trees,
     write_new,
@@ -208,9 +209,10 @@ class ArraysWriter:
                 scratch.is_finished = True
 
     def _of_what_is_there(self) -> Index:
-        """An index of the arrays that somebody has put here without one: they stay what they are, a tree without a
+        """An index of the arrays that somebody else has put here without one: they stay what they are, a tree without a
         prefix, unless this is one."""
-        found = list(discover(self.directory)) if self.write_index and self.prefix else []
+        there = discover(self.directory) if self.write_index and self.prefix else ()
+        found = [array for array in there if mark_of_array(f"{self.directory}/{array.path}") == ""]
         return Index(arrays=found) if found else Index()
 
     def _sweep(self) -> None:

@@ -234,12 +234,13 @@ def remove_arrays(path: Path, mark: str) -> None:
         _remove_files(f"{path}/{_DATABASE_FILES}")
         _remove_files(str(path))
     for folder, _, names in os.walk(path, topdown=False):
-        if ".zarray" in names and _mark_of_array(folder) == mark:
+        if ".zarray" in names and mark_of_array(folder) == mark:
             _remove_files(folder)
         _remove_if_empty(folder)
 
 
-def _mark_of_array(folder: str) -> str | None:
+def mark_of_array(folder: str) -> str | None:
+    """Which save of ours an array is of; empty for somebody else's, None for what is no array."""
     try:
         return msgspec.json.decode(read_small(Path(folder), ".zarray") or b"", type=_Marked).eformer
     except (OSError, FormatError, *MALFORMED_JSON):

@@ -23,7 +23,7 @@ from eformer.checkpoint._store.local import open_inside, read_range, stamp
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 _MOST_DEPTH = 100
@@ -171,7 +171,10 @@ def tree_of_arrays(
     )
 
 
-def counted_from(directory: str, listed: Iterable[Listed]) -> dict[str, Listed]:
+def counted_from(directory: str, listed: Sequence[Listed]) -> dict[str, Listed]:
     """Each array by its path as it is seen from a directory."""
     start = f"{directory}/" if directory else ""
-    return {array.path.removeprefix(start): array for array in listed}
+    found = {array.path.removeprefix(start): array for array in listed}
+    if len(found) < len(listed):
+        raise FormatError(f"arrays in and beside {directory!r} are listed together, and would get one name")
+    return found
