@@ -7,8 +7,10 @@ EformerError
 │                     Error)
 ├── MismatchError    (ValueError)   the data and the target disagree; lists every disagreement
 ├── StructureError   (ValueError)   a tree's structure cannot be recorded or rebuilt
-└── LeafError        (TypeError,    a leaf cannot be stored, because of its type
-                      ValueError)   or of its value
+├── LeafError        (TypeError,    a leaf cannot be stored, because of its type
+│                     ValueError)   or of its value
+└── ProcessError     (RuntimeError) another process failed, or does something else
+    └── ProcessTimeoutError         ... or did not come in time; also a TimeoutError
 """
 
 from __future__ import annotations
@@ -62,3 +64,11 @@ class StructureError(EformerError, ValueError):
 
 class LeafError(EformerError, TypeError, ValueError):
     """A leaf cannot be stored, because of its type or of its value."""
+
+
+class ProcessError(EformerError, RuntimeError):
+    """Of several processes that work together, another one failed or does something else."""
+
+
+class ProcessTimeoutError(ProcessError, TimeoutError):
+    """Of several processes that work together, another one did not come in time."""

@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +137,7 @@ import os, signal, sys, threading
 from eformer.checkpoint import _hosts, _save, load, save, save_async
 from eformer.checkpoint._formats import _sealing
 
-_hosts.current = _hosts.Alone  # else a backend of JAX would start, and those do not survive a fork
+_hosts.current = lambda *_: _hosts.Alone()  # else a backend of JAX would start, and those do not survive a fork
 path, go, make = sys.argv[1], threading.Event(), _save.make_directories
 _save.make_directories = lambda path: (go.wait(60), make(path))
 pending = save_async({"w": 1}, path)
@@ -221,7 +222,7 @@ def on_an_accelerator(monkeypatch):
     from eformer.checkpoint import _arrays
 
     monkeypatch.setattr(_arrays, "is_host_memory", lambda array: False)
-    monkeypatch.setattr(_arrays._Reader, "look_at", lambda self, array: (False, None))
+    monkeypatch.setattr(_arrays._Reader, "look_at", lambda self, array: (False, 0, None))
 
 
 @pytest.mark.parametrize("snapshot", ["auto", "device", "host"])
@@ -279,11 +280,19 @@ def test_a_device_without_room_is_not_asked_for_a_copy(monkeypatch):
 # --------------------------------------------------------------------------------------------- hosts
 
 
-def save_together(crew, tree_of, path, **options):
+@pytest.fixture(params=["safetensors", "tensorstore", "tensorstore, ocdbt", "tensorstore, zstd"])
+def layout(request):
+    """A format, and options of it."""
+    name, _, option = request.param.partition(", ")
+    return name, {"ocdbt": {"ocdbt": True}, "zstd": {"compression": "zstd"}}.get(option, {})
+
+
+def save_together(crew, tree_of, path, layout=("safetensors", {}), **options):
+    name, special = layout
+
     def work(host):
-        job = _save._prepare(
-            tree_of(host), path, None, "safetensors", None, SaveOptions(**options), host, detach=False
-        )
+        options_ = SaveOptions(**special, **options)
+        job = _save._prepare(tree_of(host), path, None, name, None, options_, host, detach=False)
         job.carry_out()
 
     return crew.run(work)
@@ -305,11 +314,11 @@ def sharded_tree():
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_several_processes_write_one_checkpoint_and_meet_twice(tmp_path, monkeypatch, count):
+def test_several_processes_write_one_checkpoint_and_meet_twice(tmp_path, monkeypatch, count, layout):
     monkeypatch.setattr(_save, "PIECE_BYTES", 256)
     tree, crew = sharded_tree(), Crew(count)
-    assert save_together(crew, lambda host: tree, tmp_path) == [None] * count
-    assert crew.meetings == (2 if count > 1 else 0)
+    assert save_together(crew, lambda host: tree, tmp_path, layout) == [None] * count
+    assert len(crew.meetings) == (2 if count > 1 else 0)
     assert checkpoint.verify(tmp_path).ok
     loaded = load(tmp_path)
     for name, leaf in tree.items():
@@ -336,7 +345,9 @@ def test_an_error_of_one_is_an_error_of_all(tmp_path):
     def work(host):
         job = _save._prepare(tree, tmp_path, None, "safetensors", None, SaveOptions(), host, detach=False)
         if host.index == 1:
-            job.options = None  # what the job needs is gone: this process fails while it writes
+            job.options = SimpleNamespace(
+                max_chunk_bytes=None, compression=None, ocdbt=False
+            )  # no more to go by
         job.carry_out()
 
     outcomes = Crew(3).run(work)
@@ -366,10 +377,18 @@ def test_files_of_several_processes_are_legal_safetensors(tmp_path):
 
     tree = sharded_tree()
     assert save_together(Crew(4), lambda host: tree, tmp_path) == [None] * 4
-    index = msgspec.json.decode((tmp_path / "model.safetensors.index.json").read_bytes())
     names = set()
-    for name in set(index["weight_map"].values()):
-        with safetensors.safe_open(tmp_path / name, "np") as file:
+    for name in tmp_path.glob("model-*-of-00004.safetensors"):
+        with safetensors.safe_open(name, "np") as file:
             names.update(file.keys())
-    assert names == set(index["weight_map"])
     assert {"numpy", "one", "everywhere", "rows%[0:16,0:8]"} <= names
+    assert not list(tmp_path.glob("*.index.json"))  # which would list parts of tensors, of no use to anybody
+
+
+def test_whole_leaves_of_several_processes_are_there_for_other_readers(tmp_path):
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    tree = {f"r{i}": jax.device_put(jnp.ones(10) * i, NamedSharding(mesh, P())) for i in range(4)}
+    assert save_together(Crew(2), lambda host: tree | {"n": np.ones(3)}, tmp_path) == [None] * 2
+    index = msgspec.json.decode((tmp_path / "model.safetensors.index.json").read_bytes())
+    assert sorted(index["weight_map"]) == ["n", "r0", "r1", "r2", "r3"]
+    assert set(index["weight_map"].values()) == {path.name for path in tmp_path.glob("*.safetensors")}

@@ -77,13 +77,13 @@ def test_an_empty_leaf_is_not_read():
 
 
 def test_bytes_are_spread_evenly_over_those_who_hold_them():
-    written = [0, 0, 0]
+    written = np.zeros(3, np.int64)
     chosen = owners([(10, [0, 1, 2]), (10, [0, 1, 2]), (30, [0]), (10, [0, 1, 2]), (5, [2])], written)
     assert chosen == [0, 1, 0, 2, 2]
-    assert written == [40, 10, 15]
+    assert written.tolist() == [40, 10, 15]
 
 
 def test_a_header_never_grows_beyond_what_readers_allow(monkeypatch):
     monkeypatch.setattr("eformer.checkpoint._plan.MAX_HEADER_BYTES", 1000)
     files = layout({f"m.{i}": 1 for i in range(20)}, 10**9)
-    assert [len(names) for names in files] == [6, 6, 6, 2]
+    assert [len(names) for names in files] == [3] * 6 + [2]

@@ -350,7 +350,7 @@ class Forks:
 
 def serve() -> None:
     # Else every fork would start a backend of JAX to learn that it is alone, and look for garbage in all it shares.
-    _hosts.current = _hosts.Alone
+    _hosts.current = lambda *_: _hosts.Alone()
     gc.freeze()
     for line in sys.stdin:
         reader, writer = os.pipe()

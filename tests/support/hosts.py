@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from eformer.errors import ProcessError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 class Crew:
@@ -16,9 +18,13 @@ class Crew:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.barrier = threading.Barrier(count, timeout=60)
-        self.board: list[bytes] = [b""] * count
-        self.meetings = 0
+        self.meetings: dict[int, Meeting] = {}
+        self.lock = threading.Lock()
+        self.sent: list[int] = []
+
+    def meeting(self, number: int) -> Meeting:
+        with self.lock:
+            return self.meetings.setdefault(number, Meeting(self.count))
 
     def run(self, work: Callable[[Any], Any]) -> list[Any]:
         """What `work(host)` returned or raised on every host."""
@@ -38,17 +44,72 @@ class Crew:
         return outcomes
 
 
+class Meeting:
+    def __init__(self, count: int) -> None:
+        self.messages: list[Any] = [None] * count
+        self.answer: Any = None
+        self.changed = threading.Condition()
+
+    def wait(self, is_done: Callable[[], bool]) -> None:
+        if not self.changed.wait_for(is_done, timeout=60):
+            raise TimeoutError
+
+
 class Host:
     def __init__(self, crew: Crew, index: int) -> None:
         self.crew, self.index, self.count = crew, index, crew.count
+        self.rounds = 0
 
-    def gather(self, message: bytes) -> list[bytes]:
-        self.crew.board[self.index] = message
-        self.crew.barrier.wait()
-        messages = list(self.crew.board)
-        if self.crew.barrier.wait() == 0:  # nobody writes the next message before all have read this one
-            self.crew.meetings += 1
-        return messages
+    def meet(self, message: bytes, answer: Callable[[Sequence[bytes]], bytes]) -> bytes:
+        assert isinstance(message, bytes)
+        self.crew.sent.append(len(message))
+        meeting = self._say(message)
+        if self.index == 0:
+            with meeting.changed:
+                meeting.wait(lambda: None not in meeting.messages)
+            try:
+                failed = [str(m) for m in meeting.messages if isinstance(m, ProcessError)]
+                if failed:
+                    raise ProcessError("; ".join(failed))
+                text: Any = answer(meeting.messages)
+            except BaseException as error:
+                self._answer(meeting, self._told(error))
+                raise
+            self._answer(meeting, text)
+        with meeting.changed:
+            meeting.wait(lambda: meeting.answer is not None)
+        if isinstance(meeting.answer, ProcessError):
+            raise meeting.answer
+        return meeting.answer
+
+    def fail(self, error: BaseException) -> None:
+        meeting = self._say(self._told(error))
+        if self.index == 0:
+            with meeting.changed:
+                meeting.wait(lambda: None not in meeting.messages)
+            self._answer(meeting, self._told(error))
+
+    def _told(self, error: BaseException) -> ProcessError:
+        return (
+            error if isinstance(error, ProcessError) else ProcessError(f"{self.name(self.index)}: {error!r}")
+        )
+
+    def _say(self, message: Any) -> Meeting:
+        meeting = self.crew.meeting(self.rounds)
+        self.rounds += 1
+        with meeting.changed:
+            meeting.messages[self.index] = message
+            meeting.changed.notify_all()
+        return meeting
+
+    @staticmethod
+    def _answer(meeting: Meeting, answer: Any) -> None:
+        with meeting.changed:
+            meeting.answer = answer
+            meeting.changed.notify_all()
 
     def process_of(self, device: Any) -> int:
         return jax.devices().index(device) * self.count // jax.device_count()
+
+    def name(self, index: int) -> str:
+        return f"process {index}"

@@ -4,13 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eformer.checkpoint._commit import Pending as Pending
     from eformer.checkpoint._dry_run import DryRun as DryRun
     from eformer.checkpoint._dry_run import dry_run as dry_run
     from eformer.checkpoint._load import load as load
     from eformer.checkpoint._manifest import Manifest as Manifest
     from eformer.checkpoint._nodes import register_node as register_node
     from eformer.checkpoint._options import SaveOptions as SaveOptions
+    from eformer.checkpoint._pending import Pending as Pending
     from eformer.checkpoint._save import save as save
     from eformer.checkpoint._save import save_async as save_async
     from eformer.checkpoint._verify import Report as Report
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _HOME = {
     "DryRun": "_dry_run",
     "Manifest": "_manifest",
-    "Pending": "_commit",
+    "Pending": "_pending",
     "Report": "_verify",
     "SaveOptions": "_options",
     "View": "_view",

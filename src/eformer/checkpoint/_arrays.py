@@ -37,6 +37,9 @@ class Source(Struct, frozen=True, gc=False):
 
     `whole` is the host array of a leaf that lies in one place, which is nearly every leaf; else `parts` hold
     its boxes, `regions` are those that this process writes, and `shard` is the shape of what a device holds.
+
+    A leaf that lies on the devices of one process, or in its memory, has an `owner`; -1 for one that lies on several.
+    `is_first` for the process that writes its beginning.
     """
 
     name: str
@@ -49,11 +52,32 @@ class Source(Struct, frozen=True, gc=False):
     parts: Sequence[Part] = ()
     regions: Sequence[Region] = ()
     shard: tuple[int, ...] | None = None
+    owner: int = 0
+    is_first: bool = True
 
 
 def released(source: Source) -> Source:
     """The same leaf, without its array."""
     return msgspec.structs.replace(source, whole=None, parts=())
+
+
+def settled(sources: Sequence[Source], hosts: Hosts, elsewhere: Sequence[int]) -> list[Source]:
+    """The sources once it is known which leaves the first process does not have, by number.
+
+    A leaf that lies in one process alone looks there like one that every process has a copy of. The latter is the
+    first process's to write.
+    """
+    if not hosts.index:
+        return list(sources)
+    theirs = set(elsewhere)
+    return [
+        source if source.owner != hosts.index or number in theirs else _not_ours(source)
+        for number, source in enumerate(sources)
+    ]
+
+
+def _not_ours(source: Source) -> Source:
+    return msgspec.structs.replace(source, whole=None, parts=(), regions=(), is_first=False)
 
 
 # ------------------------------------------------------------------------------------------ snapshot
@@ -95,8 +119,9 @@ class _Reader:
         self.hosts = hosts
         self.detach = detach
         self.dtypes: dict[np.dtype[Any], tuple[str, bool]] = {}
-        self.facts: dict[Any, tuple[bool, RecordedSharding | None]] = {}
-        self.written = [0] * hosts.count
+        self.facts: dict[Any, tuple[bool, int, RecordedSharding | None]] = {}
+        self.cuts: dict[Any, _Cut] = {}
+        self.written = np.zeros(hosts.count, np.int64)
 
     def for_type(self, kind: type) -> Callable[[str, Any], Source] | None:
         if issubclass(kind, np.ndarray):
@@ -112,20 +137,29 @@ class _Reader:
         if isinstance(array, np.ma.MaskedArray):
             raise LeafError("the mask of a masked array cannot be stored; fill it first")
         dtype = self.stored(name_of_dtype(array.dtype))
+        self.written[0] += array.nbytes
+        if self.hosts.index:  # every process has one, and that of the first is stored
+            return Source(name, dtype, array.shape, "numpy", is_first=False)
         host = np.array(array) if self.detach else np.asarray(array)
-        return self.in_one_place(name, dtype, host, "numpy")
+        return Source(name, dtype, host.shape, "numpy", None, None, host)
 
     def jax_array(self, name: str, array: Any) -> Source:
         key = None
-        at_hand, sharding = self.look_at(array)
+        at_hand, owner, sharding = self.look_at(array)
         if not isinstance(array.dtype, np.dtype):
             key, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
         dtype, is_packed = self.stored_jax(array.dtype)
         if at_hand and not is_packed:
-            return self.in_one_place(name, dtype, np.asarray(array), "jax", key, sharding)
-        parts, regions = self.own_parts(array)
-        shard = array.sharding.shard_shape(array.shape)
-        return Source(name, dtype, array.shape, "jax", key, sharding, None, parts, regions, shard)
+            return Source(
+                name, dtype, array.shape, "jax", key, sharding, np.asarray(array), (), (), None, owner
+            )
+        cut = self.cut(array)
+        mine, is_first = self.mine(cut, array.dtype.itemsize)
+        parts = [(region, _data(array, number)) for region, number in mine.items()]
+        regions = merged(list(mine))
+        return Source(
+            name, dtype, array.shape, "jax", key, sharding, None, parts, regions, cut.shard, owner, is_first
+        )
 
     def stored_jax(self, dtype: np.dtype[Any]) -> tuple[str, bool]:
         """As what a dtype is stored, and whether XLA keeps it packed."""
@@ -134,48 +168,40 @@ class _Reader:
             known = self.dtypes[dtype] = (self.stored(name_of_dtype(dtype)), dtype in PACKED)
         return known
 
-    def in_one_place(
-        self,
-        name: str,
-        dtype: str,
-        host: np.ndarray[Any, Any],
-        home: str,
-        key: str | None = None,
-        sharding: RecordedSharding | None = None,
-    ) -> Source:
-        """An array that every process has a copy of, or that only the first has: the first one writes it."""
-        if self.hosts.index:
-            return Source(name, dtype, host.shape, home, key, sharding)
-        return Source(name, dtype, host.shape, home, key, sharding, host)
-
     def stored(self, dtype: str) -> str:
         return self.dtype if self.dtype and is_floating(dtype) else dtype
 
-    def look_at(self, array: jax.Array) -> tuple[bool, RecordedSharding | None]:
-        """Whether the array is in the memory of one CPU device, and how it lies on its mesh."""
+    def look_at(self, array: jax.Array) -> tuple[bool, int, RecordedSharding | None]:
+        """Whether the array is in the memory of one CPU device of this process, which process has it all alone, and
+        how it lies on its mesh."""
         sharding = array.sharding
         facts = self.facts.get(sharding)
         if facts is None:
             devices: set[Any] = sharding.device_set
-            at_hand = len(devices) == 1 and next(iter(devices)).platform == "cpu"
-            facts = self.facts[sharding] = (at_hand, recorded_sharding(sharding))
+            processes = {self.hosts.process_of(device) for device in devices}
+            owner = processes.pop() if len(processes) == 1 else -1
+            is_here = len(devices) == 1 and owner == self.hosts.index
+            at_hand = is_here and next(iter(devices)).platform == "cpu"
+            facts = self.facts[sharding] = (at_hand, owner, recorded_sharding(sharding))
         return facts
 
-    def own_parts(self, array: jax.Array) -> tuple[list[Part], list[Region]]:
-        """The boxes that this process writes; one that several hold goes to who has the least to write."""
-        holders: dict[Region, list[int]] = defaultdict(list)
-        for device, index in array.sharding.devices_indices_map(array.shape).items():
-            holders[_region(index, array.shape)].append(self.hosts.process_of(device))
-        itemsize = array.dtype.itemsize
-        owned = owners(((region.size * itemsize, who) for region, who in holders.items()), self.written)
-        mine = {region for region, owner in zip(holders, owned, strict=True) if owner == self.hosts.index}
-        parts: dict[Region, Any] = {}
-        for shard in array.addressable_shards:
-            region = _region(shard.index, array.shape)
-            if region in mine and self.hosts.process_of(shard.device) == self.hosts.index:
-                data = shard.data
-                parts.setdefault(region, np.asarray(data) if is_host_memory(data) else data)
-        return list(parts.items()), merged(list(parts))
+    def cut(self, array: jax.Array) -> _Cut:
+        """How arrays of this shape are cut that lie so: most of a tree are alike."""
+        key = (array.sharding, array.shape)
+        found = self.cuts.get(key)
+        if found is None:
+            found = self.cuts[key] = _cut(array, self.hosts)
+        return found
+
+    def mine(self, cut: _Cut, itemsize: int) -> tuple[dict[Region, int], bool]:
+        """The boxes that this process writes, and whether one is the first; one that several processes hold goes to
+        who has the least to write."""
+        if cut.settled is not None:
+            if cut.counts:
+                self.written += cut.elements * itemsize
+            return cut.settled
+        sizes = [(region.size * itemsize, who) for region, who in cut.holders.items()]
+        return cut.of(owners(sizes, self.written), self.hosts.index)
 
     def detached(self, sources: list[Source]) -> list[Source]:
         """The sources with every array that is still on an accelerator copied, in one go."""
@@ -187,6 +213,55 @@ class _Reader:
             shardings = [sharding.with_memory_kind("pinned_host") for sharding in shardings]
         copies = iter(jax.device_put(arrays, shardings, may_alias=False))
         return [_with_copies(source, copies) for source in sources]
+
+
+class _Cut:
+    """The boxes of an array, who holds each, and which shard of this process each is."""
+
+    def __init__(
+        self, holders: dict[Region, list[int]], here: dict[Region, int], shard: tuple[int, ...], hosts: Hosts
+    ) -> None:
+        self.holders, self.here, self.shard = holders, here, shard
+        self.settled: tuple[dict[Region, int], bool] | None = None
+        self.elements = np.zeros(hosts.count, np.int64)
+        if all(
+            len(who) == 1 for who in holders.values()
+        ):  # then there is nothing to choose, whatever is written
+            self.settled = self.of([who[0] for who in holders.values()], hosts.index)
+            for region, (process,) in holders.items():
+                self.elements[process] += region.size
+        # What is even changes nothing, and what lies in one process alone looks different to each of them.
+        is_even = bool((self.elements == self.elements[0]).all())
+        self.counts = not is_even and np.count_nonzero(self.elements) > 1
+
+    def of(self, owned: Sequence[int], process: int) -> tuple[dict[Region, int], bool]:
+        mine = [region for region, owner in zip(self.holders, owned, strict=True) if owner == process]
+        return {region: self.here[region] for region in mine}, owned[0] == process
+
+
+def _cut(array: jax.Array, hosts: Hosts) -> _Cut:
+    holders: dict[Region, list[int]] = {}
+    placed: Any = array.sharding.devices_indices_map(array.shape)  # devices have no types
+    for device, index in placed.items():
+        process = hosts.process_of(device)
+        if process < 0:
+            raise LeafError(
+                f"it lies on {device} of process {device.process_index}, which takes no part in this save; save from "
+                "all processes that hold it (SaveOptions.processes)"
+            )
+        who = holders.setdefault(_region(index, array.shape), [])
+        if process not in who:
+            who.append(process)
+    here: dict[Region, int] = {}
+    for number, shard in enumerate(array.addressable_shards):
+        if hosts.process_of(shard.device) == hosts.index:
+            here.setdefault(_region(shard.index, array.shape), number)
+    return _Cut(holders, here, array.sharding.shard_shape(array.shape), hosts)
+
+
+def _data(array: jax.Array, number: int) -> Any:
+    data = array.addressable_data(number)
+    return np.asarray(data) if is_host_memory(data) else data
 
 
 def _with_copies(source: Source, copies: Any) -> Source:

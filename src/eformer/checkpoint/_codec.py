@@ -36,6 +36,11 @@ def xxh3_128_of(parts: Iterable[Buffer]) -> str:
     return hasher.hexdigest()
 
 
+def xxh3_64_number(data: Buffer) -> int:
+    """A short digest as a number, to add up with others."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
 def sha256_of(parts: Iterable[Buffer]) -> str:
     hasher = hashlib.sha256()
     for part in parts:

@@ -1,213 +1,162 @@
-"""From written data to one committed checkpoint, over all processes; and the handle of a save under way."""
+"""Several processes make one checkpoint: they agree on what to write and where, each writes, the first one seals.
+
+That is two meetings. What is large never goes through them: who wrote which bytes, with which digests, lies with the
+bytes (`Part`), and the first process only hears under which names.
+"""
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
-import threading
-import traceback
-import weakref
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import Struct
 
-from eformer.checkpoint._manifest import Extent, Receipt
-from eformer.errors import EformerError
+from eformer.checkpoint._codec import xxh3_128
+from eformer.checkpoint._manifest import Receipt
+from eformer.errors import MismatchError, ProcessError, ProcessTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from eformer.checkpoint._hosts import Hosts
 
-logger = logging.getLogger("eformer")
+# How long a new directory may take to appear on the other hosts of a network file system.
+VISIBLE_WITHIN = 10.0
+
+# A tree that differs is described to the process that has it, as far as that fits into a message or two.
+_MOST_DESCRIBED = 2**20
 
 
-# ------------------------------------------------------------------------------------------ receipts
+# ------------------------------------------------------------------------------------------ agreement
+
+
+class Brought(Struct):
+    """What a process brings to the first meeting: what it is about to do, and a digest of its tree."""
+
+    what: str
+    tree: str
+
+
+class Agreed(Struct):
+    """What all go by: under which name they write and where; which leaves the first process does not have.
+
+    `differing` are processes whose tree is not that of the first, whose own is then described.
+    """
+
+    save_id: str = ""
+    path: str = ""
+    scratch: str = ""
+    elsewhere: list[int] = []
+    differing: list[int] = []
+    described: str = ""
+
+
+def agree(
+    hosts: Hosts,
+    what: str,
+    description: Sequence[str],
+    propose: Callable[[], Agreed],
+) -> Agreed:
+    """What the first process proposes, once all are about to save the same tree in the same way.
+
+    A process whose tree is another one raises a MismatchError that names the leaves; all others say which it is.
+    """
+    text = "\n".join(description)
+    brought = Brought(what, xxh3_128(text.encode(errors="replace")))
+
+    def answer(messages: Sequence[bytes]) -> bytes:
+        all_brought = [_decode_brought(message) for message in messages]
+        _require_same(hosts, [b.what for b in all_brought])
+        differing = [i for i, b in enumerate(all_brought) if b.tree != brought.tree]
+        if differing:
+            return _encode(Agreed(differing=differing, described=text[:_MOST_DESCRIBED]))
+        return _encode(propose())
+
+    agreed = _decode_agreed(hosts.meet(_encode(brought), answer))
+    if hosts.index in agreed.differing:
+        raise MismatchError(
+            _differences(description, agreed.described.split("\n")),
+            context=f"{hosts.name(hosts.index)} saves another tree than {hosts.name(0)}",
+        )
+    if agreed.differing:
+        others = ", ".join(map(hosts.name, agreed.differing[:20]))
+        raise ProcessError(
+            f"{others} saves another tree than {hosts.name(0)}, and says where they differ; nothing was written"
+        )
+    return agreed
+
+
+def _require_same(hosts: Hosts, whats: Sequence[str]) -> None:
+    for index, what in enumerate(whats):
+        if what != whats[0]:
+            raise ProcessError(
+                f"the processes do different things: {hosts.name(0)} {whats[0]}, {hosts.name(index)} {what}; "
+                "nothing was written"
+            )
+
+
+def _differences(mine: Sequence[str], first: Sequence[str]) -> list[str]:
+    here, there = dict.fromkeys(mine), dict.fromkeys(first)
+    problems = [f"here there is {line}, in the first process not" for line in here if line not in there]
+    problems += [f"in the first process there is {line}, here not" for line in there if line not in here]
+    return problems or ["the leaves are the same, in another order"]
+
+
+def require_visible(path: Path, agreed: Agreed, is_there: Callable[[Path], bool]) -> None:
+    """Refuses a directory that is not the one the first process sees. A network file system may need a moment."""
+    deadline = time.monotonic() + VISIBLE_WITHIN
+    while not is_there(path / agreed.scratch):
+        if time.monotonic() > deadline:
+            raise ProcessError(
+                f"{path} is not the directory that the first process saves to ({agreed.path}): what that one has made "
+                f"there, {agreed.scratch}, is not to be seen here. Several processes save to one directory, on a file "
+                "system that all of them share"
+            )
+        time.sleep(0.05)
+
+
+# --------------------------------------------------------------------------------------------- commit
 
 
 def commit(hosts: Hosts, write: Callable[[], Receipt], seal: Callable[[Receipt], None]) -> None:
-    """Every process writes; the first one seals what all have written. An error anywhere is an error everywhere.
-
-    The processes meet twice: to hand in their receipts, and to hear how it ended.
-    """
+    """Every process writes; the first one seals what all have written. An error anywhere is an error everywhere."""
     if hosts.count == 1:
         seal(write())
         return
-    receipt, error = _attempt(write)
-    receipts = [_decode(message) for message in hosts.gather(_encode(receipt))]
-    if not any(r.error for r in receipts) and hosts.index == 0:
-        receipt, error = _attempt(lambda: _sealed(seal, receipts))
-    outcomes = [_decode(message).error for message in hosts.gather(_encode(Receipt(error=receipt.error)))]
-    if error:
-        raise error
-    failed = [f"process {index}: {text}" for index, text in enumerate(outcomes) if text]
-    if failed:
-        raise EformerError(f"the save failed, nothing was committed: {'; '.join(failed)}")
-
-
-def _attempt(step: Callable[[], Receipt]) -> tuple[Receipt, BaseException | None]:
     try:
-        return step(), None
-    except BaseException as error:  # noqa: BLE001  raised again once the others know
-        return Receipt(error=repr(error)), error
+        receipt = write()
+    except BaseException as error:
+        hosts.fail(error)
+        raise
 
+    def answer(messages: Sequence[bytes]) -> bytes:
+        seal(joined([_decode_receipt(message) for message in messages]))
+        return b""
 
-def _sealed(seal: Callable[[Receipt], None], receipts: Sequence[Receipt]) -> Receipt:
-    seal(joined(receipts))
-    return Receipt()
+    try:
+        hosts.meet(_encode(receipt), answer)
+    except ProcessTimeoutError as error:
+        if hosts.index:
+            error.add_note("whether the save was committed is not known here; the directory says so")
+        raise
+    except ProcessError as error:
+        raise ProcessError(f"the save failed, nothing was committed: {error}") from error
 
 
 def joined(receipts: Sequence[Receipt]) -> Receipt:
-    """All files and all leaves; a leaf of which several processes wrote parts has all of them."""
+    """All files, in the order of the processes, and all leaves that the receipts name."""
     whole = Receipt()
     for receipt in receipts:
-        first = len(whole.files)
-        for name, entry in receipt.leaves.items():
-            extents = tuple(_renumbered(extent, first) for extent in entry.extents)
-            if name in whole.leaves:
-                extents = whole.leaves[name].extents + extents
-            whole.leaves[name] = msgspec.structs.replace(entry, extents=extents)
         whole.files += receipt.files
+        whole.leaves |= receipt.leaves
+        whole.weight = (whole.weight + receipt.weight) % 2**64
+        whole.is_torn |= receipt.is_torn
     return whole
 
 
-def _renumbered(extent: Extent, first: int) -> Extent:
-    return msgspec.structs.replace(extent, file=first + extent.file)
-
-
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Receipt).decode
-
-
-# ------------------------------------------------------------------------------------------- pending
-
-
-class Pending:
-    """A save under way. Resolves to the path, as text, once the checkpoint is committed and durable.
-
-    Its error is its own: raised by `result`, and logged if nobody ever asks. The interpreter does not exit
-    before it has finished.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._future: Future[str] = Future()
-        self._future.set_running_or_notify_cancel()  # who stops waiting does not stop the save
-        self.was_asked = False
-        _unfinished.add(self)
-
-    def result(self, timeout: float | None = None) -> str:
-        """Waits for the end; raises the save's own error, or TimeoutError if it is not there in time."""
-        self.exception(timeout)
-        return self._future.result()
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        error = self._future.exception(timeout)
-        self.was_asked = True
-        return error
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def add_done_callback(self, callback: Callable[[Pending], object]) -> None:
-        """`callback(self)` after the end, in the thread that saves; at once if that is over."""
-        self._future.add_done_callback(lambda _: callback(self))
-
-    def __await__(self) -> Generator[Any, None, str]:
-        import asyncio
-
-        self.was_asked = True
-        return asyncio.wrap_future(self._future).__await__()
-
-    def __del__(self) -> None:
-        self.complain()
-
-    def complain(self) -> None:
-        """Logs an error that nobody has asked for."""
-        if self._future.done() and not self.was_asked and (error := self._future.exception()):
-            self.was_asked = True
-            logger.error("saving to %s failed, and nobody asked for the result", self.path, exc_info=error)
-
-    def __repr__(self) -> str:
-        state = "under way" if not self.done() else "failed" if self._future.exception() else "done"
-        return f"<Pending save to {self.path}: {state}>"
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Carries out the save in a thread of its own, for which the interpreter waits at its exit."""
-        threading.Thread(target=self._run, args=(work,), name="eformer-save", daemon=False).start()
-
-    def _run(self, work: Callable[[], None]) -> None:
-        error = _error_of(work)
-        del work
-        if error is None:
-            self._future.set_result(self.path)
-        else:
-            traceback.clear_frames(
-                error.__traceback__
-            )  # which hold the arrays, for as long as the error is kept
-            self._future.set_exception(error)
-
-
-def _error_of(work: Callable[[], None]) -> BaseException | None:
-    try:
-        work()
-    except BaseException as error:  # noqa: BLE001  handed to whoever asks
-        return error
-    return None
-
-
-_unfinished: weakref.WeakSet[Pending] = weakref.WeakSet()
-
-
-@atexit.register
-def _complain_at_exit() -> None:
-    for pending in list(_unfinished):
-        pending.complain()
-
-
-# Saves to one place commit in the order in which they were called, however long each takes to write.
-
-
-class _Turns:
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self._lock = threading.Lock()
-        self._last: dict[tuple[str, int], threading.Event] = {}
-
-    def take(self, path: Path, host: int) -> Turn:
-        place = (os.path.realpath(path), host)
-        with self._lock:
-            before = self._last.get(place)
-            after = self._last[place] = threading.Event()
-        return Turn(before, after, lambda: self._forget(place, after))
-
-    def _forget(self, place: tuple[str, int], event: threading.Event) -> None:
-        with self._lock:
-            if self._last.get(place) is event:
-                del self._last[place]
-
-
-class Turn:
-    """A place in the queue of saves to one path."""
-
-    def __init__(
-        self, before: threading.Event | None, after: threading.Event, forget: Callable[[], None]
-    ) -> None:
-        self._before, self._after, self._forget = before, after, forget
-
-    def wait(self) -> None:
-        if self._before:
-            self._before.wait()
-
-    def end(self) -> None:
-        self._forget()
-        self._after.set()
-
-
-turns = _Turns()
-os.register_at_fork(after_in_child=turns.reset)  # the threads that would end these turns are in the parent
+_decode_brought = msgspec.msgpack.Decoder(Brought).decode
+_decode_agreed = msgspec.msgpack.Decoder(Agreed).decode
+_decode_receipt = msgspec.msgpack.Decoder(Receipt).decode

@@ -12,8 +12,8 @@ import numpy as np
 
 from eformer.checkpoint._device import is_key
 from eformer.checkpoint._formats.find import find
-from eformer.checkpoint._load import jax_holds, refuse_on_devices
 from eformer.checkpoint._ndarray import dtype_from_name, floating_dtype, is_floating
+from eformer.checkpoint._placed import jax_holds, refuse_on_devices
 from eformer.checkpoint._rules import Leaf, Rules, Said, place
 from eformer.checkpoint._tree import flatten
 

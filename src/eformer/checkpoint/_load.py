@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-import fnmatch
-import logging
-import math
 import os  # noqa: TC003
-from collections.abc import Callable, Iterable, Mapping, Sequence  # noqa: TC003  msgspec reads them
-from dataclasses import dataclass
-from functools import lru_cache
-from numbers import Number
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
-import jax
 import msgspec
-import numpy as np
-from jax.sharding import Sharding
 
+from eformer.checkpoint import _hosts
 from eformer.checkpoint._checksums import check_sha256
-from eformer.checkpoint._formats._found import Found  # noqa: TC001  msgspec reads it
 from eformer.checkpoint._formats.find import find, was_replaced
-from eformer.checkpoint._leaf import Region, with_nearest
-from eformer.checkpoint._manifest import UNREADABLE, LeafEntry, TreeEntry
-from eformer.checkpoint._ndarray import dtype_from_name, floating_dtype, is_floating
+from eformer.checkpoint._items import Item, Request, items_of, select
+from eformer.checkpoint._manifest import UNREADABLE, TreeEntry
+from eformer.checkpoint._placed import assemble, place_items, processes_of
 from eformer.checkpoint._plan import Read, Want, plan_reads
 from eformer.checkpoint._pool import default_threads, uncollected
-from eformer.checkpoint._rules import Leaf, PartitionSpec, Rules, Said, place
-from eformer.checkpoint._store.files import Files  # noqa: TC001  msgspec reads it
 from eformer.checkpoint._transfer import fetch
 from eformer.checkpoint._tree import flatten, unflatten, unflatten_like
-from eformer.errors import CorruptionError, FormatError, MismatchError, StructureError
+from eformer.errors import CorruptionError, FormatError, NotFoundError, ProcessError, StructureError
 
-_config: Any = jax.config  # whose attributes have no types
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-logger = logging.getLogger("eformer")
+    import jax
+
+    from eformer.checkpoint._formats._found import Found
+    from eformer.checkpoint._hosts import Hosts
+    from eformer.checkpoint._rules import Rules
+    from eformer.checkpoint._store.files import Files
 
 # Another save may replace the files between the reading of a manifest and that of the data; each time it does,
 # a newer checkpoint is there to be read.
 _MOST_RESTARTS = 10
+_BETWEEN_RESTARTS = 0.2  # seconds, for the others to find the newer one, too
 
 _MUCH = 2**20  # bytes of one file
 
@@ -55,6 +51,7 @@ def load(
     callback: Callable[[Any, str], Any] | None = None,
     batch: int | None = None,
     verify: bool = True,
+    broadcast: bool = False,
 ) -> Any:
     """The tree that was saved at `path`, bit for bit; or an error that says what is wrong, and where.
 
@@ -69,6 +66,10 @@ def load(
 
     `dtype` casts floating leaves. `callback(array, name)` is called for every array, and returns what to have in its
     place. `batch` is how many arrays are read at a time; None for all. `verify=False` skips the digests.
+
+    Leaves that go to devices of several processes are loaded by all of these, and an error of one is an error of all;
+    no other process has to take part. Each reads what its devices hold. With `broadcast` what several of them hold is
+    read once, each process a part, and travels between the devices; for large leaves on a storage that is slower.
     """
     request = Request(
         like=like,
@@ -81,50 +82,15 @@ def load(
         callback=callback,
         batch=batch,
         verify=verify,
+        broadcast=broadcast,
     )
     return load_entry(path, request)[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What the caller asked for; beyond what `load` takes,
-
-    every_leaf, replicate, rules_are    see `Said`
-    like_is        what the caller's argument for `like` is called
-    reshape        a leaf may have another shape than in `like` if it has as many elements
-    threads        that read; None for one a core, 2 to 16
-    sha256         says which leaves of a tree should have which SHA-256, which is checked first
-    """
-
-    like: Any = None
-    prefix: str | None = None
-    keys: tuple[str, ...] | None = None
-    mesh: jax.sharding.Mesh | None = None
-    rules: Rules | None = None
-    shardings: Any = None
-    dtype: Any = None
-    callback: Callable[[Any, str], Any] | None = None
-    batch: int | None = None
-    verify: bool = True
-    every_leaf: bool = False
-    replicate: bool = False
-    reshape: bool = False
-    threads: int | None = None
-    sha256: Callable[[TreeEntry], Mapping[str, str]] | None = None
-    rules_are: str = "rules"
-    like_is: str = "like"
-
-    def __post_init__(self) -> None:
-        if self.batch is not None and self.batch <= 0:
-            raise ValueError(
-                f"a batch of {self.batch} arrays: it has to be positive, or None for all at once"
-            )
 
 
 def load_entry(path: str | os.PathLike[str], request: Request) -> tuple[Any, TreeEntry]:
     """The tree, and what the manifest says of it."""
     like = None if request.like is None else flatten(request.like)[0]
-    tree, arrays, selected = _read_one(path, request, like)
+    tree, arrays, selected = _read_together(path, request, like)
     with uncollected():
         leaves = arrays | {name: value for name, value in tree.values.items() if name in selected}
         if like is not None:
@@ -134,21 +100,67 @@ def load_entry(path: str | os.PathLike[str], request: Request) -> tuple[Any, Tre
         return unflatten(msgspec.json.decode(tree.structure), leaves), tree
 
 
+Loaded = tuple[TreeEntry, "dict[str, Any]", "dict[str, None]"]
+
+
+def _read_together(path: str | os.PathLike[str], request: Request, like: Mapping[str, Any] | None) -> Loaded:
+    """The wanted leaves, in all processes whose devices are to have them of one and the same save."""
+    processes = processes_of(request, like)
+    company = _Company(_hosts.current(processes) if processes else _hosts.Alone())
+    for _ in range(_MOST_RESTARTS):
+        try:
+            return _read_one(path, request, like, company)
+        except _Again:
+            time.sleep(_BETWEEN_RESTARTS)
+        except ProcessError:  # of which all know
+            raise
+        except BaseException as error:
+            company.leave(error)
+            raise
+    raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while the processes were reading it")
+
+
+class _Company:
+    """The processes of one load: none goes on if another cannot, or has found another save."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
+        self._is_over = hosts.count == 1
+
+    def agree(self, what: str, *, is_last: bool) -> None:
+        if self._is_over:
+            return
+        answer = self._hosts.meet(
+            what.encode(), lambda messages: b"" if len(set(messages)) == 1 else b"again"
+        )
+        if answer:
+            raise _Again
+        self._is_over = is_last
+
+    def leave(self, error: BaseException) -> None:
+        if not self._is_over:
+            self._hosts.fail(error)
+
+
+class _Again(Exception):  # noqa: N818
+    """The processes have read different saves."""
+
+
 def _read_one(
-    path: str | os.PathLike[str], request: Request, like: Mapping[str, Any] | None
-) -> tuple[TreeEntry, dict[str, Any], dict[str, None]]:
+    path: str | os.PathLike[str], request: Request, like: Mapping[str, Any] | None, company: _Company
+) -> Loaded:
     """The wanted leaves of one whole checkpoint: if another save replaces it meanwhile, those of the newer one."""
     for _ in range(_MOST_RESTARTS):
         found = find(path)
-        tree = found.tree(request.prefix)
-        with uncollected():
-            selected = select(tree, request.keys)
-            items = _items(tree, selected, request, like)
-            if like is None and request.keys is None:
-                _require_classes(tree)
-            _place(items, tree, request)
         try:
-            arrays = _arrays(found, tree, items, request)
+            tree = _tree(found, request.prefix)
+            with uncollected():
+                selected = select(tree, request.keys)
+                items = items_of(tree, selected, request, like)
+                if like is None and request.keys is None:
+                    _require_classes(tree)
+                place_items(items, tree, request)
+            arrays = _arrays(found, tree, items, request, company)
         except _Unreadable as unreadable:
             if was_replaced(found):
                 continue
@@ -160,7 +172,18 @@ def _read_one(
     raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while it was being read")
 
 
-def _arrays(found: Found, tree: TreeEntry, items: list[_Item], request: Request) -> dict[str, Any]:
+def _tree(found: Found, prefix: str | None) -> TreeEntry:
+    try:
+        return found.tree(prefix)
+    except NotFoundError:
+        raise
+    except (FileNotFoundError, CorruptionError) as error:  # parts of it lie with the data
+        raise _Unreadable(error) from None
+
+
+def _arrays(
+    found: Found, tree: TreeEntry, items: list[Item], request: Request, company: _Company
+) -> dict[str, Any]:
     """The arrays by name, read and handed to the caller's functions batch by batch."""
     if request.sha256 is not None:
         try:
@@ -168,15 +191,18 @@ def _arrays(found: Found, tree: TreeEntry, items: list[_Item], request: Request)
         except (FileNotFoundError, CorruptionError) as error:
             raise _Unreadable(error) from None
     arrays: dict[str, Any] = {}
-    batch = request.batch or max(1, len(items))
-    for start in range(0, len(items), batch):
+    batch, end = request.batch or max(1, len(items)), max(1, len(items))
+    for start in range(0, end, batch):
         some = items[start : start + batch]
         try:
             _read(found, tree, some, request.verify, request.threads or default_threads())
         except (FileNotFoundError, CorruptionError) as error:
             raise _Unreadable(error) from None
+        is_last = start + batch >= end
+        if is_last or request.broadcast:  # what is broadcast needs all processes
+            company.agree(f"{tree.save_id} {start}", is_last=is_last)
         with uncollected():
-            assembled = _assemble(some)
+            assembled = assemble(some)
         for item in some:
             leaf = assembled.pop(item.name)
             leaf = item.after(leaf) if item.after else leaf
@@ -201,249 +227,10 @@ def _require_classes(tree: TreeEntry) -> None:
         unflatten(msgspec.json.decode(tree.structure), dict.fromkeys(names))
 
 
-# -------------------------------------------------------------------------------------------- select
-
-
-def select(tree: TreeEntry, keys: Iterable[str] | None) -> dict[str, None]:
-    """The names of the leaves that `keys` name or match, or that lie below a name."""
-    names = dict.fromkeys([*tree.leaves, *tree.raw_values])
-    if keys is None:
-        return names
-    chosen: dict[str, None] = {}
-    unknown = []
-    for key in keys:
-        if key in names:
-            chosen[key] = None
-            continue
-        below = [name for name in names if name.startswith(key + ".") or fnmatch.fnmatchcase(name, key)]
-        chosen |= dict.fromkeys(below)
-        if not below:
-            unknown.append(key)
-    if unknown:
-        there = dict.fromkeys(start for name in names for start in (name, name.rpartition(".")[0]) if start)
-        hints = (
-            f"no leaf is named {key!r}, matches it or lies below it{hint}"
-            for key, hint in with_nearest(unknown, there)
-        )
-        raise MismatchError(list(hints), context="keys")
-    return {name: None for name in names if name in chosen}
-
-
-class _Item(msgspec.Struct, gc=False):
-    """A leaf on its way: what is stored, what it is to become, and where."""
-
-    name: str
-    entry: LeafEntry
-    dtype: str
-    sharding: Any = None
-    as_numpy: bool = False
-    is_explicit: bool = False
-    after: Callable[[Any], Any] | None = None
-    regions: list[Region] | None = None
-    devices: list[Any] = []
-    arrays: Sequence[Any] = ()
-    new_shape: tuple[int, ...] | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape that the user sees."""
-        return self.entry.logical_shape if self.new_shape is None else self.new_shape
-
-
-def _items(
-    tree: TreeEntry, selected: Mapping[str, None], request: Request, like: Mapping[str, Any] | None
-) -> list[_Item]:
-    """The arrays among the selected leaves, if they are what `like` expects; else every difference at once."""
-    cast = None if request.dtype is None else floating_dtype(request.dtype)
-    entries = tree.leaves
-    items = []
-    for name in selected:
-        if name in entries:
-            entry = entries[name]
-            dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
-            items.append(_Item(name, entry, dtype, as_numpy=entry.home == "numpy"))
-    if like is not None:
-        if request.reshape:
-            for item in items:
-                _take_shape(item, like.get(item.name))
-        problems = list(_differences(items, selected, tree, like))
-        if problems:
-            raise MismatchError(problems, context=f"the checkpoint does not fit `{request.like_is}`")
-        for item in items:
-            _follow(item, like[item.name])
-    return items
-
-
-def _take_shape(item: _Item, leaf: Any) -> None:
-    """Lets the item have the shape that `like` says, if it has as many elements."""
-    shape = getattr(leaf, "shape", None)
-    stored = item.entry.shape
-    if not isinstance(shape, tuple) or shape == stored or math.prod(shape) != math.prod(stored):
-        return
-    if not item.entry.key:
-        item.new_shape = shape
-        logger.warning("leaf %r is reshaped from %s to %s", item.name, list(stored), list(shape))
-
-
-def _differences(
-    items: Sequence[_Item], selected: Mapping[str, None], tree: TreeEntry, like: Mapping[str, Any]
-) -> Iterable[str]:
-    missing = [name for name in like if name not in selected]
-    unexpected = [name for name in selected if name not in like]
-    for name, hint in with_nearest(missing, selected):
-        yield f"missing leaf {name!r}{hint}: `like` has it, the checkpoint does not"
-    for name, hint in with_nearest(unexpected, like):
-        yield f"unexpected leaf {name!r}{hint}: the checkpoint has it, `like` does not"
-    for item in items:
-        if item.name in like:
-            yield from _array_difference(item, like[item.name])
-    for name, value in tree.values.items():
-        if name in selected and name in like:
-            yield from _value_difference(name, value, like[name])
-
-
-def _value_difference(name: str, value: Any, leaf: Any) -> Iterable[str]:
-    if _describes_array(leaf):
-        yield f"leaf {name!r}: expected an array, found a plain {type(value).__name__}"
-    elif type(value) is not type(leaf) and not (isinstance(value, Number) and isinstance(leaf, Number)):
-        yield f"leaf {name!r}: expected a plain {type(leaf).__name__}, found a {type(value).__name__}"
-
-
-def _describes_array(leaf: Any) -> bool:
-    return isinstance(leaf, (Sharding, PartitionSpec)) or (
-        hasattr(leaf, "shape") and not isinstance(leaf, np.generic)
-    )
-
-
-def _array_difference(item: _Item, leaf: Any) -> Iterable[str]:
-    if isinstance(leaf, (Sharding, PartitionSpec)):
-        return
-    found = _described(_key_dtype(item.entry.key) if item.entry.key else item.dtype, item.shape)
-    if not _describes_array(leaf):
-        yield f"leaf {item.name!r}: expected a plain {type(leaf).__name__}, found {found}"
-        return
-    expected = _described(_dtype_name(leaf.dtype), tuple(leaf.shape))
-    same_shape = tuple(leaf.shape) == item.shape
-    if expected != found:
-        cast = "; dtype= casts" if is_floating(expected) and is_floating(found) else ""
-        yield f"leaf {item.name!r}: expected {expected}, found {found}{cast if same_shape else ''}"
-
-
-def _described(dtype: str, shape: tuple[int, ...]) -> str:
-    return f"{dtype}{list(shape)}"
-
-
-def _dtype_name(dtype: Any) -> str:
-    return dtype.name if isinstance(dtype, np.dtype) else str(dtype)
-
-
-@lru_cache
-def _key_dtype(impl: str) -> str:
-    """What JAX calls the dtype of the keys of a generator."""
-    return str(jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype)
-
-
-def _follow(item: _Item, leaf: Any) -> None:
-    """Makes the item what this leaf of `like` is."""
-    if isinstance(leaf, (Sharding, PartitionSpec)):
-        item.as_numpy, item.sharding, item.is_explicit = False, leaf, True
-    elif isinstance(leaf, np.ndarray):
-        item.as_numpy = True
-    else:
-        item.as_numpy = False
-        if (sharding := getattr(leaf, "sharding", None)) is not None and getattr(leaf, "committed", True):
-            item.sharding, item.is_explicit = sharding, True
-
-
-# --------------------------------------------------------------------------------------------- place
-
-
-def _place(items: Sequence[_Item], tree: TreeEntry, request: Request) -> None:
-    """A sharding, the default device or host memory for every item, and the boxes that each device needs."""
-    said = (request.mesh, request.rules, request.shardings, *(i.sharding for i in items))
-    if any(argument is not None for argument in said):
-        _follow_arguments(items, tree, request)
-    _keep_on_host(
-        [item for item in items if not item.as_numpy and not jax_holds(item.dtype, _config.jax_enable_x64)]
-    )
-    for item in items:
-        if item.sharding is not None and not item.as_numpy and item.new_shape is None:
-            _cut_up(item)
-
-
-def _follow_arguments(items: Sequence[_Item], tree: TreeEntry, request: Request) -> None:
-    leaves = {item.name: _as_leaf(item) for item in items}
-    said = Said(
-        mesh=request.mesh,
-        rules=request.rules,
-        shardings=request.shardings,
-        prefix=request.prefix,
-        every_leaf=request.every_leaf,
-        replicate=request.replicate,
-        rules_are=request.rules_are,
-    )
-    placed, after = place(leaves, said, ignored=tree.leaves.keys() - leaves.keys())  # which `keys` leave out
-    for item in items:
-        item.after = after.get(item.name)
-        if item.name in placed:
-            item.sharding, item.as_numpy, item.is_explicit = placed[item.name], False, True
-
-
-def _as_leaf(item: _Item) -> Leaf:
-    stays = item.as_numpy and not jax_holds(item.dtype, _config.jax_enable_x64)
-    return Leaf(item.shape, item.sharding, item.entry.sharding, item.as_numpy, stays)
-
-
-@lru_cache
-def jax_holds(dtype: str, x64: bool) -> bool:  # noqa: ARG001  x64 is for the cache
-    """Whether JAX has this dtype. Without x64 it would cut 64 bits to 32 without a word; some it never has."""
-    try:
-        found: Any = jax.device_put(np.zeros(1, dtype_from_name(dtype)))
-    except Exception:  # noqa: BLE001  JAX has several for dtypes that it or its compiler does not know
-        return False
-    return bool(found.dtype == dtype_from_name(dtype))
-
-
-def _keep_on_host(items: Sequence[_Item]) -> None:
-    """Leaves that JAX cannot hold as they are stay numpy arrays, unless somebody wants them on a device."""
-    refuse_on_devices((item.name, item.dtype, item.entry.shape) for item in items if item.is_explicit)
-    for item in items:
-        item.as_numpy = True
-    if items:
-        logger.warning(
-            "%d leaves are returned as numpy arrays, because JAX would change them (64 bits need jax_enable_x64); "
-            "the first is %r, %s",
-            len(items), items[0].name, items[0].dtype,
-        )  # fmt: skip
-
-
-def refuse_on_devices(leaves: Iterable[tuple[str, str, tuple[int, ...]]]) -> None:
-    """For names, dtypes and shapes of what is wanted on devices and cannot be there."""
-    problems = [f"leaf {name!r} is {dtype}{list(shape)}" for name, dtype, shape in leaves]
-    if problems:
-        raise MismatchError(
-            problems,
-            context="JAX cannot hold these as they are; set jax_enable_x64, or pass dtype= or numpy arrays in like=",
-        )
-
-
-def _cut_up(item: _Item) -> None:
-    """The distinct boxes that this process's devices hold, and which device holds which."""
-    sharding, shape = item.sharding, item.entry.logical_shape
-    assert sharding is not None
-    numbers: dict[Region, int] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        bounds = [s.indices(size)[:2] for s, size in zip(index or (), shape, strict=True)]
-        inner = item.entry.shape[len(shape) :]  # the numbers of a PRNG key are never cut
-        region = Region((*(a for a, _ in bounds), *(0 for _ in inner)), (*(b for _, b in bounds), *inner))
-        item.devices.append((device, numbers.setdefault(region, len(numbers))))
-    item.regions = list(numbers)
-
-
 # ---------------------------------------------------------------------------------------------- read
 
 
-def _read(found: Found, tree: TreeEntry, items: Sequence[_Item], verify: bool, threads: int) -> None:
+def _read(found: Found, tree: TreeEntry, items: Sequence[Item], verify: bool, threads: int) -> None:
     wants = [Want(item.name, item.entry, item.dtype, item.regions) for item in items]
     reads = plan_reads(wants, tree)
     files = found.files(tree)
@@ -458,7 +245,7 @@ def _read(found: Found, tree: TreeEntry, items: Sequence[_Item], verify: bool, t
         item.arrays = arrays
 
 
-def _require_bytes(tree: TreeEntry, items: Sequence[_Item], needed: Iterable[int], files: Files) -> None:
+def _require_bytes(tree: TreeEntry, items: Sequence[Item], needed: Iterable[int], files: Files) -> None:
     """Refuses files that are shorter than the leaves, before much memory is allocated for these."""
     lengths = [file.nbytes for file in tree.files]
     for number in needed:
@@ -487,70 +274,3 @@ def _needed_files(tree: TreeEntry, reads: Sequence[Read]) -> set[int]:
         if nbytes > file.nbytes:
             raise FormatError(f"the leaves in {file.name!r} claim {nbytes} bytes, it has {file.nbytes}")
     return {read.file for read in reads}
-
-
-# ------------------------------------------------------------------------------------------ assemble
-
-
-def _assemble(items: Sequence[_Item]) -> dict[str, Any]:
-    """The arrays by name. Memory that JAX takes as it is, is private and never written again."""
-    buffers: list[Any] = []
-    devices: list[Any] = []
-    plain: list[Any] = []
-    for item in items:
-        if item.new_shape is not None:
-            item.arrays = [item.arrays[0].reshape(item.new_shape)]
-        if item.as_numpy or item.new_shape is not None:
-            continue
-        for array in item.arrays:
-            array.flags.writeable = False
-        if item.sharding is None:
-            plain.append(item.arrays[0])
-        else:
-            buffers += [item.arrays[number] for _, number in item.devices]
-            devices += [_memory_of(device, item.sharding) for device, _ in item.devices]
-    on_default = iter(jax.device_put(plain))
-    on_devices = iter(jax.device_put(buffers, devices))
-    leaves = {}
-    for item in items:
-        if item.as_numpy:
-            leaf = item.arrays[0]
-        elif item.new_shape is not None:
-            leaf = jax.device_put(item.arrays[0], item.sharding)
-        elif item.sharding is None:
-            leaf = _keyed(next(on_default), item)
-        else:
-            shards = [next(on_devices) for _ in item.devices]
-            leaf = _keyed(_joined(shards, item), item)
-        leaves[item.name] = leaf
-    return leaves
-
-
-def _memory_of(device: Any, sharding: Any) -> Any:
-    """The device, or that memory of it that the sharding asks for."""
-    kind = sharding.memory_kind
-    if kind is None or kind == device.default_memory().kind:
-        return device
-    return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
-
-
-def _joined(shards: list[Any], item: _Item) -> Any:
-    sharding = item.sharding
-    assert sharding is not None
-    if item.entry.key:
-        sharding = _of_key_data(sharding, len(item.entry.logical_shape))
-    return jax.make_array_from_single_device_arrays(item.entry.shape, sharding, shards)
-
-
-def _of_key_data(sharding: Sharding, ndim: int) -> Sharding:
-    """The sharding of the numbers inside keys that lie so."""
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        spec = (*sharding.spec, *(None for _ in range(ndim - len(sharding.spec))), None)
-        return jax.sharding.NamedSharding(
-            sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind
-        )
-    return sharding
-
-
-def _keyed(array: Any, item: _Item) -> Any:
-    return jax.random.wrap_key_data(array, impl=item.entry.key) if item.entry.key else array

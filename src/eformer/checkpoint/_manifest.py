@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct, field
 
-from eformer.checkpoint._codec import MALFORMED_JSON, xxh3_128, xxh3_128_of
+from eformer.checkpoint._codec import MALFORMED_JSON, xxh3_64_number, xxh3_128, xxh3_128_of
 from eformer.checkpoint._leaf import Region, is_inside
 from eformer.checkpoint._ndarray import DTYPES, dtype_from_name
 from eformer.checkpoint._pieces import count_pieces, is_tiling
@@ -22,7 +22,7 @@ from eformer.checkpoint._value import value_from_json
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 T = TypeVar("T")
 
@@ -121,7 +121,8 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
     """One saved tree: everything that one `save` call wrote.
 
     The files lie in `root`, a directory beside the manifest, or in the manifest's own; or they are the keys of an
-    OCDBT database that lies there.
+    OCDBT database that lies there. If several processes wrote it, the headers of the files are `parts` of the record:
+    they have the extents of the leaves, each of which is "whole" in one file, or they are "torn".
     """
 
     save_id: str
@@ -129,6 +130,7 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
     written_by: str
     block: int
     files: tuple[DataFile, ...]
+    parts: Literal["whole", "torn"] | msgspec.UnsetType = msgspec.UNSET
     raw_root: str | msgspec.UnsetType = field(name="root", default=msgspec.UNSET)
     ocdbt: bool | msgspec.UnsetType = msgspec.UNSET
     raw_metadata: dict[str, Any] = field(name="metadata", default_factory=dict)
@@ -246,14 +248,74 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
 
 class Receipt(Struct):
-    """What one process has written: complete, synced, and under names that nobody looks for yet."""
+    """What one process has written: complete, synced, and under names that nobody looks for yet.
+
+    If it is one of several, the leaves are in its `Part`; `weight` is that of all their elements that it has written,
+    and tells whether all together have written every one once.
+    """
 
     files: list[DataFile] = field(default_factory=list)
     leaves: dict[str, LeafEntry] = field(default_factory=dict)
-    error: str = ""
+    weight: int = 0
+    is_torn: bool = False
+
+
+# ----------------------------------------------------------------------------------------------- parts
+
+
+class Part(Struct, omit_defaults=True):
+    """What one of several processes wrote into a file, or into `files` of its own: the boxes of leaves, and those
+    SHA-256 that are wanted and it could compute."""
+
+    extents: dict[str, tuple[Extent, ...]] = field(default_factory=dict)
+    sha256: dict[str, str] = field(default_factory=dict)
+    files: tuple[DataFile, ...] = ()
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes | str, origin: str) -> Part:
+        try:
+            return _decode_part(data)
+        except MALFORMED_JSON as error:
+            raise FormatError(f"{origin} is no part of a manifest that can be read: {error}") from error
+
+
+def with_parts(tree: TreeEntry, parts: Sequence[Part]) -> TreeEntry:
+    """The tree as if one process had written it. There is one part for each of its files."""
+    entries = _parsed(tree.raw_leaves, _decode_leaves)
+    extents: dict[str, list[Extent]] = {name: list(entry.extents) for name, entry in entries.items()}
+    sha256: dict[str, str] = {}
+    files = list(tree.files)
+    for number, part in enumerate(parts):
+        if unknown := part.extents.keys() - entries.keys():
+            raise FormatError(
+                f"{tree.files[number].name} has leaves that the manifest has not: {sorted(unknown)[:3]}"
+            )
+        first = len(files) if part.files else number
+        for name, found in part.extents.items():
+            extents[name] += [msgspec.structs.replace(extent, file=first + extent.file) for extent in found]
+        files += part.files
+        sha256 |= part.sha256
+    whole = {
+        name: msgspec.structs.replace(entry, extents=tuple(extents[name]), sha256=sha256.get(name))
+        for name, entry in entries.items()
+    }
+    tree = msgspec.structs.replace(
+        tree, files=tuple(files), parts=msgspec.UNSET, raw_leaves=encode_leaves(whole)
+    )
+    _check_tree(tree)
+    return tree
+
+
+def weight_of(name: str, elements: int) -> int:
+    """Weights add up: those of all boxes of a leaf to that of the leaf, and of no others, as good as never."""
+    return elements * xxh3_64_number(name.encode(errors="surrogatepass")) % 2**64
 
 
 _decode_manifest = msgspec.json.Decoder(Manifest).decode
+_decode_part = msgspec.json.Decoder(Part).decode
 _decode_leaf = msgspec.json.Decoder(LeafEntry).decode
 _decode_leaves = msgspec.json.Decoder(dict[str, LeafEntry]).decode
 _decode_raw_leaves = msgspec.json.Decoder(dict[str, Raw]).decode

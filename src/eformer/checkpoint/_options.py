@@ -18,7 +18,11 @@ class SaveOptions:
                       on the "device", or in "host" memory; "auto" takes the device if it has room
     staging_bytes     at most this much host memory holds bytes on their way from an accelerator to the disk
     threads           that write; None for one a core, 2 to 16
-    checksums         records the SHA-256 of every array, beside the digests that are always there
+    checksums         records the SHA-256 of every array, beside the digests that are always there; of several
+                      processes, of those arrays that one of them has whole
+    processes         that save the tree together, by number; None for all there are. One alone saves what it has
+                      without asking the others
+    timeout           seconds that a process waits for the others at each of the two meetings of a save
 
     and for the format "tensorstore" alone:
 
@@ -34,12 +38,14 @@ class SaveOptions:
     staging_bytes: int = 2**30
     threads: int | None = None
     checksums: bool = False
+    processes: tuple[int, ...] | None = None
+    timeout: float = 600.0
     max_chunk_bytes: int | None = None
     compression: Literal["zstd"] | None = None
     ocdbt: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_shard_bytes", "staging_bytes"):
+        for name in ("max_shard_bytes", "staging_bytes", "timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"SaveOptions.{name} must be positive, not {getattr(self, name)}")
         for name in ("threads", "max_chunk_bytes"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -15,11 +15,13 @@ from eformer.checkpoint._pieces import offset_within, piece_sizes, pieces_in, sh
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    import numpy as np
+
     from eformer.checkpoint._manifest import Coding, Extent, LeafEntry, TreeEntry
 
 # safetensors readers refuse a header of more than 100 MB.
 MAX_HEADER_BYTES = 90_000_000
-_HEADER_BYTES_A_LEAF = 150
+_HEADER_BYTES_A_LEAF = 300  # with its digest, which the files of several processes carry
 
 ALIGNMENT = 64  # at such addresses XLA takes host memory as it is
 
@@ -54,14 +56,16 @@ def _modules(names: Iterable[str]) -> Iterable[list[str]]:
     return modules.values()
 
 
-def owners(holders: Iterable[tuple[int, Sequence[int]]], written: list[int]) -> list[int]:
+def owners(
+    holders: Iterable[tuple[int, Sequence[int]]], written: np.ndarray[Any, np.dtype[np.int64]]
+) -> list[int]:
     """For each (bytes, processes that hold them) the process that writes them: the one with the least to write.
 
     `written`, the bytes of each process so far, is brought up to date. Every process computes the same.
     """
     chosen = []
     for nbytes, processes in holders:
-        owner = min(processes, key=lambda process: (written[process], process))
+        owner = processes[int(written[processes].argmin())] if len(processes) > 1 else processes[0]
         written[owner] += nbytes
         chosen.append(owner)
     return chosen

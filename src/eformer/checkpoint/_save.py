@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import math
 import os
 import secrets
 from contextlib import ExitStack
@@ -16,25 +17,29 @@ import msgspec
 
 import eformer
 from eformer.checkpoint import _hosts
-from eformer.checkpoint._arrays import Source, Staging, snapshot
+from eformer.checkpoint._arrays import Source, Staging, settled, snapshot
 from eformer.checkpoint._codec import sha256_of, xxh3_128
-from eformer.checkpoint._commit import Pending, Turn, commit, turns
+from eformer.checkpoint._commit import Agreed, agree, commit, require_visible
 from eformer.checkpoint._formats import _sealing as sealing
 from eformer.checkpoint._formats import safetensors, tensorstore
 from eformer.checkpoint._formats._names import SUFFIX, base_name, marks
-from eformer.checkpoint._formats._writing import is_all_here, sha256_parts
+from eformer.checkpoint._formats._parts import CARRIED
+from eformer.checkpoint._formats._writing import entry_of, is_all_here, sha256_parts, weight
 from eformer.checkpoint._formats.find import FOREIGN, find
 from eformer.checkpoint._manifest import (
     DataFile,
     LeafEntry,
     Manifest,
+    Part,
     Receipt,
     TreeEntry,
     encode_leaves,
     seal,
+    weight_of,
 )
 from eformer.checkpoint._ndarray import floating_dtype
 from eformer.checkpoint._options import SaveOptions
+from eformer.checkpoint._pending import Pending, Turn, turns
 from eformer.checkpoint._pieces import PIECE_BYTES
 from eformer.checkpoint._pool import default_threads, run_all, uncollected
 from eformer.checkpoint._store.local import (
@@ -46,9 +51,10 @@ from eformer.checkpoint._store.local import (
     sweep,
     sync_directory,
 )
+from eformer.checkpoint._store.many import ScratchTree
 from eformer.checkpoint._tree import flatten
 from eformer.checkpoint._value import is_recorded, value_to_json
-from eformer.errors import FormatError, LeafError
+from eformer.errors import FormatError, LeafError, ProcessError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -78,6 +84,10 @@ def save(
     "tensorstore" writes zarr arrays. Returns the path as text. `metadata` is a dict of plain values that `inspect`
     gives back. Nobody may write to the tree's numpy arrays meanwhile; for that there is `save_async`, which copies
     them.
+
+    Of several processes all make this call, with the same tree and a directory that all see. Each writes its own part
+    of arrays that lie on devices of several; what each has for itself (numpy arrays, arrays of its own devices,
+    numbers, metadata) is stored as the first process has it.
     """
     start(tree, path, prefix=prefix, format=format, metadata=metadata, options=options).carry_out()
     return os.fspath(path)
@@ -114,9 +124,16 @@ def start(
 
     Without an index arrays lie there as if somebody else had written them.
     """
-    if not write_index and format != "tensorstore":
-        raise ValueError(f"write_index=False is for the format 'tensorstore'; {format} needs its manifest")
-    job = _prepare(tree, path, prefix, format, metadata, options, _hosts.current(), detach=detach)
+    hosts = _hosts.current(options.processes, options.timeout)
+    try:
+        if not write_index and format != "tensorstore":
+            raise ValueError(
+                f"write_index=False is for the format 'tensorstore'; {format} needs its manifest"
+            )
+        job = _prepare(tree, path, prefix, format, metadata, options, hosts, detach=detach)
+    except BaseException as error:
+        hosts.fail(error)
+        raise
     job.write_index = write_index
     return job
 
@@ -135,6 +152,8 @@ def _prepare(
     """All that looks at the caller's objects; afterwards the save depends on none of them."""
     _check_format(format, options)
     where = local_path(path).absolute()  # whatever the current directory is later
+    if hosts.count > 1 and format == "safetensors" and where.suffix == SUFFIX and not where.is_dir():
+        raise ValueError(f"{where}: several processes save to a directory, not to one file")
     _check_prefix(prefix)
     if options.dtype is not None:
         options = dataclasses.replace(options, dtype=floating_dtype(options.dtype))
@@ -205,10 +224,14 @@ class Job:
     names: Sequence[str] = ()
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
     write_index: bool = True
+    agreed: Agreed | None = None
+    shared: ScratchTree | None = None
+    bare: dict[str, LeafEntry] = dataclasses.field(default_factory=dict)
 
     def carry_out(self) -> None:
         with ExitStack() as stack:
             stack.callback(self.turn.end)
+            self.agree(stack)
             if self.format == "tensorstore":
                 self.into_arrays(stack)
             elif self.path.suffix == SUFFIX and not self.path.is_dir():
@@ -226,8 +249,9 @@ class Job:
 
         try:
             pending.start(work)
-        except BaseException:  # no thread was to be had: nobody shall wait for this save
+        except BaseException as error:  # no thread was to be had: nobody shall wait for this save
             self.turn.end()
+            self.hosts.fail(error)
             raise
 
     @property
@@ -252,13 +276,66 @@ class Job:
 
         run_all([partial(compute, s) for s in self.sources if is_all_here(s)], self.threads)
 
+    # ------------------------------------------------------------------------------------ processes
+
+    def agree(self, stack: ExitStack) -> None:
+        """All processes save the same tree, under one id, into one place that the first one makes."""
+        if self.hosts.count == 1:
+            return
+        how = {name: getattr(self.options, name) for name in ("max_chunk_bytes", "compression", "ocdbt")}
+        what = f"saves the prefix {self.prefix!r} as {self.format} with {how | {'write_index': self.write_index}}"
+        self.agreed = agree(self.hosts, what, self.description(), lambda: self.propose(stack))
+        self.tree = msgspec.structs.replace(self.tree, save_id=self.agreed.save_id)
+        self.sources = settled(self.sources, self.hosts, self.agreed.elsewhere)
+        if not self.hosts.index:
+            self.bare = {source.name: entry_of(source, ()) for source in self.sources}
+
+    def description(self) -> list[str]:
+        """One line for each leaf, and the structure: what has to be the same in all processes."""
+        lines = [
+            f"{s.name}: {s.dtype}{list(s.shape)} of {s.home}"
+            + (f", keys of {s.key}" if s.key else "")
+            + (f", {s.sharding.spec} on {s.sharding.mesh}" if s.sharding else "")
+            for s in self.sources
+        ]
+        values = [f"{name}: a plain value" for name in self.tree.raw_values]
+        return [*lines, *values, f"the structure {bytes(self.tree.structure).decode()}"]
+
+    def propose(self, stack: ExitStack) -> Agreed:
+        self.make_place()
+        self.shared = ScratchTree(self.path)
+        stack.callback(self.shared.discard)
+        sync_directory(self.path)
+        elsewhere = [number for number, source in enumerate(self.sources) if source.owner > 0]
+        return Agreed(self.tree.save_id, str(self.path), self.shared.path.name, elsewhere)
+
+    def enter(self, stack: ExitStack) -> None:
+        """The place is there; of several processes, the one that the first has made."""
+        if self.agreed is None:
+            self.make_place()
+        elif self.shared is None:
+            require_visible(self.path, self.agreed, Path.is_dir)
+            self.shared = ScratchTree.join(self.path, self.agreed.scratch)
+            stack.callback(self.shared.close)
+
+    def require_all(self, receipt: Receipt) -> None:
+        """Refuses to seal what is not every element of every leaf, once."""
+        weights = (weight_of(name, math.prod(entry.shape)) for name, entry in self.bare.items())
+        if self.bare and receipt.weight != sum(weights) % 2**64:
+            raise ProcessError(
+                "the processes have not written every element of every leaf once. Do they all see the same arrays on "
+                "the same devices? A leaf may not be in one process's memory for one and on devices for another"
+            )
+
     # --------------------------------------------------------------------------------------- arrays
 
     def into_arrays(self, stack: ExitStack) -> None:
         writer = self.arrays_writer()
         stack.callback(writer.close)
         commit(
-            self.hosts, lambda: self.write_arrays(writer), lambda receipt: self.seal_arrays(writer, receipt)
+            self.hosts,
+            lambda: self.write_arrays(writer, stack),
+            lambda receipt: self.seal_arrays(writer, receipt),
         )
 
     def arrays_writer(self) -> tensorstore.ArraysWriter:
@@ -272,27 +349,33 @@ class Job:
             write_index=self.write_index,
         )
 
-    def write_arrays(self, writer: tensorstore.ArraysWriter) -> Receipt:
-        writer.write(self.prepare_arrays(writer))
-        return writer.receipt()
+    def write_arrays(self, writer: tensorstore.ArraysWriter, stack: ExitStack) -> Receipt:
+        writer.write(self.prepare_arrays(writer, stack))
+        return writer.receipt(self.checksums)
 
-    def prepare_arrays(self, writer: tensorstore.ArraysWriter) -> list[tensorstore.Array]:
-        self.make_place(tensorstore.check_place)
+    def prepare_arrays(self, writer: tensorstore.ArraysWriter, stack: ExitStack) -> list[tensorstore.Array]:
+        self.enter(stack)
+        if self.shared:
+            writer.share(self.shared, self.hosts.index, self.hosts.count)
         self.compute_checksums()
         sources, self.sources = self.sources, []
         self.names = [source.name for source in sources]
         return writer.prepare(sources)
 
     def seal_arrays(self, writer: tensorstore.ArraysWriter, receipt: Receipt) -> None:
-        tree = self.with_leaves(receipt.leaves, receipt.files)
+        tree = self.with_leaves(receipt)
         self.turn.wait()
         writer.seal(tree)
 
     # ------------------------------------------------------------------------------------ directory
 
-    def make_place(self, is_there: Callable[[Path], bool]) -> None:
+    def make_place(self) -> None:
         make_directories(self.path)
-        if not is_there(self.path):
+        if self.format == "tensorstore":
+            is_there = tensorstore.check_place(self.path)
+        else:
+            is_there = sealing.check_place(self.path, self.prefix)
+        if not is_there:
             sync_directory(self.path.parent)  # perhaps one that died has made it, and not got so far
 
     def into_directory(self, stack: ExitStack) -> None:
@@ -300,42 +383,69 @@ class Job:
 
     def write(self, stack: ExitStack) -> Receipt:
         """The data of this process, complete and synced in scratch files that stay locked until all is over."""
-        self.make_place(lambda path: sealing.check_place(path, self.prefix))
+        self.enter(stack)
         self.compute_checksums()
         files = self.arranged(self.options.max_shard_bytes)
         for file in files:
-            file.header = safetensors.header_of(file, marks(self.tree.save_id, base_name(self.prefix)))
-            file.scratch = Scratch(self.path)
+            file.header = self.header_of(file)
+            file.scratch = Scratch(self.shared.data if self.shared else self.path)
             stack.callback(file.scratch.discard)
         safetensors.write_data(files, self.tree.block, Staging(self.options.staging_bytes), self.threads)
+        if self.shared:
+            for file in files:
+                file.header = self.header_of(file)  # as long as before, with digests
         safetensors.write_headers(files, self.threads)
+        return self.receipt(files)
+
+    def header_of(self, file: safetensors.File) -> bytes:
+        """Of several processes each puts what it records into its own files."""
+        metadata = marks(self.tree.save_id, base_name(self.prefix))
+        if self.shared:
+            with uncollected():
+                extents = {name: entry.extents for name, entry in safetensors.entries([file]).items()}
+                sha256 = {name: self.checksums[name] for name in extents if name in self.checksums}
+                metadata[CARRIED] = Part(extents, sha256).to_json().decode()
+        return safetensors.header_of(file, metadata)
+
+    def receipt(self, files: Sequence[safetensors.File]) -> Receipt:
         written = [
-            DataFile(safetensors.scratch_of(f).path.name, f.nbytes, len(f.header), xxh3_128(f.header))
+            DataFile(
+                str(safetensors.scratch_of(f).path.relative_to(self.path)),
+                f.nbytes,
+                len(f.header),
+                xxh3_128(f.header),
+            )
             for f in files
         ]
         with uncollected():
-            return Receipt(written, safetensors.entries(files))
+            if not self.shared:
+                return Receipt(written, safetensors.entries(files))
+            slots = [slot for file in files for slot in file.slots]
+            return Receipt(written, {}, weight(slots), is_torn=any(slot.region for slot in slots))
 
     def seal_directory(self, receipt: Receipt) -> None:
-        tree = self.with_leaves(receipt.leaves, receipt.files)
+        tree = self.with_leaves(receipt)
         self.turn.wait()
         sealing.seal(self.path, self.prefix, tree, [file.name for file in receipt.files])
 
-    def with_leaves(self, leaves: Mapping[str, LeafEntry], files: list[DataFile]) -> TreeEntry:
-        """In the order of the tree."""
+    def with_leaves(self, receipt: Receipt) -> TreeEntry:
+        """In the order of the tree. Those of several processes are in the parts."""
+        self.require_all(receipt)
+        tree = msgspec.structs.replace(self.tree, files=tuple(receipt.files))
+        if self.shared:
+            parts: Any = "torn" if receipt.is_torn else "whole"
+            return msgspec.structs.replace(tree, parts=parts, raw_leaves=encode_leaves(self.bare))
         with uncollected():
-            ordered = {name: leaves[name] for name in self.names}
+            ordered = {name: receipt.leaves[name] for name in self.names}
             for name, sha256 in self.checksums.items():
                 ordered[name] = msgspec.structs.replace(ordered[name], sha256=sha256)
-        return msgspec.structs.replace(self.tree, files=tuple(files), raw_leaves=encode_leaves(ordered))
+        return msgspec.structs.replace(tree, raw_leaves=encode_leaves(ordered))
 
     # ------------------------------------------------------------------------------------- one file
 
     def into_file(self, stack: ExitStack) -> None:
         """One file that carries its own manifest. Digests have a fixed width, so its header's length is known
         before they are."""
-        if self.hosts.count > 1:
-            raise ValueError(f"{self.path}: several processes save to a directory, not to one file")
         final = Path(os.path.realpath(self.path))
         self.check_file(final)
         self.compute_checksums()
@@ -354,7 +464,7 @@ class Job:
         sweep(final.parent)
 
     def header_with_manifest(self, file: safetensors.File) -> bytes:
-        tree = self.with_leaves(safetensors.entries([file]), [DataFile("", file.data_nbytes)])
+        tree = self.with_leaves(Receipt([DataFile("", file.data_nbytes)], safetensors.entries([file])))
         manifest = Manifest(format=sealing.FORMAT).with_tree(self.prefix, tree)
         text = msgspec.json.encode(manifest).decode()
         return safetensors.header_of(file, {"digest": manifest.digest, "format": "pt", "manifest": text})

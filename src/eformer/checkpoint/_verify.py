@@ -55,17 +55,33 @@ def verify(path: str | os.PathLike[str]) -> Report:
     """
     while True:
         found = find(path)
-        damages = [damage for tree in found.trees.values() for damage in _damages(found, tree)]
+        trees, damages = _readable(found)
+        damages += [damage for tree in trees for damage in _damages(found, tree)]
         if not damages or not was_replaced(found):
             break
     return Report(
         path=str(found.path),
         trees=len(found.trees),
-        leaves=sum(len(tree.leaves) + len(tree.raw_values) for tree in found.trees.values()),
-        nbytes=sum(tree.nbytes for tree in found.trees.values()),
-        has_digests=all(tree.save_id for tree in found.trees.values()),
+        leaves=sum(len(tree.leaves) + len(tree.raw_values) for tree in trees),
+        nbytes=sum(tree.nbytes for tree in trees),
+        has_digests=all(tree.save_id for tree in trees),
         damages=tuple(damages),
     )
+
+
+def _readable(found: Found) -> tuple[list[TreeEntry], list[Damage]]:
+    """The trees, without those whose parts are gone or damaged, so that nobody knows what is in them."""
+    trees, damages = [], []
+    for prefix, record in found.manifest.trees.items():
+        if record.parts:
+            try:
+                found.trees[prefix].leaves  # noqa: B018
+            except (OSError, FormatError) as error:
+                damages.append(Damage("", record.path_of(0), 0, 0, f"cannot be read: {error}"))
+                continue
+        trees.append(found.trees[prefix])
+    trees += [found.trees[prefix] for prefix in found.trees if prefix not in found.manifest.trees]
+    return trees, damages
 
 
 def _damages(found: Found, tree: TreeEntry) -> list[Damage]:

@@ -20,7 +20,8 @@ from eformer.checkpoint._device import is_key
 from eformer.checkpoint._formats._index import INDEX
 from eformer.checkpoint._formats._names import SUFFIX
 from eformer.checkpoint._formats.foreign.arrays import discover
-from eformer.checkpoint._load import Request, load_entry
+from eformer.checkpoint._items import Request
+from eformer.checkpoint._load import load_entry
 from eformer.checkpoint._ndarray import floating_dtype, raw_pieces
 from eformer.checkpoint._save import start
 from eformer.paths import GCSPath, LocalPath, ePath

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from eformer.checkpoint._handed_over import serialize_with
-from eformer.checkpoint._load import Request, load_entry
+from eformer.checkpoint._items import Request
+from eformer.checkpoint._load import load_entry
 from eformer.checkpoint._save import start
 from eformer.checkpoint._tree import is_array_like, join_key, leaf_key_paths
 from eformer.serialization._keys import by_key

@@ -11,6 +11,7 @@ import msgspec
 from eformer.checkpoint._codec import MALFORMED_JSON
 from eformer.checkpoint._formats._found import Found, Trees
 from eformer.checkpoint._formats._index import INDEX, Listed, read_index
+from eformer.checkpoint._formats._parts import joined_trees
 from eformer.checkpoint._formats.foreign.arrays import counted_from, discover, tree_of_arrays
 from eformer.checkpoint._formats.foreign.structure import OriginalStructure, parse_structure
 from eformer.checkpoint._leaf import is_inside
@@ -49,7 +50,7 @@ def by_index(directory: Path) -> Found | None:
         also = _directories(directory, others[""], stamps)
     if not index.is_ours:
         manifest = Manifest(format=FOREIGN)
-    trees = Trees(manifest.trees, describe, also)
+    trees = joined_trees(directory, manifest.trees, describe, also)
     return Found(directory, directory, manifest, trees, also=tuple(also), stamps=stamps)
 
 

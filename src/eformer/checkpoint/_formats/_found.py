@@ -87,7 +87,11 @@ class Found:
 
     def files(self, tree: TreeEntry) -> Files:
         """What to read the tree's bytes from. The caller closes it."""
-        if tree.is_database:
-            return DatabaseFiles(self.directory / tree.root, [file.name for file in tree.files])
-        names = [tree.path_of(number) for number in range(len(tree.files))]
-        return LocalFiles(self.directory, names, self.stamps)
+        return files_of(self.directory, tree, self.stamps)
+
+
+def files_of(directory: Path, tree: TreeEntry, stamps: Mapping[str, tuple[int, ...]]) -> Files:
+    if tree.is_database:
+        return DatabaseFiles(directory / tree.root, [file.name for file in tree.files])
+    names = [tree.path_of(number) for number in range(len(tree.files))]
+    return LocalFiles(directory, names, stamps)

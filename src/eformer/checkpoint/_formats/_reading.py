@@ -26,6 +26,7 @@ from eformer.checkpoint._formats._names import (
     is_marked,
     split_shard,
 )
+from eformer.checkpoint._formats._parts import joined_trees
 from eformer.checkpoint._manifest import DataFile, Manifest, TreeEntry, check_seal, has_seal
 from eformer.checkpoint._store.local import list_names, open_regular, read_small
 from eformer.errors import CorruptionError, FormatError
@@ -65,7 +66,7 @@ def in_directory(directory: Path, only: str | None = None) -> Found:
     manifest = read_manifest(directory)
     if manifest is None:
         return _foreign(directory, directory, files_of_directory(directory))
-    return Found(directory, directory, manifest, manifest.trees, only)
+    return Found(directory, directory, manifest, joined_trees(directory, manifest.trees), only)
 
 
 def _find_by_index(path: Path) -> Found:

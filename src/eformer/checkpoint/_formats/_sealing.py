@@ -37,6 +37,7 @@ from eformer.checkpoint._store.local import (
     sweep,
     sync_directory,
 )
+from eformer.checkpoint._store.many import sweep_trees
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ def _finish(directory: Path, manifest: Manifest) -> None:
         for name in _leftovers(directory, named):
             remove(directory / name)
         sweep(directory)
+        sweep_trees(directory, ())
     except (OSError, FormatError) as error:
         logger.warning("%s is saved, but could not be tidied up: %s", directory, error)
 
@@ -144,7 +146,9 @@ def _bring_up_to_date(directory: Path, base: str, tree: TreeEntry) -> None:
     path = directory / (base + INDEX_SUFFIX)
     names = [file.name for file in tree.files]
     saved = _save_of_index(directory, path.name)
-    if names == plain_names(base, 1) or not names:
+    if (
+        names == plain_names(base, 1) or not names or tree.parts == "torn"
+    ):  # parts of tensors are of no use to them
         if saved is not None:
             remove(path)
     elif saved != tree.save_id:

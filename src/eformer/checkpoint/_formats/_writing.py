@@ -13,14 +13,19 @@ from msgspec import Struct
 from eformer.checkpoint._arrays import Part, Source, Staging, contiguous, released, to_bytes
 from eformer.checkpoint._codec import xxh3_128
 from eformer.checkpoint._leaf import Region
-from eformer.checkpoint._manifest import DIGEST_DIGITS, Coding, Extent, LeafEntry
+from eformer.checkpoint._manifest import DIGEST_DIGITS, Coding, Extent, LeafEntry, weight_of
 from eformer.checkpoint._ndarray import dtype_from_name, pack_nibbles
 from eformer.checkpoint._pieces import bounding, count_pieces, joined, pieces, shifted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 NO_DIGEST = "0" * DIGEST_DIGITS
+
+
+def weight(slots: Iterable[Slot]) -> int:
+    """Of all elements in the slots; see `weight_of`."""
+    return sum(weight_of(slot.source.name, math.prod(slot.shape)) for slot in slots) % 2**64
 
 
 class Sink(Protocol):

@@ -29,12 +29,13 @@ from eformer.checkpoint._formats._writing import (
     parts_of,
     piece_tasks,
     small_bytes,
+    weight,
 )
 from eformer.checkpoint._formats._zarr import ZARRAY, check_alike, chunk_shape, chunks_of, zarray
 from eformer.checkpoint._formats.foreign.arrays import discover
 from eformer.checkpoint._leaf import Region, escape, is_inside, name_to_path
-from eformer.checkpoint._manifest import Coding, DataFile, Extent, LeafEntry, Receipt
-from eformer.checkpoint._pieces import piece_sizes
+from eformer.checkpoint._manifest import Coding, DataFile, Extent, LeafEntry, Part, Receipt
+from eformer.checkpoint._pieces import piece_sizes, pieces, shifted
 from eformer.checkpoint._pool import run_all, uncollected
 from eformer.checkpoint._store.local import list_names, locked, logger, remove, replacing, sweep
 from eformer.checkpoint._store.many import (
@@ -47,11 +48,11 @@ from eformer.checkpoint._store.many import (
     sweep_trees,
     write_new,
 )
-from eformer.checkpoint._store.ocdbt import DatabaseWriter
-from eformer.errors import CorruptionError, FormatError
+from eformer.checkpoint._store.ocdbt import BRANCH, DatabaseWriter, join_branches
+from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from eformer.checkpoint._manifest import TreeEntry
     from eformer.checkpoint._options import SaveOptions
@@ -76,6 +77,16 @@ class Array:
     @property
     def is_small(self) -> bool:
         return len(self.chunks) <= 1 and self.source.whole is not None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process writes anything of it."""
+        return bool(self.chunks) or self.source.is_first
+
+    def files(self) -> list[str]:
+        """What this process writes."""
+        names = [ZARRAY] if self.source.is_first else []
+        return [f"{self.path}/{name}" for name in (*names, *(chunk.name for chunk in self.chunks))]
 
 
 # ----------------------------------------------------------------------------------------------- plan
@@ -131,7 +142,13 @@ class ArraysWriter:
         self.block, self.threads, self.write_index = block, threads, write_index
         self.mark = save_id if write_index else ""  # without an index they shall look like anybody's
         self.scratch: ScratchTree | None = None
+        self.process, self.count = 0, 1
         self.arrays: list[Array] = []
+        self.database: DatabaseWriter | None = None
+
+    def share(self, scratch: ScratchTree, process: int, count: int) -> None:
+        """Several processes write into one place, which is none of this one's business to remove."""
+        self.scratch, self.process, self.count = scratch, process, count
 
     @property
     def root(self) -> str:
@@ -139,44 +156,94 @@ class ArraysWriter:
         assert self.scratch is not None
         return str(self.scratch.data)
 
+    @property
+    def here(self) -> list[Array]:
+        return [array for array in self.arrays if array.is_here]
+
     def close(self) -> None:
         """Nothing is left but what was sealed."""
-        if self.scratch:
+        if self.scratch and self.count == 1:
             self.scratch.discard()
 
     def prepare(self, sources: Sequence[Source]) -> list[Array]:
         """What is to be written, and a place for it that nobody looks for."""
         with uncollected():
             self.arrays = arrange(sources, self.options, self.block, self.mark)
-        self.scratch = ScratchTree(self.directory)
+        self.scratch = self.scratch or ScratchTree(self.directory)
         if not self.options.ocdbt:
-            _make_parents(self.root, self.arrays)
-        return self.arrays
+            _make_parents(self.root, self.here)
+        return self.here
 
     def write(self, arrays: Sequence[Array]) -> None:
         """Complete, and on stable storage."""
         assert self.scratch is not None
         staging = Staging(self.options.staging_bytes)
         if self.options.ocdbt:
-            database = DatabaseWriter(self.scratch.data)
-            run_all(_database_tasks(database, arrays, self.block, staging), self.threads)
-            database.finish()
-            if arrays:
-                write_new(f"{self.root}/{DATABASE_MARK}", self.mark.encode())
-        else:
-            with ExitStack() as files:
-                run_all(_file_tasks(self.root, arrays, self.block, staging, files), self.threads)
-        self.scratch.sync()
+            self._write_database(arrays, staging)
+            return
+        with ExitStack() as files:
+            run_all(_file_tasks(self.root, arrays, self.block, staging, files), self.threads)
+        self.scratch.sync([name for array in arrays for name in array.files()])
+
+    def _write_database(self, arrays: Sequence[Array], staging: Staging) -> None:
+        """Each process has one of its own; the first one's becomes that of all."""
+        assert self.scratch is not None
+        self.database = DatabaseWriter(self.scratch.data / self._branch)
+        run_all(_database_tasks(self.database, arrays, self.block, staging), self.threads)
+        self.database.finish()
+        if not self.process and self.arrays:
+            write_new(f"{self.root}/{DATABASE_MARK}", self.mark.encode())
+        self._sync_database()
+
+    @property
+    def _branch(self) -> str:
+        return f"{BRANCH}{self.process}" if self.process else ""
+
+    def _sync_database(self) -> None:
+        assert self.scratch is not None
+        names = self.scratch.files(self._branch)
+        self.scratch.sync([name for name in names if self._branch or not name.startswith(BRANCH)])
+
+    def digest(self, arrays: Sequence[Array]) -> None:
+        """For arrays that somebody else writes as they were prepared: what their digests have to be."""
+        staging = Staging(self.options.staging_bytes)
+        tasks = (partial(_digest, chunk, self.block, staging) for array in arrays for chunk in array.chunks)
+        run_all(tasks, self.threads)
+        for array in arrays:
+            array.source = released(array.source)
 
     def adopt(self, arrays: Sequence[Array]) -> None:
-        """For arrays that TensorStore has written here, as they were prepared: their digests, from the disk."""
+        """Arrays that TensorStore has written here, for all processes: if they are what was prepared, they are marked
+        as ours."""
         assert self.scratch is not None
-        run_all([partial(_adopt, self.root, array, self.block) for array in arrays], self.threads)
-        self.scratch.sync()
+        run_all([partial(_adopt, self.root, array) for array in arrays], self.threads)
+        self.scratch.sync(self.scratch.files())
 
-    def receipt(self) -> Receipt:
+    def receipt(self, sha256: Mapping[str, str]) -> Receipt:
+        """What was written. One of several processes puts it beside its first array, for there may be much of it."""
         with uncollected():
-            return _receipt(self.arrays)
+            receipt = _receipt(self.arrays)
+            slots = [chunk for array in self.arrays for chunk in array.chunks]
+            receipt.weight = weight(slots)
+            if self.count == 1 or not self.write_index:
+                return receipt
+            part = Part(
+                {name: e.extents for name, e in receipt.leaves.items()}, dict(sha256), tuple(receipt.files)
+            )
+            files = [self._write_part(part.to_json())] if receipt.files else []
+            return Receipt(files, {}, receipt.weight, is_torn=True)
+
+    def _write_part(self, data: bytes) -> DataFile:
+        assert self.scratch is not None
+        name = f"{self.here[0].path}/{DATABASE_MARK}-{self.process}"
+        if self.database:
+            self.database.put(name, data)
+            self.database.finish()
+            self._sync_database()
+        else:
+            write_new(f"{self.root}/{name}", data)
+            self.scratch.sync([name])
+        return DataFile(name, len(data), len(data), xxh3_128(data))
 
     # -------------------------------------------------------------------------------------------- seal
 
@@ -185,6 +252,9 @@ class ArraysWriter:
         with the old."""
         scratch = self.scratch
         assert scratch is not None
+        if self.options.ocdbt and self.count > 1:
+            join_branches(scratch.data)
+            self._sync_database()
         with locked(self.directory):
             index = read_index(self.directory)
             self._sweep()
@@ -347,7 +417,8 @@ def _array_tasks(
 ) -> Iterator[Callable[[], None]]:
     path = f"{root}/{array.path}"
     make_directory(path)
-    write_new(f"{path}/{ZARRAY}", array.zarray)
+    if array.source.is_first:
+        write_new(f"{path}/{ZARRAY}", array.zarray)
     for chunk in array.chunks:
         name = f"{path}/{chunk.name}"
         if chunk.coding:
@@ -375,20 +446,24 @@ def _write_whole(
     put(_encoded(chunk, padded) if chunk.coding else padded)
 
 
-def _adopt(root: str, array: Array, block: int) -> None:
+def _digest(chunk: Slot, block: int, staging: Staging) -> None:
+    if not chunk.nbytes:
+        return
+    itemsize = itemsize_of(chunk.source)
+    for number, piece in enumerate(shifted(pieces(chunk.shape, itemsize, block), chunk.box.start)):
+        parts, held = staging.fetch(parts_of(chunk.source), piece)
+        try:
+            chunk.digests[number] = xxh3_128(bytes_of(contiguous(parts, piece, chunk.source.dtype)))
+        finally:
+            staging.release(held)
+    chunk.source = released(chunk.source)
+
+
+def _adopt(root: str, array: Array) -> None:
     described = f"{root}/{array.path}/{ZARRAY}"
     check_alike(read_file(described), array.zarray, described)
     remove(Path(described))
     write_new(described, array.zarray)  # ours is marked
-    for chunk in array.chunks:
-        data = read_file(f"{root}/{array.path}/{chunk.name}")
-        if len(data) != array.chunk_nbytes:
-            raise CorruptionError(
-                f"leaf {chunk.source.name!r}: TensorStore wrote {len(data)} bytes of chunk {chunk.name!r}, "
-                f"expected were {array.chunk_nbytes}"
-            )
-        _digest_pieces(chunk, data, block)
-    array.source = released(array.source)
 
 
 def _digest_pieces(chunk: Slot, data: bytes, block: int) -> None:
@@ -418,7 +493,8 @@ def _database_tasks(
 
 def _put_descriptions(database: DatabaseWriter, arrays: Sequence[Array]) -> None:
     for array in arrays:
-        database.put(f"{array.path}/{ZARRAY}", array.zarray)
+        if array.source.is_first:
+            database.put(f"{array.path}/{ZARRAY}", array.zarray)
 
 
 # -------------------------------------------------------------------------------------------- receipt
@@ -430,10 +506,13 @@ def _receipt(arrays: Sequence[Array]) -> Receipt:
     leaves: dict[str, LeafEntry] = {}
     digests: dict[bytes, str] = {}  # most are alike
     for array in arrays:
+        if not array.is_here:
+            continue
         if array.zarray not in digests:
             digests[array.zarray] = xxh3_128(array.zarray)
-        nbytes = len(array.zarray)
-        files.append(DataFile(f"{array.path}/{ZARRAY}", nbytes, nbytes, digests[array.zarray]))
+        if array.source.is_first:
+            nbytes = len(array.zarray)
+            files.append(DataFile(f"{array.path}/{ZARRAY}", nbytes, nbytes, digests[array.zarray]))
         extents: list[Extent] = []
         for chunk in array.chunks:
             extents.append(chunk.extent(len(files)))

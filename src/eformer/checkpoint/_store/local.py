@@ -230,6 +230,15 @@ def lock(descriptor: int) -> None:
         )
 
 
+def lock_shared(descriptor: int) -> None:
+    """Several may hold it so at once; `try_lock` raises as long as one does."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+
+
 def try_lock(descriptor: int) -> None:
     """Raises if somebody else holds it."""
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -21,7 +21,7 @@ from eformer.checkpoint._leaf import is_inside
 from eformer.checkpoint._store.local import (
     SCRATCH,
     list_names,
-    lock,
+    lock_shared,
     read_small,
     rename,
     sync_directory,
@@ -46,10 +46,11 @@ _SYNCED_BY_SYNCFS = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x7
 _JOURNAL = "journal.json"
 
 # What arrays and databases consist of; nothing else is ever removed.
-_ARRAY_FILE = re.compile(r"\.zarray|\d+(\.\d+)*|manifest\.ocdbt|[0-9a-f]{32}|\.eformer")
+_ARRAY_FILE = re.compile(r"\.zarray|\d+(\.\d+)*|manifest\.ocdbt|[0-9a-f]{32}|\.eformer(-\d+)?")
 
 DATABASE_MARK = ".eformer"  # says of which save a database is
 _DATABASE_FILES = "d"
+_BRANCH = re.compile(r"process-\d+")  # of a database that several processes wrote
 
 
 class Moved(msgspec.Struct, frozen=True, array_like=True):
@@ -73,34 +74,59 @@ class Journal(msgspec.Struct, frozen=True):
 
 
 class ScratchTree:
-    """A new directory whose contents become visible by `publish`. It is locked as long as its writer lives."""
+    """A new directory whose contents become visible by `publish`. It is locked as long as its writers live.
 
-    def __init__(self, directory: Path) -> None:
+    Other processes `join` it; who has made it also removes it.
+    """
+
+    def __init__(self, directory: Path, name: str | None = None) -> None:
         self.directory = directory
         self.is_finished = True
+        self.is_owner = name is None
         self.descriptor = -1
         while self.descriptor < 0:
-            self.path = directory / f".eformer-{secrets.token_hex(8)}.tmp"
-            os.mkdir(self.path)
+            self.path = directory / (name or f".eformer-{secrets.token_hex(8)}.tmp")
             self.data = self.path / "data"
             try:
+                if self.is_owner:
+                    os.mkdir(self.path)
                 self.descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                lock(self.descriptor)
-                os.mkdir(self.data)
+                lock_shared(self.descriptor)
+                if self.is_owner:
+                    os.mkdir(self.data)
             except FileNotFoundError:  # swept between its creation and the lock
                 self.close()
+                if not self.is_owner or not directory.is_dir():
+                    raise
             except BaseException:
                 self.discard()
                 raise
 
-    def sync(self) -> None:
-        """All files and directories of the data are on stable storage."""
-        if _count(self.data, _FEW) >= _FEW and _syncfs(self.descriptor):
+    @classmethod
+    def join(cls, directory: Path, name: str) -> ScratchTree:
+        """The one that another process has made."""
+        return cls(directory, name)
+
+    def sync(self, files: Sequence[str]) -> None:
+        """These files of the data, and the directories that they are in, are on stable storage."""
+        if len(files) >= _FEW and _syncfs(self.descriptor):
             return
-        for folder, _, names in os.walk(self.data):
-            for name in names:
-                _sync(os.path.join(folder, name))
-            sync_directory(folder)
+        folders = {""}
+        for name in files:
+            _sync(f"{self.data}/{name}")
+            while name := name.rpartition("/")[0]:
+                folders.add(name)
+        for folder in folders:
+            sync_directory(f"{self.data}/{folder}")
+
+    def files(self, below: str = "") -> list[str]:
+        """All files of the data, in and below a directory of it."""
+        start = f"{self.data}/{below}" if below else str(self.data)
+        return [
+            os.path.relpath(os.path.join(folder, name), self.data)
+            for folder, _, names in os.walk(start)
+            for name in names
+        ]
 
     def publish(
         self, save_id: str, moves: Sequence[tuple[Path, str]], mark: str, old: Sequence[str], old_mark: str
@@ -135,14 +161,15 @@ class ScratchTree:
 
     def discard(self) -> None:
         try:
-            if self.is_finished:
+            if self.is_finished and self.is_owner:
                 shutil.rmtree(self.path, ignore_errors=True)
         finally:
             self.close()
 
 
 def make_directory(path: str) -> None:
-    os.mkdir(path)
+    with suppress(FileExistsError):  # another process may have been first
+        os.mkdir(path)
 
 
 def read_file(path: str) -> bytes:
@@ -231,8 +258,9 @@ def remove_arrays(path: Path, mark: str) -> None:
     What says whose they are goes last, so that this can be done again should it be interrupted.
     """
     if _mark_of_database(path) == mark:
-        _remove_files(f"{path}/{_DATABASE_FILES}")
-        _remove_files(str(path))
+        for branch in (*filter(_BRANCH.fullmatch, list_names(path)), "."):
+            _remove_files(f"{path}/{branch}/{_DATABASE_FILES}")
+            _remove_files(f"{path}/{branch}")
     for folder, _, names in os.walk(path, topdown=False):
         if ".zarray" in names and mark_of_array(folder) == mark:
             _remove_files(folder)
@@ -274,16 +302,6 @@ def _remove_if_empty(folder: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------- sync
-
-
-def _count(path: Path, most: int) -> int:
-    """How many files there are, or that there are more than enough of them."""
-    count = 0
-    for _, _, names in os.walk(path):
-        count += len(names)
-        if count >= most:
-            break
-    return count
 
 
 def _sync(path: str) -> None:

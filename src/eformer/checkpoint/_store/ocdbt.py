@@ -21,14 +21,24 @@ _COMMIT_KEYS = 20_000
 
 _CACHE_BYTES = 32 * 2**20
 
+BRANCH = (
+    "process-"  # what the directory begins with, below, where another process has written its own database
+)
 
-def _open(directory: Path) -> Any:
+
+def _context() -> Any:
     import tensorstore as ts  # late: slow to import, and only these need it
+
+    # Who writes syncs all files at the end. Without a cache every read would begin at the root of the database.
+    return ts.Context({"file_io_sync": False, "cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+
+
+def _open(directory: Path, context: Any = None) -> Any:
+    import tensorstore as ts
 
     base = {"driver": "file", "path": f"{directory}/"}
     spec = {"driver": "ocdbt", "base": base, "config": {"compression": None}}
-    # Who writes syncs all files at the end. Without a cache every read would begin at the root of the database.
-    context = ts.Context({"file_io_sync": False, "cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+    context = context or _context()
     try:
         return ts.KvStore.open(spec, context=context).result()
     except ValueError as error:
@@ -77,8 +87,28 @@ class DatabaseWriter:
             raise OSError(str(error)) from error
 
     def finish(self) -> None:
+        """What was put is in the files."""
         with self._lock:
             self._commit()
+            self._begin()
+
+
+def join_branches(directory: Path) -> None:
+    """The database knows all that other processes have written into databases below it. Their files stay where they
+    are, their manifests go."""
+    import tensorstore as ts
+
+    branches = sorted(path for path in directory.glob(f"{BRANCH}*") if (path / MANIFEST).exists())
+    context = _context()
+    whole = _open(directory, context)
+    for branch in branches:
+        transaction = ts.Transaction(atomic=True)
+        try:
+            _open(branch, context).experimental_copy_range_to(whole.with_transaction(transaction)).result()
+            transaction.commit_sync()
+        except ValueError as error:
+            raise OSError(str(error)) from error
+        os.unlink(branch / MANIFEST)
 
 
 class DatabaseFiles:

@@ -1,0 +1,146 @@
+"""The handle of a save under way, and the order of several to one place."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import traceback
+import weakref
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from pathlib import Path
+
+logger = logging.getLogger("eformer")
+
+
+class Pending:
+    """A save under way. Resolves to the path, as text, once the checkpoint is committed and durable.
+
+    Its error is its own: raised by `result`, and logged if nobody ever asks. The interpreter does not exit
+    before it has finished.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._future: Future[str] = Future()
+        self._future.set_running_or_notify_cancel()  # who stops waiting does not stop the save
+        self.was_asked = False
+        _unfinished.add(self)
+
+    def result(self, timeout: float | None = None) -> str:
+        """Waits for the end; raises the save's own error, or TimeoutError if it is not there in time."""
+        self.exception(timeout)
+        return self._future.result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = self._future.exception(timeout)
+        self.was_asked = True
+        return error
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def add_done_callback(self, callback: Callable[[Pending], object]) -> None:
+        """`callback(self)` after the end, in the thread that saves; at once if that is over."""
+        self._future.add_done_callback(lambda _: callback(self))
+
+    def __await__(self) -> Generator[Any, None, str]:
+        import asyncio
+
+        self.was_asked = True
+        return asyncio.wrap_future(self._future).__await__()
+
+    def __del__(self) -> None:
+        self.complain()
+
+    def complain(self) -> None:
+        """Logs an error that nobody has asked for."""
+        if self._future.done() and not self.was_asked and (error := self._future.exception()):
+            self.was_asked = True
+            logger.error("saving to %s failed, and nobody asked for the result", self.path, exc_info=error)
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done() else "failed" if self._future.exception() else "done"
+        return f"<Pending save to {self.path}: {state}>"
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Carries out the save in a thread of its own, for which the interpreter waits at its exit."""
+        threading.Thread(target=self._run, args=(work,), name="eformer-save", daemon=False).start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        error = _error_of(work)
+        del work
+        if error is None:
+            self._future.set_result(self.path)
+        else:
+            traceback.clear_frames(
+                error.__traceback__
+            )  # which hold the arrays, for as long as the error is kept
+            self._future.set_exception(error)
+
+
+def _error_of(work: Callable[[], None]) -> BaseException | None:
+    try:
+        work()
+    except BaseException as error:  # noqa: BLE001  handed to whoever asks
+        return error
+    return None
+
+
+_unfinished: weakref.WeakSet[Pending] = weakref.WeakSet()
+
+
+@atexit.register
+def _complain_at_exit() -> None:
+    for pending in list(_unfinished):
+        pending.complain()
+
+
+# Saves to one place commit in the order in which they were called, however long each takes to write.
+
+
+class _Turns:
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._lock = threading.Lock()
+        self._last: dict[tuple[str, int], threading.Event] = {}
+
+    def take(self, path: Path, host: int) -> Turn:
+        place = (os.path.realpath(path), host)
+        with self._lock:
+            before = self._last.get(place)
+            after = self._last[place] = threading.Event()
+        return Turn(before, after, lambda: self._forget(place, after))
+
+    def _forget(self, place: tuple[str, int], event: threading.Event) -> None:
+        with self._lock:
+            if self._last.get(place) is event:
+                del self._last[place]
+
+
+class Turn:
+    """A place in the queue of saves to one path."""
+
+    def __init__(
+        self, before: threading.Event | None, after: threading.Event, forget: Callable[[], None]
+    ) -> None:
+        self._before, self._after, self._forget = before, after, forget
+
+    def wait(self) -> None:
+        if self._before:
+            self._before.wait()
+
+    def end(self) -> None:
+        self._forget()
+        self._after.set()
+
+
+turns = _Turns()
+os.register_at_fork(after_in_child=turns.reset)  # the threads that would end these turns are in the parent
