@@ -36,13 +36,15 @@ def serialize_with(manager: Any, job: Job, tree: Any, callback: Callable[[], Non
         save = _HandedOver(job, stack)
         try:
             given, specs = save.write_rest(tree)
+            # From here on the manager may call at any time.
+            save.stack = stack.pop_all()
             _in_a_thread(
                 lambda: manager.serialize(given, specs, on_commit_callback=lambda: save.seal(callback))
             )
         except BaseException as error:  # that of an earlier save of the manager's, perhaps
             job.hosts.fail(error)
+            save.stack.close()
             raise
-        save.stack = stack.pop_all()
     save.digest_in_background(callback)
 
 

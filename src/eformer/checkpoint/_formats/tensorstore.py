@@ -31,7 +31,14 @@ from eformer.checkpoint._formats._writing import (
     small_bytes,
     weight,
 )
-from eformer.checkpoint._formats._zarr import ZARRAY, check_alike, chunk_shape, chunks_of, zarray
+from eformer.checkpoint._formats._zarr import (
+    ZARRAY,
+    check_alike,
+    chunk_shape,
+    chunks_of,
+    parse_zarray,
+    zarray,
+)
 from eformer.checkpoint._formats.foreign.arrays import discover
 from eformer.checkpoint._leaf import Region, escape, is_inside, name_to_path
 from eformer.checkpoint._manifest import Coding, DataFile, Extent, LeafEntry, Part, Receipt
@@ -42,6 +49,7 @@ from eformer.checkpoint._store.many import (
     DATABASE_MARK,
     NewFile,
     ScratchTree,
+    file_nbytes,
     make_directory,
     mark_of_array,
     read_file,
@@ -49,7 +57,7 @@ from eformer.checkpoint._store.many import (
     write_new,
 )
 from eformer.checkpoint._store.ocdbt import BRANCH, DatabaseWriter, join_branches
-from eformer.errors import FormatError
+from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -462,6 +470,14 @@ def _digest(chunk: Slot, block: int, staging: Staging) -> None:
 def _adopt(root: str, array: Array) -> None:
     described = f"{root}/{array.path}/{ZARRAY}"
     check_alike(read_file(described), array.zarray, described)
+    chunk = parse_zarray(array.zarray, described).chunks
+    for name, _ in chunks_of(array.source.shape, chunk):
+        nbytes = file_nbytes(f"{root}/{array.path}/{name}")
+        if nbytes != array.chunk_nbytes:
+            raise CorruptionError(
+                f"leaf {array.source.name!r}: TensorStore wrote {nbytes} bytes of chunk {name!r}, expected were "
+                f"{array.chunk_nbytes}"
+            )
     remove(Path(described))
     write_new(described, array.zarray)  # ours is marked
 

@@ -177,6 +177,10 @@ def read_file(path: str) -> bytes:
         return file.read()
 
 
+def file_nbytes(path: str) -> int:
+    return os.stat(path).st_size
+
+
 def write_new(path: str, data: bytes) -> None:
     """A new file. Thousands of times: hence no objects."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
