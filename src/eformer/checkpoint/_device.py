@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,33 @@ def staged(array: Any) -> np.ndarray[Any, Any]:
         pinned = array.sharding.with_memory_kind("pinned_host")
         array = jax.device_put(array, pinned, may_alias=False)
     return np.asarray(array)
+
+
+def bits_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """As what numbers travel between devices, bit for bit: XLA may compute with floats on the way, and a nan is not the
+    nan it was. Others as they are."""
+    is_float = dtype.kind == "f" or (dtype.kind == "V" and dtype not in PACKED)
+    return np.dtype(f"u{dtype.itemsize}") if is_float and dtype.itemsize <= 8 else dtype
+
+
+def resharded(array: Any, sharding: Any, dtype: np.dtype[Any] | None = None) -> Any:
+    """The array under another sharding, by a collective of all processes that hold it; as `dtype` if these are the
+    `bits_of` it."""
+    dtype = dtype or array.dtype
+    array = _as(bits_of(dtype), array.sharding)(array)
+    array = _as(bits_of(dtype), sharding)(array)
+    return _as(dtype, sharding)(array)  # not in one go with the line before: then floats would travel
+
+
+@lru_cache(1024)
+def _as(dtype: np.dtype[Any], sharding: Any) -> Any:
+    import jax  # late, as above
+
+    def convert(array: Any) -> Any:
+        return array if array.dtype == dtype else jax.lax.bitcast_convert_type(array, dtype)
+
+    converted = jax.jit(convert, out_shardings=sharding)
+    return lambda array: array if (array.dtype, array.sharding) == (dtype, sharding) else converted(array)
 
 
 def is_key(leaf: Any) -> bool:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
+from eformer.checkpoint._device import PACKED, bits_of, resharded
 from eformer.checkpoint._leaf import Region
 from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.checkpoint._rules import Leaf, PartitionSpec, Said
@@ -44,8 +45,7 @@ def place_items(items: Sequence[Item], tree: TreeEntry, request: Request) -> Non
     for item in items:
         if item.sharding is not None and not item.as_numpy and item.new_shape is None:
             if request.broadcast and not item.entry.key:
-                itemsize = dtype_from_name(item.dtype).itemsize
-                item.spread = _spread(item.sharding, item.entry.shape, itemsize)
+                item.spread = _spread(item.sharding, item.entry.shape, dtype_from_name(item.dtype))
             _cut_up(item)
 
 
@@ -76,7 +76,7 @@ def _devices(where: Any) -> Iterable[Any]:
 
 
 @lru_cache(1024)
-def _spread(sharding: Sharding, shape: tuple[int, ...], itemsize: int) -> Sharding | None:
+def _spread(sharding: Sharding, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Sharding | None:
     """The same sharding, cut further by those axes of the mesh that it does not use; None if that is not possible, or
     no two processes hold the same, or it is not worth the while."""
     if not isinstance(sharding, NamedSharding) or sharding.memory_kind not in (
@@ -84,9 +84,8 @@ def _spread(sharding: Sharding, shape: tuple[int, ...], itemsize: int) -> Shardi
         _default_memory(sharding),
     ):
         return None
-    if itemsize * math.prod(sharding.shard_shape(shape)) < _WORTH_BROADCASTING or not _is_shared(
-        sharding, shape
-    ):
+    nbytes = dtype.itemsize * math.prod(sharding.shard_shape(shape))
+    if nbytes < _WORTH_BROADCASTING or not _is_shared(sharding, shape) or dtype in PACKED:
         return None
     mesh = sharding.mesh
     spec = [_axes(entry) for entry in sharding.spec] + [()] * (len(shape) - len(sharding.spec))
@@ -203,6 +202,8 @@ def assemble(items: Sequence[Item]) -> dict[str, Any]:
             item.arrays = [item.arrays[0].reshape(item.new_shape)]
         if item.as_numpy or item.new_shape is not None:
             continue
+        if item.spread is not None:
+            item.arrays = [array.view(bits_of(array.dtype)) for array in item.arrays]
         for array in item.arrays:
             array.flags.writeable = False
         if item.sharding is None:
@@ -240,14 +241,9 @@ def _joined(shards: list[Any], item: Item) -> Any:
     assert sharding is not None
     if item.entry.key:
         sharding = _of_key_data(sharding, len(item.entry.logical_shape))
-    dtype = dtype_from_name(item.dtype)
+    dtype = shards[0].dtype if shards else dtype_from_name(item.dtype)
     array = jax.make_array_from_single_device_arrays(item.entry.shape, sharding, shards, dtype=dtype)
-    return array if item.spread is None else _broadcast(item.sharding)(array)
-
-
-@lru_cache(256)
-def _broadcast(sharding: Sharding) -> Any:
-    return jax.jit(lambda array: array, out_shardings=sharding)
+    return array if item.spread is None else resharded(array, item.sharding, dtype_from_name(item.dtype))
 
 
 def _cut_and_put(item: Item) -> Any:

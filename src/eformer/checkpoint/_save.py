@@ -318,6 +318,11 @@ class Job:
             self.shared = ScratchTree.join(self.path, self.agreed.scratch)
             stack.callback(self.shared.close)
 
+    def leave(self) -> None:
+        """The place is cleared before the others hear of the end, and perhaps look at the directory."""
+        if self.shared:
+            self.shared.discard()
+
     def require_all(self, receipt: Receipt) -> None:
         """Refuses to seal what is not every element of every leaf, once."""
         weights = (weight_of(name, math.prod(entry.shape)) for name, entry in self.bare.items())
@@ -366,6 +371,7 @@ class Job:
         tree = self.with_leaves(receipt)
         self.turn.wait()
         writer.seal(tree)
+        self.leave()
 
     # ------------------------------------------------------------------------------------ directory
 
@@ -427,6 +433,7 @@ class Job:
         tree = self.with_leaves(receipt)
         self.turn.wait()
         sealing.seal(self.path, self.prefix, tree, [file.name for file in receipt.files])
+        self.leave()
 
     def with_leaves(self, receipt: Receipt) -> TreeEntry:
         """In the order of the tree. Those of several processes are in the parts."""

@@ -425,6 +425,8 @@ def _whole(leaf: Any, mesh: Mesh | None, cpu_offload: bool) -> Any:
     """An array put together, on all devices of a mesh or on the CPU; other leaves as they are."""
     if not isinstance(leaf, jax.Array):
         return leaf
+    if jax.process_count() > 1 and leaf.is_fully_addressable:  # each process has its own, whole
+        return jax.device_put(leaf, jax.local_devices(backend="cpu")[0]) if cpu_offload else leaf
     mesh = mesh or getattr(leaf.sharding, "mesh", None)
     if mesh is None:
         mesh = jax.sharding.Mesh(np.array(sorted(leaf.devices(), key=lambda device: device.id)), ("all",))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from eformer.checkpoint._device import is_key
+from eformer.checkpoint._device import is_key, on_host, resharded
 from eformer.checkpoint._formats._names import INDEX_SUFFIX, SUFFIX, shard_name, split_shard
 from eformer.checkpoint._formats.safetensors import stored_nbytes
 from eformer.checkpoint._leaf import with_nearest
@@ -233,8 +233,22 @@ def apply_gather_functions(
 
 
 def _on_host(x: Any) -> Any:
-    """A numpy array; but a typed key, which numpy cannot hold, as it is."""
-    return x if is_key(x) else jax.device_get(x)
+    """A numpy array, put together if other processes have parts of it; but a typed key, which numpy cannot hold, as it
+    is."""
+    if is_key(x):
+        return x
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        everywhere = NamedSharding(_mesh_of(x), PartitionSpec())  # type: ignore[no-untyped-call]
+        return np.asarray(reshard(x, everywhere).addressable_data(0))
+    return jax.device_get(x)
+
+
+def _mesh_of(array: jax.Array) -> jax.sharding.Mesh:
+    mesh = getattr(array.sharding, "mesh", None)
+    if isinstance(mesh, jax.sharding.Mesh):
+        return mesh
+    devices: set[Any] = array.sharding.device_set  # whose elements have no types
+    return jax.sharding.Mesh(np.array(sorted(devices, key=lambda device: device.id)), ("all",))
 
 
 def _unchanged(x: Any) -> Any:
@@ -304,11 +318,23 @@ def reshard(x: Any, target_sharding: Any) -> jax.Array:
         return jnp.asarray(constrain(x, target_sharding))
     array = _as_jax(x)
     with jax.enable_x64(True):  # else it would cut arrays that were made so to 32 bits, and say nothing
-        array = jnp.asarray(jax.device_put(array, target_sharding))
+        if isinstance(target_sharding, Sharding) and _are_shared(array, target_sharding):
+            array = resharded(array, target_sharding)
+        else:
+            array = jnp.asarray(jax.device_put(array, target_sharding))
     reached = array.sharding
     if isinstance(target_sharding, Sharding) and not reached.is_equivalent_to(target_sharding, array.ndim):
         raise ValueError(f"asked for {target_sharding}, the array of shape {array.shape} lies as {reached}")
     return array
+
+
+def _are_shared(array: jax.Array, sharding: Sharding) -> bool:
+    """Whether several processes have a part in this, all of them with the same devices."""
+    return (
+        not array.is_fully_addressable
+        and array.sharding.device_set == sharding.device_set
+        and not is_key(array)
+    )
 
 
 def to_host(x: Any, float_dtype: Any, mesh: jax.sharding.Mesh, cpu_offload: bool) -> jax.Array:
@@ -319,6 +345,7 @@ def to_host(x: Any, float_dtype: Any, mesh: jax.sharding.Mesh, cpu_offload: bool
     spec: Any = PartitionSpec
     array = reshard(array, NamedSharding(mesh, spec()))
     if cpu_offload:
+        array = array if array.is_fully_addressable else array.addressable_data(0)
         array = jax.device_put(array, jax.local_devices(backend="cpu")[0])
     return array
 
@@ -342,10 +369,22 @@ def broadcast_tensor(
     """
     array = _as_jax(tensor)
     _require_positive(memory_limit_bytes, "memory_limit_bytes")
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        chunks = chunk_tensor_by_memory(array, memory_limit_bytes)
-        received = [multihost_utils.broadcast_one_to_all(chunk) for chunk in chunks]
-        array = jnp.concatenate(received) if len(received) > 1 else jnp.asarray(received[0])
+    if jax.process_count() > 1 and array.is_fully_addressable:  # else they share it already
+        array = _of_first_process(array, memory_limit_bytes)
     return array if target_sharding is None else reshard(array, target_sharding)
+
+
+def _of_first_process(array: jax.Array, limit: int) -> jax.Array:
+    """As bytes: JAX adds up what the processes send, zeros but for one, and -0.0 + 0.0 is another number."""
+    from jax.experimental import multihost_utils
+
+    if is_key(array):
+        data = _of_first_process(jax.random.key_data(array), limit)
+        keys: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+        return keys
+    host = np.ascontiguousarray(on_host(array)).reshape(-1)
+    received = np.empty(host.nbytes, np.uint8)
+    for start in range(0, host.nbytes, limit):
+        piece = slice(start, start + limit)
+        received[piece] = multihost_utils.broadcast_one_to_all(host.view(np.uint8)[piece])
+    return _as_jax(received.view(host.dtype).reshape(array.shape))

@@ -1,0 +1,262 @@
+"""Several processes save one checkpoint; as many, more, fewer or one load it."""
+
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from eformer.checkpoint import inspect, load, save, verify
+from eformer.errors import NotFoundError
+from multihost import scenes
+from support.processes import Failed
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+LAYOUTS = {
+    "safetensors": {},
+    "safetensors, small files": {"max_shard_bytes": 4096},
+    "tensorstore": {},
+    "tensorstore, zstd": {"compression": "zstd", "max_chunk_bytes": 1024},
+    "tensorstore, ocdbt": {"ocdbt": True},
+}
+FORMATS = ["safetensors", "tensorstore"]
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request, tmp_path):
+    """Where to save, and how."""
+    return tmp_path / request.param.replace(", ", "-").replace(" ", "-"), LAYOUTS[request.param]
+
+
+@pytest.fixture(params=FORMATS)
+def path(request, tmp_path):
+    return tmp_path / request.param
+
+
+def succeed(outcomes):
+    problems = [f"rank {rank}: {o}" for rank, o in enumerate(outcomes) if isinstance(o, Failed)]
+    assert not problems, "\n".join(problems)
+    return outcomes
+
+
+def no_scratch(path):
+    return not [entry.name for entry in path.iterdir() if entry.name.startswith(".")]
+
+
+# ---------------------------------------------------------------------------------------- save and load
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_what_two_processes_save_loads_on_any_other_number(jobs, layout, how):
+    path, options = layout
+    for version in (0, 1):  # the second replaces the first
+        succeed(jobs(2, 2).run("save_tree", path, how, options, version))
+    assert verify(path).ok
+    assert no_scratch(path)
+    scenes.check(load(path), 1)  # one process, this one
+    for processes, devices in ((2, 2), (4, 2), (1, 4), (4, 1)):
+        job = jobs(processes, devices)
+        for spec in (("x", "y"), (None, "x"), (("x", "y"),)):
+            succeed(job.run("load_tree", path, spec, 1))
+        succeed(job.run("load_as_saved", path, 1))
+
+
+def test_the_comparison_sees_a_difference(two, path):
+    succeed(two.run("save_tree", path, "sync", {}, 1))
+    for outcome in two.run("load_tree", path, ("x", "y"), 0):
+        assert isinstance(outcome, Failed)
+        assert outcome.kind == "AssertionError"
+
+
+def test_what_four_processes_save_loads_in_one(four, layout):
+    path, options = layout
+    succeed(four.run("save_tree", path, "async", options))
+    scenes.check(load(path))
+    assert verify(path).ok
+
+
+def test_every_byte_is_written_once(four, path):
+    sizes = succeed(four.run("save_tree", path, "sync", {}))
+    state = scenes.state_nbytes()
+    assert state <= sum(sizes) <= 1.1 * state + 50_000  # headers, manifests, what the log says
+    assert max(sizes) <= 0.6 * sum(sizes)  # the replicas are spread
+    entry = inspect(path).trees[""]
+    own = 5 * 4 + 3 * 4 + 2 * 2
+    assert entry.nbytes == state + own
+
+
+def test_a_process_may_load_for_itself(two, path):
+    succeed(two.run("save_tree", path, "sync", {}))
+    assert succeed(two.run("load_alone", path)) == [1, None]
+
+
+def test_what_is_held_by_several_is_read_once_if_it_is_broadcast(four, path):
+    large = np.random.default_rng(0).integers(0, 2**16, (2048, 8192), np.uint16).view(ml_dtypes.bfloat16)
+    save(large, path, **scenes.format_of(path))
+    assert min(succeed(four.run("load_everywhere", path, False))) >= large.nbytes
+    assert large.nbytes <= sum(succeed(four.run("load_everywhere", path, True))) < 1.2 * large.nbytes
+    succeed(four.run("save_tree", f"{path}-2", "sync", {}))
+    for spec in ((None, None), ("y",), (None, "x")):
+        succeed(four.run("load_tree", f"{path}-2", spec, 0, True))
+
+
+def test_saves_under_way_are_committed_in_their_order(two, path):
+    succeed(two.run("save_many_at_once", path, 4))
+    for version in range(4):
+        assert verify(f"{path}-{version}").ok
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_never_mixed(two, path):
+    succeed(two.run("prepare_for_loads", path))
+    first, second = succeed(two.run("save_while_others_load", path, 15))
+    assert first == second  # the same save in both, every time
+
+
+# ------------------------------------------------------------------------------------------ some of them
+
+
+def test_some_processes_save_without_the_others(four, path):
+    assert succeed(four.run("save_some", path, [1, 3])) == [None, 2, None, 2]
+    assert succeed(four.run("save_some", path, [0, 2], 5)) == [2, None, 2, None]
+    assert load(path)["w"].tolist() == [float(i + 5) for i in range(16)]
+
+
+def test_each_process_saves_what_is_its_own(two, path):
+    assert succeed(two.run("save_own", path)) == [(0, 0.0), (1, 1.0)]
+
+
+def test_one_process_cannot_save_what_others_hold(two, path):
+    for outcome in two.run("save_alone_what_all_have", path):
+        assert outcome.kind == "LeafError"
+        assert "which takes no part in this save" in outcome.text
+
+
+def test_leaves_that_lie_in_one_process_each_are_all_saved(four, path):
+    succeed(four.run("save_stages", path))
+    loaded = load(path)
+    assert sorted(loaded) == sorted(f"{kind}-{i}" for kind in ("stage", "replica") for i in range(4))
+    for name, leaf in loaded.items():
+        assert leaf.tolist() == [10.0 * int(name[-1]) + i for i in range(8)]
+
+
+# ---------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("kind", "says", "others"),
+    [
+        (
+            "leaf more",
+            "here there is more: float64[3] of numpy",
+            "process 1 saves another tree than process 0",
+        ),
+        ("other shape", "numpy: float64[6]", "process 1 saves another tree than process 0"),
+        ("other dtype", "global.odd: int8[7]", "process 1 saves another tree than process 0"),
+        ("other sharding", "('y',)", "process 1 saves another tree than process 0"),
+        ("unstorable leaf", "leaf 'text': a builtins.object", "process 1: LeafError"),
+        ("other prefix", "do different things", "the prefix 'other'"),
+        ("other path", "-of-its-own is not the directory", "process that all of them share"),
+    ],
+)
+def test_another_tree_in_one_process_is_an_error_in_all(two, path, kind, says, others):
+    save({"old": 1}, path, **scenes.format_of(path))
+    first, second = two.run("save_another_tree", path, 1, kind)
+    assert says in second.text
+    assert others in first.text or "share" in first.text
+    assert max(succeed(two.run("last_took"))) < 15
+    assert load(path) == {"old": 1}
+    assert no_scratch(path)
+    succeed(two.run("save_tree", path, "sync", {}))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_any_process_is_an_error_of_all(two, path, rank):
+    outcomes = two.run("save_another_tree", path, rank, "unstorable leaf")
+    assert outcomes[rank].kind == "LeafError"
+    assert outcomes[1 - rank].kind == "ProcessError"
+    assert f"process {rank}: LeafError" in outcomes[1 - rank].text
+    outcomes = two.run("save_another_tree", path, rank, "file in the way")
+    assert "is not the directory" in outcomes[1].text or "Errno" in outcomes[0].text
+    with pytest.raises(NotFoundError):
+        load(path)
+
+
+def test_processes_that_do_not_share_the_directory_all_say_so(two, tmp_path):
+    for outcome in two.run("save_apart", tmp_path):
+        assert outcome.kind == "ProcessError"
+        assert "on a file system that all of them share" in outcome.text
+    assert os.listdir(tmp_path / "0" / "checkpoint") == []
+    assert os.listdir(tmp_path / "1") == []
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_process_that_does_not_come_is_missed_in_time(jobs, path, absent, tmp_path):
+    from support.processes import Job
+
+    with Job(2, 1, tmp_path / "log") as job:  # afterwards these two are out of step
+        (outcome,) = job.run("save_but_one", path, absent, ranks=[1 - absent])
+        assert outcome.kind == "ProcessTimeoutError"
+        assert f"after 1.5 s process {1 - absent} still waits for process {absent}" in outcome.text
+        assert job.run("last_took", ranks=[1 - absent])[0] < 4
+
+
+@pytest.mark.parametrize(("step", "rank"), [("write", 0), ("write", 1), ("seal", 0), ("place", 0)])
+def test_a_disk_that_fails_one_process_fails_all_and_the_old_tree_stays(two, path, rank, step):
+    succeed(two.run("save_tree", path, "sync", {}))
+    arrays = " arrays" if path.name == "tensorstore" and step != "place" else ""
+    outcomes = two.run("save_and_fail_at", path, rank, step + arrays)
+    assert outcomes[rank].kind == "OSError"
+    assert outcomes[1 - rank].kind == "ProcessError"
+    assert f"process {rank}: OSError(28" in outcomes[1 - rank].text
+    assert no_scratch(path)
+    scenes.check(load(path))
+    succeed(two.run("save_tree", path, "sync", {}, 2))
+    scenes.check(load(path), 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_that_one_process_cannot_see_is_an_error_of_all(two, path, rank):
+    succeed(two.run("save_tree", path, "sync", {}))
+    outcomes = two.run("load_what_only_one_sees", path, rank)
+    assert outcomes[1 - rank].kind == "NotFoundError"
+    assert f"process {1 - rank}: NotFoundError" in outcomes[rank].text
+    outcomes = two.run("load_with_a_bad_callback", path, rank)
+    assert outcomes[rank].kind == "ZeroDivisionError"
+    assert outcomes[1 - rank] is None
+
+
+# ------------------------------------------------------------------------------------------- front doors
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"use_tensorstore": False}, {"enable_validation": True, "enable_compression": True}]
+)
+def test_the_manager_saves_and_loads_in_several_processes(four, tmp_path, arguments):
+    succeed(four.run("use_manager", tmp_path / "a", arguments))
+    succeed(four.run("save_gathered", tmp_path / "b", arguments))
+    scenes.check(load(tmp_path / "b"))
+    if arguments.get("use_tensorstore") is False:
+        whole = [
+            leaf.shape for leaf in inspect(tmp_path / "b").trees[""].leaves.values() if len(leaf.extents) == 1
+        ]
+        assert len(whole) == len(scenes.SHAPES) + 3
+
+
+@pytest.mark.parametrize("write_index", [True, False])
+@pytest.mark.parametrize("with_manager", [False, True])
+def test_leaves_are_serialized_in_several_processes(four, tmp_path, with_manager, write_index):
+    path = tmp_path / "tensorstore"
+    succeed(four.run("serialize_leaves", path, with_manager, write_index))
+    assert no_scratch(path)
+    if write_index:
+        assert verify(path).ok
+
+
+@pytest.mark.parametrize("limit", [100_000, 10**9])
+def test_a_tensor_is_broadcast_bit_for_bit(two, limit):
+    succeed(two.run("broadcast", limit))
+
+
+def test_arrays_are_gathered_from_several_processes(two):
+    succeed(two.run("gather_all"))
