@@ -12,7 +12,7 @@ demo: $(VENV)/.installed
 	@$(BIN)/python examples/demo.py
 
 test: check
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ LAYOUTS = {
     "safetensors": {},
     "safetensors, small files": {"max_shard_bytes": 4096},
     "tensorstore": {},
-    "tensorstore, zstd": {"compression": "zstd", "max_chunk_bytes": 1024},
+    "tensorstore, zstd": {"compression": "zstd", "max_chunk_bytes": 65536},
     "tensorstore, ocdbt": {"ocdbt": True},
 }
 FORMATS = ["safetensors", "tensorstore"]

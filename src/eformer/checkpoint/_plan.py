@@ -76,6 +76,9 @@ def owners(
 # One read is one system call's worth: large enough for the disk, small enough to stay in the processor's cache.
 READ_BYTES = 4 * 2**20
 
+# Up to so many bytes of a leaf that is in parts are read with what lies beside them, and then copied to their place.
+_SMALL_BOX = 2**16
+
 
 class Want(Struct, frozen=True, gc=False):
     """A leaf that is wanted, as what dtype, and which boxes of it; None for the whole."""
@@ -126,6 +129,8 @@ def plan_reads(wants: Sequence[Want], tree: TreeEntry) -> list[Read]:
             elif extent.region is None and (extent.nbytes <= tree.block or is_whole(entry, extent)):
                 if extent.nbytes:
                     found.append(Stored(extent.file, start, extent.nbytes, index, extent.digests))
+            elif extent.nbytes <= min(_SMALL_BOX, tree.block) and extent.region is not None:
+                found.extend(_small_box(index, want, extent, start))
             elif extent.region is None and want.regions is None and want.dtype == entry.dtype:
                 found.extend(_whole_pieces(index, entry, extent, start, tree.block))
             else:
@@ -141,6 +146,12 @@ def _whole_pieces(index: int, entry: LeafEntry, extent: Extent, start: int, bloc
         digest = extent.digests[digits : digits + DIGEST_DIGITS]
         yield Stored(extent.file, start + at, nbytes, index, digest, None, 0, at)
         at, digits = at + nbytes, digits + DIGEST_DIGITS
+
+
+def _small_box(index: int, want: Want, extent: Extent, start: int) -> Iterator[Stored]:
+    box = want.entry.region_of(extent)
+    if extent.nbytes and (want.regions is None or any(box.overlap(region) for region in want.regions)):
+        yield Stored(extent.file, start, extent.nbytes, index, extent.digests, box, -1)
 
 
 def _coded(index: int, want: Want, extent: Extent, start: int) -> Iterator[Stored]:

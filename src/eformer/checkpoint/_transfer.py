@@ -183,8 +183,12 @@ class _Fetch:
         stored = self.unpacked(piece, data)
         if stored is None:
             return
+        if self.wants[piece.want].regions is None:
+            (target,) = self.targets[piece.want]
+            target.array[box.slices] = stored  # () for a single number
+            return
         for target in self.targets[piece.want]:
-            if not box.start:  # a single number
+            if not box.start:
                 target.array[()] = stored
             elif overlap := box.overlap(target.region):
                 target.array[overlap.inside(target.region).slices] = stored[overlap.inside(box).slices]

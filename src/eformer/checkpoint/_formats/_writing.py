@@ -78,9 +78,20 @@ def parts_of(source: Source) -> Sequence[Part]:
 # --------------------------------------------------------------------------------------------- tasks
 
 
+def in_one_place(slot: Slot) -> np.ndarray[Any, Any] | None:
+    """The array in host memory that is the slot's box, if there is one."""
+    source = slot.source
+    if source.whole is not None:
+        return source.whole if slot.region is None else None
+    if len(source.parts) != 1:
+        return None
+    ((box, array),) = source.parts
+    return array if isinstance(array, np.ndarray) and box.shape == slot.shape else None
+
+
 def small_bytes(slot: Slot) -> bytes:
-    """All of a small leaf that lies in one place, with its digest."""
-    data = to_bytes(slot.source.whole, slot.source.dtype)  # type: ignore[arg-type]
+    """All of a small box that lies in one place, with its digest."""
+    data = to_bytes(in_one_place(slot), slot.source.dtype)  # type: ignore[arg-type]
     if data:
         slot.digests[0] = xxh3_128(data)
     return data

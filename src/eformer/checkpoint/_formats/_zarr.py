@@ -101,10 +101,22 @@ def _rows(size: int, most: int, must_divide: bool) -> int:
 def chunks_of(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[str, Region]]:
     """The name of each chunk's file, and the box that is in it. An empty array has none."""
     for number in range(count_chunks(shape, chunk)):
-        index = _place_of(number, shape, chunk)
-        start = tuple(i * c for i, c in zip(index, chunk, strict=True))
-        stop = tuple(min(a + c, s) for a, c, s in zip(start, chunk, shape, strict=True))
-        yield ".".join(map(str, index)) or "0", Region(start, stop)
+        yield _chunk(_place_of(number, shape, chunk), shape, chunk)
+
+
+def chunks_in(region: Region, shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[str, Region]]:
+    """Those of the chunks that a region consists of. Takes no time for the others."""
+    size = region.shape
+    for number in range(count_chunks(size, chunk)):
+        place = _place_of(number, size, chunk)
+        index = tuple(a // c + i for a, c, i in zip(region.start, chunk, place, strict=True))
+        yield _chunk(index, shape, chunk)
+
+
+def _chunk(index: tuple[int, ...], shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[str, Region]:
+    start = tuple(i * c for i, c in zip(index, chunk, strict=True))
+    stop = tuple(min(a + c, s) for a, c, s in zip(start, chunk, shape, strict=True))
+    return ".".join(map(str, index)) or "0", Region(start, stop)
 
 
 def _place_of(number: int, shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[int, ...]:

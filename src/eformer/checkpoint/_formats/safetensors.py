@@ -12,6 +12,7 @@ from eformer.checkpoint._formats._writing import (
     NO_DIGEST,
     Slot,
     entry_of,
+    in_one_place,
     itemsize_of,
     no_digests,
     piece_tasks,
@@ -144,7 +145,7 @@ def _tasks(file: File, block: int, staging: Staging) -> Iterator[Callable[[], No
     small: list[Slot] = []
     nbytes = 0
     for slot in file.slots:
-        is_small = slot.source.whole is not None and slot.nbytes <= block and not slot.is_packed
+        is_small = slot.nbytes <= block and not slot.is_packed and in_one_place(slot) is not None
         if small and (not is_small or nbytes + slot.nbytes > block):
             yield partial(_write_small, file, small)
             small, nbytes = [], 0

@@ -24,6 +24,7 @@ from eformer.checkpoint._formats._writing import (
     Slot,
     bytes_of,
     entry_of,
+    in_one_place,
     itemsize_of,
     no_digests,
     parts_of,
@@ -35,6 +36,7 @@ from eformer.checkpoint._formats._zarr import (
     ZARRAY,
     check_alike,
     chunk_shape,
+    chunks_in,
     chunks_of,
     parse_zarray,
     zarray,
@@ -84,7 +86,7 @@ class Array:
 
     @property
     def is_small(self) -> bool:
-        return len(self.chunks) <= 1 and self.source.whole is not None
+        return not self.chunks or (len(self.chunks) == 1 and in_one_place(self.chunks[0]) is not None)
 
     @property
     def is_here(self) -> bool:
@@ -113,9 +115,7 @@ def _array(source: Source, compression: str | None, limit: int, block: int, mark
     chunk = chunk_shape(source.shape, source.shard or source.shape, itemsize, limit)
     coding = Coding(compression, chunk) if compression else None
     slots = []
-    for name, box in chunks_of(source.shape, chunk) if math.prod(source.shape) else ():
-        if not _is_written_here(box, source):
-            continue
+    for name, box in _own_chunks(source, chunk):
         nbytes = itemsize * box.size
         digests = [NO_DIGEST] if coding else no_digests(box.shape, nbytes, itemsize, block)
         region = None if box.shape == source.shape else box
@@ -125,8 +125,13 @@ def _array(source: Source, compression: str | None, limit: int, block: int, mark
     return Array(path, source, described, itemsize * math.prod(chunk), slots)
 
 
-def _is_written_here(box: Region, source: Source) -> bool:
-    return source.whole is not None or any(region.overlap(box) == box for region in source.regions)
+def _own_chunks(source: Source, chunk: tuple[int, ...]) -> Iterator[tuple[str, Region]]:
+    """Those that this process writes. They are cut so that none reaches over a region."""
+    if not math.prod(source.shape):
+        return
+    whole = [Region.whole(source.shape)] if source.whole is not None else []
+    for region in whole or source.regions:
+        yield from chunks_in(region, source.shape, chunk)
 
 
 # ---------------------------------------------------------------------------------------------- write
@@ -410,7 +415,8 @@ def _write_small(root: str, arrays: Sequence[Array]) -> None:
     for array in arrays:
         path = f"{root}/{array.path}"
         make_directory(path)
-        write_new(f"{path}/{ZARRAY}", array.zarray)
+        if array.source.is_first:
+            write_new(f"{path}/{ZARRAY}", array.zarray)
         for chunk in array.chunks:
             data = small_bytes(chunk)
             if chunk.coding:
