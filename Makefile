@@ -26,6 +26,7 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python bench/engine.py
+	$(BIN)/python bench/processes.py
 	$(BIN)/python bench/msgpack_door.py
 
 clean:

@@ -392,3 +392,15 @@ def test_whole_leaves_of_several_processes_are_there_for_other_readers(tmp_path)
     index = msgspec.json.decode((tmp_path / "model.safetensors.index.json").read_bytes())
     assert sorted(index["weight_map"]) == ["n", "r0", "r1", "r2", "r3"]
     assert set(index["weight_map"].values()) == {path.name for path in tmp_path.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("own", [lambda i: {"n": np.arange(3) + i}, lambda i: {"v": i}])
+def test_what_each_process_has_for_itself_does_not_differ_without_a_word(tmp_path, caplog, own):
+    shared = {"large": np.zeros(10**5), "n": np.ones(2)}
+    assert save_together(Crew(3), lambda host: shared | own(0), tmp_path) == [None] * 3
+    assert not caplog.text
+    assert save_together(Crew(3), lambda host: shared | own(host.index), tmp_path) == [None] * 3
+    assert "process 1 and 1 more have other numbers than process 0" in caplog.text
+    loaded = load(tmp_path)
+    for name, leaf in own(0).items():
+        np.testing.assert_array_equal(loaded[name], leaf)

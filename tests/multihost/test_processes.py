@@ -74,6 +74,7 @@ def test_what_four_processes_save_loads_in_one(four, layout):
     succeed(four.run("save_tree", path, "async", options))
     scenes.check(load(path))
     assert verify(path).ok
+    assert "process 1 and 2 more have other numbers than process 0" in four.told(0)
 
 
 def test_every_byte_is_written_once(four, path):

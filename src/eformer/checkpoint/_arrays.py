@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from eformer.checkpoint._codec import Hasher
 from eformer.checkpoint._device import PACKED, is_host_memory, staged
 from eformer.checkpoint._leaf import Region
 from eformer.checkpoint._ndarray import dtype_from_name, is_floating, name_of_dtype
@@ -61,6 +62,10 @@ def released(source: Source) -> Source:
     return msgspec.structs.replace(source, whole=None, parts=())
 
 
+# Larger arrays that each process has for itself are not compared: this is the caller's time.
+COMPARED_BYTES = 2**16
+
+
 def settled(sources: Sequence[Source], hosts: Hosts, elsewhere: Sequence[int]) -> list[Source]:
     """The sources once it is known which leaves the first process does not have, by number.
 
@@ -85,8 +90,9 @@ def _not_ours(source: Source) -> Source:
 
 def snapshot(
     leaves: Mapping[str, Any], options: SaveOptions, hosts: Hosts, *, detach: bool
-) -> tuple[list[Source], dict[str, Any]]:
-    """The arrays among the leaves as Sources, and the other leaves as JSON values.
+) -> tuple[list[Source], dict[str, Any], str]:
+    """The arrays among the leaves as Sources, and the other leaves as JSON values; and a digest of the numpy arrays
+    that this process has for itself, if it is one of several.
 
     With `detach` the caller may donate or change every array as soon as this returns: numpy arrays are
     copied, arrays of an accelerator are copied there or to the host, a CPU array's memory is simply held.
@@ -109,7 +115,7 @@ def snapshot(
         except (RuntimeError, jax.errors.JAXTypeError) as error:  # deleted by donation, or traced
             error.add_note(f"while saving leaf {name!r}, a {kind.__name__}")
             raise
-    return reader.detached(sources), values
+    return reader.detached(sources), values, reader.own.hexdigest()
 
 
 class _Reader:
@@ -122,6 +128,7 @@ class _Reader:
         self.facts: dict[Any, tuple[bool, int, RecordedSharding | None]] = {}
         self.cuts: dict[Any, _Cut] = {}
         self.written = np.zeros(hosts.count, np.int64)
+        self.own = Hasher()
 
     def for_type(self, kind: type) -> Callable[[str, Any], Source] | None:
         if issubclass(kind, np.ndarray):
@@ -137,7 +144,10 @@ class _Reader:
         if isinstance(array, np.ma.MaskedArray):
             raise LeafError("the mask of a masked array cannot be stored; fill it first")
         dtype = self.stored(name_of_dtype(array.dtype))
-        self.written[0] += array.nbytes
+        if self.hosts.count > 1:
+            self.written[0] += array.nbytes
+            if array.nbytes <= COMPARED_BYTES:
+                self.own.update(to_bytes(array, dtype))
         if self.hosts.index:  # every process has one, and that of the first is stored
             return Source(name, dtype, array.shape, "numpy", is_first=False)
         host = np.array(array) if self.detach else np.asarray(array)

@@ -36,6 +36,10 @@ def xxh3_128_of(parts: Iterable[Buffer]) -> str:
     return hasher.hexdigest()
 
 
+Hasher = xxhash.xxh3_128
+"""The same for parts that come one by one: `update`, `hexdigest`."""
+
+
 def xxh3_64_number(data: Buffer) -> int:
     """A short digest as a number, to add up with others."""
     return xxhash.xxh3_64_intdigest(data)

@@ -6,6 +6,7 @@ bytes (`Part`), and the first process only hears under which names.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from eformer.checkpoint._hosts import Hosts
 
+logger = logging.getLogger("eformer")
+
 # How long a new directory may take to appear on the other hosts of a network file system.
 VISIBLE_WITHIN = 10.0
 
@@ -33,10 +36,12 @@ _MOST_DESCRIBED = 2**20
 
 
 class Brought(Struct):
-    """What a process brings to the first meeting: what it is about to do, and a digest of its tree."""
+    """What a process brings to the first meeting: what it is about to do, a digest of its tree, and one of what it has
+    for itself."""
 
     what: str
     tree: str
+    own: str
 
 
 class Agreed(Struct):
@@ -54,17 +59,15 @@ class Agreed(Struct):
 
 
 def agree(
-    hosts: Hosts,
-    what: str,
-    description: Sequence[str],
-    propose: Callable[[], Agreed],
+    hosts: Hosts, what: str, description: Sequence[str], own: str, propose: Callable[[], Agreed]
 ) -> Agreed:
     """What the first process proposes, once all are about to save the same tree in the same way.
 
-    A process whose tree is another one raises a MismatchError that names the leaves; all others say which it is.
+    A process whose tree is another one raises a MismatchError that names the leaves; all others say which it is. What
+    each has for itself may differ (`own` is a digest of it), but not without a word.
     """
     text = "\n".join(description)
-    brought = Brought(what, xxh3_128(text.encode(errors="replace")))
+    brought = Brought(what, xxh3_128(text.encode(errors="replace")), own)
 
     def answer(messages: Sequence[bytes]) -> bytes:
         all_brought = [_decode_brought(message) for message in messages]
@@ -72,6 +75,7 @@ def agree(
         differing = [i for i, b in enumerate(all_brought) if b.tree != brought.tree]
         if differing:
             return _encode(Agreed(differing=differing, described=text[:_MOST_DESCRIBED]))
+        _mention([hosts.name(i) for i, b in enumerate(all_brought) if b.own != own], hosts.name(0))
         return _encode(propose())
 
     agreed = _decode_agreed(hosts.meet(_encode(brought), answer))
@@ -86,6 +90,15 @@ def agree(
             f"{others} saves another tree than {hosts.name(0)}, and says where they differ; nothing was written"
         )
     return agreed
+
+
+def _mention(others: Sequence[str], first: str) -> None:
+    if others:
+        logger.warning(
+            "%s and %d more have other numbers than %s where each process has its own: numpy arrays, arrays on its own "
+            "devices, plain values. Stored is what %s has; SaveOptions(processes=) saves from one process alone",
+            others[0], len(others) - 1, first, first,
+        )  # fmt: skip
 
 
 def _require_same(hosts: Hosts, whats: Sequence[str]) -> None:

@@ -17,8 +17,8 @@ import msgspec
 
 import eformer
 from eformer.checkpoint import _hosts
-from eformer.checkpoint._arrays import Source, Staging, settled, snapshot
-from eformer.checkpoint._codec import sha256_of, xxh3_128
+from eformer.checkpoint._arrays import COMPARED_BYTES, Source, Staging, settled, snapshot
+from eformer.checkpoint._codec import sha256_of, xxh3_128, xxh3_128_of
 from eformer.checkpoint._commit import Agreed, agree, commit, require_visible
 from eformer.checkpoint._formats import _sealing as sealing
 from eformer.checkpoint._formats import safetensors, tensorstore
@@ -160,7 +160,7 @@ def _prepare(
     recorded = _metadata_to_json(metadata)
     with uncollected():
         leaves, structure = flatten(tree)
-        sources, values = snapshot(leaves, options, hosts, detach=detach)
+        sources, values, own = snapshot(leaves, options, hosts, detach=detach)
     entry = TreeEntry(
         save_id=secrets.token_hex(8),
         saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
@@ -171,7 +171,8 @@ def _prepare(
         raw_values=values,
         structure=msgspec.Raw(msgspec.json.encode(structure)),
     )
-    return Job(where, prefix or "", format, sources, entry, options, hosts, turns.take(where, hosts.index))
+    turn = turns.take(where, hosts.index)
+    return Job(where, prefix or "", format, sources, entry, options, hosts, turn, own)
 
 
 def _check_format(format: str, options: SaveOptions) -> None:  # noqa: A002
@@ -221,6 +222,7 @@ class Job:
     options: SaveOptions
     hosts: Hosts
     turn: Turn
+    own: str = ""
     names: Sequence[str] = ()
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
     write_index: bool = True
@@ -284,7 +286,9 @@ class Job:
             return
         how = {name: getattr(self.options, name) for name in ("max_chunk_bytes", "compression", "ocdbt")}
         what = f"saves the prefix {self.prefix!r} as {self.format} with {how | {'write_index': self.write_index}}"
-        self.agreed = agree(self.hosts, what, self.description(), lambda: self.propose(stack))
+        self.agreed = agree(
+            self.hosts, what, self.description(), self.digest_of_own(), lambda: self.propose(stack)
+        )
         self.tree = msgspec.structs.replace(self.tree, save_id=self.agreed.save_id)
         self.sources = settled(self.sources, self.hosts, self.agreed.elsewhere)
         if not self.hosts.index:
@@ -300,6 +304,14 @@ class Job:
         ]
         values = [f"{name}: a plain value" for name in self.tree.raw_values]
         return [*lines, *values, f"the structure {bytes(self.tree.structure).decode()}"]
+
+    def digest_of_own(self) -> str:
+        """Of the plain values, and of small arrays that this process has for itself. One that lies on a mesh, even if all
+        its devices are here, may be one of which the others have no copy."""
+        own = (source for source in self.sources if source.home == "jax" and not source.sharding)
+        arrays = [source.whole for source in own if source.whole is not None]
+        small = [array.tobytes() for array in arrays if array.nbytes <= COMPARED_BYTES]
+        return xxh3_128_of([self.own.encode(), msgspec.json.encode(self.tree.raw_values), *small])
 
     def propose(self, stack: ExitStack) -> Agreed:
         self.make_place()

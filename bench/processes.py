@@ -1,0 +1,300 @@
+"""Several processes: what a save costs the caller, how many bytes are written, and what planning and sealing take.
+
+    python bench/processes.py [--quick] [--dir DIRECTORY] [--json FILE]
+
+First four real processes of two devices each, on JAX's distributed runtime over loopback. Then one process of many
+that are simulated: it plans, writes its part and seals as the first of so many would; two of the others really write
+their parts, the rest are copies of the last. Takes three minutes; needs Linux and 2 GB of disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+PROCESSES, DEVICES = 4, 2
+LEAVES = 100_000
+SIMULATED = 64
+
+BARS = [
+    ("save_async returns after", "ms beyond one rendezvous", 10.0),
+    ("bytes written", "x the state", 1.01),
+    ("planning and sealing, 64 processes", "s", 3.0),
+]
+
+# ------------------------------------------------------------------------------------- real processes
+
+
+def start_jax(rank: int, port: int) -> Any:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, rank)
+    return jax
+
+
+def play_rank(rank: int, port: int, directory: Path, nbytes: int, rounds: int) -> None:
+    """One of the processes: prints what it measured as JSON."""
+    jax = start_jax(rank, port)
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from eformer.checkpoint import _hosts, load, save_async
+
+    mesh = Mesh(np.array(jax.devices()).reshape(PROCESSES, DEVICES), ("data", "model"))
+    specs = [P("data"), P("data", "model"), P(None, "model"), P()]
+    leaves = 64
+    rows = nbytes // leaves // 4 // 1024
+    host = np.random.default_rng(0).standard_normal((rows, 1024), np.float32)
+
+    def put(spec: Any) -> Any:
+        return jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), lambda index: host[index])
+
+    state = {f"layer_{i}": {"w": put(specs[i % len(specs)])} for i in range(leaves)}
+    found: dict[str, Any] = {
+        "state": leaves * host.nbytes,
+        "rendezvous": [],
+        "save_async": [],
+        "save": [],
+        "load": [],
+    }
+    for layout in ("safetensors", "tensorstore"):
+        for number in range(rounds):
+            found["rendezvous"].append(
+                timed(lambda: _hosts.current().meet(b"x" * 200, lambda messages: b"y" * 100))[0]
+            )
+            before = bytes_written()
+            took, pending = timed(lambda layout=layout: save_async(state, directory / layout, format=layout))
+            found["save_async"].append(took)
+            found["save"].append(took + timed(pending.result)[0])
+            if number == 0:
+                found[f"written, {layout}"] = bytes_written() - before
+        for broadcast in (False, True):
+            load(directory / layout, mesh=mesh, broadcast=broadcast)  # compiled, and in the page cache
+            took, loaded = timed(lambda b=broadcast, d=layout: load(directory / d, mesh=mesh, broadcast=b))
+            found["load"].append(took)
+            for leaf in loaded.values():
+                for shard in leaf["w"].addressable_shards:
+                    np.testing.assert_array_equal(np.asarray(shard.data), host[shard.index])
+    print(json.dumps(found), flush=True)
+
+
+def timed(call: Any) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
+
+
+def bytes_written() -> int:
+    return int(Path("/proc/self/io").read_text().split("wchar: ")[1].split()[0])
+
+
+def real(directory: Path, nbytes: int, rounds: int) -> list[dict[str, Any]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, __file__, "--directory", str(directory), "--port", str(port)]
+    command += ["--nbytes", str(nbytes), "--rounds", str(rounds)]
+    ranks = [
+        subprocess.Popen(
+            [*command, "--rank", str(rank)], stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL
+        )
+        for rank in range(PROCESSES)
+    ]
+    try:
+        return [json.loads(rank.communicate(timeout=300)[0].splitlines()[-1]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+# -------------------------------------------------------------------------------- simulated processes
+
+
+class Simulated:
+    """One of `count` hosts, each of which has one of this process's devices."""
+
+    def __init__(self, index: int, count: int, order: dict[Any, int], meet: Any) -> None:
+        self.index, self.count, self.order, self.meet = index, count, order, meet
+
+    def process_of(self, device: Any) -> int:
+        return self.order[device]
+
+    def name(self, index: int) -> str:
+        return f"process {index}"
+
+    def fail(self, error: BaseException) -> None:
+        raise error
+
+
+def simulate(count: int, leaves: int, cut: str, directory: Path) -> None:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+    import msgspec
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from eformer.checkpoint import SaveOptions, _commit, _save
+    from eformer.checkpoint._manifest import weight_of
+
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    sharding = NamedSharding(mesh, P("x") if cut == "sharded" else P())
+    pool = [jax.device_put(np.full((count, 8), i, np.float32), sharding) for i in range(50)]
+    tree: dict[str, Any] = {}
+    for number in range(leaves):
+        tree.setdefault(f"layer_{number // 20}", {})[f"w{number % 20}"] = pool[number % 50]
+    order = {device: index for index, device in enumerate(jax.devices())}
+    said: dict[str, bytes] = {}
+
+    def first(message: bytes, answer: Any) -> bytes:
+        said["sent"] = message
+        said["answered"] = answer([message] * count)
+        return said["answered"]
+
+    with ExitStack() as stack:
+        receipts, planned, jobs = [], [], []
+        for index in range(min(count, 3)):  # the first, and two others
+            hosts: Any = Simulated(index, count, order, first if index == 0 else lambda *_: said["answered"])
+            start = time.perf_counter()
+            job = _save._prepare(
+                tree, directory, None, "safetensors", None, SaveOptions(), hosts, detach=True
+            )
+            job.agree(stack)
+            agreed = time.perf_counter() - start
+            wrote, receipt = timed(lambda job=job: job.write(stack))
+            receipts.append(receipt)
+            planned.append((agreed, wrote))
+            jobs.append(job)
+        expected = sum(weight_of(name, count * 8) for name in jobs[0].bare) if count > 1 else 0
+        missing = expected - sum(receipt.weight for receipt in receipts)
+        for index in range(len(receipts), count):
+            (like,) = receipts[-1].files
+            name = str(Path(like.name).with_name(f".eformer-{index:016x}.tmp"))
+            shutil.copy(directory / like.name, directory / name)
+            part = msgspec.structs.replace(like, name=name)
+            receipts.append(msgspec.structs.replace(receipts[-1], files=[part], weight=missing % 2**64))
+            missing = 0
+        messages = [_commit._encode(receipt) for receipt in receipts]
+        sealed, _ = timed(
+            lambda: jobs[0].seal_directory(_commit.joined(list(map(_commit._decode_receipt, messages))))
+        )
+    print(
+        json.dumps(
+            {
+                "prepare and agree": max(agreed for agreed, _ in planned),
+                "arrange and write": max(wrote for _, wrote in planned),
+                "seal": sealed,
+                "messages of one process": len(said.get("sent", b"")) + len(messages[0]),
+                "answers": len(said.get("answered", b"")),
+                "manifest": (directory / "manifest.json").stat().st_size,
+                "part": receipts[0].files[0].header_nbytes,
+            }
+        )
+    )
+
+
+def simulated(directory: Path, count: int, leaves: int, cut: str) -> dict[str, float]:
+    command = [sys.executable, __file__, "--simulate", str(count), "--leaves", str(leaves), "--cut", cut]
+    place = directory / f"simulated-{count}-{cut}"
+    done = subprocess.run(
+        [*command, "--directory", str(place)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    shutil.rmtree(place)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# ---------------------------------------------------------------------------------------------- report
+
+
+def print_real(found: list[dict[str, Any]]) -> dict[str, float]:
+    """Of every round the slowest process counts: they wait for each other anyway."""
+    state = found[0]["state"]
+    slowest = {
+        what: [max(values) for values in zip(*(one[what] for one in found), strict=True)]
+        for what in ("rendezvous", "save_async", "save", "load")
+    }
+    medians = {what: 1e3 * statistics.median(values) for what, values in slowest.items()}
+    written = {d: sum(one[f"written, {d}"] for one in found) / state for d in ("safetensors", "tensorstore")}
+    print(f"\n{PROCESSES} processes of {DEVICES} devices, a state of {state / 1e6:.0f} MB in 64 leaves\n")
+    print("| what | median of the rounds, slowest process |\n| --- | --- |")
+    for what, value in medians.items():
+        print(f"| {what} | {value:.2f} ms |")
+    for layout, ratio in written.items():
+        print(f"| bytes written, {layout} | {ratio:.4f} x the state |")
+    pairs = zip(slowest["save_async"], slowest["rendezvous"], strict=True)
+    return {
+        "save_async returns after": statistics.median(1e3 * (a - b) for a, b in pairs),
+        "bytes written": max(written.values()),
+    }
+
+
+def print_simulated(rows: dict[tuple[int, str], dict[str, float]], leaves: int) -> None:
+    names = list(next(iter(rows.values())))
+    print(f"\n{leaves:,} leaves of 32 bytes a process, simulated; seconds and bytes of one process\n")
+    print("| processes | leaves are | " + " | ".join(names) + " |\n| --- | --- |" + " --- |" * len(names))
+    for (count, cut), row in rows.items():
+        values = [f"{value:.2f}" if isinstance(value, float) else f"{value:,}" for value in row.values()]
+        print(f"| {count} | {cut} | " + " | ".join(values) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--dir", type=Path, default=None)
+    parser.add_argument("--json", type=Path)
+    for name in ("--rank", "--port", "--nbytes", "--rounds", "--simulate", "--leaves"):
+        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--cut", help=argparse.SUPPRESS)
+    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        play_rank(arguments.rank, arguments.port, arguments.directory, arguments.nbytes, arguments.rounds)
+        return
+    if arguments.simulate is not None:
+        simulate(arguments.simulate, arguments.leaves, arguments.cut, arguments.directory)
+        return
+    quick = arguments.quick
+    here = arguments.dir or Path(__file__).resolve().parent
+    with tempfile.TemporaryDirectory(dir=here, prefix=".scratch-") as folder:
+        directory = Path(folder)
+        found = real(directory, 2**26 if quick else 2**29, 3 if quick else 7)
+        reached = print_real(found)
+        counts = (4, SIMULATED) if quick else (1, 4, 16, SIMULATED, 256, 1000)
+        rows = {
+            (count, cut): simulated(directory, count, LEAVES, cut)
+            for cut in ("sharded", "replicated")
+            for count in counts
+        }
+        print_simulated(rows, LEAVES)
+    worst = [row for (count, _), row in rows.items() if count == SIMULATED]
+    parts = ("prepare and agree", "arrange and write", "seal")
+    reached["planning and sealing, 64 processes"] = max(sum(row[p] for p in parts) for row in worst)
+    print("\n| what | reached | bar | met |\n| --- | --- | --- | --- |")
+    for what, unit, limit in BARS:
+        verdict = "yes" if reached[what] <= limit else "**no**"
+        print(f"| {what} | {reached[what]:.3g} {unit} | <= {limit:g} | {verdict} |")
+    if arguments.json:
+        simulations = [{"processes": n, "leaves are": cut, **row} for (n, cut), row in rows.items()]
+        arguments.json.write_text(
+            json.dumps({"reached": reached, "real": found, "simulated": simulations}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()
