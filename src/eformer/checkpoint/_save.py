@@ -306,8 +306,8 @@ class Job:
         return [*lines, *values, f"the structure {bytes(self.tree.structure).decode()}"]
 
     def digest_of_own(self) -> str:
-        """Of the plain values, and of small arrays that this process has for itself. One that lies on a mesh, even if all
-        its devices are here, may be one of which the others have no copy."""
+        """Of the plain values, and of small arrays that this process has for itself. One that lies on a mesh, even if
+        all its devices are here, may be one of which the others have no copy."""
         own = (source for source in self.sources if source.home == "jax" and not source.sharding)
         arrays = [source.whole for source in own if source.whole is not None]
         small = [array.tobytes() for array in arrays if array.nbytes <= COMPARED_BYTES]
