@@ -136,7 +136,7 @@ class Simulated:
     def name(self, index: int) -> str:
         return f"process {index}"
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, *, after_all: bool = False) -> None:
         raise error
 
 

@@ -78,7 +78,8 @@ def test_an_empty_leaf_is_not_read():
 
 def test_bytes_are_spread_evenly_over_those_who_hold_them():
     written = np.zeros(3, np.int64)
-    chosen = owners([(10, [0, 1, 2]), (10, [0, 1, 2]), (30, [0]), (10, [0, 1, 2]), (5, [2])], written)
+    holders = [(10, [0, 1, 2]), (10, [0, 1, 2]), (30, [0]), (10, [0, 1, 2]), (5, [2])]
+    chosen = owners([(nbytes, np.array(who)) for nbytes, who in holders], written)
     assert chosen == [0, 1, 0, 2, 2]
     assert written.tolist() == [40, 10, 15]
 

@@ -82,11 +82,12 @@ class Host:
             raise meeting.answer
         return meeting.answer
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, *, after_all: bool = False) -> None:
         meeting = self._say(self._told(error))
         if self.index == 0:
-            with meeting.changed:
-                meeting.wait(lambda: None not in meeting.messages)
+            if after_all:
+                with meeting.changed:
+                    meeting.wait(lambda: None not in meeting.messages)
             self._answer(meeting, self._told(error))
 
     def _told(self, error: BaseException) -> ProcessError:

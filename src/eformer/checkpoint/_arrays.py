@@ -229,7 +229,11 @@ class _Cut:
     """The boxes of an array, who holds each, and which shard of this process each is."""
 
     def __init__(
-        self, holders: dict[Region, list[int]], here: dict[Region, int], shard: tuple[int, ...], hosts: Hosts
+        self,
+        holders: dict[Region, np.ndarray[Any, np.dtype[np.int64]]],
+        here: dict[Region, int],
+        shard: tuple[int, ...],
+        hosts: Hosts,
     ) -> None:
         self.holders, self.here, self.shard = holders, here, shard
         self.settled: tuple[dict[Region, int], bool] | None = None
@@ -237,9 +241,9 @@ class _Cut:
         if all(
             len(who) == 1 for who in holders.values()
         ):  # then there is nothing to choose, whatever is written
-            self.settled = self.of([who[0] for who in holders.values()], hosts.index)
-            for region, (process,) in holders.items():
-                self.elements[process] += region.size
+            self.settled = self.of([int(who[0]) for who in holders.values()], hosts.index)
+            for region, who in holders.items():
+                self.elements[who[0]] += region.size
         # What is even changes nothing, and what lies in one process alone looks different to each of them.
         is_even = bool((self.elements == self.elements[0]).all())
         self.counts = not is_even and np.count_nonzero(self.elements) > 1
@@ -250,7 +254,7 @@ class _Cut:
 
 
 def _cut(array: jax.Array, hosts: Hosts) -> _Cut:
-    holders: dict[Region, list[int]] = {}
+    holders: dict[Region, dict[int, None]] = {}
     placed: Any = array.sharding.devices_indices_map(array.shape)  # devices have no types
     for device, index in placed.items():
         process = hosts.process_of(device)
@@ -259,14 +263,13 @@ def _cut(array: jax.Array, hosts: Hosts) -> _Cut:
                 f"it lies on {device} of process {device.process_index}, which takes no part in this save; save from "
                 "all processes that hold it (SaveOptions.processes)"
             )
-        who = holders.setdefault(_region(index, array.shape), [])
-        if process not in who:
-            who.append(process)
+        holders.setdefault(_region(index, array.shape), {})[process] = None
     here: dict[Region, int] = {}
     for number, shard in enumerate(array.addressable_shards):
         if hosts.process_of(shard.device) == hosts.index:
             here.setdefault(_region(shard.index, array.shape), number)
-    return _Cut(holders, here, array.sharding.shard_shape(array.shape), hosts)
+    processes = {region: np.array(list(who)) for region, who in holders.items()}
+    return _Cut(processes, here, array.sharding.shard_shape(array.shape), hosts)
 
 
 def _data(array: jax.Array, number: int) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
-from eformer.checkpoint._codec import xxh3_128
+from eformer.checkpoint._codec import xxh3_128_of
 from eformer.checkpoint._manifest import Receipt
 from eformer.errors import MismatchError, ProcessError, ProcessTimeoutError
 
@@ -28,8 +28,8 @@ logger = logging.getLogger("eformer")
 # How long a new directory may take to appear on the other hosts of a network file system.
 VISIBLE_WITHIN = 10.0
 
-# A tree that differs is described to the process that has it, as far as that fits into a message or two.
-_MOST_DESCRIBED = 2**20
+# A tree that differs is described to the process that has it: so many characters of it.
+_MOST_DESCRIBED = 2**24
 
 
 # ------------------------------------------------------------------------------------------ agreement
@@ -58,16 +58,29 @@ class Agreed(Struct):
     described: str = ""
 
 
-def agree(
-    hosts: Hosts, what: str, description: Sequence[str], own: str, propose: Callable[[], Agreed]
-) -> Agreed:
+class Plan(Struct):
+    """What a process is about to do: one line for each leaf, the structure, and a digest of what it has for itself."""
+
+    what: str
+    leaves: list[str]
+    structure: bytes
+    own: str
+
+
+def agree(hosts: Hosts, make_plan: Callable[[], Plan], propose: Callable[[], Agreed]) -> Agreed:
     """What the first process proposes, once all are about to save the same tree in the same way.
 
     A process whose tree is another one raises a MismatchError that names the leaves; all others say which it is. What
-    each has for itself may differ (`own` is a digest of it), but not without a word.
+    each has for itself may differ, but not without a word.
     """
-    text = "\n".join(description)
-    brought = Brought(what, xxh3_128(text.encode(errors="replace")), own)
+    try:
+        plan = make_plan()
+        text = "\n".join(plan.leaves)
+        tree = xxh3_128_of([text.encode(errors="replace"), plan.structure])
+        brought = Brought(plan.what, tree, plan.own)
+    except BaseException as error:
+        hosts.fail(error)
+        raise
 
     def answer(messages: Sequence[bytes]) -> bytes:
         all_brought = [_decode_brought(message) for message in messages]
@@ -75,13 +88,13 @@ def agree(
         differing = [i for i, b in enumerate(all_brought) if b.tree != brought.tree]
         if differing:
             return _encode(Agreed(differing=differing, described=text[:_MOST_DESCRIBED]))
-        _mention([hosts.name(i) for i, b in enumerate(all_brought) if b.own != own], hosts.name(0))
+        _mention([hosts.name(i) for i, b in enumerate(all_brought) if b.own != plan.own], hosts.name(0))
         return _encode(propose())
 
     agreed = _decode_agreed(hosts.meet(_encode(brought), answer))
     if hosts.index in agreed.differing:
         raise MismatchError(
-            _differences(description, agreed.described.split("\n")),
+            _differences(plan.leaves, agreed.described.split("\n")),
             context=f"{hosts.name(hosts.index)} saves another tree than {hosts.name(0)}",
         )
     if agreed.differing:
@@ -111,10 +124,15 @@ def _require_same(hosts: Hosts, whats: Sequence[str]) -> None:
 
 
 def _differences(mine: Sequence[str], first: Sequence[str]) -> list[str]:
+    if sum(map(len, first)) + len(first) > _MOST_DESCRIBED:  # there was more, and the last line is cut
+        first = first[:-1]
+        mine = mine[: len(first)]
     here, there = dict.fromkeys(mine), dict.fromkeys(first)
     problems = [f"here there is {line}, in the first process not" for line in here if line not in there]
     problems += [f"in the first process there is {line}, here not" for line in there if line not in here]
-    return problems or ["the leaves are the same, in another order"]
+    return problems or [
+        "the leaves are the same, as far as they were compared; what holds them, or their order, is not"
+    ]
 
 
 def require_visible(path: Path, agreed: Agreed, is_there: Callable[[Path], bool]) -> None:
@@ -141,7 +159,7 @@ def commit(hosts: Hosts, write: Callable[[], Receipt], seal: Callable[[Receipt],
     try:
         receipt = write()
     except BaseException as error:
-        hosts.fail(error)
+        hosts.fail(error, after_all=True)
         raise
 
     def answer(messages: Sequence[bytes]) -> bytes:

@@ -42,7 +42,7 @@ def serialize_with(manager: Any, job: Job, tree: Any, callback: Callable[[], Non
                 lambda: manager.serialize(given, specs, on_commit_callback=lambda: save.seal(callback))
             )
         except BaseException as error:  # that of an earlier save of the manager's, perhaps
-            job.hosts.fail(error)
+            job.hosts.fail(error, after_all=True)
             save.stack.close()
             raise
     save.digest_in_background(callback)

@@ -49,8 +49,11 @@ class Hosts(Protocol):
         If one has failed instead of coming, or the first fails to answer, that is a ProcessError of all others.
         """
 
-    def fail(self, error: BaseException) -> None:
-        """This process does not come to the meeting that is next, and will come to no other: the others hear why."""
+    def fail(self, error: BaseException, *, after_all: bool = False) -> None:
+        """This process does not come to the meeting that is next, and will come to no other: the others hear why.
+
+        With `after_all` the first process lets them come before: what they are writing to is its own to remove.
+        """
 
     def process_of(self, device: Any) -> int:
         """The index of the process that a device belongs to; -1 for one that takes no part."""
@@ -68,7 +71,7 @@ class Alone:
     def meet(self, message: bytes, answer: Callable[[Sequence[bytes]], bytes]) -> bytes:
         return answer([message])
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, *, after_all: bool = False) -> None:
         """Nobody waits."""
 
     def process_of(self, device: Any) -> int:
@@ -150,14 +153,14 @@ class Together:
     ) -> None:
         self.index, self.count = index, len(members)
         self._client, self._members, self._timeout = client, members, timeout
+        self._indices = {process: index for index, process in enumerate(members)}
         group = xxh3_128(repr(members).encode())[:8]
         self._place = f"eformer/{group}/{number}"
         self._forgotten = f"eformer/{group}/{number - _REMEMBERED}"
         self._rounds = 0
 
     def process_of(self, device: Any) -> int:
-        process = device.process_index
-        return self._members.index(process) if process in self._members else -1
+        return self._indices.get(device.process_index, -1)
 
     def name(self, index: int) -> str:
         return f"process {self._members[index]}"
@@ -166,30 +169,31 @@ class Together:
         place = self._next_place()
         deadline = time.monotonic() + self._timeout
         if self.index:
-            self._send(f"{place}/sent/{self.index}", _WELL + message)
-            return _unless_failed(self._receive(f"{place}/answer", deadline, [0]))
+            self._send(place, f"sent/{self.index}", _WELL + message)
+            first = self._wait_for(f"{place}/answer", deadline, [0])
+            return _unless_failed(self._whole(place, "answer", first, deadline, 0))
         try:
             answered = answer([message, *self._collect(place, deadline)])
         except BaseException as error:  # nobody shall wait for what will not come
-            self._send(f"{place}/answer", _FAILED + self._told(error))
+            with suppress(ProcessError):
+                self._send(place, "answer", _FAILED + self._told(error))
             raise
-        self._send(f"{place}/answer", _WELL + answered)
-        self._ask(self._client.key_value_delete, f"{place}/sent/")
-        self._ask(self._client.key_value_delete, self._forgotten)
+        with suppress(ProcessError):  # what was decided is done, also if nobody can be told any more
+            self._send(place, "answer", _WELL + answered)
+            for forgotten in (f"{place}/sent", f"{place}/more/sent", self._forgotten):
+                self._ask(self._client.key_value_delete, forgotten)
         return answered
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, *, after_all: bool = False) -> None:
         place, told = self._next_place(), _FAILED + self._told(error)
         with suppress(ProcessError):  # the error at hand is the one to raise
             if self.index:
-                self._send(f"{place}/sent/{self.index}", told)
+                self._send(place, f"sent/{self.index}", told)
                 return
-            if isinstance(
-                error, Exception
-            ):  # what the others are writing to is still there until they have ended
+            if after_all and isinstance(error, Exception):
                 with suppress(ProcessError):
                     self._collect(place, time.monotonic() + self._timeout)
-            self._send(f"{place}/answer", told)
+            self._send(place, "answer", told)
 
     def _told(self, error: BaseException) -> bytes:
         text = str(error) if isinstance(error, ProcessError) else f"{self.name(self.index)}: {error!r}"
@@ -206,8 +210,10 @@ class Together:
         for number, index in enumerate(absent):
             key = f"{place}/sent/{index}"
             there[key] = self._wait_for(key, deadline, absent[number:])
-        keys = {index: f"{place}/sent/{index}" for index in range(1, self.count)}
-        messages = [self._whole(key, there[key], deadline, [index]) for index, key in keys.items()]
+        messages = [
+            self._whole(place, f"sent/{index}", there[f"{place}/sent/{index}"], deadline, index)
+            for index in range(1, self.count)
+        ]
         failed = [message[1:].decode() for message in messages if message[:1] == _FAILED]
         if failed:
             raise ProcessError("; ".join(failed)[: 4 * _MOST_TOLD])
@@ -215,20 +221,18 @@ class Together:
 
     # ------------------------------------------------------------------------------------- messages
 
-    def _send(self, key: str, message: bytes) -> None:
+    def _send(self, place: str, name: str, message: bytes) -> None:
         """In pieces; the first says how many there are, and comes last."""
-        pieces = [message[i : i + _PIECE_BYTES] for i in range(0, len(message), _PIECE_BYTES)] or [b""]
+        pieces = [message[i : i + _PIECE_BYTES] for i in range(0, len(message), _PIECE_BYTES)]
         for number, piece in enumerate(pieces[1:], 1):
-            self._ask(self._client.key_value_set_bytes, f"{key}.more/{number}", piece)
-        self._ask(self._client.key_value_set_bytes, key, len(pieces).to_bytes(4, "little") + pieces[0])
+            self._ask(self._client.key_value_set_bytes, f"{place}/more/{name}/{number}", piece)
+        counted = len(pieces).to_bytes(4, "little") + pieces[0]
+        self._ask(self._client.key_value_set_bytes, f"{place}/{name}", counted)
 
-    def _receive(self, key: str, deadline: float, absent: Sequence[int]) -> bytes:
-        return self._whole(key, self._wait_for(key, deadline, absent), deadline, absent)
-
-    def _whole(self, key: str, first: bytes, deadline: float, absent: Sequence[int]) -> bytes:
+    def _whole(self, place: str, name: str, first: bytes, deadline: float, sender: int) -> bytes:
         count = int.from_bytes(first[:4], "little")
-        rest = [self._wait_for(f"{key}.more/{number}", deadline, absent) for number in range(1, count)]
-        return b"".join([first[4:], *rest])
+        more = (f"{place}/more/{name}/{number}" for number in range(1, count))
+        return b"".join([first[4:], *(self._wait_for(key, deadline, [sender]) for key in more)])
 
     def _wait_for(self, key: str, deadline: float, absent: Sequence[int]) -> bytes:
         while True:

@@ -57,7 +57,8 @@ def _modules(names: Iterable[str]) -> Iterable[list[str]]:
 
 
 def owners(
-    holders: Iterable[tuple[int, Sequence[int]]], written: np.ndarray[Any, np.dtype[np.int64]]
+    holders: Iterable[tuple[int, np.ndarray[Any, np.dtype[np.int64]]]],
+    written: np.ndarray[Any, np.dtype[np.int64]],
 ) -> list[int]:
     """For each (bytes, processes that hold them) the process that writes them: the one with the least to write.
 
@@ -65,7 +66,7 @@ def owners(
     """
     chosen = []
     for nbytes, processes in holders:
-        owner = processes[int(written[processes].argmin())] if len(processes) > 1 else processes[0]
+        owner = int(processes[written[processes].argmin()])
         written[owner] += nbytes
         chosen.append(owner)
     return chosen

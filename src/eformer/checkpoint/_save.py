@@ -19,7 +19,7 @@ import eformer
 from eformer.checkpoint import _hosts
 from eformer.checkpoint._arrays import COMPARED_BYTES, Source, Staging, settled, snapshot
 from eformer.checkpoint._codec import sha256_of, xxh3_128, xxh3_128_of
-from eformer.checkpoint._commit import Agreed, agree, commit, require_visible
+from eformer.checkpoint._commit import Agreed, Plan, agree, commit, require_visible
 from eformer.checkpoint._formats import _sealing as sealing
 from eformer.checkpoint._formats import safetensors, tensorstore
 from eformer.checkpoint._formats._names import SUFFIX, base_name, marks
@@ -284,18 +284,13 @@ class Job:
         """All processes save the same tree, under one id, into one place that the first one makes."""
         if self.hosts.count == 1:
             return
+        self.agreed = agree(self.hosts, self.plan, lambda: self.propose(stack))
+        self.tree = msgspec.structs.replace(self.tree, save_id=self.agreed.save_id)
+
+    def plan(self) -> Plan:
+        """What has to be the same in all processes."""
         how = {name: getattr(self.options, name) for name in ("max_chunk_bytes", "compression", "ocdbt")}
         what = f"saves the prefix {self.prefix!r} as {self.format} with {how | {'write_index': self.write_index}}"
-        self.agreed = agree(
-            self.hosts, what, self.description(), self.digest_of_own(), lambda: self.propose(stack)
-        )
-        self.tree = msgspec.structs.replace(self.tree, save_id=self.agreed.save_id)
-        self.sources = settled(self.sources, self.hosts, self.agreed.elsewhere)
-        if not self.hosts.index:
-            self.bare = {source.name: entry_of(source, ()) for source in self.sources}
-
-    def description(self) -> list[str]:
-        """One line for each leaf, and the structure: what has to be the same in all processes."""
         lines = [
             f"{s.name}: {s.dtype}{list(s.shape)} of {s.home}"
             + (f", keys of {s.key}" if s.key else "")
@@ -303,7 +298,7 @@ class Job:
             for s in self.sources
         ]
         values = [f"{name}: a plain value" for name in self.tree.raw_values]
-        return [*lines, *values, f"the structure {bytes(self.tree.structure).decode()}"]
+        return Plan(what, lines + values, bytes(self.tree.structure), self.digest_of_own())
 
     def digest_of_own(self) -> str:
         """Of the plain values, and of small arrays that this process has for itself. One that lies on a mesh, even if
@@ -325,10 +320,14 @@ class Job:
         """The place is there; of several processes, the one that the first has made."""
         if self.agreed is None:
             self.make_place()
-        elif self.shared is None:
+            return
+        self.sources = settled(self.sources, self.hosts, self.agreed.elsewhere)
+        if self.shared is None:
             require_visible(self.path, self.agreed, Path.is_dir)
             self.shared = ScratchTree.join(self.path, self.agreed.scratch)
             stack.callback(self.shared.close)
+        else:
+            self.bare = {source.name: entry_of(source, ()) for source in self.sources}
 
     def leave(self) -> None:
         """The place is cleared before the others hear of the end, and perhaps look at the directory."""
