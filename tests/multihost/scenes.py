@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from eformer.checkpoint import SaveOptions, _commit, inspect, load, save, save_async
+from eformer.checkpoint import SaveOptions, _commit, _hosts, inspect, load, save, save_async
 from eformer.checkpoint._store import files
 
 _commit.VISIBLE_WITHIN = 1.0  # this machine has no network file system
@@ -227,6 +227,14 @@ def save_apart(folder):
         save(tree(), "/proc/self/cwd/checkpoint", options=SaveOptions(timeout=20))
     finally:
         os.chdir(before)
+
+
+def save_what_cannot_be(path):
+    started = time.monotonic()
+    try:
+        save({"w": object()}, path, options=SaveOptions(timeout=20))
+    finally:
+        took.append(time.monotonic() - started)
 
 
 def save_but_one(path, rank):
@@ -489,3 +497,15 @@ def save_for_ever(path, how):
                 save_async(tree(version), path, **format_of(path)).result()
             progress.write(f"{version}\n")
             progress.flush()
+
+
+def meet_often(times, nbytes):
+    """Returns how many entries all these meetings have left in the store of the coordination service."""
+    for number in range(times):
+        hosts = _hosts.current()
+        mine = bytes([hosts.index]) * nbytes
+        answer = hosts.meet(mine, lambda messages, n=number: bytes([n % 256]) * nbytes + b"".join(messages))
+        assert answer == bytes([number % 256]) * nbytes + b"".join(
+            bytes([i]) * nbytes for i in range(hosts.count)
+        )
+    return len(_hosts._client().key_value_dir_get_bytes("eformer"))

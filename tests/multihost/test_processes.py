@@ -9,7 +9,7 @@ import pytest
 from eformer.checkpoint import inspect, load, save, verify
 from eformer.errors import NotFoundError
 from multihost import scenes
-from support.processes import Failed
+from support.processes import Failed, Job
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -192,14 +192,30 @@ def test_processes_that_do_not_share_the_directory_all_say_so(two, tmp_path):
 
 
 @pytest.mark.parametrize("absent", [0, 1])
-def test_a_process_that_does_not_come_is_missed_in_time(jobs, path, absent, tmp_path):
-    from support.processes import Job
-
+def test_a_process_that_does_not_come_is_missed_in_time(path, absent, tmp_path):
     with Job(2, 1, tmp_path / "log") as job:  # afterwards these two are out of step
         (outcome,) = job.run("save_but_one", path, absent, ranks=[1 - absent])
         assert outcome.kind == "ProcessTimeoutError"
         assert f"after 1.5 s process {1 - absent} still waits for process {absent}" in outcome.text
         assert job.run("last_took", ranks=[1 - absent])[0] < 4
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_fails_before_it_writes_waits_for_nobody(path, tmp_path, rank):
+    with Job(2, 1, tmp_path / "log") as job:
+        (outcome,) = job.run("save_what_cannot_be", path, ranks=[rank])
+        assert outcome.kind == "LeafError"
+        assert job.run("last_took", ranks=[rank])[0] < 5
+        (late,) = job.run("save_tree", path, "sync", {}, ranks=[1 - rank])
+        assert late.kind == "ProcessError"
+        assert f"process {rank}: LeafError" in late.text
+        succeed(job.run("save_tree", path, "sync", {}))  # they are still in step
+
+
+def test_messages_of_any_length_arrive_and_are_forgotten(two):
+    succeed(two.run("meet_often", 3, 600_000))
+    left = max(succeed(two.run("meet_often", 70, 10)))
+    assert left <= 2 * 70  # an answer each, of the last 64 meetings and perhaps of a save before
 
 
 @pytest.mark.parametrize(("step", "rank"), [("write", 0), ("write", 1), ("seal", 0), ("place", 0)])
