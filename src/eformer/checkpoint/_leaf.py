@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass
+from operator import le, lt, sub
 from typing import TYPE_CHECKING, Any
 
 from eformer.errors import FormatError
@@ -170,9 +171,8 @@ class Region:
     stop: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.start) != len(self.stop) or any(
-            not 0 <= a <= b for a, b in zip(self.start, self.stop, strict=False)
-        ):
+        start, stop = self.start, self.stop
+        if len(start) != len(stop) or min(start, default=0) < 0 or not all(map(le, start, stop)):
             raise ValueError(f"not a box: start {self.start}, stop {self.stop}")
 
     @classmethod
@@ -181,7 +181,7 @@ class Region:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
@@ -189,24 +189,23 @@ class Region:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(slice, self.start, self.stop))
 
     def overlap(self, other: Region) -> Region | None:
         """The box that both share, or None."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        if len(self.start) != len(other.start) or any(a >= b for a, b in zip(start, stop, strict=True)):
+        if len(self.start) != len(other.start) or not all(map(lt, start, stop)):
             return None
         return Region(start, stop)
 
     def inside(self, outer: Region) -> Region:
         """This box in the coordinates of `outer`, which must contain it."""
-        if not all(
-            a <= b and c <= d
-            for a, b, c, d in zip(outer.start, self.start, self.stop, outer.stop, strict=True)
+        origin = outer.start
+        if (
+            len(origin) != len(self.start)
+            or not all(map(le, origin, self.start))
+            or not all(map(le, self.stop, outer.stop))
         ):
             raise ValueError(f"{self} is not inside {outer}")
-        return Region(
-            tuple(b - a for a, b in zip(outer.start, self.start, strict=True)),
-            tuple(b - a for a, b in zip(outer.start, self.stop, strict=True)),
-        )
+        return Region(tuple(map(sub, self.start, origin)), tuple(map(sub, self.stop, origin)))

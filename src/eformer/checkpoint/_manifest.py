@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from operator import le
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -411,7 +412,7 @@ def _check_numbers(entry: LeafEntry, tree: TreeEntry) -> None:
         return
     regions = [entry.region_of(extent) for extent in entry.extents]
     for extent, region in zip(entry.extents, regions, strict=True):
-        if any(stop > size for stop, size in zip(region.stop, entry.shape, strict=True)):
+        if len(region.stop) != len(entry.shape) or not all(map(le, region.stop, entry.shape)):
             raise FormatError(f"region {extent.region} lies outside shape {list(entry.shape)}")
         _check_extent(extent, region.shape, itemsize, entry, tree)
     if not is_tiling(regions, entry.shape):
