@@ -74,7 +74,7 @@ def play_rank(rank: int, port: int, directory: Path, nbytes: int, rounds: int) -
     for layout in ("safetensors", "tensorstore"):
         for number in range(rounds):
             found["rendezvous"].append(
-                timed(lambda: _hosts.current().meet(b"x" * 200, lambda messages: b"y" * 100))[0]
+                timed(lambda: _hosts.current("meets").meet(b"x" * 200, lambda messages: b"y" * 100))[0]
             )
             before = bytes_written()
             took, pending = timed(lambda layout=layout: save_async(state, directory / layout, format=layout))
@@ -136,8 +136,11 @@ class Simulated:
     def name(self, index: int) -> str:
         return f"process {index}"
 
-    def fail(self, error: BaseException, *, after_all: bool = False) -> None:
+    def fail(self, error: BaseException, *, after_all: bool = False) -> str:
         raise error
+
+    def end(self) -> None:
+        pass
 
 
 def simulate(count: int, leaves: int, cut: str, directory: Path) -> None:

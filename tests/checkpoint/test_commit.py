@@ -2,10 +2,13 @@
 
 import asyncio
 import gc
+import hashlib
 import logging
+import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -17,8 +20,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
-from eformer.checkpoint import SaveOptions, _save, load, save, save_async
-from eformer.errors import EformerError
+from eformer.checkpoint import SaveOptions, _commit, _save, load, save, save_async
+from eformer.checkpoint._formats import _writing
+from eformer.checkpoint._manifest import Manifest
+from eformer.checkpoint._store.many import ScratchTree, sweep_trees
+from eformer.errors import CorruptionError, EformerError, FormatError, MismatchError
 from support.hosts import Crew
 from support.trees import bits
 
@@ -394,13 +400,141 @@ def test_whole_leaves_of_several_processes_are_there_for_other_readers(tmp_path)
     assert set(index["weight_map"].values()) == {path.name for path in tmp_path.glob("*.safetensors")}
 
 
-@pytest.mark.parametrize("own", [lambda i: {"n": np.arange(3) + i}, lambda i: {"v": i}])
-def test_what_each_process_has_for_itself_does_not_differ_without_a_word(tmp_path, caplog, own):
-    shared = {"large": np.zeros(10**5), "n": np.ones(2)}
-    assert save_together(Crew(3), lambda host: shared | own(0), tmp_path) == [None] * 3
+def test_what_each_process_has_for_itself_does_not_differ_without_a_word(tmp_path, caplog):
+    shared = {"large": np.zeros(10**5), "v": 1}
+    assert save_together(Crew(3), lambda host: shared | {"n": np.arange(3)}, tmp_path) == [None] * 3
     assert not caplog.text
-    assert save_together(Crew(3), lambda host: shared | own(host.index), tmp_path) == [None] * 3
+    outcomes = save_together(Crew(3), lambda host: shared | {"n": np.arange(3) + host.index}, tmp_path)
+    assert outcomes == [None] * 3
     assert "process 1 and 1 more have other numbers than process 0" in caplog.text
-    loaded = load(tmp_path)
-    for name, leaf in own(0).items():
-        np.testing.assert_array_equal(loaded[name], leaf)
+    np.testing.assert_array_equal(load(tmp_path)["n"], np.arange(3))
+
+
+def test_what_is_not_all_there_is_not_sealed(tmp_path, monkeypatch, layout):
+    save({"old": 1}, tmp_path, format=layout[0])
+    weight = _writing.weight
+
+    def less(slots):  # as if a process had not written one of its boxes
+        return weight([slot for slot in slots if slot.source.name != "both"])
+
+    monkeypatch.setattr(_save, "weight", less)
+    monkeypatch.setattr(_save.tensorstore, "weight", less)
+    for outcome in save_together(Crew(2), lambda host: sharded_tree(), tmp_path, layout):
+        assert "have not written every element of every leaf once" in str(outcome)
+    assert load(tmp_path) == {"old": 1}
+
+
+def test_bytes_are_spread_by_what_each_has_to_write_anyway(tmp_path):
+    devices = np.array(jax.devices())
+    halves = NamedSharding(Mesh(devices[:4], ("x",)), P("x"))  # on processes 0 and 1 of 4
+    everywhere = NamedSharding(Mesh(devices, ("x",)), P())
+    tree = {"a": jax.device_put(jnp.ones(4000), halves)}
+    tree |= {f"r{i}": jax.device_put(jnp.ones(1000), everywhere) for i in range(4)}
+    assert save_together(Crew(4), lambda host: tree, tmp_path) == [None] * 4
+    files = checkpoint.inspect(tmp_path).trees[""].files
+    assert [file.nbytes - file.header_nbytes for file in files] == [8000] * 4
+
+
+def test_several_processes_record_the_checksums_of_what_one_has_whole(tmp_path, layout):
+    tree = sharded_tree()
+    assert save_together(Crew(2), lambda host: tree, tmp_path, layout, checksums=True) == [None] * 2
+    leaves = checkpoint.inspect(tmp_path).trees[""].leaves
+    for name in ("numpy", "one", "everywhere", "columns", "empty"):
+        expected = hashlib.sha256(np.asarray(tree[name]).tobytes()).hexdigest()
+        assert leaves[name].sha256 in (expected, None), name
+    assert leaves["numpy"].sha256
+    assert leaves["everywhere"].sha256
+    assert leaves["rows"].sha256 is None
+
+
+def test_what_several_processes_saved_is_replaced_without_a_rest(tmp_path, layout):
+    for _ in range(2):
+        assert save_together(Crew(4), lambda host: sharded_tree(), tmp_path, layout) == [None] * 4
+    save({"w": np.ones(3)}, tmp_path, format=layout[0], options=SaveOptions(**layout[1]))
+    fresh = tmp_path / "fresh"
+    for _ in range(2):  # the second has names of its own, too
+        save({"w": np.ones(3)}, fresh, format=layout[0], options=SaveOptions(**layout[1]))
+    left = [p for p in tmp_path.rglob("*") if p.is_file() and fresh not in p.parents]
+    assert len(left) == len([p for p in fresh.rglob("*") if p.is_file()])
+
+
+def part_files(path):
+    return [p for p in path.rglob("*") if p.suffix == ".safetensors" or p.name.startswith(".eformer-")]
+
+
+@pytest.mark.parametrize("name", ["safetensors", "tensorstore"])
+def test_damage_to_what_a_process_recorded_is_an_error_that_names_the_file(tmp_path, name):
+    assert save_together(Crew(2), lambda host: sharded_tree(), tmp_path, (name, {})) == [None] * 2
+    for file in part_files(tmp_path):
+        data = file.read_bytes()
+        start = data.index(b"extents")
+        for damaged in (
+            data[:start] + data[start:].replace(b"[0,", b"[9,", 1),  # still JSON
+            data[: start + 20],
+            None,
+        ):
+            file.unlink() if damaged is None else file.write_bytes(damaged)
+            for look in (load, checkpoint.inspect, checkpoint.open):
+                with pytest.raises(CorruptionError, match=re.escape(file.name)):
+                    look(tmp_path)
+            report = checkpoint.verify(tmp_path)
+            assert [Path(damage.file).name for damage in report.damages] == [file.name]
+            file.write_bytes(data)
+    assert checkpoint.verify(tmp_path).ok
+
+
+def test_a_record_of_absurd_length_is_refused(tmp_path):
+    assert save_together(Crew(2), lambda host: sharded_tree(), tmp_path) == [None] * 2
+    manifest = checkpoint.inspect(tmp_path)
+    raw = Manifest.from_json((tmp_path / "manifest.json").read_bytes(), "")
+    (tree,) = raw.trees.values()
+    with open(tmp_path / tree.files[0].name, "r+b") as file:
+        file.truncate(2**40)
+    files = (msgspec.structs.replace(tree.files[0], nbytes=2**40, header_nbytes=2**39), *tree.files[1:])
+    hostile = raw.with_tree("", msgspec.structs.replace(tree, files=files))
+    (tmp_path / "manifest.json").write_bytes(hostile.to_json())
+    with pytest.raises(FormatError, match="cannot begin with a record of"):
+        load(tmp_path)
+    assert not checkpoint.verify(tmp_path).ok
+    assert manifest.trees
+
+
+def test_a_record_without_files_is_refused(tmp_path):
+    assert save_together(Crew(2), lambda host: sharded_tree(), tmp_path) == [None] * 2
+    raw = Manifest.from_json((tmp_path / "manifest.json").read_bytes(), "")
+    (tree,) = raw.trees.values()
+    (tmp_path / "manifest.json").write_bytes(
+        raw.with_tree("", msgspec.structs.replace(tree, files=())).to_json()
+    )
+    with pytest.raises(FormatError, match="leave a part of shape"):
+        load(tmp_path)
+    assert not checkpoint.verify(tmp_path).ok
+
+
+def test_a_place_that_a_process_has_joined_is_not_swept(tmp_path):
+    made = ScratchTree(tmp_path)
+    joined = ScratchTree.join(tmp_path, made.path.name)
+    made.close()
+    sweep_trees(tmp_path, ())
+    assert made.path.exists()
+    joined.close()
+    sweep_trees(tmp_path, ())
+    assert not made.path.exists()
+
+
+def test_a_difference_in_a_large_tree_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(_commit, "_MOST_DESCRIBED", 1000)
+    names = [f"leaf{number:05d}" for number in range(100)]
+
+    def tree(host, odd):
+        return {name: np.zeros(3 if name == odd and host.index else 2) for name in names}
+
+    for odd, said in (
+        ("leaf00003", ["leaf00003: float64[3]", "leaf00003: float64[2]"]),
+        ("leaf00099", ["as far as"]),
+    ):
+        outcomes = save_together(Crew(2), lambda host, odd=odd: tree(host, odd), tmp_path)
+        assert isinstance(outcomes[1], MismatchError)
+        assert len(outcomes[1].problems) == len(said)
+        for problem, text in zip(outcomes[1].problems, said, strict=True):
+            assert text in problem

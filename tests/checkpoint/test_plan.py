@@ -87,4 +87,6 @@ def test_bytes_are_spread_evenly_over_those_who_hold_them():
 def test_a_header_never_grows_beyond_what_readers_allow(monkeypatch):
     monkeypatch.setattr("eformer.checkpoint._plan.MAX_HEADER_BYTES", 1000)
     files = layout({f"m.{i}": 1 for i in range(20)}, 10**9)
-    assert [len(names) for names in files] == [3] * 6 + [2]
+    assert [len(names) for names in files] == [6, 6, 6, 2]
+    files = layout({f"m.{i}": 1 for i in range(20)}, 10**9, has_parts=True)
+    assert [len(names) for names in files] == [2] * 10

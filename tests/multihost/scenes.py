@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def tree(version=0):
         "global": leaves,
         "numpy": np.arange(5, dtype=np.int32) + 100 * version + 1000 * me,
         "local": jnp.arange(3.0) + 100 * version + 1000 * me,
-        "number": version + 1000 * me,
+        "number": version,
         "text": "text",
         "none": None,
         "tuple": (np.float32(version), [np.ones(2, np.int16)]),
@@ -196,6 +197,14 @@ def save_another_tree(path, rank, kind):
             saved["global"]["rows"] = put(whole("rows"), NamedSharding(mesh(), P("y")))
         elif kind == "unstorable leaf":
             saved["text"] = object()
+        elif kind == "other number":
+            saved["number"] = 7
+        elif kind == "other replica":
+            saved["global"]["scalar"] = put(whole("scalar", 9), NamedSharding(mesh(), P()))
+        elif kind == "other compression":
+            options["options"] = SaveOptions(timeout=20, compression="zstd")
+        elif kind == "other order":
+            saved = dict(reversed(saved.items()))
         elif kind == "other prefix":
             options["prefix"] = "other"
         elif kind == "other path":
@@ -227,6 +236,102 @@ def save_apart(folder):
         save(tree(), "/proc/self/cwd/checkpoint", options=SaveOptions(timeout=20))
     finally:
         os.chdir(before)
+
+
+def miss_a_save(path, kind):
+    """One process does not make the first of two calls: the second one of it meets the first of the other."""
+    outcomes = []
+    for step in (10, 20):
+        if jax.process_index() == 1 and step == 10:
+            continue
+        everywhere = NamedSharding(mesh(), P())
+        step_of = {"plain": step, "replicated": put(np.float32(step), everywhere), "numpy": np.array(step)}[
+            kind
+        ]
+        state = {"step": step_of, "w": put(np.full(8, step, np.float32), NamedSharding(mesh(), P("x")))}
+        try:
+            save(state, path, options=SaveOptions(timeout=3))
+            outcomes.append("saved")
+        except Exception as error:  # noqa: BLE001
+            outcomes.append(f"{type(error).__name__}: {error}")
+    return outcomes
+
+
+def save_and_load_at_once(path, rank):
+    if jax.process_index() == rank:
+        load(path, mesh=mesh(), shardings={"local": P()}, timeout=20)
+    else:
+        save(tree(), path, options=SaveOptions(timeout=20), **format_of(path))
+
+
+def gather_and_fail(path, rank):
+    """A function of the caller's fails in one process, before anything is saved."""
+    from eformer.serialization.async_manager import AsyncCheckpointManager
+
+    def gather(x):
+        if jax.process_index() == rank:
+            raise ZeroDivisionError
+        return x
+
+    manager = AsyncCheckpointManager()
+    manager.save_async(tree(), path, mesh=mesh(), gather_fns={"global.rows": gather}).result(60)
+
+
+def outlive_many(path, count):
+    """One save takes longer than very many others together."""
+    from eformer.checkpoint._formats import safetensors
+
+    write, go = safetensors.write_data, threading.Event()
+    if jax.process_index() == 0:
+        safetensors.write_data = lambda *a: (go.wait(60), write(*a))
+    slow = save_async({"w": tree()["global"]["rows"]}, path, options=SaveOptions(timeout=50))
+    time.sleep(0.5)
+    safetensors.write_data = write
+    for number in range(count):
+        save({"n": number}, f"{path}-others", options=SaveOptions(timeout=50))
+    go.set()
+    slow.result(60)
+
+
+def load_on_some(path, processes):
+    """All call, but only some have devices there: the others need not wait for anybody."""
+    devices = np.array([d for d in jax.devices() if d.process_index in processes])
+    loaded = load(path, keys="numpy", shardings=NamedSharding(Mesh(devices, ("x",)), P()), timeout=20)
+    return [np.asarray(shard.data).tolist() for shard in loaded["numpy"].addressable_shards]
+
+
+def interrupted(path, rank, version):
+    """Ctrl-C in one process, right after it has said what it is about to do."""
+    wait, hosts = _hosts.Together._wait_for, _hosts.Together
+
+    def interrupt(self, key, deadline, absent):
+        if key.endswith("/1/answer"):
+            raise KeyboardInterrupt
+        return wait(self, key, deadline, absent)
+
+    if jax.process_index() == rank:
+        hosts._wait_for = interrupt
+    started = time.monotonic()
+    try:
+        save(tree(version), path, options=SaveOptions(timeout=20), **format_of(path))
+    except KeyboardInterrupt:
+        raise RuntimeError("interrupted") from None
+    finally:
+        hosts._wait_for = wait
+        took.append(time.monotonic() - started)
+
+
+def save_and_fail_after_the_seal(path):
+    """The new manifest is in place; then the first process's disk fails."""
+    from eformer.checkpoint._formats import _sealing
+
+    kept = _sealing._finish
+    if jax.process_index() == 0:
+        _sealing._finish = lambda *_: 1 / 0
+    try:
+        save(tree(3), path, options=SaveOptions(timeout=20))
+    finally:
+        _sealing._finish = kept
 
 
 def save_what_cannot_be(path):
@@ -500,12 +605,15 @@ def save_for_ever(path, how):
 
 
 def meet_often(times, nbytes):
-    """Returns how many entries all these meetings have left in the store of the coordination service."""
+    """Everyone's message reaches the first, whose answer reaches everyone."""
     for number in range(times):
-        hosts = _hosts.current()
+        hosts = _hosts.current("tests")
         mine = bytes([hosts.index]) * nbytes
         answer = hosts.meet(mine, lambda messages, n=number: bytes([n % 256]) * nbytes + b"".join(messages))
         assert answer == bytes([number % 256]) * nbytes + b"".join(
             bytes([i]) * nbytes for i in range(hosts.count)
         )
+
+
+def count_entries():
     return len(_hosts._client().key_value_dir_get_bytes("eformer"))

@@ -59,6 +59,7 @@ class Host:
     def __init__(self, crew: Crew, index: int) -> None:
         self.crew, self.index, self.count = crew, index, crew.count
         self.rounds = 0
+        self.is_over = False
 
     def meet(self, message: bytes, answer: Callable[[Sequence[bytes]], bytes]) -> bytes:
         assert isinstance(message, bytes)
@@ -73,27 +74,35 @@ class Host:
                     raise ProcessError("; ".join(failed))
                 text: Any = answer(meeting.messages)
             except BaseException as error:
+                self.is_over = True
                 self._answer(meeting, self._told(error))
                 raise
             self._answer(meeting, text)
         with meeting.changed:
             meeting.wait(lambda: meeting.answer is not None)
         if isinstance(meeting.answer, ProcessError):
+            self.is_over = True
             raise meeting.answer
         return meeting.answer
 
-    def fail(self, error: BaseException, *, after_all: bool = False) -> None:
+    def fail(self, error: BaseException, *, after_all: bool = False) -> str:
+        if self.is_over:
+            return ""
+        self.is_over = True
         meeting = self._say(self._told(error))
         if self.index == 0:
             if after_all:
                 with meeting.changed:
                     meeting.wait(lambda: None not in meeting.messages)
             self._answer(meeting, self._told(error))
+        return ""
+
+    def end(self) -> None:
+        self.is_over = True
 
     def _told(self, error: BaseException) -> ProcessError:
-        return (
-            error if isinstance(error, ProcessError) else ProcessError(f"{self.name(self.index)}: {error!r}")
-        )
+        is_said = isinstance(error, ProcessError)
+        return ProcessError(str(error) if is_said else f"{self.name(self.index)}: {error!r}")
 
     def _say(self, message: Any) -> Meeting:
         meeting = self.crew.meeting(self.rounds)

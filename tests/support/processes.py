@@ -105,7 +105,8 @@ class Job:
                 pipe.close()
         for process in self.ranks:  # their end says nothing: they may wait for each other
             if process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
             process.join()
 
 

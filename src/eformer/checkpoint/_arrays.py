@@ -63,7 +63,34 @@ def released(source: Source) -> Source:
 
 
 # Larger arrays that each process has for itself are not compared: this is the caller's time.
-COMPARED_BYTES = 2**16
+_COMPARED_BYTES = 2**16
+
+# Of arrays that all processes have a copy of, a few small ones are.
+_REPLICA_BYTES = 64
+_MOST_REPLICAS = 256
+
+
+class Compared:
+    """What processes that save one tree compare with each other.
+
+    Replicas have to be the same. If they are not, one of the processes is at another step, or has gone astray; what is
+    stored would be a mixture. What each process has for itself may differ.
+    """
+
+    def __init__(self, replicas: Sequence[Source], own: Any) -> None:
+        self._replicas, self._own = replicas, own
+
+    def replicas(self) -> list[str]:
+        return [f"{source.name}: {_host_copy(source).tolist()}" for source in self._replicas]
+
+    def own(self, more: bytes) -> str:
+        self._own.update(more)
+        return str(self._own.hexdigest())
+
+
+def _host_copy(source: Source) -> np.ndarray[Any, Any]:
+    ((region, array),) = source.parts
+    return _on_host(array, region)
 
 
 def settled(sources: Sequence[Source], hosts: Hosts, elsewhere: Sequence[int]) -> list[Source]:
@@ -90,9 +117,8 @@ def _not_ours(source: Source) -> Source:
 
 def snapshot(
     leaves: Mapping[str, Any], options: SaveOptions, hosts: Hosts, *, detach: bool
-) -> tuple[list[Source], dict[str, Any], str]:
-    """The arrays among the leaves as Sources, and the other leaves as JSON values; and a digest of the numpy arrays
-    that this process has for itself, if it is one of several.
+) -> tuple[list[Source], dict[str, Any], Compared]:
+    """The arrays among the leaves as Sources, the others as JSON values, and what to compare with other processes.
 
     With `detach` the caller may donate or change every array as soon as this returns: numpy arrays are
     copied, arrays of an accelerator are copied there or to the host, a CPU array's memory is simply held.
@@ -115,7 +141,9 @@ def snapshot(
         except (RuntimeError, jax.errors.JAXTypeError) as error:  # deleted by donation, or traced
             error.add_note(f"while saving leaf {name!r}, a {kind.__name__}")
             raise
-    return reader.detached(sources), values, reader.own.hexdigest()
+    number = len(sources)
+    sources = reader.detached(sources + reader.replicas)
+    return sources[:number], values, Compared(sources[number:], reader.own)
 
 
 class _Reader:
@@ -129,6 +157,7 @@ class _Reader:
         self.cuts: dict[Any, _Cut] = {}
         self.written = np.zeros(hosts.count, np.int64)
         self.own = Hasher()
+        self.replicas: list[Source] = []
 
     def for_type(self, kind: type) -> Callable[[str, Any], Source] | None:
         if issubclass(kind, np.ndarray):
@@ -146,7 +175,7 @@ class _Reader:
         dtype = self.stored(name_of_dtype(array.dtype))
         if self.hosts.count > 1:
             self.written[0] += array.nbytes
-            if array.nbytes <= COMPARED_BYTES:
+            if array.nbytes <= _COMPARED_BYTES:
                 self.own.update(to_bytes(array, dtype))
         if self.hosts.index:  # every process has one, and that of the first is stored
             return Source(name, dtype, array.shape, "numpy", is_first=False)
@@ -160,16 +189,28 @@ class _Reader:
             key, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
         dtype, is_packed = self.stored_jax(array.dtype)
         if at_hand and not is_packed:
+            if self.hosts.count > 1 and array.nbytes <= _COMPARED_BYTES and sharding is None:
+                self.own.update(to_bytes(np.asarray(array), dtype))
             return Source(
                 name, dtype, array.shape, "jax", key, sharding, np.asarray(array), (), (), None, owner
             )
         cut = self.cut(array)
+        if self.hosts.count > 1 and array.nbytes <= _REPLICA_BYTES and len(cut.holders) == 1 and owner < 0:
+            self.compare(name, array)
         mine, is_first = self.mine(cut, array.dtype.itemsize)
         parts = [(region, _data(array, number)) for region, number in mine.items()]
         regions = merged(list(mine))
         return Source(
             name, dtype, array.shape, "jax", key, sharding, None, parts, regions, cut.shard, owner, is_first
         )
+
+    def compare(self, name: str, array: jax.Array) -> None:
+        """Every process has a copy of a few numbers, such as the step; they had better be the same."""
+        if len(self.replicas) < _MOST_REPLICAS and array.is_fully_replicated and array.addressable_shards:
+            region = Region.whole(array.shape)
+            self.replicas.append(
+                Source(name, array.dtype.name, array.shape, parts=[(region, _data(array, 0))])
+            )
 
     def stored_jax(self, dtype: np.dtype[Any]) -> tuple[str, bool]:
         """As what a dtype is stored, and whether XLA keeps it packed."""

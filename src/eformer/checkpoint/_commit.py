@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from eformer.checkpoint._codec import xxh3_128_of
+from eformer.checkpoint._hosts import LostError
 from eformer.checkpoint._manifest import Receipt
 from eformer.errors import MismatchError, ProcessError, ProcessTimeoutError
 
@@ -73,14 +74,9 @@ def agree(hosts: Hosts, make_plan: Callable[[], Plan], propose: Callable[[], Agr
     A process whose tree is another one raises a MismatchError that names the leaves; all others say which it is. What
     each has for itself may differ, but not without a word.
     """
-    try:
-        plan = make_plan()
-        text = "\n".join(plan.leaves)
-        tree = xxh3_128_of([text.encode(errors="replace"), plan.structure])
-        brought = Brought(plan.what, tree, plan.own)
-    except BaseException as error:
-        hosts.fail(error)
-        raise
+    plan = make_plan()
+    text = "\n".join(plan.leaves)
+    brought = Brought(plan.what, xxh3_128_of([text.encode(errors="replace"), plan.structure]), plan.own)
 
     def answer(messages: Sequence[bytes]) -> bytes:
         all_brought = [_decode_brought(message) for message in messages]
@@ -92,6 +88,8 @@ def agree(hosts: Hosts, make_plan: Callable[[], Plan], propose: Callable[[], Agr
         return _encode(propose())
 
     agreed = _decode_agreed(hosts.meet(_encode(brought), answer))
+    if agreed.differing:
+        hosts.end()
     if hosts.index in agreed.differing:
         raise MismatchError(
             _differences(plan.leaves, agreed.described.split("\n")),
@@ -151,29 +149,64 @@ def require_visible(path: Path, agreed: Agreed, is_there: Callable[[Path], bool]
 # --------------------------------------------------------------------------------------------- commit
 
 
-def commit(hosts: Hosts, write: Callable[[], Receipt], seal: Callable[[Receipt], None]) -> None:
-    """Every process writes; the first one seals what all have written. An error anywhere is an error everywhere."""
+def commit(
+    hosts: Hosts,
+    write: Callable[[], Receipt],
+    seal: Callable[[Receipt], None],
+    is_sealed: Callable[[], bool],
+) -> None:
+    """Every process writes; the first one seals what all have written. An error anywhere is an error everywhere.
+
+    `is_sealed` tells whether an error of the seal came before or after its point of no return.
+    """
     if hosts.count == 1:
         seal(write())
         return
     try:
         receipt = write()
     except BaseException as error:
-        hosts.fail(error, after_all=True)
+        first = hosts.fail(error, after_all=True)
+        if first and isinstance(
+            error, FileNotFoundError
+        ):  # who has failed takes the place away that all write to
+            raise ProcessError(f"{_NOTHING}: {first}") from error
         raise
 
     def answer(messages: Sequence[bytes]) -> bytes:
-        seal(joined([_decode_receipt(message) for message in messages]))
+        whole = joined([_decode_receipt(message) for message in messages])
+        try:
+            seal(whole)
+        except BaseException as error:
+            raise _SealError(
+                f"{_IN_PLACE if is_sealed() else _NOTHING}: {hosts.name(0)}: {error!r}", error
+            ) from error
         return b""
 
     try:
         hosts.meet(_encode(receipt), answer)
-    except ProcessTimeoutError as error:
+    except _SealError as error:
+        raise error.cause from None
+    except (ProcessTimeoutError, LostError) as error:
         if hosts.index:
             error.add_note("whether the save was committed is not known here; the directory says so")
         raise
     except ProcessError as error:
-        raise ProcessError(f"the save failed, nothing was committed: {error}") from error
+        is_said = str(error).startswith((_IN_PLACE, _NOTHING))
+        raise ProcessError(str(error) if is_said else f"{_NOTHING}: {error}") from error
+    finally:
+        hosts.end()
+
+
+_NOTHING = "the save failed, nothing was committed"
+_IN_PLACE = "the save failed after the new tree was put in place, which may not be on stable storage"
+
+
+class _SealError(ProcessError):
+    """What the others hear of an error of the first process."""
+
+    def __init__(self, text: str, cause: BaseException) -> None:
+        super().__init__(text)
+        self.cause = cause
 
 
 def joined(receipts: Sequence[Receipt]) -> Receipt:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from eformer.checkpoint._device import is_key
-from eformer.checkpoint._formats.find import find
+from eformer.checkpoint._formats.find import look_at
 from eformer.checkpoint._ndarray import dtype_from_name, floating_dtype, is_floating
 from eformer.checkpoint._placed import jax_holds, refuse_on_devices
 from eformer.checkpoint._rules import Leaf, Rules, Said, place
@@ -119,7 +119,7 @@ def dry_run(
 
 def _of_checkpoint(path: str | os.PathLike[str], prefix: str | None) -> dict[str, _Known]:
     found = {}
-    for name, entry in find(path).tree(prefix).leaves.items():
+    for name, entry in look_at(path, lambda found: found.tree(prefix).leaves).items():
         inner = math.prod(entry.shape[len(entry.logical_shape) :])  # the numbers inside of a PRNG key
         itemsize = dtype_from_name(entry.dtype).itemsize * inner
         is_numpy = entry.home == "numpy"

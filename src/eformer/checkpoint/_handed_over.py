@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -36,8 +38,9 @@ def serialize_with(manager: Any, job: Job, tree: Any, callback: Callable[[], Non
         save = _HandedOver(job, stack)
         try:
             given, specs = save.write_rest(tree)
-            # From here on the manager may call at any time.
+            # From here on the manager may call at any time, or, if its writing fails, forget about us.
             save.stack = stack.pop_all()
+            weakref.finalize(save, save.stack.close)
             _in_a_thread(
                 lambda: manager.serialize(given, specs, on_commit_callback=lambda: save.seal(callback))
             )
@@ -80,7 +83,7 @@ class _HandedOver:
 
         def hand_in() -> None:
             with self.stack:
-                commit(self.job.hosts, digest, _never)
+                commit(self.job.hosts, digest, _never, self.writer.is_sealed)
             if callback is not None:
                 callback()
 
@@ -96,7 +99,8 @@ class _HandedOver:
             return self.receipt
 
         with self.stack:
-            commit(self.job.hosts, write, lambda receipt: self.job.seal_arrays(self.writer, receipt))
+            seal = partial(self.job.seal_arrays, self.writer)
+            commit(self.job.hosts, write, seal, self.writer.is_sealed)
         if callback is not None:
             callback()
 

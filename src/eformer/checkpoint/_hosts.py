@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from contextlib import suppress
+from operator import index as as_number
 from typing import TYPE_CHECKING, Any, Protocol
 
 from eformer.checkpoint._codec import xxh3_128
@@ -24,9 +26,9 @@ TIMEOUT = 600.0
 _PIECE_BYTES = 2**18
 
 # While a call of JAX waits, Python cannot be interrupted; so it waits a little at a time.
-_PATIENCE_MS = 2000
+_PATIENCE = 2.0  # seconds
 
-# What was said at a meeting is forgotten when so many others have begun: by then everyone has read it.
+# What was said at a meeting is forgotten when so many later ones have ended: by then everyone has read it.
 _REMEMBERED = 64
 
 # What a message begins with: something to say, or why there is nothing.
@@ -34,8 +36,12 @@ _WELL, _FAILED = b"\0", b"\1"
 _MOST_TOLD = 4000  # characters of an error
 
 
+class LostError(ProcessError):
+    """The other processes cannot be reached any more."""
+
+
 class Hosts(Protocol):
-    """The processes that take part. Every one makes the same calls in the same order."""
+    """The processes that take part in a save or a load. Every one makes the same calls in the same order."""
 
     @property
     def index(self) -> int: ...
@@ -49,11 +55,15 @@ class Hosts(Protocol):
         If one has failed instead of coming, or the first fails to answer, that is a ProcessError of all others.
         """
 
-    def fail(self, error: BaseException, *, after_all: bool = False) -> None:
-        """This process does not come to the meeting that is next, and will come to no other: the others hear why.
+    def fail(self, error: BaseException, *, after_all: bool = False) -> str:
+        """This process will come to no other meeting: the others hear why, unless it was the last one, or they know.
 
         With `after_all` the first process lets them come before: what they are writing to is its own to remove.
+        Returns why the first process has failed, if it has.
         """
+
+    def end(self) -> None:
+        """There are no more meetings."""
 
     def process_of(self, device: Any) -> int:
         """The index of the process that a device belongs to; -1 for one that takes no part."""
@@ -71,8 +81,11 @@ class Alone:
     def meet(self, message: bytes, answer: Callable[[Sequence[bytes]], bytes]) -> bytes:
         return answer([message])
 
-    def fail(self, error: BaseException, *, after_all: bool = False) -> None:
-        """Nobody waits."""
+    def fail(self, error: BaseException, *, after_all: bool = False) -> str:
+        return ""
+
+    def end(self) -> None:
+        """There were none."""
 
     def process_of(self, device: Any) -> int:
         return 0
@@ -81,20 +94,20 @@ class Alone:
         return f"process {index}"
 
 
-def current(processes: Iterable[int] | None = None, timeout: float = TIMEOUT) -> Hosts:
+def current(doing: str, processes: Iterable[int] | None = None, timeout: float = TIMEOUT) -> Hosts:
     """Those of the running program that take part: all, or these. To be called in the order of the program."""
     import jax  # late: what only reads files starts without it
 
     count, me = jax.process_count(), jax.process_index()
-    members = tuple(range(count)) if processes is None else tuple(sorted(set(processes)))
+    members = tuple(range(count)) if processes is None else tuple(sorted({as_number(p) for p in processes}))
     if not members or members[0] < 0 or members[-1] >= count:
         raise ValueError(f"processes={list(members)}: there are {count}, counted from 0")
     if me not in members:
         raise ValueError(f"process {me} does not take part in what the processes {list(members)} do")
-    return Alone() if count == 1 else _among(members, me, timeout)
+    return Alone() if count == 1 else _among(members, me, doing, timeout)
 
 
-def _among(members: tuple[int, ...], me: int, timeout: float) -> Hosts:
+def _among(members: tuple[int, ...], me: int, doing: str, timeout: float) -> Hosts:
     if len(members) == 1:
         return _Single(me)
     client = _client()
@@ -103,7 +116,7 @@ def _among(members: tuple[int, ...], me: int, timeout: float) -> Hosts:
             "several processes find each other by JAX's coordination service, which was not started: call "
             "jax.distributed.initialize() at the beginning of the program"
         )
-    return Together(client, members, members.index(me), timeout, _meetings.next_number(client, members))
+    return Together(client, members, members.index(me), doing, timeout)
 
 
 def _client() -> Any:
@@ -125,39 +138,52 @@ class _Single(Alone):
         return f"process {self._me}"
 
 
-class _Meetings:
-    """Numbers the meetings of each group of processes: alike in all of them, as they make the same calls."""
+class _Group:
+    """What a group of processes does together is numbered: alike in all of them, as they make the same calls."""
 
+    def __init__(self, members: tuple[int, ...]) -> None:
+        self.place = f"eformer/{xxh3_128(repr(members).encode())[:8]}"
+        self.begun = 0
+        self.ended: deque[str] = deque()  # the places of meetings, in the first process
+
+
+class _Groups:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._client: Any = None
-        self._next: dict[tuple[int, ...], int] = {}
+        self._groups: dict[tuple[int, ...], _Group] = {}
 
-    def next_number(self, client: Any, members: tuple[int, ...]) -> int:
+    def begin(self, client: Any, members: tuple[int, ...]) -> tuple[_Group, int]:
+        """The group, and the number of what it begins to do."""
         with self._lock:
             if client is not self._client:  # JAX was started anew, and everyone begins to count again
-                self._client, self._next = client, {}
-            number = self._next.get(members, 0)
-            self._next[members] = number + 1
-            return number
+                self._client, self._groups = client, {}
+            group = self._groups.setdefault(members, _Group(members))
+            group.begun += 1
+            return group, group.begun
+
+    def ended(self, group: _Group, place: str) -> list[str]:
+        """What may be forgotten now that one more meeting has ended."""
+        with self._lock:
+            group.ended.append(place)
+            return [group.ended.popleft() for _ in range(len(group.ended) - _REMEMBERED)]
 
 
-_meetings = _Meetings()
+_groups = _Groups()
 
 
 class Together:
-    """Several processes, as long as they do one thing: a save, or a load."""
+    """Several processes, as long as they are `doing` one thing."""
 
-    def __init__(
-        self, client: Any, members: tuple[int, ...], index: int, timeout: float, number: int
-    ) -> None:
+    def __init__(self, client: Any, members: tuple[int, ...], index: int, doing: str, timeout: float) -> None:
         self.index, self.count = index, len(members)
         self._client, self._members, self._timeout = client, members, timeout
         self._indices = {process: index for index, process in enumerate(members)}
-        group = xxh3_128(repr(members).encode())[:8]
-        self._place = f"eformer/{group}/{number}"
-        self._forgotten = f"eformer/{group}/{number - _REMEMBERED}"
+        self._doing = doing.encode() + b"\0"
+        self._group, number = _groups.begin(client, members)
+        self._place = f"{self._group.place}/{number}"
         self._rounds = 0
+        self._is_over = False
 
     def process_of(self, device: Any) -> int:
         return self._indices.get(device.process_index, -1)
@@ -169,35 +195,61 @@ class Together:
         place = self._next_place()
         deadline = time.monotonic() + self._timeout
         if self.index:
-            self._send(place, f"sent/{self.index}", _WELL + message)
+            self._send(place, f"sent/{self.index}", _WELL + self._doing + message)
             first = self._wait_for(f"{place}/answer", deadline, [0])
-            return _unless_failed(self._whole(place, "answer", first, deadline, 0))
+            answered = self._whole(place, "answer", first, deadline, 0)
+            if answered[:1] == _FAILED:
+                self._is_over = True
+                raise ProcessError(answered[1:].decode())
+            return answered[1:]
         try:
             answered = answer([message, *self._collect(place, deadline)])
         except BaseException as error:  # nobody shall wait for what will not come
-            with suppress(ProcessError):
-                self._send(place, "answer", _FAILED + self._told(error))
+            self._is_over = True
+            self._answer(place, _FAILED + self._told(error))
             raise
-        with suppress(ProcessError):  # what was decided is done, also if nobody can be told any more
-            self._send(place, "answer", _WELL + answered)
-            for forgotten in (f"{place}/sent", f"{place}/more/sent", self._forgotten):
-                self._ask(self._client.key_value_delete, forgotten)
+        self._answer(place, _WELL + answered)
         return answered
 
-    def fail(self, error: BaseException, *, after_all: bool = False) -> None:
+    def fail(self, error: BaseException, *, after_all: bool = False) -> str:
+        if self._is_over:
+            return ""
+        self._is_over = True
         place, told = self._next_place(), _FAILED + self._told(error)
         with suppress(ProcessError):  # the error at hand is the one to raise
             if self.index:
                 self._send(place, f"sent/{self.index}", told)
-                return
+                return self._why_first_failed(place)
             if after_all and isinstance(error, Exception):
                 with suppress(ProcessError):
                     self._collect(place, time.monotonic() + self._timeout)
-            self._send(place, "answer", told)
+            self._answer(place, told)
+        return ""
+
+    def end(self) -> None:
+        self._is_over = True
+
+    def _why_first_failed(self, place: str) -> str:
+        try:
+            answered = bytes(self._client.key_value_try_get_bytes(f"{place}/answer"))[4:]
+        except RuntimeError:  # it has not answered
+            return ""
+        return answered[1:].decode(errors="replace") if answered[:1] == _FAILED else ""
 
     def _told(self, error: BaseException) -> bytes:
-        text = str(error) if isinstance(error, ProcessError) else f"{self.name(self.index)}: {error!r}"
+        try:
+            text = str(error) if isinstance(error, ProcessError) else f"{self.name(self.index)}: {error!r}"
+        except Exception:  # noqa: BLE001  an error that cannot even say what it is
+            text = f"{self.name(self.index)}: {type(error).__name__}"
         return text[:_MOST_TOLD].encode(errors="replace")
+
+    def _answer(self, place: str, message: bytes) -> None:
+        """What was decided is done, also if nobody can be told any more."""
+        with suppress(ProcessError):
+            self._send(place, "answer", message)
+            old = _groups.ended(self._group, place)
+            for forgotten in (f"{place}/sent", f"{place}/more/sent", *old):
+                self._ask(self._client.key_value_delete, forgotten)
 
     def _next_place(self) -> str:
         self._rounds += 1
@@ -217,7 +269,16 @@ class Together:
         failed = [message[1:].decode() for message in messages if message[:1] == _FAILED]
         if failed:
             raise ProcessError("; ".join(failed)[: 4 * _MOST_TOLD])
-        return [message[1:] for message in messages]
+        return [self._of_the_same(message[1:], index) for index, message in enumerate(messages, 1)]
+
+    def _of_the_same(self, message: bytes, index: int) -> bytes:
+        doing, end, rest = message.partition(b"\0")
+        if doing + end != self._doing:
+            raise ProcessError(
+                f"the processes do different things: {self.name(0)} {self._doing[:-1].decode()}, {self.name(index)} "
+                f"{doing.decode()}. Every process has to make the same calls in the same order"
+            )
+        return rest
 
     # ------------------------------------------------------------------------------------- messages
 
@@ -236,15 +297,17 @@ class Together:
 
     def _wait_for(self, key: str, deadline: float, absent: Sequence[int]) -> bytes:
         while True:
-            left = int(1000 * (deadline - time.monotonic()))
+            left = deadline - time.monotonic()
             if left <= 0:
                 raise ProcessTimeoutError(
                     f"after {self._timeout:g} s {self.name(self.index)} still waits for "
                     f"{_listed(self._members[i] for i in absent)}. Every process has to make the same calls in the "
-                    "same order; if they do and are only slower than that, allow more time (SaveOptions.timeout)"
+                    "same order; if they do and are only slower than that, allow more time: SaveOptions(timeout=) for "
+                    "a save, load(timeout=) for a load"
                 )
             try:
-                return bytes(self._client.blocking_key_value_get_bytes(key, min(left, _PATIENCE_MS)))
+                patience = 1 + int(1000 * min(left, _PATIENCE))
+                return bytes(self._client.blocking_key_value_get_bytes(key, patience))
             except RuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise _lost(error) from error
@@ -256,14 +319,8 @@ class Together:
             raise _lost(error) from error
 
 
-def _unless_failed(message: bytes) -> bytes:
-    if message[:1] == _FAILED:
-        raise ProcessError(message[1:].decode())
-    return message[1:]
-
-
-def _lost(error: RuntimeError) -> ProcessError:
-    return ProcessError(f"another process has died, or JAX's coordination service cannot be reached: {error}")
+def _lost(error: RuntimeError) -> LostError:
+    return LostError(f"another process has died, or JAX's coordination service cannot be reached: {error}")
 
 
 def _listed(processes: Iterable[int]) -> str:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from jax.sharding import Sharding
 
+from eformer.checkpoint._hosts import TIMEOUT
 from eformer.checkpoint._leaf import Region, with_nearest
 from eformer.checkpoint._ndarray import floating_dtype, is_floating
 from eformer.checkpoint._rules import PartitionSpec, Rules
@@ -50,6 +51,7 @@ class Request:
     batch: int | None = None
     verify: bool = True
     broadcast: bool = False
+    timeout: float = TIMEOUT
     every_leaf: bool = False
     replicate: bool = False
     reshape: bool = False

@@ -11,6 +11,7 @@ import msgspec
 from eformer.checkpoint import _hosts
 from eformer.checkpoint._checksums import check_sha256
 from eformer.checkpoint._formats.find import find, was_replaced
+from eformer.checkpoint._hosts import TIMEOUT
 from eformer.checkpoint._items import Item, Request, items_of, select
 from eformer.checkpoint._manifest import UNREADABLE, TreeEntry
 from eformer.checkpoint._placed import assemble, place_items, processes_of
@@ -18,7 +19,7 @@ from eformer.checkpoint._plan import Read, Want, plan_reads
 from eformer.checkpoint._pool import default_threads, uncollected
 from eformer.checkpoint._transfer import fetch
 from eformer.checkpoint._tree import flatten, unflatten, unflatten_like
-from eformer.errors import CorruptionError, FormatError, NotFoundError, ProcessError, StructureError
+from eformer.errors import CorruptionError, FormatError, NotFoundError, StructureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,6 +53,7 @@ def load(
     batch: int | None = None,
     verify: bool = True,
     broadcast: bool = False,
+    timeout: float = TIMEOUT,
 ) -> Any:
     """The tree that was saved at `path`, bit for bit; or an error that says what is wrong, and where.
 
@@ -68,8 +70,9 @@ def load(
     place. `batch` is how many arrays are read at a time; None for all. `verify=False` skips the digests.
 
     Leaves that go to devices of several processes are loaded by all of these, and an error of one is an error of all;
-    no other process has to take part. Each reads what its devices hold. With `broadcast` what several of them hold is
-    read once, each process a part, and travels between the devices; for large leaves on a storage that is slower.
+    no other process has to take part. They wait for each other for `timeout` seconds. Each reads what its devices hold.
+    With `broadcast` what several of them hold is read once, each process a part, and travels between the devices; for
+    large leaves on a storage that is slower.
     """
     request = Request(
         like=like,
@@ -83,6 +86,7 @@ def load(
         batch=batch,
         verify=verify,
         broadcast=broadcast,
+        timeout=timeout,
     )
     return load_entry(path, request)[0]
 
@@ -106,16 +110,15 @@ Loaded = tuple[TreeEntry, "dict[str, Any]", "dict[str, None]"]
 def _read_together(path: str | os.PathLike[str], request: Request, like: Mapping[str, Any] | None) -> Loaded:
     """The wanted leaves, in all processes whose devices are to have them of one and the same save."""
     processes = processes_of(request, like)
-    company = _Company(_hosts.current(processes) if processes else _hosts.Alone())
+    together = processes and _hosts.current("loads", processes, request.timeout)
+    company = _Company(together or _hosts.Alone())
     for _ in range(_MOST_RESTARTS):
         try:
             return _read_one(path, request, like, company)
         except _Again:
             time.sleep(_BETWEEN_RESTARTS)
-        except ProcessError:  # of which all know
-            raise
         except BaseException as error:
-            company.leave(error)
+            company.hosts.fail(error)
             raise
     raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while the processes were reading it")
 
@@ -124,22 +127,16 @@ class _Company:
     """The processes of one load: none goes on if another cannot, or has found another save."""
 
     def __init__(self, hosts: Hosts) -> None:
-        self._hosts = hosts
-        self._is_over = hosts.count == 1
+        self.hosts = hosts
 
     def agree(self, what: str, *, is_last: bool) -> None:
-        if self._is_over:
+        if self.hosts.count == 1:
             return
-        answer = self._hosts.meet(
-            what.encode(), lambda messages: b"" if len(set(messages)) == 1 else b"again"
-        )
+        answer = self.hosts.meet(what.encode(), lambda messages: b"" if len(set(messages)) == 1 else b"again")
         if answer:
             raise _Again
-        self._is_over = is_last
-
-    def leave(self, error: BaseException) -> None:
-        if not self._is_over:
-            self._hosts.fail(error)
+        if is_last:
+            self.hosts.end()
 
 
 class _Again(Exception):  # noqa: N818

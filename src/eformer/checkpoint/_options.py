@@ -46,7 +46,7 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         for name in ("max_shard_bytes", "staging_bytes", "timeout"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise ValueError(f"SaveOptions.{name} must be positive, not {getattr(self, name)}")
         for name in ("threads", "max_chunk_bytes"):
             value = getattr(self, name)

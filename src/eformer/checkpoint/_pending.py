@@ -110,16 +110,16 @@ class _Turns:
 
     def reset(self) -> None:
         self._lock = threading.Lock()
-        self._last: dict[tuple[str, int], threading.Event] = {}
+        self._last: dict[tuple[str, str], threading.Event] = {}
 
-    def take(self, path: Path, host: int) -> Turn:
+    def take(self, path: Path, host: str) -> Turn:
         place = (os.path.realpath(path), host)
         with self._lock:
             before = self._last.get(place)
             after = self._last[place] = threading.Event()
         return Turn(before, after, lambda: self._forget(place, after))
 
-    def _forget(self, place: tuple[str, int], event: threading.Event) -> None:
+    def _forget(self, place: tuple[str, str], event: threading.Event) -> None:
         with self._lock:
             if self._last.get(place) is event:
                 del self._last[place]

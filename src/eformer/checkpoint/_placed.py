@@ -50,13 +50,13 @@ def place_items(items: Sequence[Item], tree: TreeEntry, request: Request) -> Non
 
 
 def processes_of(request: Request, like: Mapping[str, Any] | None) -> set[int]:
-    """The processes whose devices are asked for, and this one; none if that is this one alone."""
+    """The processes whose devices are asked for, if there are others among them, and this one is."""
     said = {id(s): s for s in _said_shardings(request, like)}
     if not said:
         return set()
     devices: set[Any] = {device for sharding in set(said.values()) for device in _devices(sharding)}
-    processes = {device.process_index for device in devices}
-    return processes | {jax.process_index()} if processes - {jax.process_index()} else set()
+    processes: set[int] = {device.process_index for device in devices}
+    return processes if len(processes) > 1 and jax.process_index() in processes else set()
 
 
 def _said_shardings(request: Request, like: Mapping[str, Any] | None) -> Iterable[Any]:
@@ -70,9 +70,12 @@ def _said_shardings(request: Request, like: Mapping[str, Any] | None) -> Iterabl
 
 
 def _devices(where: Any) -> Iterable[Any]:
-    if isinstance(where, Sharding):
-        return where.device_set
-    return where.devices.flat if isinstance(where, jax.sharding.Mesh) else ()
+    mesh = getattr(where, "mesh", where)
+    if isinstance(mesh, jax.sharding.Mesh):
+        return mesh.devices.flat
+    if isinstance(mesh, jax.sharding.AbstractMesh):  # which says nothing about devices
+        return ()
+    return where.device_set if isinstance(where, Sharding) else ()
 
 
 @lru_cache(1024)

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 # safetensors readers refuse a header of more than 100 MB.
 MAX_HEADER_BYTES = 90_000_000
-_HEADER_BYTES_A_LEAF = 300  # with its digest, which the files of several processes carry
+_HEADER_BYTES_A_LEAF = 150
+_PART_BYTES_A_LEAF = 250  # its extent, digest and SHA-256, which the files of several processes carry
 
 ALIGNMENT = 64  # at such addresses XLA takes host memory as it is
 
 
-def layout(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+def layout(sizes: Mapping[str, int], limit: int, *, has_parts: bool = False) -> list[list[str]]:
     """Which leaves share a file of at most `limit` bytes: those of one module, in their order, while they fit.
 
     A module that fits a file is not torn; a leaf larger than the limit has a file of its own.
@@ -39,6 +40,8 @@ def layout(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
             used = limit + 1  # the next file takes it whole
         for name in module:
             nbytes = len(name.encode()) + _HEADER_BYTES_A_LEAF
+            if has_parts:
+                nbytes += 2 * len(name.encode()) + _PART_BYTES_A_LEAF
             header += nbytes
             if not files or used + sizes[name] > limit or header > MAX_HEADER_BYTES:
                 files.append([])

@@ -17,8 +17,8 @@ import msgspec
 
 import eformer
 from eformer.checkpoint import _hosts
-from eformer.checkpoint._arrays import COMPARED_BYTES, Source, Staging, settled, snapshot
-from eformer.checkpoint._codec import sha256_of, xxh3_128, xxh3_128_of
+from eformer.checkpoint._arrays import Compared, Source, Staging, settled, snapshot
+from eformer.checkpoint._codec import sha256_of, xxh3_128
 from eformer.checkpoint._commit import Agreed, Plan, agree, commit, require_visible
 from eformer.checkpoint._formats import _sealing as sealing
 from eformer.checkpoint._formats import safetensors, tensorstore
@@ -67,6 +67,8 @@ _DEFAULT = SaveOptions()
 
 # File systems allow names of 255 bytes; the rest is for the number of a shard, the save and the suffix.
 _MAX_PREFIX_BYTES = 180
+
+_MOST_SHOWN = 200  # characters of a plain value, where it is described
 
 
 def save(
@@ -119,17 +121,20 @@ def start(
     options: SaveOptions = _DEFAULT,
     detach: bool = False,
     write_index: bool = True,
+    first: Callable[[Any], Any] | None = None,
 ) -> Job:
     """A save that only has to be carried out; with `detach` it needs nothing of the caller's any more.
 
-    Without an index arrays lie there as if somebody else had written them.
+    Without an index arrays lie there as if somebody else had written them. `first` is called on the tree: an error of
+    it is one of the save, of which other processes hear.
     """
-    hosts = _hosts.current(options.processes, options.timeout)
+    hosts = _hosts.current("saves", options.processes, options.timeout)
     try:
         if not write_index and format != "tensorstore":
             raise ValueError(
                 f"write_index=False is for the format 'tensorstore'; {format} needs its manifest"
             )
+        tree = first(tree) if first else tree
         job = _prepare(tree, path, prefix, format, metadata, options, hosts, detach=detach)
     except BaseException as error:
         hosts.fail(error)
@@ -160,7 +165,9 @@ def _prepare(
     recorded = _metadata_to_json(metadata)
     with uncollected():
         leaves, structure = flatten(tree)
-        sources, values, own = snapshot(leaves, options, hosts, detach=detach)
+        if hosts.count > 1:  # who has the same keys in another order has the same tree, as JAX sees it
+            leaves = dict(sorted(leaves.items()))
+        sources, values, shared = snapshot(leaves, options, hosts, detach=detach)
     entry = TreeEntry(
         save_id=secrets.token_hex(8),
         saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
@@ -171,8 +178,8 @@ def _prepare(
         raw_values=values,
         structure=msgspec.Raw(msgspec.json.encode(structure)),
     )
-    turn = turns.take(where, hosts.index)
-    return Job(where, prefix or "", format, sources, entry, options, hosts, turn, own)
+    turn = turns.take(where, hosts.name(hosts.index))
+    return Job(where, prefix or "", format, sources, entry, options, hosts, turn, shared)
 
 
 def _check_format(format: str, options: SaveOptions) -> None:  # noqa: A002
@@ -222,7 +229,7 @@ class Job:
     options: SaveOptions
     hosts: Hosts
     turn: Turn
-    own: str = ""
+    compared: Compared
     names: Sequence[str] = ()
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
     write_index: bool = True
@@ -233,13 +240,17 @@ class Job:
     def carry_out(self) -> None:
         with ExitStack() as stack:
             stack.callback(self.turn.end)
-            self.agree(stack)
-            if self.format == "tensorstore":
-                self.into_arrays(stack)
-            elif self.path.suffix == SUFFIX and not self.path.is_dir():
-                self.into_file(stack)
-            else:
-                self.into_directory(stack)
+            try:
+                self.agree(stack)
+                if self.format == "tensorstore":
+                    self.into_arrays(stack)
+                elif self.path.suffix == SUFFIX and not self.path.is_dir():
+                    self.into_file(stack)
+                else:
+                    self.into_directory(stack)
+            except BaseException as error:
+                self.hosts.fail(error)
+                raise
 
     def run_in_background(self, pending: Pending, after: Callable[[], None] | None = None) -> None:
         """Carries it out in a thread of its own; `after` is called when it is committed."""
@@ -263,7 +274,7 @@ class Job:
     def arranged(self, max_bytes: int) -> list[safetensors.File]:
         """The arrays by file. From here on only these hold them, and let go of what is written."""
         with uncollected():
-            files = safetensors.arrange(self.sources, max_bytes, self.tree.block)
+            files = safetensors.arrange(self.sources, max_bytes, self.tree.block, has_parts=bool(self.shared))
         self.names, self.sources = [source.name for source in self.sources], []
         return files
 
@@ -297,16 +308,13 @@ class Job:
             + (f", {s.sharding.spec} on {s.sharding.mesh}" if s.sharding else "")
             for s in self.sources
         ]
-        values = [f"{name}: a plain value" for name in self.tree.raw_values]
-        return Plan(what, lines + values, bytes(self.tree.structure), self.digest_of_own())
-
-    def digest_of_own(self) -> str:
-        """Of the plain values, and of small arrays that this process has for itself. One that lies on a mesh, even if
-        all its devices are here, may be one of which the others have no copy."""
-        own = (source for source in self.sources if source.home == "jax" and not source.sharding)
-        arrays = [source.whole for source in own if source.whole is not None]
-        small = [array.tobytes() for array in arrays if array.nbytes <= COMPARED_BYTES]
-        return xxh3_128_of([self.own.encode(), msgspec.json.encode(self.tree.raw_values), *small])
+        values = [f"{name}: {json}"[:_MOST_SHOWN] for name, json in self.tree.raw_values.items()]
+        structure = msgspec.json.encode(msgspec.json.decode(self.tree.structure), order="sorted")
+        whole = msgspec.json.encode(self.tree.raw_values, order="sorted")
+        metadata = msgspec.json.encode(self.tree.raw_metadata, order="sorted")
+        return Plan(
+            what, lines + values + self.compared.replicas(), structure + whole, self.compared.own(metadata)
+        )
 
     def propose(self, stack: ExitStack) -> Agreed:
         self.make_place()
@@ -352,6 +360,7 @@ class Job:
             self.hosts,
             lambda: self.write_arrays(writer, stack),
             lambda receipt: self.seal_arrays(writer, receipt),
+            writer.is_sealed,
         )
 
     def arrays_writer(self) -> tensorstore.ArraysWriter:
@@ -396,7 +405,12 @@ class Job:
             sync_directory(self.path.parent)  # perhaps one that died has made it, and not got so far
 
     def into_directory(self, stack: ExitStack) -> None:
-        commit(self.hosts, lambda: self.write(stack), self.seal_directory)
+        commit(
+            self.hosts,
+            lambda: self.write(stack),
+            self.seal_directory,
+            lambda: sealing.is_sealed(self.path, self.tree.save_id),
+        )
 
     def write(self, stack: ExitStack) -> Receipt:
         """The data of this process, complete and synced in scratch files that stay locked until all is over."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from eformer.checkpoint._codec import xxh3_128
+from eformer.checkpoint._formats._parts import unreadable
 from eformer.checkpoint._formats.find import find, was_replaced
 from eformer.checkpoint._plan import Want
 from eformer.checkpoint._pool import default_threads
@@ -77,7 +78,10 @@ def _readable(found: Found) -> tuple[list[TreeEntry], list[Damage]]:
             try:
                 found.trees[prefix].leaves  # noqa: B018
             except (OSError, FormatError) as error:
-                damages.append(Damage("", record.path_of(0), 0, 0, f"cannot be read: {error}"))
+                found_out = unreadable(found.directory, record) or [(str(found.path), str(error))]
+                damages += [
+                    Damage("", name, 0, 0, f"cannot be read: {problem}") for name, problem in found_out
+                ]
                 continue
         trees.append(found.trees[prefix])
     trees += [found.trees[prefix] for prefix in found.trees if prefix not in found.manifest.trees]

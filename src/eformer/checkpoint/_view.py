@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 import numpy as np
 
-from eformer.checkpoint._formats.find import find, was_replaced
+from eformer.checkpoint._formats.find import look_at, was_replaced
 from eformer.checkpoint._leaf import Region, with_nearest
 from eformer.checkpoint._manifest import Leaves, Manifest
 from eformer.checkpoint._ndarray import dtype_from_name
@@ -29,19 +29,12 @@ if TYPE_CHECKING:
 
 def inspect(path: str | os.PathLike[str]) -> Manifest:
     """The record of the checkpoint at `path`: formats, trees, leaves, shapes, dtypes, metadata. Reads no data."""
-    found = find(path)
-    return msgspec.structs.replace(found.manifest, trees=dict(found.trees))
+    return look_at(path, lambda found: msgspec.structs.replace(found.manifest, trees=dict(found.trees)))
 
 
 def open(path: str | os.PathLike[str], *, prefix: str | None = None) -> View:  # noqa: A001
     """The leaves of one tree by name, lazily: `open(path)["layers.0.w"][10:20]` reads those rows and no more."""
-    while True:
-        found = find(path)
-        try:
-            return View(found, prefix)
-        except FileNotFoundError as error:
-            if not was_replaced(found):
-                raise CorruptionError(f"{path}: the manifest names a file that is gone: {error}") from error
+    return look_at(path, lambda found: View(found, prefix))
 
 
 class View(Mapping[str, Any]):

@@ -8,6 +8,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -120,8 +121,8 @@ class AsyncCheckpointManager:
         where = self._where(path)
         if self._is_off(where):
             return where
-        tree = self._gathered(tree, mesh, gather_fns, do_all_gather, cpu_offload)
-        self._start(tree, where, prefix, metadata, float_dtype, cpu_offload).carry_out()
+        gather = partial(self._gathered, mesh, gather_fns, do_all_gather, cpu_offload)
+        self._start(tree, where, prefix, metadata, float_dtype, cpu_offload, first=gather).carry_out()
         if callback is not None:
             callback(where)
         return where
@@ -147,8 +148,8 @@ class AsyncCheckpointManager:
         if self._is_off(where):
             pending.start(lambda: None)
             return pending
-        tree = self._gathered(tree, mesh, gather_fns, do_all_gather, cpu_offload)
-        job = self._start(tree, where, prefix, metadata, float_dtype, cpu_offload, detach=True)
+        gather = partial(self._gathered, mesh, gather_fns, do_all_gather, cpu_offload)
+        job = self._start(tree, where, prefix, metadata, float_dtype, cpu_offload, first=gather, detach=True)
         with self._lock:
             self._pending = [p for p in self._pending if not (p.done() and p.was_asked)] + [pending]
         job.run_in_background(pending, after=None if callback is None else lambda: callback(where))
@@ -175,8 +176,10 @@ class AsyncCheckpointManager:
         where = self._where(path)
         if self._is_off(where):
             return where
-        tree = self._gathered(pytree, mesh, None, do_all_gather, cpu_offload)
-        job = self._start(tree, where, prefix, extras, dtype, cpu_offload, write_index=write_index)
+        gather = partial(self._gathered, mesh, None, do_all_gather, cpu_offload)
+        job = self._start(
+            pytree, where, prefix, extras, dtype, cpu_offload, first=gather, write_index=write_index
+        )
         job.carry_out()
         return where
 
@@ -210,6 +213,7 @@ class AsyncCheckpointManager:
         dtype: Any,
         cpu_offload: bool,
         *,
+        first: Callable[[Any], Any],
         detach: bool = False,
         write_index: bool = True,
     ) -> Job:
@@ -230,6 +234,7 @@ class AsyncCheckpointManager:
             options=options,
             detach=detach,
             write_index=write_index,
+            first=first,
         )
 
     def _format(self, where: str) -> Format:
@@ -238,11 +243,11 @@ class AsyncCheckpointManager:
 
     def _gathered(
         self,
-        tree: Any,
         mesh: Mesh | None,
         gather_fns: dict[str, Any] | bool | None,
         do_all_gather: bool,
         cpu_offload: bool,
+        tree: Any,
     ) -> Any:
         if gather_fns is not None:
             tree = apply_gather_functions(tree, gather_fns, mismatch_allowed=True, verbose=self.verbose)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from eformer.checkpoint._handed_over import serialize_with
+from eformer.checkpoint._hosts import TIMEOUT
 from eformer.checkpoint._items import Request
 from eformer.checkpoint._load import load_entry
+from eformer.checkpoint._options import SaveOptions
 from eformer.checkpoint._save import start
 from eformer.checkpoint._tree import is_array_like, join_key, leaf_key_paths
 from eformer.serialization._keys import by_key
@@ -37,11 +39,13 @@ def tree_serialize_leaves(
     `wait_until_finished` waits for the commit. `commit_callback()` is called once, after the commit. Without an index
     there are no digests and no structure, only arrays.
     """
+    timeout = getattr(manager, "_timeout_secs", TIMEOUT)  # with a manager its own counts
     job = start(
         pytree,
         checkpoint_dir,
         prefix=prefix,
         format="tensorstore",
+        options=SaveOptions(timeout=timeout),
         write_index=write_index,
         detach=manager is not None,
     )

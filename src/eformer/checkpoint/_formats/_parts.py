@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from eformer.checkpoint._manifest import TreeEntry
     from eformer.checkpoint._store.files import Files
 
+_MOST_BYTES = 2**30  # a few hundred bytes for a leaf
 CARRIED = "part"  # what it is called among the metadata of a safetensors file
 
 
@@ -50,8 +51,26 @@ def _joined(directory: Path, tree: TreeEntry) -> TreeEntry:
     return with_parts(tree, parts)
 
 
+def unreadable(directory: Path, tree: TreeEntry) -> list[tuple[str, str]]:
+    """The files whose part of the record cannot be read, and why."""
+    problems = []
+    files = files_of(directory, tree, {})
+    try:
+        for number in range(len(tree.files)):
+            name = tree.path_of(number)
+            try:
+                _read(tree, number, files, f"{directory}/{name}")
+            except (OSError, FormatError) as error:
+                problems.append((name, str(error)))
+    finally:
+        files.close()
+    return problems
+
+
 def _read(tree: TreeEntry, number: int, files: Files, origin: str) -> Part:
     file = tree.files[number]
+    if file.header_nbytes > _MOST_BYTES:
+        raise FormatError(f"{origin} cannot begin with a record of {file.header_nbytes} bytes")
     header = bytearray(min(file.header_nbytes, files.nbytes(number)))
     found = files.read_into(number, memoryview(header), 0)
     digest = xxh3_128(memoryview(header)[:found])

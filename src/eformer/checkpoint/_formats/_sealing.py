@@ -64,20 +64,20 @@ def seal(directory: Path, prefix: str, tree: TreeEntry, scratch: Sequence[str]) 
             with replacing(directory / MANIFEST) as new:
                 new.write(manifest.to_json())
         except BaseException:
-            if _is_not_sealed(directory, tree.save_id):
+            if not is_sealed(directory, tree.save_id):
                 for path in published:
                     remove(path)
             raise
         _finish(directory, manifest)
 
 
-def _is_not_sealed(directory: Path, save_id: str) -> bool:
-    """Whether an error came before the manifest was in place; a sync of the directory may fail after it."""
+def is_sealed(directory: Path, save_id: str) -> bool:
+    """Whether the manifest was in place when an error came; a sync of the directory may fail after it."""
     try:
         manifest = read_manifest(directory)
     except (OSError, FormatError):
-        return False  # nothing is removed that might be named
-    return manifest is None or all(tree.save_id != save_id for tree in manifest.trees.values())
+        return True  # nothing is removed that might be named
+    return manifest is not None and any(tree.save_id == save_id for tree in manifest.trees.values())
 
 
 def check_place(directory: Path, prefix: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from eformer.checkpoint._formats import _array_reading as arrays
 from eformer.checkpoint._formats import _reading as safetensors
@@ -11,12 +11,15 @@ from eformer.checkpoint._formats._index import INDEX
 from eformer.checkpoint._formats._names import INDEX_SUFFIX, MANIFEST, SUFFIX
 from eformer.checkpoint._leaf import with_nearest
 from eformer.checkpoint._store.local import list_names, local_path, open_inside, stamp
-from eformer.errors import FormatError, NotFoundError
+from eformer.errors import CorruptionError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from eformer.checkpoint._formats._found import Found
+
+T = TypeVar("T")
 
 FOREIGN = (arrays.FOREIGN, safetensors.FOREIGN)
 
@@ -34,6 +37,22 @@ def find(path: str | os.PathLike[str]) -> Found:
     if not where.exists():
         where = safetensors.by_base_name(where) or _missing(where)
     return safetensors.in_file(where)
+
+
+def look_at(path: str | os.PathLike[str], use: Callable[[Found], T]) -> T:
+    """What `use` makes of the checkpoint at `path`; of the newer one, if that is replaced meanwhile."""
+    while True:
+        found = find(path)
+        try:
+            return use(found)
+        except NotFoundError:
+            raise
+        except (FileNotFoundError, CorruptionError) as error:
+            if was_replaced(found):
+                continue
+            if isinstance(error, CorruptionError):
+                raise
+            raise CorruptionError(f"{path}: the manifest names a file that is gone: {error}") from error
 
 
 def was_replaced(found: Found) -> bool:

@@ -57,11 +57,11 @@ class File:
 # ---------------------------------------------------------------------------------------------- plan
 
 
-def arrange(sources: Sequence[Source], max_bytes: int, block: int) -> list[File]:
+def arrange(sources: Sequence[Source], max_bytes: int, block: int, *, has_parts: bool = False) -> list[File]:
     """What goes into which file at which offset, counted from where the file's data begins."""
     slots = {slot.name: slot for source in sources for slot in _slots(source, block)}
     files = []
-    for names in layout({name: slot.nbytes for name, slot in slots.items()}, max_bytes):
+    for names in layout({name: slot.nbytes for name, slot in slots.items()}, max_bytes, has_parts=has_parts):
         file = File(sorted((slots[name] for name in names), key=_order))
         offset = 0
         for slot in file.slots:

@@ -293,6 +293,10 @@ class ArraysWriter:
             else:
                 scratch.is_finished = True
 
+    def is_sealed(self) -> bool:
+        """Whether the index knows of this save; one without an index can be undone as long as it is not finished."""
+        return self.write_index and self.save_id in _sealed(self.directory, self.save_id)
+
     def _of_what_is_there(self) -> Index:
         """An index of the arrays that somebody else has put here without one: they stay what they are, a tree without a
         prefix, unless this is one."""
