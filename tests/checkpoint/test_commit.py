@@ -20,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
-from eformer.checkpoint import SaveOptions, _commit, _save, load, save, save_async
-from eformer.checkpoint._formats import _writing
+from eformer.checkpoint import SaveOptions, _commit, _load, _save, load, save, save_async
+from eformer.checkpoint._formats import _writing, find
 from eformer.checkpoint._manifest import Manifest
 from eformer.checkpoint._store.many import ScratchTree, sweep_trees
 from eformer.errors import CorruptionError, EformerError, FormatError, MismatchError
@@ -538,3 +538,25 @@ def test_a_difference_in_a_large_tree_is_found(tmp_path, monkeypatch):
         assert len(outcomes[1].problems) == len(said)
         for problem, text in zip(outcomes[1].problems, said, strict=True):
             assert text in problem
+
+
+@pytest.mark.parametrize("look", ["inspect", "open", "dry_run", "load"])
+def test_a_tree_in_parts_that_is_replaced_while_it_is_looked_at_is_the_newer_one(
+    tmp_path, monkeypatch, layout, look
+):
+    first, second = sharded_tree(), {"new": np.arange(3.0)}
+    assert save_together(Crew(2), lambda host: first, tmp_path, layout) == [None] * 2
+    stale = [find.find(tmp_path)]
+    assert save_together(Crew(2), lambda host: second, tmp_path, layout) == [None] * 2
+    real = find.find
+    for module in (find, _load):
+        monkeypatch.setattr(module, "find", lambda path: stale.pop() if stale else real(path))
+    if look == "inspect":
+        assert list(checkpoint.inspect(tmp_path).trees[""].leaves) == ["new"]
+    elif look == "open":
+        assert list(checkpoint.open(tmp_path)) == ["new"]
+    elif look == "dry_run":
+        assert list(checkpoint.dry_run(tmp_path, Mesh(np.array(jax.devices()), ("x",))).leaves) == ["new"]
+    else:
+        assert list(load(tmp_path)) == ["new"]
+    assert not stale

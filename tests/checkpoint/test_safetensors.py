@@ -591,3 +591,12 @@ def test_a_missing_data_file_is_corruption(tmp_path, weights):
     with pytest.raises(CorruptionError, match="names a file that is gone"):
         load(tmp_path)
     assert len(checkpoint.verify(tmp_path).damages) == 6
+
+
+def test_shardings_on_abstract_meshes_say_nothing_about_devices(tmp_path):
+    save({"w": np.arange(8.0, dtype=np.float32)}, tmp_path)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    abstract = jax.sharding.NamedSharding(mesh.abstract_mesh, jax.sharding.PartitionSpec("x"))
+    like = {"w": jax.ShapeDtypeStruct((8,), np.float32, sharding=abstract)}
+    loaded = load(tmp_path, like=like, mesh=mesh, shardings=jax.sharding.PartitionSpec("x"))
+    assert len(loaded["w"].addressable_shards) == 8

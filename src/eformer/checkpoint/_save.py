@@ -89,7 +89,7 @@ def save(
 
     Of several processes all make this call, with the same tree and a directory that all see. Each writes its own part
     of arrays that lie on devices of several; what each has for itself (numpy arrays, arrays of its own devices,
-    numbers, metadata) is stored as the first process has it.
+    metadata) is stored as the first process has it.
     """
     start(tree, path, prefix=prefix, format=format, metadata=metadata, options=options).carry_out()
     return os.fspath(path)
@@ -165,8 +165,6 @@ def _prepare(
     recorded = _metadata_to_json(metadata)
     with uncollected():
         leaves, structure = flatten(tree)
-        if hosts.count > 1:  # who has the same keys in another order has the same tree, as JAX sees it
-            leaves = dict(sorted(leaves.items()))
         sources, values, shared = snapshot(leaves, options, hosts, detach=detach)
     entry = TreeEntry(
         save_id=secrets.token_hex(8),
