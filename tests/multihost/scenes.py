@@ -159,6 +159,12 @@ def load_everywhere(path, broadcast):
     return Counted.nbytes - before - leaf.nbytes
 
 
+def load_much_everywhere(path):
+    """More collectives than there are cores, all of which would be begun at once."""
+    for leaf in load(path, shardings=NamedSharding(mesh(), P()), broadcast=True).values():
+        assert (np.asarray(leaf.addressable_data(1)) == 7).all()
+
+
 def load_as_saved(path, version=0):
     loaded = load(path, mesh=mesh(), shardings={"local": P()})
     check({**loaded, "local": loaded["local"].addressable_data(0)}, version)

@@ -103,6 +103,11 @@ def test_what_is_held_by_several_is_read_once_if_it_is_broadcast(four, path):
         succeed(four.run("load_tree", f"{path}-2", spec, 0, True))
 
 
+def test_many_leaves_are_broadcast_one_after_the_other(four, tmp_path):
+    save({f"w{i}": np.full((1024, 1024), 7, np.float32) for i in range(40)}, tmp_path / "safetensors")
+    succeed(four.run("load_much_everywhere", tmp_path / "safetensors", limit=60))
+
+
 def test_saves_under_way_are_committed_in_their_order(two, path):
     succeed(two.run("save_many_at_once", path, 4))
     for version in range(4):
