@@ -203,7 +203,7 @@ def simulate(count: int, leaves: int, cut: str, directory: Path) -> None:
                 "prepare and agree": max(agreed for agreed, _ in planned),
                 "arrange and write": max(wrote for _, wrote in planned),
                 "seal": sealed,
-                "messages of one process": len(said.get("sent", b"")) + len(messages[0]),
+                "messages of one process": len(said["sent"]) + len(messages[0]) if said else 0,
                 "answers": len(said.get("answered", b"")),
                 "manifest": (directory / "manifest.json").stat().st_size,
                 "part": receipts[0].files[0].header_nbytes,

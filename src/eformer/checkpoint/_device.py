@@ -67,12 +67,10 @@ def bits_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def resharded(array: Any, sharding: Any, dtype: np.dtype[Any] | None = None) -> Any:
     """The array under another sharding, by a collective of all processes that hold it; as `dtype` if these are the
     `bits_of` it."""
-    import jax  # late, as above
-
     dtype = dtype or array.dtype
     array = _as(bits_of(dtype), array.sharding)(array)
     # One after the other: CPUs that begin several collectives at once, each in its own order, wait for ever.
-    array = jax.block_until_ready(_as(bits_of(dtype), sharding)(array))
+    array = _as(bits_of(dtype), sharding)(array).block_until_ready()
     return _as(dtype, sharding)(array)  # not in one go with the line before: then floats would travel
 
 
