@@ -18,7 +18,7 @@ from support.processes import Job
 pytestmark = pytest.mark.xdist_group("processes")
 
 KILLS = int(os.environ.get("EFORMER_KILLS", "20"))
-HEARTBEAT = 4  # seconds after which JAX takes a process for dead
+HEARTBEAT = 6  # seconds after which JAX takes a process for dead
 AT_ONCE = 4
 
 
