@@ -185,6 +185,8 @@ def commit(
     try:
         hosts.meet(_encode(receipt), answer)
     except _SealError as error:
+        if isinstance(error.cause, FileNotFoundError):
+            error.cause.add_note("a process that stops waiting for the others takes away what it has written")
         raise error.cause from None
     except (ProcessTimeoutError, LostError) as error:
         if hosts.index:
