@@ -142,6 +142,7 @@ def test_one_process_cannot_save_what_others_hold(two, path):
 def test_leaves_that_lie_in_one_process_each_are_all_saved(four, path):
     succeed(four.run("save_stages", path))
     loaded = load(path)
+    assert loaded.pop("few").tolist() == [0.0, 1.0, 2.0]  # a copy in two of the four
     assert sorted(loaded) == sorted(f"{kind}-{i}" for kind in ("stage", "replica") for i in range(4))
     for name, leaf in loaded.items():
         assert leaf.tolist() == [10.0 * int(name[-1]) + i for i in range(8)]
@@ -166,7 +167,7 @@ def test_leaves_that_lie_in_one_process_each_are_all_saved(four, path):
         ("other replica", "here there is global.scalar: ", "process 1 saves another tree than process 0"),
         ("other compression", "do different things", "'compression': 'zstd'"),
         ("other prefix", "do different things", "the prefix 'other'"),
-        ("other path", "-of-its-own is not the directory", "process that all of them share"),
+        ("other path", "-of-its-own is not the directory", "on a file system that all of them share"),
     ],
 )
 def test_another_tree_in_one_process_is_an_error_in_all(two, path, kind, says, others):
@@ -175,7 +176,7 @@ def test_another_tree_in_one_process_is_an_error_in_all(two, path, kind, says, o
         says, others = "'tensorstore'", "process 1: ValueError"
     first, second = two.run("save_another_tree", path, 1, kind)
     assert says in second.text
-    assert others in first.text or "share" in first.text
+    assert others in first.text
     assert max(succeed(two.run("last_took"))) < 15
     assert load(path) == {"old": 1}
     assert no_scratch(path)
@@ -189,7 +190,11 @@ def test_an_error_of_any_process_is_an_error_of_all(two, path, rank):
     assert outcomes[1 - rank].kind == "ProcessError"
     assert f"process {rank}: LeafError" in outcomes[1 - rank].text
     outcomes = two.run("save_another_tree", path, rank, "file in the way")
-    assert "is not the directory" in outcomes[1].text or "Errno" in outcomes[0].text
+    if rank == 0:
+        assert outcomes[0].kind in ("FileExistsError", "NotADirectoryError")
+        assert f"process 0: {outcomes[0].kind}" in outcomes[1].text
+    else:
+        assert "is not the directory" in outcomes[1].text
     with pytest.raises(NotFoundError):
         load(path)
 

@@ -195,7 +195,7 @@ class _Reader:
                 name, dtype, array.shape, "jax", key, sharding, np.asarray(array), (), (), None, owner
             )
         cut = self.cut(array)
-        if self.hosts.count > 1 and array.nbytes <= _REPLICA_BYTES and len(cut.holders) == 1 and owner < 0:
+        if self.hosts.count > 1 and array.nbytes <= _REPLICA_BYTES and cut.is_everywhere:
             self.compare(name, array)
         mine, is_first = self.mine(cut, array.dtype.itemsize)
         parts = [(region, _data(array, number)) for region, number in mine.items()]
@@ -206,7 +206,7 @@ class _Reader:
 
     def compare(self, name: str, array: jax.Array) -> None:
         """Every process has a copy of a few numbers, such as the step; they had better be the same."""
-        if len(self.replicas) < _MOST_REPLICAS and array.is_fully_replicated and array.addressable_shards:
+        if len(self.replicas) < _MOST_REPLICAS:
             region = Region.whole(array.shape)
             self.replicas.append(
                 Source(name, array.dtype.name, array.shape, parts=[(region, _data(array, 0))])
@@ -277,6 +277,7 @@ class _Cut:
         hosts: Hosts,
     ) -> None:
         self.holders, self.here, self.shard = holders, here, shard
+        self.is_everywhere = len(holders) == 1 and all(len(who) == hosts.count for who in holders.values())
         self.settled: tuple[dict[Region, int], bool] | None = None
         self.elements = np.zeros(hosts.count, np.int64)
         if all(

@@ -107,7 +107,7 @@ def _mention(others: Sequence[str], first: str) -> None:
     if others:
         logger.warning(
             "%s and %d more have other numbers than %s where each process has its own: numpy arrays, arrays on its own "
-            "devices, plain values. Stored is what %s has; SaveOptions(processes=) saves from one process alone",
+            "devices, metadata. Stored is what %s has; SaveOptions(processes=) saves from one process alone",
             others[0], len(others) - 1, first, first,
         )  # fmt: skip
 
@@ -166,9 +166,8 @@ def commit(
         receipt = write()
     except BaseException as error:
         first = hosts.fail(error, after_all=True)
-        if first and isinstance(
-            error, FileNotFoundError
-        ):  # who has failed takes the place away that all write to
+        # The first one takes the place away that all write to: then its error is the one that matters.
+        if first and isinstance(error, FileNotFoundError):
             raise ProcessError(f"{_NOTHING}: {first}") from error
         raise
 

@@ -33,21 +33,19 @@ def serialize_with(manager: Any, job: Job, tree: Any, callback: Callable[[], Non
     is written at once. An error is raised by the manager's `wait_until_finished`, as JAX has it.
     """
     job.turn.end()  # the manager has its own order; should it fail, nobody shall wait for this save
-    with ExitStack() as stack:
+    stack = ExitStack()
+    try:
         job.agree(stack)
         save = _HandedOver(job, stack)
-        try:
-            given, specs = save.write_rest(tree)
-            # From here on the manager may call at any time, or, if its writing fails, forget about us.
-            save.stack = stack.pop_all()
-            weakref.finalize(save, save.stack.close)
-            _in_a_thread(
-                lambda: manager.serialize(given, specs, on_commit_callback=lambda: save.seal(callback))
-            )
-        except BaseException as error:  # that of an earlier save of the manager's, perhaps
-            job.hosts.fail(error, after_all=True)
-            save.stack.close()
-            raise
+        given, specs = save.write_rest(tree)
+        weakref.finalize(
+            save, stack.close
+        )  # should the manager fail, it calls nobody, and only forgets about us
+        _in_a_thread(lambda: manager.serialize(given, specs, on_commit_callback=lambda: save.seal(callback)))
+    except BaseException as error:  # that of an earlier save of the manager's, perhaps
+        job.hosts.fail(error, after_all=True)
+        stack.close()
+        raise
     save.digest_in_background(callback)
 
 

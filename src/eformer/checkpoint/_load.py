@@ -110,33 +110,24 @@ Loaded = tuple[TreeEntry, "dict[str, Any]", "dict[str, None]"]
 def _read_together(path: str | os.PathLike[str], request: Request, like: Mapping[str, Any] | None) -> Loaded:
     """The wanted leaves, in all processes whose devices are to have them of one and the same save."""
     processes = processes_of(request, like)
-    together = processes and _hosts.current("loads", processes, request.timeout)
-    company = _Company(together or _hosts.Alone())
+    hosts = _hosts.current("loads", processes, request.timeout) if processes else _hosts.Alone()
     for _ in range(_MOST_RESTARTS):
         try:
-            return _read_one(path, request, like, company)
+            return _read_one(path, request, like, hosts)
         except _Again:
             time.sleep(_BETWEEN_RESTARTS)
         except BaseException as error:
-            company.hosts.fail(error)
+            hosts.fail(error)
             raise
     raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while the processes were reading it")
 
 
-class _Company:
-    """The processes of one load: none goes on if another cannot, or has found another save."""
-
-    def __init__(self, hosts: Hosts) -> None:
-        self.hosts = hosts
-
-    def agree(self, what: str, *, is_last: bool) -> None:
-        if self.hosts.count == 1:
-            return
-        answer = self.hosts.meet(what.encode(), lambda messages: b"" if len(set(messages)) == 1 else b"again")
-        if answer:
-            raise _Again
-        if is_last:
-            self.hosts.end()
+def _agree(hosts: Hosts, what: str, *, is_last: bool) -> None:
+    """No process goes on if another cannot, or has found another save."""
+    if hosts.meet(what.encode(), lambda messages: b"" if len(set(messages)) == 1 else b"again"):
+        raise _Again
+    if is_last:
+        hosts.end()
 
 
 class _Again(Exception):  # noqa: N818
@@ -144,7 +135,7 @@ class _Again(Exception):  # noqa: N818
 
 
 def _read_one(
-    path: str | os.PathLike[str], request: Request, like: Mapping[str, Any] | None, company: _Company
+    path: str | os.PathLike[str], request: Request, like: Mapping[str, Any] | None, hosts: Hosts
 ) -> Loaded:
     """The wanted leaves of one whole checkpoint: if another save replaces it meanwhile, those of the newer one."""
     for _ in range(_MOST_RESTARTS):
@@ -157,7 +148,7 @@ def _read_one(
                 if like is None and request.keys is None:
                     _require_classes(tree)
                 place_items(items, tree, request)
-            arrays = _arrays(found, tree, items, request, company)
+            arrays = _arrays(found, tree, items, request, hosts)
         except _Unreadable as unreadable:
             if was_replaced(found):
                 continue
@@ -179,7 +170,7 @@ def _tree(found: Found, prefix: str | None) -> TreeEntry:
 
 
 def _arrays(
-    found: Found, tree: TreeEntry, items: list[Item], request: Request, company: _Company
+    found: Found, tree: TreeEntry, items: list[Item], request: Request, hosts: Hosts
 ) -> dict[str, Any]:
     """The arrays by name, read and handed to the caller's functions batch by batch."""
     if request.sha256 is not None:
@@ -197,7 +188,7 @@ def _arrays(
             raise _Unreadable(error) from None
         is_last = start + batch >= end
         if is_last or request.broadcast:  # what is broadcast needs all processes
-            company.agree(f"{tree.save_id} {start}", is_last=is_last)
+            _agree(hosts, f"{tree.save_id} {start}", is_last=is_last)
         with uncollected():
             assembled = assemble(some)
         for item in some:

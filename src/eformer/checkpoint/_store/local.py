@@ -219,24 +219,16 @@ def _remove_if_dead(path: Path) -> None:
             os.close(descriptor)
 
 
-def lock(descriptor: int) -> None:
+def lock(descriptor: int, *, shared: bool = False) -> None:
+    """Waits for it. Several may hold it `shared`; as long as one does, `try_lock` raises."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
         logger.debug(
             "this file system has no locks: do not save to one directory from several processes at once"
         )
-
-
-def lock_shared(descriptor: int) -> None:
-    """Several may hold it so at once; `try_lock` raises as long as one does."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
 
 
 def try_lock(descriptor: int) -> None:

@@ -21,7 +21,7 @@ from eformer.checkpoint._leaf import is_inside
 from eformer.checkpoint._store.local import (
     SCRATCH,
     list_names,
-    lock_shared,
+    lock,
     read_small,
     rename,
     sync_directory,
@@ -91,7 +91,7 @@ class ScratchTree:
                 if self.is_owner:
                     os.mkdir(self.path)
                 self.descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                lock_shared(self.descriptor)
+                lock(self.descriptor, shared=True)
                 if self.is_owner:
                     os.mkdir(self.data)
             except FileNotFoundError:  # swept between its creation and the lock
