@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Struct
 
 from eformer.checkpoint._codec import Hasher
-from eformer.checkpoint._device import PACKED, is_host_memory, staged
+from eformer.checkpoint._device import PACKED, copied, is_host_memory, staged
 from eformer.checkpoint._leaf import Region
 from eformer.checkpoint._ndarray import dtype_from_name, is_floating, name_of_dtype
 from eformer.checkpoint._pieces import merged
@@ -259,10 +259,11 @@ class _Reader:
         arrays = [a for source in sources for _, a in source.parts if isinstance(a, jax.Array)]
         if not self.detach or not arrays:
             return sources
-        shardings = [array.sharding for array in arrays]
         if self.where == "host" or (self.where == "auto" and not _have_room(arrays)):
-            shardings = [sharding.with_memory_kind("pinned_host") for sharding in shardings]
-        copies = iter(jax.device_put(arrays, shardings, may_alias=False))
+            pinned = [array.sharding.with_memory_kind("pinned_host") for array in arrays]
+            copies = iter(jax.device_put(arrays, pinned, may_alias=False))
+        else:
+            copies = iter(copied(arrays))
         return [_with_copies(source, copies) for source in sources]
 
 

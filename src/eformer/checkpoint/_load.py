@@ -14,29 +14,26 @@ from eformer.checkpoint._formats.find import find, was_replaced
 from eformer.checkpoint._hosts import TIMEOUT
 from eformer.checkpoint._items import Item, Request, items_of, select
 from eformer.checkpoint._manifest import UNREADABLE, TreeEntry
-from eformer.checkpoint._placed import assemble, place_items, processes_of
-from eformer.checkpoint._plan import Read, Want, plan_reads
+from eformer.checkpoint._placed import accelerator_of, assemble, place_items, processes_of
 from eformer.checkpoint._pool import default_threads, uncollected
-from eformer.checkpoint._transfer import fetch
+from eformer.checkpoint._read import read
+from eformer.checkpoint._streamed import is_worth_streaming, stream
 from eformer.checkpoint._tree import flatten, unflatten, unflatten_like
 from eformer.errors import CorruptionError, FormatError, NotFoundError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     import jax
 
     from eformer.checkpoint._formats._found import Found
     from eformer.checkpoint._hosts import Hosts
     from eformer.checkpoint._rules import Rules
-    from eformer.checkpoint._store.files import Files
 
 # Another save may replace the files between the reading of a manifest and that of the data; each time it does,
 # a newer checkpoint is there to be read.
 _MOST_RESTARTS = 10
 _BETWEEN_RESTARTS = 0.2  # seconds, for the others to find the newer one, too
-
-_MUCH = 2**20  # bytes of one file
 
 
 def load(
@@ -173,30 +170,42 @@ def _arrays(
     found: Found, tree: TreeEntry, items: list[Item], request: Request, hosts: Hosts
 ) -> dict[str, Any]:
     """The arrays by name, read and handed to the caller's functions batch by batch."""
+    threads = request.threads or default_threads()
     if request.sha256 is not None:
         try:
-            check_sha256(found, tree, request.sha256(tree), request.threads or default_threads())
+            check_sha256(found, tree, request.sha256(tree), threads)
         except (FileNotFoundError, CorruptionError) as error:
             raise _Unreadable(error) from None
     arrays: dict[str, Any] = {}
     batch, end = request.batch or max(1, len(items)), max(1, len(items))
     for start in range(0, end, batch):
         some = items[start : start + batch]
+        streamed, others = _divided(some, request)
         try:
-            _read(found, tree, some, request.verify, request.threads or default_threads())
+            assembled = stream(found, tree, streamed, threads, verify=request.verify) if streamed else {}
+            read(found, tree, others, threads, verify=request.verify)
         except (FileNotFoundError, CorruptionError) as error:
             raise _Unreadable(error) from None
         is_last = start + batch >= end
         if is_last or request.broadcast:  # what is broadcast needs all processes
             _agree(hosts, f"{tree.save_id} {start}", is_last=is_last)
         with uncollected():
-            assembled = assemble(some)
+            assembled |= assemble(others)
         for item in some:
             leaf = assembled.pop(item.name)
             leaf = item.after(leaf) if item.after else leaf
             arrays[item.name] = request.callback(leaf, item.name) if request.callback else leaf
             item.arrays = ()  # what the caller's functions let go of, is gone
     return arrays
+
+
+def _divided(items: list[Item], request: Request) -> tuple[list[Item], list[Item]]:
+    """Those that go to accelerators, through a little memory at a time, and the others. What is broadcast has to be
+    read by all processes before the first piece of it moves."""
+    streamed = [] if request.broadcast else [item for item in items if accelerator_of(item) is not None]
+    if not is_worth_streaming(streamed):
+        return [], items
+    return streamed, [item for item in items if accelerator_of(item) is None]
 
 
 class _Unreadable(Exception):  # noqa: N818
@@ -213,52 +222,3 @@ def _require_classes(tree: TreeEntry) -> None:
     if any(kind in bytes(tree.structure) for kind in (b'"namedtuple":', b'"dataclass":', b'"node":')):
         names = [*tree.leaves, *tree.raw_values]
         unflatten(msgspec.json.decode(tree.structure), dict.fromkeys(names))
-
-
-# ---------------------------------------------------------------------------------------------- read
-
-
-def _read(found: Found, tree: TreeEntry, items: Sequence[Item], verify: bool, threads: int) -> None:
-    wants = [Want(item.name, item.entry, item.dtype, item.regions) for item in items]
-    reads = plan_reads(wants, tree)
-    files = found.files(tree)
-    try:
-        needed = _needed_files(tree, reads)
-        files.hold(needed)
-        _require_bytes(tree, items, needed, files)
-        fetched = fetch(reads, wants, tree, files, threads, verify=verify)
-    finally:
-        files.close()
-    for item, arrays in zip(items, fetched, strict=True):
-        item.arrays = arrays
-
-
-def _require_bytes(tree: TreeEntry, items: Sequence[Item], needed: Iterable[int], files: Files) -> None:
-    """Refuses files that are shorter than the leaves, before much memory is allocated for these."""
-    lengths = [file.nbytes for file in tree.files]
-    for number in needed:
-        if lengths[number] > _MUCH and not tree.is_database:
-            lengths[number] = files.nbytes(number)
-    if all(length >= file.nbytes for length, file in zip(lengths, tree.files, strict=True)):
-        return
-    for item in items:
-        for extent in item.entry.extents:
-            file = tree.files[extent.file]
-            stop = file.header_nbytes + extent.offset + extent.nbytes
-            if stop > lengths[extent.file]:
-                raise CorruptionError(
-                    f"leaf {item.name!r}: {tree.path_of(extent.file)} was cut short: it ends after "
-                    f"{lengths[extent.file]} bytes, the leaf after {stop}; restore the file from a copy, or load "
-                    "an older checkpoint"
-                )
-
-
-def _needed_files(tree: TreeEntry, reads: Sequence[Read]) -> set[int]:
-    """By number; refuses leaves that claim more bytes than the files have, before memory is allocated for them."""
-    claimed = [0] * len(tree.files)
-    for read in reads:
-        claimed[read.file] += read.nbytes
-    for file, nbytes in zip(tree.files, claimed, strict=True):
-        if nbytes > file.nbytes:
-            raise FormatError(f"the leaves in {file.name!r} claim {nbytes} bytes, it has {file.nbytes}")
-    return {read.file for read in reads}

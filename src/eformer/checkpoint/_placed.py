@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from eformer.checkpoint._device import PACKED, bits_of, resharded
+from eformer.checkpoint._device import PACKED, bits_of, resharded, takes_host_memory
 from eformer.checkpoint._leaf import Region
 from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.checkpoint._rules import Leaf, PartitionSpec, Said
@@ -190,6 +190,25 @@ def _cut_up(item: Item) -> None:
         region = Region((*(a for a, _ in bounds), *(0 for _ in inner)), (*(b for _, b in bounds), *inner))
         item.devices.append((device, numbers.setdefault(region, len(numbers))))
     item.regions = list(numbers)
+
+
+def accelerator_of(item: Item) -> Any:
+    """One of the devices that the item goes to, if it goes nowhere else than into the memory of accelerators: into
+    memory that is not the host's. None if it does not."""
+    return None if item.as_numpy else _accelerator(item.sharding, _config.jax_default_device)
+
+
+@lru_cache(1024)
+def _accelerator(sharding: Sharding | None, default: Any) -> Any:
+    if sharding is None:
+        devices = [default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]]
+    elif sharding.memory_kind in (None, _default_memory(sharding)):
+        devices = list(sharding.addressable_devices)
+    else:
+        devices = []
+    if any(device.platform == "cpu" or takes_host_memory(device) for device in devices):
+        return None
+    return next(iter(devices), None)
 
 
 # ------------------------------------------------------------------------------------------ assemble

@@ -20,6 +20,7 @@ from eformer.checkpoint import _hosts
 from eformer.checkpoint._arrays import Compared, Source, Staging, settled, snapshot
 from eformer.checkpoint._codec import sha256_of, xxh3_128
 from eformer.checkpoint._commit import Agreed, Plan, agree, commit, require_visible
+from eformer.checkpoint._device import compile_copies
 from eformer.checkpoint._formats import _sealing as sealing
 from eformer.checkpoint._formats import safetensors, tensorstore
 from eformer.checkpoint._formats._names import SUFFIX, base_name, marks
@@ -258,6 +259,7 @@ class Job:
             if after:
                 after()
 
+        pending.add_done_callback(lambda _: compile_copies())
         try:
             pending.start(work)
         except BaseException as error:  # no thread was to be had: nobody shall wait for this save

@@ -49,14 +49,17 @@ def fetch(
     threads: int,
     *,
     verify: bool = True,
+    memory: Array | None = None,
 ) -> list[Sequence[Array]]:
     """For each want the arrays of its regions, or the one of the whole leaf. Raises at the first damage.
+
+    Arrays that have a place of their own have it in `memory`, as far as that goes.
 
     The memory of an array starts where XLA takes it as it is, if that can be had without a copy: large leaves have
     memory of their own or share it with neighbours, small ones share what they were read into.
     """
     job = _Fetch(wants, tree, files, verify, _refuse)
-    job.prepare()
+    job.prepare(Arena(memory))
     run_all([partial(job.carry_out, read) for read in reads], threads)
     return job.arrays
 
@@ -103,9 +106,9 @@ class _Fetch:
         self.targets: dict[int, list[_Target]] = {}
         self.arrays: list[Sequence[Array]] = [()] * len(wants)
 
-    def prepare(self) -> None:
+    def prepare(self, arena: Arena) -> None:
         """Memory for leaves that are put together, cast, or large. Others keep what they are read into."""
-        arena, block = Arena(), self.tree.block
+        block = self.tree.block
         for index, want in enumerate(self.wants):
             entry = want.entry
             if want.regions is None and want.dtype == entry.dtype and len(entry.extents) == 1:
@@ -122,7 +125,7 @@ class _Fetch:
 
     def carry_out(self, read: Read) -> None:
         straight = self.destination(read)
-        memory = _aligned(read.nbytes, read.offset) if straight is None else straight
+        memory = aligned(read.nbytes, read.offset) if straight is None else straight
         sound = self.sound_pieces(read, memory)
         if straight is not None:
             for _ in sound:  # they are where they belong, and only had to be looked at
@@ -218,19 +221,19 @@ class Arena:
     longer than reading unless it consists of whole huge pages. What is kept keeps at most an allocation.
     """
 
-    def __init__(self) -> None:
-        self.memory = np.empty(0, np.uint8)
+    def __init__(self, memory: Array | None = None) -> None:
+        self.memory = np.empty(0, np.uint8) if memory is None else memory
 
     def target(self, region: Region, dtype: np.dtype[Any]) -> _Target:
         nbytes = dtype.itemsize * region.size
         if nbytes > len(self.memory):
-            self.memory = _aligned(max(nbytes, _ARENA_BYTES))
+            self.memory = aligned(max(nbytes, _ARENA_BYTES))
         memory = self.memory[:nbytes]
         self.memory = self.memory[-(-nbytes // ALIGNMENT) * ALIGNMENT :]
         return _Target(region, np.ndarray(region.shape, dtype, memory), memory)
 
 
-def _aligned(nbytes: int, offset: int = 0) -> Array:
+def aligned(nbytes: int, offset: int = 0) -> Array:
     """Memory that begins on a huge page, for which numpy asks the kernel, or as far behind it as `offset` is behind
     an aligned one: what is aligned in the file is so here."""
     to = _HUGE_PAGE if nbytes >= _HUGE_PAGE else ALIGNMENT

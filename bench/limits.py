@@ -1,0 +1,164 @@
+"""The machine's limits: what plain programs take for the same bytes and the same number of leaves."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import measuring
+import numpy as np
+from measuring import BLOCK, PAGE, CacheError, aligned, libc, settle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+RWF_DONTCACHE = 0x80  # os has no name for it before Python 3.15
+SYNC_FILE_RANGE_WRITE = 2
+UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
+
+# ------------------------------------------------------------------------------------------- writing
+
+WriteBlock = "Callable[[int, memoryview, int], int]"
+
+
+def plain(descriptor: int, data: memoryview, at: int) -> int:
+    return os.pwrite(descriptor, data, at)
+
+
+def written_out(descriptor: int, data: memoryview, at: int) -> int:
+    """The disk begins at once instead of waiting for the sync."""
+    written = os.pwrite(descriptor, data, at)
+    begin, length = ctypes.c_int64(at), ctypes.c_int64(len(data))
+    if libc.sync_file_range(descriptor, begin, length, SYNC_FILE_RANGE_WRITE):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return written
+
+
+def uncached(descriptor: int, data: memoryview, at: int) -> int:
+    return os.pwritev(descriptor, [data], at, RWF_DONTCACHE)
+
+
+MODES: dict[str, tuple[WriteBlock, int]] = {
+    "buffered": (plain, 0),
+    "written out": (written_out, 0),
+    "O_DIRECT": (plain, getattr(os, "O_DIRECT", 0)),
+    "RWF_DONTCACHE": (uncached, 0),
+}
+
+
+def write(mode: str, directory: Path, nbytes: int, threads: Sequence[int]) -> dict[str, Any]:
+    """Seconds until the bytes are on stable storage in a new file, for each number of threads."""
+    data = filled(nbytes)
+    try:
+        return {
+            "values": {f"save, {count} threads": write_one(mode, directory, data, count) for count in threads}
+        }
+    except (OSError, AttributeError) as error:
+        if isinstance(error, OSError) and error.errno not in UNSUPPORTED:
+            raise
+        return {"values": {}, "skipped": f"{mode}: this system cannot do it ({error})"}
+
+
+def write_one(mode: str, directory: Path, data: np.ndarray, threads: int) -> float:
+    write_block, flags = MODES[mode]
+    path, view = directory / "plain", memoryview(data)
+    path.unlink(missing_ok=True)
+    settle(0 if flags else data.nbytes)
+    start = time.perf_counter()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags)
+    try:
+        os.ftruncate(descriptor, data.nbytes)
+        in_blocks(lambda at: write_block(descriptor, view[at : at + BLOCK], at), data.nbytes, threads)
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
+    measuring.sync(directory)
+    return time.perf_counter() - start
+
+
+def filled(nbytes: int) -> np.ndarray:
+    """Memory that has been touched, whole pages of it, with bytes that do not compress."""
+    data = aligned(-(-nbytes // PAGE) * PAGE)
+    tile = np.random.default_rng(0).integers(0, 256, min(data.nbytes, 16 * BLOCK), np.uint8)
+    for at in range(0, data.nbytes, tile.nbytes):
+        part = data[at : at + tile.nbytes]
+        part[:] = tile[: part.nbytes]
+    return data
+
+
+# ------------------------------------------------------------------------------------------- reading
+
+
+def read(directory: Path, nbytes: int, *, warm: Sequence[int], cold: Sequence[int]) -> dict[str, Any]:
+    """Seconds from the page cache and from the disk into fresh memory, for each number of threads."""
+    path = directory / "plain"
+    write_one("buffered", directory, data := filled(nbytes), 2)
+    nbytes = data.nbytes
+    del data
+    values, skipped = {}, []
+    for count in warm:
+        settle(nbytes)
+        measuring.read_once(path)
+        values[f"load, {count} threads"] = read_one(path, nbytes, count, 0)
+    for mode, flags in (("buffered", 0), ("O_DIRECT", getattr(os, "O_DIRECT", 0))) if cold else ():
+        try:
+            for count in cold:
+                settle(nbytes)
+                measuring.drop(path)
+                values[f"cold load, {mode}, {count} threads"] = read_one(path, nbytes, count, flags)
+        except CacheError as error:
+            skipped.append(f"cold load, {mode}: {error}")
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            skipped.append(f"cold load, {mode}: this system cannot do it ({error})")
+    return {"values": values, "skipped": "; ".join(skipped)}
+
+
+def read_one(path: Path, nbytes: int, threads: int, flags: int) -> float:
+    start = time.perf_counter()
+    descriptor = os.open(path, os.O_RDONLY | flags)
+    try:
+        memory = memoryview(aligned(nbytes))  # every page of it is touched, because it is read into
+        in_blocks(lambda at: os.preadv(descriptor, [memory[at : at + BLOCK]], at), nbytes, threads)
+    finally:
+        os.close(descriptor)
+    return time.perf_counter() - start
+
+
+def in_blocks(transfer: Callable[[int], int], nbytes: int, threads: int) -> None:
+    with ThreadPoolExecutor(threads) as pool:
+        if (moved := sum(pool.map(transfer, range(0, nbytes, BLOCK)))) != nbytes:
+            raise OSError(f"{moved} of {nbytes} bytes were moved")
+
+
+# -------------------------------------------------------------------------------------------- leaves
+
+
+def floors(tree: Any, leaves: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Seconds that jax and numpy take for so many leaves: to hand out their bytes, and to make arrays of bytes."""
+    import jax  # here, because the limits of the disk are measured without it
+
+    def views() -> list[np.ndarray]:
+        return [
+            np.ndarray(leaf.shape, leaf.dtype, memory, at) for leaf, at in zip(leaves, starts, strict=True)
+        ]
+
+    starts, end = [], 0
+    for leaf in leaves:
+        starts.append(end)
+        end += -(-leaf.nbytes // 64) * 64  # at such addresses XLA takes host memory as it is
+    memory = aligned(end)
+    memory[::PAGE] = 0
+    jax.block_until_ready(jax.device_put(views()[:10], jax.devices()[0]))
+    settle(0)
+    save = measuring.measure(lambda: [np.asarray(leaf) for leaf in jax.tree.flatten(tree)[0]])
+    made = measuring.measure(views)
+    load = measuring.measure(lambda: jax.block_until_ready(jax.device_put(made.value, jax.devices()[0])))
+    seconds = {"floor of a save": save, "floor of a load": load, "floor of a numpy load": made}
+    return {"values": {name: measured.seconds for name, measured in seconds.items()}}

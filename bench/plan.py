@@ -1,0 +1,239 @@
+"""What is measured, as data: workloads, the systems that take part in each, and the cells in their order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+MODES = ("buffered", "written out", "O_DIRECT", "RWF_DONTCACHE")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One task of one system with one tree in one round. It travels as JSON to the process that runs it."""
+
+    workload: str
+    system: str
+    task: str
+    kind: str = ""  # the class behind the system's name
+    round: int = 0
+    tree: str = ""
+    size: int = 0
+    nbytes: int = 0
+    leaves: int = 0
+    values: str = ""  # a file that has the tree's values
+    directory: str = ""  # for whatever is written
+    is_numpy: bool = False
+    is_cold: bool = False
+    devices: int = 1
+    saves: int = 0
+    steps: int = 0
+    mode: str = ""
+    threads: Sequence[int] = ()
+    cold_threads: Sequence[int] = ()
+
+    @property
+    def is_limit(self) -> bool:
+        return self.system.startswith("limit")
+
+    @property
+    def is_ours(self) -> bool:
+        return self.system.startswith("eformer")
+
+    @property
+    def environment(self) -> str:
+        """Whose interpreter runs it."""
+        if self.is_ours or self.is_limit or not self.kind:
+            return "own"
+        return "original" if self.kind == "original" else "peers"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A system that takes part in a workload, in all its rounds or in the first few."""
+
+    cell: Cell
+    rounds: int = 99
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    name: str
+    about: str
+    tree: str
+    size: int
+    rounds: int
+    entries: Sequence[Entry]
+
+    def cells(self) -> Iterator[Cell]:
+        """Round by round; each time another one is first."""
+        for number in range(self.rounds):
+            first = number * len(self.entries) // self.rounds
+            for entry in (*self.entries[first:], *self.entries[:first]):
+                if number < entry.rounds:
+                    yield replace(
+                        entry.cell, workload=self.name, round=number, tree=self.tree, size=self.size
+                    )
+
+
+def take(
+    *systems: str, task: str = "roundtrip", rounds: int = 99, name: str = "", **more: object
+) -> list[Entry]:
+    return [Entry(Cell("", name or system, task, kind=system, **more), rounds) for system in systems]  # type: ignore[arg-type]
+
+
+def limits(*, quick: bool, cold: bool = True, rounds: int = 99) -> list[Entry]:
+    threads, warm, cold_threads = ((2,), (2,), (2,)) if quick else ((1, 2, 4), (2, 4), (2, 4, 8))
+    return [
+        *(Entry(Cell("", f"limit: {mode}", "write", mode=mode, threads=threads), rounds) for mode in MODES),
+        Entry(
+            Cell("", "limit: read", "read", threads=warm, cold_threads=cold_threads if cold else ()), rounds
+        ),
+    ]
+
+
+FLOORS = [Entry(Cell("", "limit: leaves", "floors"))]
+LOADS = ("eformer, no digests", "eformer, mapped")
+DATABASES = ("orbax", "orbax, tuned", "jax")
+FILES = ("safetensors, numpy", "safetensors, flax", "flax msgpack", "equinox")
+
+
+def workloads(*, quick: bool) -> list[Workload]:
+    return quick_workloads() if quick else full_workloads()
+
+
+def full_workloads() -> list[Workload]:
+    disk = limits(quick=False)
+    cached = limits(quick=False, cold=False)
+    return [
+        Workload(
+            "llama", "a language model, bf16 in 93 leaves", "llama", 2048, 5,
+            [
+                *take("eformer", is_cold=True),
+                *disk,
+                *take(*LOADS, task="load", is_cold=True),
+                *take("eformer, zarr", is_cold=True),
+                *take("eformer", task="async", name="eformer, async"),
+                *take(*DATABASES, *FILES, rounds=3, is_cold=True),
+                *take("orbax", task="async", name="orbax, async", rounds=3),
+                *take("original", rounds=2, is_cold=True),
+            ],
+        ),
+        Workload(
+            "training state", "parameters, fp32 originals and Adam's moments, 373 leaves", "training", 1152, 3,
+            [
+                *take("eformer", is_cold=True),
+                *disk,
+                *take("eformer, no digests", task="load"),
+                *take("orbax", "orbax, tuned", "jax", "safetensors, numpy", rounds=2),
+                *take("safetensors, flax", rounds=1),
+            ],
+        ),
+        Workload(
+            "one array", "fp32", "one array", 16384, 3,
+            [
+                *take("eformer", is_cold=True),
+                *disk,
+                *take("eformer, no digests", task="load"),
+                *take("orbax", "orbax, tuned", "safetensors, numpy", rounds=2),
+                *take("jax", "safetensors, flax", "equinox", rounds=1),
+            ],
+        ),
+        Workload(
+            "10k small leaves", "256 B to 16 KB each", "small", 10_000, 3,
+            [
+                *take("eformer"),
+                *cached,
+                *FLOORS,
+                *take("safetensors, numpy", "flax msgpack", "equinox"),
+                *take("eformer, zarr", rounds=2),
+                *take(*DATABASES, "original", "safetensors, flax", rounds=1),  # they take a minute
+            ],
+        ),
+        Workload(
+            "100k small leaves", "256 B to 16 KB each", "small", 100_000, 3,
+            [
+                *take("eformer"),
+                *cached,
+                *FLOORS,
+                *take("eformer, mapped", task="load"),
+                *take("eformer", task="one leaf", name="eformer, one leaf"),
+                *take("eformer", name="eformer, numpy", is_numpy=True),
+                *take("safetensors, numpy", "flax msgpack", "equinox", rounds=2),
+            ],
+        ),
+        Workload(
+            "frozen base", "a model, and 21 MB that are trained; the median of saves 2 to 5", "frozen", 2048, 2,
+            [
+                *take("eformer, reuse", "eformer", task="frozen", saves=5),
+                *take("orbax", "orbax, tuned", "safetensors, numpy", task="frozen", saves=5, rounds=1),
+            ],
+        ),
+        Workload(
+            "resharding", "the language model, saved by rows of 8 devices", "llama", 2048, 2,
+            [
+                *take("eformer", "orbax", "orbax, tuned", "jax", task="reshard", devices=8),
+                *take("eformer", task="rows", name="eformer, rows", devices=8),
+                *limits(quick=False, cold=False)[-1:],
+            ],
+        ),
+        Workload(
+            "training loop", "steps with donation, and a save of 336 MB every 5 of them", "layers", 2048, 3,
+            take("eformer", "orbax", "orbax, tuned", task="loop", steps=60),
+        ),
+        Workload(
+            "50 saves", "of 101 MB", "squares", 24, 1,
+            take("eformer", "orbax", "orbax, tuned", task="soak", saves=50),
+        ),
+    ]  # fmt: skip
+
+
+def quick_workloads() -> list[Workload]:
+    """A fifth of the size and one round: whether all of it works, and roughly how fast."""
+    disk = limits(quick=True)
+    return [
+        Workload(
+            "llama", "a small language model, bf16 in 93 leaves", "llama", 768, 1,
+            [
+                *take("eformer", is_cold=True),
+                *disk,
+                *take(*LOADS, task="load"),
+                *take("eformer, zarr"),
+                *take("eformer", task="async", name="eformer, async"),
+                *take(*DATABASES, *FILES, "original"),
+            ],
+        ),
+        Workload(
+            "training state", "parameters, fp32 originals and Adam's moments, 373 leaves", "training", 256, 1,
+            [*take("eformer", is_cold=True), *disk, *take("orbax, tuned", "safetensors, numpy")],
+        ),
+        Workload(
+            "2k small leaves", "256 B to 16 KB each", "small", 2000, 1,
+            [
+                *take("eformer"), *limits(quick=True, cold=False), *FLOORS,
+                *take("eformer", name="eformer, numpy", is_numpy=True),
+                *take("eformer", task="one leaf", name="eformer, one leaf"),
+                *take("orbax, tuned", "safetensors, numpy"),
+            ],
+        ),
+        Workload(
+            "frozen base", "a small model, and 8 MB that are trained; the median of saves 2 to 5", "frozen", 768, 1,
+            take("eformer, reuse", "eformer", task="frozen", saves=5),
+        ),
+        Workload(
+            "resharding", "the small language model, saved by rows of 8 devices", "llama", 768, 1,
+            [
+                *take("eformer", "orbax, tuned", task="reshard", devices=8),
+                *take("eformer", task="rows", name="eformer, rows", devices=8),
+                *limits(quick=True, cold=False)[-1:],
+            ],
+        ),
+        Workload(
+            "training loop", "steps with donation, and a save of 84 MB every 5 of them", "layers", 1024, 1,
+            take("eformer", "orbax, tuned", task="loop", steps=30),
+        ),
+        Workload("20 saves", "of 25 MB", "squares", 6, 1, take("eformer", task="soak", saves=20)),
+    ]  # fmt: skip

@@ -1,0 +1,411 @@
+"""What is measured in one cell: a task of one system with one tree, in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import limits
+import numpy as np
+import workloads
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from measuring import (
+    CacheError,
+    Measured,
+    deferred,
+    drop,
+    files_in,
+    is_equal,
+    measure,
+    read_once,
+    resident,
+    settle,
+    sync_all,
+)
+from systems import SYSTEMS, System, placed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from plan import Cell
+
+DEVICES = 8
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """All that a task has to know."""
+
+    cell: Cell
+    system: System
+    shapes: Any
+    values: Any
+    """The numpy arrays that everything is compared with; they take no memory of their own."""
+
+    @property
+    def path(self) -> Path:
+        return Path(self.cell.directory) / "checkpoint"
+
+    @property
+    def room(self) -> int:
+        return 2 * self.cell.nbytes + 2**28
+
+    def tree(self) -> Any:
+        make = workloads.copied if self.cell.is_numpy else workloads.on_devices
+        return self.system.own(make(self.values))
+
+    def load(self) -> Any:
+        tree = self.system.load(self.path)
+        # To ask each of many numpy arrays whether it is ready would take a tenth of what its load may take.
+        return tree if self.cell.is_numpy else jax.block_until_ready(tree)
+
+
+def bench_of(cell: Cell) -> Bench:
+    shapes = workloads.TREES[cell.tree](cell.size)
+    values = workloads.read_values(shapes, Path(cell.values))
+    rehearse(cell)
+    return Bench(cell, SYSTEMS[cell.kind](shapes), shapes, values)
+
+
+def rehearse(cell: Cell) -> None:
+    """All is imported, and what happens only at a first call has happened."""
+    shapes = workloads.squares(2)
+    system = SYSTEMS[cell.kind](shapes)
+    path = Path(cell.directory) / "rehearsal"
+    system.save(
+        system.own(workloads.on_devices(jax.tree.map(lambda s: np.ones(s.shape, s.dtype), shapes))), path
+    )
+    jax.block_until_ready(system.load(path))
+
+
+# --------------------------------------------------------------------------------------- saves and loads
+
+
+def roundtrip(bench: Bench) -> Answer:
+    """A durable save, a warm load and a cold load; every bit is compared."""
+    saved = save_durably(bench)
+    return merged(saved, loads(bench))
+
+
+def load_only(bench: Bench) -> Answer:
+    bench.system.save(bench.tree(), bench.path)
+    return loads(bench)
+
+
+def save_durably(bench: Bench) -> Answer:
+    tree = bench.tree()
+    settle(bench.room)
+    saved = measure(lambda: bench.system.save(tree, bench.path))
+    values = {"save": saved.seconds, "save memory": saved.grown}
+    if not bench.system.syncs:
+        synced = measure(lambda: sync_all(bench.path))
+        values |= {"save": saved.seconds + synced.seconds, "save, not synced": saved.seconds}
+    return {"values": values | {"disk bytes": sum(file.stat().st_size for file in files_in(bench.path))}}
+
+
+def loads(bench: Bench) -> Answer:
+    first = {"first load": measure(bench.load).seconds} if bench.system.compiles else {}
+    settle(bench.room)
+    read_once(bench.path)
+    loaded, values = timed_load(bench, "load")
+    values |= first
+    values["load memory"] = None if loaded.grown is None else loaded.grown - bench.cell.nbytes
+    require_equal(bench, loaded.value)
+    if not bench.cell.is_cold:
+        return {"values": values}
+    del loaded
+    settle(bench.room)
+    try:
+        drop(bench.path)
+    except CacheError as error:
+        return {"values": values, "skipped": f"cold load: {error}"}
+    loaded, cold = timed_load(bench, "cold load")
+    require_equal(bench, loaded.value)
+    return {"values": values | cold}
+
+
+def timed_load(bench: Bench, what: str) -> tuple[Measured, dict[str, float]]:
+    """Until the arrays are ready and every page has been touched, and until the call came back."""
+    loaded = measure(bench.load)
+    later = deferred(np.asarray(leaf) for leaf in jax.tree.leaves(loaded.value))
+    return loaded, {what: loaded.seconds + later, f"{what}, returned": loaded.seconds}
+
+
+def require_equal(bench: Bench, loaded: Any, expected: Any = None) -> None:
+    expected = bench.system.own(bench.values if expected is None else expected)
+    if (found := jax.tree.structure(loaded)) != jax.tree.structure(expected):
+        raise AssertionError(f"another structure came back: {str(found)[:200]}")
+    kind = np.ndarray if bench.cell.is_numpy else jax.Array
+    for found, saved in zip(jax.tree.leaves(loaded), jax.tree.leaves(expected), strict=True):
+        assert isinstance(found, kind), f"a {type(found)} came back"
+        assert (found.dtype, found.shape) == (saved.dtype, saved.shape), "another shape or dtype came back"
+        for index, piece in pieces(found):
+            assert is_equal(piece, saved[index]), "other values came back"
+
+
+def pieces(array: Any) -> Iterator[tuple[Any, np.ndarray]]:
+    """What each device holds of it."""
+    if isinstance(array, np.ndarray) or len(array.addressable_shards) == 1:
+        yield ..., np.asarray(array)
+    else:
+        yield from ((shard.index, np.asarray(shard.data)) for shard in array.addressable_shards)
+
+
+def save_async(bench: Bench) -> Answer:
+    """How long the caller waits, and how long it takes until all is on stable storage."""
+    tree = bench.tree()
+    settle(bench.room)
+    start = time.perf_counter()
+    wait = bench.system.start(tree, bench.path)
+    blocked = time.perf_counter() - start
+    wait()
+    if not bench.system.syncs:
+        sync_all(bench.path)
+    values = {"blocked": blocked, "save": time.perf_counter() - start}
+    require_equal(bench, bench.load())
+    return {"values": values}
+
+
+def one_leaf(bench: Bench) -> Answer:
+    """One leaf of many, by its name, from a checkpoint that nobody has opened yet."""
+    bench.system.save(bench.tree(), bench.path)
+    block = len(bench.values["blocks"]) * 2 // 3
+    settle(0)
+    read_once(bench.path)
+    found = measure(lambda: bench.system.checkpoint.open(bench.path)[f"blocks.{block}.mlp.up"][...])
+    assert is_equal(np.asarray(found.value), bench.values["blocks"][block]["mlp"]["up"])
+    return {"values": {"open": found.seconds}}
+
+
+# ------------------------------------------------------------------------------------------ resharding
+
+
+def reshard(bench: Bench) -> Answer:
+    """Saved by rows of eight devices; loaded by rows, by columns, two by four, and onto one device."""
+    save_by_rows(bench)
+    answer: Answer = {"values": {}}
+    for name, place in places().items():
+        wanted = jax.tree.map(
+            lambda s, place=place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place(s.shape)),
+            bench.shapes,
+        )
+        settle(bench.room)
+        read_once(bench.path)
+        loaded = measure(
+            lambda wanted=wanted: jax.block_until_ready(bench.system.reshard(bench.path, wanted))
+        )
+        later = deferred(piece for leaf in jax.tree.leaves(loaded.value) for _, piece in pieces(leaf))
+        require_equal(bench, loaded.value)
+        found = {f"load, {name}": loaded.seconds + later}
+        if loaded.read is not None:
+            found[f"read, {name}"] = loaded.read / bench.cell.nbytes
+        answer["values"] |= found
+        del loaded
+    return answer
+
+
+def some_rows(bench: Bench) -> Answer:
+    """What one of eight processes would read: an eighth of the rows of every leaf."""
+    save_by_rows(bench)
+    names, _ = jax.tree.flatten_with_path(bench.values)
+    needed = 0
+    read_once(bench.path)
+    settle(0)
+
+    def read() -> list[np.ndarray]:
+        with bench.system.checkpoint.open(bench.path) as view:
+            return [
+                view[jax.tree_util.keystr(path, simple=True, separator=".")][third(a)] for path, a in names
+            ]
+
+    def third(array: np.ndarray) -> slice:
+        rows = len(array) // DEVICES
+        return slice(2 * rows, 3 * rows)
+
+    found = measure(read)
+    for (_, saved), rows in zip(names, found.value, strict=True):
+        assert is_equal(np.asarray(rows), saved[third(saved)]), "other rows came back"
+        needed += rows.nbytes
+    return {"values": {"load, an eighth": found.seconds, "read, an eighth": (found.read or 0) / needed}}
+
+
+def save_by_rows(bench: Bench) -> None:
+    place = places()["rows"]
+    shardings = jax.tree.map(lambda s: place(s.shape), bench.shapes)
+    bench.system.save(workloads.on_devices(bench.values, shardings), bench.path)
+
+
+def places() -> dict[str, Callable[[tuple[int, ...]], Any]]:
+    devices = np.array(jax.devices()[:DEVICES])
+    line, grid = Mesh(devices, ("x",)), Mesh(devices.reshape(2, DEVICES // 2), ("x", "y"))
+
+    def by(mesh: Mesh, matrix: P, vector: P) -> Callable[[tuple[int, ...]], Any]:
+        return lambda shape: NamedSharding(mesh, matrix if len(shape) == 2 else vector)
+
+    return {
+        "rows": by(line, P("x"), P("x")),
+        "columns": by(line, P(None, "x"), P()),
+        "2x4": by(grid, P("x", "y"), P("x")),
+        "one device": lambda shape: SingleDeviceSharding(devices[0]),
+    }
+
+
+# ------------------------------------------------------------------------------------------ many saves
+
+
+def frozen(bench: Bench) -> Answer:
+    """Saves in a row, of which only the small part is another each time: those after the first."""
+    base = workloads.on_devices(bench.values["base"])
+    seconds, written = [], []
+    for number in range(bench.cell.saves):
+        changed = jax.tree.map(lambda a, n=number: a + np.asarray(n, a.dtype), bench.values["trainable"])
+        tree = {"base": base, "trainable": workloads.on_devices(changed)}
+        # Ours replaces what it finds, as a run that keeps one checkpoint does; some of the others refuse to.
+        path = bench.path if bench.system.syncs else bench.path.with_name(f"checkpoint-{number}")
+        settle(0)
+        saved = measure(lambda tree=tree, path=path: bench.system.save(tree, path))
+        synced = measure(lambda path=path: sync_all(path)) if not bench.system.syncs else None
+        seconds.append(saved.seconds + (synced.seconds if synced else 0))
+        written.append(saved.written)
+    last = {"base": bench.values["base"], "trainable": changed}
+    path.rename(bench.path) if path != bench.path else None
+    require_equal(bench, bench.load(), last)
+    values = {"save": float(np.median(seconds[1:]))}
+    if None not in written:
+        values["written"] = float(np.median(written[1:]))
+        trained = workloads.nbytes_of(bench.shapes["trainable"])
+        values["written for each trained byte"] = values["written"] / trained
+    return {"values": values, "all": {"seconds": seconds, "written": written}}
+
+
+def soak(bench: Bench) -> Answer:
+    """Resident memory after each of many saves, and its slope without the first fifth."""
+    tree, sizes, previous = bench.tree(), [], None
+    for number in range(bench.cell.saves):
+        path = bench.path.with_name(f"checkpoint-{number}")
+        bench.system.save(tree, path)
+        if previous:
+            shutil.rmtree(previous)
+        previous = path
+        gc.collect()
+        sizes.append(resident("VmRSS") / 1e6)
+    later = sizes[len(sizes) // 5 :]
+    slope = float(np.polyfit(np.arange(len(later)), later, 1)[0])
+    return {"values": {"MB a save": slope, "MB in all": sizes[-1] - sizes[0]}, "all": {"resident MB": sizes}}
+
+
+BATCH, EVERY = 64, 5
+
+
+def loop(bench: Bench) -> Answer:
+    """The steps of a training whose state is donated, with a save every few steps, beside steps without."""
+    layers = [np.asarray(w) for w in jax.tree.leaves(bench.values)]
+    state = {"w": workloads.on_devices(layers), "m": workloads.on_devices([np.zeros_like(w) for w in layers])}
+    batch = jnp.ones((BATCH, layers[0].shape[0]), jnp.float32)
+    step = jax.jit(train_step, donate_argnums=0)
+    for _ in range(3):
+        state = jax.block_until_ready(step(state, batch))
+    settle(2**28)
+
+    state, before = run_steps(step, state, batch, bench.cell.steps, lambda number, state: None)
+    saver = Saver(bench)
+    state, during = run_steps(step, state, batch, bench.cell.steps, saver.after_step)
+    saver.finish()
+    state, after = run_steps(step, state, batch, bench.cell.steps, lambda number, state: None)
+
+    loaded = jax.block_until_ready(saver.system.load(saver.path))
+    for found, saved in zip(jax.tree.leaves(loaded), jax.tree.leaves(saver.last), strict=True):
+        assert is_equal(np.asarray(found), saved), "other values came back: the state was donated too early"
+    alone = before + after
+    inflation = {f"p{q}": 100 * (np.percentile(during, q) / np.percentile(alone, q) - 1) for q in (50, 99)}
+    inflation["mean"] = 100 * (np.mean(during) / np.mean(alone) - 1)
+    values = {"step": float(np.median(alone)), **{name: float(value) for name, value in inflation.items()}}
+    return {"values": values, "all": {"before": before, "during": during, "after": after}}
+
+
+def train_step(state: dict, batch: jax.Array) -> dict:
+    def loss(weights: list[jax.Array]) -> jax.Array:
+        x = batch
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return (x * x).mean()
+
+    gradients = jax.grad(loss)(state["w"])
+    moments = [0.9 * m + g for m, g in zip(state["m"], gradients, strict=True)]
+    return {"w": [w - 1e-3 * m for w, m in zip(state["w"], moments, strict=True)], "m": moments}
+
+
+def run_steps(
+    step: Callable[..., Any], state: Any, batch: Any, number: int, after: Callable[[int, Any], Any]
+) -> tuple[Any, list[float]]:
+    """The state afterwards, and the seconds of every step, with what was called after it."""
+    seconds = []
+    for i in range(number):
+        start = time.perf_counter()
+        state = jax.block_until_ready(step(state, batch))
+        unmeasured = after(i, state) or 0.0
+        seconds.append(time.perf_counter() - start - unmeasured)
+    return state, seconds
+
+
+class Saver:
+    """Saves every few steps, each time into a new directory, and keeps a copy of what was saved last."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.wait = bench, None
+        self.at_last = (
+            bench.cell.steps // EVERY - 1
+        ) * EVERY - 1  # there are steps after it that reuse the memory
+
+    def after_step(self, number: int, state: Any) -> float:
+        """Begins a save if it is time; the seconds that were spent on something else."""
+        if (number + 1) % EVERY or number > self.at_last:
+            return 0.0
+        start = time.perf_counter()
+        if number == self.at_last:
+            self.last = jax.tree.map(np.array, state)
+        if self.wait is None:
+            shapes = placed(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state))
+            self.system = SYSTEMS[self.bench.cell.kind](shapes)
+        unmeasured = time.perf_counter() - start
+        self.finish()
+        self.path = self.bench.path.with_name(f"checkpoint-{number}")
+        self.wait = self.system.start(state, self.path)
+        return unmeasured
+
+    def finish(self) -> None:
+        if self.wait:
+            self.wait()
+
+
+# ------------------------------------------------------------------------------------------------ all
+
+
+def floors(cell: Cell) -> Answer:
+    values = workloads.read_values(workloads.TREES[cell.tree](cell.size), Path(cell.values))
+    return limits.floors(workloads.on_devices(values), jax.tree.leaves(values))
+
+
+def merged(first: Answer, second: Answer) -> Answer:
+    return {**first, **second, "values": first["values"] | second["values"]}
+
+
+TASKS: dict[str, Callable[[Bench], Answer]] = {
+    "roundtrip": roundtrip,
+    "load": load_only,
+    "async": save_async,
+    "one leaf": one_leaf,
+    "reshard": reshard,
+    "rows": some_rows,
+    "frozen": frozen,
+    "soak": soak,
+    "loop": loop,
+}

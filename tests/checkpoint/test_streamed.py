@@ -1,0 +1,99 @@
+"""Loads through a few slots of memory, as accelerators have them; here the slots are so placed that a CPU copies, too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eformer.checkpoint import _load, _placed, _streamed, load, save
+from eformer.errors import CorruptionError
+from support.trees import assert_same
+
+
+@pytest.fixture
+def slots(monkeypatch):
+    """All CPU devices count as accelerators. Yields the slots that are made, with what they are locked for."""
+    made = []
+    monkeypatch.setattr(_streamed, "LOCKED_BYTES", 2**20)
+    monkeypatch.setattr(_streamed, "_WORTH_IT", 0)
+    is_numpy = lambda item: None if item.as_numpy else jax.devices()[0]  # noqa: E731
+    for module in (_load, _placed, _streamed):
+        monkeypatch.setattr(module, "accelerator_of", is_numpy)
+
+    def unaligned(nbytes):
+        memory = np.empty(nbytes + 128, np.uint8)
+        start = 16 - memory.__array_interface__["data"][0] % 64
+        made.append(memory[start % 64 :][:nbytes])
+        return made[-1]
+
+    monkeypatch.setattr(_streamed, "aligned", unaligned)
+    return made
+
+
+@pytest.fixture
+def tree():
+    keys = jax.random.split(jax.random.key(0), 24)
+    layers = [{"w": jax.random.normal(k, (250, 200 + i)), "b": jnp.full(3, i)} for i, k in enumerate(keys)]
+    return {"layers": layers, "host": np.arange(1000), "key": jax.random.key(3), "step": 7}
+
+
+def test_a_tree_comes_back_through_a_few_slots(tmp_path, slots, tree):
+    save(tree, tmp_path)
+    assert_same(load(tmp_path), tree)
+    assert len(slots) == 4
+    assert sum(len(slot) for slot in slots) <= 2**20
+
+
+def test_every_sharding_and_dtype_comes_back(tmp_path, slots, tree):
+    save(tree, tmp_path)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    loaded = load(tmp_path, mesh=mesh, rules=[("w", jax.sharding.PartitionSpec("x"))], dtype="bfloat16")
+    expected = [np.asarray(layer["w"].astype(jnp.bfloat16)) for layer in tree["layers"]]
+    for layer, values in zip(loaded["layers"], expected, strict=True):
+        assert layer["w"].sharding.spec == jax.sharding.PartitionSpec("x")
+        np.testing.assert_array_equal(np.asarray(layer["w"]), values)
+    assert slots
+
+
+def test_a_leaf_that_is_larger_than_all_slots_has_memory_of_its_own(tmp_path, slots):
+    tree = {"large": jnp.arange(2**20), "small": jnp.arange(10)}
+    save(tree, tmp_path)
+    assert_same(load(tmp_path), tree)
+    assert sum(len(slot) for slot in slots) <= 2**20
+
+
+def test_damage_is_an_error_and_ends_every_lane(tmp_path, slots, tree):
+    save(tree, tmp_path)
+    file = tmp_path / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-200_000] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptionError, match="leaf 'layers"):
+        load(tmp_path)
+
+
+def test_memory_is_locked_once_a_slot_and_unlocked_at_the_end(tmp_path, slots, tree, monkeypatch):
+    calls = []
+
+    class Client:
+        def dma_map(self, address, nbytes):
+            calls.append(("map", address))
+
+        def dma_unmap(self, address):
+            calls.append(("unmap", address))
+
+    class Device:
+        client = Client()
+
+    locked = _streamed.page_locked
+    monkeypatch.setattr(_streamed, "page_locked", lambda memory, device: locked(memory, Device()))
+    save(tree, tmp_path)
+    assert_same(load(tmp_path), tree)
+    addresses = sorted(slot.__array_interface__["data"][0] for slot in slots)
+    assert sorted(address for call, address in calls if call == "map") == addresses
+    assert sorted(address for call, address in calls if call == "unmap") == addresses
+
+
+def test_what_a_cpu_device_holds_is_not_streamed():
+    assert _placed._accelerator(None, None) is None
+    assert _placed._accelerator(jax.sharding.SingleDeviceSharding(jax.devices()[0]), None) is None
