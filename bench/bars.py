@@ -1,4 +1,4 @@
-"""What eformer has to reach."""
+"""What eformer has to reach, at full size."""
 
 from __future__ import annotations
 

@@ -85,16 +85,19 @@ def take(
     return [Entry(Cell("", name or system, task, kind=system, **more), rounds) for system in systems]  # type: ignore[arg-type]
 
 
-def limits(*, quick: bool, cold: bool = True, rounds: int = 99) -> list[Entry]:
-    threads, warm, cold_threads = ((2,), (2,), (2,)) if quick else ((1, 2, 4), (2, 4), (2, 4, 8))
+def limits(*, quick: bool, cold: bool = True, nbytes: int = 0) -> list[Entry]:
+    """Plain programs that write and read as many bytes as the tree has, if not told otherwise."""
+    threads, warm, cold_threads = ((2,), (2, 4), (2, 4)) if quick else ((1, 2, 4), (2, 4), (2, 4, 8))
+    reads = Cell(
+        "", "limit: read", "read", threads=warm, cold_threads=cold_threads if cold else (), nbytes=nbytes
+    )
     return [
-        *(Entry(Cell("", f"limit: {mode}", "write", mode=mode, threads=threads), rounds) for mode in MODES),
-        Entry(
-            Cell("", "limit: read", "read", threads=warm, cold_threads=cold_threads if cold else ()), rounds
-        ),
+        *(Entry(Cell("", f"limit: {m}", "write", mode=m, threads=threads, nbytes=nbytes)) for m in MODES),
+        Entry(reads),
     ]
 
 
+TRAINED = 40 * 2 * 64 * 2  # bytes beside a frozen base, for each unit of its width
 FLOORS = [Entry(Cell("", "limit: leaves", "floors"))]
 LOADS = ("eformer, no digests", "eformer, mapped")
 DATABASES = ("orbax", "orbax, tuned", "jax")
@@ -128,8 +131,8 @@ def full_workloads() -> list[Workload]:
                 *take("eformer", is_cold=True),
                 *disk,
                 *take("eformer, no digests", task="load"),
-                *take("orbax", "orbax, tuned", "jax", "safetensors, numpy", rounds=2),
-                *take("safetensors, flax", rounds=1),
+                *take("orbax, tuned", "safetensors, numpy", rounds=2),
+                *take("orbax", "jax", "safetensors, flax", rounds=1),
             ],
         ),
         Workload(
@@ -169,23 +172,28 @@ def full_workloads() -> list[Workload]:
             "frozen base", "a model, and 21 MB that are trained; the median of saves 2 to 5", "frozen", 2048, 2,
             [
                 *take("eformer, reuse", "eformer", task="frozen", saves=5),
+                *limits(quick=False, cold=False, nbytes=TRAINED * 2048)[:-1],
                 *take("orbax", "orbax, tuned", "safetensors, numpy", task="frozen", saves=5, rounds=1),
             ],
         ),
         Workload(
             "resharding", "the language model, saved by rows of 8 devices", "llama", 2048, 2,
             [
-                *take("eformer", "orbax", "orbax, tuned", "jax", task="reshard", devices=8),
+                *take("eformer", task="reshard", devices=8),
+                *take("orbax", "orbax, tuned", "jax", task="reshard", devices=8, rounds=1),
                 *take("eformer", task="rows", name="eformer, rows", devices=8),
                 *limits(quick=False, cold=False)[-1:],
             ],
         ),
         Workload(
-            "training loop", "steps with donation, and a save of 336 MB every 5 of them", "layers", 2048, 3,
-            take("eformer", "orbax", "orbax, tuned", task="loop", steps=60),
+            "training loop", "weights, saved with as many moments every 5 steps, and donated", "layers", 2048, 3,
+            [
+                *take("eformer", task="loop", steps=60),
+                *take("orbax", "orbax, tuned", task="loop", steps=60, rounds=2),
+            ],
         ),
         Workload(
-            "50 saves", "of 101 MB", "squares", 24, 1,
+            "50 saves", "of one state", "squares", 24, 1,
             take("eformer", "orbax", "orbax, tuned", task="soak", saves=50),
         ),
     ]  # fmt: skip
@@ -203,17 +211,31 @@ def quick_workloads() -> list[Workload]:
                 *take(*LOADS, task="load"),
                 *take("eformer, zarr"),
                 *take("eformer", task="async", name="eformer, async"),
-                *take(*DATABASES, *FILES, "original"),
+                *take("orbax", task="async", name="orbax, async"),
+                *take(*DATABASES, *FILES, "original", is_cold=True),
             ],
         ),
         Workload(
             "training state", "parameters, fp32 originals and Adam's moments, 373 leaves", "training", 256, 1,
-            [*take("eformer", is_cold=True), *disk, *take("orbax, tuned", "safetensors, numpy")],
+            [
+                *take("eformer", is_cold=True), *disk,
+                *take("eformer, no digests", task="load"),
+                *take("orbax, tuned", "safetensors, numpy"),
+            ],
+        ),
+        Workload(
+            "one array", "fp32", "one array", 2048, 1,
+            [
+                *take("eformer", is_cold=True), *disk,
+                *take("eformer, no digests", task="load"),
+                *take("orbax, tuned", "safetensors, numpy"),
+            ],
         ),
         Workload(
             "2k small leaves", "256 B to 16 KB each", "small", 2000, 1,
             [
                 *take("eformer"), *limits(quick=True, cold=False), *FLOORS,
+                *take("eformer, mapped", task="load"),
                 *take("eformer", name="eformer, numpy", is_numpy=True),
                 *take("eformer", task="one leaf", name="eformer, one leaf"),
                 *take("orbax, tuned", "safetensors, numpy"),
@@ -221,7 +243,10 @@ def quick_workloads() -> list[Workload]:
         ),
         Workload(
             "frozen base", "a small model, and 8 MB that are trained; the median of saves 2 to 5", "frozen", 768, 1,
-            take("eformer, reuse", "eformer", task="frozen", saves=5),
+            [
+                *take("eformer, reuse", "eformer", "orbax, tuned", task="frozen", saves=5),
+                *limits(quick=True, cold=False, nbytes=TRAINED * 768)[:-1],
+            ],
         ),
         Workload(
             "resharding", "the small language model, saved by rows of 8 devices", "llama", 768, 1,
@@ -232,8 +257,8 @@ def quick_workloads() -> list[Workload]:
             ],
         ),
         Workload(
-            "training loop", "steps with donation, and a save of 84 MB every 5 of them", "layers", 1024, 1,
+            "training loop", "weights, saved with as many moments every 5 steps, and donated", "layers", 1024, 1,
             take("eformer", "orbax, tuned", task="loop", steps=30),
         ),
-        Workload("20 saves", "of 25 MB", "squares", 6, 1, take("eformer", task="soak", saves=20)),
+        Workload("20 saves", "of one state", "squares", 6, 1, take("eformer", "orbax, tuned", task="soak", saves=20)),
     ]  # fmt: skip

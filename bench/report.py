@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bars import Bar
 
 OPERATIONS = {"save": "durable save", "load": "load, page cache warm", "cold load": "load, page cache cold"}
-OTHERS = {  # what else there may be of a system: its heading, the factor of its unit, and whether it is a ratio
+OTHERS = {  # what else there may be of a system: its heading, and the factor of its unit
     "save, not synced": ("save without sync, ms", 1e3),
     "load, returned": ("load came back after, ms", 1e3),
     "first load": ("first load, with compilation, ms", 1e3),
@@ -28,6 +28,7 @@ OTHERS = {  # what else there may be of a system: its heading, the factor of its
     "read, columns": ("for columns", 1),
     "read, 2x4": ("for 2x4", 1),
     "read, one device": ("for one device", 1),
+    "an eighth": ("an eighth of the rows, ms", 1e3),
     "read, an eighth": ("for an eighth of the rows", 1),
     "written": ("written, MB", 1e-6),
     "written for each trained byte": ("written, x the trained bytes", 1),
@@ -52,6 +53,7 @@ Rounds = dict[int, float]
 class Limit:
     name: str
     rounds: Rounds
+    nbytes: int  # that it wrote or read
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +95,13 @@ class Results:
         best = min(sorted(names), key=lambda name: statistics.median(self.rounds(workload, *name).values()))
         program = " ".join((best[0].removeprefix("limit: "), *best[1].split(", ")[1:]))
         rounds = self.rounds(workload, *best)
+        nbytes = next(cell["nbytes"] for cell in self.of(workload) if cell["system"] == best[0])
         kind = "numpy load" if (system, operation) == ("eformer, numpy", "load") else operation
         floor = self.rounds(workload, "limit: leaves", f"floor of a {kind}")
         if not floor:
-            return Limit(program, rounds)
-        return Limit(f"{program}, and the leaves", {n: s + floor[n] for n, s in rounds.items() if n in floor})
+            return Limit(program, rounds, nbytes)
+        both = {n: seconds + floor[n] for n, seconds in rounds.items() if n in floor}
+        return Limit(f"{program}, and the leaves", both, nbytes)
 
 
 def ratio(numerator: Rounds, denominator: Rounds) -> Rounds:
@@ -144,35 +148,29 @@ def tables(results: Results) -> list[Table]:
 
 
 def table_of(results: Results, workload: str, what: str) -> Table:
-    limit = results.limit(workload, what)
-    first = row_of(results, workload, f"limit: {limit.name}", limit.rounds, limit) if limit else None
-    rows = []
-    for system in results.systems(workload):
-        if rounds := results.rounds(workload, system, what):
-            ours = results.rounds(workload, "eformer", what)
-            own_limit = results.limit(workload, what, system)
-            rows.append(row_of(results, workload, system, rounds, own_limit, ours))
+    limit, ours = results.limit(workload, what), results.rounds(workload, "eformer", what)
+    nbytes = results.workloads[workload]["nbytes"]
+    found = {system: results.rounds(workload, system, what) for system in results.systems(workload)}
+    rows = [
+        row_of(system, rounds, nbytes, results.limit(workload, what, system), ours)
+        for system, rounds in found.items()
+        if rounds
+    ]
+    first = row_of(f"limit: {limit.name}", limit.rounds, limit.nbytes, limit, {}) if limit else None
     return Table(workload, what, first, sorted(rows, key=lambda row: row.seconds))
 
 
-def row_of(
-    results: Results,
-    workload: str,
-    system: str,
-    rounds: Rounds,
-    limit: Limit | None,
-    ours: Rounds | None = None,
-) -> Row:
+def row_of(system: str, rounds: Rounds, nbytes: int, limit: Limit | None, ours: Rounds) -> Row:
     seconds = statistics.median(rounds.values())
     return Row(
         system,
         seconds,
-        min(rounds.values()),
-        max(rounds.values()),
-        results.workloads[workload]["nbytes"] / seconds / 1e9,
-        median(ratio(limit.rounds, rounds)) if limit else None,
-        median(ratio(rounds, ours)) if ours else None,
-        len(rounds),
+        least=min(rounds.values()),
+        most=max(rounds.values()),
+        gb_per_second=nbytes / seconds / 1e9,
+        of_limit=median(ratio(limit.rounds, rounds)) if limit else None,
+        x_eformer=median(ratio(rounds, ours)),
+        rounds=len(rounds),
     )
 
 
@@ -282,7 +280,7 @@ def section(results: Results, workload: str) -> str:
     facts = results.workloads[workload]
     parts = [
         f"## {workload}",
-        f"{facts['about']}: {facts['nbytes'] / 1e6:,.0f} MB in {facts['leaves']:,} leaves.",
+        f"{facts['about']}: {facts['nbytes'] / 1e6:,.0f} MB, leaves: {facts['leaves']:,}.",
     ]
     for table in tables(results):
         if table.workload == workload:

@@ -46,7 +46,7 @@ class Bench:
     def measure(self, workload: Workload) -> Iterator[dict[str, Any]]:
         """All cells of a workload, in their order, each with what came of it."""
         values = self.scratch / "values"
-        size = sizes_of(workload)
+        nbytes, leaves = sizes_of(workload).values()
         make = plan.Cell(
             workload.name, "values", "values", tree=workload.tree, size=workload.size, values=str(values)
         )
@@ -55,7 +55,7 @@ class Bench:
         cells = list(workload.cells())
         for number, cell in enumerate(cells, 1):
             start = time.monotonic()
-            answer = self.run(replace(cell, values=str(values), **size))
+            answer = self.run(replace(cell, values=str(values), nbytes=cell.nbytes or nbytes, leaves=leaves))
             outcome = answer.get("error") or answer.get("skipped") or "; ".join(shown(answer["values"]))
             say(
                 f"{cell.workload} {number}/{len(cells)}, round {cell.round + 1}, {cell.system} ({cell.task}): "
@@ -66,6 +66,7 @@ class Bench:
                 "system": cell.system,
                 "task": cell.task,
                 "round": cell.round,
+                "nbytes": cell.nbytes or nbytes,
                 **answer,
             }
         values.unlink()

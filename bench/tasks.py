@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from measuring import (
 from systems import SYSTEMS, System, placed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from plan import Cell
 
@@ -76,14 +77,24 @@ def bench_of(cell: Cell) -> Bench:
 
 
 def rehearse(cell: Cell) -> None:
-    """All is imported, and what happens only at a first call has happened."""
-    shapes = workloads.squares(2)
-    system = SYSTEMS[cell.kind](shapes)
-    path = Path(cell.directory) / "rehearsal"
-    system.save(
-        system.own(workloads.on_devices(jax.tree.map(lambda s: np.ones(s.shape, s.dtype), shapes))), path
-    )
-    jax.block_until_ready(system.load(path))
+    """All is imported, and what happens only at a first call has happened: with a few small leaves."""
+    shapes = workloads.rehearsal()
+    values = jax.tree.map(lambda s: np.ones(s.shape, s.dtype), shapes)
+    system, path = SYSTEMS[cell.kind](shapes), Path(cell.directory) / "rehearsal"
+    tree = system.own(values if cell.is_numpy else workloads.on_devices(values))
+    if cell.task in ("async", "loop"):
+        system.start(tree, path)()
+    elif cell.devices > 1:
+        system.save(workloads.on_devices(values, shardings_of(shapes, places()["rows"])), path)
+    else:
+        system.save(tree, path)
+    if cell.task == "reshard":
+        for place in places().values():
+            jax.block_until_ready(system.reshard(path, with_shardings(shapes, place)))
+    elif cell.task in ("rows", "one leaf"):
+        system.checkpoint.open(path)["half"][:8]
+    else:
+        jax.block_until_ready(system.load(path))
 
 
 # --------------------------------------------------------------------------------------- saves and loads
@@ -193,10 +204,7 @@ def reshard(bench: Bench) -> Answer:
     save_by_rows(bench)
     answer: Answer = {"values": {}}
     for name, place in places().items():
-        wanted = jax.tree.map(
-            lambda s, place=place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place(s.shape)),
-            bench.shapes,
-        )
+        wanted = with_shardings(bench.shapes, place)
         settle(bench.room)
         read_once(bench.path)
         loaded = measure(
@@ -234,20 +242,32 @@ def some_rows(bench: Bench) -> Answer:
     for (_, saved), rows in zip(names, found.value, strict=True):
         assert is_equal(np.asarray(rows), saved[third(saved)]), "other rows came back"
         needed += rows.nbytes
-    return {"values": {"load, an eighth": found.seconds, "read, an eighth": (found.read or 0) / needed}}
+    read_share = {} if found.read is None else {"read, an eighth": found.read / needed}
+    return {"values": {"an eighth": found.seconds} | read_share}
 
 
 def save_by_rows(bench: Bench) -> None:
-    place = places()["rows"]
-    shardings = jax.tree.map(lambda s: place(s.shape), bench.shapes)
+    shardings = shardings_of(bench.shapes, places()["rows"])
     bench.system.save(workloads.on_devices(bench.values, shardings), bench.path)
 
 
-def places() -> dict[str, Callable[[tuple[int, ...]], Any]]:
+Place = Callable[[tuple[int, ...]], jax.sharding.Sharding]
+"""Where a leaf of that shape goes."""
+
+
+def shardings_of(shapes: Any, place: Place) -> Any:
+    return jax.tree.map(lambda s: place(s.shape), shapes)
+
+
+def with_shardings(shapes: Any, place: Place) -> Any:
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place(s.shape)), shapes)
+
+
+def places() -> dict[str, Place]:
     devices = np.array(jax.devices()[:DEVICES])
     line, grid = Mesh(devices, ("x",)), Mesh(devices.reshape(2, DEVICES // 2), ("x", "y"))
 
-    def by(mesh: Mesh, matrix: P, vector: P) -> Callable[[tuple[int, ...]], Any]:
+    def by(mesh: Mesh, matrix: P, vector: P) -> Place:
         return lambda shape: NamedSharding(mesh, matrix if len(shape) == 2 else vector)
 
     return {
@@ -264,20 +284,20 @@ def places() -> dict[str, Callable[[tuple[int, ...]], Any]]:
 def frozen(bench: Bench) -> Answer:
     """Saves in a row, of which only the small part is another each time: those after the first."""
     base = workloads.on_devices(bench.values["base"])
-    seconds, written = [], []
+    seconds, written, path = [], [], bench.path
     for number in range(bench.cell.saves):
         changed = jax.tree.map(lambda a, n=number: a + np.asarray(n, a.dtype), bench.values["trainable"])
         tree = {"base": base, "trainable": workloads.on_devices(changed)}
-        # Ours replaces what it finds, as a run that keeps one checkpoint does; some of the others refuse to.
-        path = bench.path if bench.system.syncs else bench.path.with_name(f"checkpoint-{number}")
-        settle(0)
+        if not bench.cell.is_ours:  # we replace what we find, as a run that keeps one checkpoint does
+            path = bench.path.with_name(f"checkpoint-{number}")
+        settle(bench.room)
         saved = measure(lambda tree=tree, path=path: bench.system.save(tree, path))
-        synced = measure(lambda path=path: sync_all(path)) if not bench.system.syncs else None
-        seconds.append(saved.seconds + (synced.seconds if synced else 0))
+        seconds.append(
+            saved.seconds + (0 if bench.system.syncs else measure(lambda p=path: sync_all(p)).seconds)
+        )
         written.append(saved.written)
-    last = {"base": bench.values["base"], "trainable": changed}
-    path.rename(bench.path) if path != bench.path else None
-    require_equal(bench, bench.load(), last)
+    loaded = jax.block_until_ready(bench.system.load(path))
+    require_equal(bench, loaded, {"base": bench.values["base"], "trainable": changed})
     values = {"save": float(np.median(seconds[1:]))}
     if None not in written:
         values["written"] = float(np.median(written[1:]))
@@ -307,28 +327,29 @@ BATCH, EVERY = 64, 5
 
 def loop(bench: Bench) -> Answer:
     """The steps of a training whose state is donated, with a save every few steps, beside steps without."""
-    layers = [np.asarray(w) for w in jax.tree.leaves(bench.values)]
+    layers = jax.tree.leaves(bench.values)
     state = {"w": workloads.on_devices(layers), "m": workloads.on_devices([np.zeros_like(w) for w in layers])}
+    saver = Saver(bench, state)
     batch = jnp.ones((BATCH, layers[0].shape[0]), jnp.float32)
     step = jax.jit(train_step, donate_argnums=0)
-    for _ in range(3):
-        state = jax.block_until_ready(step(state, batch))
-    settle(2**28)
+    state, _ = run_steps(step, state, batch, 3)
+    settle(bench.room)
 
-    state, before = run_steps(step, state, batch, bench.cell.steps, lambda number, state: None)
-    saver = Saver(bench)
+    state, before = run_steps(step, state, batch, bench.cell.steps)
     state, during = run_steps(step, state, batch, bench.cell.steps, saver.after_step)
-    saver.finish()
-    state, after = run_steps(step, state, batch, bench.cell.steps, lambda number, state: None)
+    saver.wait()
+    state, after = run_steps(step, state, batch, bench.cell.steps)
+    saver.require_equal()
+    return {
+        "values": {"step": float(np.median(before + after)), **inflation(during, before + after)},
+        "all": {"before": before, "during": during, "after": after},
+    }
 
-    loaded = jax.block_until_ready(saver.system.load(saver.path))
-    for found, saved in zip(jax.tree.leaves(loaded), jax.tree.leaves(saver.last), strict=True):
-        assert is_equal(np.asarray(found), saved), "other values came back: the state was donated too early"
-    alone = before + after
-    inflation = {f"p{q}": 100 * (np.percentile(during, q) / np.percentile(alone, q) - 1) for q in (50, 99)}
-    inflation["mean"] = 100 * (np.mean(during) / np.mean(alone) - 1)
-    values = {"step": float(np.median(alone)), **{name: float(value) for name, value in inflation.items()}}
-    return {"values": values, "all": {"before": before, "during": during, "after": after}}
+
+def inflation(steps: list[float], alone: list[float]) -> dict[str, float]:
+    """By how many per cent steps take longer than others: in the middle, at worst, and on average."""
+    kinds = {"p50": np.median, "p99": lambda seconds: np.percentile(seconds, 99), "mean": np.mean}
+    return {name: 100 * float(of(steps) / of(alone) - 1) for name, of in kinds.items()}
 
 
 def train_step(state: dict, batch: jax.Array) -> dict:
@@ -344,14 +365,18 @@ def train_step(state: dict, batch: jax.Array) -> dict:
 
 
 def run_steps(
-    step: Callable[..., Any], state: Any, batch: Any, number: int, after: Callable[[int, Any], Any]
+    step: Callable[..., Any],
+    state: Any,
+    batch: Any,
+    number: int,
+    after_step: Callable[[int, Any], float] = lambda number, state: 0.0,
 ) -> tuple[Any, list[float]]:
     """The state afterwards, and the seconds of every step, with what was called after it."""
     seconds = []
     for i in range(number):
         start = time.perf_counter()
         state = jax.block_until_ready(step(state, batch))
-        unmeasured = after(i, state) or 0.0
+        unmeasured = after_step(i, state)
         seconds.append(time.perf_counter() - start - unmeasured)
     return state, seconds
 
@@ -359,31 +384,32 @@ def run_steps(
 class Saver:
     """Saves every few steps, each time into a new directory, and keeps a copy of what was saved last."""
 
-    def __init__(self, bench: Bench) -> None:
-        self.bench, self.wait = bench, None
-        self.at_last = (
-            bench.cell.steps // EVERY - 1
-        ) * EVERY - 1  # there are steps after it that reuse the memory
+    def __init__(self, bench: Bench, state: Any) -> None:
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state)
+        self.system = SYSTEMS[bench.cell.kind](placed(shapes))
+        self.path, self.wait, self.copy = bench.path, lambda: None, None
+        # After the last save there are steps that use the memory again which was donated to them.
+        self.last = (bench.cell.steps // EVERY - 1) * EVERY
 
     def after_step(self, number: int, state: Any) -> float:
         """Begins a save if it is time; the seconds that were spent on something else."""
-        if (number + 1) % EVERY or number > self.at_last:
-            return 0.0
-        start = time.perf_counter()
-        if number == self.at_last:
-            self.last = jax.tree.map(np.array, state)
-        if self.wait is None:
-            shapes = placed(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state))
-            self.system = SYSTEMS[self.bench.cell.kind](shapes)
-        unmeasured = time.perf_counter() - start
-        self.finish()
-        self.path = self.bench.path.with_name(f"checkpoint-{number}")
+        count, unmeasured = number + 1, 0.0
+        if count % EVERY or count > self.last:
+            return unmeasured
+        if count == self.last:
+            copied = measure(lambda: jax.tree.map(np.array, state))
+            self.copy, unmeasured = copied.value, copied.seconds
+        self.wait()
+        self.path = self.path.with_name(f"checkpoint-{count}")
         self.wait = self.system.start(state, self.path)
         return unmeasured
 
-    def finish(self) -> None:
-        if self.wait:
-            self.wait()
+    def require_equal(self) -> None:
+        loaded = self.system.load(self.path)
+        for found, saved in zip(jax.tree.leaves(loaded), jax.tree.leaves(self.copy), strict=True):
+            assert is_equal(np.asarray(found), saved), (
+                "what came back is not what was there before it was donated"
+            )
 
 
 # ------------------------------------------------------------------------------------------------ all

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-ALIGNMENT = 64
+ALIGNMENT = 64  # at such addresses jax takes numpy's memory as it is
+BESIDE = (
+    32  # so values begin beside them: a tree has to lie in memory of its own, not in a file that is mapped
+)
 PAIRS = 40  # of small matrices beside a frozen base
 
 Shape = jax.ShapeDtypeStruct
@@ -80,6 +83,11 @@ def layers(width: int) -> dict:
     return {"w": [shaped((width, width), "float32")] * 10}
 
 
+def rehearsal() -> dict:
+    """One leaf of each kind."""
+    return {"matrix": shaped((1024, 1024), "float32"), "half": shaped((64, 64)), "vector": shaped((64,))}
+
+
 TREES: dict[str, Callable[[int], dict]] = {
     "llama": llama,
     "training": training,
@@ -99,7 +107,7 @@ def nbytes_of(tree: Any) -> int:
 
 def offsets(leaves: list[Shape]) -> list[int]:
     """Where each leaf's values begin in the file, and where the file ends."""
-    at = [0]
+    at = [BESIDE]
     for leaf in leaves:
         at.append(at[-1] + -(-nbytes_of(leaf) // ALIGNMENT) * ALIGNMENT)
     return at
@@ -122,6 +130,7 @@ def write_values(shapes: Any, path: Path) -> None:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(write, range(len(leaves))))
+    os.fsync(descriptor)  # or the first cell would wait for it
     os.close(descriptor)
 
 
@@ -143,4 +152,4 @@ def copied(values: Any) -> Any:
 
 def on_devices(values: Any, shardings: Any = None) -> Any:
     """Jax arrays in memory that jax has allocated, as a computation would leave them."""
-    return jax.block_until_ready(jax.device_put(values, shardings or jax.devices()[0], may_alias=False))
+    return jax.block_until_ready(jax.device_put(values, shardings or jax.devices()[0]))

@@ -297,7 +297,7 @@ class CheckpointContract:
 
     def test_mismatches_are_found_before_data_is_read(self, path, monkeypatch):
         save(model(), path)
-        monkeypatch.setattr("eformer.checkpoint._read.fetch", None)
+        monkeypatch.setattr("eformer.checkpoint._read.prepare", None)
         with pytest.raises(MismatchError):
             load(path, like={"a": 1})
 
@@ -314,7 +314,7 @@ class CheckpointContract:
 
     def test_a_class_that_cannot_be_built_is_refused_before_data_is_read(self, path, monkeypatch):
         save(Unregistered(jnp.ones(3)), path)
-        monkeypatch.setattr("eformer.checkpoint._read.fetch", None)
+        monkeypatch.setattr("eformer.checkpoint._read.prepare", None)
         with pytest.raises(StructureError, match=r"Unregistered.*like="):
             load(path)
 

@@ -120,8 +120,9 @@ class Read(Struct, frozen=True, gc=False):
     pieces: Sequence[Stored]
 
 
-def plan_reads(wants: Sequence[Want], tree: TreeEntry) -> list[Read]:
-    """The fewest bytes that contain what is wanted and can be checked, in the order in which they lie."""
+def plan_reads(wants: Sequence[Want], tree: TreeEntry, read_bytes: int = READ_BYTES) -> list[Read]:
+    """The fewest bytes that contain what is wanted and can be checked, in the order in which they lie, in reads of
+    about `read_bytes`."""
     found: list[Stored] = []
     starts = [file.header_nbytes for file in tree.files]
     for index, want in enumerate(wants):
@@ -140,7 +141,7 @@ def plan_reads(wants: Sequence[Want], tree: TreeEntry) -> list[Read]:
             else:
                 found.extend(_stored_pieces(index, want, extent, start, tree.block))
     found.sort(key=attrgetter("file", "offset"))
-    return list(_adjacent(found))
+    return list(_adjacent(found, read_bytes))
 
 
 def _whole_pieces(index: int, entry: LeafEntry, extent: Extent, start: int, block: int) -> Iterator[Stored]:
@@ -205,14 +206,14 @@ def _go_together(a: Stored, b: Stored) -> bool:
     return a.want == b.want and a.target == b.target and a.at + a.nbytes == b.at
 
 
-def _adjacent(found: Sequence[Stored]) -> Iterator[Read]:
+def _adjacent(found: Sequence[Stored], read_bytes: int) -> Iterator[Read]:
     start = 0
     for i in range(1, len(found) + 1):
         if i < len(found):
             before, piece = found[i - 1], found[i]
             nbytes = piece.offset + piece.nbytes - found[start].offset
             touches = piece.file == before.file and piece.offset == before.offset + before.nbytes
-            if touches and nbytes <= READ_BYTES and _go_together(before, piece):
+            if touches and nbytes <= read_bytes and _go_together(before, piece):
                 continue
         together = found[start:i]
         last = together[-1]

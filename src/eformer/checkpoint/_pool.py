@@ -7,10 +7,11 @@ import os
 import threading
 from collections.abc import Sized
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 def default_threads() -> int:
@@ -44,6 +45,24 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int) -> None:
             helper.join()
     if work.error:
         raise work.error
+
+
+def in_turn(tasks: Sequence[Callable[[], None]], end: Callable[[], None]) -> list[Callable[[], None]]:
+    """The same tasks; whichever ends last, calls `end`. Without tasks, that is all there is to do."""
+    if not tasks:
+        return [end]
+    left, lock = len(tasks), threading.Lock()
+
+    def carry_out(task: Callable[[], None]) -> None:
+        nonlocal left
+        task()
+        with lock:
+            left -= 1
+            is_last = left == 0
+        if is_last:
+            end()
+
+    return [partial(carry_out, task) for task in tasks]
 
 
 @contextmanager

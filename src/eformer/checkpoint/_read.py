@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from eformer.checkpoint._plan import Read, Want, plan_reads
-from eformer.checkpoint._transfer import fetch
+from eformer.checkpoint._plan import READ_BYTES, Read, Want, plan_reads
+from eformer.checkpoint._pool import in_turn, run_all
+from eformer.checkpoint._transfer import prepare
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy as np
 
@@ -21,28 +23,59 @@ if TYPE_CHECKING:
 _MUCH = 2**20  # bytes of one file
 
 
-def read(
-    found: Found,
-    tree: TreeEntry,
-    items: Sequence[Item],
-    threads: int,
-    *,
-    verify: bool,
-    memory: np.ndarray[Any, Any] | None = None,
-) -> None:
-    """The items have their arrays, those that are large in `memory` as far as it goes."""
-    wants = [Want(item.name, item.entry, item.dtype, item.regions) for item in items]
-    reads = plan_reads(wants, tree)
-    files = found.files(tree)
+def read(found: Found, tree: TreeEntry, items: Sequence[Item], threads: int, *, verify: bool) -> None:
+    """The items have their arrays."""
+    reading = Reading(found, tree, verify=verify)
     try:
-        needed = _needed_files(tree, reads)
-        files.hold(needed)
-        _require_bytes(tree, items, needed, files)
-        fetched = fetch(reads, wants, tree, files, threads, verify=verify, memory=memory)
+        run_all(reading.tasks(items), threads)
     finally:
-        files.close()
-    for item, arrays in zip(items, fetched, strict=True):
-        item.arrays = arrays
+        reading.close()
+
+
+class Reading:
+    """Reads items of one tree, by and by. Whoever made it closes it."""
+
+    def __init__(self, found: Found, tree: TreeEntry, *, verify: bool) -> None:
+        self.tree, self.verify = tree, verify
+        self.files = found.files(tree)
+        self.claimed = [0] * len(tree.files)
+
+    def close(self) -> None:
+        self.files.close()
+
+    def tasks(
+        self,
+        items: Sequence[Item],
+        *,
+        memory: np.ndarray[Any, Any] | None = None,
+        end: Callable[[], None] | None = None,
+        read_bytes: int = READ_BYTES,
+    ) -> list[Callable[[], None]]:
+        """What is to be done until the items have their arrays, large ones in `memory` as far as it goes; then `end` is
+        called. A read takes about `read_bytes`."""
+        wants = [Want(item.name, item.entry, item.dtype, item.regions) for item in items]
+        reads = plan_reads(wants, self.tree, read_bytes)
+        needed = {read.file for read in reads}
+        self.files.hold(needed)
+        self.require_claims(reads)
+        _require_bytes(self.tree, items, needed, self.files)
+        fetching = prepare(wants, self.tree, self.files, verify=self.verify, memory=memory)
+
+        def hand_over() -> None:
+            for item, arrays in zip(items, fetching.arrays, strict=True):
+                item.arrays = arrays
+            if end:
+                end()
+
+        return in_turn([partial(fetching.carry_out, read) for read in reads], hand_over)
+
+    def require_claims(self, reads: Sequence[Read]) -> None:
+        """Refuses leaves that claim more bytes than the files have, before memory is allocated for them."""
+        for read in reads:
+            self.claimed[read.file] += read.nbytes
+        for file, nbytes in zip(self.tree.files, self.claimed, strict=True):
+            if nbytes > file.nbytes:
+                raise FormatError(f"the leaves in {file.name!r} claim {nbytes} bytes, it has {file.nbytes}")
 
 
 def _require_bytes(tree: TreeEntry, items: Sequence[Item], needed: Iterable[int], files: Files) -> None:
@@ -63,14 +96,3 @@ def _require_bytes(tree: TreeEntry, items: Sequence[Item], needed: Iterable[int]
                     f"{lengths[extent.file]} bytes, the leaf after {stop}; restore the file from a copy, or load "
                     "an older checkpoint"
                 )
-
-
-def _needed_files(tree: TreeEntry, reads: Sequence[Read]) -> set[int]:
-    """By number; refuses leaves that claim more bytes than the files have, before memory is allocated for them."""
-    claimed = [0] * len(tree.files)
-    for read in reads:
-        claimed[read.file] += read.nbytes
-    for file, nbytes in zip(tree.files, claimed, strict=True):
-        if nbytes > file.nbytes:
-            raise FormatError(f"the leaves in {file.name!r} claim {nbytes} bytes, it has {file.nbytes}")
-    return {read.file for read in reads}

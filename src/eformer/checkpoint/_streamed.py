@@ -1,15 +1,16 @@
 """Leaves on their way to accelerators: a part of them at a time, through page-locked memory of a fixed size.
 
 From page-locked memory an accelerator copies several times as fast; but to lock memory takes longer than to copy it,
-and what XLA locks for its own transfers it never gives back. So a few slots are locked, and used again and again.
+and what XLA locks for its own transfers it never gives back. So a few slots are locked, and used again and again:
+while one is copied from, others are read into.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from contextlib import ExitStack
 from functools import partial
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from eformer.checkpoint._device import page_locked
@@ -17,18 +18,20 @@ from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.checkpoint._placed import accelerator_of, assemble
 from eformer.checkpoint._plan import ALIGNMENT
 from eformer.checkpoint._pool import run_all
-from eformer.checkpoint._read import read
+from eformer.checkpoint._read import Reading
 from eformer.checkpoint._transfer import aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from eformer.checkpoint._formats._found import Found
     from eformer.checkpoint._items import Item
     from eformer.checkpoint._manifest import TreeEntry
 
 LOCKED_BYTES = 2**30  # by one load, at most
-_LANES = 4  # so that three are read into while the fourth is copied from
+_SLOT_BYTES = 64 * 2**20
+_SLOTS = 4
+_READ_BYTES = 16 * 2**20  # with many threads there are fewer turns to wait for than with small ones
 _WORTH_IT = 16 * 2**20
 
 
@@ -42,27 +45,60 @@ def stream(
     """The arrays by name, on their devices when this returns."""
     room = _slot_bytes(items)
     groups = _groups(sorted(items, key=_place), room)
-    lanes = min(len(groups), max(1, LOCKED_BYTES // room))
-    loaded: dict[str, Any] = {}
     with ExitStack() as stack:
-        slots: SimpleQueue[_Slot] = SimpleQueue()
-        for _ in range(lanes):
-            slots.put(_Slot(room, accelerator_of(items[0]), stack))
+        reading = Reading(found, tree, verify=verify)
+        stack.callback(reading.close)
+        stream = _Stream(room, accelerator_of(items[0]), stack)
+        run_all(stream.tasks(reading, groups), threads)
+    return stream.loaded
 
-        def carry(group: Sequence[Item]) -> None:
-            slot = slots.get()
-            read(found, tree, group, -(-threads // lanes), verify=verify, memory=slot.memory)
-            slot.lock()
-            arrays = assemble(group)
-            for array in arrays.values():
-                array.block_until_ready()
-            for item in group:
-                item.arrays = ()
-            loaded.update(arrays)
-            slots.put(slot)
 
-        run_all([partial(carry, group) for group in groups], lanes)
-    return loaded
+class _Stream:
+    """Slots of memory, and what has arrived through them."""
+
+    def __init__(self, room: int, device: Any, stack: ExitStack) -> None:
+        number = max(1, min(_SLOTS, LOCKED_BYTES // room))
+        self.slots = [_Slot(room, device, stack) for _ in range(number)]
+        self.changed = threading.Condition()
+        self.error: BaseException | None = None
+        self.loaded: dict[str, Any] = {}
+
+    def tasks(self, reading: Reading, groups: Sequence[Sequence[Item]]) -> Iterator[Callable[[], None]]:
+        for group in groups:
+            slot = self.take()
+            arrive = partial(self.arrive, group, slot)
+            for task in reading.tasks(group, memory=slot.memory, end=arrive, read_bytes=_READ_BYTES):
+                yield partial(self.attempt, task)
+
+    def take(self) -> _Slot:
+        """A slot that nothing is copied from any more. All reads into the others are under way in other threads."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.slots or self.error)
+            if self.error:
+                raise self.error
+            return self.slots.pop()
+
+    def attempt(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BaseException as error:
+            with self.changed:
+                self.error = self.error or error
+                self.changed.notify_all()
+            raise
+
+    def arrive(self, group: Sequence[Item], slot: _Slot) -> None:
+        """All of the group has been read."""
+        slot.lock()
+        arrays = assemble(group)
+        for item in group:
+            item.arrays = ()
+        for array in arrays.values():
+            array.block_until_ready()
+        with self.changed:
+            self.loaded |= arrays
+            self.slots.append(slot)
+            self.changed.notify_all()
 
 
 class _Slot:
@@ -80,9 +116,9 @@ class _Slot:
 
 
 def _slot_bytes(items: Sequence[Item]) -> int:
-    """A part of what may be locked; more if a leaf needs it. A leaf that needs more than all has memory of its own."""
+    """Room for many reads; more if a leaf needs it. A leaf that needs more than may be locked has memory of its own."""
     sizes = [size for item in items if (size := nbytes_of(item)) <= LOCKED_BYTES]
-    return min(max([LOCKED_BYTES // _LANES, *sizes]), sum(sizes) or ALIGNMENT)
+    return min(max([_SLOT_BYTES, *sizes]), sum(sizes) or ALIGNMENT)
 
 
 def _groups(items: Sequence[Item], room: int) -> list[list[Item]]:

@@ -42,26 +42,26 @@ class Damage:
 
 
 def fetch(
-    reads: Sequence[Read],
-    wants: Sequence[Want],
-    tree: TreeEntry,
-    files: Files,
-    threads: int,
-    *,
-    verify: bool = True,
-    memory: Array | None = None,
+    reads: Sequence[Read], wants: Sequence[Want], tree: TreeEntry, files: Files, threads: int
 ) -> list[Sequence[Array]]:
-    """For each want the arrays of its regions, or the one of the whole leaf. Raises at the first damage.
+    """For each want the arrays of its regions, or the one of the whole leaf. Raises at the first damage."""
+    fetching = prepare(wants, tree, files)
+    run_all([partial(fetching.carry_out, read) for read in reads], threads)
+    return fetching.arrays
 
-    Arrays that have a place of their own have it in `memory`, as far as that goes.
+
+def prepare(
+    wants: Sequence[Want], tree: TreeEntry, files: Files, *, verify: bool = True, memory: Array | None = None
+) -> Fetching:
+    """Reads of the wants can be carried out; after all of them the wants have their arrays.
 
     The memory of an array starts where XLA takes it as it is, if that can be had without a copy: large leaves have
-    memory of their own or share it with neighbours, small ones share what they were read into.
+    memory of their own or share it with neighbours, in `memory` as far as that goes; small ones share what they were
+    read into.
     """
-    job = _Fetch(wants, tree, files, verify, _refuse)
-    job.prepare(Arena(memory))
-    run_all([partial(job.carry_out, read) for read in reads], threads)
-    return job.arrays
+    fetching = Fetching(wants, tree, files, verify, _refuse)
+    fetching.prepare(Arena(memory))
+    return fetching
 
 
 def check(
@@ -72,7 +72,7 @@ def check(
     on_damage: Callable[[Damage], None],
 ) -> None:
     """Reads every piece of the wants, and keeps none."""
-    job = _Fetch(wants, tree, files, True, on_damage)
+    job = Fetching(wants, tree, files, True, on_damage)
     run_all([partial(job.look_at, read) for read in plan_reads(wants, tree)], threads)
 
 
@@ -92,7 +92,7 @@ class _Target(Struct):
     memory: Array
 
 
-class _Fetch:
+class Fetching:
     def __init__(
         self,
         wants: Sequence[Want],

@@ -27,7 +27,7 @@ class Files(Protocol):
     def nbytes(self, number: int) -> int: ...
 
     def hold(self, numbers: Iterable[int]) -> None:
-        """Keeps these as they are now, if they are not too many; else raises FileNotFoundError when one is gone."""
+        """Keeps these, too, as they are now, if not too many; else raises FileNotFoundError when one is gone."""
 
     def close(self) -> None: ...
 
@@ -68,10 +68,10 @@ class LocalFiles:
         self.budgeted = 0
 
     def hold(self, numbers: Iterable[int]) -> None:
-        wanted = sorted(set(numbers))
+        wanted = sorted(set(numbers) - self.held.keys())
         if not _budget.take(len(wanted)):
             return
-        self.budgeted = len(wanted)
+        self.budgeted += len(wanted)
         try:
             for number in wanted:
                 self.held[number] = self._open(number)
