@@ -297,8 +297,8 @@ def operation_table(table: Table) -> str:
         [
             [
                 f"**{row.system}**" if row.system.startswith("eformer") else row.system,
-                f"{row.seconds:.3f}",
-                f"{row.least:.3f} to {row.most:.3f}" if row.rounds > 1 else "",
+                in_seconds(row.seconds),
+                f"{in_seconds(row.least)} to {in_seconds(row.most)}" if row.rounds > 1 else "",
                 shown(row.gb_per_second),
                 shown(row.of_limit),
                 shown(row.x_eformer),
@@ -327,6 +327,10 @@ def notes(results: Results, workload: str) -> Iterator[str]:
     }
     if found:
         yield "\n".join(line.replace("\n", " ") for line in found)
+
+
+def in_seconds(value: float) -> str:
+    return f"{value:.3f}" if value >= 0.1 else f"{value:.4f}"
 
 
 def shown(value: float | None) -> str:

@@ -214,6 +214,8 @@ class Flax(System):
 
 
 class Equinox(System):
+    compiles = True
+
     def __init__(self, shapes: Any) -> None:
         super().__init__(shapes)
         import equinox

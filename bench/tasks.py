@@ -287,7 +287,7 @@ def frozen(bench: Bench) -> Answer:
     seconds, written, path = [], [], bench.path
     for number in range(bench.cell.saves):
         changed = jax.tree.map(lambda a, n=number: a + np.asarray(n, a.dtype), bench.values["trainable"])
-        tree = {"base": base, "trainable": workloads.on_devices(changed)}
+        tree = bench.system.own({"base": base, "trainable": workloads.on_devices(changed)})
         if not bench.cell.is_ours:  # we replace what we find, as a run that keeps one checkpoint does
             path = bench.path.with_name(f"checkpoint-{number}")
         settle(bench.room)

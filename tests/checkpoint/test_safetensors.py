@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 from contracts.checkpoint import CheckpointContract, DirectoryContract, layouts, meshes, model
 from eformer import checkpoint
 from eformer.checkpoint import SaveOptions, load, save
+from eformer.checkpoint._formats import safetensors as safetensors_format
+from eformer.checkpoint._store.local import Scratch
 from eformer.errors import CorruptionError, FormatError, MismatchError, NotFoundError
 from support.trees import assert_same
 
@@ -492,6 +494,18 @@ def test_files_that_are_not_ours_are_left_alone(tmp_path, weights):
     save(weights, tmp_path)
     for name, data in mine.items():
         assert (tmp_path / name).read_bytes() == data
+
+
+def test_what_is_large_beside_the_memory_passes_the_page_cache_by(tmp_path, monkeypatch):
+    passed = []
+    monkeypatch.setattr(Scratch, "pass_by", lambda scratch: passed.append(scratch.path.name))
+    tree = {"w": np.arange(2**18)}
+    save(tree, tmp_path / "a")
+    assert not passed
+    monkeypatch.setattr(safetensors_format, "_LARGE_PART", 1e-6)
+    save(tree, tmp_path / "b")
+    assert len(passed) == 1
+    assert_same(load(tmp_path / "b"), tree)
 
 
 @pytest.mark.parametrize("verify", [True, False])

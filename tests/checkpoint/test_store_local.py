@@ -8,10 +8,11 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 
 from eformer.checkpoint._store import local
-from eformer.checkpoint._store.local import replacing
+from eformer.checkpoint._store.local import Scratch, replacing
 
 
 def write(path, data):
@@ -202,3 +203,56 @@ def test_a_killed_writer_leaves_a_whole_file(tmp_path, wait):
     state = load_from_file(None, path)
     assert state["generation"] in (1, 2)
     assert state["generation"] == 1 or (state["w"] == 2.0).all()
+
+
+# --------------------------------------------------------------------------------- past the page cache
+
+
+@pytest.fixture
+def passing(tmp_path):
+    scratch = Scratch(tmp_path)
+    scratch.pass_by()
+    yield scratch
+    scratch.discard()
+
+
+def test_what_passes_the_page_cache_by_is_all_there(passing):
+    data = np.random.default_rng(0).bytes(2**20 + 7)
+    passing.write(data, 5)
+    passing.write(b"small", 0)
+    passing.sync()
+    assert passing.path.read_bytes() == b"small" + data
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_file_system_that_cannot_do_without_the_page_cache_uses_it(passing, monkeypatch, caplog, code):
+    calls = []
+
+    def refuse(*arguments):
+        calls.append(arguments)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    with caplog.at_level("DEBUG", "eformer"):
+        passing.write(bytes(2**20), 0)
+        passing.write(bytes(2**20), 2**20)
+    assert passing.path.read_bytes() == bytes(2**21)
+    assert len(calls) == 1
+    assert "cannot do without" in caplog.text
+
+
+def test_a_full_disk_is_an_error_all_the_same(passing, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        passing.write(bytes(2**20), 0)
+
+
+def test_a_write_that_ends_early_goes_on(passing, monkeypatch):
+    whole = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda d, b, o, f: whole(d, [memoryview(b[0])[:1000]], o, 0))
+    data = np.random.default_rng(0).bytes(2**20)
+    passing.write(data, 0)
+    assert passing.path.read_bytes() == data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict
 from functools import lru_cache
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from eformer.checkpoint._hosts import Hosts
     from eformer.checkpoint._manifest import RecordedSharding
     from eformer.checkpoint._options import SaveOptions
+
+_Facts = tuple[str | None, int, "RecordedSharding | None"]
 
 Part = tuple[Region, Any]
 """A box of a leaf and the array that holds it, in host memory or on a device."""
@@ -153,8 +156,9 @@ class _Reader:
         self.hosts = hosts
         self.detach = detach
         self.dtypes: dict[np.dtype[Any], tuple[str, bool]] = {}
-        self.facts: dict[Any, tuple[bool, int, RecordedSharding | None]] = {}
+        self.facts: dict[Any, _Facts] = {}
         self.cuts: dict[Any, _Cut] = {}
+        self.wholes: dict[tuple[int, ...], Region] = {}
         self.written = np.zeros(hosts.count, np.int64)
         self.own = Hasher()
         self.replicas: list[Source] = []
@@ -184,11 +188,14 @@ class _Reader:
 
     def jax_array(self, name: str, array: Any) -> Source:
         key = None
-        at_hand, owner, sharding = self.look_at(array)
+        place, owner, sharding = self.look_at(array)
         if not isinstance(array.dtype, np.dtype):
             key, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
         dtype, is_packed = self.stored_jax(array.dtype)
-        if at_hand and not is_packed:
+        if place == "device" and self.hosts.count == 1:
+            whole, shape = self.whole(array.shape), array.shape
+            return Source(name, dtype, shape, "jax", key, sharding, None, ((whole, array),), (whole,), shape)
+        if place == "memory" and not is_packed:
             if self.hosts.count > 1 and array.nbytes <= _COMPARED_BYTES and sharding is None:
                 self.own.update(to_bytes(np.asarray(array), dtype))
             return Source(
@@ -222,9 +229,16 @@ class _Reader:
     def stored(self, dtype: str) -> str:
         return self.dtype if self.dtype and is_floating(dtype) else dtype
 
-    def look_at(self, array: jax.Array) -> tuple[bool, int, RecordedSharding | None]:
-        """Whether the array is in the memory of one CPU device of this process, which process has it all alone, and
-        how it lies on its mesh."""
+    def whole(self, shape: tuple[int, ...]) -> Region:
+        """Most arrays of a tree have one of a few shapes."""
+        found = self.wholes.get(shape)
+        if found is None:
+            found = self.wholes[shape] = Region.whole(shape)
+        return found
+
+    def look_at(self, array: jax.Array) -> _Facts:
+        """Whether the array is on one device of this process, "device", or even in its "memory"; which process has it
+        all alone; and how it lies on its mesh."""
         sharding = array.sharding
         facts = self.facts.get(sharding)
         if facts is None:
@@ -232,8 +246,9 @@ class _Reader:
             processes = {self.hosts.process_of(device) for device in devices}
             owner = processes.pop() if len(processes) == 1 else -1
             is_here = len(devices) == 1 and owner == self.hosts.index
-            at_hand = is_here and next(iter(devices)).platform == "cpu"
-            facts = self.facts[sharding] = (at_hand, owner, recorded_sharding(sharding))
+            is_cpu = is_here and next(iter(devices)).platform == "cpu"
+            place = "memory" if is_cpu else "device" if is_here else None
+            facts = self.facts[sharding] = (place, owner, recorded_sharding(sharding))
         return facts
 
     def cut(self, array: jax.Array) -> _Cut:
@@ -345,9 +360,12 @@ def _have_room(arrays: Iterable[jax.Array]) -> bool:
     """Whether each device can hold a second copy of what is on it."""
     needed: dict[Any, int] = defaultdict(int)
     for array in arrays:
-        (device,) = array.devices()
-        needed[device] += array.nbytes
-    for device, nbytes in needed.items():
+        needed[array.sharding] += math.prod(array.shape) * array.dtype.itemsize
+    by_device: dict[Any, int] = defaultdict(int)
+    for sharding, nbytes in needed.items():
+        (device,) = sharding.device_set
+        by_device[device] += nbytes
+    for device, nbytes in by_device.items():
         stats = device.memory_stats() or {}
         free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
         if stats and free < 1.1 * nbytes:

@@ -20,6 +20,9 @@ from eformer.checkpoint._pieces import bounding, count_pieces, joined, pieces, s
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+# One write: large enough for the disk, small enough to stay in the processor's cache.
+_WRITE_BYTES = 4 * 2**20
+
 NO_DIGEST = "0" * DIGEST_DIGITS
 
 
@@ -112,7 +115,7 @@ def write_packed(sink: Sink, start: int, slot: Slot, staging: Staging) -> None:
 def piece_tasks(
     sink: Sink, start: int, slot: Slot, block: int, staging: Staging, end: Callable[[], None] | None = None
 ) -> Iterator[Callable[[], None]]:
-    """One task for each piece of the slot; `end` is called after the last."""
+    """Tasks that write the slot, a few pieces each; `end` is called after the last."""
     itemsize = itemsize_of(slot.source)
     inside = shifted(pieces(slot.box.shape, itemsize, block), slot.box.start)
     offset, number = start + slot.offset, 0
@@ -120,21 +123,33 @@ def piece_tasks(
     for group in joined(inside, itemsize, max(block, staging.batch_bytes(slot.source.parts))):
         parts, held = staging.fetch(parts_of(slot.source), bounding(group))
         lease = Lease(partial(staging.release, held), len(group), all_of_it)
-        for region in group:
-            yield partial(_write_piece, sink, slot, number, parts, region, offset, lease)
-            offset, number = offset + region.size * itemsize, number + 1
+        for run in joined(group, itemsize, max(block, _WRITE_BYTES)):
+            yield partial(_write_run, sink, slot, number, parts, run, offset, lease)
+            offset += itemsize * sum(region.size for region in run)
+            number += len(run)
     slot.source = released(slot.source)  # the tasks hold what they need, and let go of it one by one
 
 
-def _write_piece(
-    sink: Sink, slot: Slot, number: int, parts: Sequence[Part], region: Region, offset: int, lease: Lease
+def _write_run(
+    sink: Sink,
+    slot: Slot,
+    number: int,
+    parts: Sequence[Part],
+    run: Sequence[Region],
+    offset: int,
+    lease: Lease,
 ) -> None:
+    """Pieces that make up a box, the first of which has this number."""
     try:
-        data = bytes_of(contiguous(parts, region, slot.source.dtype))
-        slot.digests[number] = xxh3_128(data)
-        sink.write(data, offset)  # right after its digest, while it is in the cache
+        data = bytes_of(contiguous(parts, bounding(run), slot.source.dtype))
+        at, itemsize = 0, itemsize_of(slot.source)
+        for region in run:
+            stop = at + region.size * itemsize
+            slot.digests[number] = xxh3_128(data[at:stop])
+            at, number = stop, number + 1
+        sink.write(data, offset)  # right after its digests, while it is in the cache
     finally:
-        lease.end()
+        lease.end(len(run))
 
 
 def bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
@@ -149,14 +164,14 @@ class Lease:
     def __init__(self, give_back: Callable[[], None] | None, tasks: int, outer: Lease | None = None) -> None:
         self.give_back, self.tasks, self.outer = give_back, tasks, outer
 
-    def end(self) -> None:
+    def end(self, tasks: int = 1) -> None:
         with self._lock:
-            self.tasks -= 1
+            self.tasks -= tasks
             is_last = self.tasks == 0
         if is_last and self.give_back:
             self.give_back()
         if self.outer:
-            self.outer.end()
+            self.outer.end(tasks)
 
 
 # ------------------------------------------------------------------------------------------ checksums

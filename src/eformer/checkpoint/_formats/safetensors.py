@@ -22,6 +22,7 @@ from eformer.checkpoint._formats._writing import (
 from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.checkpoint._plan import ALIGNMENT, layout
 from eformer.checkpoint._pool import run_all
+from eformer.checkpoint._store.local import physical_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from eformer.checkpoint._leaf import Region
     from eformer.checkpoint._manifest import Extent, LeafEntry
     from eformer.checkpoint._store.local import Scratch
+
+_LARGE_PART = 1 / 16  # of the memory: what is more does not stay in the page cache
 
 
 @dataclass(slots=True)
@@ -123,8 +126,11 @@ def entries(files: Sequence[File]) -> dict[str, LeafEntry]:
 
 def write_data(files: Sequence[File], block: int, staging: Staging, threads: int) -> None:
     """Every leaf's bytes at their place, and their digests in the slots. Nothing is synced yet."""
+    is_large = sum(file.nbytes for file in files) > physical_memory() * _LARGE_PART
     for file in files:
         scratch_of(file).resize(file.nbytes)
+        if is_large:
+            scratch_of(file).pass_by()
     run_all((task for file in files for task in _tasks(file, block, staging)), threads)
 
 
