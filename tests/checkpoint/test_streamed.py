@@ -15,6 +15,7 @@ def slots(monkeypatch):
     """All CPU devices count as accelerators. Yields the slots that are made, with what they are locked for."""
     made = []
     monkeypatch.setattr(_streamed, "LOCKED_BYTES", 2**20)
+    monkeypatch.setattr(_streamed, "_LOCKED_BYTES", 2**20)
     monkeypatch.setattr(_streamed, "_SLOT_BYTES", 2**18)
     monkeypatch.setattr(_streamed, "_WORTH_IT", 0)
     is_numpy = lambda item: None if item.as_numpy else jax.devices()[0]  # noqa: E731

@@ -50,6 +50,7 @@ class Request:
     callback: Callable[[Any, str], Any] | None = None
     batch: int | None = None
     verify: bool = True
+    mmap: bool = False
     broadcast: bool = False
     timeout: float = TIMEOUT
     every_leaf: bool = False

@@ -48,7 +48,8 @@ def load(
     dtype: Any = None,
     callback: Callable[[Any, str], Any] | None = None,
     batch: int | None = None,
-    verify: bool = True,
+    verify: bool | None = None,
+    mmap: bool = False,
     broadcast: bool = False,
     timeout: float = TIMEOUT,
 ) -> Any:
@@ -66,6 +67,11 @@ def load(
     `dtype` casts floating leaves. `callback(array, name)` is called for every array, and returns what to have in its
     place. `batch` is how many arrays are read at a time; None for all. `verify=False` skips the digests.
 
+    With `mmap` numpy arrays and arrays on CPUs are the bytes of the files, which are read when somebody looks at them:
+    the load takes no longer than it takes to make the arrays. So digests are only checked with `verify=True`, which
+    reads everything once. What others write into the files in place changes the arrays, and if they cut them short the
+    process dies; nothing here ever does either. Leaves that do not lie in the files as they are wanted are read.
+
     Leaves that go to devices of several processes are loaded by all of these, and an error of one is an error of all;
     no other process has to take part. They wait for each other for `timeout` seconds. Each reads what its devices hold.
     With `broadcast` what several of them hold is read once, each process a part, and travels between the devices; for
@@ -81,7 +87,8 @@ def load(
         dtype=dtype,
         callback=callback,
         batch=batch,
-        verify=verify,
+        verify=not mmap if verify is None else verify,
+        mmap=mmap,
         broadcast=broadcast,
         timeout=timeout,
     )
@@ -183,7 +190,7 @@ def _arrays(
         streamed, others = _divided(some, request)
         try:
             assembled = stream(found, tree, streamed, threads, verify=request.verify) if streamed else {}
-            read(found, tree, others, threads, verify=request.verify)
+            read(found, tree, others, threads, verify=request.verify, mmap=request.mmap)
         except (FileNotFoundError, CorruptionError) as error:
             raise _Unreadable(error) from None
         is_last = start + batch >= end

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from eformer.checkpoint._plan import READ_BYTES, Read, Want, plan_reads
+from eformer.checkpoint._mapped import Mapping
+from eformer.checkpoint._plan import ALIGNMENT, READ_BYTES, Read, Want, plan_reads
 from eformer.checkpoint._pool import in_turn, run_all
-from eformer.checkpoint._transfer import prepare
+from eformer.checkpoint._transfer import check, prepare, refuse
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
@@ -23,10 +24,14 @@ if TYPE_CHECKING:
 _MUCH = 2**20  # bytes of one file
 
 
-def read(found: Found, tree: TreeEntry, items: Sequence[Item], threads: int, *, verify: bool) -> None:
-    """The items have their arrays."""
+def read(
+    found: Found, tree: TreeEntry, items: Sequence[Item], threads: int, *, verify: bool, mmap: bool = False
+) -> None:
+    """The items have their arrays; with `mmap` those that can be are the files themselves."""
     reading = Reading(found, tree, verify=verify)
     try:
+        if mmap:
+            items = reading.map(items, threads)
         run_all(reading.tasks(items), threads)
     finally:
         reading.close()
@@ -43,6 +48,22 @@ class Reading:
     def close(self) -> None:
         self.files.close()
 
+    def map(self, items: Sequence[Item], threads: int) -> Sequence[Item]:
+        """Items that are in their files as they are wanted have their arrays; the others are returned."""
+        mapping, others, wants = Mapping(self.tree, self.files), [], []
+        for item in items:
+            want = _want(item)
+            # XLA takes only what is aligned; anything else it copies, which is slower than to read it.
+            found = mapping.arrays(want, 1 if item.as_numpy else ALIGNMENT)
+            if found is None:
+                others.append(item)
+            else:
+                item.arrays = found
+                wants.append(want)
+        if self.verify:
+            check(wants, self.tree, self.files, threads, refuse)
+        return others
+
     def tasks(
         self,
         items: Sequence[Item],
@@ -53,7 +74,7 @@ class Reading:
     ) -> list[Callable[[], None]]:
         """What is to be done until the items have their arrays, large ones in `memory` as far as it goes; then `end` is
         called. A read takes about `read_bytes`."""
-        wants = [Want(item.name, item.entry, item.dtype, item.regions) for item in items]
+        wants = [_want(item) for item in items]
         reads = plan_reads(wants, self.tree, read_bytes)
         needed = {read.file for read in reads}
         self.files.hold(needed)
@@ -76,6 +97,10 @@ class Reading:
         for file, nbytes in zip(self.tree.files, self.claimed, strict=True):
             if nbytes > file.nbytes:
                 raise FormatError(f"the leaves in {file.name!r} claim {nbytes} bytes, it has {file.nbytes}")
+
+
+def _want(item: Item) -> Want:
+    return Want(item.name, item.entry, item.dtype, item.regions)
 
 
 def _require_bytes(tree: TreeEntry, items: Sequence[Item], needed: Iterable[int], files: Files) -> None:

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from eformer.checkpoint._items import Item
     from eformer.checkpoint._manifest import TreeEntry
 
-LOCKED_BYTES = 2**30  # by one load, at most
+LOCKED_BYTES = 2**30  # by one load, at most; half of it unless a leaf needs more
+_LOCKED_BYTES = LOCKED_BYTES // 2
 _SLOT_BYTES = 64 * 2**20
-_SLOTS = 4
+_SLOTS = 8
 _READ_BYTES = 16 * 2**20  # with many threads there are fewer turns to wait for than with small ones
 _WORTH_IT = 16 * 2**20
 
@@ -57,7 +58,7 @@ class _Stream:
     """Slots of memory, and what has arrived through them."""
 
     def __init__(self, room: int, device: Any, stack: ExitStack) -> None:
-        number = max(1, min(_SLOTS, LOCKED_BYTES // room))
+        number = max(1, min(_SLOTS, _LOCKED_BYTES // room), min(2, LOCKED_BYTES // room))
         self.slots = [_Slot(room, device, stack) for _ in range(number)]
         self.changed = threading.Condition()
         self.error: BaseException | None = None

@@ -59,7 +59,7 @@ def prepare(
     memory of their own or share it with neighbours, in `memory` as far as that goes; small ones share what they were
     read into.
     """
-    fetching = Fetching(wants, tree, files, verify, _refuse)
+    fetching = Fetching(wants, tree, files, verify, refuse)
     fetching.prepare(Arena(memory))
     return fetching
 
@@ -76,7 +76,7 @@ def check(
     run_all([partial(job.look_at, read) for read in plan_reads(wants, tree)], threads)
 
 
-def _refuse(damage: Damage) -> None:
+def refuse(damage: Damage) -> None:
     raise CorruptionError(f"{damage}; restore the file from a copy, or load an older checkpoint")
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from eformer.checkpoint._store.local import open_below, open_inside, read_into, stamp
+import numpy as np
+
+from eformer.checkpoint._store.local import logger, open_below, open_inside, read_into, stamp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +28,10 @@ class Files(Protocol):
         """Fills `memory` from `offset` on; returns how many bytes there were, less only at the end."""
 
     def nbytes(self, number: int) -> int: ...
+
+    def map(self, number: int) -> np.ndarray[Any, Any] | None:
+        """The bytes of the file as memory that cannot be written to; None if that is not possible. It outlives this,
+        and the file's name."""
 
     def hold(self, numbers: Iterable[int]) -> None:
         """Keeps these, too, as they are now, if not too many; else raises FileNotFoundError when one is gone."""
@@ -86,6 +93,16 @@ class LocalFiles:
     def nbytes(self, number: int) -> int:
         with self._descriptor(number) as descriptor:
             return os.fstat(descriptor).st_size
+
+    def map(self, number: int) -> np.ndarray[Any, Any] | None:
+        with self._descriptor(number) as descriptor:
+            try:
+                return np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), np.uint8)
+            except (OSError, ValueError) as error:  # a file system that has no such thing; an empty file
+                logger.debug(
+                    "%s cannot be mapped, and is read: %s", self.directory / self.names[number], error
+                )
+                return None
 
     def close(self) -> None:
         while self.held:

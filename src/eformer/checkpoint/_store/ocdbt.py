@@ -130,6 +130,9 @@ class DatabaseFiles:
     def nbytes(self, number: int) -> int:
         return len(self._read(number, 0, None))
 
+    def map(self, number: int) -> None:
+        """What is in a database can only be read."""
+
     def _read(self, number: int, start: int, stop: int | None) -> bytes:
         name = self.names[number]
         try:
