@@ -1,5 +1,7 @@
 """Loads that map the files instead of reading them."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +51,7 @@ def address(array):
 def mapped_files(array):
     """The files that the array's memory belongs to."""
     start = address(array)
-    for line in open("/proc/self/maps"):  # noqa: SIM115
+    for line in Path("/proc/self/maps").read_text().splitlines():
         low, high = (int(text, 16) for text in line.split()[0].split("-"))
         if low <= start < high:
             return line.split()[-1]
