@@ -28,6 +28,7 @@ import ml_dtypes
 import numpy as np
 
 from eformer.checkpoint import SaveOptions, _hosts, _save, load, save
+from eformer.checkpoint._formats import _writing
 from eformer.checkpoint._store import local, many
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Layout:
     ocdbt: bool = False
     compression: str | None = None
     few: int = 32  # files that are synced one by one
+    reuse: bool = False  # of what is the same in all generations; else there is nothing of that kind
 
     def __str__(self) -> str:
         return self.title
@@ -84,19 +86,32 @@ class Layout:
             self.save_beside(folder)
         return folder
 
+    def tree(self, generation: int) -> dict[str, Any]:
+        frozen = {"frozen": [np.arange(2000.0 + n) for n in range(2)]} if self.reuse else {}
+        return {**tree(generation), **frozen}
+
     def save_beside(self, folder: Path) -> None:
         save(tree(BESIDE), self.path(folder), format=self.format)
 
     def save(self, folder: Path, generation: int, how: Callable[..., Any] = save) -> Any:
         options = SaveOptions(
-            max_shard_bytes=self.max_shard_bytes, threads=2, ocdbt=self.ocdbt, compression=self.compression
+            max_shard_bytes=self.max_shard_bytes,
+            threads=2,
+            ocdbt=self.ocdbt,
+            compression=self.compression,
+            reuse=self.reuse,
         )
         with (
             mock.patch.object(_save, "PIECE_BYTES", self.piece_bytes),
             mock.patch.object(many, "_FEW", self.few),
+            mock.patch.object(_writing, "_WRITE_BYTES", self.piece_bytes),
         ):
             return how(
-                tree(generation), self.path(folder), prefix=self.prefix, format=self.format, options=options
+                self.tree(generation),
+                self.path(folder),
+                prefix=self.prefix,
+                format=self.format,
+                options=options,
             )
 
     def generation(self, folder: Path) -> int:
@@ -112,7 +127,7 @@ class Layout:
                 raise
             return NOTHING
         generation = found.get("generation", NOTHING)
-        assert_same(found, tree(generation))
+        assert_same(found, self.tree(generation))
         return generation
 
     def files(self, folder: Path) -> list[Path]:
@@ -163,6 +178,8 @@ LAYOUTS = [
     Layout("second prefix", prefix="ema", piece_bytes=320),
     Layout("arrays", format="tensorstore", piece_bytes=320),
     Layout("arrays, synced at once", format="tensorstore", prefix="ema", few=1, compression="zstd"),
+    Layout("kept data files", reuse=True, piece_bytes=320),
+    Layout("kept arrays", reuse=True, format="tensorstore", piece_bytes=2048),
 ]
 
 # TensorStore writes it, with threads of its own: nothing to hook, and nothing to fork.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os  # noqa: TC003  for the types of the fields
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -23,6 +24,9 @@ class SaveOptions:
     processes         that save the tree together, by number; None for all there are. One alone saves what it has
                       without asking the others
     timeout           seconds that a process waits for the others at each of the two meetings of a save
+    reuse             leaves that an earlier checkpoint holds already, by their digests, are not written again: True
+                      for the one that this save replaces, or the path of another on the same file system. Its files are
+                      linked, so that either may be deleted. The bytes on the disk are trusted, `verify` checks them
 
     and for the format "tensorstore" alone:
 
@@ -40,6 +44,7 @@ class SaveOptions:
     checksums: bool = False
     processes: tuple[int, ...] | None = None
     timeout: float = 600.0
+    reuse: bool | str | os.PathLike[str] = False
     max_chunk_bytes: int | None = None
     compression: Literal["zstd"] | None = None
     ocdbt: bool = False

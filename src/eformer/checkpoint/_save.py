@@ -25,6 +25,7 @@ from eformer.checkpoint._formats import _sealing as sealing
 from eformer.checkpoint._formats import safetensors, tensorstore
 from eformer.checkpoint._formats._names import SUFFIX, base_name, marks
 from eformer.checkpoint._formats._parts import CARRIED
+from eformer.checkpoint._formats._reuse import Earlier, earlier
 from eformer.checkpoint._formats._writing import entry_of, is_all_here, sha256_parts, weight
 from eformer.checkpoint._formats.find import FOREIGN, find
 from eformer.checkpoint._manifest import (
@@ -46,6 +47,7 @@ from eformer.checkpoint._pool import default_threads, run_all, uncollected
 from eformer.checkpoint._store.local import (
     Scratch,
     local_path,
+    logger,
     make_directories,
     rename,
     scratch_for,
@@ -55,7 +57,7 @@ from eformer.checkpoint._store.local import (
 from eformer.checkpoint._store.many import ScratchTree
 from eformer.checkpoint._tree import flatten
 from eformer.checkpoint._value import is_recorded, value_to_json
-from eformer.errors import FormatError, LeafError, ProcessError
+from eformer.errors import FormatError, LeafError, NotFoundError, ProcessError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -161,6 +163,7 @@ def _prepare(
     if hosts.count > 1 and format == "safetensors" and where.suffix == SUFFIX and not where.is_dir():
         raise ValueError(f"{where}: several processes save to a directory, not to one file")
     _check_prefix(prefix)
+    options = _with_checked_reuse(options, where, format)
     if options.dtype is not None:
         options = dataclasses.replace(options, dtype=floating_dtype(options.dtype))
     recorded = _metadata_to_json(metadata)
@@ -190,6 +193,22 @@ def _check_format(format: str, options: SaveOptions) -> None:  # noqa: A002
                 raise ValueError(
                     f"SaveOptions.{name} is for the format 'tensorstore'; {format} has no such thing"
                 )
+
+
+def _with_checked_reuse(options: SaveOptions, where: Path, format: str) -> SaveOptions:  # noqa: A002
+    """Refuses what is not there, or cannot be done: better now than after a day of writing everything."""
+    if not options.reuse:
+        return options
+    if format == "safetensors" and where.suffix == SUFFIX and not where.is_dir():
+        raise ValueError(f"SaveOptions.reuse is for directories; {where} is one file")
+    if options.ocdbt or options.compression:
+        raise ValueError("SaveOptions.reuse is for arrays as they are, without ocdbt and compression")
+    if isinstance(options.reuse, bool):
+        return options
+    place = local_path(options.reuse).absolute()
+    if not place.exists():
+        raise NotFoundError(f"there is nothing at {place}, whose leaves SaveOptions.reuse wants to use again")
+    return dataclasses.replace(options, reuse=place)
 
 
 def _check_prefix(prefix: str | None) -> None:
@@ -235,6 +254,7 @@ class Job:
     agreed: Agreed | None = None
     shared: ScratchTree | None = None
     bare: dict[str, LeafEntry] = dataclasses.field(default_factory=dict)
+    kept: safetensors.Kept = dataclasses.field(default_factory=safetensors.Kept)
 
     def carry_out(self) -> None:
         with ExitStack() as stack:
@@ -273,9 +293,10 @@ class Job:
 
     def arranged(self, max_bytes: int) -> list[safetensors.File]:
         """The arrays by file. From here on only these hold them, and let go of what is written."""
+        self.names = self.names or [source.name for source in self.sources]
         with uncollected():
             files = safetensors.arrange(self.sources, max_bytes, self.tree.block, has_parts=bool(self.shared))
-        self.names, self.sources = [source.name for source in self.sources], []
+        self.sources = []
         return files
 
     def compute_checksums(self) -> None:
@@ -288,6 +309,15 @@ class Job:
             self.checksums[source.name] = sha256_of(sha256_parts(source, staging))
 
         run_all([partial(compute, s) for s in self.sources if is_all_here(s)], self.threads)
+
+    @property
+    def earlier(self) -> Earlier | None:
+        """The checkpoint that this save may take leaves from, if it may, and there is one."""
+        reuse = self.options.reuse
+        if not reuse:
+            return None
+        place = self.path if isinstance(reuse, bool) else Path(reuse)
+        return earlier(place, self.prefix, self.format, self.tree.block)
 
     # ------------------------------------------------------------------------------------ processes
 
@@ -375,7 +405,10 @@ class Job:
         )
 
     def write_arrays(self, writer: tensorstore.ArraysWriter, stack: ExitStack) -> Receipt:
-        writer.write(self.prepare_arrays(writer, stack))
+        arrays = self.prepare_arrays(writer, stack)
+        if found := self.earlier:
+            writer.keep(found, arrays)
+        writer.write(arrays)
         return writer.receipt(self.checksums)
 
     def prepare_arrays(self, writer: tensorstore.ArraysWriter, stack: ExitStack) -> list[tensorstore.Array]:
@@ -416,6 +449,7 @@ class Job:
         """The data of this process, complete and synced in scratch files that stay locked until all is over."""
         self.enter(stack)
         self.compute_checksums()
+        self.keep(stack)
         files = self.arranged(self.options.max_shard_bytes)
         for file in files:
             file.header = self.header_of(file)
@@ -427,6 +461,19 @@ class Job:
                 file.header = self.header_of(file)  # as long as before, with digests
         safetensors.write_headers(files, self.threads)
         return self.receipt(files)
+
+    def keep(self, stack: ExitStack) -> None:
+        """Leaves that an earlier checkpoint has are taken from there."""
+        if self.shared and self.options.reuse:
+            logger.warning(
+                "%s: of several processes, each writes all that it has: reuse is for one", self.path
+            )
+        elif found := self.earlier:
+            scratch = ScratchTree(self.path)
+            stack.callback(scratch.discard)
+            self.names = [source.name for source in self.sources]
+            staging = Staging(self.options.staging_bytes)
+            self.kept, self.sources = safetensors.keep(found, self.sources, scratch, staging, self.threads)
 
     def header_of(self, file: safetensors.File) -> bytes:
         """Of several processes each puts what it records into its own files."""
@@ -450,14 +497,15 @@ class Job:
         ]
         with uncollected():
             if not self.shared:
-                return Receipt(written, safetensors.entries(files))
+                leaves = safetensors.entries(files) | self.kept.entries(len(files))
+                return Receipt(written + self.kept.files, leaves)
             slots = [slot for file in files for slot in file.slots]
             return Receipt(written, {}, weight(slots), is_torn=any(slot.region for slot in slots))
 
     def seal_directory(self, receipt: Receipt) -> None:
         tree = self.with_leaves(receipt)
         self.turn.wait()
-        sealing.seal(self.path, self.prefix, tree, [file.name for file in receipt.files])
+        sealing.seal(self.path, self.prefix, tree, [file.name for file in receipt.files], self.kept.finals)
         self.leave()
 
     def with_leaves(self, receipt: Receipt) -> TreeEntry:

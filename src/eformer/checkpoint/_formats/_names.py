@@ -10,6 +10,8 @@ from eformer.checkpoint._leaf import escape
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from eformer.checkpoint._leaf import Region
+
 MANIFEST = "manifest.json"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -43,6 +45,16 @@ def split_shard(stem: str) -> tuple[str, int, int] | None:
     return (match["base"], int(match["index"]), int(match["total"])) if match else None
 
 
+def tensor_name(leaf: str, region: Region | None) -> str:
+    """What a leaf is called in a file: a name that the format reserves, and parts of a leaf, are called something
+    else."""
+    name = leaf if leaf != "__metadata__" else "%5F_metadata__"
+    if region is None:
+        return name
+    ranges = ",".join(f"{a}:{b}" for a, b in zip(region.start, region.stop, strict=True))
+    return f"{name}%[{ranges}]"
+
+
 # A data file says in its metadata who wrote it, so that what a dead save left can be told from what is not ours.
 
 
@@ -53,6 +65,17 @@ def marks(save_id: str, base: str) -> dict[str, str]:
 
 def is_marked(metadata: Mapping[str, str]) -> bool:
     return "eformer" in metadata
+
+
+def save_of(metadata: Mapping[str, str]) -> str:
+    """Which save wrote a file; nothing for one that is not ours."""
+    return metadata.get("eformer", "").partition(" ")[0]
+
+
+def own_name(name: str, save_id: str) -> str:
+    """The name that a file of this save has when it is kept beside others: the plain one would mean all there is."""
+    mark = f".{save_id}{SUFFIX}"
+    return name if name.endswith(mark) else name.removesuffix(SUFFIX) + mark
 
 
 def is_leftover(name: str, metadata: Mapping[str, str]) -> bool:

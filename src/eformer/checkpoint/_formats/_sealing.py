@@ -22,11 +22,13 @@ from eformer.checkpoint._formats._names import (
     is_leftover,
     is_marked,
     plain_names,
+    tensor_name,
     unique_names,
 )
 from eformer.checkpoint._formats._reading import read_manifest
 from eformer.checkpoint._manifest import Manifest
 from eformer.checkpoint._store.local import (
+    is_same_file,
     list_names,
     locked,
     logger,
@@ -49,14 +51,21 @@ if TYPE_CHECKING:
 FORMAT = "safetensors"
 
 
-def seal(directory: Path, prefix: str, tree: TreeEntry, scratch: Sequence[str]) -> None:
-    """The tree, whose files lie complete and synced under their `scratch` names, is the checkpoint of `prefix`."""
+def seal(
+    directory: Path, prefix: str, tree: TreeEntry, scratch: Sequence[str], kept: Mapping[str, str]
+) -> None:
+    """The tree, whose files lie complete and synced under their `scratch` names, is the checkpoint of `prefix`.
+
+    Those of an earlier save that are `kept` have names already.
+    """
     with locked(directory):
         manifest = read_manifest(directory) or Manifest(format=FORMAT)
-        tree = _with_final_names(directory, prefix, tree, manifest)
+        tree = _with_final_names(directory, prefix, tree, manifest, kept)
         published = []
         try:
             for temporary, file in zip(scratch, tree.files, strict=True):
+                if temporary in kept and is_same_file(directory / temporary, directory / file.name):
+                    continue  # it has been here before
                 rename(directory / temporary, directory / file.name)
                 published.append(directory / file.name)
             sync_directory(directory)  # the names of the data before the name of the manifest
@@ -107,14 +116,15 @@ def check_place(directory: Path, prefix: str) -> bool:
     return manifest is not None
 
 
-def _with_final_names(directory: Path, prefix: str, tree: TreeEntry, manifest: Manifest) -> TreeEntry:
-    """Plain names for a first save; a name that a manifest ever gave is not given twice."""
-    names = plain_names(base_name(prefix), len(tree.files))
-    if prefix in manifest.trees or not set(names).isdisjoint(list_names(directory)):
+def _with_final_names(
+    directory: Path, prefix: str, tree: TreeEntry, manifest: Manifest, kept: Mapping[str, str]
+) -> TreeEntry:
+    """Plain names for a first save that is all there is; a name that a manifest ever gave is given to no other file."""
+    names = plain_names(base_name(prefix), len(tree.files) - len(kept))
+    if kept or prefix in manifest.trees or not set(names).isdisjoint(list_names(directory)):
         names = unique_names(names, tree.save_id)
-    files = tuple(
-        msgspec.structs.replace(file, name=name) for file, name in zip(tree.files, names, strict=True)
-    )
+    new = iter(names)
+    files = tuple(msgspec.structs.replace(f, name=kept.get(f.name) or next(new)) for f in tree.files)
     return msgspec.structs.replace(tree, files=files)
 
 
@@ -159,10 +169,19 @@ def _bring_up_to_date(directory: Path, base: str, tree: TreeEntry) -> None:
 
 
 def _index(directory: Path, tree: TreeEntry) -> bytes:
-    weight_map: dict[str, str] = {}
-    for file in tree.files:
-        weight_map |= dict.fromkeys(open_header(directory, file.name).header.tensors, file.name)
-    total = sum(file.nbytes - file.header_nbytes for file in tree.files)
+    if tree.parts:  # the headers of the files are all that says what is in them
+        names = ((open_header(directory, file.name).header.tensors, file.name) for file in tree.files)
+        weight_map = {tensor: name for tensors, name in names for tensor in tensors}
+        total = sum(file.nbytes - file.header_nbytes for file in tree.files)
+    else:  # files of earlier saves may hold what is no longer part of the tree
+        weight_map = {
+            tensor_name(leaf, entry.region_of(extent) if extent.region else None): tree.files[
+                extent.file
+            ].name
+            for leaf, entry in tree.leaves.items()
+            for extent in entry.extents
+        }
+        total = tree.nbytes
     index = {"metadata": {"total_size": total, "eformer": tree.save_id}, "weight_map": weight_map}
     return msgspec.json.format(msgspec.json.encode(index), indent=2)
 

@@ -130,6 +130,19 @@ def piece_tasks(
     slot.source = released(slot.source)  # the tasks hold what they need, and let go of it one by one
 
 
+def digests_of(slot: Slot, block: int, staging: Staging) -> Iterator[str]:
+    """The digests of the slot's pieces, each computed when it is asked for."""
+    itemsize, dtype = itemsize_of(slot.source), slot.source.dtype
+    inside = shifted(pieces(slot.box.shape, itemsize, block), slot.box.start)
+    for group in joined(inside, itemsize, max(block, staging.batch_bytes(slot.source.parts))):
+        parts, held = staging.fetch(parts_of(slot.source), bounding(group))
+        try:
+            for region in group:
+                yield xxh3_128(bytes_of(contiguous(parts, region, dtype)))
+        finally:
+            staging.release(held)
+
+
 def _write_run(
     sink: Sink,
     slot: Slot,

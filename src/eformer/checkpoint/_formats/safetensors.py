@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from eformer.checkpoint._formats._header import Tensor, header_bytes, tensor
+import msgspec
+
+from eformer.checkpoint._arrays import released
+from eformer.checkpoint._formats._header import Tensor, header_bytes, open_header, tensor
+from eformer.checkpoint._formats._names import own_name, save_of, tensor_name
 from eformer.checkpoint._formats._writing import (
     NO_DIGEST,
     Slot,
@@ -22,15 +27,18 @@ from eformer.checkpoint._formats._writing import (
 from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.checkpoint._plan import ALIGNMENT, layout
 from eformer.checkpoint._pool import run_all
-from eformer.checkpoint._store.local import physical_memory
+from eformer.checkpoint._store.local import link, logger, physical_memory
+from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from eformer.checkpoint._arrays import Source, Staging
+    from eformer.checkpoint._formats._reuse import Earlier
     from eformer.checkpoint._leaf import Region
-    from eformer.checkpoint._manifest import Extent, LeafEntry
+    from eformer.checkpoint._manifest import DataFile, Extent, LeafEntry
     from eformer.checkpoint._store.local import Scratch
+    from eformer.checkpoint._store.many import ScratchTree
 
 _LARGE_PART = 1 / 16  # of the memory: what is more does not stay in the page cache
 
@@ -89,10 +97,7 @@ def _slots(source: Source, block: int) -> Iterator[Slot]:
 
 
 def _slot(source: Source, region: Region | None, block: int) -> Slot:
-    # A name that the format reserves, and parts of a leaf, are called something else in the file.
-    name = source.name if source.name != "__metadata__" else "%5F_metadata__"
-    if region:
-        name += f"%[{_ranges(region)}]"
+    name = tensor_name(source.name, region)
     shape = region.shape if region else source.shape
     nbytes = stored_nbytes(source.dtype, shape)
     is_packed = source.dtype == "float4_e2m1fn" and 0 < 2 * nbytes == math.prod(shape)
@@ -106,10 +111,6 @@ def stored_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     return nbytes // 2 if dtype == "float4_e2m1fn" and nbytes % 2 == 0 else nbytes
 
 
-def _ranges(region: Region) -> str:
-    return ",".join(f"{a}:{b}" for a, b in zip(region.start, region.stop, strict=True))
-
-
 def entries(files: Sequence[File]) -> dict[str, LeafEntry]:
     """What the manifest says of the leaves, in the order of the files."""
     extents: dict[str, list[Extent]] = {}
@@ -119,6 +120,76 @@ def entries(files: Sequence[File]) -> dict[str, LeafEntry]:
             sources[slot.source.name] = slot.source
             extents.setdefault(slot.source.name, []).append(slot.extent(index))
     return {name: entry_of(source, extents[name]) for name, source in sources.items()}
+
+
+# --------------------------------------------------------------------------------------------- reuse
+
+
+@dataclass(slots=True)
+class Kept:
+    """Files of an earlier checkpoint that this one uses, too, and the leaves that are in them.
+
+    The files have second names in a scratch directory: from then on nobody can take them away. `finals` says what
+    these are to be called.
+    """
+
+    files: list[DataFile] = field(default_factory=list)
+    finals: dict[str, str] = field(default_factory=dict)
+    leaves: dict[str, tuple[Source, list[Extent]]] = field(default_factory=dict)
+
+    def entries(self, first: int) -> dict[str, LeafEntry]:
+        """What the manifest says of the leaves, if the files are numbered from `first` on."""
+        return {
+            name: entry_of(source, [msgspec.structs.replace(e, file=first + e.file) for e in extents])
+            for name, (source, extents) in self.leaves.items()
+        }
+
+
+def keep(
+    earlier: Earlier, sources: Sequence[Source], scratch: ScratchTree, staging: Staging, threads: int
+) -> tuple[Kept, list[Source]]:
+    """What need not be written, and the sources that have to be.
+
+    A file is kept if at least half of it is still needed. The rest of it is no part of the tree any more, but takes its
+    room for as long.
+    """
+    kept, tree = Kept(), earlier.tree
+    slots = {source.name: list(_slots(source, tree.block)) for source in sources}
+    same = earlier.unchanged(slots, staging, threads)
+    needed = Counter[int]()
+    for extents in same.values():
+        for extent in extents:
+            needed[extent.file] += extent.nbytes
+    numbers: dict[int, int] = {}
+    for number, nbytes in sorted(needed.items()):
+        file = tree.files[number]
+        if 2 * nbytes >= file.nbytes - file.header_nbytes and (final := _link(earlier, number, scratch)):
+            numbers[number] = len(kept.files)
+            here = str((scratch.data / final).relative_to(scratch.directory))
+            kept.files.append(msgspec.structs.replace(file, name=here))
+            kept.finals[here] = final
+    for source in sources:
+        extents = same.get(source.name, [])
+        if extents and all(extent.file in numbers for extent in extents):
+            numbered = [msgspec.structs.replace(extent, file=numbers[extent.file]) for extent in extents]
+            kept.leaves[source.name] = (released(source), numbered)
+    return kept, [source for source in sources if source.name not in kept.leaves]
+
+
+def _link(earlier: Earlier, number: int, scratch: ScratchTree) -> str | None:
+    """The name that the file has now in the scratch directory, and is to have in the end."""
+    file = earlier.tree.files[number]
+    try:
+        target = earlier.path_of(number)
+        name = own_name(file.name, save_of(open_header(target.parent, target.name).header.metadata))
+        link(target, scratch.data / name, file.nbytes)
+    except (
+        OSError,
+        FormatError,
+    ) as error:  # another file system, or one without links; or it has just been removed
+        logger.warning("%s cannot be linked, what is in it is written again: %s", file.name, error)
+        return None
+    return name
 
 
 # --------------------------------------------------------------------------------------------- write

@@ -23,6 +23,7 @@ from eformer.checkpoint._formats._writing import (
     NO_DIGEST,
     Slot,
     bytes_of,
+    digests_of,
     entry_of,
     in_one_place,
     itemsize_of,
@@ -44,9 +45,9 @@ from eformer.checkpoint._formats._zarr import (
 from eformer.checkpoint._formats.foreign.arrays import discover
 from eformer.checkpoint._leaf import Region, escape, is_inside, name_to_path
 from eformer.checkpoint._manifest import Coding, DataFile, Extent, LeafEntry, Part, Receipt
-from eformer.checkpoint._pieces import piece_sizes, pieces, shifted
+from eformer.checkpoint._pieces import piece_sizes
 from eformer.checkpoint._pool import run_all, uncollected
-from eformer.checkpoint._store.local import list_names, locked, logger, remove, replacing, sweep
+from eformer.checkpoint._store.local import link, list_names, locked, logger, remove, replacing, sweep
 from eformer.checkpoint._store.many import (
     DATABASE_MARK,
     NewFile,
@@ -64,6 +65,7 @@ from eformer.errors import CorruptionError, FormatError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from eformer.checkpoint._formats._reuse import Earlier
     from eformer.checkpoint._manifest import TreeEntry
     from eformer.checkpoint._options import SaveOptions
 
@@ -83,6 +85,12 @@ class Array:
     zarray: bytes
     chunk_nbytes: int
     chunks: list[Slot]
+    is_kept: bool = False
+
+    @property
+    def to_write(self) -> Sequence[Slot]:
+        """The chunks that are not there already."""
+        return [] if self.is_kept else self.chunks
 
     @property
     def is_small(self) -> bool:
@@ -186,6 +194,34 @@ class ArraysWriter:
         if not self.options.ocdbt:
             _make_parents(self.root, self.here)
         return self.here
+
+    def keep(self, earlier: Earlier, arrays: Sequence[Array]) -> None:
+        """Chunks that an earlier checkpoint has, are linked to; what describes an array is written anew, for it says of
+        which save it is."""
+        staging = Staging(self.options.staging_bytes)
+        leaves = {array.source.name: array.chunks for array in arrays}
+        same = earlier.unchanged(leaves, staging, self.threads)
+        for array in arrays:
+            if extents := same.get(array.source.name):
+                array.is_kept = self._link(earlier, array, extents)
+                if not array.is_kept:
+                    return  # nor will the next one be
+
+    def _link(self, earlier: Earlier, array: Array, extents: Sequence[Extent]) -> bool:
+        """All chunks of the array; or none, if they are on another file system or in other pieces."""
+        path = f"{self.root}/{array.path}"
+        make_directory(path)
+        try:
+            for chunk, extent in zip(array.chunks, extents, strict=True):
+                if earlier.tree.files[extent.file].nbytes != array.chunk_nbytes:
+                    raise FormatError(f"chunk {chunk.name} has another shape")
+                link(earlier.path_of(extent.file), f"{path}/{chunk.name}", array.chunk_nbytes)
+        except (OSError, FormatError) as error:
+            logger.warning("%s cannot be linked, and is written again: %s", path, error)
+            for chunk in array.chunks:
+                remove(Path(f"{path}/{chunk.name}"))
+            return False
+        return True
 
     def write(self, arrays: Sequence[Array]) -> None:
         """Complete, and on stable storage."""
@@ -423,7 +459,7 @@ def _write_small(root: str, arrays: Sequence[Array]) -> None:
         make_directory(path)
         if array.source.is_first:
             write_new(f"{path}/{ZARRAY}", array.zarray)
-        for chunk in array.chunks:
+        for chunk in array.to_write:
             data = small_bytes(chunk)
             if chunk.coding:
                 data = _encoded(chunk, data)
@@ -439,7 +475,7 @@ def _array_tasks(
     make_directory(path)
     if array.source.is_first:
         write_new(f"{path}/{ZARRAY}", array.zarray)
-    for chunk in array.chunks:
+    for chunk in array.to_write:
         name = f"{path}/{chunk.name}"
         if chunk.coding:
             yield partial(_write_whole, partial(write_new, name), array, chunk, block, staging)
@@ -467,15 +503,7 @@ def _write_whole(
 
 
 def _digest(chunk: Slot, block: int, staging: Staging) -> None:
-    if not chunk.nbytes:
-        return
-    itemsize = itemsize_of(chunk.source)
-    for number, piece in enumerate(shifted(pieces(chunk.shape, itemsize, block), chunk.box.start)):
-        parts, held = staging.fetch(parts_of(chunk.source), piece)
-        try:
-            chunk.digests[number] = xxh3_128(bytes_of(contiguous(parts, piece, chunk.source.dtype)))
-        finally:
-            staging.release(held)
+    chunk.digests[:] = digests_of(chunk, block, staging)
     chunk.source = released(chunk.source)
 
 

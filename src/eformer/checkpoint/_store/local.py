@@ -122,6 +122,15 @@ class Scratch:
             self.close()
 
 
+def link(target: Path | str, path: Path | str, nbytes: int) -> None:
+    """Another name for a regular file of this length."""
+    os.link(target, path, follow_symlinks=False)
+    found = os.lstat(path)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
+        os.unlink(path)
+        raise FormatError(f"{target} is no file of {nbytes} bytes")
+
+
 def write_all(descriptor: int, data: Any, offset: int) -> None:
     view = memoryview(data)
     start, nbytes = offset, len(view)
@@ -161,6 +170,14 @@ def scratch_for(final: Path) -> Scratch:
     if not stat.S_ISREG(status.st_mode):  # a directory, a pipe, /dev/null
         raise OSError(errno.EINVAL, "Not a regular file", str(final))
     return Scratch(final.parent, stat.S_IMODE(status.st_mode))
+
+
+def is_same_file(a: Path, b: Path) -> bool:
+    """Whether both are names of one file."""
+    try:
+        return os.path.samestat(os.lstat(a), os.lstat(b))
+    except FileNotFoundError:
+        return False
 
 
 def rename(path: Path, final: Path) -> None:

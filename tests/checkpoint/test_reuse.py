@@ -1,0 +1,265 @@
+"""Saves that do not write again what an earlier checkpoint holds."""
+
+import errno
+import json
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from eformer import checkpoint
+from eformer.checkpoint import SaveOptions, load, save, save_async
+from eformer.checkpoint._store import local
+from eformer.errors import NotFoundError
+from support.trees import assert_same
+
+FROZEN = 2**20  # bytes
+
+
+def tree(step, **more):
+    base = {f"l{n}": jnp.full((FROZEN // 16,), float(n)) for n in range(4)}
+    return {
+        "base": base,
+        "lora": {"a": jnp.full(1000, float(step)), "b": np.arange(step + 1)},
+        "step": step,
+        **more,
+    }
+
+
+@pytest.fixture(params=["safetensors", "tensorstore"])
+def kind(request, monkeypatch):
+    for function in (save, save_async):
+        monkeypatch.setattr(function, "__kwdefaults__", {**function.__kwdefaults__, "format": request.param})
+    return request.param
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Counts the bytes that are written into data files."""
+
+    class Written(list):
+        def since(self):
+            total = sum(self)
+            self.clear()
+            return total
+
+    found = Written()
+    for name in ("pwrite", "write"):
+        call = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda d, data, *at, call=call: found.append(n := call(d, data, *at)) or n
+        )
+    return found
+
+
+def check(path, expected):
+    assert_same(load(path), expected)
+    assert checkpoint.verify(path).ok
+
+
+def test_only_what_has_changed_is_written(tmp_path, kind, written):
+    save(tree(0), tmp_path)
+    assert written.since() > FROZEN
+    for step in range(1, 5):
+        save(tree(step), tmp_path, options=SaveOptions(reuse=True))
+        assert written.since() < 30_000
+        check(tmp_path, tree(step))
+
+
+def test_without_being_asked_everything_is_written(tmp_path, kind, written):
+    save(tree(0), tmp_path)
+    written.since()
+    save(tree(1), tmp_path)
+    assert written.since() > FROZEN
+
+
+@pytest.mark.parametrize("first_deleted", ["older", "newer"])
+def test_of_two_checkpoints_that_share_files_either_may_be_deleted(tmp_path, kind, written, first_deleted):
+    older, newer = tmp_path / "older", tmp_path / "newer"
+    save(tree(0), older)
+    written.since()
+    save(tree(1), newer, options=SaveOptions(reuse=older))
+    assert written.since() < 30_000
+    shutil.rmtree(tmp_path / first_deleted)
+    left, step = (newer, 1) if first_deleted == "older" else (older, 0)
+    check(left, tree(step))
+    save(tree(2), left)  # which removes what it replaces
+    check(left, tree(2))
+
+
+def test_a_chain_of_checkpoints_needs_none_of_its_links(tmp_path, kind, written):
+    save(tree(0), tmp_path / "0")
+    for step in range(1, 4):
+        written.since()
+        save(tree(step), tmp_path / str(step), options=SaveOptions(reuse=str(tmp_path / str(step - 1))))
+        assert written.since() < 30_000
+        shutil.rmtree(tmp_path / str(step - 1))
+        check(tmp_path / str(step), tree(step))
+
+
+def test_saves_in_the_background_reuse_what_is_there(tmp_path, kind):
+    save(tree(0), tmp_path)
+    pending = [save_async(tree(step), tmp_path, options=SaveOptions(reuse=True)) for step in (1, 2, 3)]
+    for save_of_step in pending:
+        save_of_step.result(60)
+    check(tmp_path, tree(3))
+
+
+def test_a_tree_that_has_not_changed_at_all_writes_no_data(tmp_path, kind, written):
+    save(tree(0), tmp_path)
+    written.since()
+    save(tree(0), tmp_path, options=SaveOptions(reuse=True))
+    assert written.since() < 15_000
+    check(tmp_path, tree(0))
+
+
+def test_what_is_no_longer_there_and_what_is_new(tmp_path, kind):
+    save(tree(0, gone=jnp.ones(50)), tmp_path)
+    save(tree(1, new=jnp.ones(60)), tmp_path, options=SaveOptions(reuse=True))
+    check(tmp_path, tree(1, new=jnp.ones(60)))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [jnp.zeros(FROZEN // 16, jnp.int32), jnp.zeros((2, FROZEN // 32)), jnp.zeros(FROZEN // 16).at[-1].set(1)],
+)
+def test_another_dtype_shape_or_value_is_written(tmp_path, kind, other):
+    save({"w": jnp.zeros(FROZEN // 16), "v": jnp.ones(FROZEN)}, tmp_path)
+    expected = {"w": other, "v": jnp.ones(FROZEN)}
+    save(expected, tmp_path, options=SaveOptions(reuse=True))
+    check(tmp_path, expected)
+
+
+def test_shards_are_reused_if_they_are_cut_alike(tmp_path, kind, written):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    values = jnp.arange(2**18).reshape(512, 512)
+    cut = {"w": jax.device_put(values, NamedSharding(mesh, P("x", "y")))}
+    save(cut, tmp_path)
+    written.since()
+    save(cut, tmp_path, options=SaveOptions(reuse=True))
+    assert written.since() < 15_000
+    otherwise = {"w": jax.device_put(values, NamedSharding(mesh, P(None, "x")))}
+    save(otherwise, tmp_path, options=SaveOptions(reuse=True))
+    np.testing.assert_array_equal(load(tmp_path)["w"], values)
+
+
+def test_prefixes_are_told_apart(tmp_path, kind, written):
+    save(tree(0), tmp_path, prefix="model")
+    save(tree(5), tmp_path, prefix="ema")
+    written.since()
+    save(tree(1), tmp_path, prefix="model", options=SaveOptions(reuse=True))
+    assert written.since() < 30_000
+    assert_same(load(tmp_path, prefix="ema"), tree(5))
+    assert_same(load(tmp_path, prefix="model"), tree(1))
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EMLINK])
+def test_where_no_links_can_be_made_everything_is_written(tmp_path, kind, monkeypatch, caplog, code):
+    def refuse(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    save(tree(0), tmp_path)
+    monkeypatch.setattr(os, "link", refuse)
+    save(tree(1), tmp_path, options=SaveOptions(reuse=True))
+    check(tmp_path, tree(1))
+    assert "cannot be linked" in caplog.text
+
+
+def test_a_file_that_was_cut_short_is_not_linked(tmp_path, kind, caplog):
+    save(tree(0), tmp_path)
+    for file in tmp_path.rglob("*"):
+        if file.is_file() and file.stat().st_size > 200_000:
+            os.truncate(file, file.stat().st_size - 1)
+    save(tree(1), tmp_path / "new", options=SaveOptions(reuse=tmp_path))
+    check(tmp_path / "new", tree(1))
+    assert "cannot be linked" in caplog.text
+
+
+def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path, kind):
+    save(tree(0), tmp_path / "a")
+    for file in (tmp_path / "a").rglob("*"):
+        if file.is_file() and file.stat().st_size > 200_000:
+            moved = file.rename(tmp_path / f"{file.parent.name}-{file.name}")
+            file.symlink_to(moved)
+    save(tree(1), tmp_path / "b", options=SaveOptions(reuse=tmp_path / "a"))
+    check(tmp_path / "b", tree(1))
+    assert not any(file.is_symlink() for file in (tmp_path / "b").rglob("*"))
+
+
+def test_what_cannot_be_done_is_refused_at_once(tmp_path):
+    with pytest.raises(NotFoundError, match=r"nothing at .*gone"):
+        save_async(tree(0), tmp_path / "a", options=SaveOptions(reuse=tmp_path / "gone"))
+    with pytest.raises(ValueError, match="one file"):
+        save(tree(0), tmp_path / "a.safetensors", options=SaveOptions(reuse=True))
+    with pytest.raises(ValueError, match="without ocdbt"):
+        save(tree(0), tmp_path / "a", format="tensorstore", options=SaveOptions(reuse=True, ocdbt=True))
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_checkpoint_that_is_no_use_does_no_harm(tmp_path, kind, caplog):
+    elsewhere = tmp_path / "elsewhere"
+    save(tree(0), elsewhere, format="tensorstore" if kind == "safetensors" else "safetensors")
+    with caplog.at_level("INFO", "eformer"):
+        save(tree(1), tmp_path / "a", options=SaveOptions(reuse=elsewhere))
+    assert "everything is written" in caplog.text
+    check(tmp_path / "a", tree(1))
+    for file in elsewhere.glob("*.json"):
+        file.write_bytes(b"{" + file.read_bytes()[:50])
+    save(tree(2), tmp_path / "b", options=SaveOptions(reuse=elsewhere))
+    check(tmp_path / "b", tree(2))
+
+
+# ------------------------------------------------------------------------------------- safetensors alone
+
+
+def test_a_file_of_which_little_is_needed_is_not_kept(tmp_path, written):
+    save({"a": jnp.zeros(FROZEN), "b": jnp.ones(FROZEN // 4)}, tmp_path)
+    expected = {"a": jnp.ones(FROZEN), "b": jnp.ones(FROZEN // 4)}
+    save(expected, tmp_path, options=SaveOptions(reuse=True))
+    check(tmp_path, expected)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+
+
+def test_other_readers_find_what_is_in_the_tree_and_nothing_else(tmp_path):
+    save(tree(0, gone=jnp.ones(50)), tmp_path)
+    save(tree(1), tmp_path, options=SaveOptions(reuse=True))
+    assert not (tmp_path / "model.safetensors").exists()  # which they would take for everything
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    found = {}
+    for name, file in index["weight_map"].items():
+        found[name] = safetensors.numpy.load_file(tmp_path / file)[name]
+    expected = {f"base.{n}": np.asarray(a) for n, a in tree(1)["base"].items()}
+    expected |= {f"lora.{n}": np.asarray(a) for n, a in tree(1)["lora"].items()}
+    assert found.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_array_equal(found[name], expected[name])
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in expected.values())
+
+
+def test_a_manifest_that_names_a_file_elsewhere_gets_it_not(tmp_path, caplog):
+    save(tree(0), tmp_path / "a")
+    manifest = checkpoint.inspect(tmp_path / "a")
+    entry = manifest.trees[""]
+    (tmp_path / "secret.safetensors").write_bytes((tmp_path / "a" / "model.safetensors").read_bytes())
+    import msgspec
+
+    files = (msgspec.structs.replace(entry.files[0], name="../secret.safetensors"),)
+    forged = manifest.with_tree("", msgspec.structs.replace(entry, files=files))
+    (tmp_path / "a" / "manifest.json").write_bytes(forged.to_json())
+    save(tree(1), tmp_path / "b", options=SaveOptions(reuse=tmp_path / "a"))
+    check(tmp_path / "b", tree(1))
+    assert (tmp_path / "secret.safetensors").stat().st_nlink == 1
+    assert "cannot be linked" in caplog.text or "everything is written" in caplog.text
+
+
+def test_a_link_that_is_not_what_it_should_be_is_removed(tmp_path):
+    (tmp_path / "file").write_bytes(b"123")
+    with pytest.raises(ValueError, match="no file of 4 bytes"):
+        local.link(tmp_path / "file", tmp_path / "other", 4)
+    assert not (tmp_path / "other").exists()
