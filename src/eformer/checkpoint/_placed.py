@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, Sharding
 from eformer.checkpoint._device import PACKED, bits_of, resharded, takes_host_memory
 from eformer.checkpoint._leaf import Region
 from eformer.checkpoint._ndarray import dtype_from_name
+from eformer.checkpoint._put import put_on, put_on_default
 from eformer.checkpoint._rules import Leaf, PartitionSpec, Said
 from eformer.checkpoint._rules import place as place_by_rules
 from eformer.errors import MismatchError
@@ -233,8 +234,8 @@ def assemble(items: Sequence[Item]) -> dict[str, Any]:
         else:
             buffers += [item.arrays[number] for _, number in item.devices]
             devices += [_memory_of(device, item.sharding) for device, _ in item.devices]
-    on_default = iter(jax.device_put(plain))
-    on_devices = iter(jax.device_put(buffers, devices))
+    on_default = iter(put_on_default(plain))
+    on_devices = iter(put_on(buffers, devices))
     leaves = {}
     for item in items:
         if item.as_numpy:

@@ -84,7 +84,7 @@ def parts_of(source: Source) -> Sequence[Part]:
 def in_one_place(slot: Slot) -> np.ndarray[Any, Any] | None:
     """The array in host memory that is the slot's box, if there is one."""
     source = slot.source
-    if source.whole is not None:
+    if source.whole is not None:  # which nearly every leaf has
         return source.whole if slot.region is None else None
     if len(source.parts) != 1:
         return None
@@ -94,7 +94,8 @@ def in_one_place(slot: Slot) -> np.ndarray[Any, Any] | None:
 
 def small_bytes(slot: Slot) -> bytes:
     """All of a small box that lies in one place, with its digest."""
-    data = to_bytes(in_one_place(slot), slot.source.dtype)  # type: ignore[arg-type]
+    whole = slot.source.whole
+    data = to_bytes(in_one_place(slot) if whole is None else whole, slot.source.dtype)  # type: ignore[arg-type]
     if data:
         slot.digests[0] = xxh3_128(data)
     return data

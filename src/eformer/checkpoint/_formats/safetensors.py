@@ -220,15 +220,16 @@ def scratch_of(file: File) -> Scratch:
 def _tasks(file: File, block: int, staging: Staging) -> Iterator[Callable[[], None]]:
     """Small neighbours are written together, large leaves piece by piece."""
     small: list[Slot] = []
-    nbytes = 0
+    room = block
     for slot in file.slots:
-        is_small = slot.nbytes <= block and not slot.is_packed and in_one_place(slot) is not None
-        if small and (not is_small or nbytes + slot.nbytes > block):
+        nbytes = slot.nbytes
+        is_small = nbytes <= block and not slot.is_packed and in_one_place(slot) is not None
+        if small and (not is_small or nbytes > room):
             yield partial(_write_small, file, small)
-            small, nbytes = [], 0
+            small, room = [], block
         if is_small:
             small.append(slot)
-            nbytes += slot.nbytes
+            room -= nbytes
         elif slot.is_packed:
             yield partial(write_packed, scratch_of(file), len(file.header), slot, staging)
         else:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from eformer.checkpoint._leaf import escape, escape_siblings, join_name
+from eformer.checkpoint._leaf import BARE_LEAF, escape, escape_siblings
 from eformer.checkpoint._nodes import Level, class_name, dataclass_level, is_namedtuple, is_node, take_apart
 from eformer.checkpoint._value import is_recorded, value_to_json
 from eformer.errors import StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 # JSON readers stop near a thousand levels, and a level of the tree is up to three of JSON. Nothing here
 # recurses, so that this is the only limit.
@@ -32,24 +32,28 @@ def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
     leaves: dict[str, Any] = {}
     describers: dict[type, _Describe | None] = {}  # one decision for each type met
     root = [None]
-    todo: list[tuple[Any, Any, Any, tuple[str, ...]]] = [(root, 0, tree, ())]
+    todo: list[_Todo] = [(root, 0, tree, "", 0)]
     while todo:
-        holder, slot, node, path = todo.pop()
+        holder, slot, node, name, depth = todo.pop()
         kind = type(node)
         if kind not in describers:
             describers[kind] = _describer(kind)
         describe = describers[kind]
         if describe is None:
-            holder[slot] = name = join_name(path)
+            holder[slot] = name = name or BARE_LEAF
             leaves[name] = node
         else:
             try:
                 level = describe(node)
-                todo.extend(reversed(list(level.children_below(path))))
+                todo += level.children_below(name, depth)
             except StructureError as error:
-                raise StructureError(f"at {join_name(path)[:400]!r}: {error}") from error
+                raise StructureError(f"at {(name or BARE_LEAF)[:400]!r}: {error}") from error
             holder[slot] = level.document
     return leaves, root[0]
+
+
+_Todo = tuple[Any, Any, Any, str, int]
+"""Where the JSON of a node goes, the node, its name and how deep it lies."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,13 +65,18 @@ class _Described:
     keys: Sequence[Any] = ()
     children: Sequence[Any] = ()
 
-    def children_below(self, path: tuple[str, ...]) -> Iterator[tuple[Any, Any, Any, tuple[str, ...]]]:
-        """Each child with its slot and a name that no sibling has."""
-        if self.children and len(path) >= MAX_DEPTH:
+    def children_below(self, name: str, depth: int) -> list[_Todo]:
+        """Each child with its slot and a name that no sibling has, the last one first."""
+        if self.children and depth >= MAX_DEPTH:
             raise StructureError(f"the tree is nested more than {MAX_DEPTH} deep, or contains itself")
+        start = f"{name}." if depth else ""
         parts = escape_siblings(self.keys)
-        for (holder, slot), part, child in zip(self.slots, parts, self.children, strict=True):
-            yield holder, slot, child, (*path, part)
+        below = [
+            (holder, slot, child, start + part, depth + 1)
+            for (holder, slot), part, child in zip(self.slots, parts, self.children, strict=True)
+        ]
+        below.reverse()
+        return below
 
 
 def _describer(kind: type) -> _Describe | None:

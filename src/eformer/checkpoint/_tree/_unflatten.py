@@ -24,16 +24,13 @@ if TYPE_CHECKING:
 
 def unflatten(structure: Any, leaves: Mapping[str, Any]) -> Any:
     """The tree that `flatten` was given. Builds classes only as `resolve_class` allows."""
-    containers = _containers(structure)
-    names = [structure] if isinstance(structure, str) else []
-    for container in containers:
-        names += [child for child in container.children if isinstance(child, str)]
+    containers, names = _containers(structure)
     _require_all(names, leaves)
 
     built: list[Any] = []
     for container in reversed(containers):  # parents came first, so that now each finds its children built
         children = [
-            leaves[child] if isinstance(child, str) else None if child is None else built.pop()
+            leaves[child] if type(child) is str else None if child is None else built.pop()
             for child in container.children
         ]
         built.append(_build(container, children))
@@ -69,9 +66,10 @@ class _Container(Struct, gc=False):
     children: list[Any]
 
 
-def _containers(structure: Any) -> list[_Container]:
-    """The JSON of every node that is no leaf and not None, each before those inside it."""
+def _containers(structure: Any) -> tuple[list[_Container], list[str]]:
+    """The JSON of every node that is no leaf and not None, each before those inside it; and the names of the leaves."""
     containers = []
+    names = [structure] if isinstance(structure, str) else []
     todo: list[tuple[Any, Place, int]] = [(structure, None, 0)]
     while todo:
         document, place, depth = todo.pop()
@@ -85,14 +83,15 @@ def _containers(structure: Any) -> list[_Container]:
         if steps and depth >= MAX_DEPTH:
             raise StructureError(f"the recorded structure is nested more than {MAX_DEPTH} deep")
         containers.append(_Container(document, place, kind, [child for _, child in steps]))
-        todo.extend(
-            [
-                (child, (place, step), depth + 1)
-                for step, child in reversed(steps)
-                if not isinstance(child, str)
-            ]
-        )
-    return containers
+        inner = []
+        for step, child in steps:
+            if type(child) is str:
+                names.append(child)
+            else:
+                inner.append((child, (place, step), depth + 1))
+        inner.reverse()
+        todo += inner
+    return containers, names
 
 
 def _build(container: _Container, children: list[Any]) -> Any:

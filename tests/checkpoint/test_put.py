@@ -1,0 +1,88 @@
+"""Arrays on devices, made by JAX's own call or by the one underneath: nobody can tell."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from eformer.checkpoint import _put
+from support.trees import assert_same
+
+
+@pytest.fixture(params=["underneath", "device_put", "gone"])
+def way(request, monkeypatch):
+    """The call underneath as it is, one that does something else, and none."""
+
+    def other(aval, sharding, arrays, devices, committed):
+        return jax.device_put(arrays[0] + 1, devices[0])
+
+    def gone():
+        raise AttributeError("batched_device_put")
+
+    _put._is_usable.cache_clear()
+    if request.param == "device_put":
+        monkeypatch.setattr(_put, "_batched_device_put", lambda: other)
+    if request.param == "gone":
+        monkeypatch.setattr(_put, "_batched_device_put", gone)
+    yield request.param
+    _put._is_usable.cache_clear()
+
+
+DTYPES = [np.float32, np.int8, np.bool_, np.complex64, jnp.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4]
+
+
+@pytest.fixture
+def arrays():
+    return [np.arange(2 * n).reshape(2, n).astype(d) for n in (0, 1, 5) for d in DTYPES] + [
+        np.float32(3) * np.ones(())
+    ]
+
+
+def same(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        assert_same(a, b)
+        assert (a.aval, a.sharding, a.committed, a.weak_type) == (
+            b.aval,
+            b.sharding,
+            b.committed,
+            b.weak_type,
+        )
+        assert_same(a + a, b + b)
+
+
+def test_on_the_default_device(arrays, way):
+    same(_put.put_on_default(arrays), jax.device_put(arrays))
+    assert _put._is_usable(jax.devices()[0]) == (way == "underneath")
+
+
+def test_on_a_default_device_that_somebody_chose(arrays, way):
+    with jax.default_device(jax.devices()[3]):
+        found = _put.put_on_default(arrays)
+        same(found, jax.device_put(arrays))
+    assert found[0].devices() == {jax.devices()[3]}
+
+
+def test_each_on_its_own_device(arrays, way):
+    devices = [jax.devices()[n % 4] for n in range(len(arrays))]
+    same(_put.put_on(arrays, devices), jax.device_put(arrays, devices))
+
+
+def test_in_a_memory_of_a_device(arrays, way):
+    device = jax.devices()[0]
+    place = jax.sharding.SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
+    places = [place if n % 2 else device for n in range(len(arrays))]
+    same(_put.put_on(arrays, places), jax.device_put(arrays, places))
+
+
+def test_nothing_at_all(way):
+    assert _put.put_on_default([]) == []
+    assert _put.put_on([], []) == []
+
+
+def test_aligned_memory_is_taken_as_it_is():
+    memory = np.zeros(4096, np.uint8)
+    aligned = memory[-memory.__array_interface__["data"][0] % 64 :][:1024]
+    aligned.flags.writeable = False
+    (array,) = _put.put_on_default([aligned])
+    assert array.unsafe_buffer_pointer() == aligned.__array_interface__["data"][0]
