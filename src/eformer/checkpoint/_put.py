@@ -43,7 +43,7 @@ def put_on_default(arrays: Sequence[Array]) -> list[Any]:
 
 def put_on(arrays: Sequence[Array], places: Sequence[Any]) -> list[Any]:
     """Each array on its device, or in that memory of one that a sharding says."""
-    if not all(isinstance(place, jax.Device) and _is_usable(place) for place in set(places)):
+    if not arrays or not all(isinstance(place, jax.Device) and _is_usable(place) for place in set(places)):
         return jax.device_put(list(arrays), list(places))  # type: ignore[no-any-return]
     shardings = {device: jax.sharding.SingleDeviceSharding(device) for device in set(places)}
     put = _Put(committed=True)
