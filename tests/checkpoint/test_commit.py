@@ -271,14 +271,15 @@ def test_a_device_without_room_is_not_asked_for_a_copy(monkeypatch):
         def memory_stats(self):
             return {"bytes_limit": self.limit, "bytes_in_use": 1000} if self.limit else None
 
+    class Sharding:
+        def __init__(self, limit):
+            self.device_set = {Device(limit)}
+
     class Array:
-        nbytes = 1000
+        shape, dtype = (250,), np.dtype("float32")
 
         def __init__(self, limit):
-            self.device = Device(limit)
-
-        def devices(self):
-            return {self.device}
+            self.sharding = Sharding(limit)
 
     assert _have_room([Array(3000), Array(0)])
     assert not _have_room([Array(3000), Array(2050)])

@@ -18,7 +18,7 @@ class SaveOptions:
     snapshot          where `save_async` keeps accelerator arrays that the caller may donate at once: in copies
                       on the "device", or in "host" memory; "auto" takes the device if it has room
     staging_bytes     at most this much host memory holds bytes on their way from an accelerator to the disk
-    threads           that write; None for one a core, 2 to 16
+    threads           that write; None for one a core, 2 to 8
     checksums         records the SHA-256 of every array, beside the digests that are always there; of several
                       processes, of those arrays that one of them has whole
     processes         that save the tree together, by number; None for all there are. One alone saves what it has

@@ -71,6 +71,8 @@ _DEFAULT = SaveOptions()
 # File systems allow names of 255 bytes; the rest is for the number of a shard, the save and the suffix.
 _MAX_PREFIX_BYTES = 180
 
+_MOST_WRITERS = 8  # threads: with more they wait for each other, and not for the disk
+
 _MOST_SHOWN = 200  # characters of a plain value, where it is described
 
 
@@ -289,7 +291,7 @@ class Job:
 
     @property
     def threads(self) -> int:
-        return self.options.threads or default_threads()
+        return self.options.threads or min(default_threads(), _MOST_WRITERS)
 
     def arranged(self, max_bytes: int) -> list[safetensors.File]:
         """The arrays by file. From here on only these hold them, and let go of what is written."""

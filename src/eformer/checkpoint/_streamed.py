@@ -50,7 +50,7 @@ def stream(
         reading = Reading(found, tree, verify=verify)
         stack.callback(reading.close)
         stream = _Stream(room, accelerator_of(items[0]), stack)
-        run_all(stream.tasks(reading, groups), threads)
+        run_all(stream.tasks(reading, groups), max(2, threads * 3 // 4))  # the others are for the transfers
     return stream.loaded
 
 
