@@ -271,8 +271,9 @@ def summary(cells: list[dict[str, Any]], name: str, nbytes: int) -> dict[str, fl
 
 
 COLUMNS = (
-    "save, GB/s", "save, of the limit", "load, GB/s", "load, of the limit", "first load, GB/s", "save_async returns, ms",
-    "first save_async returns, ms", "memory after all saves, GB", "memory of the last load, MB",
+    "save, GB/s", "save, of the limit", "load, GB/s", "load, of the limit", "first load, GB/s",
+    "save_async returns, ms", "first save_async returns, ms",
+    "memory after all saves, GB", "memory of the last load, MB",
 )  # fmt: skip
 
 

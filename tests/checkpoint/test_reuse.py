@@ -220,26 +220,84 @@ def test_a_checkpoint_that_is_no_use_does_no_harm(tmp_path, kind, caplog):
 
 def test_a_file_of_which_little_is_needed_is_not_kept(tmp_path, written):
     save({"a": jnp.zeros(FROZEN), "b": jnp.ones(FROZEN // 4)}, tmp_path)
+    (before,) = tmp_path.glob("*.safetensors")
+    inode = before.stat().st_ino
     expected = {"a": jnp.ones(FROZEN), "b": jnp.ones(FROZEN // 4)}
     save(expected, tmp_path, options=SaveOptions(reuse=True))
     check(tmp_path, expected)
-    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+    assert inode not in {file.stat().st_ino for file in tmp_path.iterdir()}
+    assert not list(tmp_path.glob("*.private"))
 
 
-def test_other_readers_find_what_is_in_the_tree_and_nothing_else(tmp_path):
-    save(tree(0, gone=jnp.ones(50)), tmp_path)
+def test_other_readers_find_what_is_in_the_tree_and_nothing_else(tmp_path, written):
+    for step in range(3):
+        written.since()
+        save(tree(step), tmp_path, options=SaveOptions(reuse=True))
+    assert written.since() < 30_000
     save(tree(1), tmp_path, options=SaveOptions(reuse=True))
     assert not (tmp_path / "model.safetensors").exists()  # which they would take for everything
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     found = {}
-    for name, file in index["weight_map"].items():
-        found[name] = safetensors.numpy.load_file(tmp_path / file)[name]
+    for file in tmp_path.glob("*.safetensors"):  # all of it, as some of them do
+        tensors = safetensors.numpy.load_file(file)
+        assert found.keys().isdisjoint(tensors)
+        found |= tensors
+    assert {name: file for name, file in index["weight_map"].items() if name not in found} == {}
     expected = {f"base.{n}": np.asarray(a) for n, a in tree(1)["base"].items()}
     expected |= {f"lora.{n}": np.asarray(a) for n, a in tree(1)["lora"].items()}
     assert found.keys() == expected.keys()
     for name in expected:
         np.testing.assert_array_equal(found[name], expected[name])
     assert index["metadata"]["total_size"] == sum(array.nbytes for array in expected.values())
+
+
+def test_a_file_with_more_in_it_than_belongs_to_the_tree_is_not_shown_to_other_readers(tmp_path, written):
+    save(tree(0), tmp_path)
+    written.since()
+    for step in (1, 2):
+        save(tree(step), tmp_path, options=SaveOptions(reuse=True))
+        assert written.since() < 30_000
+        check(tmp_path, tree(step))
+        assert not list(tmp_path.glob("*.safetensors"))
+        assert not list(tmp_path.glob("*.index.json"))
+    save(tree(3), tmp_path)
+    assert not list(tmp_path.glob("*.private"))
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    check(tmp_path, tree(3))
+
+
+def test_what_changes_is_written_apart_from_what_does_not(tmp_path, written):
+    def mixed(step):
+        return {f"layer{n}": {"w": jnp.full(FROZEN // 64, n), "lora": jnp.full(100, step)} for n in range(20)}
+
+    save(mixed(0), tmp_path, options=SaveOptions(reuse=True))
+    for step in (1, 2, 3):
+        written.since()
+        save(mixed(step), tmp_path, options=SaveOptions(reuse=True))
+        assert written.since() < 60_000
+        check(tmp_path, mixed(step))
+
+
+def test_a_name_that_another_file_has_is_left_to_it(tmp_path, monkeypatch):
+    """As in a copy of the directory that is reused."""
+    older, copy = tmp_path / "older", tmp_path / "copy"
+    save({"first": np.ones(3)}, older)
+    save(tree(0), older, options=SaveOptions(reuse=True))
+    shutil.copytree(older, copy)
+
+    def fail(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("eformer.checkpoint._formats._sealing.replacing", fail)
+        with pytest.raises(OSError, match="No space"):
+            save(tree(1), copy, options=SaveOptions(reuse=older))
+    check(copy, tree(0))
+    before = set(copy.iterdir())
+    save(tree(1), copy, options=SaveOptions(reuse=older))
+    check(copy, tree(1))
+    check(older, tree(0))
+    assert before & set(copy.glob("*.safetensors*")) <= {copy / "model.safetensors.index.json"}
 
 
 def test_a_manifest_that_names_a_file_elsewhere_gets_it_not(tmp_path, caplog):

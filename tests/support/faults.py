@@ -147,7 +147,7 @@ class Layout:
         for prefix, entry in trees.items():
             base, names = prefix or "model", {file["name"] for file in entry["files"]}
             expected |= names
-            if names != {f"{base}.safetensors"}:
+            if names != {f"{base}.safetensors"} and not any(name.endswith(".private") for name in names):
                 index = f"{base}.safetensors.index.json"
                 expected.add(index)
                 assert set(json.loads((path / index).read_bytes())["weight_map"].values()) == names

@@ -293,11 +293,16 @@ class Job:
     def threads(self) -> int:
         return self.options.threads or min(default_threads(), _MOST_WRITERS)
 
-    def arranged(self, max_bytes: int) -> list[safetensors.File]:
-        """The arrays by file. From here on only these hold them, and let go of what is written."""
-        self.names = self.names or [source.name for source in self.sources]
+    def arranged(
+        self, max_bytes: int, groups: Sequence[Sequence[Source]] | None = None
+    ) -> list[safetensors.File]:
+        """The arrays by file, no two groups in one. From here on only these hold them, and let go of what is
+        written."""
+        self.names = [source.name for source in self.sources]
+        files = []
         with uncollected():
-            files = safetensors.arrange(self.sources, max_bytes, self.tree.block, has_parts=bool(self.shared))
+            for sources in [self.sources] if groups is None else groups:
+                files += safetensors.arrange(sources, max_bytes, self.tree.block, has_parts=bool(self.shared))
         self.sources = []
         return files
 
@@ -451,8 +456,7 @@ class Job:
         """The data of this process, complete and synced in scratch files that stay locked until all is over."""
         self.enter(stack)
         self.compute_checksums()
-        self.keep(stack)
-        files = self.arranged(self.options.max_shard_bytes)
+        files = self.arranged(self.options.max_shard_bytes, self.keep(stack))
         for file in files:
             file.header = self.header_of(file)
             file.scratch = Scratch(self.shared.data if self.shared else self.path)
@@ -464,18 +468,23 @@ class Job:
         safetensors.write_headers(files, self.threads)
         return self.receipt(files)
 
-    def keep(self, stack: ExitStack) -> None:
-        """Leaves that an earlier checkpoint has are taken from there."""
-        if self.shared and self.options.reuse:
+    def keep(self, stack: ExitStack) -> list[list[Source]]:
+        """Leaves that an earlier checkpoint has are taken from there. The others, in groups that need not be in one
+        file."""
+        if self.options.reuse is False:
+            return [self.sources]
+        if self.shared:
             logger.warning(
                 "%s: of several processes, each writes all that it has: reuse is for one", self.path
             )
-        elif found := self.earlier:
+            return [self.sources]
+        groups = [self.sources]
+        if found := self.earlier:
             scratch = ScratchTree(self.path)
             stack.callback(scratch.discard)
-            self.names = [source.name for source in self.sources]
             staging = Staging(self.options.staging_bytes)
-            self.kept, self.sources = safetensors.keep(found, self.sources, scratch, staging, self.threads)
+            self.kept, groups = safetensors.keep(found, self.sources, scratch, staging, self.threads)
+        return [some for group in groups for some in safetensors.apart(group)]
 
     def header_of(self, file: safetensors.File) -> bytes:
         """Of several processes each puts what it records into its own files."""

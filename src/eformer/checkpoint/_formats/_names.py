@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+PRIVATE = ".private"  # what only we should read: there is more in it than belongs to the tree
 
 _SHARD = re.compile(r"(?P<base>.*)-(?P<index>\d{5,})-of-(?P<total>\d{5,})", re.DOTALL)
 
@@ -72,14 +73,26 @@ def save_of(metadata: Mapping[str, str]) -> str:
     return metadata.get("eformer", "").partition(" ")[0]
 
 
-def own_name(name: str, save_id: str) -> str:
-    """The name that a file of this save has when it is kept beside others: the plain one would mean all there is."""
-    mark = f".{save_id}{SUFFIX}"
-    return name if name.endswith(mark) else name.removesuffix(SUFFIX) + mark
+def own_name(name: str, save_id: str, *, is_private: bool) -> str:
+    """The name that a file of this save has when it is kept beside others: the plain one would mean all there is. What
+    was private stays so."""
+    is_private = is_private or name.endswith(PRIVATE)
+    stem = name.removesuffix(PRIVATE).removesuffix(SUFFIX).removesuffix(f".{save_id}")
+    return f"{stem}.{save_id}{SUFFIX}{PRIVATE if is_private else ''}"
+
+
+def renumbered(name: str) -> str:
+    """Another name for a file that has an `own_name`, by which it is still known as one of that save."""
+    stem, _, save_id = name.removesuffix(PRIVATE).removesuffix(SUFFIX).rpartition(".")
+    shard = split_shard(stem)
+    base, number = (shard[0], shard[1] + shard[2]) if shard else (stem, 1)
+    return own_name(shard_name(base, number, number), save_id, is_private=name.endswith(PRIVATE))
 
 
 def is_leftover(name: str, metadata: Mapping[str, str]) -> bool:
     """Whether the file was put under this name by a save of ours. A renamed copy was not."""
     save_id, _, base = metadata.get("eformer", "").partition(" ")
-    pattern = rf"{re.escape(base)}(-\d{{5,}}-of-\d{{5,}})?(\.{re.escape(save_id)})?{re.escape(SUFFIX)}"
+    pattern = (
+        rf"{re.escape(base)}(-\d{{5,}}-of-\d{{5,}})?(\.{re.escape(save_id)})?{re.escape(SUFFIX)}({PRIVATE})?"
+    )
     return bool(save_id) and re.fullmatch(pattern, name) is not None

@@ -17,11 +17,13 @@ from eformer.checkpoint._formats._index import INDEX
 from eformer.checkpoint._formats._names import (
     INDEX_SUFFIX,
     MANIFEST,
+    PRIVATE,
     SUFFIX,
     base_name,
     is_leftover,
     is_marked,
     plain_names,
+    renumbered,
     tensor_name,
     unique_names,
 )
@@ -123,9 +125,24 @@ def _with_final_names(
     names = plain_names(base_name(prefix), len(tree.files) - len(kept))
     if kept or prefix in manifest.trees or not set(names).isdisjoint(list_names(directory)):
         names = unique_names(names, tree.save_id)
+    if any(name.endswith(PRIVATE) for name in kept.values()):  # nobody shall take the rest for the whole
+        names = [name + PRIVATE for name in names]
     new = iter(names)
-    files = tuple(msgspec.structs.replace(f, name=kept.get(f.name) or next(new)) for f in tree.files)
+    files = tuple(
+        msgspec.structs.replace(
+            f, name=_free_name(directory, f.name, kept[f.name]) if f.name in kept else next(new)
+        )
+        for f in tree.files
+    )
     return msgspec.structs.replace(tree, files=files)
+
+
+def _free_name(directory: Path, scratch: str, name: str) -> str:
+    """The name of a file that is kept; another one if there is another file of that name, as in a copy of the directory
+    that it is kept from."""
+    while (directory / name).exists() and not is_same_file(directory / scratch, directory / name):
+        name = renumbered(name)
+    return name
 
 
 # ------------------------------------------------------------------------------------------ afterwards
@@ -156,9 +173,8 @@ def _bring_up_to_date(directory: Path, base: str, tree: TreeEntry) -> None:
     path = directory / (base + INDEX_SUFFIX)
     names = [file.name for file in tree.files]
     saved = _save_of_index(directory, path.name)
-    if (
-        names == plain_names(base, 1) or not names or tree.parts == "torn"
-    ):  # parts of tensors are of no use to them
+    is_of_use = tree.parts != "torn" and not any(name.endswith(PRIVATE) for name in names)
+    if names == plain_names(base, 1) or not names or not is_of_use:
         if saved is not None:
             remove(path)
     elif saved != tree.save_id:
@@ -204,7 +220,11 @@ def _save_of_index(directory: Path, name: str) -> str | None:
 
 def _leftovers(directory: Path, named: set[str]) -> Iterator[str]:
     for name in list_names(directory):
-        if name.endswith(SUFFIX) and name not in named and is_leftover(name, _metadata(directory, name)):
+        if (
+            name.endswith((SUFFIX, PRIVATE))
+            and name not in named
+            and is_leftover(name, _metadata(directory, name))
+        ):
             yield name
 
 

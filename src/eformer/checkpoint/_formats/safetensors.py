@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from eformer.checkpoint._arrays import released
+from eformer.checkpoint._codec import xxh3_128
 from eformer.checkpoint._formats._header import Tensor, header_bytes, open_header, tensor
 from eformer.checkpoint._formats._names import own_name, save_of, tensor_name
 from eformer.checkpoint._formats._writing import (
@@ -27,7 +28,7 @@ from eformer.checkpoint._formats._writing import (
 from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.checkpoint._plan import ALIGNMENT, layout
 from eformer.checkpoint._pool import run_all
-from eformer.checkpoint._store.local import link, logger, physical_memory
+from eformer.checkpoint._store.local import link, logger, physical_memory, read_range_of
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from eformer.checkpoint._manifest import DataFile, Extent, LeafEntry
     from eformer.checkpoint._store.local import Scratch
     from eformer.checkpoint._store.many import ScratchTree
+
+_MOST_KEPT = 64  # files, the largest: many small ones are written into one again
+_MOST_APART = 16
 
 _LARGE_PART = 1 / 16  # of the memory: what is more does not stay in the page cache
 
@@ -147,11 +151,12 @@ class Kept:
 
 def keep(
     earlier: Earlier, sources: Sequence[Source], scratch: ScratchTree, staging: Staging, threads: int
-) -> tuple[Kept, list[Source]]:
-    """What need not be written, and the sources that have to be.
+) -> tuple[Kept, list[list[Source]]]:
+    """What need not be written; and what has to be, in two groups: leaves that have not changed and those that have, so
+    that the next save can keep the files of the former as a whole.
 
-    A file is kept if at least half of it is still needed. The rest of it is no part of the tree any more, but takes its
-    room for as long.
+    A file is kept if at least half of it is still needed. What is no part of the tree any more takes its room for as
+    long; and because readers that know safetensors and not us take all that a file holds, it is not shown to them.
     """
     kept, tree = Kept(), earlier.tree
     slots = {source.name: list(_slots(source, tree.block)) for source in sources}
@@ -160,10 +165,14 @@ def keep(
     for extents in same.values():
         for extent in extents:
             needed[extent.file] += extent.nbytes
+    outdated = {
+        extent.file for name, entry in tree.leaves.items() if name not in same for extent in entry.extents
+    }
     numbers: dict[int, int] = {}
-    for number, nbytes in sorted(needed.items()):
+    for number, nbytes in needed.most_common(_MOST_KEPT):
         file = tree.files[number]
-        if 2 * nbytes >= file.nbytes - file.header_nbytes and (final := _link(earlier, number, scratch)):
+        is_worth_it = 2 * nbytes >= file.nbytes - file.header_nbytes
+        if is_worth_it and (final := _link(earlier, number, scratch, is_outdated=number in outdated)):
             numbers[number] = len(kept.files)
             here = str((scratch.data / final).relative_to(scratch.directory))
             kept.files.append(msgspec.structs.replace(file, name=here))
@@ -173,16 +182,20 @@ def keep(
         if extents and all(extent.file in numbers for extent in extents):
             numbered = [msgspec.structs.replace(extent, file=numbers[extent.file]) for extent in extents]
             kept.leaves[source.name] = (released(source), numbered)
-    return kept, [source for source in sources if source.name not in kept.leaves]
+    left = [source for source in sources if source.name not in kept.leaves]
+    return kept, [[s for s in left if s.name in same], [s for s in left if s.name not in same]]
 
 
-def _link(earlier: Earlier, number: int, scratch: ScratchTree) -> str | None:
+def _link(earlier: Earlier, number: int, scratch: ScratchTree, *, is_outdated: bool) -> str | None:
     """The name that the file has now in the scratch directory, and is to have in the end."""
     file = earlier.tree.files[number]
     try:
         target = earlier.path_of(number)
-        name = own_name(file.name, save_of(open_header(target.parent, target.name).header.metadata))
+        opened = open_header(target.parent, target.name)
+        name = own_name(file.name, save_of(opened.header.metadata), is_private=is_outdated)
         link(target, scratch.data / name, file.nbytes)
+        if xxh3_128(read_range_of(scratch.data / name, opened.header.start)) != file.header:
+            raise FormatError("its header is not the one that was written")
     except (
         OSError,
         FormatError,
@@ -190,6 +203,16 @@ def _link(earlier: Earlier, number: int, scratch: ScratchTree) -> str | None:
         logger.warning("%s cannot be linked, what is in it is written again: %s", file.name, error)
         return None
     return name
+
+
+def apart(sources: Sequence[Source]) -> list[list[Source]]:
+    """The leaves by the outermost part of their names, each of which is likely to change, or to stay, as a whole; all
+    together if that would be too many."""
+    groups: dict[str, list[Source]] = {}
+    for source in sources:
+        outermost, dot, _ = source.name.partition(".")
+        groups.setdefault(outermost if dot else "", []).append(source)
+    return list(groups.values()) if len(groups) <= _MOST_APART else [list(sources)]
 
 
 # --------------------------------------------------------------------------------------------- write

@@ -371,6 +371,15 @@ def read_range(descriptor: int, offset: int, nbytes: int) -> bytes:
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
+def read_range_of(path: Path, nbytes: int) -> bytes:
+    """The beginning of a file."""
+    descriptor = open_regular(path)
+    try:
+        return read_range(descriptor, 0, nbytes)
+    finally:
+        os.close(descriptor)
+
+
 def read_small(directory: Path, name: str, is_wanted: Callable[[bytes], bool] | None = None) -> bytes | None:
     """The whole of a file that is small beside the data; None if its beginning is not what is wanted."""
     descriptor = open_inside(directory, name)
