@@ -1,5 +1,8 @@
 """Loads that map the files instead of reading them."""
 
+import gc
+import os
+import resource
 from pathlib import Path
 
 import jax
@@ -21,7 +24,7 @@ def tree():
     return {
         "big": big,
         "half": big.astype(jnp.bfloat16),
-        "host": np.arange(1000.0),
+        "host": np.arange(10000.0),
         "odd": jnp.arange(3),
         "step": 4,
     }
@@ -134,6 +137,24 @@ def test_a_file_that_was_cut_short_is_refused_and_not_mapped(tmp_path, size):
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CorruptionError, match="cut short"):
         load(tmp_path, mmap=True)
+
+
+def test_descriptors_are_not_used_up(tmp_path):
+    tree = {f"l{n}": np.full(2**14, n) for n in range(40)}
+    save(tree, tmp_path, format="tensorstore")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    there = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (there + 30, before[1]))
+    try:
+        kept = [load(tmp_path, mmap=True) for _ in range(3)]
+        assert len(os.listdir("/proc/self/fd")) <= there + 20
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    for loaded in kept:
+        assert_same(loaded, tree)
+    del kept, loaded
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= there + 2
 
 
 def test_empty_leaves_and_trees_come_back(tmp_path):

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
-from eformer.checkpoint import SaveOptions, load, save, save_async
+from eformer.checkpoint import SaveOptions, _save, load, save, save_async
 from eformer.checkpoint._store import local
 from eformer.errors import NotFoundError
 from support.trees import assert_same
@@ -111,6 +112,63 @@ def test_saves_in_the_background_reuse_what_is_there(tmp_path, kind):
     check(tmp_path, tree(3))
 
 
+def test_a_save_that_is_still_under_way_can_be_reused(tmp_path, kind, written):
+    pending = []
+    for step in range(4):
+        reuse = tmp_path / str(step - 1) if step else True
+        pending.append(save_async(tree(step), tmp_path / str(step), options=SaveOptions(reuse=reuse)))
+    for step, save_of_step in enumerate(pending):
+        save_of_step.result(60)
+        check(tmp_path / str(step), tree(step))
+    assert written.since() < 1.2 * FROZEN
+
+
+def test_an_earlier_checkpoint_that_cannot_be_read_does_no_harm(tmp_path, kind, monkeypatch, caplog):
+    from eformer.checkpoint._formats import _reuse
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    save(tree(0), tmp_path / "a")
+    monkeypatch.setattr(_reuse, "find", refuse)
+    save(tree(1), tmp_path / "b", options=SaveOptions(reuse=tmp_path / "a"))
+    assert "everything is written" in caplog.text
+    check(tmp_path / "b", tree(1))
+
+
+def test_another_size_of_pieces_is_no_reason_to_mix_them(tmp_path, kind, monkeypatch):
+    save(tree(0), tmp_path)
+    monkeypatch.setattr("eformer.checkpoint._save.PIECE_BYTES", 2**14)
+    save(tree(1), tmp_path, options=SaveOptions(reuse=True))
+    check(tmp_path, tree(1))
+
+
+def test_a_relative_path_means_where_it_was_called(tmp_path, kind, monkeypatch, written):
+    (tmp_path / "x").mkdir()
+    monkeypatch.chdir(tmp_path / "x")
+    save(tree(0), "a")
+    written.since()
+    go, make = threading.Event(), _save.make_directories
+    monkeypatch.setattr(_save, "make_directories", lambda path: (go.wait(60), make(path)))
+    pending = save_async(tree(1), "b", options=SaveOptions(reuse="a"))
+    monkeypatch.chdir(tmp_path)
+    go.set()
+    pending.result(60)
+    assert written.since() < 30_000
+    check(tmp_path / "x" / "b", tree(1))
+
+
+def test_casts_and_checksums_go_along(tmp_path, kind, written):
+    options = SaveOptions(dtype="bfloat16", checksums=True, reuse=True)
+    save(tree(0), tmp_path, options=options)
+    written.since()
+    save(tree(1), tmp_path, options=options)
+    assert written.since() < 30_000
+    assert load(tmp_path)["base"]["l1"].dtype == jnp.bfloat16
+    entries = checkpoint.inspect(tmp_path).trees[""].leaves
+    assert all(entry.sha256 for entry in entries.values())
+
+
 def test_a_tree_that_has_not_changed_at_all_writes_no_data(tmp_path, kind, written):
     save(tree(0), tmp_path)
     written.since()
@@ -197,6 +255,10 @@ def test_what_cannot_be_done_is_refused_at_once(tmp_path):
         save_async(tree(0), tmp_path / "a", options=SaveOptions(reuse=tmp_path / "gone"))
     with pytest.raises(ValueError, match="one file"):
         save(tree(0), tmp_path / "a.safetensors", options=SaveOptions(reuse=True))
+    with pytest.raises(TypeError, match="neither True nor a path"):
+        SaveOptions(reuse=1)
+    with pytest.raises(ValueError, match="empty"):
+        save(tree(0), tmp_path / "a", options=SaveOptions(reuse=""))
     with pytest.raises(ValueError, match="without ocdbt"):
         save(tree(0), tmp_path / "a", format="tensorstore", options=SaveOptions(reuse=True, ocdbt=True))
     assert not (tmp_path / "a").exists()

@@ -1,11 +1,15 @@
 """Loads through a few slots of memory, as accelerators have them; here the slots are so placed that a CPU copies, too."""
 
+import itertools
+import threading
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer.checkpoint import _load, _placed, _streamed, load, save
+from eformer.checkpoint import _load, _placed, _streamed, _transfer, load, save
 from eformer.errors import CorruptionError
 from support.trees import assert_same
 
@@ -72,6 +76,28 @@ def test_damage_is_an_error_and_ends_every_lane(tmp_path, slots, tree):
     file.write_bytes(data)
     with pytest.raises(CorruptionError, match="leaf 'layers"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("moment", ["read", "arrive"])
+def test_an_interrupt_ends_every_thread(tmp_path, slots, tree, monkeypatch, moment):
+    """Wherever it comes: a thread that waits for a slot would wait for ever."""
+    save(tree, tmp_path)
+    calls = itertools.count()
+
+    def interrupted(function):
+        def call(*args):
+            if next(calls) == 5:
+                raise KeyboardInterrupt
+            time.sleep(0.01)
+            return function(*args)
+
+        return call
+
+    where = (_transfer.Fetching, "carry_out") if moment == "read" else (_streamed, "assemble")
+    monkeypatch.setattr(*where, interrupted(getattr(*where)))
+    with pytest.raises(KeyboardInterrupt):
+        load(tmp_path)
+    assert not [thread for thread in threading.enumerate() if thread.name == "eformer-io"]
 
 
 def test_memory_is_locked_once_a_slot_and_unlocked_at_the_end(tmp_path, slots, tree, monkeypatch):

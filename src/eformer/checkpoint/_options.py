@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os  # noqa: TC003  for the types of the fields
+import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -57,6 +57,8 @@ class SaveOptions:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"SaveOptions.{name} must be positive, not {value}")
+        if not isinstance(self.reuse, (bool, str, os.PathLike)):
+            raise TypeError(f"SaveOptions.reuse is {self.reuse!r}, neither True nor a path")
         if self.compression not in (None, "zstd"):
             raise ValueError(f"SaveOptions.compression is {self.compression!r}, not 'zstd' or None")
         if self.snapshot not in get_args(Snapshot):

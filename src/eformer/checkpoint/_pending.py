@@ -133,6 +133,17 @@ class _Turns:
             after = self._last[place] = threading.Event()
         return Turn(before, after, lambda: self._forget(place, after))
 
+    def last(self, path: Path, host: str) -> threading.Event | None:
+        """What is set when the last save to a place that has been called so far is over; None if it is."""
+        with self._lock:
+            return self._last.get((os.path.realpath(path), host))
+
+    def are_awaited(self, path: Path) -> bool:
+        """Whether there is a save under way to that place."""
+        place = os.path.realpath(path)
+        with self._lock:
+            return any(where == place for where, _ in self._last)
+
     def _forget(self, place: tuple[str, str], event: threading.Event) -> None:
         with self._lock:
             if self._last.get(place) is event:

@@ -19,15 +19,17 @@ def default_threads() -> int:
     return min(16, max(2, os.cpu_count() or 1))
 
 
-def run_all(tasks: Iterable[Callable[[], None]], threads: int) -> None:
+def run_all(
+    tasks: Iterable[Callable[[], None]], threads: int, on_error: Callable[[], None] | None = None
+) -> None:
     """Runs every task; the first error stops the rest and is raised here.
 
     A task is taken from the iterable when a thread is free for it, never before: what tasks hold in memory is
-    bounded by the number of threads. The caller's thread is one of them.
+    bounded by the number of threads. The caller's thread is one of them. `on_error` wakes tasks that wait for others.
     """
     if isinstance(tasks, Sized):
         threads = min(threads, len(tasks))
-    work = _Work(tasks)
+    work = _Work(tasks, on_error)
     helpers = [threading.Thread(target=work.run, name="eformer-io") for _ in range(threads - 1)]
     try:
         with suppress(RuntimeError):  # no threads to be had, as when the interpreter exits: then without
@@ -35,13 +37,13 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int) -> None:
                 helper.start()
         work.run()
     except BaseException as error:  # noqa: BLE001  Ctrl-C, say: the helpers finish what they are at, and no more
-        work.error = work.error or error
+        work.fail(error)
     for helper in helpers:
         try:
             if helper.ident:
                 helper.join()
         except BaseException as error:  # noqa: BLE001  Ctrl-C while waiting: they end soon, and nobody is left behind
-            work.error = work.error or error
+            work.fail(error)
             helper.join()
     if work.error:
         raise work.error
@@ -81,8 +83,9 @@ def uncollected() -> Iterator[None]:
 
 
 class _Work:
-    def __init__(self, tasks: Iterable[Callable[[], None]]) -> None:
+    def __init__(self, tasks: Iterable[Callable[[], None]], on_error: Callable[[], None] | None) -> None:
         self.tasks = iter(tasks)
+        self.on_error = on_error
         self.lock = threading.Lock()
         self.error: BaseException | None = None
 
@@ -95,4 +98,9 @@ class _Work:
             while task := self.take():
                 task()
         except BaseException as error:  # noqa: BLE001  raised by run_all, in the caller's thread
-            self.error = self.error or error
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        self.error = self.error or error
+        if self.on_error:
+            self.on_error()

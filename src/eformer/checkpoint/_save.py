@@ -60,6 +60,7 @@ from eformer.checkpoint._value import is_recorded, value_to_json
 from eformer.errors import FormatError, LeafError, NotFoundError, ProcessError
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Mapping, Sequence
 
     from eformer.checkpoint._hosts import Hosts
@@ -182,8 +183,11 @@ def _prepare(
         raw_values=values,
         structure=msgspec.Raw(msgspec.json.encode(structure)),
     )
-    turn = turns.take(where, hosts.name(hosts.index))
-    return Job(where, prefix or "", format, sources, entry, options, hosts, turn, shared)
+    host = hosts.name(hosts.index)
+    place = where if isinstance(options.reuse, bool) else Path(options.reuse)
+    before = turns.last(place, host) if options.reuse else None
+    turn = turns.take(where, host)
+    return Job(where, prefix or "", format, sources, entry, options, hosts, turn, shared, before)
 
 
 def _check_format(format: str, options: SaveOptions) -> None:  # noqa: A002
@@ -199,7 +203,7 @@ def _check_format(format: str, options: SaveOptions) -> None:  # noqa: A002
 
 def _with_checked_reuse(options: SaveOptions, where: Path, format: str) -> SaveOptions:  # noqa: A002
     """Refuses what is not there, or cannot be done: better now than after a day of writing everything."""
-    if not options.reuse:
+    if options.reuse is False:
         return options
     if format == "safetensors" and where.suffix == SUFFIX and not where.is_dir():
         raise ValueError(f"SaveOptions.reuse is for directories; {where} is one file")
@@ -208,7 +212,7 @@ def _with_checked_reuse(options: SaveOptions, where: Path, format: str) -> SaveO
     if isinstance(options.reuse, bool):
         return options
     place = local_path(options.reuse).absolute()
-    if not place.exists():
+    if not place.exists() and not turns.are_awaited(place):
         raise NotFoundError(f"there is nothing at {place}, whose leaves SaveOptions.reuse wants to use again")
     return dataclasses.replace(options, reuse=place)
 
@@ -250,6 +254,7 @@ class Job:
     hosts: Hosts
     turn: Turn
     compared: Compared
+    before: threading.Event | None = None
     names: Sequence[str] = ()
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
     write_index: bool = True
@@ -321,9 +326,11 @@ class Job:
     def earlier(self) -> Earlier | None:
         """The checkpoint that this save may take leaves from, if it may, and there is one."""
         reuse = self.options.reuse
-        if not reuse:
+        if reuse is False:
             return None
-        place = self.path if isinstance(reuse, bool) else Path(reuse)
+        if self.before:  # a save that was under way when this one was called
+            self.before.wait()
+        place = self.path if reuse is True else Path(reuse)
         return earlier(place, self.prefix, self.format, self.tree.block)
 
     # ------------------------------------------------------------------------------------ processes

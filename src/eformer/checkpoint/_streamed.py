@@ -8,9 +8,9 @@ while one is copied from, others are read into.
 from __future__ import annotations
 
 import math
-import threading
 from contextlib import ExitStack
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from eformer.checkpoint._device import page_locked
@@ -50,7 +50,8 @@ def stream(
         reading = Reading(found, tree, verify=verify)
         stack.callback(reading.close)
         stream = _Stream(room, accelerator_of(items[0]), stack)
-        run_all(stream.tasks(reading, groups), max(2, threads * 3 // 4))  # the others are for the transfers
+        threads = max(2, threads * 3 // 4)  # the others are for the transfers
+        run_all(stream.tasks(reading, groups), threads, stream.give_up)
     return stream.loaded
 
 
@@ -59,34 +60,24 @@ class _Stream:
 
     def __init__(self, room: int, device: Any, stack: ExitStack) -> None:
         number = max(1, min(_SLOTS, _LOCKED_BYTES // room), min(2, LOCKED_BYTES // room))
-        self.slots = [_Slot(room, device, stack) for _ in range(number)]
-        self.changed = threading.Condition()
-        self.error: BaseException | None = None
+        self.slots: SimpleQueue[_Slot | None] = SimpleQueue()  # no interrupt leaves it locked
+        for _ in range(number):
+            self.slots.put(_Slot(room, device, stack))
         self.loaded: dict[str, Any] = {}
 
     def tasks(self, reading: Reading, groups: Sequence[Sequence[Item]]) -> Iterator[Callable[[], None]]:
         for group in groups:
-            slot = self.take()
+            slot = (
+                self.slots.get()
+            )  # one is given back: all reads into the others are under way in other threads
+            if slot is None:
+                return
             arrive = partial(self.arrive, group, slot)
-            for task in reading.tasks(group, memory=slot.memory, end=arrive, read_bytes=_READ_BYTES):
-                yield partial(self.attempt, task)
+            yield from reading.tasks(group, memory=slot.memory, end=arrive, read_bytes=_READ_BYTES)
 
-    def take(self) -> _Slot:
-        """A slot that nothing is copied from any more. All reads into the others are under way in other threads."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.slots or self.error)
-            if self.error:
-                raise self.error
-            return self.slots.pop()
-
-    def attempt(self, task: Callable[[], None]) -> None:
-        try:
-            task()
-        except BaseException as error:
-            with self.changed:
-                self.error = self.error or error
-                self.changed.notify_all()
-            raise
+    def give_up(self) -> None:
+        """Nobody waits for a slot any more."""
+        self.slots.put(None)
 
     def arrive(self, group: Sequence[Item], slot: _Slot) -> None:
         """All of the group has been read."""
@@ -96,10 +87,8 @@ class _Stream:
             item.arrays = ()
         for array in arrays.values():
             array.block_until_ready()
-        with self.changed:
-            self.loaded |= arrays
-            self.slots.append(slot)
-            self.changed.notify_all()
+        self.loaded.update(arrays)
+        self.slots.put(slot)
 
 
 class _Slot:

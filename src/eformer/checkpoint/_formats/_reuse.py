@@ -92,6 +92,6 @@ def earlier(path: Path, prefix: str, kind: str, block: int) -> Earlier | None:
         logger.info("%s has nothing that could be used again: everything is written", path)
     except NotFoundError:  # this save is the first
         pass
-    except (FileNotFoundError, ValueError, CorruptionError, FormatError) as error:
+    except (OSError, ValueError, CorruptionError, FormatError) as error:
         logger.warning("%s cannot be used again, everything is written: %s", path, error)
     return None

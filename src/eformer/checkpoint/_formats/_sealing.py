@@ -163,7 +163,7 @@ def _finish(directory: Path, manifest: Manifest) -> None:
         for name in _leftovers(directory, named):
             remove(directory / name)
         sweep(directory)
-        sweep_trees(directory, ())
+        sweep_trees(directory, None)
     except (OSError, FormatError) as error:
         logger.warning("%s is saved, but could not be tidied up: %s", directory, error)
 

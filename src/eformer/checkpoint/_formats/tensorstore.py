@@ -321,7 +321,7 @@ class ArraysWriter:
                 if self.write_index:
                     self._write_index(index, tree, root)
             except BaseException:
-                if self.save_id not in _sealed(self.directory, self.save_id):
+                if not self._may_be_sealed():
                     scratch.finish(is_sealed=False)
                 raise
             if self.write_index:
@@ -331,7 +331,11 @@ class ArraysWriter:
 
     def is_sealed(self) -> bool:
         """Whether the index knows of this save; one without an index can be undone as long as it is not finished."""
-        return self.write_index and self.save_id in _sealed(self.directory, self.save_id)
+        return self.write_index and self._may_be_sealed()
+
+    def _may_be_sealed(self) -> bool:
+        sealed = _sealed(self.directory)
+        return sealed is None or self.save_id in sealed
 
     def _of_what_is_there(self) -> Index:
         """An index of the arrays that somebody else has put here without one: they stay what they are, a tree without a
@@ -342,7 +346,8 @@ class ArraysWriter:
 
     def _sweep(self) -> None:
         """Away with what dead saves have left, while the index still says which of them were committed."""
-        sweep_trees(self.directory, _sealed(self.directory, self.save_id))
+        if (sealed := _sealed(self.directory)) is not None:
+            sweep_trees(self.directory, sealed)
         sweep(self.directory)
 
     def _final_places(self, scratch: ScratchTree, index: Index) -> tuple[str, list[tuple[Path, str]]]:
@@ -403,13 +408,13 @@ def _tops(listed: Sequence[Listed]) -> set[str]:
     return {array.path.split("/")[0] for array in listed}
 
 
-def _sealed(directory: Path, save_id: str) -> set[str]:
-    """The saves that the index knows of. If it cannot be read, ours may be one of them."""
+def _sealed(directory: Path) -> set[str] | None:
+    """The saves that the index knows of; None if it cannot be read."""
     try:
         index = read_index(directory)
         trees = index.manifest(str(directory)).trees if index else {}
     except (OSError, FormatError):
-        return {save_id}
+        return None
     return {tree.save_id for tree in trees.values()}
 
 

@@ -6,6 +6,7 @@ import mmap
 import os
 import resource
 import threading
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +17,8 @@ from eformer.checkpoint._store.local import logger, open_below, open_inside, rea
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
+
+_WORTH_MAPPING = 2**16  # bytes; less is read in the time that it takes to map them
 
 # So many, and a quarter of what the process may have open, are held at once; others are opened one by one.
 _MOST_HELD = 256
@@ -96,13 +99,18 @@ class LocalFiles:
 
     def map(self, number: int) -> np.ndarray[Any, Any] | None:
         with self._descriptor(number) as descriptor:
+            if os.fstat(descriptor).st_size < _WORTH_MAPPING or not _budget.take(1):
+                return None
             try:
-                return np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), np.uint8)
-            except (OSError, ValueError) as error:  # a file system that has no such thing; an empty file
+                mapping = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+            except (OSError, ValueError) as error:  # a file system that has no such thing
+                _budget.give_back(1)
                 logger.debug(
                     "%s cannot be mapped, and is read: %s", self.directory / self.names[number], error
                 )
                 return None
+            weakref.finalize(mapping, _budget.give_back, 1)  # it has a descriptor of its own
+            return np.frombuffer(mapping, np.uint8)
 
     def close(self) -> None:
         while self.held:

@@ -150,7 +150,8 @@ class ScratchTree:
 
     def finish(self, is_sealed: bool) -> None:
         """Away with what is no longer needed: the old if the save is committed, else the new."""
-        _carry_out(self.directory, self.path, is_sealed)
+        journal = _read_journal(self.path)
+        _carry_out(self.directory, self.path, {journal.save_id} if is_sealed and journal else None)
         self.is_finished = True
 
     def close(self) -> None:
@@ -219,21 +220,20 @@ def has_unfinished(directory: Path) -> bool:
     return any(SCRATCH.fullmatch(name) and (directory / name).is_dir() for name in list_names(directory))
 
 
-def sweep_trees(directory: Path, sealed: Container[str]) -> None:
-    """Finishes what saves that died left undone: those in `sealed` were committed, others never happened."""
+def sweep_trees(directory: Path, sealed: Container[str] | None) -> None:
+    """Finishes what saves that died left undone: those in `sealed`, which are all that are known of, were committed,
+    others never happened, or are replaced by now. None if that is not known: then only what is new is removed."""
     for name in list_names(directory):
         if SCRATCH.fullmatch(name) and (directory / name).is_dir():
             _sweep(directory, directory / name, sealed)
 
 
-def _sweep(directory: Path, scratch: Path, sealed: Container[str]) -> None:
+def _sweep(directory: Path, scratch: Path, sealed: Container[str] | None) -> None:
     with suppress(OSError):  # it is alive (locked), or its writer has just removed it
         descriptor = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             try_lock(descriptor)
-            journal = _read_journal(scratch)
-            if journal is not None:
-                _carry_out(directory, scratch, journal.save_id in sealed)
+            _carry_out(directory, scratch, sealed)
             shutil.rmtree(scratch, ignore_errors=True)
         finally:
             os.close(descriptor)
@@ -246,14 +246,28 @@ def _read_journal(scratch: Path) -> Journal | None:
         return None
 
 
-def _carry_out(directory: Path, scratch: Path, is_sealed: bool) -> None:
+def _carry_out(directory: Path, scratch: Path, sealed: Container[str] | None) -> None:
+    """Away with the new directories if their save is not among those that are `sealed`, else with the old; and with old
+    ones that nobody knows of any more, because others have committed since. Nothing but the new if that is None."""
     journal = _read_journal(scratch)
-    for moved in () if journal is None else journal.old if is_sealed else journal.new:
-        path = directory / moved.name
-        with suppress(FileNotFoundError):
-            is_beside = is_inside(moved.name) and "/" not in moved.name
-            if is_beside and os.lstat(path).st_ino == moved.inode:
-                remove_arrays(path, moved.mark)
+    if journal is None:
+        return
+    is_sealed = sealed is not None and journal.save_id in sealed
+    for moved in () if is_sealed else journal.new:
+        _remove_moved(directory, moved)
+    for moved in journal.old:
+        if is_sealed or (sealed is not None and moved.mark and moved.mark not in sealed):
+            _remove_moved(directory, moved)
+
+
+def _remove_moved(directory: Path, moved: Moved) -> None:
+    path = directory / moved.name
+    try:
+        is_the_one = os.lstat(path).st_ino == moved.inode
+    except FileNotFoundError:
+        return
+    if is_the_one and is_inside(moved.name) and "/" not in moved.name:
+        remove_arrays(path, moved.mark)
 
 
 def remove_arrays(path: Path, mark: str) -> None:
