@@ -1,5 +1,6 @@
 """The layouts of zarr arrays: the contract, what other readers see, and what other writers wrote."""
 
+import fcntl
 import json
 import os
 
@@ -471,3 +472,22 @@ def test_a_database_that_is_damaged_is_an_error(tmp_path, weights, name):
     (tmp_path / "tree.ocdbt" / "manifest.ocdbt").unlink()
     with pytest.raises(CorruptionError, match=r"manifest.ocdbt is missing"):
         load(tmp_path)
+
+
+def test_what_a_dead_save_left_is_removed_though_others_have_committed_since(tmp_path, monkeypatch):
+    """Its lock may outlive it for a while; by then the index has forgotten it."""
+    save({"a": np.ones(3)}, tmp_path, format="tensorstore")
+    with monkeypatch.context() as patch:  # it dies right after its commit
+        patch.setattr(ScratchTree, "finish", lambda scratch, is_sealed: None)
+        patch.setattr(ScratchTree, "discard", ScratchTree.close)
+        save({"b": np.ones(3)}, tmp_path, format="tensorstore")
+    (scratch,) = tmp_path.glob(".eformer-*.tmp")
+    holder = os.open(scratch, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_SH)
+    save({"c": np.ones(3)}, tmp_path, format="tensorstore")
+    assert (tmp_path / "a").exists()
+    os.close(holder)
+    save({"d": np.ones(3)}, tmp_path, format="tensorstore")
+    assert_same(load(tmp_path), {"d": np.ones(3)})
+    root = checkpoint.inspect(tmp_path).trees[""].root
+    assert {path.name for path in tmp_path.iterdir()} == {"tensorstore_index.json", root}
