@@ -25,7 +25,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.dev
-	$(BIN)/python bench/engine.py
+	$(BIN)/python bench/run.py
 	$(BIN)/python bench/processes.py
 	$(BIN)/python bench/msgpack_door.py
 

@@ -338,7 +338,7 @@ def facts_of(directory: Path, nbytes: int) -> dict[str, Any]:
     described["versions"] |= {"peers": machine.versions(sys.executable, *machine.PACKAGES["peers"])}
     return {
         **described, "device": kind, "bytes": nbytes, "leaves": len(shapes_of(nbytes)),
-        "command": "python bench/gpu.py " + " ".join(sys.argv[1:]),
+        "command": f"python bench/gpu.py --gigabytes {nbytes / 1e9:.1f}",
     }  # fmt: skip
 
 
