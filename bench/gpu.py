@@ -287,10 +287,15 @@ def with_fractions(found: dict[str, dict[str, float]]) -> dict[str, dict[str, fl
 
 
 def markdown(facts: dict[str, Any], found: dict[str, dict[str, float]], cells: list[dict[str, Any]]) -> str:
-    lines = [
-        f"# Accelerator: {facts['device']}",
+    machine, versions = facts["machine"], {**facts["versions"]["peers"], **facts["versions"]["own"]}
+    lines = [f"# Accelerator: {facts['device']}", ""]
+    lines += [
+        f"{facts['date']}. {machine['cpu']}, {machine['cores']} cores, {machine['memory GB']} GB, Linux "
+    ]
+    lines[-1] += f"{machine['kernel']}, {machine['file system']} ({machine['mount options']})."
+    lines += [
         "",
-        f"{facts['date']}; {facts['machine']}; {facts['versions']}",
+        ", ".join(f"{name} {version}" for name, version in versions.items() if version != "missing"),
         "",
     ]
     lines += [
