@@ -4,7 +4,9 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -383,3 +385,29 @@ def test_a_link_that_is_not_what_it_should_be_is_removed(tmp_path):
     with pytest.raises(ValueError, match="no file of 4 bytes"):
         local.link(tmp_path / "file", tmp_path / "other", 4)
     assert not (tmp_path / "other").exists()
+
+
+# ------------------------------------------------------------------------------------------ other file systems
+
+
+@pytest.fixture
+def in_memory():
+    """A real tmpfs, which has no page cache to pass by."""
+    path = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+def test_a_file_system_in_memory(in_memory, tmp_path, kind, monkeypatch, caplog, written):
+    monkeypatch.setattr("eformer.checkpoint._formats.safetensors._LARGE_PART", 0)
+    with caplog.at_level("DEBUG", "eformer"):
+        save(tree(0), in_memory / "a", options=SaveOptions(reuse=True))
+    assert ("cannot do without" in caplog.text) == (kind == "safetensors")
+    written.since()
+    save(tree(1), in_memory / "b", options=SaveOptions(reuse=in_memory / "a"))
+    assert written.since() < 30_000
+    assert_same(load(in_memory / "b", mmap=True), tree(1))
+    save(tree(2), tmp_path, options=SaveOptions(reuse=in_memory / "b"))  # where no link leads to
+    assert "cannot be linked" in caplog.text
+    for path, step in ((in_memory / "b", 1), (tmp_path, 2)):
+        check(path, tree(step))
