@@ -21,7 +21,8 @@ OPERATIONS = {
     "save": "Save, until it is on stable storage",
     "load": "Load, page cache warm, every page touched",
 }
-LEFT_OUT = {"eformer, async", "orbax, async", "eformer, numpy", "eformer, one leaf"}  # another operation
+# Another operation; and what is mapped has read nothing yet.
+LEFT_OUT = {"eformer, async", "orbax, async", "eformer, numpy", "eformer, one leaf", "eformer, mapped"}
 OURS, VARIANT, PEER, LIMIT, TEXT, FAINT = "#0b7285", "#74b8c4", "#c3c9cf", "#c2410c", "#1f2933", "#7b8794"
 BAR_HEIGHT, WIDTH = 0.235, 11.5  # inches
 
