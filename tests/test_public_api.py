@@ -53,7 +53,7 @@ CHECKPOINT = {
     "dry_run": "(what, mesh, *, rules=None, shardings=None, prefix=None, dtype=None)",
     "inspect": "(path)",
     "load": "(path, *, like=None, prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, "
-    "batch=None, verify=True, broadcast=False, timeout=600.0)",
+    "batch=None, verify=None, mmap=False, broadcast=False, timeout=600.0)",
     "open": "(path, *, prefix=None)",
     "register_node": "(kind)",
     "save": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions())",

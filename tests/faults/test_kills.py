@@ -35,7 +35,8 @@ def test_a_first_save_killed_at_any_call_leaves_nothing_or_the_tree(forks, layou
 def test_saves_killed_one_after_another_never_mix(forks, layout, place):
     scene, there, rng = Scene.of(layout, place), OLD, random.Random(0)
     scene.reset()
-    calls = len(calls_of(lambda: layout.save(scene.folder, OLD)))
+    calls = len(calls_of(lambda: layout.save(scene.folder, NEW)))
+    scene.reset()
     for generation in range(10, 40):
         at, moment = rng.randrange(calls // 2, calls * 3 // 2), rng.choice(["before", "after"])
         with noted(forks.save(layout, scene.folder, generation, at, moment)):

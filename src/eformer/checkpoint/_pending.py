@@ -73,11 +73,14 @@ class Pending:
         state = "under way" if not self.done() else "failed" if self._future.exception() else "done"
         return f"<Pending save to {self.path}: {state}>"
 
-    def start(self, work: Callable[[], None]) -> None:
-        """Carries out the save in a thread of its own, for which the interpreter waits at its exit."""
-        threading.Thread(target=self._run, args=(work,), name="eformer-save", daemon=False).start()
+    def start(self, work: Callable[[], None], afterwards: Callable[[], None] | None = None) -> None:
+        """Carries out the save in a thread of its own, for which the interpreter waits at its exit; when everybody knows
+        how it ended, there may be something to do `afterwards`.
+        """
+        arguments = (work, afterwards)
+        threading.Thread(target=self._run, args=arguments, name="eformer-save", daemon=False).start()
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _run(self, work: Callable[[], None], afterwards: Callable[[], None] | None) -> None:
         _give_way()
         error = _error_of(work)
         del work
@@ -88,6 +91,8 @@ class Pending:
                 error.__traceback__
             )  # which hold the arrays, for as long as the error is kept
             self._future.set_exception(error)
+        if afterwards:
+            afterwards()
 
 
 def _give_way() -> None:

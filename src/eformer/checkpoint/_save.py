@@ -286,9 +286,8 @@ class Job:
             if after:
                 after()
 
-        pending.add_done_callback(lambda _: compile_copies())
         try:
-            pending.start(work)
+            pending.start(work, afterwards=compile_copies)
         except BaseException as error:  # no thread was to be had: nobody shall wait for this save
             self.turn.end()
             self.hosts.fail(error)
