@@ -74,8 +74,8 @@ class Pending:
         return f"<Pending save to {self.path}: {state}>"
 
     def start(self, work: Callable[[], None], afterwards: Callable[[], None] | None = None) -> None:
-        """Carries out the save in a thread of its own, for which the interpreter waits at its exit; when everybody knows
-        how it ended, there may be something to do `afterwards`.
+        """Carries out the save in a thread of its own, for which the interpreter waits at its exit; when all know how
+        it ended, there may be something to do `afterwards`.
         """
         arguments = (work, afterwards)
         threading.Thread(target=self._run, args=arguments, name="eformer-save", daemon=False).start()
