@@ -91,7 +91,7 @@ class Pending:
                 error.__traceback__
             )  # which hold the arrays, for as long as the error is kept
             self._future.set_exception(error)
-        if afterwards:
+        if afterwards and error is None:  # else nothing holds the save any longer, and its error is complained about
             afterwards()
 
 
