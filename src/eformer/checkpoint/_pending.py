@@ -91,7 +91,9 @@ class Pending:
                 error.__traceback__
             )  # which hold the arrays, for as long as the error is kept
             self._future.set_exception(error)
-        if afterwards and error is None:  # else nothing holds the save any longer, and its error is complained about
+        if (
+            afterwards and error is None
+        ):  # else nobody may hold the save: its error would not be complained about
             afterwards()
 
 
