@@ -7,11 +7,12 @@ import errno
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import measuring
 import numpy as np
-from measuring import BLOCK, PAGE, CacheError, aligned, libc, settle
+from measuring import BLOCK, PAGE, CacheError, aligned, libc, settle, tries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,7 +57,10 @@ def write(mode: str, directory: Path, nbytes: int, threads: Sequence[int]) -> di
     data = filled(nbytes)
     try:
         return {
-            "values": {f"save, {count} threads": write_one(mode, directory, data, count) for count in threads}
+            "values": {
+                f"save, {count} threads": min(tries(partial(write_one, mode, directory, data, count)))
+                for count in threads
+            }
         }
     except (OSError, AttributeError) as error:
         if isinstance(error, OSError) and error.errno not in UNSUPPORTED:
@@ -103,15 +107,12 @@ def read(directory: Path, nbytes: int, *, warm: Sequence[int], cold: Sequence[in
     values, skipped = {}, []
     read_one(path, min(nbytes, BLOCK), 2, 0)  # a rehearsal
     for count in warm:
-        settle(nbytes)
-        measuring.read_once(path)
-        values[f"load, {count} threads"] = read_one(path, nbytes, count, 0)
+        values[f"load, {count} threads"] = min(tries(partial(read_warm, path, nbytes, count)))
     for mode, flags in (("buffered", 0), ("O_DIRECT", getattr(os, "O_DIRECT", 0))) if cold else ():
         try:
             for count in cold:
-                settle(nbytes)
-                measuring.drop(path)
-                values[f"cold load, {mode}, {count} threads"] = read_one(path, nbytes, count, flags)
+                seconds = tries(partial(read_cold, path, nbytes, count, flags))
+                values[f"cold load, {mode}, {count} threads"] = min(seconds)
         except CacheError as error:
             skipped.append(f"cold load, {mode}: {error}")
         except OSError as error:
@@ -119,6 +120,17 @@ def read(directory: Path, nbytes: int, *, warm: Sequence[int], cold: Sequence[in
                 raise
             skipped.append(f"cold load, {mode}: this system cannot do it ({error})")
     return {"values": values, "skipped": "; ".join(skipped)}
+
+
+def read_warm(path: Path, nbytes: int, threads: int) -> float:
+    measuring.warm(path, nbytes)
+    return read_one(path, nbytes, threads, 0)
+
+
+def read_cold(path: Path, nbytes: int, threads: int, flags: int) -> float:
+    settle(nbytes)
+    measuring.drop(path)
+    return read_one(path, nbytes, threads, flags)
 
 
 def read_one(path: Path, nbytes: int, threads: int, flags: int) -> float:

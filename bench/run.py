@@ -4,9 +4,10 @@
 
 Every cell (one system, one workload, one round) is a fresh process, and so are the limits: plain programs that write
 and read the same bytes. They take turns, so that a busy machine slows them alike, and a ratio is taken within each
-round. A save ends when all is on stable storage; what a peer leaves unsynced is synced for it. A load ends when the
-arrays are ready and every page of them has been touched; every bit is compared. Needs Linux, 20 GB of memory and 20 GB
-of disk; takes half an hour, `--quick` three minutes.
+round. Of a few tries in one process the fastest counts, for limits as for systems. A save ends when all is on stable
+storage; what a peer leaves unsynced is synced for it. A load ends when the arrays are ready and every page of them has
+been touched; every bit is compared. Needs Linux, 20 GB of memory and 20 GB of disk; takes three quarters of an hour,
+`--quick` three minutes.
 """
 
 from __future__ import annotations

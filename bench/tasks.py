@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,11 @@ from measuring import (
     files_in,
     is_equal,
     measure,
-    read_once,
     resident,
     settle,
     sync_all,
+    tries,
+    warm,
 )
 from systems import SYSTEMS, System, placed
 
@@ -101,9 +103,9 @@ def rehearse(cell: Cell) -> None:
 
 
 def roundtrip(bench: Bench) -> Answer:
-    """A durable save, a warm load and a cold load; every bit is compared."""
-    saved = save_durably(bench)
-    return merged(saved, loads(bench))
+    """Durable saves, warm loads and cold loads; every bit is compared."""
+    saved = fastest(partial(save_durably, bench, bench.tree()), "save")
+    return merged({"values": saved}, loads(bench))
 
 
 def load_only(bench: Bench) -> Answer:
@@ -111,43 +113,65 @@ def load_only(bench: Bench) -> Answer:
     return loads(bench)
 
 
-def save_durably(bench: Bench) -> Answer:
-    tree = bench.tree()
+def fastest(attempt: Callable[[], dict[str, Any]], what: str) -> dict[str, Any]:
+    """The fastest of a few tries, but the most memory that any of them took."""
+    tried = tries(attempt, lambda values: values[what])
+    memory = {name: max(values[name] for values in tried) for name in tried[0] if name.endswith("memory")}
+    return min(tried, key=lambda values: values[what]) | memory
+
+
+def save_durably(bench: Bench, tree: Any) -> dict[str, Any]:
+    remove(bench.path)
     settle(bench.room)
     saved = measure(lambda: bench.system.save(tree, bench.path))
-    values = {"save": saved.seconds, "save memory": saved.grown}
+    values = {"save": saved.seconds, **grown("save memory", saved, 0)}
     if not bench.system.syncs:
         synced = measure(lambda: sync_all(bench.path))
         values |= {"save": saved.seconds + synced.seconds, "save, not synced": saved.seconds}
-    return {"values": values | {"disk bytes": sum(file.stat().st_size for file in files_in(bench.path))}}
+    return values | {"disk bytes": sum(file.stat().st_size for file in files_in(bench.path))}
 
 
 def loads(bench: Bench) -> Answer:
     first = {"first load": measure(bench.load).seconds} if bench.system.compiles else {}
-    settle(bench.room)
-    read_once(bench.path)
-    loaded, values = timed_load(bench, "load")
-    values |= first
-    values["load memory"] = None if loaded.grown is None else loaded.grown - bench.cell.nbytes
-    require_equal(bench, loaded.value)
+    values = first | fastest(partial(warm_load, bench), "load")
     if not bench.cell.is_cold:
         return {"values": values}
-    del loaded
-    settle(bench.room)
     try:
-        drop(bench.path)
+        return {"values": values | fastest(partial(cold_load, bench), "cold load")}
     except CacheError as error:
         return {"values": values, "skipped": f"cold load: {error}"}
-    loaded, cold = timed_load(bench, "cold load")
-    require_equal(bench, loaded.value)
-    return {"values": values | cold}
+
+
+def warm_load(bench: Bench) -> dict[str, Any]:
+    warm(bench.path, bench.room)
+    loaded, values = timed_load(bench, "load")
+    return values | grown("load memory", loaded, bench.cell.nbytes)
+
+
+def cold_load(bench: Bench) -> dict[str, Any]:
+    settle(bench.room)
+    drop(bench.path)
+    return timed_load(bench, "cold load")[1]
 
 
 def timed_load(bench: Bench, what: str) -> tuple[Measured, dict[str, float]]:
     """Until the arrays are ready and every page has been touched, and until the call came back."""
     loaded = measure(bench.load)
     later = deferred(np.asarray(leaf) for leaf in jax.tree.leaves(loaded.value))
+    require_equal(bench, loaded.value)
     return loaded, {what: loaded.seconds + later, f"{what}, returned": loaded.seconds}
+
+
+def grown(name: str, measured: Measured, state: int) -> dict[str, int]:
+    """Memory beyond the state, where the kernel tells."""
+    return {} if measured.grown is None else {name: measured.grown - state}
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def require_equal(bench: Bench, loaded: Any, expected: Any = None) -> None:
@@ -172,7 +196,11 @@ def pieces(array: Any) -> Iterator[tuple[Any, np.ndarray]]:
 
 def save_async(bench: Bench) -> Answer:
     """How long the caller waits, and how long it takes until all is on stable storage."""
-    tree = bench.tree()
+    return {"values": fastest(partial(save_in_background, bench, bench.tree()), "blocked")}
+
+
+def save_in_background(bench: Bench, tree: Any) -> dict[str, Any]:
+    remove(bench.path)
     settle(bench.room)
     start = time.perf_counter()
     wait = bench.system.start(tree, bench.path)
@@ -182,15 +210,14 @@ def save_async(bench: Bench) -> Answer:
         sync_all(bench.path)
     values = {"blocked": blocked, "save": time.perf_counter() - start}
     require_equal(bench, bench.load())
-    return {"values": values}
+    return values
 
 
 def one_leaf(bench: Bench) -> Answer:
     """One leaf of many, by its name, from a checkpoint that nobody has opened yet."""
     bench.system.save(bench.tree(), bench.path)
     block = len(bench.values["blocks"]) * 2 // 3
-    settle(0)
-    read_once(bench.path)
+    warm(bench.path, 0)
     found = measure(lambda: bench.system.checkpoint.open(bench.path)[f"blocks.{block}.mlp.up"][...])
     assert is_equal(np.asarray(found.value), bench.values["blocks"][block]["mlp"]["up"])
     return {"values": {"open": found.seconds}}
@@ -205,8 +232,7 @@ def reshard(bench: Bench) -> Answer:
     answer: Answer = {"values": {}}
     for name, place in places().items():
         wanted = with_shardings(bench.shapes, place)
-        settle(bench.room)
-        read_once(bench.path)
+        warm(bench.path, bench.room)
         loaded = measure(
             lambda wanted=wanted: jax.block_until_ready(bench.system.reshard(bench.path, wanted))
         )
@@ -225,8 +251,7 @@ def some_rows(bench: Bench) -> Answer:
     save_by_rows(bench)
     names, _ = jax.tree.flatten_with_path(bench.values)
     needed = 0
-    read_once(bench.path)
-    settle(0)
+    warm(bench.path, 0)
 
     def read() -> list[np.ndarray]:
         with bench.system.checkpoint.open(bench.path) as view:

@@ -80,7 +80,7 @@ def refuse(damage: Damage) -> None:
     raise CorruptionError(f"{damage}; restore the file from a copy, or load an older checkpoint")
 
 
-_ARENA_BYTES = 16 * 2**20
+_ARENA_BYTES = 64 * 2**20
 _HUGE_PAGE = 2 * 2**20
 
 
@@ -218,7 +218,8 @@ class Arena:
     """Memory for arrays, at addresses that XLA takes as they are.
 
     Neighbours share an allocation: fresh memory is touched for the first time while it is read into, which takes
-    longer than reading unless it consists of whole huge pages. What is kept keeps at most an allocation.
+    longer than reading unless it consists of whole huge pages. Half of one is lost at the end of an allocation, on
+    average, and what is kept keeps all of its allocation: so it is neither small nor large.
     """
 
     def __init__(self, memory: Array | None = None) -> None:
