@@ -52,13 +52,13 @@ MODES: dict[str, tuple[WriteBlock, int]] = {
 }
 
 
-def write(mode: str, directory: Path, nbytes: int, threads: Sequence[int]) -> dict[str, Any]:
+def write(mode: str, directory: Path, nbytes: int, threads: Sequence[int], most: int) -> dict[str, Any]:
     """Seconds until the bytes are on stable storage in a new file, for each number of threads."""
     data = filled(nbytes)
     try:
         return {
             "values": {
-                f"save, {count} threads": min(tries(partial(write_one, mode, directory, data, count)))
+                f"save, {count} threads": min(tries(most, partial(write_one, mode, directory, data, count)))
                 for count in threads
             }
         }
@@ -98,7 +98,9 @@ def filled(nbytes: int) -> np.ndarray:
 # ------------------------------------------------------------------------------------------- reading
 
 
-def read(directory: Path, nbytes: int, *, warm: Sequence[int], cold: Sequence[int]) -> dict[str, Any]:
+def read(
+    directory: Path, nbytes: int, *, warm: Sequence[int], cold: Sequence[int], most: int
+) -> dict[str, Any]:
     """Seconds from the page cache and from the disk into fresh memory, for each number of threads."""
     path = directory / "plain"
     write_one("buffered", directory, data := filled(nbytes), 2)
@@ -107,11 +109,11 @@ def read(directory: Path, nbytes: int, *, warm: Sequence[int], cold: Sequence[in
     values, skipped = {}, []
     read_one(path, min(nbytes, BLOCK), 2, 0)  # a rehearsal
     for count in warm:
-        values[f"load, {count} threads"] = min(tries(partial(read_warm, path, nbytes, count)))
+        values[f"load, {count} threads"] = min(tries(most, partial(read_warm, path, nbytes, count)))
     for mode, flags in (("buffered", 0), ("O_DIRECT", getattr(os, "O_DIRECT", 0))) if cold else ():
         try:
             for count in cold:
-                seconds = tries(partial(read_cold, path, nbytes, count, flags))
+                seconds = tries(most, partial(read_cold, path, nbytes, count, flags))
                 values[f"cold load, {mode}, {count} threads"] = min(seconds)
         except CacheError as error:
             skipped.append(f"cold load, {mode}: {error}")

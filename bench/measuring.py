@@ -53,14 +53,14 @@ def measure(call: Callable[[], Any]) -> Measured:
     )
 
 
-TRIES, ENOUGH = 3, 4.0  # seconds
+ENOUGH = 2.5  # seconds
 
 
-def tries(attempt: Callable[[], Any], seconds: Callable[[Any], float] = float) -> list[Any]:
+def tries(most: int, attempt: Callable[[], Any], seconds: Callable[[Any], float] = float) -> list[Any]:
     """What came of a few tries, of which the fastest counts: a shared machine takes its time from one of them, not from
     all. What takes long is tried less often."""
     done = [attempt()]
-    while len(done) < TRIES and sum(map(seconds, done)) < ENOUGH:
+    while len(done) < most and sum(map(seconds, done)) < ENOUGH:
         done.append(attempt())
     return done
 

@@ -29,6 +29,7 @@ class Cell:
     is_numpy: bool = False
     is_cold: bool = False
     devices: int = 1
+    tries: int = 1  # at most, of which the fastest counts
     saves: int = 0
     steps: int = 0
     mode: str = ""
@@ -67,6 +68,7 @@ class Workload:
     size: int
     rounds: int
     entries: Sequence[Entry]
+    tries: int = 1
 
     def cells(self) -> Iterator[Cell]:
         """Round by round; each time another one is first."""
@@ -75,7 +77,12 @@ class Workload:
             for entry in (*self.entries[first:], *self.entries[:first]):
                 if number < entry.rounds:
                     yield replace(
-                        entry.cell, workload=self.name, round=number, tree=self.tree, size=self.size
+                        entry.cell,
+                        workload=self.name,
+                        round=number,
+                        tree=self.tree,
+                        size=self.size,
+                        tries=self.tries,
                     )
 
 
@@ -105,7 +112,7 @@ FILES = ("safetensors, numpy", "safetensors, flax", "flax msgpack", "equinox")
 
 
 def workloads(*, quick: bool) -> list[Workload]:
-    return quick_workloads() if quick else full_workloads()
+    return quick_workloads() if quick else [replace(workload, tries=3) for workload in full_workloads()]
 
 
 def full_workloads() -> list[Workload]:

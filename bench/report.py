@@ -269,8 +269,8 @@ def heading(results: Results) -> Iterator[str]:
         for name, found in facts["versions"].items()
     )
     yield (
-        "Every cell is a fresh process; systems and limits take turns, and ratios are taken within each round. Of "
-        "three tries in a process the fastest counts, for limits as for systems (of less, if they take long). Saves "
+        "Every cell is a fresh process; systems and limits take turns, and ratios are taken within each round. At "
+        "full size each has up to three tries in its process, of which the fastest counts, limits as systems. Saves "
         "end on stable storage, loads when every page has been touched; every bit is compared. *Of the limit* is the "
         "time of the best plain program for the same bytes, divided by the system's; *x eformer* is the system's time, "
         "divided by ours."

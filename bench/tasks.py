@@ -104,7 +104,7 @@ def rehearse(cell: Cell) -> None:
 
 def roundtrip(bench: Bench) -> Answer:
     """Durable saves, warm loads and cold loads; every bit is compared."""
-    saved = fastest(partial(save_durably, bench, bench.tree()), "save")
+    saved = fastest(bench, partial(save_durably, bench, bench.tree()), "save")
     return merged({"values": saved}, loads(bench))
 
 
@@ -113,9 +113,9 @@ def load_only(bench: Bench) -> Answer:
     return loads(bench)
 
 
-def fastest(attempt: Callable[[], dict[str, Any]], what: str) -> dict[str, Any]:
+def fastest(bench: Bench, attempt: Callable[[], dict[str, Any]], what: str) -> dict[str, Any]:
     """The fastest of a few tries, but the most memory that any of them took."""
-    tried = tries(attempt, lambda values: values[what])
+    tried = tries(bench.cell.tries, attempt, lambda values: values[what])
     memory = {name: max(values[name] for values in tried) for name in tried[0] if name.endswith("memory")}
     return min(tried, key=lambda values: values[what]) | memory
 
@@ -133,11 +133,11 @@ def save_durably(bench: Bench, tree: Any) -> dict[str, Any]:
 
 def loads(bench: Bench) -> Answer:
     first = {"first load": measure(bench.load).seconds} if bench.system.compiles else {}
-    values = first | fastest(partial(warm_load, bench), "load")
+    values = first | fastest(bench, partial(warm_load, bench), "load")
     if not bench.cell.is_cold:
         return {"values": values}
     try:
-        return {"values": values | fastest(partial(cold_load, bench), "cold load")}
+        return {"values": values | fastest(bench, partial(cold_load, bench), "cold load")}
     except CacheError as error:
         return {"values": values, "skipped": f"cold load: {error}"}
 
@@ -196,7 +196,7 @@ def pieces(array: Any) -> Iterator[tuple[Any, np.ndarray]]:
 
 def save_async(bench: Bench) -> Answer:
     """How long the caller waits, and how long it takes until all is on stable storage."""
-    return {"values": fastest(partial(save_in_background, bench, bench.tree()), "blocked")}
+    return {"values": fastest(bench, partial(save_in_background, bench, bench.tree()), "blocked")}
 
 
 def save_in_background(bench: Bench, tree: Any) -> dict[str, Any]:

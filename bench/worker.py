@@ -16,9 +16,9 @@ from plan import Cell
 def run(cell: Cell) -> dict[str, Any]:
     directory = Path(cell.directory)
     if cell.task == "write":
-        return limits.write(cell.mode, directory, cell.nbytes, cell.threads)
+        return limits.write(cell.mode, directory, cell.nbytes, cell.threads, cell.tries)
     if cell.task == "read":
-        return limits.read(directory, cell.nbytes, warm=cell.threads, cold=cell.cold_threads)
+        return limits.read(directory, cell.nbytes, warm=cell.threads, cold=cell.cold_threads, most=cell.tries)
     return run_with_jax(cell)
 
 
