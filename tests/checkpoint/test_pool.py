@@ -1,10 +1,12 @@
 """Tasks on threads: all of them, bounded, and the first error stops the rest."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 
-from eformer.checkpoint._pool import default_threads, run_all
+from eformer.checkpoint._pool import default_threads, run_all, uncollected
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 100])
@@ -69,3 +71,58 @@ def test_without_threads_to_be_had_the_caller_does_it_all(monkeypatch):
     done = []
     run_all([lambda i=i: done.append(i) for i in range(5)], 4)
     assert done == [0, 1, 2, 3, 4]
+
+
+class Node:
+    """One that only the collector can remove: it refers to itself."""
+
+    def __init__(self):
+        self.itself = self
+
+
+class TestUncollected:
+    def test_many_objects_are_not_looked_at_again_when_it_ends(self):
+        collections = []
+
+        def note(phase, info):
+            if phase == "start":
+                collections.append(info["generation"])
+
+        gc.collect()
+        gc.callbacks.append(note)
+        try:
+            with uncollected():
+                kept = [[i] for i in range(50_000)]
+            assert gc.isenabled()
+            assert collections == []
+        finally:
+            gc.callbacks.remove(note)
+        assert len(kept) == 50_000
+
+    def test_garbage_that_was_made_meanwhile_can_be_collected(self):
+        with uncollected():
+            kept = [[i] for i in range(50_000)]
+            garbage = weakref.ref(Node())
+        gc.collect()
+        assert garbage() is None
+        assert len(kept) == 50_000
+
+    def test_what_the_caller_has_frozen_stays_so(self):
+        gc.freeze()
+        try:
+            frozen = gc.get_freeze_count()
+            with uncollected():
+                kept = [[i] for i in range(50_000)]
+            assert gc.get_freeze_count() >= frozen - 100  # some of them may have been freed
+            assert len(kept) == 50_000
+        finally:
+            gc.unfreeze()
+
+    def test_a_collector_that_rests_already_is_left_alone(self):
+        gc.disable()
+        try:
+            with uncollected():
+                pass
+            assert not gc.isenabled()
+        finally:
+            gc.enable()

@@ -140,7 +140,8 @@ def plan_reads(wants: Sequence[Want], tree: TreeEntry, read_bytes: int = READ_BY
                 found.extend(_whole_pieces(index, entry, extent, start, tree.block))
             else:
                 found.extend(_stored_pieces(index, want, extent, start, tree.block))
-    found.sort(key=attrgetter("file", "offset"))
+    found.sort(key=attrgetter("offset"))  # one after the other: numbers compare quicker than pairs
+    found.sort(key=attrgetter("file"))
     return list(_adjacent(found, read_bytes))
 
 

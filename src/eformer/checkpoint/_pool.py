@@ -67,11 +67,15 @@ def in_turn(tasks: Sequence[Callable[[], None]], end: Callable[[], None]) -> lis
     return [partial(carry_out, task) for task in tasks]
 
 
+_VERY_MANY = 10_000
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Lets the garbage collector rest while very many objects are made, none of which is garbage.
 
-    With JAX loaded a full collection takes a tenth of a second, and making 10,000 arrays starts several.
+    With JAX loaded a full collection takes a tenth of a second, and making 10,000 arrays starts several. Afterwards
+    very many young objects count as old: to look at each of them twice before they do, takes as long as to make them.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -79,6 +83,11 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            if (
+                gc.get_count()[0] > _VERY_MANY and not gc.get_freeze_count()
+            ):  # what a caller has frozen, stays so
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation
             gc.enable()
 
 

@@ -495,12 +495,12 @@ class Job:
     def header_of(self, file: safetensors.File) -> bytes:
         """Of several processes each puts what it records into its own files."""
         metadata = marks(self.tree.save_id, base_name(self.prefix))
-        if self.shared:
-            with uncollected():
+        with uncollected():
+            if self.shared:
                 extents = {name: entry.extents for name, entry in safetensors.entries([file]).items()}
                 sha256 = {name: self.checksums[name] for name in extents if name in self.checksums}
                 metadata[CARRIED] = Part(extents, sha256).to_json().decode()
-        return safetensors.header_of(file, metadata)
+            return safetensors.header_of(file, metadata)
 
     def receipt(self, files: Sequence[safetensors.File]) -> Receipt:
         written = [
@@ -561,10 +561,11 @@ class Job:
         sweep(final.parent)
 
     def header_with_manifest(self, file: safetensors.File) -> bytes:
-        tree = self.with_leaves(Receipt([DataFile("", file.data_nbytes)], safetensors.entries([file])))
-        manifest = Manifest(format=sealing.FORMAT).with_tree(self.prefix, tree)
-        text = msgspec.json.encode(manifest).decode()
-        return safetensors.header_of(file, {"digest": manifest.digest, "format": "pt", "manifest": text})
+        with uncollected():
+            tree = self.with_leaves(Receipt([DataFile("", file.data_nbytes)], safetensors.entries([file])))
+            manifest = Manifest(format=sealing.FORMAT).with_tree(self.prefix, tree)
+            text = msgspec.json.encode(manifest).decode()
+            return safetensors.header_of(file, {"digest": manifest.digest, "format": "pt", "manifest": text})
 
     def check_file(self, final: Path) -> None:
         """Refuses to replace a file of a checkpoint, or one that holds another tree than this save."""
