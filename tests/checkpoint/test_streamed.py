@@ -18,8 +18,7 @@ from support.trees import assert_same
 def slots(monkeypatch):
     """All CPU devices count as accelerators. Yields the slots that are made, with what they are locked for."""
     made = []
-    monkeypatch.setattr(_streamed, "LOCKED_BYTES", 2**20)
-    monkeypatch.setattr(_streamed, "_LOCKED_BYTES", 2**20)
+    monkeypatch.setattr(_streamed, "_LOCKED_BYTES", 2**21)
     monkeypatch.setattr(_streamed, "_SLOT_BYTES", 2**18)
     monkeypatch.setattr(_streamed, "_WORTH_IT", 0)
     is_numpy = lambda item: None if item.as_numpy else jax.devices()[0]  # noqa: E731
@@ -65,7 +64,19 @@ def test_a_leaf_that_is_larger_than_all_slots_has_memory_of_its_own(tmp_path, sl
     tree = {"large": jnp.arange(2**20), "small": jnp.arange(10)}
     save(tree, tmp_path)
     assert_same(load(tmp_path), tree)
-    assert sum(len(slot) for slot in slots) <= 2**20
+    assert sum(len(slot) for slot in slots) <= 2**20, "none of it is for the large one"
+
+
+@pytest.mark.parametrize("large", [[100_000], [100_000, 80_000, 70_000], [250_000], [2**20, 2**19], [2**20]])
+@pytest.mark.parametrize("small", [0, 1, 24])
+def test_large_leaves_and_small_ones_share_a_little_memory(tmp_path, slots, large, small):
+    """What large leaves went through, small ones go through afterwards."""
+    tree = {f"large{i}": jnp.arange(size) for i, size in enumerate(large)}
+    tree |= {f"small{i}": jax.random.normal(jax.random.key(i), (200, 200 + i)) for i in range(small)}
+    save(tree, tmp_path)
+    assert_same(load(tmp_path), tree)
+    assert sum(len(slot) for slot in slots) <= 2**21
+    assert 1 <= len(slots) <= 4
 
 
 def test_damage_is_an_error_and_ends_every_lane(tmp_path, slots, tree):

@@ -24,15 +24,16 @@ from eformer.checkpoint._transfer import aligned
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    import numpy as np
+
     from eformer.checkpoint._formats._found import Found
     from eformer.checkpoint._items import Item
     from eformer.checkpoint._manifest import TreeEntry
 
-LOCKED_BYTES = 2**30  # by one load, at most; half of it unless a leaf needs more
-_LOCKED_BYTES = LOCKED_BYTES // 2
-_SLOT_BYTES = 64 * 2**20
-_SLOTS = 8
-_READ_BYTES = 16 * 2**20  # with many threads there are fewer turns to wait for than with small ones
+_LOCKED_BYTES = 2**30  # by one load, at most; a leaf that needs more has memory of its own
+_SLOT_BYTES = 64 * 2**20  # where a leaf does not need more
+_SLOTS = 4  # with more of them the memory is out of the processor's caches before it is used again
+_READ_BYTES = 8 * 2**20  # with many threads there are fewer turns to wait for than with small ones
 _WORTH_IT = 16 * 2**20
 
 
@@ -44,36 +45,63 @@ def stream(
     found: Found, tree: TreeEntry, items: Sequence[Item], threads: int, *, verify: bool
 ) -> dict[str, Any]:
     """The arrays by name, on their devices when this returns."""
-    room = _slot_bytes(items)
-    groups = _groups(sorted(items, key=_place), room)
     with ExitStack() as stack:
         reading = Reading(found, tree, verify=verify)
         stack.callback(reading.close)
-        stream = _Stream(room, accelerator_of(items[0]), stack)
-        threads = max(2, threads * 3 // 4)  # the others are for the transfers
-        run_all(stream.tasks(reading, groups), threads, stream.give_up)
+        stream = _Stream(items, stack)
+        threads = max(2, threads * 7 // 8)  # the others are for the transfers
+        run_all(stream.tasks(reading), threads, stream.give_up)
     return stream.loaded
 
 
 class _Stream:
-    """Slots of memory, and what has arrived through them."""
+    """Slots of memory, and what has arrived through them: large leaves first, each through a slot that is large enough,
+    then the others, through the parts that these slots are cut into."""
 
-    def __init__(self, room: int, device: Any, stack: ExitStack) -> None:
-        number = max(1, min(_SLOTS, _LOCKED_BYTES // room), min(2, LOCKED_BYTES // room))
+    def __init__(self, items: Sequence[Item], stack: ExitStack) -> None:
+        self.large = [item for item in items if nbytes_of(item) > _SLOT_BYTES]
+        self.large.sort(
+            key=nbytes_of, reverse=True
+        )  # a slot is locked after the first, which touches all of it
+        self.small = sorted((item for item in items if nbytes_of(item) <= _SLOT_BYTES), key=_place)
+        self.device, self.stack = accelerator_of(items[0]), stack
         self.slots: SimpleQueue[_Slot | None] = SimpleQueue()  # no interrupt leaves it locked
-        for _ in range(number):
-            self.slots.put(_Slot(room, device, stack))
+        self.parts = 0  # that large slots are still to be cut into
         self.loaded: dict[str, Any] = {}
 
-    def tasks(self, reading: Reading, groups: Sequence[Sequence[Item]]) -> Iterator[Callable[[], None]]:
-        for group in groups:
-            slot = (
-                self.slots.get()
-            )  # one is given back: all reads into the others are under way in other threads
+    def tasks(self, reading: Reading) -> Iterator[Callable[[], None]]:
+        for group, slot in self.turns():
             if slot is None:
                 return
             arrive = partial(self.arrive, group, slot)
             yield from reading.tasks(group, memory=slot.memory, end=arrive, read_bytes=_READ_BYTES)
+
+    def turns(self) -> Iterator[tuple[list[Item], _Slot | None]]:
+        """Whoever waits for a slot gets one: all reads into the others are under way in other threads."""
+        fitting = [nbytes for item in self.large if (nbytes := nbytes_of(item)) <= _LOCKED_BYTES]
+        room = max(fitting, default=_SLOT_BYTES)
+        number = min(2, len(self.large), _LOCKED_BYTES // room)
+        self.add_slots(number, room)
+        for item in self.large:
+            yield [item], self.slots.get()
+        total = sum(map(nbytes_of, self.small))
+        wanted = min(_SLOTS, -(-total // _SLOT_BYTES))
+        self.parts = min(wanted, number * (room // _SLOT_BYTES))
+        self.add_slots(wanted - self.parts, min(_SLOT_BYTES, total))
+        for group in _groups(self.small):
+            yield group, self.take_part()
+
+    def add_slots(self, number: int, nbytes: int) -> None:
+        for _ in range(number):
+            self.slots.put(_Slot(aligned(nbytes), self.device, self.stack))
+
+    def take_part(self) -> _Slot | None:
+        """A slot; a large one is cut first, for no large leaf needs it any more."""
+        while (slot := self.slots.get()) and len(slot.memory) > _SLOT_BYTES:
+            for part in slot.cut(_SLOT_BYTES)[: self.parts]:
+                self.slots.put(part)
+                self.parts -= 1
+        return slot
 
     def give_up(self) -> None:
         """Nobody waits for a slot any more."""
@@ -95,9 +123,15 @@ class _Slot:
     """Memory that is read into and copied from, in turns. Locked when it was read into for the first time: memory that
     nobody has touched takes ten times as long."""
 
-    def __init__(self, nbytes: int, device: Any, stack: ExitStack) -> None:
-        self.memory, self.device, self.stack = aligned(nbytes), device, stack
-        self.is_locked = False
+    def __init__(
+        self, memory: np.ndarray[Any, Any], device: Any, stack: ExitStack, *, is_locked: bool = False
+    ) -> None:
+        self.memory, self.device, self.stack, self.is_locked = memory, device, stack, is_locked
+
+    def cut(self, nbytes: int) -> list[_Slot]:
+        starts = range(0, len(self.memory) - nbytes + 1, nbytes)
+        parts = [self.memory[start : start + nbytes] for start in starts]
+        return [_Slot(part, self.device, self.stack, is_locked=self.is_locked) for part in parts]
 
     def lock(self) -> None:
         if not self.is_locked:
@@ -105,17 +139,12 @@ class _Slot:
             self.stack.enter_context(page_locked(self.memory, self.device))
 
 
-def _slot_bytes(items: Sequence[Item]) -> int:
-    """Room for many reads; more if a leaf needs it. A leaf that needs more than may be locked has memory of its own."""
-    sizes = [size for item in items if (size := nbytes_of(item)) <= LOCKED_BYTES]
-    return min(max([_SLOT_BYTES, *sizes]), sum(sizes) or ALIGNMENT)
-
-
-def _groups(items: Sequence[Item], room: int) -> list[list[Item]]:
+def _groups(items: Sequence[Item]) -> list[list[Item]]:
+    """Neighbours that fit into a slot."""
     groups: list[list[Item]] = []
-    used = room
+    used = _SLOT_BYTES
     for item in items:
-        if used + nbytes_of(item) > room:
+        if used + nbytes_of(item) > _SLOT_BYTES:
             groups.append([])
             used = 0
         groups[-1].append(item)
