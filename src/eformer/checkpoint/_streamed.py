@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _LOCKED_BYTES = 2**30  # by one load, at most; a leaf that needs more has memory of its own
 _SLOT_BYTES = 64 * 2**20  # where a leaf does not need more
 _SLOTS = 4  # with more of them the memory is out of the processor's caches before it is used again
-_READ_BYTES = 8 * 2**20  # with many threads there are fewer turns to wait for than with small ones
+_READ_BYTES = 16 * 2**20  # with many threads there are fewer turns to wait for than with small ones
 _WORTH_IT = 16 * 2**20
 
 
@@ -49,7 +49,7 @@ def stream(
         reading = Reading(found, tree, verify=verify)
         stack.callback(reading.close)
         stream = _Stream(items, stack)
-        threads = max(2, threads * 7 // 8)  # the others are for the transfers
+        threads = max(2, threads * 3 // 4)  # the others are for the transfers
         run_all(stream.tasks(reading), threads, stream.give_up)
     return stream.loaded
 
