@@ -334,7 +334,7 @@ def run_cell(name: str, nbytes: int, directory: Path) -> dict[str, Any]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def facts_of(directory: Path, nbytes: int) -> dict[str, Any]:
+def facts_of(directory: Path, nbytes: int, rounds: int) -> dict[str, Any]:
     code = "import jax; d = jax.devices()[0]; print(d.device_kind)"
     kind = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -343,7 +343,7 @@ def facts_of(directory: Path, nbytes: int) -> dict[str, Any]:
     described["versions"] |= {"peers": machine.versions(sys.executable, *machine.PACKAGES["peers"])}
     return {
         **described, "device": kind, "bytes": nbytes, "leaves": len(shapes_of(nbytes)),
-        "command": f"python bench/gpu.py --gigabytes {nbytes / 1e9:.1f}",
+        "command": f"python bench/gpu.py --gigabytes {nbytes / 1e9:.1f} --rounds {rounds}",
     }  # fmt: skip
 
 
@@ -371,7 +371,7 @@ def main() -> None:
         names = args.only[number % len(args.only) :] + args.only[: number % len(args.only)]
         cells += [{"round": number, **run_cell(name, nbytes, args.dir.resolve())} for name in names]
     found = with_fractions({name: summary(cells, name, nbytes) for name in args.only})
-    facts = facts_of(args.dir.resolve(), nbytes)
+    facts = facts_of(args.dir.resolve(), nbytes, args.rounds)
     text = markdown(facts, found, cells)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{args.name}.md").write_text(text)

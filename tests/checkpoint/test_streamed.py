@@ -79,6 +79,13 @@ def test_large_leaves_and_small_ones_share_a_little_memory(tmp_path, slots, larg
     assert 1 <= len(slots) <= 4
 
 
+@pytest.mark.parametrize("size", [0, 1, 250_000])
+def test_empty_leaves_need_a_turn_but_no_memory(tmp_path, slots, size):
+    tree = {"large": jnp.arange(size), "empty": jnp.zeros((0, 3)), "void": jnp.zeros((2, 0))}
+    save(tree, tmp_path)
+    assert_same(load(tmp_path), tree)
+
+
 def test_damage_is_an_error_and_ends_every_lane(tmp_path, slots, tree):
     save(tree, tmp_path)
     file = tmp_path / "model.safetensors"

@@ -85,7 +85,7 @@ class _Stream:
         for item in self.large:
             yield [item], self.slots.get()
         total = sum(map(nbytes_of, self.small))
-        wanted = min(_SLOTS, -(-total // _SLOT_BYTES))
+        wanted = min(_SLOTS, max(1, -(-total // _SLOT_BYTES)))
         self.parts = min(wanted, number * (room // _SLOT_BYTES))
         self.add_slots(wanted - self.parts, min(_SLOT_BYTES, total))
         for group in _groups(self.small):
