@@ -142,9 +142,9 @@ class _Slot:
 def _groups(items: Sequence[Item]) -> list[list[Item]]:
     """Neighbours that fit into a slot."""
     groups: list[list[Item]] = []
-    used = _SLOT_BYTES
+    used = 0
     for item in items:
-        if used + nbytes_of(item) > _SLOT_BYTES:
+        if not groups or used + nbytes_of(item) > _SLOT_BYTES:
             groups.append([])
             used = 0
         groups[-1].append(item)
