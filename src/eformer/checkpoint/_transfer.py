@@ -153,9 +153,10 @@ class Fetching:
         view, first, verify = memory.data, read.offset, self.verify
         try:
             found = self.files.read_into(read.file, view, first)
-        except FileNotFoundError as error:
+        except (FileNotFoundError, CorruptionError) as error:  # the latter of a database
+            how = "are gone" if isinstance(error, FileNotFoundError) else "cannot be read"
             for piece in read.pieces:
-                self.report(piece, f"are gone: {error}")
+                self.report(piece, f"{how}: {error}")
             return
         for piece in read.pieces:
             start = piece.offset - first

@@ -55,7 +55,7 @@ class Found:
 
     `trees` has those of the manifest, and others that are there. `only` is the tree that the path led to. `stamps` tell
     the files that were looked at from later ones of the same name; those that a manifest names are never replaced.
-    `also` names directories that can be had as prefixes, too.
+    `also` names directories that can be had as prefixes, too. `open_files` is for trees whose extents are in no files.
     """
 
     path: Path
@@ -65,6 +65,7 @@ class Found:
     only: str | None = None
     also: tuple[str, ...] = ()
     stamps: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    open_files: Callable[[TreeEntry], Files] | None = None
 
     def tree(self, prefix: str | None) -> TreeEntry:
         """The tree of that prefix; if none is said, the one that was saved without, or the only one."""
@@ -87,6 +88,8 @@ class Found:
 
     def files(self, tree: TreeEntry) -> Files:
         """What to read the tree's bytes from. The caller closes it."""
+        if self.open_files:
+            return self.open_files(tree)
         return files_of(self.directory, tree, self.stamps)
 
 

@@ -28,6 +28,7 @@ from eformer.checkpoint._formats._names import (
     unique_names,
 )
 from eformer.checkpoint._formats._reading import read_manifest
+from eformer.checkpoint._formats.foreign.orbax import METADATA
 from eformer.checkpoint._manifest import Manifest
 from eformer.checkpoint._store.local import (
     is_same_file,
@@ -106,6 +107,7 @@ def check_place(directory: Path, prefix: str) -> bool:
                 "directory, or with format='tensorstore'"
             )
         foreign = [MANIFEST] if manifest is None and MANIFEST in there else []
+        foreign += [METADATA] if METADATA in there else []
         if base + SUFFIX in there and not is_marked(_metadata(directory, base + SUFFIX)):
             foreign.append(base + SUFFIX)
         index = base + INDEX_SUFFIX

@@ -9,6 +9,7 @@ from eformer.checkpoint._formats import _array_reading as arrays
 from eformer.checkpoint._formats import _reading as safetensors
 from eformer.checkpoint._formats._index import INDEX
 from eformer.checkpoint._formats._names import INDEX_SUFFIX, MANIFEST, SUFFIX
+from eformer.checkpoint._formats.foreign import orbax
 from eformer.checkpoint._leaf import with_nearest
 from eformer.checkpoint._store.local import list_names, local_path, open_inside, stamp
 from eformer.errors import CorruptionError, FormatError, NotFoundError
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FOREIGN = (arrays.FOREIGN, safetensors.FOREIGN)
+FOREIGN = (arrays.FOREIGN, safetensors.FOREIGN, orbax.FORMAT)
 
 _MOST_SHOWN = 8
 
@@ -84,6 +85,8 @@ def _in_directory(directory: Path) -> Found:
     if found := arrays.by_index(directory):
         return found
     names = list_names(directory)
+    if MANIFEST not in names and (found := orbax.in_directory(directory, names)):
+        return found
     if MANIFEST in names or any(name.endswith(SUFFIX) for name in names):
         return safetensors.in_directory(directory)
     return arrays.without_index(directory) or _nothing_in(directory, names)
@@ -94,8 +97,8 @@ def _nothing_in(directory: Path, names: list[str]) -> Found:
     there = ", ".join(names[:_MOST_SHOWN]) or "nothing"
     hint = f". Is it one of {inner[:_MOST_SHOWN]}?" if inner else ""
     raise NotFoundError(
-        f"{directory} holds no checkpoint: looked for {INDEX}, {MANIFEST}, *{INDEX_SUFFIX}, *{SUFFIX} and zarr arrays; "
-        f"there is {there}{hint}"
+        f"{directory} holds no checkpoint: looked for {INDEX}, {MANIFEST}, *{INDEX_SUFFIX}, *{SUFFIX}, Orbax's "
+        f"{orbax.METADATA}, and zarr arrays; there is {there}{hint}"
     )
 
 

@@ -43,6 +43,7 @@ from eformer.checkpoint._formats._zarr import (
     zarray,
 )
 from eformer.checkpoint._formats.foreign.arrays import discover
+from eformer.checkpoint._formats.foreign.orbax import METADATA
 from eformer.checkpoint._leaf import Region, escape, is_inside, name_to_path
 from eformer.checkpoint._manifest import Coding, DataFile, Extent, LeafEntry, Part, Receipt
 from eformer.checkpoint._pieces import piece_sizes
@@ -421,11 +422,14 @@ def _sealed(directory: Path) -> set[str] | None:
 def check_place(directory: Path) -> bool:
     """Whether there is an index; refuses, before anything is written, a checkpoint of another format."""
     index = read_index(directory)
-    if index is None and MANIFEST in list_names(directory):
+    names = list_names(directory) if index is None else []
+    if MANIFEST in names:
         raise FileExistsError(
             f"{directory / MANIFEST} is there: the directory holds a checkpoint of another format, or something "
             "else. Save to another directory, or with format='safetensors'"
         )
+    if METADATA in names:
+        raise FileExistsError(f"{directory / METADATA} was not written by eformer; save to another directory")
     return index is not None
 
 

@@ -45,11 +45,11 @@ def _open(directory: Path, context: Any = None) -> Any:
         raise FormatError(f"{directory} holds no OCDBT database that can be read: {error}") from error
 
 
-def _require_plain_files(directory: Path) -> None:
+def require_plain_files(directory: Path, *, is_database: bool = True) -> None:
     """TensorStore would wait for a pipe, and follow a link to anywhere."""
     if directory.is_symlink():
         raise FormatError(f"{directory} is a link, and no database of the checkpoint")
-    if not (directory / MANIFEST).is_file():
+    if is_database and not (directory / MANIFEST).is_file():
         raise FileNotFoundError(f"{directory} holds no OCDBT database: {MANIFEST} is missing")
     for folder, folders, names in os.walk(directory):
         for name in (*folders, *names):
@@ -115,7 +115,7 @@ class DatabaseFiles:
     """The keys of a database, as files."""
 
     def __init__(self, directory: Path, names: Sequence[str]) -> None:
-        _require_plain_files(directory)
+        require_plain_files(directory)
         self._store = _open(directory)
         self.directory, self.names = directory, names
 

@@ -1,0 +1,234 @@
+"""Checkpoints that Orbax 0.12.8 wrote come back, without Orbax: all of its layouts, through TensorStore alone."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eformer import checkpoint
+from eformer.checkpoint._formats.foreign import orbax
+from eformer.checkpoint._tree import flatten
+from eformer.errors import CorruptionError, FormatError, NotFoundError
+from support.trees import assert_same
+
+DATA = Path(__file__).parent / "orbax"
+EXPECTED = json.loads((DATA / "manifest.json").read_text())
+LAYOUTS = [*EXPECTED["samples"], "manager/2"]
+
+
+def described(leaf):
+    array = np.asarray(leaf)
+    digest = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+    return {"shape": list(array.shape), "dtype": array.dtype.name, "sha256": digest}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_arrays_are_what_the_manifest_says(layout):
+    found = {name: described(leaf) for name, leaf in flatten(checkpoint.load(DATA / layout))[0].items()}
+    expected = dict(EXPECTED["arrays"])
+    if "manager" in layout:  # where each step has another
+        step = np.int32(2 if layout == "manager/2" else 3)
+        expected["step"] = described(step)
+    assert found == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_tree_has_the_structure_that_orbax_records(layout):
+    tree = checkpoint.load(DATA / layout)
+    assert type(tree["opt"]) is list
+    assert tree["opt"][1:] == [None, None]
+    assert type(tree["seq"][1]) is list
+    assert type(tree["lr"]) is float
+    assert type(tree["flag"]) is np.ndarray
+    assert isinstance(tree["params"]["emb"], jax.Array)
+
+
+def test_texts_keys_numbers_and_empty_containers_come_back():
+    expected = {
+        "s": "hello", "k": jax.random.key(3), "e": {}, "l": [], "t": (), "n": None, "i": 3, "f": 2.5, "b": True,
+        "a.b": jnp.arange(3), "c": 2.0, "x": {"y/z": jnp.ones(2)}, "i4": jnp.arange(4, dtype=jnp.int4),
+        "f8": jnp.ones(3, jnp.float8_e4m3fn),
+    }  # fmt: skip
+    assert_same(checkpoint.load(DATA / "v0_mixed"), dict(sorted(expected.items())))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_view_reads_what_is_asked_for(layout):
+    whole = np.asarray(checkpoint.load(DATA / layout)["params"]["dense"]["kernel"])
+    with checkpoint.open(DATA / layout) as view:
+        np.testing.assert_array_equal(view["params.dense.kernel"][3:6, 1:], whole[3:6, 1:])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inspect_and_verify_say_what_is_known(layout):
+    manifest = checkpoint.inspect(DATA / layout)
+    (tree,) = manifest.trees.values()
+    assert manifest.format == "orbax"
+    assert tree.saved_at.startswith("2026-")
+    assert tree.leaves["params.emb"].dtype == "bfloat16"
+    report = checkpoint.verify(DATA / layout)
+    assert report.ok
+    assert not report.has_digests
+
+
+def test_arrays_lie_as_they_were_saved_if_there_is_a_mesh():
+    mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
+    (kernel,) = checkpoint.load(DATA / "v0_standard", mesh=mesh, keys="params.dense.kernel").values()
+    assert kernel.sharding.spec == jax.sharding.PartitionSpec("x", "y")
+    assert kernel.addressable_shards[0].data.shape == (4, 2)
+
+
+def test_a_tree_like_mine_is_filled():
+    like = {"params": {"dense": {"kernel": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16)}}}
+    loaded = checkpoint.load(DATA / "v1", like=like, dtype="bfloat16", keys="params.dense.kernel")
+    assert loaded["params"]["dense"]["kernel"].dtype == jnp.bfloat16
+
+
+def test_items_are_prefixes():
+    assert set(checkpoint.inspect(DATA / "v1").trees) == {"state"}
+    assert_same(checkpoint.load(DATA / "v1", prefix="state"), checkpoint.load(DATA / "v1"))
+
+
+def test_nothing_of_it_needs_jax_or_orbax():
+    code = (
+        f"import sys; from eformer import checkpoint; checkpoint.inspect({str(DATA / 'v1')!r}).trees['state'];"
+        "assert 'jax' not in sys.modules and 'orbax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ------------------------------------------------------------------------------------------ bad luck
+
+
+@pytest.fixture
+def copy(tmp_path):
+    def make(layout):
+        return Path(shutil.copytree(DATA / layout, tmp_path / "checkpoint"))
+
+    return make
+
+
+def test_a_chunk_that_is_gone_is_not_taken_for_zeros(copy):
+    path = copy("v0_plain")
+    (path / "params.dense.kernel" / "1.0").unlink()
+    with pytest.raises(CorruptionError, match=r"params.dense.kernel/1.0"):
+        checkpoint.load(path)
+    damages = checkpoint.verify(path).damages
+    assert [damage.leaf for damage in damages] == ["params.dense.kernel"]
+
+
+def test_an_array_that_is_gone_is_named(copy):
+    path = copy("v0_plain")
+    shutil.rmtree(path / "params.emb")
+    with pytest.raises(CorruptionError, match=r"params.emb"):
+        checkpoint.load(path)
+
+
+def test_a_damaged_chunk_is_an_error(copy):
+    path = copy("v0_plain")
+    (path / "params.emb" / "0.0").write_bytes(b"no zstd")
+    with pytest.raises(CorruptionError, match=r"params.emb/0.0"):
+        checkpoint.load(path)
+
+
+def test_a_database_without_its_manifest_is_an_error(copy):
+    path = copy("v0_standard")
+    (path / "manifest.ocdbt").unlink()
+    with pytest.raises(CorruptionError, match=r"manifest.ocdbt is missing"):
+        checkpoint.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"tree_metadata": 3}', "null", "[" * 10_000])
+def test_damaged_metadata_is_an_error(copy, text):
+    path = copy("v0_plain")
+    (path / "_METADATA").write_text(text)
+    with pytest.raises(FormatError, match="_METADATA"):
+        checkpoint.load(path)
+
+
+def metadata(*leaves):
+    """As Orbax writes it, of leaves that are (key, whether it is an index) pairs."""
+    tree = {
+        str(number): {
+            "key_metadata": [{"key": key, "key_type": 1 if is_index else 2} for key, is_index in keys],
+            "value_metadata": {"value_type": "jax.Array"},
+        }
+        for number, keys in enumerate(leaves)
+    }
+    return json.dumps({"tree_metadata": tree, "use_ocdbt": False, "use_zarr3": False})
+
+
+@pytest.mark.parametrize("key", ["../outside", "/etc/passwd", "..", "", "a/../../b"])
+def test_a_leaf_that_leads_out_of_the_directory_is_refused(copy, key):
+    path = copy("v0_plain")
+    (path / "_METADATA").write_text(metadata([(key, False)]))
+    with pytest.raises(FormatError, match="leads out"):
+        checkpoint.load(path)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "problem"),
+    [
+        ([[("step", False)], [("step", False)]], "twice"),
+        ([[("step", False)], [("step", False), ("x", False)]], "inside of another|no such array"),
+        ([[("x", False)] * 200], "deep|no such array"),
+    ],
+)
+def test_metadata_that_makes_no_tree_is_refused(copy, leaves, problem):
+    path = copy("v0_plain")
+    (path / "_METADATA").write_text(metadata(*leaves))
+    with pytest.raises(FormatError, match=problem):
+        checkpoint.load(path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "document"),
+    [
+        (["0", "1", "2"], {"list": ["0", "1", "2"]}),
+        (["1", "0"], {"list": ["0", "1"]}),
+        (["0", "2"], {"dict": {"0": "0", "2": "2"}}),
+        (["9" * 5000], {"dict": {"9" * 5000: "9" * 5000}}),
+    ],
+)
+def test_only_indices_that_count_make_a_list(keys, document):
+    leaves = [orbax._Leaf([orbax._Key(key, 1)], orbax._Value()) for key in keys]
+    assert orbax._structure(leaves, "") == document
+
+
+def test_absurdly_many_chunks_are_read_many_at_a_time(copy):
+    path = copy("v0_plain")
+    described = json.loads((path / "seq.0" / ".zarray").read_text())
+    (path / "seq.0" / ".zarray").write_text(json.dumps(described | {"shape": [2**50], "chunks": [1]}))
+    tree = checkpoint.inspect(path).trees[""]
+    assert len(tree.leaves["seq.0"].extents) <= 2**16
+
+
+def test_steps_that_have_not_finished_are_no_steps(copy):
+    path = copy("manager")
+    shutil.copytree(path / "3", path / "10.orbax-checkpoint-tmp-1794726675")
+    assert orbax.steps_in(path, [p.name for p in path.iterdir()]) == ["2", "3"]
+    shutil.copytree(path / "3", path / "10")
+    assert orbax.steps_in(path, [p.name for p in path.iterdir()]) == ["2", "3", "10"]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "tensorstore"])
+def test_it_is_not_mixed_with_one_of_ours(copy, form):
+    path = copy("v0_plain")
+    before = sorted(path.rglob("*"))
+    with pytest.raises(FileExistsError, match="another directory"):
+        checkpoint.save({"a": np.ones(3)}, path, format=form)
+    assert sorted(path.rglob("*")) == before
+
+
+def test_a_checkpoint_without_a_tree_says_so(copy):
+    path = copy("v1")
+    shutil.rmtree(path / "state")
+    with pytest.raises(NotFoundError, match="no item in it has _METADATA"):
+        checkpoint.load(path)
