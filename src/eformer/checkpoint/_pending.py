@@ -5,12 +5,10 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import threading
 import traceback
 import weakref
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("eformer")
 
 # More makes a save so slow that more steps feel it; measured by `bench/run.py`.
-_NICENESS = 10
 
 
 class Pending:
@@ -81,7 +78,6 @@ class Pending:
         threading.Thread(target=self._run, args=arguments, name="eformer-save", daemon=False).start()
 
     def _run(self, work: Callable[[], None], afterwards: Callable[[], None] | None) -> None:
-        _give_way()
         error = _error_of(work)
         del work
         if error is None:
@@ -95,14 +91,6 @@ class Pending:
             afterwards and error is None
         ):  # else nobody may hold the save: its error would not be complained about
             afterwards()
-
-
-def _give_way() -> None:
-    """Whoever trains meanwhile comes first, where there are not cores enough for both. The threads that this one starts
-    are as modest. Only on Linux is it a matter of threads, and not of the whole process."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.nice(_NICENESS)
 
 
 def _error_of(work: Callable[[], None]) -> BaseException | None:
