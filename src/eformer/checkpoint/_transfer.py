@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from eformer.checkpoint._manifest import TreeEntry
+    from eformer.checkpoint._progress import Meter
     from eformer.checkpoint._store.files import Files
 
 Array = np.ndarray[Any, Any]
@@ -70,10 +71,17 @@ def check(
     files: Files,
     threads: int,
     on_damage: Callable[[Damage], None],
+    meter: Meter | None = None,
 ) -> None:
     """Reads every piece of the wants, and keeps none."""
     job = Fetching(wants, tree, files, True, on_damage)
-    run_all([partial(job.look_at, read) for read in plan_reads(wants, tree)], threads)
+
+    def look_at(read: Read) -> None:
+        job.look_at(read)
+        if meter:
+            meter.add(read.nbytes)
+
+    run_all([partial(look_at, read) for read in plan_reads(wants, tree)], threads)
 
 
 def refuse(damage: Damage) -> None:

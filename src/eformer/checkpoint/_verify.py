@@ -10,6 +10,7 @@ from eformer.checkpoint._formats._parts import unreadable
 from eformer.checkpoint._formats.find import find, was_replaced
 from eformer.checkpoint._plan import Want
 from eformer.checkpoint._pool import default_threads
+from eformer.checkpoint._progress import metered
 from eformer.checkpoint._transfer import Damage, check
 from eformer.errors import FormatError
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from eformer.checkpoint._formats._found import Found
     from eformer.checkpoint._manifest import Extent, TreeEntry
+    from eformer.checkpoint._progress import Meter, Progress
     from eformer.checkpoint._store.files import Files
 
 
@@ -49,15 +51,17 @@ class Report:
         return f"{self.path}: {self.leaves} leaves, {self.nbytes} bytes: {how}"
 
 
-def verify(path: str | os.PathLike[str]) -> Report:
+def verify(path: str | os.PathLike[str], *, progress: Progress = None) -> Report:
     """Every leaf of every tree at `path` against its digests, and the files' headers; all damage in one report.
 
-    A checkpoint whose manifest cannot be read has no leaves to report on: that raises.
+    A checkpoint whose manifest cannot be read has no leaves to report on: that raises. `progress` is True for a bar, or
+    is called with the bytes that were read and with all there are.
     """
     while True:
         found = find(path)
         trees, damages = _readable(found)
-        damages += [damage for tree in trees for damage in _damages(found, tree)]
+        with metered(progress, sum(tree.nbytes for tree in trees), "verifying") as meter:
+            damages += [damage for tree in trees for damage in _damages(found, tree, meter)]
         if not damages or not was_replaced(found):
             break
     return Report(
@@ -88,7 +92,7 @@ def _readable(found: Found) -> tuple[list[TreeEntry], list[Damage]]:
     return trees, damages
 
 
-def _damages(found: Found, tree: TreeEntry) -> list[Damage]:
+def _damages(found: Found, tree: TreeEntry, meter: Meter) -> list[Damage]:
     try:
         files = found.files(tree)
     except (FileNotFoundError, FormatError) as error:
@@ -109,7 +113,7 @@ def _damages(found: Found, tree: TreeEntry) -> list[Damage]:
                 damages += [_lost(name, extent, tree, gone[extent.file]) for extent in lost]
             else:
                 wants.append(Want(name, entry, entry.dtype))
-        check(wants, tree, files, default_threads(), damages.append)
+        check(wants, tree, files, default_threads(), damages.append, meter)
     finally:
         files.close()
     return damages

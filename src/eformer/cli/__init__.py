@@ -1,0 +1,1 @@
+"""The command `eformer`: looks at checkpoints, whoever wrote them, without jax and without code."""

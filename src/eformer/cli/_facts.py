@@ -1,0 +1,90 @@
+"""What there is to say of a checkpoint, as plain values: what is shown, and what `--json` prints."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eformer.checkpoint._formats.find import find
+from eformer.checkpoint._formats.foreign.orbax import steps_in
+from eformer.checkpoint._store.local import list_names
+from eformer.checkpoint._value import value_from_json
+from eformer.errors import EformerError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from eformer.checkpoint._manifest import LeafEntry, RecordedSharding, TreeEntry
+
+Facts = dict[str, Any]
+
+
+def checkpoint_facts(path: str, prefix: str | None = None) -> tuple[Facts, dict[str, TreeEntry]]:
+    """Of the checkpoint, and the trees of it that can be read, by prefix; `problems` says of the others why not."""
+    found = find(path)
+    trees, problems = {}, {}
+    for name in [prefix] if prefix is not None else list(found.trees):
+        try:
+            trees[name] = found.tree(name)
+            trees[name].leaves  # noqa: B018  parsed and checked
+        except (EformerError, OSError) as error:
+            trees.pop(name, None)
+            problems[name] = str(error)
+    facts: Facts = {
+        "path": str(found.path),
+        "format": found.manifest.format,
+        "trees": {name: tree_facts(tree) for name, tree in trees.items()},
+        "problems": problems,
+    }
+    where = Path(path)
+    if where.is_dir() and (steps := steps_in(where, list_names(where))):
+        facts["steps"] = steps
+    return facts, trees
+
+
+def tree_facts(tree: TreeEntry) -> Facts:
+    entries = tree.leaves.values()
+    arrays, nbytes = Counter[str](), Counter[str]()
+    for entry in entries:
+        arrays[entry.logical_dtype] += 1
+        nbytes[entry.logical_dtype] += entry.nbytes
+    return {
+        "written_by": tree.written_by,
+        "saved_at": tree.saved_at,
+        "arrays": len(tree.leaves),
+        "values": len(tree.raw_values),
+        "parameters": sum(math.prod(entry.logical_shape) for entry in entries),
+        "bytes": tree.nbytes,
+        "files": len(tree.files),
+        "dtypes": {name: {"arrays": arrays[name], "bytes": nbytes[name]} for name, _ in nbytes.most_common()},
+        "shardings": dict(Counter(sharding_text(entry.sharding) for entry in entries).most_common()),
+        "digests": bool(tree.save_id),
+        "metadata": tree.metadata,
+    }
+
+
+def leaf_facts(tree: TreeEntry) -> Iterator[Facts]:
+    for name, entry in tree.leaves.items():
+        yield {
+            "name": name,
+            "dtype": entry.logical_dtype,
+            "shape": list(entry.logical_shape),
+            "bytes": entry.nbytes,
+            "sharding": sharding_text(entry.sharding),
+        }
+    for name, value in tree.raw_values.items():
+        yield {"name": name, "value": value_from_json(value)}
+
+
+def sharding_text(sharding: RecordedSharding | None) -> str:
+    if sharding is None:
+        return "one device"
+    axes = ", ".join("+".join(axis) if isinstance(axis, tuple) else str(axis) for axis in sharding.spec)
+    mesh = " x ".join(f"{name} {size}" for name, size in sharding.mesh.items())
+    return f"({axes}) on {mesh}" if mesh else f"({axes})"
+
+
+def what_of(entry: LeafEntry) -> str:
+    return f"{entry.logical_dtype}{list(entry.logical_shape)}"

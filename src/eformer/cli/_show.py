@@ -1,0 +1,125 @@
+"""Facts on a terminal."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from eformer.checkpoint._value import value_from_json
+from eformer.cli._facts import what_of
+from eformer.cli._outline import Line, Node, outline
+from eformer.cli._text import bar, count, shortened, size
+
+if TYPE_CHECKING:
+    from eformer.checkpoint._manifest import TreeEntry
+    from eformer.cli._facts import Facts
+
+_BAR = 10
+_MOST_ROWS = 400
+_NARROW, _PIPED = 60, 120
+
+
+def console() -> Console:
+    """Colours and the terminal's width where there is one; else plain, and wide enough."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED, soft_wrap=False)
+
+
+def show_checkpoint(facts: Facts, trees: dict[str, TreeEntry], on: Console) -> None:
+    on.print(f"[bold]{escape(facts['path'])}[/]")
+    about = Table.grid(padding=(0, 2))
+    about.add_row("format", facts["format"])
+    if "steps" in facts:
+        about.add_row("steps", f"{', '.join(facts['steps'])}; shown is {facts['steps'][-1]}")
+    on.print(about)
+    for prefix, tree in trees.items():
+        on.print()
+        show_tree(prefix, facts["trees"][prefix], tree, on)
+    for prefix, problem in facts["problems"].items():
+        on.print(f"[red]{escape(prefix or 'the tree')} cannot be read:[/] {escape(problem)}")
+
+
+def show_tree(prefix: str, facts: Facts, tree: TreeEntry, on: Console) -> None:
+    about = Table.grid(padding=(0, 2))
+    if prefix:
+        about.add_row("prefix", Text(prefix, style="bold"))
+    written = ", ".join(filter(None, (facts["written_by"], facts["saved_at"])))
+    if written:
+        about.add_row("written by", Text(written))
+    amount = f"{count(facts['arrays'], 'array')}, {count(facts['parameters'], 'parameter')}, {size(facts['bytes'])}"
+    if facts["values"]:
+        amount += f", {count(facts['values'], 'plain value')}"
+    about.add_row("holds", amount)
+    about.add_row("dtypes", ", ".join(f"{name} {size(d['bytes'])}" for name, d in facts["dtypes"].items()))
+    shardings = {text: number for text, number in facts["shardings"].items() if text != "one device"}
+    for text, number in shardings.items():
+        about.add_row("sharded", Text(f"{text}: {count(number, 'array')}"))
+    about.add_row("digests", "of every piece" if facts["digests"] else "none: damage cannot be noticed")
+    for name, value in facts["metadata"].items():
+        about.add_row("metadata", Text(shortened(f"{name} = {value!r}", 100)))
+    on.print(about)
+    on.print(tree_of(tree, on.width))
+
+
+def tree_of(tree: TreeEntry, width: int) -> Tree:
+    """Folded, with the size of everything as a bar of the whole."""
+    lines = [Line(name, what_of(e), e.nbytes, e.nbytes) for name, e in tree.leaves.items()]
+    lines += [Line(name, _value_text(value)) for name, value in tree.raw_values.items()]
+    root = outline(lines)
+    whole = max(1, root.nbytes)
+    shown = Tree("", guide_style="dim", hide_root=True)
+    rows = 0
+
+    def add(to: Tree, node: Node) -> None:
+        nonlocal rows
+        rows += 1
+        if rows > _MOST_ROWS:
+            return
+        below = to.add(_label(node, whole, width))
+        for child in node.children:
+            add(below, child)
+
+    for child in root.children or [root]:
+        add(shown, child)
+    if rows > _MOST_ROWS:
+        shown.add(f"... and {rows - _MOST_ROWS:,} more rows; `eformer ls` has one line a leaf")
+    return shown
+
+
+def _label(node: Node, whole: int, width: int) -> Text:
+    text = Text(shortened(node.label, max(20, width // 2)), style="" if node.line else "bold")
+    if node.count > 1:
+        text.append(f" ×{node.count}", style="cyan")
+    if node.line:
+        text.append(f"  {node.line.what}", style="green" if node.line.nbytes else "magenta")
+    if node.nbytes:
+        text.append(f"  {size(node.nbytes)}", style="dim")
+        if width >= _NARROW:
+            text.append(f" {bar(node.nbytes / whole, _BAR)}", style="blue")
+    return text
+
+
+def _value_text(value: Any) -> str:
+    return f"= {shortened(repr(value_from_json(value)), 60)}"
+
+
+def list_leaves(leaves: list[Facts], on: Console) -> None:
+    """One line each. Nothing is cut where a program reads it."""
+    width = shutil.get_terminal_size().columns if on.is_terminal else 0
+    names = [leaf["name"] for leaf in leaves]
+    longest = max(map(len, names), default=0)
+    room = min(longest, max(20, width - 40)) if width else longest
+    for leaf in leaves:
+        name = shortened(leaf["name"], room).ljust(room)
+        if "value" in leaf:
+            line = f"{name}  = {leaf['value']!r}"
+        else:
+            shape = ",".join(map(str, leaf["shape"]))
+            line = f"{name}  {size(leaf['bytes']):>8}  {leaf['dtype']}[{shape}]"
+        on.print(Text(line), overflow="ignore", no_wrap=True, crop=False)

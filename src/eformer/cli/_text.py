@@ -1,0 +1,36 @@
+"""Numbers and names for people."""
+
+from __future__ import annotations
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_BLOCKS = " ▏▎▍▌▋▊▉█"
+
+
+def size(nbytes: float) -> str:
+    """Three digits and a unit."""
+    unit = 0
+    while nbytes >= 999.5 and unit < len(_UNITS) - 1:
+        nbytes, unit = nbytes / 1000, unit + 1
+    shown = f"{nbytes:.0f}" if unit == 0 or nbytes >= 99.95 else f"{nbytes:.3g}"
+    return f"{shown} {_UNITS[unit]}"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def bar(part: float, width: int) -> str:
+    """As many blocks as the part is of the whole, in eighths; something for what is more than nothing."""
+    eighths = round(part * width * 8)
+    if part > 0:
+        eighths = max(1, eighths)
+    full, rest = divmod(eighths, 8)
+    return "█" * full + (_BLOCKS[rest] if rest else "")
+
+
+def shortened(text: str, width: int) -> str:
+    """The beginning and the end of what is too long."""
+    if len(text) <= width or width < 3:
+        return text
+    head = (width - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"

@@ -1,0 +1,203 @@
+"""The command `eformer` as a program: what it prints, and how it ends."""
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eformer import checkpoint
+
+EFORMER = str(Path(sys.executable).with_name("eformer"))
+ORBAX = Path(__file__).parents[1] / "compat" / "orbax"
+
+
+def run(*arguments, code=0, **environment):
+    done = subprocess.run(
+        [EFORMER, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "NO_COLOR": "", **environment},
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def on_terminal(*arguments, columns=80):
+    """What it writes to a terminal of that width, and its exit code."""
+    master, slave = pty.openpty()
+    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm-256color"}
+    process = subprocess.Popen(
+        [EFORMER, *map(str, arguments)], stdout=slave, stderr=slave, stdin=slave, env=environment
+    )
+    os.close(slave)
+    written = b""
+    while True:
+        try:
+            data = os.read(master, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not data:
+            break
+        written += data
+    os.close(master)
+    return written.decode(), process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cli") / "model"
+    layers = [{"w": jnp.full((64, 64), i, jnp.bfloat16), "b": jnp.zeros(64)} for i in range(12)]
+    checkpoint.save({"layers": layers, "step": 7, "embed": np.ones((100, 8))}, path, metadata={"run": "a1"})
+    return path
+
+
+def test_inspect_tells_what_it_is(model):
+    shown = run("inspect", model).stdout
+    for part in (
+        "safetensors",
+        "25 arrays",
+        "eformer",
+        "run = 'a1'",
+        "0-11",
+        "×12",
+        "bfloat16[64, 64]",
+        "= 7",
+    ):
+        assert part in shown
+    assert "\x1b" not in shown, "no colours where a program reads it"
+
+
+def test_inspect_for_programs(model):
+    facts = json.loads(run("inspect", model, "--json").stdout)
+    tree = facts["trees"][""]
+    assert (tree["arrays"], tree["values"], tree["digests"]) == (25, 1, True)
+    assert tree["parameters"] == 12 * (64 * 64 + 64) + 800
+    assert {"name": "step", "value": 7} in tree["leaves"]
+
+
+def test_ls_has_one_line_a_leaf(model):
+    lines = run("ls", model).stdout.splitlines()
+    assert len(lines) == 26
+    assert run("ls", model, "layers.*.b").stdout.count("float32[64]") == 12
+    (leaf,) = json.loads(run("ls", model, "embed", "--json").stdout)
+    assert leaf == {
+        "name": "embed", "dtype": "float64", "shape": [100, 8], "bytes": 6400, "sharding": "one device",
+    }  # fmt: skip
+
+
+def test_ls_does_not_cut_what_a_program_reads(tmp_path):
+    name = "x" * 300
+    checkpoint.save({name: np.ones(2)}, tmp_path / "c")
+    assert name in run("ls", tmp_path / "c", COLUMNS="40").stdout
+
+
+def test_narrow_terminals_are_not_overrun(model):
+    shown, code = on_terminal("ls", model, columns=50)
+    assert code == 0
+    assert max(len(line.rstrip("\r")) for line in shown.split("\n")) <= 60
+
+
+def test_terminals_have_colours_and_pipes_do_not(model):
+    assert "\x1b[" in on_terminal("inspect", model)[0]
+    assert "\x1b[" not in run("inspect", model).stdout
+
+
+def test_verify_says_that_all_is_well(model):
+    assert "every digest matches" in run("verify", model).stdout
+    assert json.loads(run("verify", model, "--json").stdout)["ok"] is True
+    assert run("verify", model, "--quiet").stdout == ""
+
+
+def test_verify_shows_a_bar_on_a_terminal(model):
+    shown, code = on_terminal("verify", model, columns=120)
+    assert code == 0
+    assert "verifying" in shown
+    assert "100%" in shown or "kB" in shown
+
+
+def test_verify_names_the_leaf_the_file_and_the_bytes(model, tmp_path):
+    path = Path(shutil.copytree(model, tmp_path / "damaged"))
+    file = path / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-10] ^= 1
+    file.write_bytes(data)
+    shown = run("verify", path, code=1).stdout
+    assert "1 damaged" in shown
+    assert "leaf '" in shown
+    assert "model.safetensors" in shown
+    assert len(json.loads(run("verify", path, "--json", code=1).stdout)["damages"]) == 1
+    assert run("verify", path, "-q", code=1).stdout == ""
+
+
+@pytest.mark.parametrize("layout", ["v0_standard", "v0_plain", "v0_zarr3", "v1", "manager"])
+def test_checkpoints_of_orbax_are_shown(layout):
+    shown = run("inspect", ORBAX / layout).stdout
+    assert "orbax" in shown
+    assert "bfloat16[6, 2]" in shown
+    assert ("steps" in shown) == (layout == "manager")
+
+
+def test_a_path_without_a_checkpoint_says_what_lies_there(tmp_path):
+    (tmp_path / "notes.txt").write_text("x")
+    error = run("inspect", tmp_path, code=1).stderr
+    assert error.startswith("error: ")
+    assert "notes.txt" in error
+    assert "looked for" in error
+    assert run("ls", tmp_path / "missing", code=1).stderr.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    done = subprocess.run([EFORMER, "--debug", "inspect", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+def test_a_broken_tree_shows_the_others(tmp_path):
+    checkpoint.save({"a": np.ones(3)}, tmp_path, prefix="good", format="tensorstore")
+    index = json.loads((tmp_path / "tensorstore_index.json").read_text())
+    index = {
+        "format": "tensorstore",
+        "version": "2.0",
+        "prefixes": index["prefixes"] | {"bad": [{"path": "bad/a"}]},
+    }
+    shutil.rmtree(tmp_path / "good")
+    (tmp_path / "tensorstore_index.json").write_text(json.dumps(index))
+    shown = run("inspect", tmp_path, code=1).stdout
+    assert "bad cannot be read" in shown
+
+
+def test_wrong_usage_is_exit_code_two():
+    assert run("inspect", code=2).stderr
+    assert run("nothing", code=2).stderr
+
+
+@pytest.mark.parametrize("command", [[], ["inspect"], ["ls"], ["verify"]])
+def test_help_has_examples(command):
+    assert "eformer " in run(*command, "--help").stdout
+
+
+def test_commands_start_without_jax(model):
+    code = (
+        "import sys; from eformer.cli._command import main\n"
+        f"main(['inspect', {str(model)!r}], standalone_mode=False)\n"
+        f"main(['verify', {str(model)!r}], standalone_mode=False)\n"
+        "assert 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_shardings_are_told(tmp_path):
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    checkpoint.save({"w": jax.device_put(np.ones((4, 2)), rows)}, tmp_path / "c")
+    assert "(x) on x 2: 1 array" in run("inspect", tmp_path / "c").stdout

@@ -1,0 +1,99 @@
+"""Trees as people want to see them: what repeats is shown once, and nothing is lost."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eformer.cli._outline import Line, Node, outline
+from eformer.cli._text import bar, count, shortened, size
+
+
+def labels(node: Node):
+    return [(child.label, child.count, labels(child)) for child in node.children]
+
+
+def lines(*names, what="f32[2]"):
+    return [Line(name, what, 2, 8) for name in names]
+
+
+def test_layers_that_are_alike_are_one():
+    names = [f"layers.{i}.{part}" for i in range(12) for part in ("attn.q", "attn.k", "norm")]
+    root = outline(lines("embed", *names))
+    assert (
+        labels(root)
+        == [
+            ("embed", 1, []),
+            ("layers.0-11", 12, [("attn", 1, [("q", 1, []), ("k", 1, [])]), ("norm", 1, [])]),
+        ]
+        or labels(root)[1][0] == "layers"
+    )
+    assert root.leaves == 37
+    assert root.nbytes == 37 * 8
+
+
+def test_layers_that_differ_are_not():
+    different = [*lines("layers.0.w", "layers.1.w"), Line("layers.2.w", "f32[3]", 3, 12)]
+    (layers,) = outline(different).children
+    assert [(child.label, child.count) for child in layers.children] == [("0-1.w", 2), ("2.w", 1)]
+
+
+def test_numbers_that_do_not_follow_each_other_are_not():
+    (layers,) = outline(lines("layers.0.w", "layers.2.w")).children
+    assert [child.count for child in layers.children] == [1, 1]
+
+
+def test_a_number_inside_of_a_name_counts():
+    assert [(c.label, c.count) for c in outline(lines("block_0", "block_1", "block_2")).children] == [
+        ("block_0-2", 3)
+    ]
+
+
+def test_a_leaf_without_a_name_is_shown():
+    root = outline([Line("", "f32[2]", 2, 8)])
+    assert root.line
+    assert root.nbytes == 8
+
+
+names = st.lists(
+    st.lists(
+        st.sampled_from(["a", "b", "0", "1", "2", "x_1", "x_2", "9" * 5000]), min_size=1, max_size=4
+    ).map(tuple),
+    unique=True,
+    max_size=30,
+).filter(lambda found: not any(a != b and b[: len(a)] == a for a in found for b in found))
+
+
+@given(names)
+def test_nothing_is_lost(found):
+    root = outline([Line(".".join(parts), "x", 1, 3) for parts in found])
+    assert root.leaves == len(found)
+    assert root.nbytes == 3 * len(found)
+
+
+@given(st.integers(0, 10**18))
+def test_sizes_have_three_digits_and_a_unit(nbytes):
+    number, unit = size(nbytes).split()
+    assert unit in ("B", "kB", "MB", "GB", "TB", "PB")
+    assert 0 <= float(number) < 1000 or unit == "PB"
+    factor = 1000 ** ("B", "kB", "MB", "GB", "TB", "PB").index(unit)
+    assert abs(float(number) * factor - nbytes) <= 0.006 * nbytes
+
+
+def test_words_for_numbers():
+    assert [size(n) for n in (0, 999, 1000, 1_234_567, 999_600, 2_500_000_000)] == [
+        "0 B", "999 B", "1 kB", "1.23 MB", "1 MB", "2.5 GB",
+    ]  # fmt: skip
+    assert (count(1, "array"), count(12_000, "array")) == ("1 array", "12,000 arrays")
+
+
+@given(st.floats(0, 1), st.integers(1, 40))
+def test_bars_are_as_long_as_they_should_be(part, width):
+    drawn = bar(part, width)
+    assert len(drawn) <= width
+    assert bool(drawn) == (part > 0)
+
+
+@given(st.text(max_size=60), st.integers(3, 40))
+def test_what_is_too_long_keeps_its_ends(text, width):
+    short = shortened(text, width)
+    assert len(short) <= width or short == text
+    assert short == text or (text.startswith(short.partition("…")[0]))
