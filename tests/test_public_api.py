@@ -58,7 +58,7 @@ CHECKPOINT = {
     "register_node": "(kind)",
     "save": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions())",
     "save_async": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions())",
-    "verify": "(path)",
+    "verify": "(path, *, progress=None)",
 }
 SERIALIZATION = {
     "is_array_like": "(x: Any) -> bool",

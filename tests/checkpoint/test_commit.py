@@ -4,7 +4,6 @@ import asyncio
 import gc
 import hashlib
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -562,20 +561,3 @@ def test_a_tree_in_parts_that_is_replaced_while_it_is_looked_at_is_the_newer_one
     else:
         assert list(load(tmp_path)) == ["new"]
     assert not stale
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it would be a matter of the whole process")
-def test_a_save_in_the_background_gives_way_and_its_caller_does_not(tmp_path, monkeypatch):
-    seen = []
-    compute = _writing.xxh3_128
-
-    def note(data):
-        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return compute(data)
-
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    monkeypatch.setattr(_writing, "xxh3_128", note)
-    save_async({"w": np.ones(2**21)}, tmp_path).result()
-    assert len(seen) > 4
-    assert set(seen) == {min(before + 10, 19)}
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
