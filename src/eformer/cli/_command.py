@@ -111,7 +111,7 @@ def verify(path: str, as_json: bool, quiet: bool) -> None:
     \b
     eformer verify ./checkpoint && rsync -a ./checkpoint backup:
     """
-    from eformer.checkpoint import verify as check
+    from eformer.checkpoint._verify import verify as check
 
     report = check(path, progress=not quiet and sys.stderr.isatty())
     if as_json:
