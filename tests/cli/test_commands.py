@@ -176,6 +176,46 @@ def test_a_broken_tree_shows_the_others(tmp_path):
     assert "bad cannot be read" in shown
 
 
+def test_names_cannot_command_the_terminal(tmp_path):
+    tree = {"\x1b[31mred\x9b": np.ones(2), "[bold]x[/]": np.ones(2), "new\nline": 3, "[/foo]": "[/foo]"}
+    checkpoint.save(tree, tmp_path / "c", metadata={"note": "[/foo]"})
+    for command in ("inspect", "ls"):
+        shown = run(command, tmp_path / "c").stdout
+        assert "\x1b" not in shown
+        assert "\x9b" not in shown
+        assert ("[bold]x[/]" if command == "inspect" else "[bold]x[%2F]") in shown  # as `keys` takes it
+        assert "new\nline" not in shown
+
+
+def test_leaves_of_several_trees_are_told_apart(tmp_path):
+    for prefix in ("model", "ema"):
+        checkpoint.save({"w": np.ones(2)}, tmp_path / "c", prefix=prefix)
+    assert sorted(line.split()[0] for line in run("ls", tmp_path / "c").stdout.splitlines()) == [
+        "ema:",
+        "model:",
+    ]
+
+
+def test_json_is_what_every_reader_takes(tmp_path):
+    checkpoint.save({"a": float("inf"), "b": b"bytes", "c": 1j}, tmp_path / "c", metadata={"x": {(1, 2): 3}})
+    for command in ("inspect", "ls"):
+        shown = run(command, tmp_path / "c", "--json").stdout
+        json.loads(shown, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_what_is_not_shown_is_counted(tmp_path):
+    checkpoint.save({f"{c}{i}x": np.ones(i + 1) for c in "ab" for i in range(300)}, tmp_path / "c")
+    shown = run("inspect", tmp_path / "c").stdout
+    assert "and 200 more rows" in shown
+
+
+def test_no_color_is_heeded(tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    shown, code = on_terminal("inspect", tmp_path)
+    assert code == 1
+    assert "\x1b[31m" not in shown
+
+
 def test_wrong_usage_is_exit_code_two():
     assert run("inspect", code=2).stderr
     assert run("nothing", code=2).stderr

@@ -17,7 +17,7 @@ from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.checkpoint._put import put_on, put_on_default
 from eformer.checkpoint._rules import Leaf, PartitionSpec, Said
 from eformer.checkpoint._rules import place as place_by_rules
-from eformer.errors import MismatchError
+from eformer.errors import FormatError, MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -288,4 +288,9 @@ def _of_key_data(sharding: Sharding, ndim: int) -> Sharding:
 
 
 def _keyed(array: Any, item: Item) -> Any:
-    return jax.random.wrap_key_data(array, impl=item.entry.key) if item.entry.key else array
+    if not item.entry.key:
+        return array
+    try:
+        return jax.random.wrap_key_data(array, impl=item.entry.key)
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"leaf {item.name!r}: JAX has no such keys: {error}") from error

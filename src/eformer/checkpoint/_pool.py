@@ -30,7 +30,7 @@ def run_all(
     if isinstance(tasks, Sized):
         threads = min(threads, len(tasks))
     work = _Work(tasks, on_error)
-    helpers = [threading.Thread(target=work.run, name="eformer-io") for _ in range(threads - 1)]
+    helpers = [threading.Thread(target=work.help, name="eformer-io") for _ in range(threads - 1)]
     try:
         with suppress(RuntimeError):  # no threads to be had, as when the interpreter exits: then without
             for helper in helpers:
@@ -38,13 +38,15 @@ def run_all(
         work.run()
     except BaseException as error:  # noqa: BLE001  Ctrl-C, say: the helpers finish what they are at, and no more
         work.fail(error)
-    for helper in helpers:
+    while True:
         try:
-            if helper.ident:
-                helper.join()
+            work.wait()
+            for helper in helpers:
+                with suppress(RuntimeError):  # it was never started
+                    helper.join()
+            break
         except BaseException as error:  # noqa: BLE001  Ctrl-C while waiting: they end soon, and nobody is left behind
             work.fail(error)
-            helper.join()
     if work.error:
         raise work.error
 
@@ -78,17 +80,18 @@ def uncollected() -> Iterator[None]:
     very many young objects count as old: to look at each of them twice before they do, takes as long as to make them.
     """
     was_enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_enabled:
-            if (
-                gc.get_count()[0] > _VERY_MANY and not gc.get_freeze_count()
-            ):  # what a caller has frozen, stays so
-                gc.freeze()
-                gc.unfreeze()  # into the oldest generation
-            gc.enable()
+            try:
+                # What a caller has frozen, stays so.
+                if gc.get_count()[0] > _VERY_MANY and not gc.get_freeze_count():
+                    gc.freeze()
+                    gc.unfreeze()  # into the oldest generation
+            finally:
+                gc.enable()
 
 
 class _Work:
@@ -97,6 +100,23 @@ class _Work:
         self.on_error = on_error
         self.lock = threading.Lock()
         self.error: BaseException | None = None
+        self.helping, self.helpers = threading.Condition(), 0
+
+    def help(self) -> None:
+        with self.helping:
+            self.helpers += 1
+        try:
+            self.run()
+        finally:
+            with self.helping:
+                self.helpers -= 1
+                self.helping.notify_all()
+
+    def wait(self) -> None:
+        """Until all helpers have ended. One that begins only now finds nothing to do."""
+        with self.helping:
+            while self.helpers:
+                self.helping.wait()
 
     def take(self) -> Callable[[], None] | None:
         with self.lock:

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
+import os
 import sys
 from typing import Any
 
 import click
 
 import eformer
+from eformer.cli._text import printable
+
+
+def _complain(problem: str) -> None:
+    lines = "\n".join(map(printable, problem.split("\n")))
+    click.secho(f"error: {lines}", fg="red", err=True, color=_colours())
+
+
+def _colours() -> bool | None:
+    """Where there is a terminal, unless nobody wants them: https://no-color.org"""
+    return False if os.environ.get("NO_COLOR") else None
 
 
 class _Commands(click.Group):
@@ -23,7 +36,7 @@ class _Commands(click.Group):
         except (ValueError, OSError, TypeError, RuntimeError) as error:
             if ctx.params.get("debug"):
                 raise
-            click.secho(f"error: {error}", fg="red", err=True)
+            _complain(str(error))
             ctx.exit(1)
 
 
@@ -94,7 +107,7 @@ def list_leaves(path: str, glob: str, prefix: str | None, as_json: bool) -> None
 
         _show.list_leaves(leaves, _show.console())
     for name, problem in facts["problems"].items():
-        click.secho(f"error: {name or 'the tree'} cannot be read: {problem}", fg="red", err=True)
+        _complain(f"{name or 'the tree'} cannot be read: {problem}")
     if facts["problems"]:
         sys.exit(1)
 
@@ -121,10 +134,22 @@ def verify(path: str, as_json: bool, quiet: bool) -> None:
         }
         _print_json(shown | {"damages": damages})
     elif not quiet:
-        click.secho(str(report), fg="green" if report.ok else "red")
+        lines = "\n".join(map(printable, str(report).split("\n")))
+        click.secho(lines, fg="green" if report.ok else "red", color=_colours())
     if not report.ok:
         sys.exit(1)
 
 
 def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=1, default=repr))
+    click.echo(json.dumps(_plain(value), indent=1, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    """What every reader of JSON takes: keys are text, and so are numbers that JSON has not."""
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else repr(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)

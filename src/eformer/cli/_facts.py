@@ -39,7 +39,8 @@ def checkpoint_facts(path: str, prefix: str | None = None) -> tuple[Facts, dict[
         "problems": problems,
     }
     where = Path(path)
-    if where.is_dir() and (steps := steps_in(where, list_names(where))):
+    steps = steps_in(where, list_names(where)) if where.is_dir() else []
+    if steps and found.path.name == steps[-1]:
         facts["steps"] = steps
     return facts, trees
 

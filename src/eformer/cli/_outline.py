@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from eformer.checkpoint._leaf import split_name, unescape
+from eformer.cli._text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -43,6 +44,10 @@ class Node:
         return self.count * (self.line.nbytes if self.line else sum(child.nbytes for child in self.children))
 
     @property
+    def rows(self) -> int:
+        return 1 + sum(child.rows for child in self.children)
+
+    @property
     def leaves(self) -> int:
         return self.count * (1 if self.line else sum(child.leaves for child in self.children))
 
@@ -56,7 +61,7 @@ def outline(lines: Iterable[Line]) -> Node:
         for depth in range(len(parts)):
             here = parts[: depth + 1]
             if here not in inner:
-                inner[here] = Node(unescape(here[-1]))
+                inner[here] = Node(printable(unescape(here[-1])))
                 inner[here[:-1]].children.append(inner[here])
         inner[parts].line = line
     return _folded(root)

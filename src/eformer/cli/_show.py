@@ -7,7 +7,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -15,7 +14,7 @@ from rich.tree import Tree
 from eformer.checkpoint._value import value_from_json
 from eformer.cli._facts import what_of
 from eformer.cli._outline import Line, Node, outline
-from eformer.cli._text import bar, count, shortened, size
+from eformer.cli._text import bar, count, printable, shortened, size
 
 if TYPE_CHECKING:
     from eformer.checkpoint._manifest import TreeEntry
@@ -32,44 +31,45 @@ def console() -> Console:
 
 
 def show_checkpoint(facts: Facts, trees: dict[str, TreeEntry], on: Console) -> None:
-    on.print(f"[bold]{escape(facts['path'])}[/]")
+    on.print(Text(printable(facts["path"]), style="bold"))
     about = Table.grid(padding=(0, 2))
-    about.add_row("format", facts["format"])
+    about.add_row("format", Text(facts["format"]))
     if "steps" in facts:
-        about.add_row("steps", f"{', '.join(facts['steps'])}; shown is {facts['steps'][-1]}")
+        about.add_row("steps", Text(printable(f"{', '.join(facts['steps'])}; shown is {facts['steps'][-1]}")))
     on.print(about)
     for prefix, tree in trees.items():
         on.print()
         show_tree(prefix, facts["trees"][prefix], tree, on)
     for prefix, problem in facts["problems"].items():
-        on.print(f"[red]{escape(prefix or 'the tree')} cannot be read:[/] {escape(problem)}")
+        on.print(Text(printable(f"{prefix or 'the tree'} cannot be read: {problem}"), style="red"))
 
 
 def show_tree(prefix: str, facts: Facts, tree: TreeEntry, on: Console) -> None:
     about = Table.grid(padding=(0, 2))
     if prefix:
-        about.add_row("prefix", Text(prefix, style="bold"))
+        about.add_row("prefix", Text(printable(prefix), style="bold"))
     written = ", ".join(filter(None, (facts["written_by"], facts["saved_at"])))
     if written:
-        about.add_row("written by", Text(written))
+        about.add_row("written by", Text(printable(written)))
     amount = f"{count(facts['arrays'], 'array')}, {count(facts['parameters'], 'parameter')}, {size(facts['bytes'])}"
     if facts["values"]:
         amount += f", {count(facts['values'], 'plain value')}"
     about.add_row("holds", amount)
-    about.add_row("dtypes", ", ".join(f"{name} {size(d['bytes'])}" for name, d in facts["dtypes"].items()))
+    dtypes = ", ".join(f"{name} {size(d['bytes'])}" for name, d in facts["dtypes"].items())
+    about.add_row("dtypes", Text(printable(dtypes)))
     shardings = {text: number for text, number in facts["shardings"].items() if text != "one device"}
     for text, number in shardings.items():
-        about.add_row("sharded", Text(f"{text}: {count(number, 'array')}"))
+        about.add_row("sharded", Text(printable(f"{text}: {count(number, 'array')}")))
     about.add_row("digests", "of every piece" if facts["digests"] else "none: damage cannot be noticed")
     for name, value in facts["metadata"].items():
-        about.add_row("metadata", Text(shortened(f"{name} = {value!r}", 100)))
+        about.add_row("metadata", Text(printable(shortened(f"{name} = {value!r}", 100))))
     on.print(about)
     on.print(tree_of(tree, on.width))
 
 
 def tree_of(tree: TreeEntry, width: int) -> Tree:
     """Folded, with the size of everything as a bar of the whole."""
-    lines = [Line(name, what_of(e), e.nbytes, e.nbytes) for name, e in tree.leaves.items()]
+    lines = [Line(name, printable(what_of(e)), e.nbytes, e.nbytes) for name, e in tree.leaves.items()]
     lines += [Line(name, _value_text(value)) for name, value in tree.raw_values.items()]
     root = outline(lines)
     whole = max(1, root.nbytes)
@@ -78,17 +78,17 @@ def tree_of(tree: TreeEntry, width: int) -> Tree:
 
     def add(to: Tree, node: Node) -> None:
         nonlocal rows
-        rows += 1
-        if rows > _MOST_ROWS:
+        if rows >= _MOST_ROWS:
             return
+        rows += 1
         below = to.add(_label(node, whole, width))
         for child in node.children:
             add(below, child)
 
     for child in root.children or [root]:
         add(shown, child)
-    if rows > _MOST_ROWS:
-        shown.add(f"... and {rows - _MOST_ROWS:,} more rows; `eformer ls` has one line a leaf")
+    if (hidden := root.rows - 1 - rows) > 0:
+        shown.add(f"... and {count(hidden, 'more row')}; `eformer ls` has one line a leaf")
     return shown
 
 
@@ -106,20 +106,23 @@ def _label(node: Node, whole: int, width: int) -> Text:
 
 
 def _value_text(value: Any) -> str:
-    return f"= {shortened(repr(value_from_json(value)), 60)}"
+    return printable(f"= {shortened(repr(value_from_json(value)), 60)}")
 
 
 def list_leaves(leaves: list[Facts], on: Console) -> None:
     """One line each. Nothing is cut where a program reads it."""
     width = shutil.get_terminal_size().columns if on.is_terminal else 0
-    names = [leaf["name"] for leaf in leaves]
+    names = [
+        printable(f"{leaf['prefix']}: {leaf['name']}" if "prefix" in leaf else leaf["name"])
+        for leaf in leaves
+    ]
     longest = max(map(len, names), default=0)
     room = min(longest, max(20, width - 40)) if width else longest
-    for leaf in leaves:
-        name = shortened(leaf["name"], room).ljust(room)
+    for leaf, whole in zip(leaves, names, strict=True):
+        name = shortened(whole, room).ljust(room)
         if "value" in leaf:
-            line = f"{name}  = {leaf['value']!r}"
+            line = printable(f"{name}  = {leaf['value']!r}")
         else:
             shape = ",".join(map(str, leaf["shape"]))
-            line = f"{name}  {size(leaf['bytes']):>8}  {leaf['dtype']}[{shape}]"
+            line = printable(f"{name}  {size(leaf['bytes']):>8}  {leaf['dtype']}[{shape}]")
         on.print(Text(line), overflow="ignore", no_wrap=True, crop=False)

@@ -15,6 +15,11 @@ def size(nbytes: float) -> str:
     return f"{shown} {_UNITS[unit]}"
 
 
+def printable(text: str) -> str:
+    """As it is, but for what a terminal would obey, or cannot show."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 

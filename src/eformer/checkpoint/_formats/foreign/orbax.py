@@ -13,9 +13,12 @@ from __future__ import annotations
 import base64
 import datetime as dt
 import itertools
+import json
 import math
+import os
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -45,7 +48,6 @@ from eformer.errors import CorruptionError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 FORMAT = "orbax"
 
@@ -67,7 +69,9 @@ def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
     """The checkpoint of Orbax that a directory holds; of steps, the last one. None if there is none."""
     if METADATA in names:
         return _found(directory, {"": directory})
-    items = {name: directory / name for name in names if (directory / name / METADATA).is_file()}
+    if _CHECKPOINT not in names and (steps := steps_in(directory, names)):
+        return in_directory(directory / steps[-1], list_names(directory / steps[-1]))
+    items = {name: directory / name for name in names if _is_item(directory / name)}
     if items:
         return _found(directory, items)
     if _CHECKPOINT in names:
@@ -75,8 +79,14 @@ def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
             f"{directory} is a checkpoint of Orbax, but no item in it has {METADATA}: no tree was saved, or its save "
             "has not finished"
         )
-    steps = steps_in(directory, names)
-    return in_directory(directory / steps[-1], list_names(directory / steps[-1])) if steps else None
+    return None
+
+
+_UNFINISHED = ".orbax-checkpoint-tmp"
+
+
+def _is_item(path: Path) -> bool:
+    return _UNFINISHED not in path.name and (path / METADATA).is_file() and not path.is_symlink()
 
 
 def steps_in(directory: Path, names: Sequence[str]) -> list[str]:
@@ -198,12 +208,13 @@ class _Reader:
         is_database = self.about.use_ocdbt
         if is_database is None:
             is_database = (self.directory / MANIFEST).exists()
-        require_plain_files(self.directory, is_database=is_database)
+        # The caller's path may be a link, nothing below it.
+        require_plain_files(Path(os.path.realpath(self.directory)), is_database=is_database)
         context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
         opening = {}
         for leaf in leaves:
-            path = f"{leaf.stored_name}/"
-            if not leaf.stored_name or not is_inside(leaf.stored_name):
+            path = f"{leaf.stored_name}/" if leaf.stored_name else ""  # a tree that is an array
+            if path and not is_database and not is_inside(leaf.stored_name):
                 raise FormatError(
                     f"{self.directory / METADATA}: the leaf {leaf.name[:200]!r} leads out of it"
                 )
@@ -215,7 +226,12 @@ class _Reader:
             spec: dict[str, Any] = {"driver": "zarr3" if self.about.use_zarr3 else "zarr", "kvstore": kvstore}
             if self.about.store_array_data_equal_to_fill_value:
                 spec["fill_missing_data_reads"] = False  # a chunk that is missing is not taken for zeros
-            opening[leaf.stored_name] = ts.open(spec, context=context, open=True, read=True)
+            try:
+                opening[leaf.stored_name] = ts.open(spec, context=context, open=True, read=True)
+            except Exception as error:  # a path that is no text, say
+                raise FormatError(
+                    f"{self.directory} cannot be read by TensorStore: {brief(error)}"
+                ) from error
         return {name: self.opened(name, future) for name, future in opening.items()}
 
     def opened(self, name: str, future: Any) -> Any:
@@ -235,7 +251,9 @@ class _Reader:
             itemsize = dtype_from_name(dtype).itemsize
         except FormatError as error:
             raise FormatError(f"leaf {name!r}: {error}") from error
-        chunk = _box(shape, tuple(max(1, size) for size in array.chunk_layout.read_chunk.shape or ()))
+        chunk = tuple(max(1, size) for size in array.chunk_layout.read_chunk.shape or ())
+        _refuse_bomb(name, shape, chunk, itemsize)
+        chunk = _box(shape, chunk)
         extents = []
         for where, box in chunks_of(shape, chunk):
             nbytes = itemsize * math.prod(box.shape)
@@ -243,11 +261,13 @@ class _Reader:
             # So that it is read as a whole.
             extents.append(Extent(len(self.chunks), 0, nbytes, "", region, Coding("", box.shape)))
             self.chunks.append(Chunk(f"{name}/{where}", array, box, nbytes))
+        if key and (dtype != "uint32" or not shape):
+            raise FormatError(f"leaf {name!r}: {dtype}{list(shape)} are no keys of {key!r}")
         return LeafEntry(dtype, shape, tuple(extents), home, key, None if key else sharding)
 
     def number(self, name: str, array: Any) -> Any:
         """A scalar of Python, or of numpy, which Orbax does not tell apart."""
-        if array.rank or dtype_from_name(array.dtype.name).itemsize > _MOST_SCALAR:
+        if array.rank or array.dtype.name not in _NUMBERS:
             raise FormatError(
                 f"leaf {name!r} of {self.directory} is said to be a scalar, and is {array.shape}"
             )
@@ -265,7 +285,10 @@ class _Reader:
 
 
 _CACHE_BYTES = 2**25
-_MOST_SCALAR = 16
+_NUMBERS = {
+    "bool", "int4", "int8", "int16", "int32", "int64", "uint4", "uint8", "uint16", "uint32", "uint64", "float16",
+    "bfloat16", "float32", "float64", "complex64", "complex128",
+}  # fmt: skip
 
 
 _MOST_CHUNKS = 2**16  # of one array
@@ -278,6 +301,16 @@ def _box(shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[int, ...]:
         axis = counts.index(max(counts))
         chunk = (*chunk[:axis], 2 * chunk[axis], *chunk[axis + 1 :])
     return chunk
+
+
+def _refuse_bomb(name: str, shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int) -> None:
+    """TensorStore decodes whole chunks; what fails to allocate memory in there ends the process."""
+    beyond = any(part > max(1, size) for part, size in zip(chunk, shape, strict=True))
+    if beyond and itemsize * math.prod(chunk) > _MOST_BEYOND:
+        raise FormatError(f"leaf {name!r}: an array of {list(shape)} has no chunks of {list(chunk)}")
+
+
+_MOST_BEYOND = 2**26
 
 
 def _is_stored(leaf: _Leaf) -> bool:
@@ -301,7 +334,13 @@ def _optional(directory: Path, name: str, kind: Any) -> Any:
 
 
 def _checkpoint(directory: Path) -> _Checkpoint:
-    found: _Checkpoint | None = _optional(directory, _CHECKPOINT, _Checkpoint)
+    try:
+        found: _Checkpoint | None = _optional(directory, _CHECKPOINT, _Checkpoint)
+    except FormatError:  # Python's JSON has NaN and Infinity, ours has not
+        with suppress(ValueError, RecursionError, msgspec.ValidationError):
+            document = json.loads(read_small(directory, _CHECKPOINT) or b"")
+            return msgspec.convert(document, _Checkpoint)
+        raise
     return found or _Checkpoint()
 
 
