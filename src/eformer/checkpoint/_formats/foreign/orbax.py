@@ -213,7 +213,9 @@ class _Reader:
         context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
         opening = {}
         for leaf in leaves:
-            path = f"{leaf.stored_name}/" if leaf.stored_name else ""  # a tree that is an array
+            path = leaf.stored_name  # empty for a tree that is an array
+            if path and not path.endswith("/"):
+                path += "/"
             if path and not is_database and not is_inside(leaf.stored_name):
                 raise FormatError(
                     f"{self.directory / METADATA}: the leaf {leaf.name[:200]!r} leads out of it"
