@@ -126,3 +126,23 @@ class TestUncollected:
             assert not gc.isenabled()
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_an_interrupt_while_a_thread_starts_is_what_is_raised(monkeypatch, begins):
+    """The thread may or may not run by then; to join it is an error if it has not said so yet."""
+
+    class Interrupted(threading.Thread):
+        ident = 1
+
+        def start(self):
+            if begins:
+                super().start()
+            raise KeyboardInterrupt
+
+    done = []
+    monkeypatch.setattr("eformer.checkpoint._pool.threading.Thread", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_all([lambda i=i: done.append(i) for i in range(3)], 3)
+    monkeypatch.undo()
+    assert not [thread for thread in threading.enumerate() if thread.name == "eformer-io"]
