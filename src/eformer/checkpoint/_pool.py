@@ -70,6 +70,7 @@ def in_turn(tasks: Sequence[Callable[[], None]], end: Callable[[], None]) -> lis
 
 
 _VERY_MANY = 10_000
+_FEW = 1_000
 
 
 @contextmanager
@@ -86,8 +87,8 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             try:
-                # What a caller has frozen, stays so.
-                if gc.get_count()[0] > _VERY_MANY and not gc.get_freeze_count():
+                # What a caller has frozen, stays so; some hundreds Python 3.12 freezes by itself.
+                if gc.get_count()[0] > _VERY_MANY and gc.get_freeze_count() < _FEW:
                     gc.freeze()
                     gc.unfreeze()  # into the oldest generation
             finally:
