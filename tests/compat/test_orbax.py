@@ -176,7 +176,8 @@ def test_a_leaf_that_leads_out_of_the_directory_is_refused(copy, key):
 @pytest.mark.parametrize(
     ("leaves", "problem"),
     [
-        ([[("step", False)], [("step", False)]], "twice"),
+        ([[("step", False)], [("step", False)]], "stored as 'step'"),
+        ([[("opt.0.count", False)], [("opt", False), ("0", True), ("count", False)]], "stored as"),
         ([[("step", False)], [("step", False), ("x", False)]], "inside of another|no such array"),
         ([[("x", False)] * 200], "deep|no such array"),
     ],

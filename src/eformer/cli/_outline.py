@@ -19,7 +19,6 @@ class Line:
 
     name: str
     what: str
-    elements: int = 0
     nbytes: int = 0
 
 

@@ -69,7 +69,7 @@ def show_tree(prefix: str, facts: Facts, tree: TreeEntry, on: Console) -> None:
 
 def tree_of(tree: TreeEntry, width: int) -> Tree:
     """Folded, with the size of everything as a bar of the whole."""
-    lines = [Line(name, printable(what_of(e)), e.nbytes, e.nbytes) for name, e in tree.leaves.items()]
+    lines = [Line(name, printable(what_of(e)), e.nbytes) for name, e in tree.leaves.items()]
     lines += [Line(name, _value_text(value)) for name, value in tree.raw_values.items()]
     root = outline(lines)
     whole = max(1, root.nbytes)

@@ -204,37 +204,43 @@ class _Reader:
         """All at once: each takes a look at the disk."""
         import tensorstore as ts  # late: slow to import, and only these need it
 
-        base = {"driver": "file", "path": f"{self.directory}/"}
         is_database = self.about.use_ocdbt
         if is_database is None:
             is_database = (self.directory / MANIFEST).exists()
         # The caller's path may be a link, nothing below it.
         require_plain_files(Path(os.path.realpath(self.directory)), is_database=is_database)
         context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
-        opening = {}
+        opening: dict[str, Any] = {}
         for leaf in leaves:
-            path = leaf.stored_name  # empty for a tree that is an array
-            if path and not path.endswith("/"):
-                path += "/"
-            if path and not is_database and not is_inside(leaf.stored_name):
+            name = leaf.stored_name
+            if name in opening:
                 raise FormatError(
-                    f"{self.directory / METADATA}: the leaf {leaf.name[:200]!r} leads out of it"
+                    f"{self.directory / METADATA} has two leaves that are stored as {name[:200]!r}"
                 )
-            kvstore = (
-                {"driver": "ocdbt", "base": base, "path": path}
-                if is_database
-                else {"driver": "file", "path": f"{self.directory}/{path}"}
-            )
-            spec: dict[str, Any] = {"driver": "zarr3" if self.about.use_zarr3 else "zarr", "kvstore": kvstore}
-            if self.about.store_array_data_equal_to_fill_value:
-                spec["fill_missing_data_reads"] = False  # a chunk that is missing is not taken for zeros
+            spec = self.spec_of(leaf, is_database=is_database)
             try:
-                opening[leaf.stored_name] = ts.open(spec, context=context, open=True, read=True)
+                opening[name] = ts.open(spec, context=context, open=True, read=True)
             except Exception as error:  # a path that is no text, say
                 raise FormatError(
                     f"{self.directory} cannot be read by TensorStore: {brief(error)}"
                 ) from error
         return {name: self.opened(name, future) for name, future in opening.items()}
+
+    def spec_of(self, leaf: _Leaf, *, is_database: bool) -> dict[str, Any]:
+        path = leaf.stored_name  # empty for a tree that is an array
+        if path and not is_database and not is_inside(path):
+            raise FormatError(f"{self.directory / METADATA}: the leaf {leaf.name[:200]!r} leads out of it")
+        if path and not path.endswith("/"):
+            path += "/"
+        files = {"driver": "file", "path": f"{self.directory}/"}
+        spec: dict[str, Any] = {
+            "driver": "zarr3" if self.about.use_zarr3 else "zarr",
+            "kvstore": {"driver": "ocdbt", "base": files} if is_database else files,
+            "path": path,
+        }
+        if self.about.store_array_data_equal_to_fill_value:
+            spec["fill_missing_data_reads"] = False  # a chunk that is missing is not taken for zeros
+        return spec
 
     def opened(self, name: str, future: Any) -> Any:
         try:
