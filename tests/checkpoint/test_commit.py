@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
-from eformer.checkpoint import SaveOptions, _commit, _load, _save, load, save, save_async
+from eformer.checkpoint import SaveOptions, _commit, _job, _load, _save, load, save, save_async
 from eformer.checkpoint._formats import _writing, find
 from eformer.checkpoint._manifest import Manifest
 from eformer.checkpoint._store.many import ScratchTree, sweep_trees
@@ -42,8 +42,8 @@ def test_a_pending_save_resolves_to_its_path(tmp_path):
 def hold(monkeypatch):
     """Lets no save go on until the event is set."""
     go = threading.Event()
-    make = _save.make_directories
-    monkeypatch.setattr(_save, "make_directories", lambda path: (go.wait(60), make(path)))
+    make = _job.make_directories
+    monkeypatch.setattr(_job, "make_directories", lambda path: (go.wait(60), make(path)))
     return go
 
 
@@ -140,12 +140,12 @@ class Watched(np.ndarray):
 
 FORKS = """
 import os, signal, sys, threading
-from eformer.checkpoint import _hosts, _save, load, save, save_async
+from eformer.checkpoint import _hosts, _job, load, save, save_async
 from eformer.checkpoint._formats import _sealing
 
 _hosts.current = lambda *_: _hosts.Alone()  # else a backend of JAX would start, and those do not survive a fork
-path, go, make = sys.argv[1], threading.Event(), _save.make_directories
-_save.make_directories = lambda path: (go.wait(60), make(path))
+path, go, make = sys.argv[1], threading.Event(), _job.make_directories
+_job.make_directories = lambda path: (go.wait(60), make(path))
 pending = save_async({"w": 1}, path)
 child = os.fork()
 if child == 0:  # the parent's save is under way, and ends in the parent alone
@@ -187,7 +187,7 @@ def test_a_save_that_cannot_start_holds_nobody_up(tmp_path, monkeypatch):
 
 def test_a_failed_save_does_not_hold_up_the_next(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(_save.safetensors, "write_data", lambda *_: 1 / 0)
+        patch.setattr(_job.safetensors, "write_data", lambda *_: 1 / 0)
         pending = save_async({"w": np.ones(3)}, tmp_path / "a")
         pending.exception()
     save({"w": 2}, tmp_path / "a")
@@ -236,7 +236,7 @@ def on_an_accelerator(monkeypatch):
 def test_arrays_of_an_accelerator_are_staged_within_the_budget(
     tmp_path, monkeypatch, on_an_accelerator, snapshot, budget
 ):
-    from eformer.checkpoint._arrays import Staging
+    from eformer.checkpoint._source import Staging
 
     monkeypatch.setattr(_save, "PIECE_BYTES", 256)
     most, fetch = [0], Staging.fetch
@@ -367,7 +367,7 @@ def test_an_error_of_one_is_an_error_of_all(tmp_path):
 
 
 def test_a_seal_that_fails_is_an_error_of_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(_save.sealing, "seal", lambda *_: 1 / 0)
+    monkeypatch.setattr(_job.sealing, "seal", lambda *_: 1 / 0)
     outcomes = save_together(Crew(2), lambda host: sharded_tree(), tmp_path)
     assert isinstance(outcomes[0], ZeroDivisionError)
     assert "process 0: ZeroDivisionError" in str(outcomes[1])
@@ -418,8 +418,8 @@ def test_what_is_not_all_there_is_not_sealed(tmp_path, monkeypatch, layout):
     def less(slots):  # as if a process had not written one of its boxes
         return weight([slot for slot in slots if slot.source.name != "both"])
 
-    monkeypatch.setattr(_save, "weight", less)
-    monkeypatch.setattr(_save.tensorstore, "weight", less)
+    monkeypatch.setattr(_job, "weight", less)
+    monkeypatch.setattr(_job.tensorstore, "weight", less)
     for outcome in save_together(Crew(2), lambda host: sharded_tree(), tmp_path, layout):
         assert "have not written every element of every leaf once" in str(outcome)
     assert load(tmp_path) == {"old": 1}

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
-from eformer.checkpoint import SaveOptions, _save, load, save, save_async
+from eformer.checkpoint import SaveOptions, _job, load, save, save_async
 from eformer.checkpoint._store import local
 from eformer.errors import NotFoundError
 from support.trees import assert_same
@@ -150,8 +150,8 @@ def test_a_relative_path_means_where_it_was_called(tmp_path, kind, monkeypatch, 
     monkeypatch.chdir(tmp_path / "x")
     save(tree(0), "a")
     written.since()
-    go, make = threading.Event(), _save.make_directories
-    monkeypatch.setattr(_save, "make_directories", lambda path: (go.wait(60), make(path)))
+    go, make = threading.Event(), _job.make_directories
+    monkeypatch.setattr(_job, "make_directories", lambda path: (go.wait(60), make(path)))
     pending = save_async(tree(1), "b", options=SaveOptions(reuse="a"))
     monkeypatch.chdir(tmp_path)
     go.set()

@@ -92,7 +92,7 @@ class CheckpointContract:
     format = "safetensors"
     options = SaveOptions()
     # What can fail in the middle of a save: while data is written, and right before the commit.
-    steps = ("_formats._writing.xxh3_128", "_save.safetensors.write_headers")
+    steps = ("_formats._writing.xxh3_128", "_job.safetensors.write_headers")
 
     @pytest.fixture(autouse=True)
     def saved_so(self, monkeypatch):

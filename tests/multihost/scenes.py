@@ -361,7 +361,7 @@ def save_but_one(path, rank):
 
 def save_and_fail_at(path, rank, step):
     """A disk fails in one process."""
-    from eformer.checkpoint import _save
+    from eformer.checkpoint import _job
     from eformer.checkpoint._formats import _sealing, safetensors, tensorstore
 
     def broken(*_, **__):
@@ -372,7 +372,7 @@ def save_and_fail_at(path, rank, step):
         "write arrays": (tensorstore, "_file_tasks"),
         "seal": (_sealing, "rename"),
         "seal arrays": (tensorstore.ArraysWriter, "_write_index"),
-        "place": (_save, "make_directories"),
+        "place": (_job, "make_directories"),
     }[step]
     kept = getattr(module, name)
     if jax.process_index() == rank:

@@ -1,25 +1,23 @@
-"""Arrays out of the caller's tree, safe from what the caller does next, and their bytes in host memory."""
+"""Arrays out of the caller's tree, safe from what the caller does next."""
 
 from __future__ import annotations
 
 import math
-import threading
 from collections import defaultdict
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jax
 import msgspec
 import numpy as np
-from msgspec import Struct
 
 from eformer.checkpoint._codec import Hasher
-from eformer.checkpoint._device import PACKED, copied, is_host_memory, staged
+from eformer.checkpoint._device import PACKED, copied, is_host_memory
 from eformer.checkpoint._leaf import Region
-from eformer.checkpoint._ndarray import dtype_from_name, is_floating, name_of_dtype
+from eformer.checkpoint._ndarray import is_floating, name_of_dtype
 from eformer.checkpoint._pieces import merged
 from eformer.checkpoint._plan import owners
 from eformer.checkpoint._rules import recorded_sharding
+from eformer.checkpoint._source import Source, on_host, to_bytes
 from eformer.checkpoint._value import is_recorded, value_to_json
 from eformer.errors import LeafError
 
@@ -31,39 +29,6 @@ if TYPE_CHECKING:
     from eformer.checkpoint._options import SaveOptions
 
 _Facts = tuple[str | None, int, "RecordedSharding | None"]
-
-Part = tuple[Region, Any]
-"""A box of a leaf and the array that holds it, in host memory or on a device."""
-
-
-class Source(Struct, frozen=True, gc=False):
-    """A leaf to be saved: what it is, and this process's part of it.
-
-    `whole` is the host array of a leaf that lies in one place, which is nearly every leaf; else `parts` hold
-    its boxes, `regions` are those that this process writes, and `shard` is the shape of what a device holds.
-
-    A leaf that lies on the devices of one process, or in its memory, has an `owner`; -1 for one that lies on several.
-    `is_first` for the process that writes its beginning.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    home: str = "jax"
-    key: str | None = None
-    sharding: RecordedSharding | None = None
-    whole: np.ndarray[Any, Any] | None = None
-    parts: Sequence[Part] = ()
-    regions: Sequence[Region] = ()
-    shard: tuple[int, ...] | None = None
-    owner: int = 0
-    is_first: bool = True
-
-
-def released(source: Source) -> Source:
-    """The same leaf, without its array."""
-    return msgspec.structs.replace(source, whole=None, parts=())
-
 
 # Larger arrays that each process has for itself are not compared: this is the caller's time.
 _COMPARED_BYTES = 2**16
@@ -93,26 +58,7 @@ class Compared:
 
 def _host_copy(source: Source) -> np.ndarray[Any, Any]:
     ((region, array),) = source.parts
-    return _on_host(array, region)
-
-
-def settled(sources: Sequence[Source], hosts: Hosts, elsewhere: Sequence[int]) -> list[Source]:
-    """The sources once it is known which leaves the first process does not have, by number.
-
-    A leaf that lies in one process alone looks there like one that every process has a copy of. The latter is the
-    first process's to write.
-    """
-    if not hosts.index:
-        return list(sources)
-    theirs = set(elsewhere)
-    return [
-        source if source.owner != hosts.index or number in theirs else _not_ours(source)
-        for number, source in enumerate(sources)
-    ]
-
-
-def _not_ours(source: Source) -> Source:
-    return msgspec.structs.replace(source, whole=None, parts=(), regions=(), is_first=False)
+    return on_host(array, region)
 
 
 # ------------------------------------------------------------------------------------------ snapshot
@@ -371,89 +317,3 @@ def _have_room(arrays: Iterable[jax.Array]) -> bool:
         if stats and free < 1.1 * nbytes:
             return False
     return True
-
-
-# ------------------------------------------------------------------------------------------- staging
-
-
-_CPU_BATCH_BYTES = 8 * 2**20
-
-
-def _platform(array: jax.Array) -> str:
-    device: Any = next(iter(array.devices()))
-    return str(device.platform)
-
-
-class Staging:
-    """Host memory that bytes pass through on their way from a device to the disk; at most a budget."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.used = 0
-        self.changed = threading.Condition()
-
-    def batch_bytes(self, parts: Sequence[Part]) -> int:
-        """How much to fetch at once. What a CPU keeps packed is unpacked here: no need to have much of it."""
-        is_on_cpu = all(isinstance(a, np.ndarray) or _platform(a) == "cpu" for _, a in parts)
-        return min(self.budget // 4, _CPU_BATCH_BYTES) if is_on_cpu else self.budget // 4
-
-    def fetch(self, parts: Sequence[Part], region: Region) -> tuple[list[Part], int]:
-        """What lies inside `region`, in host memory, and how many bytes to `release` when it is written.
-
-        Waits for memory that others have to release first; one region may be larger than the budget.
-        """
-        wanted = [(overlap, box, array) for box, array in parts if (overlap := box.overlap(region))]
-        nbytes = sum(o.size * a.dtype.itemsize for o, _, a in wanted if isinstance(a, jax.Array))
-        if nbytes:
-            with self.changed:
-                self.changed.wait_for(lambda: self.used == 0 or self.used + nbytes <= self.budget)
-                self.used += nbytes
-        try:
-            return [(overlap, _on_host(a, overlap.inside(box))) for overlap, box, a in wanted], nbytes
-        except BaseException:
-            self.release(nbytes)
-            raise
-
-    def release(self, nbytes: int) -> None:
-        if nbytes:
-            with self.changed:
-                self.used -= nbytes
-                self.changed.notify_all()
-
-
-def _on_host(array: Any, region: Region) -> np.ndarray[Any, Any]:
-    if isinstance(array, np.ndarray):
-        return array[region.slices]
-    return staged(array if region.shape == array.shape else array[region.slices])
-
-
-# ------------------------------------------------------------------------------------------- bytes
-
-
-def contiguous(parts: Sequence[Part], region: Region, dtype: str) -> np.ndarray[Any, Any]:
-    """The elements of `region` in C order, little endian, as `dtype`: a view if they lie so, else a copy."""
-    for box, array in parts:
-        if box == region:
-            return straight(array, dtype)
-        if box.overlap(region) == region:
-            return straight(array[region.inside(box).slices], dtype)
-    whole = np.empty(region.shape, _little(dtype))
-    for box, array in parts:
-        if overlap := box.overlap(region):
-            whole[overlap.inside(region).slices] = array[overlap.inside(box).slices]
-    return whole
-
-
-def to_bytes(array: np.ndarray[Any, Any], dtype: str) -> bytes:
-    """The same for a whole small array."""
-    little = _little(dtype)
-    return (array if array.dtype == little else array.astype(little)).tobytes()
-
-
-def straight(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-    return np.ascontiguousarray(array, _little(dtype)) if array.ndim else np.asarray(array, _little(dtype))
-
-
-@lru_cache(64)
-def _little(dtype: str) -> np.dtype[Any]:
-    return dtype_from_name(dtype).newbyteorder("<")

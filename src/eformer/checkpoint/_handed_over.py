@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from eformer.checkpoint._formats.tensorstore import Array
-    from eformer.checkpoint._save import Job
+    from eformer.checkpoint._job import Job
 
 
 def serialize_with(manager: Any, job: Job, tree: Any, callback: Callable[[], None] | None) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
 
     from eformer.checkpoint import Pending
-    from eformer.checkpoint._save import Format, Job
+    from eformer.checkpoint._job import Format, Job
 
 __all__ = ["AsyncCheckpointManager", "CheckpointMetadata"]
 

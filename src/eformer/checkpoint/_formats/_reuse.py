@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from eformer.checkpoint._arrays import Staging
     from eformer.checkpoint._formats._writing import Slot
     from eformer.checkpoint._manifest import Extent, TreeEntry
+    from eformer.checkpoint._source import Staging
 
 
 class Earlier:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from msgspec import Struct
 
-from eformer.checkpoint._arrays import Part, Source, Staging, contiguous, released, to_bytes
 from eformer.checkpoint._codec import xxh3_128
 from eformer.checkpoint._leaf import Region
 from eformer.checkpoint._manifest import DIGEST_DIGITS, Coding, Extent, LeafEntry, weight_of
 from eformer.checkpoint._ndarray import dtype_from_name, pack_nibbles
 from eformer.checkpoint._pieces import bounding, count_pieces, joined, pieces, shifted
+from eformer.checkpoint._source import Part, Source, Staging, contiguous, released, to_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from eformer.checkpoint._arrays import released
 from eformer.checkpoint._codec import xxh3_128
 from eformer.checkpoint._formats._header import Tensor, header_bytes, open_header, tensor
 from eformer.checkpoint._formats._names import own_name, save_of, tensor_name
@@ -28,16 +27,17 @@ from eformer.checkpoint._formats._writing import (
 from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.checkpoint._plan import ALIGNMENT, layout
 from eformer.checkpoint._pool import run_all
+from eformer.checkpoint._source import released
 from eformer.checkpoint._store.local import link, logger, physical_memory, read_range_of
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from eformer.checkpoint._arrays import Source, Staging
     from eformer.checkpoint._formats._reuse import Earlier
     from eformer.checkpoint._leaf import Region
     from eformer.checkpoint._manifest import DataFile, Extent, LeafEntry
+    from eformer.checkpoint._source import Source, Staging
     from eformer.checkpoint._store.local import Scratch
     from eformer.checkpoint._store.many import ScratchTree
 

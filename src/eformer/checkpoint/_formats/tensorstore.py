@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from eformer.checkpoint._arrays import Source, Staging, contiguous, released
 from eformer.checkpoint._codec import xxh3_128, zstd_compress
 from eformer.checkpoint._formats._index import INDEX, Index, Listed, read_index
 from eformer.checkpoint._formats._names import MANIFEST
@@ -48,6 +47,7 @@ from eformer.checkpoint._leaf import Region, escape, is_inside, name_to_path
 from eformer.checkpoint._manifest import Coding, DataFile, Extent, LeafEntry, Part, Receipt
 from eformer.checkpoint._pieces import piece_sizes
 from eformer.checkpoint._pool import run_all, uncollected
+from eformer.checkpoint._source import Source, Staging, contiguous, released
 from eformer.checkpoint._store.local import link, list_names, locked, logger, remove, replacing, sweep
 from eformer.checkpoint._store.many import (
     DATABASE_MARK,

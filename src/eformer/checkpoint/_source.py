@@ -1,0 +1,178 @@
+"""Leaves on their way to a file: what each is, where its elements are, and their bytes in host memory. Needs no jax."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from eformer.checkpoint._device import staged
+from eformer.checkpoint._leaf import Region
+from eformer.checkpoint._ndarray import dtype_from_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from eformer.checkpoint._hosts import Hosts
+    from eformer.checkpoint._manifest import RecordedSharding
+
+Part = tuple[Region, Any]
+"""A box of a leaf and the array that holds it: in host memory, on a device, or `Deferred`."""
+
+
+class Source(Struct, frozen=True, gc=False):
+    """A leaf to be saved: what it is, and this process's part of it.
+
+    `whole` is the host array of a leaf that lies in one place, which is nearly every leaf; else `parts` hold
+    its boxes, `regions` are those that this process writes, and `shard` is the shape of what a device holds.
+
+    A leaf that lies on the devices of one process, or in its memory, has an `owner`; -1 for one that lies on several.
+    `is_first` for the process that writes its beginning.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    home: str = "jax"
+    key: str | None = None
+    sharding: RecordedSharding | None = None
+    whole: np.ndarray[Any, Any] | None = None
+    parts: Sequence[Part] = ()
+    regions: Sequence[Region] = ()
+    shard: tuple[int, ...] | None = None
+    owner: int = 0
+    is_first: bool = True
+
+
+class Deferred:
+    """An array that is somewhere else, and is read box by box. `in_order` if a box of rows takes no more than its own
+    bytes to read."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    in_order: bool
+
+    def read(self, region: Region) -> np.ndarray[Any, Any]:
+        raise NotImplementedError
+
+
+def released(source: Source) -> Source:
+    """The same leaf, without its array."""
+    return msgspec.structs.replace(source, whole=None, parts=())
+
+
+def settled(sources: Sequence[Source], hosts: Hosts, elsewhere: Sequence[int]) -> list[Source]:
+    """The sources once it is known which leaves the first process does not have, by number.
+
+    A leaf that lies in one process alone looks there like one that every process has a copy of. The latter is the
+    first process's to write.
+    """
+    if not hosts.index:
+        return list(sources)
+    theirs = set(elsewhere)
+    return [
+        source if source.owner != hosts.index or number in theirs else _not_ours(source)
+        for number, source in enumerate(sources)
+    ]
+
+
+def _not_ours(source: Source) -> Source:
+    return msgspec.structs.replace(source, whole=None, parts=(), regions=(), is_first=False)
+
+
+# ------------------------------------------------------------------------------------------- staging
+
+
+_CPU_BATCH_BYTES = 8 * 2**20
+_IN_ORDER_BYTES = 32 * 2**20  # so that one batch is written while the next is read
+
+
+class Staging:
+    """Host memory that bytes pass through on their way to the disk, from wherever they are; at most a budget."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.used = 0
+        self.changed = threading.Condition()
+
+    def batch_bytes(self, parts: Sequence[Part]) -> int:
+        """How much to fetch at once."""
+        return min([self.budget // 4, *(_enough_of(array) for _, array in parts)])
+
+    def fetch(self, parts: Sequence[Part], region: Region) -> tuple[list[Part], int]:
+        """What lies inside `region`, in host memory, and how many bytes to `release` when it is written.
+
+        Waits for memory that others have to release first; one region may be larger than the budget.
+        """
+        wanted = [(overlap, box, array) for box, array in parts if (overlap := box.overlap(region))]
+        nbytes = sum(o.size * a.dtype.itemsize for o, _, a in wanted if not isinstance(a, np.ndarray))
+        if nbytes:
+            with self.changed:
+                self.changed.wait_for(lambda: self.used == 0 or self.used + nbytes <= self.budget)
+                self.used += nbytes
+        try:
+            return [(overlap, on_host(a, overlap.inside(box))) for overlap, box, a in wanted], nbytes
+        except BaseException:
+            self.release(nbytes)
+            raise
+
+    def release(self, nbytes: int) -> None:
+        if nbytes:
+            with self.changed:
+                self.used -= nbytes
+                self.changed.notify_all()
+
+
+def _enough_of(array: Any) -> int:
+    """Bytes; an accelerator is the quicker the more it copies at once."""
+    if isinstance(array, Deferred):
+        return _IN_ORDER_BYTES if array.in_order else sys.maxsize
+    if isinstance(array, np.ndarray):
+        return _CPU_BATCH_BYTES
+    device: Any = next(iter(array.devices()))
+    return _CPU_BATCH_BYTES if device.platform == "cpu" else sys.maxsize  # what is packed is only unpacked
+
+
+def on_host(array: Any, region: Region) -> np.ndarray[Any, Any]:
+    if isinstance(array, np.ndarray):
+        return array[region.slices]
+    if isinstance(array, Deferred):
+        return array.read(region)
+    return staged(array if region.shape == array.shape else array[region.slices])
+
+
+# ------------------------------------------------------------------------------------------- bytes
+
+
+def contiguous(parts: Sequence[Part], region: Region, dtype: str) -> np.ndarray[Any, Any]:
+    """The elements of `region` in C order, little endian, as `dtype`: a view if they lie so, else a copy."""
+    for box, array in parts:
+        if box == region:
+            return straight(array, dtype)
+        if box.overlap(region) == region:
+            return straight(array[region.inside(box).slices], dtype)
+    whole = np.empty(region.shape, _little(dtype))
+    for box, array in parts:
+        if overlap := box.overlap(region):
+            whole[overlap.inside(region).slices] = array[overlap.inside(box).slices]
+    return whole
+
+
+def to_bytes(array: np.ndarray[Any, Any], dtype: str) -> bytes:
+    """The same for a whole small array."""
+    little = _little(dtype)
+    return (array if array.dtype == little else array.astype(little)).tobytes()
+
+
+def straight(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    return np.ascontiguousarray(array, _little(dtype)) if array.ndim else np.asarray(array, _little(dtype))
+
+
+@lru_cache(64)
+def _little(dtype: str) -> np.dtype[Any]:
+    return dtype_from_name(dtype).newbyteorder("<")
