@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
-	@$(BIN)/python examples/demo.py
+	@$(BIN)/eformer demo
 
 test: check
 	$(BIN)/python -m pytest -n auto --dist loadgroup

@@ -50,13 +50,17 @@ UTILS = {
     "to_host": "(x, float_dtype, mesh, cpu_offload: bool)",
 }
 CHECKPOINT = {
+    "convert": "(source, destination, *, to=None, prefix=None, rename=None, dtype=None, max_shard_bytes=None, "
+    "memory=2000000000, dry_run=False, progress=None)",
+    "diff": "(a, b, *, prefix=None, progress=None)",
     "dry_run": "(what, mesh, *, rules=None, shardings=None, prefix=None, dtype=None)",
     "inspect": "(path)",
     "load": "(path, *, like=None, prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, "
-    "batch=None, verify=None, mmap=False, broadcast=False, timeout=600.0)",
+    "batch=None, verify=None, mmap=False, progress=None, broadcast=False, timeout=600.0)",
     "open": "(path, *, prefix=None)",
+    "prune": "(directory, *, keep, check=False, dry_run=False)",
     "register_node": "(kind)",
-    "save": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions())",
+    "save": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), progress=None)",
     "save_async": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions())",
     "verify": "(path, *, progress=None)",
 }
@@ -147,7 +151,7 @@ def test_the_manager_offers_what_is_documented_and_no_more():
 
 
 def test_the_engine_offers_what_is_documented_and_no_more():
-    nouns = {"DryRun", "Manifest", "Pending", "Report", "SaveOptions", "View"}
+    nouns = {"Conversion", "Diff", "DryRun", "Manifest", "Pending", "Pruned", "Report", "SaveOptions", "View"}
     assert set(eformer.checkpoint.__all__) == set(CHECKPOINT) | nouns
     assert all(inspect.getdoc(getattr(eformer.checkpoint, noun)) for noun in nouns)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer import checkpoint
 from eformer.checkpoint import _load, _placed, _streamed, _transfer, load, save
 from eformer.errors import CorruptionError
 from support.trees import assert_same
@@ -144,3 +145,19 @@ def test_memory_is_locked_once_a_slot_and_unlocked_at_the_end(tmp_path, slots, t
 def test_what_a_cpu_device_holds_is_not_streamed():
     assert _placed._accelerator(None, None) is None
     assert _placed._accelerator(jax.sharding.SingleDeviceSharding(jax.devices()[0]), None) is None
+
+
+def test_progress_is_told_and_what_it_raises_stops_the_load(tmp_path, slots, tree):
+    save(tree, tmp_path)
+    told = []
+    load(tmp_path, progress=lambda *how_far: told.append(how_far))
+    total = checkpoint.inspect(tmp_path).trees[""].nbytes
+    assert told[-1] == (total, total)
+    assert told == sorted(told)
+    with pytest.raises(FileNotFoundError, match=r"^mine$"):
+        load(tmp_path, progress=_raise)
+    assert slots
+
+
+def _raise(done, total):
+    raise FileNotFoundError("mine")

@@ -34,7 +34,7 @@ def test_a_view_is_a_mapping_of_leaves_and_values(view):
     assert "b.c" in view
     assert "b" not in view
     assert (view["n"], view["t"], view.metadata) == (3, "x", {"step": 1})
-    assert repr(view).endswith("4 leaves, 244 bytes>")
+    assert "2 arrays, 121 parameters, 244 B, 2 plain values" in repr(view)
     with pytest.raises(KeyError, match=r"no leaf 'bc' \(nearest is 'b.c'\)"):
         view["bc"]
 

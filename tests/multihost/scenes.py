@@ -189,6 +189,21 @@ def state_nbytes():
 # ---------------------------------------------------------------------------------------------- mistakes
 
 
+def save_and_load_watched(path, options, rank=None):
+    """What the callbacks of a save and of a load were called with; in the process `rank` that of the save fails."""
+    saved, loaded = [], []
+
+    def watch(*how_far):
+        saved.append(how_far)
+        if jax.process_index() == rank:
+            raise ZeroDivisionError("seen enough")
+
+    options = SaveOptions(**options, timeout=20)
+    save(tree(), path, options=options, progress=watch, **format_of(path))
+    load(path, mesh=mesh(), shardings={"local": P()}, progress=lambda *how_far: loaded.append(how_far))
+    return saved, loaded
+
+
 def save_another_tree(path, rank, kind):
     """One process saves something else."""
     saved, options = tree(), {"options": SaveOptions(timeout=20)}

@@ -48,6 +48,25 @@ def no_scratch(path):
 # ---------------------------------------------------------------------------------------- save and load
 
 
+def test_each_process_is_told_of_its_own_part(two, layout):
+    path, options = layout
+    for calls in (
+        calls for both in succeed(two.run("save_and_load_watched", path, options)) for calls in both
+    ):
+        total = calls[-1][1]
+        assert calls[-1] == (total, total)
+        assert calls == sorted(calls)
+        assert total > 0
+
+
+def test_a_callback_that_raises_in_one_process_fails_the_save_of_all(two, path):
+    succeed(two.run("save_tree", path, "sync", {}))
+    ours, theirs = two.run("save_and_load_watched", path, {}, 1)
+    assert "seen enough" in str(ours)
+    assert "ZeroDivisionError" in str(theirs)
+    scenes.check(load(path))
+
+
 @pytest.mark.parametrize("how", ["sync", "async"])
 def test_what_two_processes_save_loads_on_any_other_number(jobs, layout, how):
     path, options = layout

@@ -4,6 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eformer.checkpoint._convert import Conversion as Conversion
+    from eformer.checkpoint._convert import convert as convert
+    from eformer.checkpoint._diff import Diff as Diff
+    from eformer.checkpoint._diff import diff as diff
     from eformer.checkpoint._dry_run import DryRun as DryRun
     from eformer.checkpoint._dry_run import dry_run as dry_run
     from eformer.checkpoint._load import load as load
@@ -11,6 +15,8 @@ if TYPE_CHECKING:
     from eformer.checkpoint._nodes import register_node as register_node
     from eformer.checkpoint._options import SaveOptions as SaveOptions
     from eformer.checkpoint._pending import Pending as Pending
+    from eformer.checkpoint._prune import Pruned as Pruned
+    from eformer.checkpoint._prune import prune as prune
     from eformer.checkpoint._save import save as save
     from eformer.checkpoint._save import save_async as save_async
     from eformer.checkpoint._verify import Report as Report
@@ -20,16 +26,22 @@ if TYPE_CHECKING:
     from eformer.checkpoint._view import open as open  # noqa: A004
 
 _HOME = {
+    "Conversion": "_convert",
+    "Diff": "_diff",
     "DryRun": "_dry_run",
     "Manifest": "_manifest",
     "Pending": "_pending",
+    "Pruned": "_prune",
     "Report": "_verify",
     "SaveOptions": "_options",
     "View": "_view",
+    "convert": "_convert",
+    "diff": "_diff",
     "dry_run": "_dry_run",
     "inspect": "_view",
     "load": "_load",
     "open": "_view",
+    "prune": "_prune",
     "register_node": "_nodes",
     "save": "_save",
     "save_async": "_save",
@@ -37,16 +49,22 @@ _HOME = {
 }
 
 __all__ = [
+    "Conversion",
+    "Diff",
     "DryRun",
     "Manifest",
     "Pending",
+    "Pruned",
     "Report",
     "SaveOptions",
     "View",
+    "convert",
+    "diff",
     "dry_run",
     "inspect",
     "load",
     "open",
+    "prune",
     "register_node",
     "save",
     "save_async",

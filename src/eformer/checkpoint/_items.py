@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from eformer.checkpoint._manifest import LeafEntry, TreeEntry
+    from eformer.checkpoint._progress import Progress
 
 logger = logging.getLogger("eformer")
 
@@ -51,6 +52,7 @@ class Request:
     batch: int | None = None
     verify: bool = True
     mmap: bool = False
+    progress: Progress = None
     broadcast: bool = False
     timeout: float = TIMEOUT
     every_leaf: bool = False

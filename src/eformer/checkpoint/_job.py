@@ -20,7 +20,7 @@ from eformer.checkpoint._formats import safetensors, tensorstore
 from eformer.checkpoint._formats._names import SUFFIX, base_name, marks
 from eformer.checkpoint._formats._parts import CARRIED
 from eformer.checkpoint._formats._reuse import Earlier, earlier
-from eformer.checkpoint._formats._writing import entry_of, is_all_here, sha256_parts, weight
+from eformer.checkpoint._formats._writing import elements_of, entry_of, is_all_here, weight
 from eformer.checkpoint._formats.find import FOREIGN, find
 from eformer.checkpoint._manifest import (
     DataFile,
@@ -34,6 +34,7 @@ from eformer.checkpoint._manifest import (
     weight_of,
 )
 from eformer.checkpoint._pool import default_threads, run_all, uncollected
+from eformer.checkpoint._progress import SILENT, Meter, Progress, is_wanted, metered
 from eformer.checkpoint._source import Source, Staging, settled
 from eformer.checkpoint._store.local import (
     Scratch,
@@ -49,7 +50,7 @@ from eformer.errors import FormatError, ProcessError
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from eformer.checkpoint._hosts import Hosts
     from eformer.checkpoint._options import SaveOptions
@@ -82,7 +83,7 @@ class Job:
     options: SaveOptions
     hosts: Hosts
     turn: Turn
-    compared: Compared
+    compared: Compared | None = None  # one process has nobody to compare with
     before: threading.Event | None = None
     names: Sequence[str] = ()
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -91,11 +92,14 @@ class Job:
     shared: ScratchTree | None = None
     bare: dict[str, LeafEntry] = dataclasses.field(default_factory=dict)
     kept: safetensors.Kept = dataclasses.field(default_factory=safetensors.Kept)
+    progress: Progress = None
+    meter: Meter = SILENT
 
     def carry_out(self) -> None:
         with ExitStack() as stack:
             stack.callback(self.turn.end)
             try:
+                self.watch(stack)
                 self.agree(stack)
                 if self.format == "tensorstore":
                     self.into_arrays(stack)
@@ -106,6 +110,12 @@ class Job:
             except BaseException as error:
                 self.hosts.fail(error)
                 raise
+
+    def watch(self, stack: ExitStack) -> None:
+        """From here on `progress` hears of what is written."""
+        if is_wanted(self.progress):
+            total = self.nbytes_of(self.sources)
+            self.meter = stack.enter_context(metered(self.progress, total, "saving"))
 
     def run_in_background(self, pending: Pending, after: Callable[[], None] | None = None) -> None:
         """Carries it out in a thread of its own; `after` is called when it is committed."""
@@ -125,6 +135,11 @@ class Job:
     @property
     def threads(self) -> int:
         return self.options.threads or min(default_threads(), _MOST_WRITERS)
+
+    def nbytes_of(self, sources: Iterable[Source]) -> int:
+        """What this process writes of them, before compression."""
+        own = safetensors.own_nbytes if self.format == "safetensors" else tensorstore.own_nbytes
+        return sum(map(own, sources))
 
     def arranged(
         self, max_bytes: int, groups: Sequence[Sequence[Source]] | None = None
@@ -146,7 +161,7 @@ class Job:
         staging = Staging(self.options.staging_bytes)
 
         def compute(source: Source) -> None:
-            self.checksums[source.name] = sha256_of(sha256_parts(source, staging))
+            self.checksums[source.name] = sha256_of(elements_of(source, staging))
 
         run_all([partial(compute, s) for s in self.sources if is_all_here(s)], self.threads)
 
@@ -172,6 +187,7 @@ class Job:
 
     def plan(self) -> Plan:
         """What has to be the same in all processes."""
+        assert self.compared
         how = {name: getattr(self.options, name) for name in ("max_chunk_bytes", "compression", "ocdbt")}
         what = f"saves the prefix {self.prefix!r} as {self.format} with {how | {'write_index': self.write_index}}"
         lines = [
@@ -201,7 +217,10 @@ class Job:
         if self.agreed is None:
             self.make_place()
             return
-        self.sources = settled(self.sources, self.hosts, self.agreed.elsewhere)
+        ours = settled(self.sources, self.hosts, self.agreed.elsewhere)
+        theirs = (old for old, new in zip(self.sources, ours, strict=True) if old is not new)
+        self.meter.add(self.nbytes_of(theirs))  # which the first process writes
+        self.sources = ours
         if self.shared is None:
             require_visible(self.path, self.agreed, Path.is_dir)
             self.shared = ScratchTree.join(self.path, self.agreed.scratch)
@@ -244,6 +263,7 @@ class Job:
             block=self.tree.block,
             threads=self.threads,
             write_index=self.write_index,
+            meter=self.meter,
         )
 
     def write_arrays(self, writer: tensorstore.ArraysWriter, stack: ExitStack) -> Receipt:
@@ -296,12 +316,16 @@ class Job:
             file.header = self.header_of(file)
             file.scratch = Scratch(self.shared.data if self.shared else self.path)
             stack.callback(file.scratch.discard)
-        safetensors.write_data(files, self.tree.block, Staging(self.options.staging_bytes), self.threads)
+        self.write_data(files)
         if self.shared:
             for file in files:
                 file.header = self.header_of(file)  # as long as before, with digests
         safetensors.write_headers(files, self.threads)
         return self.receipt(files)
+
+    def write_data(self, files: Sequence[safetensors.File]) -> None:
+        staging = Staging(self.options.staging_bytes)
+        safetensors.write_data(files, self.tree.block, staging, self.threads, self.meter)
 
     def keep(self, stack: ExitStack) -> list[list[Source]]:
         """Leaves that an earlier checkpoint has are taken from there. The others, in groups that need not be in one
@@ -319,6 +343,7 @@ class Job:
             stack.callback(scratch.discard)
             staging = Staging(self.options.staging_bytes)
             self.kept, groups = safetensors.keep(found, self.sources, scratch, staging, self.threads)
+            self.meter.add(self.kept.nbytes)
         return [some for group in groups for some in safetensors.apart(group)]
 
     def header_of(self, file: safetensors.File) -> bytes:
@@ -381,7 +406,7 @@ class Job:
         file.scratch = scratch_for(final)
         stack.callback(file.scratch.discard)
         file.header = self.header_with_manifest(file)
-        safetensors.write_data([file], self.tree.block, Staging(self.options.staging_bytes), self.threads)
+        self.write_data([file])
         file.header = seal(self.header_with_manifest(file))
         safetensors.write_headers([file], self.threads)
         self.turn.wait()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer.checkpoint import _hosts
+from eformer.checkpoint._by_order import by_order, completed
 from eformer.checkpoint._checksums import check_sha256
 from eformer.checkpoint._formats.find import find, was_replaced
 from eformer.checkpoint._hosts import TIMEOUT
@@ -16,7 +17,8 @@ from eformer.checkpoint._items import Item, Request, items_of, select
 from eformer.checkpoint._manifest import UNREADABLE, TreeEntry
 from eformer.checkpoint._placed import accelerator_of, assemble, place_items, processes_of
 from eformer.checkpoint._pool import default_threads, uncollected
-from eformer.checkpoint._read import read
+from eformer.checkpoint._progress import is_wanted, metered
+from eformer.checkpoint._read import nbytes_read, read
 from eformer.checkpoint._streamed import is_worth_streaming, stream
 from eformer.checkpoint._tree import flatten, unflatten, unflatten_like
 from eformer.errors import CorruptionError, FormatError, NotFoundError, StructureError
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from eformer.checkpoint._formats._found import Found
     from eformer.checkpoint._hosts import Hosts
+    from eformer.checkpoint._progress import Meter, Progress
     from eformer.checkpoint._rules import Rules
 
 # Another save may replace the files between the reading of a manifest and that of the data; each time it does,
@@ -50,6 +53,7 @@ def load(
     batch: int | None = None,
     verify: bool | None = None,
     mmap: bool = False,
+    progress: Progress = None,
     broadcast: bool = False,
     timeout: float = TIMEOUT,
 ) -> Any:
@@ -57,8 +61,8 @@ def load(
 
     Without `like` the tree has the structure it was saved with, jax arrays are jax arrays and numpy arrays are
     numpy arrays. `like` is a tree of arrays, `ShapeDtypeStruct`s or shardings, whose structure, shapes, dtypes and
-    shardings the result has. `keys` are names of leaves or subtrees, or patterns such as "layers.*.bias"; without
-    `like` the result is then a flat dict by name.
+    shardings the result has. A file of equinox has no names, and needs it. `keys` are names of leaves or subtrees, or
+    patterns such as "layers.*.bias"; without `like` the result is then a flat dict by name.
 
     `shardings` says where leaves go: one for all, or by name (nested or dotted, some or all), each a `Sharding`, a
     `PartitionSpec` or a function that is called on the loaded array. `rules` are (regex, PartitionSpec) pairs,
@@ -66,6 +70,9 @@ def load(
 
     `dtype` casts floating leaves. `callback(array, name)` is called for every array, and returns what to have in its
     place. `batch` is how many arrays are read at a time; None for all. `verify=False` skips the digests.
+
+    `progress` is True for a bar on standard error, or is called with the bytes that were read and with all there are,
+    some times a second, from any thread; if a newer save replaces the checkpoint meanwhile, from the start again.
 
     With `mmap` numpy arrays and arrays on CPUs are the bytes of the files, which are read when somebody looks at them:
     the load takes no longer than it takes to make the arrays. So digests are only checked with `verify=True`, which
@@ -89,6 +96,7 @@ def load(
         batch=batch,
         verify=not mmap if verify is None else verify,
         mmap=mmap,
+        progress=progress,
         broadcast=broadcast,
         timeout=timeout,
     )
@@ -145,14 +153,18 @@ def _read_one(
     for _ in range(_MOST_RESTARTS):
         found = find(path)
         try:
-            tree = _tree(found, request.prefix)
+            tree, wanted = _tree(found, request.prefix), like
+            if like is not None and not found.has_names:
+                tree, wanted = by_order(tree, like, request.dtype)
             with uncollected():
                 selected = select(tree, request.keys)
-                items = items_of(tree, selected, request, like)
+                items = items_of(tree, selected, request, wanted)
                 if like is None and request.keys is None:
                     _require_classes(tree)
                 place_items(items, tree, request)
-            arrays = _arrays(found, tree, items, request, hosts)
+            total = nbytes_read(tree, items) if is_wanted(request.progress) else 0
+            with metered(request.progress, total, "loading") as meter:
+                arrays = _arrays(found, tree, items, request, hosts, meter)
         except _Unreadable as unreadable:
             if was_replaced(found):
                 continue
@@ -160,6 +172,8 @@ def _read_one(
             if isinstance(error, FileNotFoundError):
                 raise CorruptionError(f"{path}: the manifest names a file that is gone: {error}") from error
             raise error from None
+        if like is not None and not found.has_names:
+            arrays = completed(arrays, like)
         return tree, arrays, selected
     raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while it was being read")
 
@@ -174,7 +188,7 @@ def _tree(found: Found, prefix: str | None) -> TreeEntry:
 
 
 def _arrays(
-    found: Found, tree: TreeEntry, items: list[Item], request: Request, hosts: Hosts
+    found: Found, tree: TreeEntry, items: list[Item], request: Request, hosts: Hosts, meter: Meter
 ) -> dict[str, Any]:
     """The arrays by name, read and handed to the caller's functions batch by batch."""
     threads = request.threads or default_threads()
@@ -189,8 +203,10 @@ def _arrays(
         some = items[start : start + batch]
         streamed, others = _divided(some, request)
         try:
-            assembled = stream(found, tree, streamed, threads, verify=request.verify) if streamed else {}
-            read(found, tree, others, threads, verify=request.verify, mmap=request.mmap)
+            assembled = {}
+            if streamed:
+                assembled = stream(found, tree, streamed, threads, verify=request.verify, meter=meter)
+            read(found, tree, others, threads, verify=request.verify, mmap=request.mmap, meter=meter)
         except (FileNotFoundError, CorruptionError) as error:
             raise _Unreadable(error) from None
         is_last = start + batch >= end

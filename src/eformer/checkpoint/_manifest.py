@@ -7,6 +7,7 @@ an error and never another tree. `docs/format/safetensors.md` describes it field
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from operator import le
@@ -18,7 +19,10 @@ from msgspec import Raw, Struct, field
 from eformer.checkpoint._codec import MALFORMED_JSON, xxh3_64_number, xxh3_128, xxh3_128_of
 from eformer.checkpoint._leaf import Region, is_inside
 from eformer.checkpoint._ndarray import DTYPES, dtype_from_name
+from eformer.checkpoint._outline import Line
 from eformer.checkpoint._pieces import count_pieces, is_tiling
+from eformer.checkpoint._shown import About, as_html, as_text
+from eformer.checkpoint._text import printable, shortened
 from eformer.checkpoint._value import value_from_json
 from eformer.errors import CorruptionError, FormatError
 
@@ -36,6 +40,7 @@ _MARK = b'"digest":"'
 _MOST_BLOCK = 2**30  # a piece is read into memory as a whole
 _MOST_EXPANSION = 50_000  # no codec says more in fewer bytes: zstd repeats 2**17 of them in three
 _MOST_AXES = 64  # numpy's
+_MOST_SHOWN = 60  # characters of a plain value
 _MARK_WITHIN = 64  # the digest is the first field, also where something stands around the manifest
 
 
@@ -114,6 +119,10 @@ class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=Tr
         """The shape the user sees: the numbers of a PRNG key are inside it, not beside it."""
         return self.shape[:-1] if self.key else self.shape
 
+    @property
+    def described(self) -> str:
+        return f"{self.logical_dtype}{list(self.logical_shape)}"
+
     def region_of(self, extent: Extent) -> Region:
         return Region(*extent.region) if extent.region else Region.whole(self.shape)
 
@@ -178,6 +187,45 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.leaves.values())
 
+    def lines(self) -> list[Line]:
+        """Every leaf as it is shown."""
+        arrays = [Line(name, printable(e.described), e.nbytes) for name, e in self.leaves.items()]
+        return arrays + [Line(name, _value_text(value)) for name, value in self.raw_values.items()]
+
+    def about(self, prefix: str = "") -> About:
+        """What is shown of it. Damage is told, and raises nothing."""
+        try:
+            entries, lines = self.leaves.values(), self.lines()
+        except FormatError as error:
+            return About(prefix, self.written_by, self.saved_at, problem=str(error))
+        dtypes = Counter[str]()
+        for entry in entries:
+            dtypes[entry.logical_dtype] += entry.nbytes
+        parameters = sum(math.prod(entry.logical_shape) for entry in entries)
+        return About(
+            prefix,
+            self.written_by,
+            self.saved_at,
+            parameters,
+            len(entries),
+            self.nbytes,
+            dict(dtypes.most_common()),
+            lines,
+        )
+
+    def __repr__(self) -> str:
+        return as_text("tree", [self.about()])
+
+    def _repr_html_(self) -> str:
+        return as_html("tree", [self.about()])
+
+
+def _value_text(value: Any) -> str:
+    try:
+        return printable(f"= {shortened(repr(value_from_json(value)), _MOST_SHOWN)}")
+    except (ValueError, RecursionError) as error:  # not recorded; or a number with too many digits to print
+        return printable(shortened(str(error), _MOST_SHOWN))
+
 
 class Leaves(Mapping[str, LeafEntry]):
     """The leaves of a tree, each parsed and checked when asked for: to get one of 100,000 takes no more than one."""
@@ -218,6 +266,19 @@ class Manifest(Struct, frozen=True, kw_only=True):
     format: str
     version: int = VERSION
     trees: dict[str, TreeEntry] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return as_text(self._title, self._about())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._title, self._about())
+
+    @property
+    def _title(self) -> str:
+        return f"checkpoint ({self.format})"
+
+    def _about(self) -> list[About]:
+        return [tree.about(prefix) for prefix, tree in self.trees.items()]
 
     def with_tree(self, prefix: str, tree: TreeEntry) -> Manifest:
         """The same manifest with one tree added or replaced; the others stay as they were."""

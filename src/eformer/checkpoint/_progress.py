@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,40 +18,70 @@ _BETWEEN = 0.05  # seconds
 
 
 class Meter:
-    """Adds up the bytes that several threads are done with."""
+    """Adds up the bytes that several threads are done with. What it says never falls, never is more than the total, and
+    is the total once."""
 
     def __init__(self, total: int, report: Callable[[int, int], None] | None) -> None:
         self._total, self._report = total, report
-        self._done, self._last = 0, 0.0
+        self._done, self._last, self._is_ended = 0, 0.0, False
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
         if self._report is None:
             return
         with self._lock:
-            self._done += nbytes
+            self._done = min(self._done + nbytes, self._total)
             now = time.monotonic()
-            if now - self._last >= _BETWEEN:
+            if self._done == self._total or now - self._last >= _BETWEEN:
                 self._last = now
-                self._report(self._done, self._total)
+                self._tell(self._report)
 
     def end(self) -> None:
-        if self._report:
-            self._report(self._total, self._total)
+        """Says that all is done, if that has not been said."""
+        if self._report is None:
+            return
+        with self._lock:
+            self._done = self._total
+            self._tell(self._report)
+
+    def _tell(self, report: Callable[[int, int], None]) -> None:
+        if self._is_ended:
+            return
+        self._is_ended = self._done == self._total
+        try:
+            report(self._done, self._total)
+        except Exception as error:
+            raise _Objection(error) from error
+
+
+SILENT = Meter(0, None)
+"""For whoever works for somebody who does not want to know."""
+
+
+class _Objection(Exception):  # noqa: N818
+    """What a callback raised, on its way to the caller. Whatever it is, nobody is to take it for an error of a file."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"the callback for the progress raised {error!r}")
+        self.error = error
+
+
+def is_wanted(progress: Progress) -> bool:
+    """A callback may be something that is empty: a list that keeps its calls."""
+    return progress is not None and progress is not False
 
 
 @contextmanager
 def metered(progress: Progress, total: int, what: str) -> Iterator[Meter]:
-    """A meter that reports to `progress`, to the end if all goes well."""
-    if progress is not True:
-        meter = Meter(total, progress or None)
-        yield meter
-        meter.end()
-        return
-    with _bar(total, what) as report:
+    """A meter that reports to `progress`, to the end if all goes well. What a callback raises, is raised here."""
+    callback = None if isinstance(progress, bool) else progress
+    with _bar(total, what) if progress is True else nullcontext(callback) as report:
         meter = Meter(total, report)
-        yield meter
-        meter.end()
+        try:
+            yield meter
+            meter.end()
+        except _Objection as objection:
+            raise objection.error from objection.error.__cause__
 
 
 @contextmanager

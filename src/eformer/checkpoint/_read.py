@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from eformer.checkpoint._mapped import Mapping
 from eformer.checkpoint._plan import ALIGNMENT, READ_BYTES, Read, Want, plan_reads
 from eformer.checkpoint._pool import in_turn, run_all
+from eformer.checkpoint._progress import SILENT, Meter
 from eformer.checkpoint._transfer import check, prepare, refuse
 from eformer.errors import CorruptionError, FormatError
 
@@ -24,11 +25,23 @@ if TYPE_CHECKING:
 _MUCH = 2**20  # bytes of one file
 
 
+def nbytes_read(tree: TreeEntry, items: Sequence[Item]) -> int:
+    """What `read` and `stream` read until the items have their arrays."""
+    return sum(read.nbytes for read in plan_reads([_want(item) for item in items], tree))
+
+
 def read(
-    found: Found, tree: TreeEntry, items: Sequence[Item], threads: int, *, verify: bool, mmap: bool = False
+    found: Found,
+    tree: TreeEntry,
+    items: Sequence[Item],
+    threads: int,
+    *,
+    verify: bool,
+    mmap: bool = False,
+    meter: Meter = SILENT,
 ) -> None:
     """The items have their arrays; with `mmap` those that can be are the files themselves."""
-    reading = Reading(found, tree, verify=verify)
+    reading = Reading(found, tree, verify=verify, meter=meter)
     try:
         if mmap:
             items = reading.map(items, threads)
@@ -40,8 +53,8 @@ def read(
 class Reading:
     """Reads items of one tree, by and by. Whoever made it closes it."""
 
-    def __init__(self, found: Found, tree: TreeEntry, *, verify: bool) -> None:
-        self.tree, self.verify = tree, verify
+    def __init__(self, found: Found, tree: TreeEntry, *, verify: bool, meter: Meter = SILENT) -> None:
+        self.tree, self.verify, self.meter = tree, verify, meter
         self.files = found.files(tree)
         self.claimed = [0] * len(tree.files)
 
@@ -61,7 +74,7 @@ class Reading:
                 item.arrays = found
                 wants.append(want)
         if self.verify:
-            check(wants, self.tree, self.files, threads, refuse)
+            check(wants, self.tree, self.files, threads, refuse, self.meter)
         return others
 
     def tasks(
@@ -80,7 +93,7 @@ class Reading:
         self.files.hold(needed)
         self.require_claims(reads)
         _require_bytes(self.tree, items, needed, self.files)
-        fetching = prepare(wants, self.tree, self.files, verify=self.verify, memory=memory)
+        fetching = prepare(wants, self.tree, self.files, verify=self.verify, memory=memory, meter=self.meter)
 
         def hand_over() -> None:
             for item, arrays in zip(items, fetching.arrays, strict=True):

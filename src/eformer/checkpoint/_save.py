@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from eformer.checkpoint._hosts import Hosts
+    from eformer.checkpoint._progress import Progress
 
 _DEFAULT = SaveOptions()
 
@@ -47,6 +48,7 @@ def save(
     format: Format = "safetensors",  # noqa: A002
     metadata: Mapping[str, Any] | None = None,
     options: SaveOptions = _DEFAULT,
+    progress: Progress = None,
 ) -> str:
     """The tree is at `path`, whole and on stable storage, when this returns; else what was there before still is.
 
@@ -55,11 +57,16 @@ def save(
     gives back. Nobody may write to the tree's numpy arrays meanwhile; for that there is `save_async`, which copies
     them.
 
+    `progress` is True for a bar on standard error, or is called with the bytes of leaves that were written and with all
+    there are, some times a second, from any thread. What it raises, is an error of the save.
+
     Of several processes all make this call, with the same tree and a directory that all see. Each writes its own part
     of arrays that lie on devices of several; what each has for itself (numpy arrays, arrays of its own devices,
     metadata) is stored as the first process has it.
     """
-    start(tree, path, prefix=prefix, format=format, metadata=metadata, options=options).carry_out()
+    job = start(tree, path, prefix=prefix, format=format, metadata=metadata, options=options)
+    job.progress = progress
+    job.carry_out()
     return os.fspath(path)
 
 

@@ -102,7 +102,8 @@ class Staging:
 
     def batch_bytes(self, parts: Sequence[Part]) -> int:
         """How much to fetch at once."""
-        return min([self.budget // 4, *(_enough_of(array) for _, array in parts)])
+        enough = [_enough_of(array) for _, array in parts] or [_CPU_BATCH_BYTES]
+        return min(self.budget // 4, *enough)
 
     def fetch(self, parts: Sequence[Part], region: Region) -> tuple[list[Part], int]:
         """What lies inside `region`, in host memory, and how many bytes to `release` when it is written.

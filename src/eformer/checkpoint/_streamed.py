@@ -18,6 +18,7 @@ from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.checkpoint._placed import accelerator_of, assemble
 from eformer.checkpoint._plan import ALIGNMENT
 from eformer.checkpoint._pool import run_all
+from eformer.checkpoint._progress import SILENT, Meter
 from eformer.checkpoint._read import Reading
 from eformer.checkpoint._transfer import aligned
 
@@ -42,11 +43,17 @@ def is_worth_streaming(items: Iterable[Item]) -> bool:
 
 
 def stream(
-    found: Found, tree: TreeEntry, items: Sequence[Item], threads: int, *, verify: bool
+    found: Found,
+    tree: TreeEntry,
+    items: Sequence[Item],
+    threads: int,
+    *,
+    verify: bool,
+    meter: Meter = SILENT,
 ) -> dict[str, Any]:
     """The arrays by name, on their devices when this returns."""
     with ExitStack() as stack:
-        reading = Reading(found, tree, verify=verify)
+        reading = Reading(found, tree, verify=verify, meter=meter)
         stack.callback(reading.close)
         stream = _Stream(items, stack)
         threads = max(2, threads * 3 // 4)  # the others are for the transfers

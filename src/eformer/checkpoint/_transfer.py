@@ -15,13 +15,13 @@ from eformer.checkpoint._leaf import Region
 from eformer.checkpoint._ndarray import DTYPES, dtype_from_name, unpack_nibbles
 from eformer.checkpoint._plan import ALIGNMENT, Read, Stored, Want, plan_reads
 from eformer.checkpoint._pool import run_all
+from eformer.checkpoint._progress import SILENT, Meter
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from eformer.checkpoint._manifest import TreeEntry
-    from eformer.checkpoint._progress import Meter
     from eformer.checkpoint._store.files import Files
 
 Array = np.ndarray[Any, Any]
@@ -52,7 +52,13 @@ def fetch(
 
 
 def prepare(
-    wants: Sequence[Want], tree: TreeEntry, files: Files, *, verify: bool = True, memory: Array | None = None
+    wants: Sequence[Want],
+    tree: TreeEntry,
+    files: Files,
+    *,
+    verify: bool = True,
+    memory: Array | None = None,
+    meter: Meter = SILENT,
 ) -> Fetching:
     """Reads of the wants can be carried out; after all of them the wants have their arrays.
 
@@ -60,8 +66,8 @@ def prepare(
     memory of their own or share it with neighbours, in `memory` as far as that goes; small ones share what they were
     read into.
     """
-    fetching = Fetching(wants, tree, files, verify, refuse)
-    fetching.prepare(Arena(memory))
+    fetching = Fetching(wants, tree, files, verify, refuse, meter)
+    fetching.prepare(Arena(memory, has_neighbours=len(wants) > 1))
     return fetching
 
 
@@ -71,17 +77,11 @@ def check(
     files: Files,
     threads: int,
     on_damage: Callable[[Damage], None],
-    meter: Meter | None = None,
+    meter: Meter = SILENT,
 ) -> None:
     """Reads every piece of the wants, and keeps none."""
-    job = Fetching(wants, tree, files, True, on_damage)
-
-    def look_at(read: Read) -> None:
-        job.look_at(read)
-        if meter:
-            meter.add(read.nbytes)
-
-    run_all([partial(look_at, read) for read in plan_reads(wants, tree)], threads)
+    fetching = Fetching(wants, tree, files, True, on_damage, meter)
+    run_all([partial(fetching.look_at, read) for read in plan_reads(wants, tree)], threads)
 
 
 def refuse(damage: Damage) -> None:
@@ -108,9 +108,10 @@ class Fetching:
         files: Files,
         verify: bool,
         on_damage: Callable[[Damage], None],
+        meter: Meter,
     ) -> None:
         self.wants, self.tree, self.files = wants, tree, files
-        self.verify, self.on_damage = verify, on_damage
+        self.verify, self.on_damage, self.meter = verify, on_damage, meter
         self.targets: dict[int, list[_Target]] = {}
         self.arrays: list[Sequence[Array]] = [()] * len(wants)
 
@@ -166,6 +167,7 @@ class Fetching:
             for piece in read.pieces:
                 self.report(piece, f"{how}: {error}")
             return
+        self.meter.add(read.nbytes)
         for piece in read.pieces:
             start = piece.offset - first
             stop = start + piece.nbytes
@@ -231,13 +233,14 @@ class Arena:
     average, and what is kept keeps all of its allocation: so it is neither small nor large.
     """
 
-    def __init__(self, memory: Array | None = None) -> None:
+    def __init__(self, memory: Array | None = None, *, has_neighbours: bool = True) -> None:
         self.memory = np.empty(0, np.uint8) if memory is None else memory
+        self.least = _ARENA_BYTES if has_neighbours else 0
 
     def target(self, region: Region, dtype: np.dtype[Any]) -> _Target:
         nbytes = dtype.itemsize * region.size
         if nbytes > len(self.memory):
-            self.memory = aligned(max(nbytes, _ARENA_BYTES))
+            self.memory = aligned(max(nbytes, self.least))
         memory = self.memory[:nbytes]
         self.memory = self.memory[-(-nbytes // ALIGNMENT) * ALIGNMENT :]
         return _Target(region, np.ndarray(region.shape, dtype, memory), memory)

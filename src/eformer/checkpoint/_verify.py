@@ -62,6 +62,8 @@ def verify(path: str | os.PathLike[str], *, progress: Progress = None) -> Report
         trees, damages = _readable(found)
         with metered(progress, sum(tree.nbytes for tree in trees), "verifying") as meter:
             damages += [damage for tree in trees for damage in _damages(found, tree, meter)]
+        if found.find_damages:
+            damages += found.find_damages()
         if not damages or not was_replaced(found):
             break
     return Report(

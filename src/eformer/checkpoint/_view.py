@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import operator
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,15 +17,17 @@ from eformer.checkpoint._manifest import Leaves, Manifest
 from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.checkpoint._plan import Want, plan_reads
 from eformer.checkpoint._pool import default_threads
+from eformer.checkpoint._shown import as_html, as_text
 from eformer.checkpoint._transfer import fetch
 from eformer.checkpoint._value import value_from_json
 from eformer.errors import CorruptionError
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
     from eformer.checkpoint._formats._found import Found
-    from eformer.checkpoint._manifest import LeafEntry
+    from eformer.checkpoint._manifest import LeafEntry, TreeEntry
 
 
 def inspect(path: str | os.PathLike[str]) -> Manifest:
@@ -45,7 +48,7 @@ class View(Mapping[str, Any]):
     """
 
     def __init__(self, found: Found, prefix: str | None) -> None:
-        self._found, self._path = found, found.path
+        self._found, self._path, self._prefix = found, found.path, prefix or ""
         self._tree = found.tree(prefix)
         self._entries = Leaves(self._tree)
         self._is_open = True
@@ -71,6 +74,11 @@ class View(Mapping[str, Any]):
         return len(self._entries) + len(self._tree.raw_values)
 
     @property
+    def tree(self) -> TreeEntry:
+        """What the manifest says of it."""
+        return self._tree
+
+    @property
     def metadata(self) -> dict[str, Any]:
         return self._tree.metadata
 
@@ -85,26 +93,44 @@ class View(Mapping[str, Any]):
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_files", None):
+        if getattr(self, "_files", None) and not sys.is_finalizing():  # then all is closed anyway
             self.close()
 
     def __repr__(self) -> str:
-        return f"<checkpoint {self._path}: {len(self)} leaves, {self._tree.nbytes} bytes>"
+        return as_text(self._title, [self._tree.about(self._prefix)])
 
-    def read(self, name: str, entry: LeafEntry, region: Region) -> np.ndarray[Any, Any]:
+    def _repr_html_(self) -> str:
+        return as_html(self._title, [self._tree.about(self._prefix)])
+
+    @property
+    def _title(self) -> str:
+        return f"{self._path} ({self._found.manifest.format})"
+
+    def read(
+        self, name: str, entry: LeafEntry, region: Region, threads: int | None = None
+    ) -> np.ndarray[Any, Any]:
+        ((array,),) = self._fetch([Want(name, entry, entry.dtype, [region])], threads)
+        return array
+
+    def read_all(self, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+        """Many small arrays, which together take much less time than one by one."""
+        wants = [Want(name, entry := self._entries[name], entry.dtype) for name in names]
+        return {name: array for name, (array,) in zip(names, self._fetch(wants), strict=True)}
+
+    def _fetch(
+        self, wants: Sequence[Want], threads: int | None = None
+    ) -> list[Sequence[np.ndarray[Any, Any]]]:
         if not self._is_open:
             raise ValueError(f"the view of {self._path} is closed")
-        wants = [Want(name, entry, entry.dtype, [region])]
-        reads = plan_reads(wants, self._tree)
         try:
-            ((array,),) = fetch(reads, wants, self._tree, self._files, default_threads())
+            reads = plan_reads(wants, self._tree)
+            return fetch(reads, wants, self._tree, self._files, threads or default_threads())
         except CorruptionError as error:
             if was_replaced(self._found):
                 raise FileNotFoundError(
                     f"{self._path} was replaced by a newer save; open it again"
                 ) from error
             raise
-        return array
 
 
 class Leaf:
@@ -145,7 +171,7 @@ class Leaf:
         return np.asarray(self[...], dtype)
 
     def __repr__(self) -> str:
-        return f"<leaf {self.name}: {self.entry.logical_dtype}{list(self.entry.logical_shape)}>"
+        return f"<leaf {self.name}: {self.entry.described}>"
 
 
 def _box(index: Any, shape: tuple[int, ...]) -> tuple[Region, tuple[Any, ...]]:

@@ -6,13 +6,14 @@ import fnmatch
 import json
 import math
 import os
+import re
 import sys
 from typing import Any
 
 import click
 
 import eformer
-from eformer.cli._text import printable
+from eformer.checkpoint._text import printable
 
 
 def _complain(problem: str) -> None:
@@ -37,7 +38,20 @@ class _Commands(click.Group):
             if ctx.params.get("debug"):
                 raise
             _complain(str(error))
-            ctx.exit(1)
+            ctx.exit(2 if ctx.invoked_subcommand == "diff" else 1)  # of diff, 1 is an answer
+
+
+class _Size(click.ParamType[int]):
+    """Bytes, with or without a unit."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", str(value), re.IGNORECASE)
+        if not match:
+            self.fail(f"{value!r} is no size; write 500MB, 2GB or 1.5GiB", param, ctx)
+        number, unit, binary = match.groups()
+        return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -47,14 +61,18 @@ def main(debug: bool) -> None:
     """Look at checkpoints, whoever wrote them: ours, safetensors, Orbax, the original eFormer.
 
     \b
-    eformer inspect ./checkpoint           what it is, and the tree
-    eformer ls ./checkpoint "*.bias"       one line a leaf
-    eformer verify ./checkpoint            every byte against its digest
+    eformer inspect ./checkpoint             what it is, and the tree
+    eformer ls ./checkpoint "*.bias"         one line a leaf
+    eformer verify ./checkpoint              every byte against its digest
+    eformer diff ./checkpoint ./other        what is different, and by how much
+    eformer convert ./checkpoint model.safetensors --dtype bf16
+    eformer prune ./run --keep 3             away with old steps
+    eformer demo                             all of it, in ten seconds
     """
 
 
 @main.command()
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @click.option("--prefix", help="Of one tree, if there are several.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def inspect(path: str, prefix: str | None, as_json: bool) -> None:
@@ -80,7 +98,7 @@ def inspect(path: str, prefix: str | None, as_json: bool) -> None:
 
 
 @main.command("ls")
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @click.argument("glob", default="*")
 @click.option("--prefix", help="Of one tree, if there are several.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
@@ -113,7 +131,7 @@ def list_leaves(path: str, glob: str, prefix: str | None, as_json: bool) -> None
 
 
 @main.command()
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 @click.option("--quiet", "-q", is_flag=True, help="Nothing but the exit code.")
 def verify(path: str, as_json: bool, quiet: bool) -> None:
@@ -126,7 +144,7 @@ def verify(path: str, as_json: bool, quiet: bool) -> None:
     """
     from eformer.checkpoint._verify import verify as check
 
-    report = check(path, progress=not quiet and sys.stderr.isatty())
+    report = check(path, progress=_has_watcher(quiet))
     if as_json:
         damages = [{name: getattr(damage, name) for name in damage.__slots__} for damage in report.damages]
         shown = {
@@ -138,6 +156,194 @@ def verify(path: str, as_json: bool, quiet: bool) -> None:
         click.secho(lines, fg="green" if report.ok else "red", color=_colours())
     if not report.ok:
         sys.exit(1)
+
+
+@main.command()
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
+@click.option("--prefix", help="Of one tree, if there are several.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--quiet", "-q", is_flag=True, help="Nothing but the exit code.")
+def diff(a: str, b: str, prefix: str | None, as_json: bool, quiet: bool) -> None:
+    """What the checkpoint at B has different from that at A: leaves, shapes, dtypes, values.
+
+    Formats and shardings may differ. Exit code 0 if all leaves are the same, 1 if not, 2 if one cannot be read.
+
+    \b
+    eformer diff ./step-100 ./step-200
+    eformer diff ./checkpoint model.safetensors && echo the same
+    """
+    from eformer.checkpoint._diff import diff as compare
+
+    found = compare(a, b, prefix=prefix, progress=_has_watcher(quiet))
+    if as_json:
+        names = ("a", "b", "same", "added", "removed", "unchanged", "notes")
+        changed = [{name: getattr(change, name) for name in change.__slots__} for change in found.changed]
+        _print_json({name: getattr(found, name) for name in names} | {"changed": changed})
+    elif not quiet:
+        colours = {"-": "red", "+": "green", "~": "yellow", "!": "cyan"}
+        for line in str(found).split("\n"):
+            click.secho(printable(line), fg=colours.get(line[:1]), color=_colours())
+    if not found.same:
+        sys.exit(1)
+
+
+@main.command()
+@click.argument("source", type=click.Path())
+@click.argument("destination", type=click.Path())
+@click.option("--to", type=click.Choice(["safetensors", "tensorstore", "msgpack", "npz"]), help="The format.")
+@click.option("--dtype", help="Cast floating leaves: bf16, fp16, float32, ...")
+@click.option("--max-shard-size", type=_Size(), help="Of a safetensors file, such as 5GB.")
+@click.option("--prefix", help="Of one tree, which is then stored without a prefix.")
+@click.option("--rename", "rules", type=click.Path(exists=True, dir_okay=False), help="A file of rules.")
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@click.option("--memory", type=_Size(), default="2GB", show_default=True, help="The most the program takes.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def convert(
+    source: str,
+    destination: str,
+    to: Any,
+    dtype: str | None,
+    max_shard_size: int | None,
+    prefix: str | None,
+    rules: str | None,
+    dry_run: bool,
+    memory: int,
+    as_json: bool,
+) -> None:
+    r"""Write the checkpoint at SOURCE, whoever wrote it, to DESTINATION in another format, whole or not at all.
+
+    It goes leaf by leaf, and every byte that is read is checked. Where DESTINATION ends in .safetensors, .npz or
+    .msgpack, --to may be left out.
+
+    \b
+    eformer convert ./checkpoint ./hf --to safetensors --dtype bf16 --max-shard-size 5GB
+    eformer convert ./orbax/100 ./checkpoint --to tensorstore
+    eformer convert ./hf ./mine --to safetensors --rename rules.txt --dry-run
+
+    RULES has lines of a regular expression for the whole name, an arrow and the new name; nothing there leaves the
+    leaf out. Behind it may stand transpose, stack and unstack:
+
+    \b
+    model\.layers\.(\d+)\.(\w+)\.weight -> layers.\2.kernel | transpose | stack \1
+    layers\.(\w+)\.kernel -> model.layers.{}.\1.weight | unstack | transpose
+    lm_head\.weight ->
+    """
+    from eformer.checkpoint._convert import convert as carry_out
+
+    done = carry_out(
+        source,
+        destination,
+        to=to,
+        prefix=prefix,
+        rename=rules,
+        dtype=dtype,
+        max_shard_bytes=max_shard_size,
+        memory=memory,
+        dry_run=dry_run,
+        progress=_has_watcher(as_json),
+    )
+    if as_json:
+        leaves = {
+            prefix: [{name: getattr(leaf, name) for name in leaf.__slots__} for leaf in planned]
+            for prefix, planned in done.leaves.items()
+        }
+        names = ("source", "destination", "to", "nbytes", "notes")
+        _print_json({name: getattr(done, name) for name in names} | {"leaves": leaves, "dry_run": dry_run})
+        return
+    first, *lines = str(done).split("\n")
+    click.secho(printable(first), bold=True, color=_colours())
+    for line in lines:
+        if dry_run or line.startswith("!"):
+            click.secho(printable(line), fg="cyan" if line.startswith("!") else None, color=_colours())
+
+
+@main.command()
+@click.argument("directory", type=click.Path())
+@click.option("--keep", type=click.IntRange(min=1), required=True, help="How many stay, the last ones.")
+@click.option("--check", is_flag=True, help="Verify those that stay, first.")
+@click.option("--dry-run", is_flag=True, help="Say what would be removed, and do nothing.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+def prune(directory: str, keep: int, check: bool, dry_run: bool, yes: bool) -> None:
+    """Remove all but the last checkpoints of a run from DIRECTORY, where they are called by their steps.
+
+    What is no whole checkpoint counts for nothing, and is left alone.
+
+    \b
+    eformer prune ./run --keep 3 --dry-run
+    eformer prune ./run --keep 3 --check --yes
+    """
+    from eformer.checkpoint._prune import prune as carry_out
+    from eformer.checkpoint._text import count, size
+
+    plan = carry_out(directory, keep=keep, check=check, dry_run=True)
+    for name in plan.kept:
+        click.echo(f"keep    {printable(name)}")
+    for name, why in plan.left.items():
+        click.secho(
+            printable(f"leave   {name}, which is no whole checkpoint: {why}"), fg="cyan", color=_colours()
+        )
+    for name in plan.removed:
+        click.secho(f"remove  {printable(name)}", fg="red", color=_colours())
+    if dry_run or not plan.removed:
+        return
+    what = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
+    if not yes:
+        click.confirm(f"Remove {what}?", abort=True)
+    carry_out(directory, keep=keep)
+    click.echo(f"removed {what}")
+
+
+@main.command()
+@click.argument("directory", type=click.Path(), required=False)
+def demo(directory: str | None) -> None:
+    """A small training state: saved, loaded on another mesh, converted, damaged and caught. Needs ten seconds.
+
+    What it writes stays in DIRECTORY, if one is given.
+    """
+    import tempfile
+    from pathlib import Path
+
+    from eformer.demo import run  # late: it imports jax, which takes a second
+
+    if directory is not None:
+        Path(directory).mkdir(parents=True)
+        run(Path(directory))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            run(Path(folder))
+    where = directory or "./demo"
+    click.secho("\nNow you:", bold=True, color=_colours())
+    if directory is None:
+        click.echo("  eformer demo ./demo                          the same, and keep the files")
+    click.echo(f"  eformer inspect {where}/step-100             what is in it")
+    click.echo(f"  eformer verify {where}/damaged               which bytes are not what was saved")
+    click.echo(f"  eformer diff {where}/step-100 {where}/damaged")
+    click.echo(
+        "  eformer inspect YOUR/CHECKPOINT              Orbax, safetensors, flax, npz: whoever wrote it"
+    )
+
+
+@main.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """What lets SHELL complete the commands, options and paths of eformer.
+
+    \b
+    eformer completion bash >> ~/.bashrc
+    eformer completion zsh >> ~/.zshrc
+    eformer completion fish > ~/.config/fish/completions/eformer.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(main, {}, "eformer", "_EFORMER_COMPLETE").source())
+
+
+def _has_watcher(quiet: bool) -> bool:
+    """Whether somebody is there to see a bar."""
+    return not quiet and sys.stderr.isatty()
 
 
 def _print_json(value: Any) -> None:

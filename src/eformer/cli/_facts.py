@@ -16,7 +16,7 @@ from eformer.errors import EformerError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from eformer.checkpoint._manifest import LeafEntry, RecordedSharding, TreeEntry
+    from eformer.checkpoint._manifest import RecordedSharding, TreeEntry
 
 Facts = dict[str, Any]
 
@@ -85,7 +85,3 @@ def sharding_text(sharding: RecordedSharding | None) -> str:
     axes = ", ".join("+".join(axis) if isinstance(axis, tuple) else str(axis) for axis in sharding.spec)
     mesh = " x ".join(f"{name} {size}" for name, size in sharding.mesh.items())
     return f"({axes}) on {mesh}" if mesh else f"({axes})"
-
-
-def what_of(entry: LeafEntry) -> str:
-    return f"{entry.logical_dtype}{list(entry.logical_shape)}"

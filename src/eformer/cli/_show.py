@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from eformer.checkpoint._value import value_from_json
-from eformer.cli._facts import what_of
-from eformer.cli._outline import Line, Node, outline
-from eformer.cli._text import bar, count, printable, shortened, size
+from eformer.checkpoint._outline import Node, outline
+from eformer.checkpoint._text import bar, count, printable, shortened, size
 
 if TYPE_CHECKING:
     from eformer.checkpoint._manifest import TreeEntry
@@ -69,9 +67,7 @@ def show_tree(prefix: str, facts: Facts, tree: TreeEntry, on: Console) -> None:
 
 def tree_of(tree: TreeEntry, width: int) -> Tree:
     """Folded, with the size of everything as a bar of the whole."""
-    lines = [Line(name, printable(what_of(e)), e.nbytes) for name, e in tree.leaves.items()]
-    lines += [Line(name, _value_text(value)) for name, value in tree.raw_values.items()]
-    root = outline(lines)
+    root = outline(tree.lines())
     whole = max(1, root.nbytes)
     shown = Tree("", guide_style="dim", hide_root=True)
     rows = 0
@@ -103,10 +99,6 @@ def _label(node: Node, whole: int, width: int) -> Text:
         if width >= _NARROW:
             text.append(f" {bar(node.nbytes / whole, _BAR)}", style="blue")
     return text
-
-
-def _value_text(value: Any) -> str:
-    return printable(f"= {shortened(repr(value_from_json(value)), 60)}")
 
 
 def list_leaves(leaves: list[Facts], on: Console) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from eformer.checkpoint._manifest import Manifest, TreeEntry
+    from eformer.checkpoint._transfer import Damage
 
 
 class Trees(Mapping[str, "TreeEntry"]):
@@ -56,6 +57,8 @@ class Found:
     `trees` has those of the manifest, and others that are there. `only` is the tree that the path led to. `stamps` tell
     the files that were looked at from later ones of the same name; those that a manifest names are never replaced.
     `also` names directories that can be had as prefixes, too. `open_files` is for trees whose extents are in no files.
+    A file that stores one array after the other has no names: its leaves are called by their numbers. `find_damages`
+    reads what has checksums of a kind that reading a piece of it cannot check.
     """
 
     path: Path
@@ -66,6 +69,8 @@ class Found:
     also: tuple[str, ...] = ()
     stamps: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     open_files: Callable[[TreeEntry], Files] | None = None
+    has_names: bool = True
+    find_damages: Callable[[], Iterator[Damage]] | None = None
 
     def tree(self, prefix: str | None) -> TreeEntry:
         """The tree of that prefix; if none is said, the one that was saved without, or the only one."""

@@ -20,6 +20,8 @@ from eformer.checkpoint._source import Part, Source, Staging, contiguous, releas
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from eformer.checkpoint._progress import Meter
+
 # One write: large enough for the disk, small enough to stay in the processor's cache.
 _WRITE_BYTES = 4 * 2**20
 
@@ -35,6 +37,19 @@ class Sink(Protocol):
     """A file under way."""
 
     def write(self, data: Any, offset: int) -> None: ...
+
+
+class Counted:
+    """A file under way whose bytes somebody counts."""
+
+    __slots__ = ("_meter", "_sink")
+
+    def __init__(self, sink: Sink, meter: Meter) -> None:
+        self._sink, self._meter = sink, meter
+
+    def write(self, data: Any, offset: int) -> None:
+        self._sink.write(data, offset)
+        self._meter.add(len(data))
 
 
 class Slot(Struct, gc=False):
@@ -72,6 +87,11 @@ def no_digests(shape: tuple[int, ...], nbytes: int, itemsize: int, block: int) -
 
 def itemsize_of(source: Source) -> int:
     return dtype_from_name(source.dtype).itemsize
+
+
+def own_shapes(source: Source) -> list[tuple[int, ...]]:
+    """Of the boxes that this process writes."""
+    return [source.shape] if source.whole is not None else [region.shape for region in source.regions]
 
 
 def parts_of(source: Source) -> Sequence[Part]:
@@ -188,21 +208,17 @@ class Lease:
             self.outer.end(tasks)
 
 
-# ------------------------------------------------------------------------------------------ checksums
+# ------------------------------------------------------------------------------------------- in order
 
 
-def sha256_parts(source: Source, staging: Staging) -> Iterator[memoryview]:
+def elements_of(source: Source, staging: Staging) -> Iterator[memoryview]:
     """The elements of a leaf in their order, as bytes, a little at a time."""
-    itemsize = itemsize_of(source)
-    for region in pieces(source.shape, itemsize, _SHA256_BYTES):
+    for region in pieces(source.shape, itemsize_of(source), staging.batch_bytes(source.parts)):
         parts, held = staging.fetch(parts_of(source), region)
         try:
             yield bytes_of(contiguous(parts, region, source.dtype))
         finally:
             staging.release(held)
-
-
-_SHA256_BYTES = 4 * 2**20
 
 
 def is_all_here(source: Source) -> bool:

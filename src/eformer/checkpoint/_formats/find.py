@@ -9,7 +9,7 @@ from eformer.checkpoint._formats import _array_reading as arrays
 from eformer.checkpoint._formats import _reading as safetensors
 from eformer.checkpoint._formats._index import INDEX
 from eformer.checkpoint._formats._names import INDEX_SUFFIX, MANIFEST, SUFFIX
-from eformer.checkpoint._formats.foreign import orbax
+from eformer.checkpoint._formats.foreign import files, orbax
 from eformer.checkpoint._leaf import with_nearest
 from eformer.checkpoint._store.local import list_names, local_path, open_inside, stamp
 from eformer.errors import CorruptionError, FormatError, NotFoundError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FOREIGN = (arrays.FOREIGN, safetensors.FOREIGN, orbax.FORMAT)
+FOREIGN = (arrays.FOREIGN, safetensors.FOREIGN, orbax.FORMAT, *files.FORMATS)
 
 _MOST_SHOWN = 8
 
@@ -37,7 +37,7 @@ def find(path: str | os.PathLike[str]) -> Found:
         return _in_directory(where.parent)
     if not where.exists():
         where = safetensors.by_base_name(where) or _missing(where)
-    return safetensors.in_file(where)
+    return files.in_file(where) or safetensors.in_file(where)
 
 
 def look_at(path: str | os.PathLike[str], use: Callable[[Found], T]) -> T:
@@ -103,4 +103,6 @@ def _nothing_in(directory: Path, names: list[str]) -> Found:
 
 
 def _looks_like_one(path: Path) -> bool:
-    return any((path / name).exists() for name in (INDEX, MANIFEST)) or path.name.endswith(SUFFIX)
+    return any((path / name).exists() for name in (INDEX, MANIFEST)) or path.name.endswith(
+        (SUFFIX, *files.SUFFIXES)
+    )

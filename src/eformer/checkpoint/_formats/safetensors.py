@@ -15,11 +15,13 @@ from eformer.checkpoint._formats._header import Tensor, header_bytes, open_heade
 from eformer.checkpoint._formats._names import own_name, save_of, tensor_name
 from eformer.checkpoint._formats._writing import (
     NO_DIGEST,
+    Counted,
     Slot,
     entry_of,
     in_one_place,
     itemsize_of,
     no_digests,
+    own_shapes,
     piece_tasks,
     small_bytes,
     write_packed,
@@ -35,8 +37,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from eformer.checkpoint._formats._reuse import Earlier
+    from eformer.checkpoint._formats._writing import Sink
     from eformer.checkpoint._leaf import Region
     from eformer.checkpoint._manifest import DataFile, Extent, LeafEntry
+    from eformer.checkpoint._progress import Meter
     from eformer.checkpoint._source import Source, Staging
     from eformer.checkpoint._store.local import Scratch
     from eformer.checkpoint._store.many import ScratchTree
@@ -109,6 +113,11 @@ def _slot(source: Source, region: Region | None, block: int) -> Slot:
     return Slot(name, source, region, shape, nbytes, is_packed, digests)
 
 
+def own_nbytes(source: Source) -> int:
+    """What this process writes of a leaf."""
+    return sum(stored_nbytes(source.dtype, shape) for shape in own_shapes(source))
+
+
 def stored_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     """What an array takes in a file: what it takes in memory, but for four-bit floats, two of which share a byte."""
     nbytes = math.prod(shape) * dtype_from_name(dtype).itemsize
@@ -140,6 +149,10 @@ class Kept:
     files: list[DataFile] = field(default_factory=list)
     finals: dict[str, str] = field(default_factory=dict)
     leaves: dict[str, tuple[Source, list[Extent]]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(extent.nbytes for _, extents in self.leaves.values() for extent in extents)
 
     def entries(self, first: int) -> dict[str, LeafEntry]:
         """What the manifest says of the leaves, if the files are numbered from `first` on."""
@@ -218,14 +231,14 @@ def apart(sources: Sequence[Source]) -> list[list[Source]]:
 # --------------------------------------------------------------------------------------------- write
 
 
-def write_data(files: Sequence[File], block: int, staging: Staging, threads: int) -> None:
+def write_data(files: Sequence[File], block: int, staging: Staging, threads: int, meter: Meter) -> None:
     """Every leaf's bytes at their place, and their digests in the slots. Nothing is synced yet."""
     is_large = sum(file.nbytes for file in files) > physical_memory() * _LARGE_PART
     for file in files:
         scratch_of(file).resize(file.nbytes)
         if is_large:
             scratch_of(file).pass_by()
-    run_all((task for file in files for task in _tasks(file, block, staging)), threads)
+    run_all((task for file in files for task in _tasks(file, block, staging, meter)), threads)
 
 
 def write_headers(files: Sequence[File], threads: int) -> None:
@@ -240,30 +253,31 @@ def scratch_of(file: File) -> Scratch:
     return file.scratch
 
 
-def _tasks(file: File, block: int, staging: Staging) -> Iterator[Callable[[], None]]:
+def _tasks(file: File, block: int, staging: Staging, meter: Meter) -> Iterator[Callable[[], None]]:
     """Small neighbours are written together, large leaves piece by piece."""
+    sink, start = Counted(scratch_of(file), meter), len(file.header)
     small: list[Slot] = []
     room = block
     for slot in file.slots:
         nbytes = slot.nbytes
         is_small = nbytes <= block and not slot.is_packed and in_one_place(slot) is not None
         if small and (not is_small or nbytes > room):
-            yield partial(_write_small, file, small)
+            yield partial(_write_small, sink, start, small)
             small, room = [], block
         if is_small:
             small.append(slot)
             room -= nbytes
         elif slot.is_packed:
-            yield partial(write_packed, scratch_of(file), len(file.header), slot, staging)
+            yield partial(write_packed, sink, start, slot, staging)
         else:
-            yield from piece_tasks(scratch_of(file), len(file.header), slot, block, staging)
+            yield from piece_tasks(sink, start, slot, block, staging)
     if small:
-        yield partial(_write_small, file, small)
+        yield partial(_write_small, sink, start, small)
 
 
-def _write_small(file: File, slots: Sequence[Slot]) -> None:
+def _write_small(sink: Sink, start: int, slots: Sequence[Slot]) -> None:
     data = b"".join(map(small_bytes, slots))
-    scratch_of(file).write(data, len(file.header) + slots[0].offset)
+    sink.write(data, start + slots[0].offset)
 
 
 def header_of(file: File, metadata: dict[str, str]) -> bytes:

@@ -20,6 +20,7 @@ from eformer.checkpoint._formats._index import INDEX, Index, Listed, read_index
 from eformer.checkpoint._formats._names import MANIFEST
 from eformer.checkpoint._formats._writing import (
     NO_DIGEST,
+    Counted,
     Slot,
     bytes_of,
     digests_of,
@@ -27,6 +28,7 @@ from eformer.checkpoint._formats._writing import (
     in_one_place,
     itemsize_of,
     no_digests,
+    own_shapes,
     parts_of,
     piece_tasks,
     small_bytes,
@@ -47,6 +49,7 @@ from eformer.checkpoint._leaf import Region, escape, is_inside, name_to_path
 from eformer.checkpoint._manifest import Coding, DataFile, Extent, LeafEntry, Part, Receipt
 from eformer.checkpoint._pieces import piece_sizes
 from eformer.checkpoint._pool import run_all, uncollected
+from eformer.checkpoint._progress import SILENT, Meter
 from eformer.checkpoint._source import Source, Staging, contiguous, released
 from eformer.checkpoint._store.local import link, list_names, locked, logger, remove, replacing, sweep
 from eformer.checkpoint._store.many import (
@@ -134,6 +137,11 @@ def _array(source: Source, compression: str | None, limit: int, block: int, mark
     return Array(path, source, described, itemsize * math.prod(chunk), slots)
 
 
+def own_nbytes(source: Source) -> int:
+    """What this process writes of a leaf, if it is not compressed."""
+    return itemsize_of(source) * sum(map(math.prod, own_shapes(source)))
+
+
 def _own_chunks(source: Source, chunk: tuple[int, ...]) -> Iterator[tuple[str, Region]]:
     """Those that this process writes. They are cut so that none reaches over a region."""
     if not math.prod(source.shape):
@@ -159,9 +167,10 @@ class ArraysWriter:
         block: int,
         threads: int,
         write_index: bool,
+        meter: Meter = SILENT,
     ) -> None:
         self.directory, self.prefix, self.save_id, self.options = directory, prefix, save_id, options
-        self.block, self.threads, self.write_index = block, threads, write_index
+        self.block, self.threads, self.write_index, self.meter = block, threads, write_index, meter
         self.mark = save_id if write_index else ""  # without an index they shall look like anybody's
         self.scratch: ScratchTree | None = None
         self.process, self.count = 0, 1
@@ -207,6 +216,7 @@ class ArraysWriter:
                 array.is_kept = self._link(earlier, array, extents)
                 if not array.is_kept:
                     return  # nor will the next one be
+                self.meter.add(own_nbytes(array.source))
 
     def _link(self, earlier: Earlier, array: Array, extents: Sequence[Extent]) -> bool:
         """All chunks of the array; or none, if they are on another file system or in other pieces."""
@@ -232,14 +242,15 @@ class ArraysWriter:
             self._write_database(arrays, staging)
             return
         with ExitStack() as files:
-            run_all(_file_tasks(self.root, arrays, self.block, staging, files), self.threads)
+            tasks = _file_tasks(self.root, arrays, self.block, staging, files, self.meter)
+            run_all(tasks, self.threads)
         self.scratch.sync([name for array in arrays for name in array.files()])
 
     def _write_database(self, arrays: Sequence[Array], staging: Staging) -> None:
         """Each process has one of its own; the first one's becomes that of all."""
         assert self.scratch is not None
         self.database = DatabaseWriter(self.scratch.data / self._branch)
-        run_all(_database_tasks(self.database, arrays, self.block, staging), self.threads)
+        run_all(_database_tasks(self.database, arrays, self.block, staging, self.meter), self.threads)
         self.database.finish()
         if not self.process and self.arrays:
             write_new(f"{self.root}/{DATABASE_MARK}", self.mark.encode())
@@ -447,7 +458,7 @@ def _make_parents(root: str, arrays: Sequence[Array]) -> None:
 
 
 def _file_tasks(
-    root: str, arrays: Sequence[Array], block: int, staging: Staging, files: ExitStack
+    root: str, arrays: Sequence[Array], block: int, staging: Staging, files: ExitStack, meter: Meter
 ) -> Iterator[Callable[[], None]]:
     """Small arrays many at a time, large ones piece by piece."""
     small: list[Array] = []
@@ -455,14 +466,14 @@ def _file_tasks(
         if array.is_small and array.chunk_nbytes <= block:
             small.append(array)
             if len(small) == _BATCH:
-                yield partial(_write_small, root, small)
+                yield partial(_write_small, root, small, meter)
                 small = []
         else:
-            yield from _array_tasks(root, array, block, staging, files)
-    yield partial(_write_small, root, small)
+            yield from _array_tasks(root, array, block, staging, files, meter)
+    yield partial(_write_small, root, small, meter)
 
 
-def _write_small(root: str, arrays: Sequence[Array]) -> None:
+def _write_small(root: str, arrays: Sequence[Array], meter: Meter) -> None:
     for array in arrays:
         path = f"{root}/{array.path}"
         make_directory(path)
@@ -470,15 +481,17 @@ def _write_small(root: str, arrays: Sequence[Array]) -> None:
             write_new(f"{path}/{ZARRAY}", array.zarray)
         for chunk in array.to_write:
             data = small_bytes(chunk)
+            nbytes = len(data)
             if chunk.coding:
                 data = _encoded(chunk, data)
             elif len(data) < array.chunk_nbytes:
                 data = data.ljust(array.chunk_nbytes, b"\0")
             write_new(f"{path}/{chunk.name}", data)
+            meter.add(nbytes)  # those of the leaf, without padding and before compression
 
 
 def _array_tasks(
-    root: str, array: Array, block: int, staging: Staging, files: ExitStack
+    root: str, array: Array, block: int, staging: Staging, files: ExitStack, meter: Meter
 ) -> Iterator[Callable[[], None]]:
     path = f"{root}/{array.path}"
     make_directory(path)
@@ -487,16 +500,16 @@ def _array_tasks(
     for chunk in array.to_write:
         name = f"{path}/{chunk.name}"
         if chunk.coding:
-            yield partial(_write_whole, partial(write_new, name), array, chunk, block, staging)
+            yield partial(_write_whole, partial(write_new, name), array, chunk, block, staging, meter)
         else:
             file = NewFile(name, array.chunk_nbytes)
             files.callback(file.close)  # should the save fail before its last piece is written
-            yield from piece_tasks(file, 0, chunk, block, staging, end=file.close)
+            yield from piece_tasks(Counted(file, meter), 0, chunk, block, staging, end=file.close)
     array.source = released(array.source)
 
 
 def _write_whole(
-    put: Callable[[bytes], None], array: Array, chunk: Slot, block: int, staging: Staging
+    put: Callable[[bytes], None], array: Array, chunk: Slot, block: int, staging: Staging, meter: Meter
 ) -> None:
     """A chunk that is encoded, or goes into a database: both take it as a whole."""
     parts, held = staging.fetch(parts_of(chunk.source), chunk.box)
@@ -509,6 +522,7 @@ def _write_whole(
         _digest_pieces(chunk, data, block)
     padded = data.ljust(array.chunk_nbytes, b"\0")
     put(_encoded(chunk, padded) if chunk.coding else padded)
+    meter.add(len(data))
 
 
 def _digest(chunk: Slot, block: int, staging: Staging) -> None:
@@ -545,14 +559,14 @@ def _encoded(chunk: Slot, data: bytes) -> bytes:
 
 
 def _database_tasks(
-    database: DatabaseWriter, arrays: Sequence[Array], block: int, staging: Staging
+    database: DatabaseWriter, arrays: Sequence[Array], block: int, staging: Staging, meter: Meter
 ) -> Iterator[Callable[[], None]]:
     for start in range(0, len(arrays), _BATCH):
         yield partial(_put_descriptions, database, arrays[start : start + _BATCH])
     for array in arrays:
         for chunk in array.chunks:
             put = partial(database.put, f"{array.path}/{chunk.name}")
-            yield partial(_write_whole, put, array, chunk, block, staging)
+            yield partial(_write_whole, put, array, chunk, block, staging, meter)
         array.source = released(array.source)
 
 

@@ -9,7 +9,7 @@ message of its own: [shape, dtype name, bytes]. Two maps have a meaning:
 A typed PRNG key is an array whose dtype name is key<implementation>: ours too.
 """
 
-from eformer.checkpoint._msgpack._reader import unpack
-from eformer.checkpoint._msgpack._writer import can_pack, pack
+from eformer.checkpoint._msgpack._views import unpack
+from eformer.checkpoint._msgpack._writer import Streamed, can_pack, pack
 
-__all__ = ["can_pack", "pack", "unpack"]
+__all__ = ["Streamed", "can_pack", "pack", "unpack"]

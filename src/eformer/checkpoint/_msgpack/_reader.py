@@ -1,4 +1,4 @@
-"""A msgpack message to a tree, whose arrays are views of the message; or what is wrong with it, and where."""
+"""A msgpack message to a tree, whatever its arrays become; or what is wrong with it, and where."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import msgspec
-import numpy as np
 
 from eformer.checkpoint._msgpack._wire import (
     ARRAY,
@@ -26,7 +25,7 @@ from eformer.checkpoint._ndarray import from_raw
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 # Above this size a message's framing is checked in C before anything is built from it, so that a broken one
 # is refused in milliseconds and in no memory, however many small values it begins with. The reader then
@@ -34,21 +33,28 @@ if TYPE_CHECKING:
 _CHECK_FRAMING_ABOVE = 2**16
 _MOST_TO_EXPLAIN = 20_000
 
-_PRNG_KEY = re.compile(r"key<(\w{1,64})>")
+PRNG_KEY = re.compile(r"key<(\w{1,64})>")
 
 _Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=64)]
 _decode_array = msgspec.msgpack.Decoder(tuple[_Shape, str, memoryview]).decode
 _decode_complex = msgspec.msgpack.Decoder(tuple[float, float]).decode
 
 
-def unpack(data: bytes | bytearray | memoryview) -> Any:
-    """The tree in `data`. Arrays are views of it when it is read-only, and of a copy when it is not."""
-    view = memoryview(data).cast("B")
-    if not view.readonly:
-        view = memoryview(bytes(view))
+class Arrays(Protocol):
+    """What the arrays of a message become."""
+
+    def array(self, data: memoryview, name: str, shape: tuple[int, ...], at: int) -> Any:
+        """For an array of the dtype of that name, whose bytes begin at byte `at` of the message."""
+
+    def joined(self, shape: list[int], chunks: Sequence[Any]) -> Any:
+        """For an array in flat chunks, of one dtype, that have as many elements together."""
+
+
+def read(view: memoryview, arrays: Arrays) -> Any:
+    """The tree in a view that does not change."""
     if len(view) > _CHECK_FRAMING_ABOVE and (problem := _framing_problem(view)):
-        return _Reader(view).message(most=_MOST_TO_EXPLAIN, beyond=problem)
-    return _Reader(view).message()
+        return _Reader(view, arrays).message(most=_MOST_TO_EXPLAIN, beyond=problem)
+    return _Reader(view, arrays).message()
 
 
 def _framing_problem(view: memoryview) -> str | None:
@@ -88,7 +94,7 @@ class _List:
         self.items.append(value)
         self.left -= 1
 
-    def finish(self) -> Any:
+    def finish(self, arrays: Arrays) -> Any:
         return self.items
 
     @property
@@ -121,10 +127,10 @@ class _Map:
             self.key = value
         self.left -= 1
 
-    def finish(self) -> Any:
+    def finish(self, arrays: Arrays) -> Any:
         if TUPLE in self.items:
             return _tuple(self.items)
-        return _unchunked(self.items) if CHUNKED in self.items else self.items
+        return _unchunked(self.items, arrays) if CHUNKED in self.items else self.items
 
     @property
     def step(self) -> str:
@@ -134,10 +140,10 @@ class _Map:
 class _Reader:
     """Reads one message, without recursion: depth costs memory, never the interpreter's stack."""
 
-    __slots__ = ("at", "open", "view")
+    __slots__ = ("arrays", "at", "open", "view")
 
-    def __init__(self, view: memoryview) -> None:
-        self.view = view
+    def __init__(self, view: memoryview, arrays: Arrays) -> None:
+        self.view, self.arrays = view, arrays
         self.at = 0
         self.open: list[_List | _Map] = []
 
@@ -166,13 +172,13 @@ class _Reader:
                 self.enter(value)
                 if value.left:
                     continue
-                value = containers.pop().finish()
+                value = containers.pop().finish(self.arrays)
             while containers:
                 container = containers[-1]
                 container.add(value)
                 if container.left:
                     break
-                value = container.finish()
+                value = container.finish(self.arrays)
                 containers.pop()
             else:
                 return value
@@ -230,7 +236,7 @@ def _extension(reader: _Reader, size: int) -> Any:
     payload = reader.take(size)
     try:
         if code == ARRAY:
-            return _array(payload)
+            return _array(reader, payload)
         if code == SCALAR:
             return _scalar(payload)
         if code == COMPLEX:
@@ -272,27 +278,16 @@ def _reason(error: Exception) -> str:
     return "the input ends too early" if isinstance(error, (IndexError, struct.error)) else str(error)
 
 
-def _array(payload: memoryview) -> Any:
+def _array(reader: _Reader, payload: memoryview) -> Any:
     shape, name, data = _decode_array(payload)
-    if name.startswith("key<") and (key := _PRNG_KEY.fullmatch(name)):
-        return _prng_key(from_raw(data, "uint32", shape), key[1])
-    return from_raw(data, name, shape)
+    return reader.arrays.array(data, name, shape, reader.at - len(data))  # they are the last of the payload
 
 
 def _scalar(payload: memoryview) -> Any:
-    array = _array(payload)
-    if not isinstance(array, np.ndarray) or array.shape != ():
+    shape, name, data = _decode_array(payload)
+    if shape:
         raise FormatError("an array with axes where a numpy scalar was announced")
-    return array[()]
-
-
-def _prng_key(data: np.ndarray[Any, Any], implementation: str) -> Any:
-    import jax  # late: only files that hold keys need it
-
-    try:
-        return jax.random.wrap_key_data(jax.numpy.asarray(data), impl=implementation)
-    except (TypeError, ValueError) as error:
-        raise FormatError(f"not a PRNG key: {error}") from error
+    return from_raw(data, name, shape)[()]
 
 
 def _tuple(items: dict[Any, Any]) -> tuple[Any, ...]:
@@ -302,11 +297,12 @@ def _tuple(items: dict[Any, Any]) -> tuple[Any, ...]:
     return tuple(content)
 
 
-def _unchunked(items: dict[Any, Any]) -> np.ndarray[Any, Any]:
+def _unchunked(items: dict[Any, Any], arrays: Arrays) -> Any:
     try:
         shape, chunks = _in_order(items["shape"]), _in_order(items["chunks"])
         if len(items) == 3 and chunks and all(type(n) is int and n >= 0 for n in shape):
-            return _joined(shape, chunks)
+            _require_flat(shape, chunks)
+            return arrays.joined(shape, chunks)
     except (KeyError, AttributeError, TypeError) as error:
         raise FormatError(f"{CHUNKED} needs a shape and chunks") from error
     raise FormatError(f"{CHUNKED} needs a shape and chunks, and nothing beside them")
@@ -316,13 +312,10 @@ def _in_order(numbered: dict[str, Any]) -> list[Any]:
     return [numbered[str(index)] for index in range(len(numbered.keys()))]
 
 
-def _joined(shape: list[int], chunks: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+def _require_flat(shape: list[int], chunks: Sequence[Any]) -> None:
     if any(chunk.ndim != 1 or chunk.dtype != chunks[0].dtype for chunk in chunks):
         raise FormatError(f"the chunks of an array of shape {shape} are not flat, or not of one dtype")
     if sum(chunk.size for chunk in chunks) != math.prod(shape):
         raise FormatError(
             f"the chunks hold {sum(c.size for c in chunks)} elements, shape {shape} needs others"
         )
-    array = np.concatenate(chunks).reshape(shape)
-    array.flags.writeable = False  # as all others are
-    return array

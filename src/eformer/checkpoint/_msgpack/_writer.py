@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import sys
+from collections.abc import Iterator  # noqa: TC003  msgspec looks at it
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,7 @@ from eformer.checkpoint._ndarray import name_of_dtype, raw_pieces
 from eformer.errors import LeafError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from eformer.checkpoint._leaf import Place
 
@@ -37,6 +39,19 @@ if TYPE_CHECKING:
 _MAX_ARRAY = MAX_LENGTH - 2**12
 
 _encode = msgspec.msgpack.Encoder().encode
+
+
+class Streamed(msgspec.Struct, frozen=True):
+    """An array whose bytes come piece by piece when they are written."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    itemsize: int
+    pieces: Iterator[bytes | memoryview]
+
+    @property
+    def nbytes(self) -> int:
+        return self.itemsize * math.prod(self.shape)
 
 
 def pack(tree: Any, write: Callable[[Any], Any], *, max_chunk: int, sort_keys: bool) -> None:
@@ -86,6 +101,7 @@ class _Packer:
             **dict.fromkeys((type(None), bool, int, float, str), self.write_plain),
             **dict.fromkeys((bytes, bytearray, memoryview), self.write_bytes),
             np.ndarray: self.write_array,
+            Streamed: self.write_streamed,
             dict: self.begin_dict,
             list: self.begin_list,
             tuple: self.begin_tuple,
@@ -176,21 +192,30 @@ class _Packer:
     def write_array(self, array: np.ndarray[Any, Any], place: Place, below_list: bool) -> None:
         limit = _MAX_ARRAY if below_list else self.max_chunk
         if array.nbytes > limit:
-            self.write_chunks(array, place)
+            name = self.dtype_name(array, place)
+            self.write_chunks(Streamed(name, array.shape, array.dtype.itemsize, raw_pieces(array)))
         else:
             self.write_extension(ARRAY, array, place)
 
-    def write_chunks(self, array: np.ndarray[Any, Any], place: Place) -> None:
-        name = self.dtype_name(array, place)
-        step = max(1, int(self.max_chunk / array.dtype.itemsize))
-        sizes = [min(step, array.size - start) for start in range(0, array.size, step)]
-        shape = {str(axis): size for axis, size in enumerate(array.shape)}
+    def write_streamed(self, array: Streamed, place: Place, below_list: bool) -> None:
+        if array.nbytes > (_MAX_ARRAY if below_list else self.max_chunk):
+            self.write_chunks(array)
+            return
+        self.write(_array_head(ARRAY, array.shape, array.dtype, array.nbytes))
+        for piece in array.pieces:
+            self.write(piece)
+
+    def write_chunks(self, array: Streamed) -> None:
+        size = math.prod(array.shape)
+        step = max(1, int(self.max_chunk / array.itemsize))
+        sizes = [min(step, size - start) for start in range(0, size, step)]
+        shape = {str(axis): length for axis, length in enumerate(array.shape)}
         self.write(_head(3, 0x80, 0xDE) + _encode(CHUNKED) + _encode(True))
         self.write(_encode("shape") + _encode(shape) + _encode("chunks") + _head(len(sizes), 0x80, 0xDE))
-        pieces = _Pieces(raw_pieces(array))
-        for index, size in enumerate(sizes):
-            nbytes = size * array.dtype.itemsize
-            self.write(_encode(str(index)) + _array_head(ARRAY, (size,), name, nbytes))
+        pieces = _Pieces(array.pieces)
+        for index, count in enumerate(sizes):
+            nbytes = count * array.itemsize
+            self.write(_encode(str(index)) + _array_head(ARRAY, (count,), array.dtype, nbytes))
             pieces.copy(nbytes, self.write)
 
     def write_extension(self, code: int, array: np.ndarray[Any, Any], place: Place, name: str = "") -> None:

@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from eformer.checkpoint._leaf import split_name, unescape
-from eformer.cli._text import printable
+from eformer.checkpoint._text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+
+_DEEPEST = 64  # modules inside of each other; what is deeper is one name: nobody looks, and Python would not go there
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ def outline(lines: Iterable[Line]) -> Node:
     inner: dict[tuple[str, ...], Node] = {(): root}
     for line in lines:
         parts = split_name(line.name) if line.name else ()
+        parts = (*parts[:_DEEPEST], ".".join(parts[_DEEPEST:])) if len(parts) > _DEEPEST else parts
         for depth in range(len(parts)):
             here = parts[: depth + 1]
             if here not in inner:

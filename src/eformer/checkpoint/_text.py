@@ -17,6 +17,8 @@ def size(nbytes: float) -> str:
 
 def printable(text: str) -> str:
     """As it is, but for what a terminal would obey, or cannot show."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

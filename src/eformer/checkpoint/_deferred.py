@@ -1,0 +1,106 @@
+"""Arrays of a checkpoint that are read when they are written elsewhere, as they are or turned around. Needs no jax."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from eformer.checkpoint._leaf import Region
+from eformer.checkpoint._ndarray import dtype_from_name
+from eformer.checkpoint._source import Deferred
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from eformer.checkpoint._manifest import LeafEntry
+    from eformer.checkpoint._view import View
+
+Array = np.ndarray[Any, Any]
+
+_LARGE_CHUNK = 2**25  # bytes; what is larger is better decoded once, and not for every few rows of it
+
+
+class Stored(Deferred):
+    """A leaf as it lies in a checkpoint. What is read is checked."""
+
+    def __init__(self, view: View, name: str, entry: LeafEntry) -> None:
+        self.view, self.name, self.entry = view, name, entry
+        self.shape, self.dtype = entry.shape, dtype_from_name(entry.dtype)
+        self.in_order = self.decoded_nbytes <= _LARGE_CHUNK
+        self.threads: int | None = None
+
+    def read(self, region: Region) -> Array:
+        return self.view.read(self.name, self.entry, region, self.threads)
+
+    @property
+    def decoded_nbytes(self) -> int:
+        """What has to be in memory at once of what lies encoded: the largest chunk."""
+        coded = [extent for extent in self.entry.extents if extent.coding]
+        return max((self.entry.region_of(extent).size * self.dtype.itemsize for extent in coded), default=0)
+
+
+class Transposed(Deferred):
+    """The axes in another order. To have some rows of it, all of the array has to be read."""
+
+    in_order = False
+
+    def __init__(self, inner: Deferred, axes: tuple[int, ...]) -> None:
+        self.inner, self.axes = inner, axes
+        self.shape, self.dtype = tuple(inner.shape[axis] for axis in axes), inner.dtype
+
+    def read(self, region: Region) -> Array:
+        start, stop = [0] * len(self.axes), [0] * len(self.axes)
+        for here, axis in enumerate(self.axes):
+            start[axis], stop[axis] = region.start[here], region.stop[here]
+        return self.inner.read(Region(tuple(start), tuple(stop))).transpose(self.axes)
+
+
+class Stacked(Deferred):
+    """Arrays of one shape and dtype along a new axis."""
+
+    def __init__(self, inners: Sequence[Deferred], axis: int) -> None:
+        self.inners, self.axis = inners, axis
+        shape = inners[0].shape
+        self.shape, self.dtype = (*shape[:axis], len(inners), *shape[axis:]), inners[0].dtype
+        self.in_order = axis == 0 and all(inner.in_order for inner in inners)
+
+    def read(self, region: Region) -> Array:
+        axis = self.axis
+        first, last = region.start[axis], region.stop[axis]
+        inner = Region(_without(region.start, axis), _without(region.stop, axis))
+        if last - first == 1:
+            return np.expand_dims(self.inners[first].read(inner), axis)
+        whole = np.empty(region.shape, self.dtype)
+        for number in range(first, last):
+            whole[(slice(None),) * axis + (number - first,)] = self.inners[number].read(inner)
+        return whole
+
+
+class Taken(Deferred):
+    """What is at one index of an axis, without that axis."""
+
+    def __init__(self, inner: Deferred, axis: int, index: int) -> None:
+        self.inner, self.axis, self.index = inner, axis, index
+        self.shape, self.dtype = _without(inner.shape, axis), inner.dtype
+        self.in_order = axis == 0 and inner.in_order
+
+    def read(self, region: Region) -> Array:
+        axis, index = self.axis, self.index
+        start = (*region.start[:axis], index, *region.start[axis:])
+        stop = (*region.stop[:axis], index + 1, *region.stop[axis:])
+        return self.inner.read(Region(start, stop)).squeeze(axis)
+
+
+def stored_in(array: Deferred) -> list[Stored]:
+    """The leaves that an array is made of."""
+    if isinstance(array, Stored):
+        return [array]
+    if isinstance(array, Stacked):
+        return [stored for inner in array.inners for stored in stored_in(inner)]
+    assert isinstance(array, (Transposed, Taken))
+    return stored_in(array.inner)
+
+
+def _without(numbers: Sequence[int], axis: int) -> tuple[int, ...]:
+    return (*numbers[:axis], *numbers[axis + 1 :])

@@ -1,0 +1,51 @@
+"""Single files of others, known by how they begin and not by what they are called."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eformer.checkpoint._formats._names import INDEX_SUFFIX, MANIFEST, SUFFIX
+from eformer.checkpoint._formats.foreign import equinox, msgpack, npz
+from eformer.checkpoint._formats.foreign.single import opened
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from eformer.checkpoint._formats._found import Found
+    from eformer.checkpoint._formats.foreign.single import SingleFile
+
+FORMATS = (msgpack.FORMAT, npz.FORMAT, equinox.FORMAT)
+SUFFIXES = (".msgpack", ".npz", ".eqx")  # the usual ones, for hints
+
+
+def in_file(path: Path) -> Found | None:
+    """The checkpoint that a file is; None for what is safetensors', by its name or by how it begins."""
+    if path.name == MANIFEST or path.name.endswith((SUFFIX, INDEX_SUFFIX)):
+        return None
+    with opened(Path(os.path.realpath(path))) as file:  # a link that the caller names may lead anywhere
+        first = file.read(0, 9)
+        if _is_safetensors(first, file.nbytes):
+            return None
+        if first.startswith(npz.BEGINNINGS):
+            return npz.in_npz(file)
+        if found := equinox.in_equinox(file):
+            return found
+        if first and first[0] in msgpack.BEGINNINGS:
+            return msgpack.in_msgpack(file)
+        return _none_of_these(file, first)
+
+
+def _is_safetensors(first: bytes, file_nbytes: int) -> bool:
+    if len(first) < 9:
+        return False
+    (length,) = struct.unpack("<Q", first[:8])
+    return first[8:] == b"{" and length <= file_nbytes - 8
+
+
+def _none_of_these(file: SingleFile, first: bytes) -> Found:
+    raise FormatError(
+        f"{file.path} is no checkpoint: it is not called *{SUFFIX}, and begins with {first!r}, which is how neither "
+        "safetensors do, nor npz, arrays of numpy or equinox, or a tree in msgpack"
+    )

@@ -1,0 +1,90 @@
+"""Files of `flax.serialization`, and of ours that writes the same: a tree as one message of msgpack."""
+
+from __future__ import annotations
+
+import mmap
+from typing import TYPE_CHECKING, Any
+
+from eformer.checkpoint._formats.foreign.single import Stored, describe
+from eformer.checkpoint._leaf import BARE_LEAF, escape_siblings
+from eformer.checkpoint._msgpack._located import Located, locate
+from eformer.checkpoint._store.parts import Joined
+from eformer.checkpoint._value import is_recorded, value_to_json
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from eformer.checkpoint._formats._found import Found
+    from eformer.checkpoint._formats.foreign.single import SingleFile
+
+FORMAT = "msgpack, of flax"
+# Maps, arrays of msgpack, and extensions: a tree that is one array.
+BEGINNINGS = frozenset({*range(0x80, 0xA0), *range(0xC7, 0xCA), *range(0xD4, 0xD9), *range(0xDC, 0xE0)})
+
+_MOST_DEPTH = 250  # that of our own trees
+
+
+def in_msgpack(file: SingleFile) -> Found:
+    """The tree with the structure that was written. Of its arrays not a byte is read."""
+    try:
+        # It is let go of with the last view of it, also where an error keeps some.
+        tree = locate(memoryview(mmap.mmap(file.descriptor, 0, prot=mmap.PROT_READ)))
+        structure, leaves = _flattened(tree)
+        arrays = {name: _stored(leaf, name) for name, leaf in leaves.items() if isinstance(leaf, Located)}
+        values = {name: _value(leaf, name) for name, leaf in leaves.items() if name not in arrays}
+    except FormatError as error:
+        raise FormatError(f"{file.path} begins like msgpack, but cannot be read: {error}") from error
+    return describe(file, FORMAT, arrays, structure, values=values)
+
+
+def _flattened(tree: Any) -> tuple[Any, dict[str, Any]]:
+    """The structure as JSON, and the leaves by name: what `flatten` says of such a tree, which needs jax."""
+    leaves: dict[str, Any] = {}
+    root: list[Any] = [None]
+    todo: list[tuple[Any, Any, Any, tuple[str, ...]]] = [(root, 0, tree, ())]
+    while todo:
+        holder, slot, node, parts = todo.pop()
+        if isinstance(node, (dict, list, tuple)):
+            if node and len(parts) >= _MOST_DEPTH:
+                raise FormatError(f"at {'.'.join(parts)[:200]!r}: nested more than {_MOST_DEPTH} deep")
+            document, below = _opened(node)
+            holder[slot] = document
+            todo += reversed([(inner, key, child, (*parts, part)) for inner, key, child, part in below])
+        elif node is not None:
+            holder[slot] = name = ".".join(parts) or BARE_LEAF
+            leaves[name] = node
+    return root[0], leaves
+
+
+_Child = tuple[Any, Any, Any, str]
+"""Where the JSON of a child goes, and at what key there; the child, and its part of the name."""
+
+
+def _opened(node: Any) -> tuple[Any, Iterator[_Child]]:
+    """The JSON of a container, with room for that of its children."""
+    if not isinstance(node, dict):
+        content: Any = [None] * len(node)
+        return {type(node).__name__: content}, ((content, i, child, str(i)) for i, child in enumerate(node))
+    parts = escape_siblings(list(node))
+    children = zip(node.values(), parts, strict=True)
+    if all(type(key) is str for key in node):
+        content = dict.fromkeys(parts)
+        return {"dict": content}, ((content, part, child, part) for child, part in children)
+    content = [[value_to_json(key), None] for key in node]
+    pairs = zip(content, children, strict=True)
+    return {"dict": content}, ((pair, 1, child, part) for pair, (child, part) in pairs)
+
+
+def _stored(leaf: Located, name: str) -> Stored:
+    nbytes = sum(nbytes for _, nbytes in leaf.ranges)
+    if len(leaf.ranges) == 1:
+        return Stored(leaf.dtype, leaf.shape, nbytes, leaf.ranges[0][0], key=leaf.key)
+    return Stored(leaf.dtype, leaf.shape, nbytes, part=Joined(name, leaf.ranges), key=leaf.key)
+
+
+def _value(leaf: Any, name: str) -> Any:
+    document = value_to_json(leaf)
+    if not is_recorded(document):
+        raise FormatError(f"leaf {name[:200]!r} is a single {type(leaf).__name__}, which is no plain value")
+    return document

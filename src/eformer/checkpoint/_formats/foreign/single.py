@@ -1,0 +1,134 @@
+"""One file that holds a whole tree: opened for a look, and described as if it were ours."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from eformer.checkpoint._formats._found import Found
+from eformer.checkpoint._manifest import (
+    Coding,
+    DataFile,
+    Extent,
+    LeafEntry,
+    Manifest,
+    TreeEntry,
+    encode_leaves,
+)
+from eformer.checkpoint._pieces import PIECE_BYTES
+from eformer.checkpoint._store.files import LocalFiles
+from eformer.checkpoint._store.local import open_regular, read_into, read_range, stamp
+from eformer.checkpoint._store.parts import PartFiles
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from eformer.checkpoint._store.parts import Part
+    from eformer.checkpoint._transfer import Damage
+
+
+@dataclass(frozen=True, slots=True)
+class SingleFile:
+    """A file that is open."""
+
+    path: Path
+    descriptor: int
+    nbytes: int
+    stamp: tuple[int, ...]
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return read_range(self.descriptor, offset, nbytes)
+
+    def read_into(self, memory: memoryview, offset: int) -> int:
+        return read_into(self.descriptor, memory, offset)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[SingleFile]:
+    descriptor = open_regular(path)
+    try:
+        yield SingleFile(path, descriptor, os.fstat(descriptor).st_size, stamp(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An array of the file. It lies there as it is at `offset`, or it is a `part`, which is decoded as a whole if it
+    `is_coded`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    offset: int = 0
+    part: Part | None = None
+    is_coded: bool = False
+    key: str | None = None
+
+
+def describe(
+    file: SingleFile,
+    form: str,
+    arrays: Mapping[str, Stored],
+    structure: Any,
+    *,
+    home: str = "jax",
+    values: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    has_names: bool = True,
+    find_damages: Callable[[], Iterator[Damage]] | None = None,
+) -> Found:
+    """The checkpoint that a file is. `values` and `metadata` are JSON already."""
+    parts: list[Part] = []
+    entries = {}
+    for name, array in arrays.items():
+        entries[name] = _entry(array, home, len(parts) + 1)
+        if array.part:
+            parts.append(array.part)
+    name = file.path.name
+    tree = TreeEntry(
+        save_id="",
+        saved_at="",
+        written_by="",
+        block=PIECE_BYTES,
+        files=(DataFile(name, file.nbytes), *(DataFile(f"{name}/{p.name}", p.nbytes) for p in parts)),
+        raw_metadata=dict(metadata or {}),
+        raw_values=dict(values or {}),
+        structure=msgspec.Raw(msgspec.json.encode(structure)),
+        raw_leaves=encode_leaves(entries),
+    )
+    try:
+        tree.leaves  # noqa: B018  parsed and checked
+    except FormatError as error:
+        raise FormatError(f"{file.path}: {error}") from error
+    return Found(
+        file.path,
+        file.path.parent,
+        Manifest(format=form, trees={"": tree}),
+        {"": tree},
+        stamps={name: file.stamp},
+        open_files=_opener(file, parts) if parts else None,
+        has_names=has_names,
+        find_damages=find_damages,
+    )
+
+
+def _entry(array: Stored, home: str, number: int) -> LeafEntry:
+    coding = Coding("", array.shape) if array.is_coded else None  # so that it is read as a whole
+    extent = Extent(number if array.part else 0, array.offset, array.nbytes, "", None, coding)
+    return LeafEntry(array.dtype, array.shape, (extent,), home, array.key)
+
+
+def _opener(file: SingleFile, parts: Sequence[Part]) -> Callable[[TreeEntry], PartFiles]:
+    directory, name, seen = file.path.parent, file.path.name, file.stamp
+
+    def open_files(_: TreeEntry) -> PartFiles:
+        return PartFiles(LocalFiles(directory, [name], {name: seen}), parts)
+
+    return open_files

@@ -1,0 +1,141 @@
+"""Leaves in one file that is written from its beginning to its end: npz, and flax's msgpack."""
+
+from __future__ import annotations
+
+import zipfile
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from eformer.checkpoint._formats._writing import elements_of, itemsize_of
+from eformer.checkpoint._leaf import split_name, unescape
+from eformer.checkpoint._msgpack import Streamed, pack
+from eformer.checkpoint._ndarray import dtype_from_name
+from eformer.checkpoint._value import value_from_json
+from eformer.errors import LeafError, MismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from eformer.checkpoint._progress import Meter
+    from eformer.checkpoint._source import Source, Staging
+
+_MOST_CHUNK = 2**30  # what flax splits arrays into
+
+# -------------------------------------------------------------------------------------------------- npz
+
+_LATEST = (1980, 1, 1, 0, 0, 0)  # one time for all: equal checkpoints are equal files
+
+
+def write_npz(
+    file: IO[bytes], sources: Sequence[Source], values: Mapping[str, Any], staging: Staging, meter: Meter
+) -> None:
+    """What `numpy.load` reads. Plain numbers and texts are arrays without axes."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for source in sources:
+            descr = np.lib.format.dtype_to_descr(dtype_from_name(source.dtype).newbyteorder("<"))
+            with _member(archive, source.name) as member:
+                _write_header(member, descr, source.shape)
+                for data in elements_of(source, staging):
+                    member.write(data)
+                    meter.add(len(data))
+        for name, value in values.items():
+            with _member(archive, name) as member:
+                np.lib.format.write_array(member, np.asarray(value), allow_pickle=False)
+
+
+def _member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
+    return archive.open(zipfile.ZipInfo(f"{name}.npy", _LATEST), "w", force_zip64=True)
+
+
+def _write_header(member: IO[bytes], descr: Any, shape: tuple[int, ...]) -> None:
+    header = {"descr": descr, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(member, header)
+
+
+def check_npz(sources: Sequence[Source], values: Mapping[str, Any]) -> None:
+    """Refuses what numpy could not say the type of. Of bfloat16 it says that it is two bytes, which no other is."""
+    problems = [
+        f"leaf {source.name!r} is {source.dtype}"
+        for source in sources
+        if dtype_from_name(source.dtype).type.__module__ != "numpy" and source.dtype != "bfloat16"
+    ]
+    problems += [
+        f"leaf {name!r} is a plain {type(value).__name__}"
+        for name, value in values.items()
+        if not isinstance(value, (bool, int, float, complex, str, np.generic))
+        or np.asarray(value).dtype.kind == "O"
+    ]
+    if problems:
+        raise MismatchError(
+            problems, context="npz has no such types; cast floats with dtype=, or convert to safetensors"
+        )
+
+
+# ---------------------------------------------------------------------------------------------- msgpack
+
+
+def write_msgpack(
+    file: IO[bytes],
+    structure: Any,
+    sources: Sequence[Source],
+    values: Mapping[str, Any],
+    staging: Staging,
+    meter: Meter,
+) -> None:
+    """What `flax.serialization.from_bytes` reads: the state dict of the tree."""
+
+    def streamed(source: Source) -> Streamed:
+        name = f"key<{source.key}>" if source.key else source.dtype
+        return Streamed(name, source.shape, itemsize_of(source), counted(source))
+
+    def counted(source: Source) -> Iterator[memoryview]:
+        for data in elements_of(source, staging):
+            yield data
+            meter.add(len(data))
+
+    leaves = {source.name: streamed(source) for source in sources} | dict(values)
+    pack(state_of(structure, leaves), file.write, max_chunk=_MOST_CHUNK, sort_keys=False)
+
+
+def state_of(structure: Any, leaves: Mapping[str, Any]) -> Any:
+    """Dicts with text for keys, whatever the containers were: as flax has it."""
+    if structure is None:
+        return None
+    if isinstance(structure, str):
+        return leaves[structure]
+    return {key: state_of(child, leaves) for key, child in _children(structure)}
+
+
+def _children(structure: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    inside = structure["children"] if "children" in structure else next(iter(structure.values()))
+    kind = next(iter(structure))
+    if isinstance(inside, dict):
+        yield from ((unescape(key) if kind == "dict" else key, child) for key, child in inside.items())
+    elif kind in ("dict", "OrderedDict", "defaultdict"):
+        yield from ((str(value_from_json(key)), child) for key, child in inside)
+    else:
+        yield from ((str(index), child) for index, child in enumerate(inside))
+
+
+def check_msgpack(structure: Any) -> None:
+    """Refuses keys that would be the same text."""
+    if not isinstance(structure, dict):
+        return
+    keys = [key for key, _ in _children(structure)]
+    if len(set(keys)) < len(keys):
+        raise LeafError(f"keys that read the same, such as 1 and '1', among {keys[:8]}: flax has only text")
+    for _, child in _children(structure):
+        check_msgpack(child)
+
+
+def names_as_structure(names: Sequence[str]) -> Any:
+    """Dicts by the parts of the names, for a tree whose structure cannot be read."""
+    root: dict[str, Any] = {"dict": {}}
+    for name in names:
+        holder = root
+        *outer, last = split_name(name)
+        for part in outer:
+            holder = holder["dict"].setdefault(part, {"dict": {}})
+        holder["dict"][last] = name
+    return root

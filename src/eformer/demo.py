@@ -1,0 +1,153 @@
+"""What `eformer demo` shows: a training state saved, loaded on another mesh, converted, and a flipped bit caught."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from click import echo
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import eformer
+from eformer import checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DEVICES = 8
+
+
+class AdamState(NamedTuple):
+    steps: jax.Array
+    mu: Any
+    nu: Any
+
+
+checkpoint.register_node(AdamState)  # a namedtuple of ours: checkpoints may build it again by its name
+
+
+def run(folder: Path) -> None:
+    """Leaves `step-100`, whole, and `damaged`, in the folder."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    devices = np.array(jax.devices())
+    line, grid = Mesh(devices, ("devices",)), Mesh(devices.reshape(2, 4), ("data", "model"))
+    state = training_state(line)
+    path, hf = folder / "step-100", folder / "hf"
+    introduce(state)
+    save(state, path)
+    load(state, path, line, grid)
+    look_inside(path)
+    convert(path, hf)
+    refuse_another_model(state, path)
+    catch_a_flipped_bit(path, folder / "damaged")
+
+
+def training_state(mesh: Mesh) -> dict[str, Any]:
+    """Layers in float32, sharded by rows; a bfloat16 embedding; an optimizer state, a random key, plain values."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    params = {
+        "embedding": jax.random.normal(keys[0], (32_000, 256), jnp.bfloat16),
+        "layers": [{"kernel": jax.random.normal(k, (1024, 1024))} for k in keys[1:5]],
+    }
+    params = jax.device_put(params, NamedSharding(mesh, P("devices")))
+    moments = jax.tree.map(jnp.square, params)
+    optimizer = AdamState(jnp.int32(100), moments, jax.tree.map(jnp.square, moments))
+    schedule = (1e-3, "cosine", None)
+    return {"params": params, "optimizer": optimizer, "rng": keys[5], "schedule": schedule, "step": 100}
+
+
+def introduce(state: Any) -> None:
+    leaves = jax.tree.leaves(state)
+    nbytes = sum(leaf.nbytes for leaf in leaves if hasattr(leaf, "nbytes"))
+    echo(f"eformer {eformer.__version__}, jax {jax.__version__}, {DEVICES} virtual devices")
+    echo(f"state     {len(leaves)} leaves, {nbytes / 1e6:.0f} MB, sharded by rows over {DEVICES} devices")
+
+
+def save(state: Any, path: Path) -> None:
+    pending, returned = timed(checkpoint.save_async, state, path, metadata={"run": "demo"})
+    _, finished = timed(pending.result)
+    echo(f"save      {returned} until training may go on, then {finished.strip()} until it is on the disk")
+
+
+def load(state: Any, path: Path, line: Mesh, grid: Mesh) -> None:
+    loaded, took = timed(checkpoint.load, path, mesh=line)
+    echo(f"load      {took} on the same mesh: {compare(loaded, state)}")
+    rules = [("embedding", P("model", None)), ("kernel", P("data", "model"))]
+    loaded, took = timed(checkpoint.load, path, mesh=grid, rules=rules)
+    kernel = loaded["params"]["layers"][0]["kernel"]
+    echo(f"reshard   {took} on a 2x4 mesh, kernels as {kernel.sharding.spec}: {compare(loaded, state)}")
+
+
+def look_inside(path: Path) -> None:
+    with checkpoint.open(path) as view:
+        rows, took = timed(view["params.embedding"].__getitem__, slice(10, 20))
+    echo(f"open      {took} for 10 rows of the embedding, {rows.shape[0]}x{rows.shape[1]} {rows.dtype}")
+
+
+def convert(path: Path, hf: Path) -> None:
+    rules = [
+        r"params\.layers\.(\d+)\.kernel -> model.layers.\1.weight | transpose",
+        r"params\.embedding -> model.embed_tokens.weight",
+        ".* ->",
+    ]
+    converted, took = timed(checkpoint.convert, path, hf, to="safetensors", rename=rules, dtype="bfloat16")
+    leaf = next(leaf for leaf in converted.leaves[""] if leaf.how)
+    echo(f"convert   {took} to bfloat16 safetensors under other names: {leaf}")
+
+
+def refuse_another_model(state: Any, path: Path) -> None:
+    like = jax.tree.map(lambda x: x, state) | {"steps": 0}
+    like["params"]["embedding"] = jax.ShapeDtypeStruct((50_000, 256), jnp.float16)
+    echo("\nInto a model of other shapes:")
+    echo("  " + refusal(checkpoint.load, path, like=like))
+
+
+def catch_a_flipped_bit(path: Path, damaged: Path) -> None:
+    checkpoint.convert(path, damaged, to="safetensors")
+    flip_a_bit(damaged / "model.safetensors")
+    echo("\nA copy in which one bit is flipped:")
+    echo("  load:   " + refusal(checkpoint.load, damaged))
+    echo("  verify: " + str(checkpoint.verify(damaged)).splitlines()[-1].strip())
+
+
+def bits(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if hasattr(leaf, "dtype"):
+        return leaf.shape, leaf.dtype.name, np.asarray(leaf).tobytes()
+    return leaf
+
+
+def compare(loaded: Any, state: Any) -> str:
+    pairs = list(zip(jax.tree.leaves(loaded), jax.tree.leaves(state), strict=True))
+    equal = sum(bits(a) == bits(b) for a, b in pairs)
+    same = bool(jax.tree.structure(loaded) == jax.tree.structure(state))  # type: ignore[operator]
+    return f"{equal} of {len(pairs)} leaves equal bit for bit, in {'the same' if same else 'another'} tree"
+
+
+def timed(call: Any, *args: Any, **options: Any) -> tuple[Any, str]:
+    start = time.perf_counter()
+    result = call(*args, **options)
+    return result, f"{1e3 * (time.perf_counter() - start):6.1f} ms"
+
+
+def flip_a_bit(file: Path) -> None:
+    with file.open("r+b") as data:
+        data.seek(-5_000_000, os.SEEK_END)
+        (byte,) = data.read(1)
+        data.seek(-1, os.SEEK_CUR)
+        data.write(bytes([byte ^ 1]))
+
+
+def refusal(call: Any, *args: Any, **options: Any) -> str:
+    try:
+        call(*args, **options)
+    except ValueError as error:
+        return str(error)
+    raise SystemExit("this should have been refused")

@@ -1,0 +1,380 @@
+"""Checkpoints in other formats, under other names, in little memory."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+
+from eformer.checkpoint import SaveOptions, convert, diff, inspect, load, register_node, save, verify
+from eformer.errors import CorruptionError, MismatchError
+from support import trees
+from support.trees import Moments, assert_same
+
+COMPAT = Path(__file__).parents[1] / "compat"
+
+TARGETS = {"safetensors": "new", "one file": "new.safetensors", "tensorstore": "new"}
+
+
+@pytest.fixture(autouse=True)
+def moments_may_be_built():
+    register_node(Moments)
+
+
+def tree():
+    mesh = jax.make_mesh((1,), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    return {
+        "layers": [{"w": jnp.full((4, 6), i, jnp.bfloat16), "b": np.arange(i)} for i in range(3)],
+        "moments": Moments(jnp.ones(3), (jnp.zeros((2, 2)),)),
+        "rng": jax.random.key(7),
+        "sharded": jax.device_put(jnp.arange(8.0), sharding),
+        "packed": jnp.array([1, -2, 3], jnp.int4),
+        "empty": {"none": None, "no": np.zeros((0, 3))},
+        "step": 7,
+        "name": "a",
+        "a/b.c": np.float64(1.5),
+    }
+
+
+@pytest.fixture
+def source(tmp_path):
+    save(tree(), tmp_path / "old", metadata={"run": 1})
+    return tmp_path / "old"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_format_of_ours_keeps_everything(source, tmp_path, target):
+    new = tmp_path / TARGETS[target]
+    convert(source, new, to="tensorstore" if target == "tensorstore" else "safetensors")
+    assert_same(load(new), load(source))
+    before, after = inspect(source).trees[""], inspect(new).trees[""]
+    assert after.metadata == before.metadata
+    assert {n: (e.home, e.sharding) for n, e in after.leaves.items()} == {
+        n: (e.home, e.sharding) for n, e in before.leaves.items()
+    }
+    assert verify(new).has_digests
+    assert verify(new).ok
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("form", ["safetensors", "tensorstore"])
+@pytest.mark.parametrize(
+    "options",
+    [SaveOptions(max_chunk_bytes=64), SaveOptions(compression="zstd"), SaveOptions(ocdbt=True)],
+    ids=["chunks", "zstd", "ocdbt"],
+)
+def test_from_arrays_of_every_kind(tmp_path, form, options):
+    save(tree(), tmp_path / "old", format="tensorstore", options=options)
+    convert(tmp_path / "old", tmp_path / "new", to=form)
+    assert_same(load(tmp_path / "new"), load(tmp_path / "old"))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *sorted((COMPAT / "orbax").glob("*/")),
+        *sorted((COMPAT / "data").glob("ts_*")),
+        COMPAT / "data" / "single.safetensors",
+        *sorted((COMPAT / "files").glob("*.msgpack")),
+        COMPAT / "files" / "equinox.eqx",
+    ],
+    ids=lambda path: path.name,
+)
+def test_from_what_others_wrote(tmp_path, path):
+    if path.is_dir() and not any(path.iterdir()):
+        pytest.fail("an empty sample")
+    convert(path, tmp_path / "new", to="safetensors")
+    assert diff(path, tmp_path / "new").same
+    assert verify(tmp_path / "new").has_digests
+
+
+@settings(deadline=None, max_examples=40)
+@given(some=trees.flax_trees)
+def test_any_tree_goes_from_format_to_format_and_stays_the_same(tmp_path_factory, some):
+    folder = tmp_path_factory.mktemp("any")
+    save(some, folder / "a")
+    convert(folder / "a", folder / "b", to="tensorstore")
+    convert(folder / "b", folder / "c.safetensors")
+    assert_same(load(folder / "c.safetensors"), load(folder / "a"))
+
+
+def test_msgpack_is_what_flax_restores(tmp_path):
+    state = {"params": [{"w": jnp.ones((2, 3), jnp.bfloat16)}], "count": 3, "m": Moments(jnp.zeros(2), None)}
+    save(state, tmp_path / "old")
+    convert(tmp_path / "old", tmp_path / "new.msgpack")
+    restored = flax.serialization.from_bytes(state, (tmp_path / "new.msgpack").read_bytes())
+    assert jax.tree.all(jax.tree.map(np.array_equal, restored, state))
+    assert (tmp_path / "new.msgpack").read_bytes() == flax.serialization.to_bytes(state)
+
+
+def test_large_arrays_in_msgpack_are_in_chunks_as_flax_has_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("eformer.checkpoint._formats.streams._MOST_CHUNK", 1000)
+    monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 1000)
+    state = {"w": np.arange(900, dtype=np.float32).reshape(30, 30)}
+    save(state, tmp_path / "old")
+    convert(tmp_path / "old", tmp_path / "new.msgpack")
+    assert (tmp_path / "new.msgpack").read_bytes() == flax.serialization.to_bytes(state)
+
+
+def test_npz_is_what_numpy_loads(tmp_path):
+    state = {
+        "a": {"w": np.arange(6.0).reshape(2, 3)},
+        "b": np.ones(2, ml_dtypes.bfloat16),
+        "step": 3,
+        "name": "x",
+    }
+    save(state, tmp_path / "old")
+    done = convert(tmp_path / "old", tmp_path / "new.npz")
+    with np.load(tmp_path / "new.npz") as found:
+        assert set(found) == {"a.w", "b", "step", "name"}
+        np.testing.assert_array_equal(found["a.w"], state["a"]["w"])
+        np.testing.assert_array_equal(found["b"].view(ml_dtypes.bfloat16), state["b"])
+        assert (found["step"], found["name"]) == (3, "x")
+    assert any("V2" in note for note in done.notes)
+    np.testing.assert_array_equal(load(tmp_path / "new.npz")["b"], state["b"])
+
+
+def test_what_npz_has_no_types_for_is_refused_all_at_once(tmp_path):
+    save({"a": jnp.ones(2, jnp.float8_e5m2), "b": jnp.ones(2, jnp.int4), "c": b"x"}, tmp_path / "old")
+    with pytest.raises(MismatchError, match="npz has no such types; cast floats with dtype=") as caught:
+        convert(tmp_path / "old", tmp_path / "new.npz")
+    assert len(caught.value.problems) == 3
+    assert not (tmp_path / "new.npz").exists()
+
+
+def test_shards_as_hugging_face_has_them(tmp_path):
+    state = {f"l{i}": np.full((50, 50), i, np.float32) for i in range(4)}
+    save(state, tmp_path / "old", format="tensorstore")
+    convert(tmp_path / "old", tmp_path / "new", to="safetensors", max_shard_bytes=20_000)
+    shards = sorted((tmp_path / "new").glob("model-0000?-of-00002.safetensors"))
+    assert len(shards) == 2
+    found = {k: v for shard in shards for k, v in safetensors.numpy.load_file(shard).items()}
+    assert_same(found, state)
+
+
+def test_cast_on_the_way(tmp_path):
+    values = np.array([1.0, 1 / 3, 1e30, np.nan], np.float32)
+    save({"w": values, "i": np.arange(3), "step": 1.5}, tmp_path / "old")
+    done = convert(tmp_path / "old", tmp_path / "new", to="safetensors", dtype="bf16")
+    found = load(tmp_path / "new")
+    assert found["w"].tobytes() == values.astype(ml_dtypes.bfloat16).tobytes()
+    assert found["i"].dtype == np.int64
+    assert found["step"] == 1.5
+    assert [str(leaf) for leaf in done.leaves[""]] == ["i: int64[3]", "w: bfloat16[4] (from float32)"]
+
+
+def test_renamed_there_and_back(tmp_path):
+    rng = np.random.default_rng(0)
+    hf = {f"model.layers.{i}.q_proj.weight": rng.standard_normal((40, 30)) for i in range(12)}
+    hf["model.embed_tokens.weight"] = rng.standard_normal((7, 5))
+    safetensors.numpy.save_file(hf, tmp_path / "hf.safetensors")
+    there = [
+        r"model\.layers\.(\d+)\.(\w+)_proj\.weight -> layers.\2.kernel | transpose | stack \1",
+        r"model\.embed_tokens\.weight -> embed.table",
+    ]
+    back = [
+        r"layers\.(\w+)\.kernel -> model.layers.{}.\1_proj.weight | unstack | transpose",
+        r"embed\.table -> model.embed_tokens.weight",
+    ]
+    convert(tmp_path / "hf.safetensors", tmp_path / "mine", to="tensorstore", rename=there)
+    mine = load(tmp_path / "mine")
+    expected = np.stack([hf[f"model.layers.{i}.q_proj.weight"].T for i in range(12)])
+    np.testing.assert_array_equal(mine["layers"]["q"]["kernel"], expected)
+    convert(tmp_path / "mine", tmp_path / "back.safetensors", rename=back)
+    assert_same(safetensors.numpy.load_file(tmp_path / "back.safetensors"), hf)
+
+
+def test_large_leaves_are_turned_around_box_by_box(tmp_path, monkeypatch):
+    monkeypatch.setattr("eformer.checkpoint._convert._SMALL", 0)
+    monkeypatch.setattr("eformer.checkpoint._source._IN_ORDER_BYTES", 512)
+    monkeypatch.setattr("eformer.checkpoint._convert.PIECE_BYTES", 128)
+    state = {f"h.{i}": np.random.default_rng(i).standard_normal((33, 17)) for i in range(5)}
+    save(state, tmp_path / "old")
+    rules = [r"h%2E(\d) -> h | transpose | stack \1 2"]
+    for form, new in (("safetensors", "new"), ("npz", "new.npz"), ("msgpack", "new.msgpack")):
+        convert(tmp_path / "old", tmp_path / new, to=form, rename=rules)
+        found = np.asarray(load(tmp_path / new)["h"])
+        np.testing.assert_array_equal(found, np.stack([leaf.T for leaf in state.values()], 2))
+
+
+def test_prng_keys_cannot_be_turned_around(source, tmp_path):
+    with pytest.raises(MismatchError, match="leaf 'rng' holds PRNG keys"):
+        convert(source, tmp_path / "new", to="safetensors", rename=["rng -> rng | transpose"])
+
+
+def test_a_dry_run_says_what_would_be_done_and_does_nothing(source, tmp_path):
+    rules = [r"layers\.(\d+)\.w -> w | stack \1", r"layer\.(\d+)\.b -> b.\1", ".*step.* ->"]
+    plan = convert(source, tmp_path / "new", to="npz", rename=[*rules, "packed ->"], dry_run=True)
+    text = str(plan)
+    assert "layers.0.w ... layers.2.w -> w: bfloat16[3, 4, 6] (stack of 3)" in text
+    assert r"! matches no leaf: line 2, 'layer\\.(\\d+)\\.b' (nearest is 'layers.0.b')" in text
+    assert "! no rule, keeps its name: layers.1.b (nearest is 'layer.0.b')" in text
+    assert "! left out: step" in text
+    assert os.listdir(tmp_path) == ["old"]
+
+
+def test_every_tree_keeps_its_prefix_and_one_alone_needs_none(tmp_path):
+    save({"w": 1}, tmp_path / "old", prefix="model")
+    save({"w": 2}, tmp_path / "old", prefix="ema")
+    convert(tmp_path / "old", tmp_path / "all", to="tensorstore")
+    assert [load(tmp_path / "all", prefix=p) for p in ("model", "ema")] == [{"w": 1}, {"w": 2}]
+    convert(tmp_path / "old", tmp_path / "ema.npz", prefix="ema")
+    assert load(tmp_path / "ema.npz")["w"] == 2
+    with pytest.raises(ValueError, match=r"one file holds one tree, and there are \['ema', 'model'\]"):
+        convert(tmp_path / "old", tmp_path / "both.npz")
+
+
+@pytest.mark.parametrize("there", ["file", "directory", "link"])
+def test_what_is_there_stays(source, tmp_path, there):
+    new = tmp_path / "new.safetensors"
+    if there == "directory":
+        new.mkdir()
+        (new / "mine").touch()
+    else:
+        new.symlink_to("nowhere") if there == "link" else new.write_text("mine")
+    with pytest.raises(FileExistsError, match="choose another path"):
+        convert(source, new)
+    assert os.path.lexists(new)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "problem"),
+    [
+        ("new", {}, "to which format"),
+        ("new", {"to": "hdf5"}, "unknown format 'hdf5'"),
+        ("new.npz", {"to": "safetensors"}, "would be taken for npz"),
+        ("new", {"to": "safetensors", "dtype": "int8"}, "no floating dtype"),
+        ("new", {"to": "safetensors", "memory": 10**6}, "it needs at least"),
+        ("new", {"to": "safetensors", "prefix": "ema"}, "has no prefix 'ema'"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_written(source, tmp_path, name, options, problem):
+    with pytest.raises(ValueError, match=problem):
+        convert(source, tmp_path / name, **options)
+    assert os.listdir(tmp_path) == ["old"]
+
+
+@pytest.mark.parametrize("name", ["new", "new.safetensors", "new.npz", "new.msgpack"])
+def test_damage_is_noticed_on_the_way_and_leaves_nothing(tmp_path, name):
+    save({"w": np.arange(10_000), "b": np.ones(3)}, tmp_path / "old")
+    with (tmp_path / "old" / "model.safetensors").open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(b"\xff")
+    with pytest.raises(CorruptionError, match="leaf 'w': bytes"):
+        convert(tmp_path / "old", tmp_path / name, to=None if "." in name else "tensorstore")
+    assert os.listdir(tmp_path) == ["old"]
+
+
+def test_a_checkpoint_without_room_is_refused(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
+    with pytest.raises(OSError, match="has 10 B left"):
+        convert(source, tmp_path / "new", to="safetensors")
+    assert os.listdir(tmp_path) == ["old"]
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+_UNDER_A_LIMIT = """
+import resource, sys, threading
+from eformer.checkpoint._convert import convert
+source, destination, to, memory, *rules = sys.argv[1:]
+threading.stack_size(2**18)  # what threads may use as stacks counts, whether they do or not
+resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))
+convert(source, destination, to=to, memory=int(memory), rename=rules or None)
+assert "jax" not in sys.modules
+(peak,) = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
+print(1024 * int(peak))
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Leaves of 400 MB, and 300 MB in others."""
+    path = tmp_path_factory.mktemp("large") / "old"
+    rng = np.random.default_rng(0)
+    block = rng.integers(0, 2**32, (10_000, 10_000), np.uint32)
+    save({"w": block, "layers": [block[i * 1000 : i * 1000 + 1875] for i in range(4)]}, path)
+    return path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA covers all memory on Linux alone")
+@pytest.mark.parametrize(
+    ("form", "rules"),
+    [
+        ("safetensors", []),
+        ("tensorstore", []),
+        ("npz", []),
+        ("msgpack", []),
+        ("safetensors", ["w -> w | transpose"]),
+        ("npz", [r"layers\.(\d) -> layers | stack \1 1", "w ->"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_a_conversion_stays_within_its_memory(large, tmp_path, form, rules):
+    memory = 300_000_000
+    command = [sys.executable, "-c", _UNDER_A_LIMIT, large, tmp_path / f"new.{form}", form, memory, *rules]
+    if form in ("tensorstore", "safetensors"):
+        command[4] = tmp_path / "new"
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= memory
+    if not rules:
+        assert diff(large, command[4]).changed == ()
+
+
+def test_a_chunk_that_does_not_fit_is_refused_with_what_it_needs(tmp_path):
+    np.savez_compressed(tmp_path / "old.npz", w=np.zeros((300, 10**6), np.uint8))
+    with pytest.raises(
+        ValueError, match="a chunk of 300 MB has to be decoded as a whole; it needs at least 1"
+    ):
+        convert(tmp_path / "old.npz", tmp_path / "new", to="safetensors", memory=800_000_000)
+
+
+# ---------------------------------------------------------------------------------------------- interrupts
+
+_INTERRUPTED = """
+import sys, time
+from eformer.checkpoint._convert import convert
+def slowly(done, total):
+    print(done, flush=True)
+    time.sleep(0.2)
+convert(sys.argv[1], sys.argv[2], to=sys.argv[3], progress=slowly)
+"""
+
+
+@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("form", ["safetensors", "tensorstore", "npz"])
+def test_who_is_interrupted_leaves_nothing_half_made(large, tmp_path, form, kill):
+    new = tmp_path / ("new.npz" if form == "npz" else "new")
+    command = [sys.executable, "-c", _INTERRUPTED, large, new, form]
+    process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.send_signal(kill)
+    process.communicate(timeout=60)
+    assert process.returncode
+    assert not new.exists()
+    if kill == signal.SIGKILL:  # the next one clears up what is left
+        save({"w": 1}, tmp_path / "small")
+        convert(tmp_path / "small", tmp_path / "next", to="safetensors")
+        hidden = [name for name in os.listdir(tmp_path) if name.startswith(".") and form != "npz"]
+    else:
+        hidden = [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    assert hidden == []
+
+
+def test_progress_is_told_to_the_end(source, tmp_path):
+    told = []
+    done = convert(source, tmp_path / "new", to="safetensors", progress=lambda *said: told.append(said))
+    assert told[-1] == (done.nbytes, done.nbytes)
+    assert told == sorted(told)

@@ -1,0 +1,147 @@
+"""What two checkpoints have different."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from eformer.checkpoint import SaveOptions, diff, save
+from eformer.checkpoint._diff import _Tally
+from eformer.errors import CorruptionError
+from support.trees import DTYPES
+
+
+def compared(tmp_path, a, b, **options):
+    save(a, tmp_path / "a")
+    save(b, tmp_path / "b", **options)
+    return diff(tmp_path / "a", tmp_path / "b")
+
+
+def test_what_is_the_same_is_the_same_in_any_format_and_sharding(tmp_path):
+    mesh = jax.make_mesh((1,), ("x",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    tree = {"w": jnp.arange(30.0).reshape(5, 6), "rng": jax.random.key(1), "step": 1, "n": np.full(3, np.nan)}
+    options = SaveOptions(compression="zstd", max_chunk_bytes=32)
+    found = compared(
+        tmp_path,
+        tree,
+        tree | {"w": jax.device_put(tree["w"], rows)},
+        format="tensorstore",
+        options=options,
+    )
+    assert found.same
+    assert (found.unchanged, found.notes) == (4, ())
+    assert str(found).endswith("the same, 4 unchanged")
+
+
+def test_added_removed_and_changed_are_told_apart(tmp_path):
+    a = {
+        "both": np.ones((2, 2)),
+        "old": np.zeros(3),
+        "shape": np.ones(2),
+        "kind": np.ones(2),
+        "v": 1,
+        "x": "t",
+    }
+    b = {"both": np.ones((2, 2)), "new": 5, "shape": np.ones(3), "kind": np.ones(2, "f4"), "v": 1.0, "x": "t"}
+    found = compared(tmp_path, a, b)
+    assert not found.same
+    assert found.added == {"new": "5"}
+    assert found.removed == {"old": "float64[3]"}
+    assert [str(change) for change in found.changed] == [
+        "kind: float64[2] -> float32[2]: largest difference 0, mean 0, in 0.000% of the elements",
+        "shape: float64[2] -> float64[3]",
+        "v: 1 -> 1.0",
+    ]
+    assert found.unchanged == 2
+
+
+def test_differences_of_values_are_measured(tmp_path):
+    a = np.zeros((100, 10), np.float32)
+    b = a.copy()
+    b[3, 3], b[50, :] = -4.0, 1.0
+    (change,) = compared(tmp_path, {"w": a}, {"w": b}).changed
+    assert (change.largest, change.mean, change.share) == (4.0, 14 / 1000, 11 / 1000)
+
+
+def test_large_leaves_are_compared_box_by_box(tmp_path, monkeypatch):
+    monkeypatch.setattr("eformer.checkpoint._diff._BOX_BYTES", 1000)
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, 70, 30))
+    found = compared(tmp_path, {"w": a, "v": a}, {"w": b, "v": a}, format="tensorstore")
+    (change,) = found.changed
+    assert change.largest == np.abs(a - b).max()
+    assert change.mean == pytest.approx(np.abs(a - b).mean())
+    assert change.share == 1.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_can_be_compared(dtype):
+    one = np.array([1, 0, 1, 1], np.int8).astype(dtype)
+    other = np.array([1, 0, 1, 0], np.int8).astype(dtype)
+    assert _Tally().add(one, one).differing == 0
+    if np.array_equal(one, other):  # a dtype without zero
+        return
+    tally = _Tally().add(one, other)
+    assert (tally.differing, tally.share) == (1, 0.25)
+    assert not tally.largest <= 0  # float8_e8m0fnu has no zero: there it is NaN
+
+
+def test_bits_decide_and_not_what_floats_call_equal():
+    zeros = np.array([0.0, np.nan, np.inf])
+    tally = _Tally().add(zeros, np.array([-0.0, np.nan, np.inf]))
+    assert (tally.differing, tally.largest) == (1, 0.0)
+
+
+def test_between_two_dtypes_values_decide():
+    tally = _Tally().add(np.array([1.0, np.nan, np.inf, 1 / 3]), np.array([1, np.nan, np.inf, 1 / 3], "f4"))
+    assert tally.differing == 1
+    assert 0 < tally.largest < 1e-7
+
+
+def test_infinity_and_nan_are_not_hidden():
+    assert _Tally().add(np.array([1.0]), np.array([np.inf])).largest == np.inf
+    assert np.isnan(_Tally().add(np.array([1.0, 5.0]), np.array([np.nan, 6.0])).largest)
+
+
+def test_large_integers_differ_by_one():
+    a = np.array([2**62 + 1, 0])
+    assert _Tally().add(a, a - 1).largest == 1.0
+
+
+def test_containers_and_metadata_are_noted(tmp_path):
+    save([np.ones(2)], tmp_path / "a", metadata={"run": 1})
+    save({"0": np.ones(2)}, tmp_path / "b", metadata={"run": 2})
+    found = diff(tmp_path / "a", tmp_path / "b")
+    assert found.same
+    assert found.notes == (
+        "the containers are not of the same kinds, such as lists for dicts",
+        "the metadata differs",
+    )
+
+
+def test_several_trees_are_compared_by_their_prefixes(tmp_path):
+    for path, prefixes in (("a", ("model", "ema")), ("b", ("model", "opt"))):
+        for prefix in prefixes:
+            save({"w": np.ones(2)}, tmp_path / path, prefix=prefix)
+    found = diff(tmp_path / "a", tmp_path / "b")
+    assert (found.removed, found.added) == ({"[ema] w": "float64[2]"}, {"[opt] w": "float64[2]"})
+    assert diff(tmp_path / "a", tmp_path / "b", prefix="model").same
+
+
+def test_damage_is_no_difference_but_an_error(tmp_path):
+    save({"w": np.arange(1000)}, tmp_path / "a")
+    save({"w": np.arange(1000)}, tmp_path / "b")
+    with (tmp_path / "b" / "model.safetensors").open("r+b") as file:
+        file.seek(-3, 2)
+        file.write(b"\xff")
+    with pytest.raises(CorruptionError, match="leaf 'w'"):
+        diff(tmp_path / "a", tmp_path / "b")
+
+
+def test_progress_is_told_to_the_end(tmp_path):
+    told = []
+    save({"w": np.ones(100), "v": np.ones((3, 3), ml_dtypes.bfloat16)}, tmp_path / "a")
+    diff(tmp_path / "a", tmp_path / "a", progress=lambda *said: told.append(said))
+    assert told[-1] == (818, 818)

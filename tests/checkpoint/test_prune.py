@@ -1,0 +1,94 @@
+"""Old checkpoints of a run, out of the way."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from eformer.checkpoint import load, prune, save
+from eformer.errors import EformerError, NotFoundError
+
+
+@pytest.fixture
+def run(tmp_path):
+    for step in (90, 100, 200, 1000):
+        save({"w": np.full(1000, step)}, tmp_path / f"run-{step}")
+    return tmp_path
+
+
+def test_the_last_ones_by_number_stay(run):
+    done = prune(run, keep=2)
+    assert done.removed == ("run-90", "run-100")
+    assert done.kept == ("run-200", "run-1000")
+    assert done.nbytes > 16_000
+    assert sorted(os.listdir(run)) == ["run-1000", "run-200"]
+    assert load(run / "run-200")["w"][0] == 200
+
+
+def test_a_dry_run_removes_nothing(run):
+    assert prune(run, keep=1, dry_run=True).removed == ("run-90", "run-100", "run-200")
+    assert len(os.listdir(run)) == 4
+
+
+def test_series_are_counted_apart_and_others_are_nobodys_business(run):
+    for name in ("ema-5", "ema-6"):
+        save({"w": 1}, run / name, format="tensorstore")
+    save({"w": 1}, run / "best")
+    save({"w": 1}, run / "model-7.safetensors")
+    (run / "events-3").write_text("a log")
+    done = prune(run, keep=1)
+    assert set(done.kept) == {"run-1000", "ema-6", "model-7.safetensors"}
+    assert list(done.left) == ["events-3"]
+    assert sorted(os.listdir(run)) == ["best", "ema-6", "events-3", "model-7.safetensors", "run-1000"]
+
+
+@pytest.mark.parametrize("harm", ["cut short", "gone", "no manifest", "empty"])
+def test_what_is_no_whole_checkpoint_counts_for_nothing_and_stays(run, harm):
+    last = run / "run-1000"
+    data = last / "model.safetensors"
+    if harm == "cut short":
+        os.truncate(data, data.stat().st_size - 1)
+    elif harm == "gone":
+        data.unlink()
+    elif harm == "no manifest":
+        (last / "manifest.json").unlink()
+    else:
+        shutil.rmtree(last)
+        last.mkdir()
+    done = prune(run, keep=1)
+    assert done.kept == ("run-200",)
+    assert list(done.left) == ["run-1000"]
+    assert sorted(os.listdir(run)) == ["run-1000", "run-200"]
+
+
+def test_those_that_stay_can_be_checked_first(run):
+    with (run / "run-1000" / "model.safetensors").open("r+b") as file:
+        file.seek(-10, 2)
+        file.write(b"\xff")
+    with pytest.raises(EformerError, match="nothing was removed, because one that stays is damaged"):
+        prune(run, keep=1, check=True)
+    assert len(os.listdir(run)) == 4
+
+
+def test_what_is_half_removed_is_no_checkpoint(run, monkeypatch):
+    monkeypatch.setattr(shutil, "rmtree", lambda path: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prune(run, keep=3)
+    (hidden,) = [name for name in os.listdir(run) if name not in ("run-100", "run-200", "run-1000")]
+    assert hidden.startswith(".eformer-")
+
+
+def test_a_link_is_not_followed(run, tmp_path):
+    (run / "run-1").symlink_to(run / "run-1000")
+    assert prune(run, keep=4).removed == ()
+    assert (run / "run-1").is_symlink()
+
+
+def test_errors(tmp_path):
+    with pytest.raises(NotFoundError, match="there is no directory"):
+        prune(tmp_path / "x", keep=1)
+    with pytest.raises(NotFoundError, match="no checkpoints that are called by their steps"):
+        prune(tmp_path, keep=1)
+    with pytest.raises(ValueError, match="at least one checkpoint has to stay"):
+        prune(tmp_path, keep=0)

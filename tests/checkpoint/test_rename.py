@@ -1,0 +1,127 @@
+"""Rules by which leaves get other names and shapes."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eformer.checkpoint._deferred import Stacked, Taken, Transposed
+from eformer.checkpoint._leaf import Region
+from eformer.checkpoint._rename import apply, parse_rules
+from eformer.checkpoint._source import Deferred
+from eformer.errors import MismatchError
+
+
+class InMemory(Deferred):
+    in_order = True
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def read(self, region):
+        return self.array[region.slices]
+
+
+def whole(array):
+    return array.read(Region.whole(array.shape))
+
+
+def renamed(rules, leaves, plain=()):
+    arrays = {name: InMemory(np.asarray(leaf)) for name, leaf in leaves.items()}
+    return apply(parse_rules("\n".join(rules), "rules.txt"), arrays, list(plain))
+
+
+def test_the_first_rule_that_matches_the_whole_name_is_the_one():
+    found = renamed([r"a\.(\w+) -> b.\1", r"a\..* -> c", r"w -> x"], {"a.w": 1, "ww": 2})
+    assert list(found.arrays) == ["b.w", "ww"]
+    assert found.kept == ["ww (nearest is 'w')"]
+    assert found.idle == [r"line 2, 'a\\..*'", "line 3, 'w' (nearest is 'ww')"]
+
+
+def test_nothing_behind_the_arrow_leaves_it_out():
+    found = renamed(["head ->", "# a comment", ""], {"head": 1, "body": 2}, ["note"])
+    assert list(found.arrays) == ["body"]
+    assert found.left_out == ["head"]
+    assert found.plain == {"note": "note"}
+
+
+def test_transposed():
+    array = np.arange(24).reshape(2, 3, 4)
+    found = renamed(["a -> a | transpose", "b -> b | transpose 1 0 2"], {"a": array, "b": array})
+    np.testing.assert_array_equal(whole(found.arrays["a"]), array.T)
+    np.testing.assert_array_equal(whole(found.arrays["b"]), array.transpose(1, 0, 2))
+    assert found.hows == {"a": "transpose", "b": "transpose 1 0 2"}
+
+
+def test_stacked_in_the_order_of_the_numbers():
+    leaves = {f"h.{i}.w": np.full((2, 3), i) for i in (10, 2, 0, 1, 9, 8, 7, 6, 5, 4, 3)}
+    found = renamed([r"h\.(\d+)\.(\w) -> \2 | transpose | stack \1 1"], leaves)
+    expected = np.stack([np.full((3, 2), i) for i in range(11)], 1)
+    np.testing.assert_array_equal(whole(found.arrays["w"]), expected)
+    assert found.hows == {"w": "transpose, stack 1 of 11"}
+
+
+def test_unstacked_is_the_way_back():
+    array = np.arange(24).reshape(2, 3, 4)
+    found = renamed([r"(\w) -> h.{}.\1 | unstack 1 | transpose"], {"w": array})
+    assert list(found.arrays) == ["h.0.w", "h.1.w", "h.2.w"]
+    np.testing.assert_array_equal(whole(found.arrays["h.1.w"]), array[:, 1].T)
+
+
+@given(data=st.data(), shape=st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple))
+def test_every_box_of_what_was_turned_around_is_what_numpy_says(data, shape):
+    arrays = [np.random.default_rng(i).integers(0, 99, shape) for i in range(3)]
+    axis = data.draw(st.integers(0, len(shape)))
+    axes = tuple(data.draw(st.permutations(range(len(shape) + 1))))
+    deferred = Taken(Transposed(Stacked([InMemory(a) for a in arrays], axis), axes), 0, 0)
+    expected = np.stack(arrays, axis).transpose(axes)[0]
+    start = tuple(data.draw(st.integers(0, n - 1)) for n in expected.shape)
+    stop = tuple(data.draw(st.integers(a + 1, n)) for a, n in zip(start, expected.shape, strict=True))
+    box = Region(start, stop)
+    np.testing.assert_array_equal(deferred.read(box), expected[box.slices])
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("a b", "a rule is PATTERN -> NAME"),
+        ("a -> b -> c", "a rule is PATTERN -> NAME"),
+        ("a( -> b", "missing )"),
+        (r"a -> \1", r"\1 in '\\1': the pattern has 0 groups"),
+        ("a -> b | flip", "'flip' is none of: transpose"),
+        ("a -> b | stack", "'stack' is none of"),
+        (r"(\d) -> b | stack \1 | transpose", "stack comes last"),
+        ("a -> b | unstack", "unstack needs {} in the name"),
+        ("a -> b{}", "unstack needs {} in the name"),
+        ("a -> | transpose", "what is left out needs no steps"),
+        ("a -> b | transpose x", "expected at most 64 axes"),
+    ],
+)
+def test_what_is_no_rule_is_refused_with_its_line(line, problem):
+    with pytest.raises(MismatchError) as caught:
+        parse_rules(f"# rules\n{line}\n", "rules.txt")
+    assert str(caught.value).startswith("rules.txt has no such rules: line 2, ")
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rules", "leaves", "problem"),
+    [
+        (["(.) -> same"], {"a": 1, "b": 2}, "leaf 'b' would be called 'same', and so would another"),
+        (["a -> a | transpose 0 1"], {"a": [1]}, "transpose 0 1 of an array with 1 axes"),
+        ([r"a(\d) -> a | stack \1"], {"a0": 1, "a2": 2}, "a stack of 2, of which [1] are not there"),
+        ([r"a(.) -> a | stack \1"], {"ax": 1}, "'x' is no number to stack by"),
+        ([r"a(\d) -> a | stack \1"], {"a0": [1], "a1": [1, 2]}, "arrays in a stack have to be alike"),
+        ([r"a(\d) -> a | stack \1 3"], {"a0": [1]}, "there is no axis 3"),
+        (["a -> {} | unstack"], {"a": 1}, "there is no axis 0"),
+    ],
+)
+def test_what_does_not_work_out_is_refused(rules, leaves, problem):
+    with pytest.raises(MismatchError) as caught:
+        renamed(rules, leaves)
+    assert problem in str(caught.value)
+
+
+def test_plain_values_cannot_be_turned_around():
+    with pytest.raises(MismatchError, match="'step', by line 1, 'step': it is a plain value"):
+        renamed(["step -> s | transpose"], {}, ["step"])
