@@ -1,8 +1,6 @@
 """The command `eformer` as a program: what it prints, and how it ends."""
 
 import json
-import os
-import pty
 import shutil
 import subprocess
 import sys
@@ -14,43 +12,9 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
+from support.commands import EFORMER, on_terminal, run
 
-EFORMER = str(Path(sys.executable).with_name("eformer"))
 ORBAX = Path(__file__).parents[1] / "compat" / "orbax"
-
-
-def run(*arguments, code=0, **environment):
-    done = subprocess.run(
-        [EFORMER, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "NO_COLOR": "", **environment},
-    )
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    return done
-
-
-def on_terminal(*arguments, columns=80):
-    """What it writes to a terminal of that width, and its exit code."""
-    master, slave = pty.openpty()
-    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm-256color"}
-    process = subprocess.Popen(
-        [EFORMER, *map(str, arguments)], stdout=slave, stderr=slave, stdin=slave, env=environment
-    )
-    os.close(slave)
-    written = b""
-    while True:
-        try:
-            data = os.read(master, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not data:
-            break
-        written += data
-    os.close(master)
-    return written.decode(), process.wait(60)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,11 @@ def _colours() -> bool | None:
 
 
 class _Commands(click.Group):
-    """Errors are one red line with a hint; `--debug` shows where they come from."""
+    """Errors are one red line with a hint; `--debug` shows where they come from, and programs get them as JSON, too."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.obj = "--json" in args
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -37,6 +41,8 @@ class _Commands(click.Group):
         except (ValueError, OSError, TypeError, RuntimeError) as error:
             if ctx.params.get("debug"):
                 raise
+            if ctx.obj:
+                _print_json({"error": str(error)})
             _complain(str(error))
             ctx.exit(2 if ctx.invoked_subcommand == "diff" else 1)  # of diff, 1 is an answer
 
@@ -58,7 +64,7 @@ class _Size(click.ParamType[int]):
 @click.version_option(eformer.__version__, prog_name="eformer")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:
-    """Look at checkpoints, whoever wrote them: ours, safetensors, Orbax, the original eFormer.
+    """Look at checkpoints, compare and convert them: ours, Hugging Face's, Orbax's, flax's, the original eFormer's.
 
     \b
     eformer inspect ./checkpoint             what it is, and the tree
@@ -300,6 +306,10 @@ def demo(directory: str | None) -> None:
     """A small training state: saved, loaded on another mesh, converted, damaged and caught. Needs ten seconds.
 
     What it writes stays in DIRECTORY, if one is given.
+
+    \b
+    eformer demo
+    eformer demo ./demo
     """
     import tempfile
     from pathlib import Path
@@ -307,6 +317,8 @@ def demo(directory: str | None) -> None:
     from eformer.demo import run  # late: it imports jax, which takes a second
 
     if directory is not None:
+        if Path(directory).exists():
+            raise FileExistsError(f"{directory} is there; choose a directory that is not")
         Path(directory).mkdir(parents=True)
         run(Path(directory))
     else:

@@ -1,0 +1,261 @@
+"""What `eformer` compares, converts and removes."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from eformer import checkpoint
+from eformer.checkpoint import load, save, verify
+from support.commands import EFORMER, on_terminal, run
+
+COMPAT = Path(__file__).parents[1] / "compat"
+
+
+@pytest.fixture
+def model(tmp_path):
+    layers = [{"w": np.full((8, 4), i, np.float32), "b": np.zeros(4, np.float32)} for i in range(3)]
+    save({"layers": layers, "step": 7}, tmp_path / "model", metadata={"run": "a1"})
+    return tmp_path / "model"
+
+
+def changed_copy(model):
+    tree = load(model)
+    tree["layers"][1]["w"][0, 0] += 2
+    tree["new"] = tree.pop("step")
+    save(tree, model.with_name("other"), format="tensorstore")
+    return model.with_name("other")
+
+
+# ------------------------------------------------------------------------------------------------ diff
+
+
+def test_diff_of_the_same_ends_well(model):
+    run("convert", model, model.with_name("t"), "--to", "tensorstore")
+    shown = run("diff", model, model.with_name("t")).stdout
+    assert shown.endswith("the same, 7 unchanged\n")
+
+
+def test_diff_tells_what_is_different(model):
+    shown = run("diff", model, changed_copy(model), code=1).stdout
+    assert "different, 1 added, 1 removed, 1 changed, 5 unchanged" in shown
+    assert "- step: 7\n+ new: 7\n" in shown
+    assert (
+        "~ layers.1.w: float32[8, 4]: largest difference 2, mean 0.0625, in 3.125% of the elements" in shown
+    )
+
+
+def test_diff_for_programs(model):
+    found = json.loads(run("diff", model, changed_copy(model), "--json", code=1).stdout)
+    assert (found["added"], found["removed"], found["same"]) == ({"new": "7"}, {"step": "7"}, False)
+    assert found["changed"] == [
+        {
+            "name": "layers.1.w",
+            "before": "float32[8, 4]",
+            "after": "float32[8, 4]",
+            "largest": 2.0,
+            "mean": 0.0625,
+            "share": 0.03125,
+        }
+    ]
+
+
+def test_diff_may_be_silent(model):
+    assert run("diff", "-q", model, changed_copy(model), code=1).stdout == ""
+
+
+def test_diff_that_cannot_be_made_is_another_code(model):
+    done = run("diff", model, model / "nothing", "--json", code=2)
+    assert "there is nothing at" in done.stderr
+    assert "there is nothing at" in json.loads(done.stdout)["error"]
+
+
+# ---------------------------------------------------------------------------------------------- convert
+
+
+def test_convert_and_what_it_says(model, tmp_path):
+    done = run("convert", model, tmp_path / "hf", "--to", "safetensors", "--dtype", "bf16")
+    assert done.stdout == f"{model} -> {tmp_path / 'hf'} (safetensors): 6 leaves, 216 B\n"
+    assert load(tmp_path / "hf")["layers"][2]["w"].dtype.name == "bfloat16"
+    assert verify(tmp_path / "hf").ok
+
+
+def test_convert_draws_a_bar_on_a_terminal(model, tmp_path):
+    shown, code = on_terminal("convert", model, tmp_path / "new.npz")
+    assert code == 0
+    assert "converting" in shown
+    assert "100%" in shown or "432/432 bytes" in shown
+    assert "! npz has no digests" in shown
+
+
+def test_convert_with_rules_from_a_file(model, tmp_path):
+    rules = tmp_path / "rules.txt"
+    rules.write_text(
+        "# ours to theirs\nlayers\\.(\\d+)\\.w -> h.\\1.weight | transpose\nlayer.* -> \nstop -> x\n"
+    )
+    plan = run("convert", model, tmp_path / "hf.safetensors", "--rename", rules, "--dry-run").stdout
+    assert "  layers.0.w -> h.0.weight: float32[4, 8] (transpose)\n" in plan
+    assert "! matches no leaf: line 4, 'stop' (nearest is 'step')\n" in plan
+    assert "! no rule, keeps its name: step (nearest is 'stop')\n" in plan
+    assert not (tmp_path / "hf.safetensors").exists()
+    run("convert", model, tmp_path / "hf.safetensors", "--rename", rules)
+    found = safetensors.numpy.load_file(tmp_path / "hf.safetensors")
+    assert sorted(found) == ["h.0.weight", "h.1.weight", "h.2.weight"]
+    np.testing.assert_array_equal(found["h.2.weight"], np.full((4, 8), 2))
+
+
+def test_convert_for_programs(model, tmp_path):
+    arguments = ["--to", "safetensors", "--max-shard-size", "200", "--memory", "1GiB", "--json"]
+    done = json.loads(run("convert", model, tmp_path / "new", *arguments).stdout)
+    assert done["nbytes"] == 432
+    assert done["leaves"][""][0] == {
+        "name": "layers.0.b",
+        "what": "float32[4]",
+        "nbytes": 16,
+        "origins": ["layers.0.b"],
+        "how": "",
+    }
+    assert len(list((tmp_path / "new").glob("model-*.safetensors"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem", "code"),
+    [
+        (["--to", "hdf5"], "is not one of", 2),
+        (["--memory", "much"], "'much' is no size; write 500MB, 2GB or 1.5GiB", 2),
+        (["--memory", "1MB"], "error: memory=1 MB: the program takes", 1),
+        (["--dtype", "int3"], "error: 'int3' is no floating dtype", 1),
+        (["--rename", "nothing.txt"], "'nothing.txt' does not exist", 2),
+        (["--prefix", "ema"], "has no prefix 'ema'", 1),
+    ],
+)
+def test_convert_refuses_in_one_line(model, tmp_path, arguments, problem, code):
+    done = run("convert", model, tmp_path / "new", "--to", "safetensors", *arguments, code=code)
+    assert problem in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_convert_stops_at_damage(model, tmp_path):
+    with (model / "model.safetensors").open("r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"\xff")
+    done = run("convert", model, tmp_path / "new", "--to", "tensorstore", code=1)
+    assert "error: leaf 'layers" in done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["model"]
+
+
+def test_ctrl_c_on_a_terminal_leaves_nothing(tmp_path):
+    save({"w": np.zeros((40, 10**6))}, tmp_path / "old")
+    master, slave = pty.openpty()
+    command = [EFORMER, "convert", str(tmp_path / "old"), str(tmp_path / "new"), "--to", "safetensors"]
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+    os.close(slave)
+    seen = b""
+    while b"converting" not in seen:
+        seen += os.read(master, 4096)
+    process.send_signal(signal.SIGINT)
+    code = process.wait(60)
+    os.close(master)
+    assert sorted(os.listdir(tmp_path)) == (["old"] if code else ["new", "old"])  # it may have been too late
+
+
+def test_nothing_but_demo_needs_jax(model, tmp_path):
+    code = "import sys; from eformer.cli._command import main; main(sys.argv[1:], standalone_mode=False)"
+    for arguments in (
+        ["inspect", model],
+        ["ls", model],
+        ["verify", model],
+        ["diff", model, model],
+        ["convert", model, tmp_path / "new", "--to", "tensorstore"],
+        ["convert", model, tmp_path / "new.msgpack"],
+        ["convert", COMPAT / "files" / "flax.msgpack", tmp_path / "new.safetensors"],
+        ["prune", tmp_path / "run", "--keep", "1", "-y"],
+    ):
+        save({"w": 1}, tmp_path / "run" / "step-1") if "prune" in arguments else None
+        done = subprocess.run(
+            [sys.executable, "-c", f"{code}\nassert 'jax' not in sys.modules, 'jax'", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, (arguments, done.stderr)
+
+
+# ------------------------------------------------------------------------------------- prune and others
+
+
+@pytest.fixture
+def steps(tmp_path):
+    for step in (9, 10, 11):
+        save({"w": np.ones(10)}, tmp_path / "run" / f"step-{step}")
+    (tmp_path / "run" / "step-12").mkdir()
+    return tmp_path / "run"
+
+
+def test_prune_says_what_it_does(steps):
+    done = run("prune", steps, "--keep", 2, "--yes", "--check")
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["keep    step-10", "keep    step-11"]
+    assert lines[2].startswith("leave   step-12, which is no whole checkpoint: ")
+    assert lines[3] == "remove  step-9"
+    assert lines[4].startswith("removed 1 checkpoint, ")
+    assert sorted(os.listdir(steps)) == ["step-10", "step-11", "step-12"]
+
+
+def test_prune_asks_first(steps):
+    done = subprocess.run(
+        [EFORMER, "prune", str(steps), "--keep", "1"], input="n\n", capture_output=True, text=True
+    )
+    assert "Remove 2 checkpoints" in done.stdout
+    assert done.returncode == 1
+    assert len(os.listdir(steps)) == 4
+    assert run("prune", steps, "--keep", 1, "--dry-run").stdout.count("remove ") == 2
+    assert len(os.listdir(steps)) == 4
+
+
+def test_demo_keeps_its_files_where_it_is_told_to(tmp_path):
+    shown = run("demo", tmp_path / "d").stdout
+    for part in (
+        "8 virtual devices",
+        "on a 2x4 mesh",
+        "20 of 20 leaves equal bit for bit",
+        "under other names: params.layers.0.kernel -> model.layers.0.weight",
+        "missing leaf 'steps' (nearest is 'step')",
+        "verify: leaf 'params.embedding': bytes",
+        f"eformer diff {tmp_path}/d/step-100 {tmp_path}/d/damaged",
+    ):
+        assert part in shown
+    assert checkpoint.verify(tmp_path / "d" / "step-100").ok
+    assert "1 damaged" in run("verify", tmp_path / "d" / "damaged", code=1).stdout
+    assert "is there" in run("demo", tmp_path / "d", code=1).stderr
+
+
+def test_completion_completes(tmp_path):
+    script = tmp_path / "complete.sh"
+    script.write_text(run("completion", "bash").stdout)
+    asked = (
+        f"PATH={Path(EFORMER).parent}:$PATH; source {script}; COMP_WORDS=(eformer conv); COMP_CWORD=1; "
+        "_eformer_completion eformer; echo ${COMPREPLY[@]}"
+    )
+    done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True)
+    assert done.stdout.strip() == "convert", done.stderr
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_completion_for_other_shells(shell):
+    assert "_EFORMER_COMPLETE" in run("completion", shell).stdout
+
+
+@pytest.mark.parametrize(
+    "command", ["inspect", "ls", "verify", "diff", "convert", "prune", "demo", "completion"]
+)
+def test_every_command_has_help_with_an_example(command):
+    shown = run(command, "--help").stdout
+    assert f"eformer {command} " in shown.replace("Usage: ", "").replace(f"eformer {command} [OPTIONS]", "")
+    assert f"eformer {command}" in run("--help").stdout or command == "completion"
