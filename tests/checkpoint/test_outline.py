@@ -41,6 +41,11 @@ def test_a_number_inside_of_a_name_counts():
     ]
 
 
+def test_numbers_are_in_their_own_order_and_not_in_that_of_the_alphabet():
+    root = outline(lines("a", *sorted(f"block_{i}.w" for i in range(25)), "z"))
+    assert labels(root) == [("a", 1, []), ("block_0-24.w", 25, []), ("z", 1, [])]
+
+
 def test_a_leaf_without_a_name_is_shown():
     root = outline([Line("", "f32[2]", 8)])
     assert root.line

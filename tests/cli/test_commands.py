@@ -205,3 +205,19 @@ def test_shardings_are_told(tmp_path):
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     checkpoint.save({"w": jax.device_put(np.ones((4, 2)), rows)}, tmp_path / "c")
     assert "(x) on x 2: 1 array" in run("inspect", tmp_path / "c").stdout
+
+
+def test_inspect_draws_a_picture_that_needs_nothing_from_elsewhere(model, tmp_path):
+    run("inspect", model, "--svg", tmp_path / "model.svg")
+    drawn = (tmp_path / "model.svg").read_text()
+    assert "bfloat16[64,&#160;64]" in drawn
+    assert "url(http" not in drawn
+    assert "@font-face" not in drawn
+
+
+def test_a_terminal_without_letters_of_its_own_gets_others(model):
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    shown = run("inspect", model, **plain).stdout
+    assert shown.isascii()
+    assert "x12" in shown
+    assert " #########\n" in shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import os
+import re
 import secrets
 import shutil
 from contextlib import ExitStack, contextmanager
@@ -92,8 +93,9 @@ class Conversion:
         return sum(leaf.nbytes for leaves in self.leaves.values() for leaf in leaves)
 
     def __str__(self) -> str:
-        count = sum(map(len, self.leaves.values()))
-        head = f"{self.source} -> {self.destination} ({self.to}): {count} leaves, {size(self.nbytes)}"
+        number = sum(map(len, self.leaves.values()))
+        leaves = f"{number:,} {'leaf' if number == 1 else 'leaves'}"
+        head = f"{self.source} -> {self.destination} ({self.to}): {leaves}, {size(self.nbytes)}"
         lines = [
             f"  {f'[{prefix}] ' if prefix else ''}{leaf}"
             for prefix, leaves in self.leaves.items()
@@ -409,7 +411,7 @@ def _job(path: Path, prefix: str, form: Any, made: _Made, options: SaveOptions, 
     tree = TreeEntry(
         save_id=secrets.token_hex(8),
         saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        written_by=f"eformer {eformer.__version__}, of what was written by {before.written_by or 'others'}",
+        written_by=f"eformer {eformer.__version__}, converted from what {_first_writer(made.view)} wrote",
         block=PIECE_BYTES,
         files=(),
         raw_metadata=before.raw_metadata,
@@ -418,6 +420,12 @@ def _job(path: Path, prefix: str, form: Any, made: _Made, options: SaveOptions, 
     )
     turn = turns.take(path, hosts.name(0))
     return Job(path, prefix, form, made.sources, tree, options, hosts, turn, meter=meter)
+
+
+def _first_writer(view: View) -> str:
+    """Of a checkpoint that may have been converted before."""
+    writer = view.tree.written_by
+    return re.sub(r".*converted from what (.*) wrote", r"\1", writer) if writer else view.format
 
 
 @contextmanager

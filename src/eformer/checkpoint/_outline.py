@@ -80,9 +80,9 @@ def _folded(node: Node) -> Node:
 
 
 def _together(nodes: Sequence[Node]) -> list[Node]:
-    """Neighbours that differ in one number are one node, which says from where to where."""
+    """Those that differ in one number are one node, which says from where to where."""
     runs: list[list[Node]] = []
-    for node in nodes:
+    for node in _in_order(nodes):
         if runs and _follows(runs[-1][-1], node):
             runs[-1].append(node)
         else:
@@ -91,6 +91,16 @@ def _together(nodes: Sequence[Node]) -> list[Node]:
 
 
 _NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
+
+
+def _in_order(nodes: Sequence[Node]) -> list[Node]:
+    """Numbered ones by their numbers, where the first of them is: by the alphabet, 10 comes before 2."""
+    alike: dict[str | tuple[str, str], list[tuple[int, int, Node]]] = {}
+    for position, node in enumerate(nodes):
+        match = _NUMBER.search(node.label)
+        kind = (node.label[: match.start()], node.label[match.end() :]) if match else node.label
+        alike.setdefault(kind, []).append((int(match[0]) if match else 0, position, node))
+    return [node for some in alike.values() for _, _, node in sorted(some, key=lambda one: one[:2])]
 
 
 def _follows(before: Node, node: Node) -> bool:

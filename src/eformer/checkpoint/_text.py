@@ -26,8 +26,10 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def bar(part: float, width: int) -> str:
+def bar(part: float, width: int, *, ascii_only: bool = False) -> str:
     """As many blocks as the part is of the whole, in eighths; something for what is more than nothing."""
+    if ascii_only:
+        return "#" * max(round(part * width), int(part > 0))
     eighths = round(part * width * 8)
     if part > 0:
         eighths = max(1, eighths)

@@ -79,6 +79,10 @@ class View(Mapping[str, Any]):
         return self._tree
 
     @property
+    def format(self) -> str:
+        return self._found.manifest.format
+
+    @property
     def metadata(self) -> dict[str, Any]:
         return self._tree.metadata
 

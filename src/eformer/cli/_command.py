@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -81,7 +82,8 @@ def main(debug: bool) -> None:
 @click.argument("path", type=click.Path())
 @click.option("--prefix", help="Of one tree, if there are several.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
-def inspect(path: str, prefix: str | None, as_json: bool) -> None:
+@click.option("--svg", type=click.Path(dir_okay=False), help="Write it to a picture, for a page.")
+def inspect(path: str, prefix: str | None, as_json: bool, svg: str | None) -> None:
     """What the checkpoint at PATH is, and its tree.
 
     \b
@@ -98,7 +100,10 @@ def inspect(path: str, prefix: str | None, as_json: bool) -> None:
     else:
         from eformer.cli import _show
 
-        _show.show_checkpoint(facts, trees, _show.console())
+        if svg:
+            Path(svg).write_text(_show.picture(facts, trees, f"eformer inspect {printable(path)}"), "utf-8")
+        else:
+            _show.show_checkpoint(facts, trees, _show.console())
     if facts["problems"]:
         sys.exit(1)
 
@@ -312,7 +317,6 @@ def demo(directory: str | None) -> None:
     eformer demo ./demo
     """
     import tempfile
-    from pathlib import Path
 
     from eformer.demo import run  # late: it imports jax, which takes a second
 

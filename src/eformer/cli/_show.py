@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import itertools
+import re
 import shutil
 import sys
 from typing import TYPE_CHECKING
@@ -15,17 +18,28 @@ from eformer.checkpoint._outline import Node, outline
 from eformer.checkpoint._text import bar, count, printable, shortened, size
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from eformer.checkpoint._manifest import TreeEntry
     from eformer.cli._facts import Facts
 
-_BAR = 10
+_BAR, _SIZE, _INDENT = 10, 7, 4  # columns
 _MOST_ROWS = 400
-_NARROW, _PIPED = 60, 120
+_NARROW, _PIPED, _PICTURE = 60, 120, 92
 
 
 def console() -> Console:
     """Colours and the terminal's width where there is one; else plain, and wide enough."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # names may hold what a terminal has no letters for
     return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED, soft_wrap=False)
+
+
+def picture(facts: Facts, trees: dict[str, TreeEntry], title: str) -> str:
+    """What `show_checkpoint` shows, as an SVG that needs nothing from elsewhere."""
+    on = Console(record=True, file=io.StringIO(), width=_PICTURE, force_terminal=True, highlight=False)
+    show_checkpoint(facts, trees, on)
+    return re.sub(r"@font-face \{.*?\}\s*", "", on.export_svg(title=title), flags=re.DOTALL)
 
 
 def show_checkpoint(facts: Facts, trees: dict[str, TreeEntry], on: Console) -> None:
@@ -62,42 +76,47 @@ def show_tree(prefix: str, facts: Facts, tree: TreeEntry, on: Console) -> None:
     for name, value in facts["metadata"].items():
         about.add_row("metadata", Text(printable(shortened(f"{name} = {value!r}", 100))))
     on.print(about)
-    on.print(tree_of(tree, on.width))
+    on.print()
+    on.print(tree_of(tree, on))
 
 
-def tree_of(tree: TreeEntry, width: int) -> Tree:
-    """Folded, with the size of everything as a bar of the whole."""
+def tree_of(tree: TreeEntry, on: Console) -> Tree:
+    """Folded, with the size of everything as a bar of the whole, one below the other where there is room."""
     root = outline(tree.lines())
     whole = max(1, root.nbytes)
+    rows = list(itertools.islice(_rows(root.children or [root], 0), _MOST_ROWS))
+    labels = [_label(node, on) for _, node in rows]
+    column = max(
+        (_INDENT * depth + label.cell_len for (depth, _), label in zip(rows, labels, strict=True)), default=0
+    )
+    column = min(column, on.width - _BAR - _SIZE - 3)
     shown = Tree("", guide_style="dim", hide_root=True)
-    rows = 0
-
-    def add(to: Tree, node: Node) -> None:
-        nonlocal rows
-        if rows >= _MOST_ROWS:
-            return
-        rows += 1
-        below = to.add(_label(node, whole, width))
-        for child in node.children:
-            add(below, child)
-
-    for child in root.children or [root]:
-        add(shown, child)
-    if (hidden := root.rows - 1 - rows) > 0:
+    branches = [shown]  # the last one of every depth
+    for (depth, node), label in zip(rows, labels, strict=True):
+        if node.nbytes:
+            label.pad_right(max(0, column - _INDENT * depth - label.cell_len))
+            label.append(f"  {size(node.nbytes):>{_SIZE}}", style="dim")
+            if on.width >= _NARROW:
+                part = bar(node.nbytes / whole, _BAR, ascii_only=on.options.ascii_only)
+                label.append(f" {part}", style="blue")
+        branches[depth + 1 :] = [branches[depth].add(label)]
+    if (hidden := root.rows - 1 - len(rows)) > 0:
         shown.add(f"... and {count(hidden, 'more row')}; `eformer ls` has one line a leaf")
     return shown
 
 
-def _label(node: Node, whole: int, width: int) -> Text:
-    text = Text(shortened(node.label, max(20, width // 2)), style="" if node.line else "bold")
+def _rows(nodes: Sequence[Node], depth: int) -> Iterator[tuple[int, Node]]:
+    for node in nodes:
+        yield depth, node
+        yield from _rows(node.children, depth + 1)
+
+
+def _label(node: Node, on: Console) -> Text:
+    text = Text(shortened(node.label, max(20, on.width // 2)), style="" if node.line else "bold")
     if node.count > 1:
-        text.append(f" ×{node.count}", style="cyan")
+        text.append(f" {'x' if on.options.ascii_only else '×'}{node.count}", style="cyan")
     if node.line:
         text.append(f"  {node.line.what}", style="green" if node.line.nbytes else "magenta")
-    if node.nbytes:
-        text.append(f"  {size(node.nbytes)}", style="dim")
-        if width >= _NARROW:
-            text.append(f" {bar(node.nbytes / whole, _BAR)}", style="blue")
     return text
 
 
