@@ -133,3 +133,14 @@ def test_a_view_of_a_checkpoint_whose_file_is_gone_says_so(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CorruptionError, match="names a file that is gone"):
         checkpoint.open(tmp_path)
+
+
+def test_memory_that_is_not_there_is_missed_by_name(tmp_path, monkeypatch):
+    save({"w": np.ones((2**20, 2))}, tmp_path / "c")
+
+    def refuse(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("eformer.checkpoint._transfer.aligned", refuse)
+    with pytest.raises(MemoryError, match=r"leaf 'w', float64\[1048576, 2\]: there is not so much memory"):
+        checkpoint.load(tmp_path / "c")

@@ -127,7 +127,11 @@ class Fetching:
                     continue
             boxes = [Region.whole(entry.shape)] if want.regions is None else want.regions
             dtype = dtype_from_name(want.dtype)
-            self.targets[index] = targets = [arena.target(box, dtype) for box in boxes]
+            try:
+                self.targets[index] = targets = [arena.target(box, dtype) for box in boxes]
+            except MemoryError as error:
+                what = f"{entry.dtype}{list(entry.shape)}"
+                raise MemoryError(f"leaf {want.name!r}, {what}: there is not so much memory") from error
             self.arrays[index] = [target.array for target in targets]
 
     # ------------------------------------------------------------------------------------------ reads

@@ -39,7 +39,7 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
-        except (ValueError, OSError, TypeError, RuntimeError) as error:
+        except (ValueError, OSError, TypeError, RuntimeError, MemoryError) as error:
             if ctx.params.get("debug"):
                 raise
             if ctx.obj:
