@@ -142,13 +142,6 @@ def test_a_callback_that_raises_at_the_end_fails_the_save(tmp_path):
     assert_same(load(tmp_path), tree())
 
 
-def test_a_bar_that_cannot_be_drawn_leaves_nobody_waiting(tmp_path, monkeypatch):
-    monkeypatch.setattr(_progress, "_bar", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        save(tree(), tmp_path, progress=True)
-    save(tree(), tmp_path)
-
-
 # ---------------------------------------------------------------------------------------------- load
 
 

@@ -1,5 +1,6 @@
 """A checkpoint as a lazy mapping; inspect; both without jax."""
 
+import pickle
 import subprocess
 import sys
 
@@ -144,3 +145,11 @@ def test_memory_that_is_not_there_is_missed_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr("eformer.checkpoint._transfer.aligned", refuse)
     with pytest.raises(MemoryError, match=r"leaf 'w', float64\[1048576, 2\]: there is not so much memory"):
         checkpoint.load(tmp_path / "c")
+
+
+def test_a_copy_opens_the_files_for_itself(tmp_path):
+    save({"w": np.arange(5)}, tmp_path / "c", prefix="model")
+    with checkpoint.open(tmp_path / "c") as view:
+        copy = pickle.loads(pickle.dumps(view))
+        copy.close()
+        assert list(view["w"][1:3]) == [1, 2]

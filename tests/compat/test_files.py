@@ -8,10 +8,14 @@ import pickle
 import struct
 import subprocess
 import sys
+import threading
+import time
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import equinox as eqx
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -20,7 +24,14 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer.errors import CorruptionError, EformerError, FormatError, MismatchError, StructureError
+from eformer.errors import (
+    CorruptionError,
+    EformerError,
+    FormatError,
+    MismatchError,
+    NotFoundError,
+    StructureError,
+)
 from eformer.pytree._serialization import msgpack_restore, msgpack_serialize, save_to_file
 from support.trees import assert_same
 
@@ -401,7 +412,8 @@ def test_the_command_line_shows_it(sample):
     leaves = json.loads(eformer("ls", sample, "--json").stdout)
     (tree,) = checkpoint.inspect(sample).trees.values()
     assert [leaf["name"] for leaf in leaves] == [*tree.leaves, *tree.values]
-    assert "all there" in eformer("verify", sample).stdout
+    expected = "every checksum matches" if sample.suffix == ".npz" else "all there"
+    assert expected in eformer("verify", sample).stdout
     sample.write_bytes(sample.read_bytes()[:-20])
     assert sample.name in eformer("inspect", sample, code=1).stderr
 
@@ -533,3 +545,145 @@ def test_a_directory_of_such_files_names_them(tmp_path):
 def test_restoring_by_flax_and_by_load_are_the_same():
     data = (DATA / "flax.msgpack").read_bytes()
     same_numbers(checkpoint.load(DATA / "flax.msgpack"), msgpack_restore(data))
+
+
+# ------------------------------------------------------------------------- written to while it is read
+
+
+def rewrite(path, number):
+    """As people do: the file is cut short first, and then filled."""
+    tree = {f"l{i}": np.full(20_000, number, np.float32) for i in range(8)}
+    with path.open("wb") as file:
+        if path.suffix == ".msgpack":
+            file.write(flax.serialization.to_bytes(tree))
+        elif path.suffix == ".npz":
+            np.savez(file, **tree)
+        else:
+            eqx.tree_serialise_leaves(file, tree)
+
+
+@pytest.mark.parametrize("suffix", [".msgpack", ".npz", ".eqx"])
+def test_a_file_that_is_written_to_meanwhile_is_never_a_mixture(tmp_path, suffix):
+    path, stop = tmp_path / f"model{suffix}", threading.Event()
+    rewrite(path, 0)
+    like = {f"l{i}": np.zeros(20_000, np.float32) for i in range(8)} if suffix == ".eqx" else None
+
+    def keep_writing():
+        number = 0
+        while not stop.is_set():
+            number += 1
+            rewrite(path, number)
+            stop.wait(0.005)
+
+    writer = threading.Thread(target=keep_writing)
+    writer.start()
+    whole = 0
+    try:
+        for _ in range(150):
+            with suppress(EformerError):
+                tree = checkpoint.load(path, like=like)
+                assert len({float(x) for leaf in tree.values() for x in (leaf.min(), leaf.max())}) == 1
+                whole += 1
+    finally:
+        stop.set()
+        writer.join()
+    assert whole
+
+
+def test_a_view_notices_that_its_file_was_written_to(tmp_path):
+    rewrite(tmp_path / "a.npz", 0)
+    with checkpoint.open(tmp_path / "a.npz") as view:
+        assert view["l0"][0] == 0
+        time.sleep(0.02)  # the clock of files is coarse
+        rewrite(tmp_path / "a.npz", 1)
+        with pytest.raises(FileNotFoundError, match="was written to meanwhile; open it again"):
+            view["l0"][0]
+
+
+def test_a_view_reads_on_when_its_file_is_replaced_as_a_whole(tmp_path):
+    rewrite(tmp_path / "a.npz", 0)
+    rewrite(tmp_path / "b.npz", 1)
+    with checkpoint.open(tmp_path / "a.npz") as view:
+        (tmp_path / "b.npz").replace(tmp_path / "a.npz")
+        assert view["l0"][0] == 0
+
+
+# ------------------------------------------------------------------------------------ what it is not
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"", "but an empty file"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(50), "but a picture"),
+        (b"\x89HDF\r\n\x1a\n" + bytes(50), "but an HDF5 file"),
+        (b"GGUF\x03" + bytes(50), "but a GGUF file"),
+        (b"\x1f\x8b\x08" + bytes(50), "compressed by gzip; unpack it first"),
+        (
+            pickle.dumps({"a": 1}),
+            "but a pickle, which is not run, perhaps of PyTorch; there, safetensors.torch",
+        ),
+    ],
+)
+def test_files_of_something_else_are_called_by_their_names(tmp_path, content, what):
+    (tmp_path / "model.bin").write_bytes(content)
+    with pytest.raises(FormatError) as caught:
+        checkpoint.load(tmp_path / "model.bin")
+    assert what in str(caught.value)
+
+
+def test_a_file_of_pytorch_is_called_so(tmp_path):
+    with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:
+        archive.writestr("model/data.pkl", b"x")
+        for number in range(50):
+            archive.writestr(f"model/data/{number}", b"x")
+    with pytest.raises(FormatError, match="is a file of PyTorch, of pickles, which are not run") as caught:
+        checkpoint.load(tmp_path / "model.pt")
+    assert len(str(caught.value)) < 400
+
+
+def test_many_problems_are_counted(tmp_path):
+    np.savez(tmp_path / "a.npz", **{f"t{i}": np.array(["a", "b"]) for i in range(30)})
+    with pytest.raises(FormatError, match="; and 25 more"):
+        checkpoint.load(tmp_path / "a.npz")
+
+
+def test_a_directory_of_flax_points_to_its_files(tmp_path):
+    (tmp_path / "checkpoint_3").write_bytes(flax.serialization.to_bytes({"w": np.ones(2)}))
+    with pytest.raises(NotFoundError, match=r"Is it one of \['checkpoint_3'\]"):
+        checkpoint.load(tmp_path)
+    assert checkpoint.load(tmp_path / "checkpoint_3")["w"].shape == (2,)
+
+
+def test_very_many_values_are_refused_soon(tmp_path):
+    (tmp_path / "many.msgpack").write_bytes(b"\xdd" + struct.pack(">I", 2**21) + bytes(2**21))
+    with pytest.raises(FormatError, match="more than 1,048,576 values"):
+        checkpoint.inspect(tmp_path / "many.msgpack")
+
+
+def test_plain_numbers_of_equinox_stay_plain_wherever_arrays_go(tmp_path):
+    model = [eqx.nn.Linear(8, 8, key=jax.random.key(0)), eqx.nn.Dropout(0.5)]
+    eqx.tree_serialise_leaves(tmp_path / "m.eqx", model)
+    mesh = jax.make_mesh((1,), ("x",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    for how in (
+        {"mesh": mesh, "rules": [(".*", jax.sharding.PartitionSpec())]},
+        {"mesh": mesh, "shardings": jax.sharding.PartitionSpec()},
+        {"shardings": everywhere},
+    ):
+        _, dropout = checkpoint.load(tmp_path / "m.eqx", like=model, **how)
+        assert (type(dropout.p), type(dropout.inference)) == (float, bool)
+
+
+def test_verify_says_what_kind_of_checksums_there_were(tmp_path):
+    np.savez(tmp_path / "a.npz", w=np.ones(1000))
+    assert str(checkpoint.verify(tmp_path / "a.npz")).endswith("every checksum matches")
+    assert "checksums of the whole" in eformer("inspect", tmp_path / "a.npz").stdout
+
+
+def test_copies_of_files_without_names_are_the_same(tmp_path):
+    copy = tmp_path / "copy.eqx"
+    copy.write_bytes((DATA / "equinox.eqx").read_bytes())
+    found = checkpoint.diff(DATA / "equinox.eqx", copy)
+    assert found.same
+    assert found.notes == ()

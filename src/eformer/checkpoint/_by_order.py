@@ -39,6 +39,11 @@ def by_order(tree: TreeEntry, like: Mapping[str, Any], dtype: Any) -> tuple[Tree
     return msgspec.structs.replace(tree, raw_leaves=encode_leaves(entries)), expected
 
 
+def is_number(leaf: Any) -> bool:
+    """Whether it is plain, and lies on no device."""
+    return isinstance(leaf, _NUMBERS)
+
+
 def completed(arrays: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves for the whole of `like`: numbers as it has them, and its own where nothing is stored."""
     return {
@@ -76,5 +81,5 @@ def _kind(dtype: str) -> str:
 
 def _as_number(array: Any, leaf: Any) -> Any:
     """What a caller's function has made of it stays."""
-    is_number = isinstance(leaf, _NUMBERS) and isinstance(array, np.ndarray) and not array.shape
-    return type(leaf)(array.item()) if is_number else array
+    is_plain = is_number(leaf) and isinstance(array, np.ndarray) and not array.shape
+    return type(leaf)(array.item()) if is_plain else array

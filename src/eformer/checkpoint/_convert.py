@@ -274,6 +274,8 @@ def _losses(made: _Made, form: To) -> Iterator[str]:
             yield "numpy.load has no bfloat16, and gives V2: .view(ml_dtypes.bfloat16) of it is what was saved"
     if form == "msgpack":
         yield "as flax has it, all containers are dicts: flax.serialization.from_bytes(tree, ...) makes the tree again"
+    if not made.view.has_names:
+        yield "the source has no names: its leaves are called by their numbers"
     if not made.view.tree.save_id:
         yield "the source has no digests: what was read could not be checked"
 

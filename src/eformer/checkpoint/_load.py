@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer.checkpoint import _hosts
-from eformer.checkpoint._by_order import by_order, completed
+from eformer.checkpoint._by_order import by_order, completed, is_number
 from eformer.checkpoint._checksums import check_sha256
 from eformer.checkpoint._formats.find import find, was_replaced
 from eformer.checkpoint._hosts import TIMEOUT
@@ -161,7 +161,7 @@ def _read_one(
                 items = items_of(tree, selected, request, wanted)
                 if like is None and request.keys is None:
                     _require_classes(tree)
-                place_items(items, tree, request)
+                place_items(_placeable(items, like, found), tree, request)
             total = nbytes_read(tree, items) if is_wanted(request.progress) else 0
             with metered(request.progress, total, "loading") as meter:
                 arrays = _arrays(found, tree, items, request, hosts, meter)
@@ -176,6 +176,13 @@ def _read_one(
             arrays = completed(arrays, like)
         return tree, arrays, selected
     raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while it was being read")
+
+
+def _placeable(items: list[Item], like: Mapping[str, Any] | None, found: Found) -> list[Item]:
+    """All but plain numbers, which files without names store as arrays."""
+    if like is None or found.has_names:
+        return items
+    return [item for item in items if not is_number(like[item.name])]
 
 
 def _tree(found: Found, prefix: str | None) -> TreeEntry:

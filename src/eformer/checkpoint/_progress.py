@@ -5,13 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
+
+from eformer.checkpoint._bars import drawn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Progress = bool | Callable[[int, int], None] | None
+Report = Callable[[int, int], None]
+
+Progress = bool | Report | None
 """True for a bar; or what is called with the bytes that are done and with all there are, some times a second."""
 
 _BETWEEN = 0.05  # seconds
@@ -21,7 +25,7 @@ class Meter:
     """Adds up the bytes that several threads are done with. What it says never falls, never is more than the total, and
     is the total once."""
 
-    def __init__(self, total: int, report: Callable[[int, int], None] | None) -> None:
+    def __init__(self, total: int, report: Report | None) -> None:
         self._total, self._report = total, report
         self._done, self._last, self._is_ended = 0, 0.0, False
         self._lock = threading.Lock()
@@ -44,7 +48,7 @@ class Meter:
             self._done = self._total
             self._tell(self._report)
 
-    def _tell(self, report: Callable[[int, int], None]) -> None:
+    def _tell(self, report: Report) -> None:
         if self._is_ended:
             return
         self._is_ended = self._done == self._total
@@ -68,34 +72,26 @@ class _Objection(Exception):  # noqa: N818
 
 def is_wanted(progress: Progress) -> bool:
     """A callback may be something that is empty: a list that keeps its calls."""
-    return progress is not None and progress is not False
+    if progress is None or callable(progress):
+        return progress is not None
+    if type(progress).__name__ in ("bool", "bool_"):  # numpy's, too
+        return bool(progress)
+    raise TypeError(
+        f"progress={progress!r}: it is True for a bar, or a function of the bytes done and of all"
+    )
 
 
 @contextmanager
 def metered(progress: Progress, total: int, what: str) -> Iterator[Meter]:
     """A meter that reports to `progress`, to the end if all goes well. What a callback raises, is raised here."""
-    callback = None if isinstance(progress, bool) else progress
-    with _bar(total, what) if progress is True else nullcontext(callback) as report:
+    if not is_wanted(progress):
+        how: AbstractContextManager[Report | None] = nullcontext()
+    else:
+        how = nullcontext(progress) if callable(progress) else drawn(total, what)
+    with how as report:
         meter = Meter(total, report)
         try:
             yield meter
             meter.end()
         except _Objection as objection:
             raise objection.error from objection.error.__cause__
-
-
-@contextmanager
-def _bar(total: int, what: str) -> Iterator[Callable[[int, int], None]]:
-    """On standard error, so that what is piped stays clean; live in a notebook."""
-    from rich.console import Console  # late: only who wants to see something waits for it
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bars
-
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-    )  # fmt: skip
-    console = Console(stderr=True)
-    with Bars(*columns, console=None if console.is_jupyter else console) as bars:
-        task = bars.add_task(what, total=total)
-        yield lambda done, _: bars.update(task, completed=done)

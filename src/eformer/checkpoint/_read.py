@@ -46,6 +46,7 @@ def read(
         if mmap:
             items = reading.map(items, threads)
         run_all(reading.tasks(items), threads)
+        reading.require_unwritten()
     finally:
         reading.close()
 
@@ -60,6 +61,11 @@ class Reading:
 
     def close(self) -> None:
         self.files.close()
+
+    def require_unwritten(self) -> None:
+        """Refuses what was read while somebody wrote to the file, if there are no digests to tell by."""
+        if not self.tree.save_id and (name := self.files.rewritten()):
+            raise FileNotFoundError(f"{name} was written to while it was read")
 
     def map(self, items: Sequence[Item], threads: int) -> Sequence[Item]:
         """Items that are in their files as they are wanted have their arrays; the others are returned."""

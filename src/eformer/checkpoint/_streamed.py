@@ -58,6 +58,7 @@ def stream(
         stream = _Stream(items, stack)
         threads = max(2, threads * 3 // 4)  # the others are for the transfers
         run_all(stream.tasks(reading), threads, stream.give_up)
+        reading.require_unwritten()
     return stream.loaded
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_MOST_PROBLEMS = 5
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
@@ -43,3 +49,10 @@ def shortened(text: str, width: int) -> str:
         return text
     head = (width - 1) // 2
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+def few(problems: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    shown = "; ".join(problems[:_MOST_PROBLEMS])
+    more = len(problems) - _MOST_PROBLEMS
+    return f"{shown}; and {more:,} more" if more > 0 else shown

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Report:
     """What `verify` found. `has_digests` is False for files of other writers, of which only the structure was
-    checked, and that all bytes are there."""
+    checked, and that all bytes are there; `has_checksums` if these have checksums of their own."""
 
     path: str
     trees: int
@@ -35,6 +35,7 @@ class Report:
     nbytes: int
     has_digests: bool
     damages: tuple[Damage, ...]
+    has_checksums: bool = False
 
     @property
     def ok(self) -> bool:
@@ -43,11 +44,11 @@ class Report:
     def __str__(self) -> str:
         if self.damages:
             return "\n  ".join([f"{self.path}: {len(self.damages)} damaged", *map(str, self.damages)])
-        how = (
-            "every digest matches"
-            if self.has_digests
-            else "all there, but without digests nothing more is known"
-        )
+        how = "all there, but without digests nothing more is known"
+        if self.has_digests:
+            how = "every digest matches"
+        elif self.has_checksums:
+            how = "every checksum matches"
         return f"{self.path}: {self.leaves} leaves, {self.nbytes} bytes: {how}"
 
 
@@ -73,6 +74,7 @@ def verify(path: str | os.PathLike[str], *, progress: Progress = None) -> Report
         nbytes=sum(tree.nbytes for tree in trees),
         has_digests=all(tree.save_id for tree in trees),
         damages=tuple(damages),
+        has_checksums=found.find_damages is not None,
     )
 
 

@@ -24,7 +24,8 @@ from eformer.errors import CorruptionError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from eformer.checkpoint._formats._found import Found
     from eformer.checkpoint._manifest import LeafEntry, TreeEntry
@@ -48,7 +49,7 @@ class View(Mapping[str, Any]):
     """
 
     def __init__(self, found: Found, prefix: str | None) -> None:
-        self._found, self._path, self._prefix = found, found.path, prefix or ""
+        self._found, self._path, self._asked, self._prefix = found, found.path, prefix, prefix or ""
         self._tree = found.tree(prefix)
         self._entries = Leaves(self._tree)
         self._is_open = True
@@ -83,6 +84,11 @@ class View(Mapping[str, Any]):
         return self._found.manifest.format
 
     @property
+    def has_names(self) -> bool:
+        """Whether the leaves are called by what somebody called them, and not by their numbers."""
+        return self._found.has_names
+
+    @property
     def metadata(self) -> dict[str, Any]:
         return self._tree.metadata
 
@@ -96,9 +102,13 @@ class View(Mapping[str, Any]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_files", None) and not sys.is_finalizing():  # then all is closed anyway
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if getattr(self, "_files", None) and not is_finalizing():  # then all is closed anyway
             self.close()
+
+    def __reduce__(self) -> Any:
+        """A copy opens the files for itself, here or in another process."""
+        return _opened, (self._path, self._asked)
 
     def __repr__(self) -> str:
         return as_text(self._title, [self._tree.about(self._prefix)])
@@ -128,13 +138,20 @@ class View(Mapping[str, Any]):
             raise ValueError(f"the view of {self._path} is closed")
         try:
             reads = plan_reads(wants, self._tree)
-            return fetch(reads, wants, self._tree, self._files, threads or default_threads())
+            arrays = fetch(reads, wants, self._tree, self._files, threads or default_threads())
+            if not self._tree.save_id and (name := self._files.rewritten()):
+                raise FileNotFoundError(f"{self._path}: {name} was written to meanwhile; open it again")
+            return arrays
         except CorruptionError as error:
             if was_replaced(self._found):
                 raise FileNotFoundError(
                     f"{self._path} was replaced by a newer save; open it again"
                 ) from error
             raise
+
+
+def _opened(path: Path, prefix: str | None) -> View:
+    return open(path, prefix=prefix)
 
 
 class Leaf:

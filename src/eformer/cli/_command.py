@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -37,7 +37,7 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except (ValueError, OSError, TypeError, RuntimeError, MemoryError) as error:
             if ctx.params.get("debug"):
@@ -48,7 +48,13 @@ class _Commands(click.Group):
             ctx.exit(2 if ctx.invoked_subcommand == "diff" else 1)  # of diff, 1 is an answer
 
 
-class _Size(click.ParamType[int]):
+if TYPE_CHECKING:
+    _Number = click.ParamType[int]
+else:  # older versions of click have no such type
+    _Number = click.ParamType
+
+
+class _Size(_Number):
     """Bytes, with or without a unit."""
 
     name = "size"
@@ -158,9 +164,8 @@ def verify(path: str, as_json: bool, quiet: bool) -> None:
     report = check(path, progress=_has_watcher(quiet))
     if as_json:
         damages = [{name: getattr(damage, name) for name in damage.__slots__} for damage in report.damages]
-        shown = {
-            name: getattr(report, name) for name in ("path", "trees", "leaves", "nbytes", "has_digests", "ok")
-        }
+        names = ("path", "trees", "leaves", "nbytes", "has_digests", "has_checksums", "ok")
+        shown = {name: getattr(report, name) for name in names}
         _print_json(shown | {"damages": damages})
     elif not quiet:
         lines = "\n".join(map(printable, str(report).split("\n")))

@@ -42,6 +42,8 @@ def checkpoint_facts(path: str, prefix: str | None = None) -> tuple[Facts, dict[
     steps = steps_in(where, list_names(where)) if where.is_dir() else []
     if steps and found.path.name == steps[-1]:
         facts["steps"] = steps
+    if found.find_damages:
+        facts["checksums"] = True
     return facts, trees
 
 

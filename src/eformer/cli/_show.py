@@ -51,7 +51,7 @@ def show_checkpoint(facts: Facts, trees: dict[str, TreeEntry], on: Console) -> N
     on.print(about)
     for prefix, tree in trees.items():
         on.print()
-        show_tree(prefix, facts["trees"][prefix], tree, on)
+        show_tree(prefix, facts["trees"][prefix] | {"checksums": facts.get("checksums")}, tree, on)
     for prefix, problem in facts["problems"].items():
         on.print(Text(printable(f"{prefix or 'the tree'} cannot be read: {problem}"), style="red"))
 
@@ -72,12 +72,20 @@ def show_tree(prefix: str, facts: Facts, tree: TreeEntry, on: Console) -> None:
     shardings = {text: number for text, number in facts["shardings"].items() if text != "one device"}
     for text, number in shardings.items():
         about.add_row("sharded", Text(printable(f"{text}: {count(number, 'array')}")))
-    about.add_row("digests", "of every piece" if facts["digests"] else "none: damage cannot be noticed")
+    about.add_row("digests", _digests(facts))
     for name, value in facts["metadata"].items():
         about.add_row("metadata", Text(printable(shortened(f"{name} = {value!r}", 100))))
     on.print(about)
     on.print()
     on.print(tree_of(tree, on))
+
+
+def _digests(facts: Facts) -> str:
+    if facts["digests"]:
+        return "of every piece"
+    if facts["checksums"]:
+        return "none, but checksums of the whole, which `eformer verify` compares"
+    return "none: damage cannot be noticed"
 
 
 def tree_of(tree: TreeEntry, on: Console) -> Tree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, TypeVar
 
 from eformer.checkpoint._formats import _array_reading as arrays
@@ -102,7 +103,12 @@ def _nothing_in(directory: Path, names: list[str]) -> Found:
     )
 
 
+_FLAX = re.compile(r"checkpoint_\d+")  # what flax.training.checkpoints calls its files
+
+
 def _looks_like_one(path: Path) -> bool:
+    if _FLAX.fullmatch(path.name) and path.is_file():
+        return True
     return any((path / name).exists() for name in (INDEX, MANIFEST)) or path.name.endswith(
         (SUFFIX, *files.SUFFIXES)
     )

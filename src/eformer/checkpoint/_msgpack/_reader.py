@@ -8,7 +8,7 @@ import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, overload
 
 import msgspec
 
@@ -32,19 +32,33 @@ if TYPE_CHECKING:
 # explains what is wrong if it finds the place among the first values: building those is cheap.
 _CHECK_FRAMING_ABOVE = 2**16
 _MOST_TO_EXPLAIN = 20_000
+_MOST_AXES = 64
+_NO_ARRAYS: Any = None
 
 PRNG_KEY = re.compile(r"key<(\w{1,64})>")
 
 _Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=64)]
-_decode_array = msgspec.msgpack.Decoder(tuple[_Shape, str, memoryview]).decode
+decode_array = msgspec.msgpack.Decoder(tuple[_Shape, str, memoryview]).decode
 _decode_complex = msgspec.msgpack.Decoder(tuple[float, float]).decode
+
+
+class Message(Protocol):
+    """Bytes in memory, or in a file. Of a long slice of those in a file nothing is read."""
+
+    def __len__(self) -> int: ...
+
+    @overload
+    def __getitem__(self, at: int, /) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice, /) -> Any: ...
 
 
 class Arrays(Protocol):
     """What the arrays of a message become."""
 
-    def array(self, data: memoryview, name: str, shape: tuple[int, ...], at: int) -> Any:
-        """For an array of the dtype of that name, whose bytes begin at byte `at` of the message."""
+    def array(self, payload: Any, at: int) -> Any:
+        """For an array whose extension has this payload, which begins at byte `at` of the message."""
 
     def joined(self, shape: list[int], chunks: Sequence[Any]) -> Any:
         """For an array in flat chunks, of one dtype, that have as many elements together."""
@@ -55,6 +69,24 @@ def read(view: memoryview, arrays: Arrays) -> Any:
     if len(view) > _CHECK_FRAMING_ABOVE and (problem := _framing_problem(view)):
         return _Reader(view, arrays).message(most=_MOST_TO_EXPLAIN, beyond=problem)
     return _Reader(view, arrays).message()
+
+
+def read_some(message: Message, arrays: Arrays, most: int) -> Any:
+    """The tree in a message of which not all should be in memory; refuses one of more than `most` values."""
+    return _Reader(message, arrays).message(most, f"more than {most:,} values")
+
+
+def read_head(head: memoryview) -> tuple[Any, Any, int, int]:
+    """What an array's extension begins with: its shape, the name of its dtype, and where its bytes begin and end."""
+    reader = _Reader(head, _NO_ARRAYS)
+    try:
+        if reader.number(_U8) != _THREE_VALUES:
+            raise FormatError("no array")
+        shape, name = reader.tree(_MOST_AXES + 2, "a shape of too many axes"), reader.tree(1, "no name")
+        nbytes = reader.number(_LENGTHS[reader.number(_U8)])
+    except (ValueError, struct.error, IndexError, KeyError) as error:
+        raise FormatError(f"wrong payload of an extension: {_reason(error)}") from error
+    return shape, name, reader.at, reader.at + nbytes
 
 
 def _framing_problem(view: memoryview) -> str | None:
@@ -142,7 +174,7 @@ class _Reader:
 
     __slots__ = ("arrays", "at", "open", "view")
 
-    def __init__(self, view: memoryview, arrays: Arrays) -> None:
+    def __init__(self, view: Message, arrays: Arrays) -> None:
         self.view, self.arrays = view, arrays
         self.at = 0
         self.open: list[_List | _Map] = []
@@ -194,11 +226,11 @@ class _Reader:
         self.open.append(container)
 
     def number(self, form: struct.Struct) -> Any:
-        (value,) = form.unpack_from(self.view, self.at)
+        (value,) = form.unpack(self.view[self.at : self.at + form.size])
         self.at += form.size
         return value
 
-    def take(self, size: int) -> memoryview:
+    def take(self, size: int) -> Any:
         end = self.at + size
         if end > len(self.view):
             raise FormatError(f"{size} bytes announced, and only {len(self.view) - self.at} left")
@@ -236,7 +268,7 @@ def _extension(reader: _Reader, size: int) -> Any:
     payload = reader.take(size)
     try:
         if code == ARRAY:
-            return _array(reader, payload)
+            return reader.arrays.array(payload, reader.at - size)
         if code == SCALAR:
             return _scalar(payload)
         if code == COMPLEX:
@@ -255,6 +287,9 @@ _I16, _U16 = struct.Struct(">h"), struct.Struct(">H")
 _I32, _U32 = struct.Struct(">i"), struct.Struct(">I")
 _I64, _U64 = struct.Struct(">q"), struct.Struct(">Q")
 _F32, _F64 = struct.Struct(">f"), struct.Struct(">d")
+
+_THREE_VALUES = 0x93
+_LENGTHS = {0xC4: _U8, 0xC5: _U16, 0xC6: _U32}
 
 # What to do at each of the 256 tags.
 _READERS: tuple[Callable[[_Reader], Any], ...] = (
@@ -275,16 +310,13 @@ _READERS: tuple[Callable[[_Reader], Any], ...] = (
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return "no bytes where those of an array should be"
     return "the input ends too early" if isinstance(error, (IndexError, struct.error)) else str(error)
 
 
-def _array(reader: _Reader, payload: memoryview) -> Any:
-    shape, name, data = _decode_array(payload)
-    return reader.arrays.array(data, name, shape, reader.at - len(data))  # they are the last of the payload
-
-
 def _scalar(payload: memoryview) -> Any:
-    shape, name, data = _decode_array(payload)
+    shape, name, data = decode_array(payload)
     if shape:
         raise FormatError("an array with axes where a numpy scalar was announced")
     return from_raw(data, name, shape)[()]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eformer.checkpoint._msgpack._reader import PRNG_KEY, read
+from eformer.checkpoint._msgpack._reader import PRNG_KEY, decode_array, read
 from eformer.checkpoint._ndarray import from_raw
 from eformer.errors import FormatError
 
@@ -23,7 +23,8 @@ def unpack(data: bytes | bytearray | memoryview) -> Any:
 
 
 class _Views:
-    def array(self, data: memoryview, name: str, shape: tuple[int, ...], at: int) -> Any:
+    def array(self, payload: memoryview, at: int) -> Any:
+        shape, name, data = decode_array(payload)
         if name.startswith("key<") and (key := PRNG_KEY.fullmatch(name)):
             return _prng_key(from_raw(data, "uint32", shape), key[1])
         return from_raw(data, name, shape)

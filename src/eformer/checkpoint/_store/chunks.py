@@ -49,6 +49,9 @@ class ChunkFiles:
     def map(self, number: int) -> None:
         """What has to be decoded cannot be mapped."""
 
+    def rewritten(self) -> None:
+        """TensorStore replaces chunks as a whole."""
+
     def close(self) -> None:
         self._chunks = ()
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from eformer.checkpoint._store.local import logger, open_below, open_inside, read_into, stamp
+from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ _WORTH_MAPPING = 2**16  # bytes; less is read in the time that it takes to map t
 
 # So many, and a quarter of what the process may have open, are held at once; others are opened one by one.
 _MOST_HELD = 256
+
+_CONTENT = 4  # what comes first in a stamp: device, number, size and time of the last write
 
 
 class Files(Protocol):
@@ -38,6 +41,10 @@ class Files(Protocol):
 
     def hold(self, numbers: Iterable[int]) -> None:
         """Keeps these, too, as they are now, if not too many; else raises FileNotFoundError when one is gone."""
+
+    def rewritten(self) -> str | None:
+        """The name of a file that somebody has written to since it was looked at, so that what was read may be a
+        mixture. Only of others' files is that known, and only they need it: ours are never written to."""
 
     def close(self) -> None: ...
 
@@ -111,6 +118,27 @@ class LocalFiles:
                 return None
             weakref.finalize(mapping, _budget.give_back, 1)  # it has a descriptor of its own
             return np.frombuffer(mapping, np.uint8)
+
+    def rewritten(self) -> str | None:
+        for number, name in enumerate(self.names):
+            if name not in self.stamps:
+                continue
+            held = self.held.get(number)
+            try:
+                now = self._stamp(name) if held is None else stamp(held)
+            except (FileNotFoundError, FormatError):
+                return name
+            # One that was replaced as a whole is still what it was; only its links are fewer.
+            if now[:_CONTENT] != self.stamps[name][:_CONTENT]:
+                return name
+        return None
+
+    def _stamp(self, name: str) -> tuple[int, ...]:
+        descriptor = open_inside(self.directory, name)
+        try:
+            return stamp(descriptor)
+        finally:
+            os.close(descriptor)
 
     def close(self) -> None:
         while self.held:

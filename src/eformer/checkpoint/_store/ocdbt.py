@@ -133,6 +133,9 @@ class DatabaseFiles:
     def map(self, number: int) -> None:
         """What is in a database can only be read."""
 
+    def rewritten(self) -> None:
+        """A value is replaced as a whole."""
+
     def _read(self, number: int, start: int, stop: int | None) -> bytes:
         name = self.names[number]
         try:

@@ -75,6 +75,9 @@ class PartFiles:
         """Only what lies in the file as it is can be mapped."""
         return self._file.map(0) if number == 0 else None
 
+    def rewritten(self) -> str | None:
+        return self._file.rewritten()
+
     def close(self) -> None:
         self._file.close()
 

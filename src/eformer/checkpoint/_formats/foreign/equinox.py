@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from eformer.checkpoint._formats.foreign.npy import MAGIC, Record, UnsupportedError, parse_npy
 from eformer.checkpoint._formats.foreign.single import Stored, describe
 from eformer.checkpoint._manifest import UNREADABLE
+from eformer.checkpoint._text import few
 from eformer.checkpoint._value import value_to_json
 from eformer.errors import FormatError
 
@@ -91,7 +92,7 @@ def _records(file: SingleFile, offset: int) -> list[Record]:
         records.append(Record(str(len(records)), offset, nbytes, npy))
         offset += nbytes
     if problems:
-        raise FormatError(f"{file.path} cannot be read: {'; '.join(problems)}")
+        raise FormatError(f"{file.path} cannot be read: {few(problems)}")
     return records
 
 

@@ -28,6 +28,8 @@ def in_file(path: Path) -> Found | None:
         first = file.read(0, 9)
         if _is_safetensors(first, file.nbytes):
             return None
+        if other := _something_else(file, first):
+            raise FormatError(f"{file.path} is no checkpoint that can be read here, but {other}")
         if first.startswith(npz.BEGINNINGS):
             return npz.in_npz(file)
         if found := equinox.in_equinox(file):
@@ -35,6 +37,24 @@ def in_file(path: Path) -> Found | None:
         if first and first[0] in msgpack.BEGINNINGS:
             return msgpack.in_msgpack(file)
         return _none_of_these(file, first)
+
+
+_OTHERS = {
+    b"": "an empty file",
+    b"\x89PNG": "a picture",
+    b"\x89HDF": "an HDF5 file; where it was written, numpy.savez or safetensors write what can",
+    b"GGUF": "a GGUF file; safetensors of the same model can be read",
+    b"\x1f\x8b": "compressed by gzip; unpack it first",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd; unpack it first",
+}
+_PICKLE = 0x80  # of protocol 2 and above; as msgpack it would be an empty dict
+
+
+def _something_else(file: SingleFile, first: bytes) -> str | None:
+    """What people have that begins like nothing of ours, and what to do with it."""
+    if first[:1] == bytes([_PICKLE]) and file.nbytes > 1:
+        return f"a pickle, which is not run, perhaps of PyTorch; {npz.PYTORCH}"
+    return next((what for start, what in _OTHERS.items() if first[: len(start) or 1] == start), None)
 
 
 def _is_safetensors(first: bytes, file_nbytes: int) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
 from typing import TYPE_CHECKING, Any
 
-from eformer.checkpoint._formats.foreign.single import Stored, describe
+from eformer.checkpoint._formats.foreign.single import Stored, Window, describe
 from eformer.checkpoint._leaf import BARE_LEAF, escape_siblings
 from eformer.checkpoint._msgpack._located import Located, locate
 from eformer.checkpoint._store.parts import Joined
@@ -28,8 +27,7 @@ _MOST_DEPTH = 250  # that of our own trees
 def in_msgpack(file: SingleFile) -> Found:
     """The tree with the structure that was written. Of its arrays not a byte is read."""
     try:
-        # It is let go of with the last view of it, also where an error keeps some.
-        tree = locate(memoryview(mmap.mmap(file.descriptor, 0, prot=mmap.PROT_READ)))
+        tree = locate(Window(file))
         structure, leaves = _flattened(tree)
         arrays = {name: _stored(leaf, name) for name, leaf in leaves.items() if isinstance(leaf, Located)}
         values = {name: _value(leaf, name) for name, leaf in leaves.items() if name not in arrays}

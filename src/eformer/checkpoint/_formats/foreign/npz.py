@@ -6,6 +6,7 @@ import os
 import struct
 import zipfile
 import zlib
+from collections import Counter
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,12 +15,13 @@ from eformer.checkpoint._formats._nested import nested, parts_of_name
 from eformer.checkpoint._formats.foreign.npy import Record, UnsupportedError, beginning_of_deflated, parse_npy
 from eformer.checkpoint._formats.foreign.single import Stored, describe, opened
 from eformer.checkpoint._pieces import PIECE_BYTES
+from eformer.checkpoint._text import few
 from eformer.checkpoint._transfer import Damage
 from eformer.checkpoint._value import value_to_json
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from eformer.checkpoint._formats._found import Found
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 FORMAT = "npz"
 BEGINNINGS = (b"PK\x03\x04", b"PK\x05\x06")  # of the first member, or of the end of an archive without any
+
+PYTORCH = "there, safetensors.torch.save_file writes what can be read here"
 
 _SUFFIX = ".npy"
 _LOCAL = struct.Struct("<4s22xHH")
@@ -47,15 +51,18 @@ _MALFORMED_ZIP = (
 def in_npz(file: SingleFile) -> Found:
     """A tree of dicts, by the dots in the members' names. Text without axes is a plain value."""
     records, problems = {}, []
-    for info, offset in _located(file):
+    located = _located(file)
+    if any(info.filename.endswith("/data.pkl") for info, _ in located):
+        raise FormatError(f"{file.path} is a file of PyTorch, of pickles, which are not run; {PYTORCH}")
+    for info, offset in located:
         try:
             records[info.filename.removesuffix(_SUFFIX)] = _record(file, info, offset)
         except UnsupportedError as error:
             problems.append(f"member {info.filename[:200]!r}: {error}")
     if problems:
         raise FormatError(
-            f"{file.path} holds what is no array of numbers and no single text; "
-            f"write it again without: {'; '.join(problems)}"
+            f"{file.path} holds what is no array of numbers and no single text; write it again without: "
+            f"{few(problems)}"
         )
     structure, names = nested({name: parts_of_name(name) for name in records})
     texts = {name: record for name, record in records.items() if record.npy.is_text}
@@ -74,9 +81,9 @@ def in_npz(file: SingleFile) -> Found:
 def _located(file: SingleFile) -> list[tuple[zipfile.ZipInfo, int]]:
     """The members in the order in which they lie, with where their bytes begin; refuses those that share any."""
     members = sorted(_directory(file), key=lambda info: info.header_offset)
-    names = [info.filename for info in members]
-    if len(set(names)) < len(names):
-        raise FormatError(f"{file.path} has two members of one name: {_twice(names)[:200]!r}")
+    (name, number), *_ = [*Counter(info.filename for info in members).most_common(1), ("", 0)]
+    if number > 1:
+        raise FormatError(f"{file.path} has two members of one name: {name[:200]!r}")
     located, end = [], 0
     for info in members:
         start = _start(file, info)
@@ -98,10 +105,6 @@ def _directory(file: SingleFile) -> list[zipfile.ZipInfo]:
         raise FormatError(
             f"{file.path} begins like an npz, and is damaged or cut short: {str(error)[:300]}"
         ) from error
-
-
-def _twice(names: Sequence[str]) -> str:
-    return next(name for number, name in enumerate(names) if name in names[:number])
 
 
 def _start(file: SingleFile, info: zipfile.ZipInfo) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import msgspec
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from eformer.checkpoint._transfer import Damage
 
 
+_AHEAD = 2**16  # bytes that are read at once
+
+
 @dataclass(frozen=True, slots=True)
 class SingleFile:
     """A file that is open."""
@@ -47,6 +50,42 @@ class SingleFile:
 
     def read_into(self, memory: memoryview, offset: int) -> int:
         return read_into(self.descriptor, memory, offset)
+
+
+class Window:
+    """The bytes of a file, as if they were in memory. Long slices are windows, too, of which nothing is read yet.
+
+    A file that is mapped ends the process when somebody else cuts it short; this one only comes to its end.
+    """
+
+    def __init__(self, file: SingleFile, start: int = 0, stop: int | None = None) -> None:
+        self._file, self._start = file, start
+        self._stop = file.nbytes if stop is None else stop
+        self._ahead, self._ahead_at = b"", 0
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> bytes | Window: ...
+
+    def __getitem__(self, at: int | slice) -> int | bytes | Window:
+        if isinstance(at, int):
+            return self._read(at, at + 1)[0]
+        start, stop, _ = at.indices(len(self))
+        if stop - start > _AHEAD:
+            return Window(self._file, self._start + start, self._start + stop)
+        return self._read(start, stop)
+
+    def _read(self, start: int, stop: int) -> bytes:
+        stop = min(stop, len(self))
+        if not self._ahead_at <= start <= stop <= self._ahead_at + len(self._ahead):
+            self._ahead_at = start
+            self._ahead = self._file.read(self._start + start, min(_AHEAD, len(self) - start))
+        return self._ahead[start - self._ahead_at : stop - self._ahead_at]
 
 
 @contextmanager
