@@ -32,7 +32,7 @@ checkpoint.register_node(AdamState)  # a namedtuple of ours: checkpoints may bui
 
 
 def run(folder: Path) -> None:
-    """Leaves `step-100`, whole, and `damaged`, in the folder."""
+    """Leaves `step-100` and `step-200`, the former in `hf` under other names, and `damaged`, in the folder."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     devices = np.array(jax.devices())
@@ -43,6 +43,7 @@ def run(folder: Path) -> None:
     save(state, path)
     load(state, path, line, grid)
     look_inside(path)
+    compare_steps(state, path, folder / "step-200")
     convert(path, hf)
     refuse_another_model(state, path)
     catch_a_flipped_bit(path, folder / "damaged")
@@ -88,6 +89,16 @@ def look_inside(path: Path) -> None:
     with checkpoint.open(path) as view:
         rows, took = timed(view["params.embedding"].__getitem__, slice(10, 20))
     echo(f"open      {took} for 10 rows of the embedding, {rows.shape[0]}x{rows.shape[1]} {rows.dtype}")
+
+
+def compare_steps(state: Any, path: Path, later: Path) -> None:
+    kernels = jax.tree.map(lambda x: x * 1.01, state["params"]["layers"])
+    next_state = state | {"params": state["params"] | {"layers": kernels}, "step": 200}
+    checkpoint.save(next_state, later, options=checkpoint.SaveOptions(reuse=path))
+    found, took = timed(checkpoint.diff, path, later)
+    echo(
+        f"diff      {took} to the next step: {len(found.changed)} leaves changed, such as {found.changed[0]}"
+    )
 
 
 def convert(path: Path, hf: Path) -> None:

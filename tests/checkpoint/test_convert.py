@@ -16,7 +16,17 @@ import pytest
 import safetensors.numpy
 from hypothesis import given, settings
 
-from eformer.checkpoint import SaveOptions, convert, diff, inspect, load, register_node, save, verify
+from eformer.checkpoint import (
+    SaveOptions,
+    _transfer,
+    convert,
+    diff,
+    inspect,
+    load,
+    register_node,
+    save,
+    verify,
+)
 from eformer.errors import CorruptionError, MismatchError
 from support import trees
 from support.trees import Moments, assert_same
@@ -171,7 +181,11 @@ def test_cast_on_the_way(tmp_path):
     assert found["w"].tobytes() == values.astype(ml_dtypes.bfloat16).tobytes()
     assert found["i"].dtype == np.int64
     assert found["step"] == 1.5
-    assert [str(leaf) for leaf in done.leaves[""]] == ["i: int64[3]", "w: bfloat16[4] (from float32)"]
+    assert [str(leaf) for leaf in done.leaves[""]] == [
+        "i: int64[3]",
+        "w: bfloat16[4] (from float32)",
+        "step = 1.5",
+    ]
 
 
 def test_renamed_there_and_back(tmp_path):
@@ -219,7 +233,8 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(source, tmp_path):
     text = str(plan)
     assert "layers.0.w ... layers.2.w -> w: bfloat16[3, 4, 6] (stack of 3)" in text
     assert r"! matches no leaf: line 2, 'layer\\.(\\d+)\\.b' (nearest is 'layers.0.b')" in text
-    assert "! no rule, keeps its name: layers.1.b (nearest is 'layer.0.b')" in text
+    assert "! no rule, keeps its name: layers.1.b\n" in text
+    assert r"! no rule, keeps its name: layers.0.b (nearest is line 2, 'layer\\.(\\d+)\\.b')" in text
     assert "! left out: step" in text
     assert os.listdir(tmp_path) == ["old"]
 
@@ -367,10 +382,7 @@ def test_who_is_interrupted_leaves_nothing_half_made(large, tmp_path, form, kill
     if kill == signal.SIGKILL:  # the next one clears up what is left
         save({"w": 1}, tmp_path / "small")
         convert(tmp_path / "small", tmp_path / "next", to="safetensors")
-        hidden = [name for name in os.listdir(tmp_path) if name.startswith(".") and form != "npz"]
-    else:
-        hidden = [name for name in os.listdir(tmp_path) if name.startswith(".")]
-    assert hidden == []
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 
 
 def test_progress_is_told_to_the_end(source, tmp_path):
@@ -378,3 +390,112 @@ def test_progress_is_told_to_the_end(source, tmp_path):
     done = convert(source, tmp_path / "new", to="safetensors", progress=lambda *said: told.append(said))
     assert told[-1] == (done.nbytes, done.nbytes)
     assert told == sorted(told)
+
+
+def test_what_dead_saves_have_committed_beside_it_stays(tmp_path):
+    """A save of arrays that died after its commit has a scratch directory that only the next save may clear up."""
+    save({"w": np.ones(4)}, tmp_path / "p", format="tensorstore")
+    code = (
+        "import os, sys, numpy as np, eformer.checkpoint._store.many as many\n"
+        "from eformer.checkpoint import save\n"
+        "many.ScratchTree.finish = lambda *_, **__: os._exit(9)\n"
+        "save({'w': np.full(4, 7.0)}, sys.argv[1], format='tensorstore')"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "p")])
+    assert done.returncode == 9
+    save({"v": 1}, tmp_path / "other")
+    convert(tmp_path / "other", tmp_path / "p" / "new", to="safetensors")
+    assert verify(tmp_path / "p").ok
+    assert load(tmp_path / "p")["w"][0] == 7
+
+
+@pytest.mark.parametrize("name", ["new", "new.safetensors", "new.npz", "new.msgpack"])
+def test_what_appears_meanwhile_is_not_replaced(tmp_path, name):
+    save({"w": np.ones(100)}, tmp_path / "old")
+
+    def appear(done, total):
+        if not os.path.lexists(tmp_path / name):
+            (tmp_path / name).write_text("precious")
+
+    with pytest.raises(FileExistsError, match="is there by now; choose another path"):
+        convert(tmp_path / "old", tmp_path / name, to=None if "." in name else "tensorstore", progress=appear)
+    assert (tmp_path / name).read_text() == "precious"
+    assert sorted(os.listdir(tmp_path)) == [name, "old"]
+
+
+def test_flax_reads_what_had_prng_keys(tmp_path):
+    save({"rng": jax.random.key(3), "w": np.ones(2)}, tmp_path / "old")
+    done = convert(tmp_path / "old", tmp_path / "new.msgpack")
+    found = flax.serialization.msgpack_restore((tmp_path / "new.msgpack").read_bytes())
+    np.testing.assert_array_equal(found["rng"], jax.random.key_data(jax.random.key(3)))
+    assert any("has no PRNG keys: rng are numbers" in note for note in done.notes)
+
+
+def test_names_in_npz_are_those_of_the_keys(tmp_path):
+    tree = {"mlp/~/linear": {"w": np.ones(2)}, "a.b": np.ones(3), "100%": np.ones(1), "": np.ones(4)}
+    save(tree, tmp_path / "old")
+    done = convert(tmp_path / "old", tmp_path / "new.npz")
+    with np.load(tmp_path / "new.npz") as found:
+        assert set(found) == {"mlp/~/linear.w", "a.b", "100%", ""}
+    back = load(tmp_path / "new.npz")
+    assert back["mlp/~/linear"]["w"].shape == (2,)
+    assert back["a"]["b"].shape == (3,)
+    assert any("the dots in a.b come back as dicts" in note for note in done.notes)
+
+
+def test_a_bare_leaf_has_numpys_name_in_npz(tmp_path):
+    save(np.arange(3), tmp_path / "old")
+    convert(tmp_path / "old", tmp_path / "new.npz")
+    with np.load(tmp_path / "new.npz") as found:
+        assert list(found) == ["arr_0"]
+
+
+def test_a_dry_run_refuses_what_the_real_one_would(tmp_path):
+    save({"n": 2**70, "w": np.ones(2)}, tmp_path / "old")
+    with pytest.raises(MismatchError, match=r"msgpack has no such values.*leaf 'n'"):
+        convert(tmp_path / "old", tmp_path / "new.msgpack", dry_run=True)
+    with pytest.raises(ValueError, match="only a directory of safetensors files has shards"):
+        convert(tmp_path / "old", tmp_path / "new.safetensors", max_shard_bytes=100, dry_run=True)
+
+
+def test_rules_from_an_editor_that_marks_its_files(source, tmp_path):
+    (tmp_path / "rules").write_bytes(b"\xef\xbb\xbfstep -> steps\r\n")
+    plan = convert(source, tmp_path / "new", to="safetensors", rename=tmp_path / "rules", dry_run=True)
+    assert any(leaf.name == "steps" for leaf in plan.leaves[""])
+    (tmp_path / "rules").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="rules is no text, and so no file of rules"):
+        convert(source, tmp_path / "new", to="safetensors", rename=tmp_path / "rules")
+
+
+@pytest.mark.parametrize(
+    "rules", [None, [r"l(\d) -> l | stack \1"], [r"(l0) -> x.{}.\1 | unstack", "l. ->"]], ids=str
+)
+@pytest.mark.parametrize("target", ["new", "new.npz"])
+def test_a_large_chunk_is_decoded_once(tmp_path, monkeypatch, target, rules):
+    monkeypatch.setattr("eformer.checkpoint._deferred._LARGE_CHUNKS", 1000)
+    monkeypatch.setattr("eformer.checkpoint._source._IN_ORDER_BYTES", 256)
+    monkeypatch.setattr("eformer.checkpoint._convert.PIECE_BYTES", 128)
+    tree = {f"l{i}": np.random.default_rng(i).standard_normal((6, 5, 7)) for i in range(3)}
+    save(tree, tmp_path / "old", format="tensorstore", options=SaveOptions(compression="zstd"))
+    decoded = []
+    real = _transfer.decoded
+    monkeypatch.setattr(_transfer, "decoded", lambda *how: (decoded.append(how), real(*how))[1])
+    convert(tmp_path / "old", tmp_path / target, to=None if "." in target else "safetensors", rename=rules)
+    assert len(decoded) == (1 if rules and "unstack" in rules[0] else 3)
+    found = load(tmp_path / target)
+    if rules is None:
+        assert_same(jax.tree.map(np.asarray, found), tree)
+
+
+def test_many_leaves_and_trees_stay_within_their_memory(tmp_path):
+    for number in range(6):
+        save(
+            {f"l{i}": np.full(4000, i, np.float32) for i in range(2000)},
+            tmp_path / "old",
+            prefix=f"t{number}",
+        )
+    for form in ("safetensors", "tensorstore"):
+        command = [sys.executable, "-c", _UNDER_A_LIMIT, tmp_path / "old", tmp_path / form, form, 300_000_000]
+        done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout) <= 300_000_000

@@ -145,3 +145,8 @@ def test_progress_is_told_to_the_end(tmp_path):
     save({"w": np.ones(100), "v": np.ones((3, 3), ml_dtypes.bfloat16)}, tmp_path / "a")
     diff(tmp_path / "a", tmp_path / "a", progress=lambda *said: told.append(said))
     assert told[-1] == (818, 818)
+
+
+def test_a_plain_value_that_became_an_array_is_shown_with_its_value(tmp_path):
+    (change,) = compared(tmp_path, {"step": 100}, {"step": np.array(100)}).changed
+    assert str(change) == "step: 100 -> int64[] = 100"

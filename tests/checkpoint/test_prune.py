@@ -5,8 +5,10 @@ import shutil
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from eformer.checkpoint import load, prune, save
+from eformer.checkpoint._prune import planned, remove
 from eformer.errors import EformerError, NotFoundError
 
 
@@ -92,3 +94,34 @@ def test_errors(tmp_path):
         prune(tmp_path, keep=1)
     with pytest.raises(ValueError, match="at least one checkpoint has to stay"):
         prune(tmp_path, keep=0)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "tensorstore"])
+def test_a_checkpoint_is_not_taken_for_a_run(tmp_path, form):
+    for number in range(3):
+        save({"w": np.ones(3)}, tmp_path / "c", prefix=f"m{number}", format=form)
+    with pytest.raises(ValueError, match=r"is a checkpoint itself: it has .*json"):
+        prune(tmp_path / "c", keep=1)
+    assert load(tmp_path / "c", prefix="m0")
+
+
+def test_shards_are_no_steps(tmp_path):
+    for number in (1, 2):
+        safetensors.numpy.save_file(
+            {f"w{number}": np.ones(3)}, tmp_path / f"model-0000{number}-of-00002.safetensors"
+        )
+    with pytest.raises(NotFoundError, match="no checkpoints that are called by their steps"):
+        prune(tmp_path, keep=1)
+
+
+def test_single_files_are_steps_too(tmp_path):
+    for step in (1, 2):
+        np.savez(tmp_path / f"step-{step}.npz", w=np.ones(2))
+    assert prune(tmp_path, keep=1).removed == ("step-1.npz",)
+
+
+def test_what_was_planned_is_removed_and_nothing_else(run):
+    plan = planned(run, keep=1)
+    save({"w": 1}, run / "run-2000")
+    remove(plan)
+    assert sorted(os.listdir(run)) == ["run-1000", "run-2000"]

@@ -34,7 +34,7 @@ def renamed(rules, leaves, plain=()):
 def test_the_first_rule_that_matches_the_whole_name_is_the_one():
     found = renamed([r"a\.(\w+) -> b.\1", r"a\..* -> c", r"w -> x"], {"a.w": 1, "ww": 2})
     assert list(found.arrays) == ["b.w", "ww"]
-    assert found.kept == ["ww (nearest is 'w')"]
+    assert found.kept == ["ww (nearest is line 3, 'w')"]
     assert found.idle == [r"line 2, 'a\\..*'", "line 3, 'w' (nearest is 'ww')"]
 
 
@@ -94,13 +94,14 @@ def test_every_box_of_what_was_turned_around_is_what_numpy_says(data, shape):
         ("a -> b | unstack", "unstack needs {} in the name"),
         ("a -> b{}", "unstack needs {} in the name"),
         ("a -> | transpose", "what is left out needs no steps"),
-        ("a -> b | transpose x", "expected at most 64 axes"),
+        (r"(?P<n>a) -> \g<n>", "behind a backslash stands the number of a group"),
+        ("a -> b | transpose x", "expected axes, counted from 0"),
     ],
 )
 def test_what_is_no_rule_is_refused_with_its_line(line, problem):
     with pytest.raises(MismatchError) as caught:
         parse_rules(f"# rules\n{line}\n", "rules.txt")
-    assert str(caught.value).startswith("rules.txt has no such rules: line 2, ")
+    assert str(caught.value).startswith("rules.txt cannot be read as rules: line 2, ")
     assert problem in str(caught.value)
 
 
@@ -125,3 +126,8 @@ def test_what_does_not_work_out_is_refused(rules, leaves, problem):
 def test_plain_values_cannot_be_turned_around():
     with pytest.raises(MismatchError, match="'step', by line 1, 'step': it is a plain value"):
         renamed(["step -> s | transpose"], {}, ["step"])
+
+
+def test_a_file_without_rules_is_said_to_be_one():
+    with pytest.raises(ValueError, match=r"rules\.txt has no rules; one is a line: PATTERN -> NAME"):
+        parse_rules("# nothing yet\n", "rules.txt")

@@ -6,6 +6,7 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +83,7 @@ def test_diff_that_cannot_be_made_is_another_code(model):
 
 def test_convert_and_what_it_says(model, tmp_path):
     done = run("convert", model, tmp_path / "hf", "--to", "safetensors", "--dtype", "bf16")
-    assert done.stdout == f"{model} -> {tmp_path / 'hf'} (safetensors): 6 leaves, 216 B\n"
+    assert done.stdout == f"{model} -> {tmp_path / 'hf'} (safetensors): 7 leaves, 216 B\n"
     assert load(tmp_path / "hf")["layers"][2]["w"].dtype.name == "bfloat16"
     assert verify(tmp_path / "hf").ok
 
@@ -92,7 +93,7 @@ def test_convert_draws_a_bar_on_a_terminal(model, tmp_path):
     assert code == 0
     assert "converting" in shown
     assert "100%" in shown or "432/432 bytes" in shown
-    assert "! npz has no digests" in shown
+    assert "! npz has no digests, only checksums" in shown
 
 
 def test_convert_with_rules_from_a_file(model, tmp_path):
@@ -103,7 +104,7 @@ def test_convert_with_rules_from_a_file(model, tmp_path):
     plan = run("convert", model, tmp_path / "hf.safetensors", "--rename", rules, "--dry-run").stdout
     assert "  layers.0.w -> h.0.weight: float32[4, 8] (transpose)\n" in plan
     assert "! matches no leaf: line 4, 'stop' (nearest is 'step')\n" in plan
-    assert "! no rule, keeps its name: step (nearest is 'stop')\n" in plan
+    assert "! no rule, keeps its name: step (nearest is line 4, 'stop')\n" in plan
     assert not (tmp_path / "hf.safetensors").exists()
     run("convert", model, tmp_path / "hf.safetensors", "--rename", rules)
     found = safetensors.numpy.load_file(tmp_path / "hf.safetensors")
@@ -130,7 +131,7 @@ def test_convert_for_programs(model, tmp_path):
     [
         (["--to", "hdf5"], "is not one of", 2),
         (["--memory", "much"], "'much' is no size; write 500MB, 2GB or 1.5GiB", 2),
-        (["--memory", "1MB"], "error: memory=1 MB: the program takes", 1),
+        (["--memory", "1MB"], "error: --memory 1 MB: for 6 leaves the program itself takes", 1),
         (["--dtype", "int3"], "error: 'int3' is no floating dtype", 1),
         (["--rename", "nothing.txt"], "'nothing.txt' does not exist", 2),
         (["--prefix", "ema"], "has no prefix 'ema'", 1),
@@ -228,7 +229,8 @@ def test_demo_keeps_its_files_where_it_is_told_to(tmp_path):
         "under other names: params.layers.0.kernel -> model.layers.0.weight",
         "missing leaf 'steps' (nearest is 'step')",
         "verify: leaf 'params.embedding': bytes",
-        f"eformer diff {tmp_path}/d/step-100 {tmp_path}/d/damaged",
+        f"eformer diff {tmp_path}/d/step-100 {tmp_path}/d/step-200",
+        "5 leaves changed",
     ):
         assert part in shown
     assert checkpoint.verify(tmp_path / "d" / "step-100").ok
@@ -259,3 +261,69 @@ def test_every_command_has_help_with_an_example(command):
     shown = run(command, "--help").stdout
     assert f"eformer {command} " in shown.replace("Usage: ", "").replace(f"eformer {command} [OPTIONS]", "")
     assert f"eformer {command}" in run("--help").stdout or command == "completion"
+
+
+def test_a_pipe_that_is_closed_ends_it_quietly(tmp_path):
+    save({f"l{i}": np.ones(2) for i in range(20_000)}, tmp_path / "many")
+    for command in (
+        f"ls {tmp_path}/many",
+        f"diff {tmp_path}/many {tmp_path}/many",
+        f"inspect {tmp_path}/many --json",
+    ):
+        done = subprocess.run(f"{EFORMER} {command} | head -1", shell=True, capture_output=True, text=True)
+        assert done.stderr == "", command
+
+
+def test_streams_that_are_closed_do_no_harm(model, tmp_path):
+    command = f"{EFORMER} convert {model} {tmp_path}/new --to safetensors 2>&-"
+    assert subprocess.run(command, shell=True).returncode == 0
+    assert verify(tmp_path / "new").ok
+
+
+def test_names_that_a_terminal_has_no_letters_for_are_spelled(tmp_path):
+    save({"w\u00e9": np.ones(2)}, tmp_path / "c")
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for command in ("ls", "inspect"):
+        assert "w\\xe9" in run(command, tmp_path / "c", **plain).stdout
+
+
+@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_diff_is_no_answer(tmp_path, kill):
+    save({"w": np.zeros((60, 10**6))}, tmp_path / "c")
+    process = subprocess.Popen(
+        [EFORMER, "diff", str(tmp_path / "c"), str(tmp_path / "c")], stderr=subprocess.PIPE
+    )
+    time.sleep(0.4)  # by then it is under way, or has not begun: both end alike
+    process.send_signal(kill)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode in (130, 0, -kill), said
+    assert process.returncode != 130 or b"interrupted" in said
+
+
+def test_help_shows_examples_as_they_are_typed():
+    shown = run("convert", "--help").stdout
+    assert "\n  eformer convert ./orbax/100 ./checkpoint --to tensorstore\n" in shown
+    assert "\n  lm_head\\.weight ->\n" in shown
+    assert "\\b" not in shown
+
+
+def test_options_are_called_as_they_are_typed(model, tmp_path):
+    assert "--to is one of" in run("convert", model, tmp_path / "new", code=1).stderr
+    done = run("convert", model, tmp_path / "n.npz", "--max-shard-size", "5GB", code=1)
+    assert done.stderr.startswith("error: --max-shard-size 5000000000: only a directory")
+
+
+def test_many_notes_are_counted(tmp_path):
+    save({f"l{i}": np.ones(2) for i in range(50)}, tmp_path / "many")
+    (tmp_path / "rules").write_text("x -> y\n")
+    shown = run(
+        "convert", tmp_path / "many", tmp_path / "new", "--to", "npz", "--rename", tmp_path / "rules"
+    ).stdout
+    assert shown.count("no rule, keeps its name") < 20
+    assert "more notes, which --dry-run and --json show" in shown
+
+
+def test_prune_for_programs(steps):
+    done = json.loads(run("prune", steps, "--keep", 1, "--json").stdout)
+    assert (done["removed"], done["kept"]) == (["step-10", "step-9"][::-1], ["step-11"])
+    assert sorted(os.listdir(steps)) == ["step-11", "step-12"]

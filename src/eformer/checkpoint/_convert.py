@@ -37,12 +37,12 @@ from eformer.checkpoint._store.local import (
     list_names,
     local_path,
     make_directories,
+    put,
     replacing,
     sync_directory,
 )
-from eformer.checkpoint._store.local import rename as move
-from eformer.checkpoint._store.many import ScratchTree, sweep_trees
-from eformer.checkpoint._text import size
+from eformer.checkpoint._store.many import ScratchTree, sweep_unpublished
+from eformer.checkpoint._text import shortened, size
 from eformer.checkpoint._value import value_from_json
 from eformer.checkpoint._view import View
 from eformer.checkpoint._view import open as open_view
@@ -59,7 +59,10 @@ To = Literal["safetensors", "tensorstore", "msgpack", "npz"]
 MEMORY = 2 * 10**9
 _RESERVE = 64 * 2**20  # bytes: threads, buffers of the system's libraries, what Python keeps
 _LEAST = 64 * 2**20
+_PER_LEAF = {"tensorstore": 3500}  # bytes, for what is known of it and recorded; measured by bench/cli.py
+_PER_LEAF_ELSE = 1500
 _SMALL = 2**16
+_MOST_SHOWN = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,8 @@ class Planned:
     def __str__(self) -> str:
         made_of = self.origins[0] if len(self.origins) == 1 else f"{self.origins[0]} ... {self.origins[-1]}"
         arrow = "" if self.origins == (self.name,) else f"{made_of} -> "
-        return f"{arrow}{self.name}: {self.what}{f' ({self.how})' if self.how else ''}"
+        colon = "" if self.what.startswith("=") else ":"
+        return f"{arrow}{self.name}{colon} {self.what}{f' ({self.how})' if self.how else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +135,9 @@ def convert(
         trees = _open(source, prefix, stack)
         made = {name: _made(view, rules, dtype, form) for name, view in trees.items()}
         conversion = _planned(source, destination, form, made)
-        _check(made, form, where)
+        _check(made, form, where, max_shard_bytes)
         if not dry_run:
-            budget = _budget(memory, made)
+            budget = _budget(memory, made, form)
             _require_room(where, conversion.nbytes)
             with metered(progress, conversion.nbytes, "converting") as meter:
                 _write(where, form, made, budget, max_shard_bytes, meter)
@@ -152,6 +156,7 @@ class _Made:
     raw_values: dict[str, Any]
     structure: Any
     hows: dict[str, str] = field(default_factory=dict)
+    old_names: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -177,7 +182,10 @@ def _rules(rules: str | os.PathLike[str] | Sequence[str] | None) -> list[Rule] |
     if rules is None:
         return None
     if isinstance(rules, (str, os.PathLike)):
-        return parse_rules(Path(rules).read_text(encoding="utf-8"), os.fspath(rules))
+        try:
+            return parse_rules(Path(rules).read_text(encoding="utf-8-sig"), os.fspath(rules))
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{os.fspath(rules)} is no text, and so no file of rules: {error}") from error
     return parse_rules("\n".join(rules), "rename")
 
 
@@ -243,6 +251,7 @@ def _renamed(view: View, renamed: Renamed, values: dict[str, Any], cast: str | N
         {final[new]: values[old] for old, new in renamed.plain.items()},
         structure,
         {final[name]: how for name, how in renamed.hows.items()},
+        {final[new]: old for old, new in renamed.plain.items()},
     )
     made.notes += [f"matches no leaf: {rule}" for rule in renamed.idle]
     made.notes += [f"no rule, keeps its name: {name}" for name in renamed.kept]
@@ -262,22 +271,27 @@ def _parts(name: str) -> tuple[str, ...]:
 def _losses(made: _Made, form: To) -> Iterator[str]:
     """What the format has no place for."""
     if form in ("npz", "msgpack"):
-        yield f"{form} has no digests: what happens to the file later, nobody notices"
         if made.view.metadata:
             yield f"{form} has no place for the metadata: {', '.join(sorted(made.view.metadata))[:200]}"
+        if keys := [source.name for source in made.sources if source.key]:
+            yield f"{form} has no PRNG keys: {', '.join(keys)[:200]} are numbers, for jax.random.wrap_key_data"
     if form == "npz":
+        yield "npz has no digests, only checksums, which not all programs compare"
         if '"list"' in (text := msgspec.json.encode(made.structure).decode()) or '"tuple"' in text:
             yield "npz has names alone: lists and tuples come back as dicts"
-        if any(source.key for source in made.sources):
-            yield "npz has no PRNG keys: they are their numbers"
+        if made.raw_values:
+            yield "npz has arrays alone: plain numbers and texts are arrays without axes"
+        if dotted := streams.dotted(made.sources, made.raw_values):
+            yield f"npz has names alone: the dots in {', '.join(dotted)[:200]} come back as dicts inside of dicts"
         if any(source.dtype == "bfloat16" for source in made.sources):
             yield "numpy.load has no bfloat16, and gives V2: .view(ml_dtypes.bfloat16) of it is what was saved"
     if form == "msgpack":
+        yield "msgpack has no digests: what happens to the file later, nobody notices"
         yield "as flax has it, all containers are dicts: flax.serialization.from_bytes(tree, ...) makes the tree again"
     if not made.view.has_names:
         yield "the source has no names: its leaves are called by their numbers"
     if not made.view.tree.save_id:
-        yield "the source has no digests: what was read could not be checked"
+        yield "the source has no digests: that it could be read is all that is known of it"
 
 
 def _planned(
@@ -286,7 +300,9 @@ def _planned(
     form: To,
     made: Mapping[str, _Made],
 ) -> Conversion:
-    leaves = {prefix: tuple(_leaf_of(one, s) for s in one.sources) for prefix, one in made.items()}
+    leaves = {
+        prefix: (*(_leaf_of(one, s) for s in one.sources), *_values_of(one)) for prefix, one in made.items()
+    }
     notes = dict.fromkeys(
         f"[{prefix}] {note}" if prefix else note for prefix, one in made.items() for note in one.notes
     )
@@ -304,34 +320,45 @@ def _leaf_of(made: _Made, source: Source) -> Planned:
     return Planned(source.name, what, nbytes, tuple(origins(array)), ", ".join(filter(None, hows)))
 
 
+def _values_of(made: _Made) -> Iterator[Planned]:
+    for name, value in made.values.items():
+        yield Planned(name, f"= {shortened(repr(value), _MOST_SHOWN)}", 0, (made.old_names.get(name, name),))
+
+
 # ------------------------------------------------------------------------------------------- beforehand
 
 
-def _check(made: Mapping[str, _Made], form: To, where: Path) -> None:
+def _check(made: Mapping[str, _Made], form: To, where: Path, max_shard_bytes: int | None) -> None:
     """Refuses what cannot be done, before anything is written."""
     if os.path.lexists(where) and not (where.is_dir() and not list_names(where)):
         raise FileExistsError(f"{where} is there; a conversion makes a new checkpoint: choose another path")
     is_one_file = form in ("npz", "msgpack") or where.suffix == SUFFIX
+    if max_shard_bytes is not None and (is_one_file or form != "safetensors"):
+        raise ValueError(
+            f"max_shard_bytes={max_shard_bytes}: only a directory of safetensors files has shards"
+        )
     if is_one_file and len(made) != 1:
         raise ValueError(f"one file holds one tree, and there are {sorted(made)}; choose one with prefix=")
     for one in made.values():
         if form == "npz":
             streams.check_npz(one.sources, one.values)
         if form == "msgpack":
-            streams.check_msgpack(one.structure)
+            streams.check_msgpack(one.structure, one.values)
 
 
-def _budget(memory: int, made: Mapping[str, _Made]) -> int:
+def _budget(memory: int, made: Mapping[str, _Made], form: To) -> int:
     """Bytes for elements on their way, beside what the program takes anyway; leaves that lie encoded are read by as
     many threads as there is room for."""
-    taken = _resident() + _RESERVE
+    leaves = sum(len(one.sources) for one in made.values())
+    taken = _resident() + _RESERVE + _PER_LEAF.get(form, _PER_LEAF_ELSE) * leaves
     stored = [leaf for one in made.values() for s in one.sources for _, a in s.parts for leaf in stored_in(a)]
     largest = max((leaf.decoded_nbytes for leaf in stored), default=0)
     least = taken + max(_LEAST, 4 * largest)
     if memory < least:
         why = f", and a chunk of {size(largest)} has to be decoded as a whole" if largest else ""
         raise ValueError(
-            f"memory={size(memory)}: the program takes {size(taken)}{why}; it needs at least {size(least)}"
+            f"memory={size(memory)}: for {leaves:,} leaves the program itself takes {size(taken)}{why}; it needs at "
+            f"least {size(least)}"
         )
     budget = (memory - taken) // 2
     for leaf in stored:
@@ -364,22 +391,16 @@ def _require_room(where: Path, nbytes: int) -> None:
 def _write(
     where: Path, form: To, made: Mapping[str, _Made], budget: int, max_shard_bytes: int | None, meter: Meter
 ) -> None:
-    for one in made.values():
-        one.sources = _with_small_ones(one, budget // 4)
-    if form in ("npz", "msgpack"):
-        ((_, one),) = made.items()
-        _write_stream(where, form, one, Staging(budget), meter)
-        return
     options = SaveOptions(staging_bytes=budget)
     if max_shard_bytes is not None:
         options = SaveOptions(staging_bytes=budget, max_shard_bytes=max_shard_bytes)
-    if where.suffix == SUFFIX:
-        ((prefix, one),) = made.items()
-        _job(where, prefix, form, one, options, meter).carry_out()
-        return
-    with _directory(where) as path:
+    with _appearing(where) as path:
         for prefix, one in made.items():
-            _job(path, prefix, form, one, options, meter).carry_out()
+            sources, one.sources = _with_small_ones(one, budget // 4), []  # who writes them lets go of them
+            if form in ("npz", "msgpack"):
+                _write_stream(path, form, one, sources, Staging(budget), meter)
+            else:
+                _job(path, prefix, form, one, sources, options, meter).carry_out()
 
 
 def _with_small_ones(made: _Made, room: int) -> list[Source]:
@@ -400,15 +421,25 @@ def _with_small_ones(made: _Made, room: int) -> list[Source]:
     return sources
 
 
-def _write_stream(where: Path, form: To, made: _Made, staging: Staging, meter: Meter) -> None:
-    with replacing(where) as file:
+def _write_stream(
+    path: Path, form: To, made: _Made, sources: list[Source], staging: Staging, meter: Meter
+) -> None:
+    with replacing(path) as file:
         if form == "npz":
-            streams.write_npz(file, made.sources, made.values, staging, meter)
+            streams.write_npz(file, sources, made.values, staging, meter)
         else:
-            streams.write_msgpack(file, made.structure, made.sources, made.values, staging, meter)
+            streams.write_msgpack(file, made.structure, sources, made.values, staging, meter)
 
 
-def _job(path: Path, prefix: str, form: Any, made: _Made, options: SaveOptions, meter: Meter) -> Job:
+def _job(
+    path: Path,
+    prefix: str,
+    form: Any,
+    made: _Made,
+    sources: list[Source],
+    options: SaveOptions,
+    meter: Meter,
+) -> Job:
     hosts, before = Alone(), made.view.tree
     tree = TreeEntry(
         save_id=secrets.token_hex(8),
@@ -421,7 +452,7 @@ def _job(path: Path, prefix: str, form: Any, made: _Made, options: SaveOptions, 
         structure=msgspec.Raw(msgspec.json.encode(made.structure)),
     )
     turn = turns.take(path, hosts.name(0))
-    return Job(path, prefix, form, made.sources, tree, options, hosts, turn, meter=meter)
+    return Job(path, prefix, form, sources, tree, options, hosts, turn, meter=meter)
 
 
 def _first_writer(view: View) -> str:
@@ -431,15 +462,15 @@ def _first_writer(view: View) -> str:
 
 
 @contextmanager
-def _directory(where: Path) -> Iterator[Path]:
-    """A new directory, which is at `where` when the block ends well, and is gone when it does not."""
+def _appearing(where: Path) -> Iterator[Path]:
+    """A path for a new file or directory, which is at `where` when the block ends well, and gone when it does not."""
     make_directories(where.parent)
-    sweep_trees(where.parent, None)  # away with what conversions that died have left
+    sweep_unpublished(where.parent)  # away with what conversions that died have left
     scratch = ScratchTree(where.parent)
     try:
-        yield scratch.data
-        sync_directory(scratch.data)
-        move(scratch.data, where)
+        path = scratch.data / where.name
+        yield path
+        put(path, where)
     finally:
         scratch.discard()
     sync_directory(where.parent)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from eformer.checkpoint._leaf import Region
 from eformer.checkpoint._ndarray import dtype_from_name
-from eformer.checkpoint._source import Deferred
+from eformer.checkpoint._source import Deferred, contiguous
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,26 +20,49 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-_LARGE_CHUNK = 2**25  # bytes; what is larger is better decoded once, and not for every few rows of it
+_LARGE_CHUNKS = 2**23  # bytes
 
 
 class Stored(Deferred):
     """A leaf as it lies in a checkpoint. What is read is checked."""
 
+    in_order = True
+
     def __init__(self, view: View, name: str, entry: LeafEntry) -> None:
         self.view, self.name, self.entry = view, name, entry
         self.shape, self.dtype = entry.shape, dtype_from_name(entry.dtype)
-        self.in_order = self.decoded_nbytes <= _LARGE_CHUNK
         self.threads: int | None = None
+        self._decoded: dict[Region, Array] = {}
 
     def read(self, region: Region) -> Array:
+        if self.decoded_nbytes > _LARGE_CHUNKS:
+            return self._from_chunks(region)
         return self.view.read(self.name, self.entry, region, self.threads)
 
     @property
+    def chunks(self) -> list[Region]:
+        """What lies encoded."""
+        return [self.entry.region_of(extent) for extent in self.entry.extents if extent.coding]
+
+    @cached_property
     def decoded_nbytes(self) -> int:
-        """What has to be in memory at once of what lies encoded: the largest chunk."""
-        coded = [extent for extent in self.entry.extents if extent.coding]
-        return max((self.entry.region_of(extent).size * self.dtype.itemsize for extent in coded), default=0)
+        """What has to be in memory at once of what lies encoded, for a row: all chunks that begin with the same one."""
+        nbytes: dict[int, int] = defaultdict(int)
+        for chunk in self.chunks:
+            nbytes[chunk.start[0] if chunk.start else 0] += chunk.size * self.dtype.itemsize
+        return max(nbytes.values(), default=0)
+
+    def _from_chunks(self, region: Region) -> Array:
+        """Large chunks are decoded once, and not for every few rows of them: those that were needed last, stay."""
+        needed = [chunk for chunk in self.chunks if chunk.overlap(region)]
+        self._decoded = {chunk: array for chunk, array in self._decoded.items() if chunk in needed}
+        for chunk in needed:
+            if chunk not in self._decoded:
+                self._decoded[chunk] = self.view.read(self.name, self.entry, chunk, self.threads)
+        return contiguous(list(self._decoded.items()), region, self.entry.dtype)
+
+    def forget(self) -> None:
+        self._decoded = {}
 
 
 class Transposed(Deferred):
@@ -55,6 +80,9 @@ class Transposed(Deferred):
             start[axis], stop[axis] = region.start[here], region.stop[here]
         return self.inner.read(Region(tuple(start), tuple(stop))).transpose(self.axes)
 
+    def forget(self) -> None:
+        self.inner.forget()
+
 
 class Stacked(Deferred):
     """Arrays of one shape and dtype along a new axis."""
@@ -64,17 +92,28 @@ class Stacked(Deferred):
         shape = inners[0].shape
         self.shape, self.dtype = (*shape[:axis], len(inners), *shape[axis:]), inners[0].dtype
         self.in_order = axis == 0 and all(inner.in_order for inner in inners)
+        self._latest = inners[0]
 
     def read(self, region: Region) -> Array:
         axis = self.axis
         first, last = region.start[axis], region.stop[axis]
         inner = Region(_without(region.start, axis), _without(region.stop, axis))
         if last - first == 1:
-            return np.expand_dims(self.inners[first].read(inner), axis)
+            return np.expand_dims(self._read(first, inner), axis)
         whole = np.empty(region.shape, self.dtype)
         for number in range(first, last):
-            whole[(slice(None),) * axis + (number - first,)] = self.inners[number].read(inner)
+            whole[(slice(None),) * axis + (number - first,)] = self._read(number, inner)
         return whole
+
+    def _read(self, number: int, region: Region) -> Array:
+        """Only one of them at a time keeps what it has decoded."""
+        if self._latest is not self.inners[number]:
+            self._latest.forget()
+        self._latest = self.inners[number]
+        return self._latest.read(region)
+
+    def forget(self) -> None:
+        self._latest.forget()
 
 
 class Taken(Deferred):
@@ -90,6 +129,10 @@ class Taken(Deferred):
         start = (*region.start[:axis], index, *region.start[axis:])
         stop = (*region.stop[:axis], index + 1, *region.stop[axis:])
         return self.inner.read(Region(start, stop)).squeeze(axis)
+
+    def forget(self) -> None:
+        if self.index == self.inner.shape[self.axis] - 1:  # it is shared with those before
+            self.inner.forget()
 
 
 def stored_in(array: Deferred) -> list[Stored]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from eformer.checkpoint._deferred import Stored
 from eformer.checkpoint._formats.find import find
 from eformer.checkpoint._manifest import UNREADABLE, LeafEntry
-from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.checkpoint._pieces import pieces
 from eformer.checkpoint._progress import metered
 from eformer.checkpoint._value import value_from_json
@@ -184,11 +184,19 @@ class _Pair:
 
     def change(self, name: str, before: Any, after: Any, values: _Tally | None) -> Change | None:
         what = _what(before), _what(after)
+        if isinstance(before, _Plain) != isinstance(after, _Plain):
+            what = self.with_value(self.a, name, before), self.with_value(self.b, name, after)
         if values is None:
             return None if before == after else Change(self.label + name, *what)
         if not values.differing and what[0] == what[1]:
             return None
         return Change(self.label + name, *what, values.largest, values.mean, values.share)
+
+    def with_value(self, view: View | None, name: str, leaf: Any) -> str:
+        """What it is: a plain value may have become an array without axes."""
+        if view and isinstance(leaf, LeafEntry) and not leaf.shape:
+            return f"{_what(leaf)} = {view.read_all([name])[name]}"
+        return _what(leaf)
 
     def compared_values(self, meter: Meter) -> Iterator[tuple[str, _Tally]]:
         assert not self.arrays() or (self.a and self.b)
@@ -207,10 +215,11 @@ class _Pair:
                 yield name, _Tally().add(some[name], others[name])
             return
         (name,) = names
-        one, other, tally = self.of_a[name], self.of_b[name], _Tally()
-        itemsize = max(_itemsize(one), _itemsize(other))
-        for box in pieces(one.shape, itemsize, _BOX_BYTES):
-            tally.add(self.a.read(name, one, box), self.b.read(name, other, box))
+        one = Stored(self.a, name, self.of_a[name])
+        other = Stored(self.b, name, self.of_b[name])
+        tally = _Tally()
+        for box in pieces(one.shape, max(one.dtype.itemsize, other.dtype.itemsize), _BOX_BYTES):
+            tally.add(one.read(box), other.read(box))
         yield name, tally
 
 
@@ -248,10 +257,6 @@ def _what(leaf: Any) -> str:
 
 def _is_comparable(one: LeafEntry, other: LeafEntry) -> bool:
     return one.shape == other.shape and one.key == other.key
-
-
-def _itemsize(entry: LeafEntry) -> int:
-    return dtype_from_name(entry.dtype).itemsize
 
 
 def _batches(names: Sequence[str], entries: dict[str, Any]) -> Iterator[list[str]]:

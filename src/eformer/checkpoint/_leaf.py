@@ -147,6 +147,12 @@ def with_nearest(names: Iterable[str], existing: Iterable[str]) -> Iterator[tupl
         yield name, f" (nearest is {found[0]!r})" if found else ""
 
 
+def nearest(name: str, existing: Iterable[str]) -> str | None:
+    """The existing name that is most like it, if one is at all."""
+    found = difflib.get_close_matches(name, list(itertools.islice(existing, _MOST_CANDIDATES)), n=1)
+    return found[0] if found else None
+
+
 # Where something stands in a tree while it is walked: None at the root, else its parent's place and the step
 # from there. Costs one tuple a node, and is spelled out only for an error.
 Place = tuple["Place", Any] | None

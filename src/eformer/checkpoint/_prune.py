@@ -7,19 +7,22 @@ import secrets
 import shutil
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eformer.checkpoint._formats._index import INDEX
+from eformer.checkpoint._formats._names import INDEX_SUFFIX, MANIFEST, SUFFIX, split_shard
+from eformer.checkpoint._formats._zarr import ZARRAY
 from eformer.checkpoint._formats.find import find
+from eformer.checkpoint._formats.foreign.orbax import METADATA
 from eformer.checkpoint._store.local import list_names, local_path, rename, sync_directory
 from eformer.checkpoint._verify import verify
 from eformer.errors import EformerError, NotFoundError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
-    from pathlib import Path
 
-_STEP = re.compile(r"(?P<before>.*?)(?P<step>\d+)(?P<after>\.safetensors)?")
+_STEP = re.compile(r"(?P<before>.*?)(?P<step>\d+)(?P<after>\.(safetensors|npz|msgpack|eqx))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +45,45 @@ def prune(
     are kept are read and verified first; if one is damaged, nothing is removed. Series of other names (ema-100 beside
     run-100) are counted apart.
     """
+    plan = planned(directory, keep)
+    if check:
+        _require_sound(plan)
+    if not dry_run:
+        remove(plan)
+    return plan
+
+
+def planned(directory: str | os.PathLike[str], keep: int) -> Pruned:
+    """What there is to remove."""
     if keep < 1:
         raise ValueError(f"keep={keep}: at least one checkpoint has to stay")
     where = local_path(directory)
     if not where.is_dir():
         raise NotFoundError(f"there is no directory {where}")
+    _refuse_checkpoint(where)
     series, left = _series(where)
     removed = [name for names in series for name in names[:-keep]]
     kept = [name for names in series for name in names[-keep:]]
     if not removed and not kept:
         raise NotFoundError(f"{where} has no checkpoints that are called by their steps, such as run-100")
     nbytes = sum(_nbytes(where / name) for name in removed)
-    if check:
-        _require_sound(where, kept)
-    if not dry_run:
-        for name in removed:
-            _remove(where, name)
     return Pruned(str(where), tuple(removed), tuple(kept), left, nbytes)
+
+
+def remove(plan: Pruned) -> None:
+    """Exactly what was planned, whatever has come since."""
+    for name in plan.removed:
+        _remove(Path(plan.directory), name)
+
+
+def _refuse_checkpoint(where: Path) -> None:
+    """The files of one checkpoint may be numbered, too."""
+    names = list_names(where)
+    ours = [name for name in names if name in (MANIFEST, INDEX, METADATA, ZARRAY)]
+    if index := [*ours, *(name for name in names if name.endswith(INDEX_SUFFIX))]:
+        raise ValueError(
+            f"{where} is a checkpoint itself: it has {index[0]}. What to prune is the directory that the steps are in"
+        )
 
 
 def _series(where: Path) -> tuple[list[list[str]], dict[str, str]]:
@@ -67,7 +92,8 @@ def _series(where: Path) -> tuple[list[list[str]], dict[str, str]]:
     left: dict[str, str] = {}
     for name in list_names(where):
         match = _STEP.fullmatch(name)
-        if not match or name.startswith(".") or (where / name).is_symlink():
+        is_shard = split_shard(name.removesuffix(SUFFIX)) is not None
+        if not match or is_shard or name.startswith(".") or (where / name).is_symlink():
             continue
         if problem := _problem(where / name):
             left[name] = problem
@@ -79,6 +105,8 @@ def _series(where: Path) -> tuple[list[list[str]], dict[str, str]]:
 def _problem(path: Path) -> str | None:
     """Why it is no whole checkpoint; digests aside."""
     try:
+        if path.is_dir() and ZARRAY in list_names(path):
+            return "it is an array"
         found = find(path)
         for tree in found.trees.values():
             files = found.files(tree)
@@ -93,9 +121,9 @@ def _problem(path: Path) -> str | None:
     return None
 
 
-def _require_sound(where: Path, kept: Sequence[str]) -> None:
-    for name in kept:
-        report = verify(where / name)
+def _require_sound(plan: Pruned) -> None:
+    for name in plan.kept:
+        report = verify(Path(plan.directory) / name)
         if not report.ok:
             raise EformerError(f"nothing was removed, because one that stays is damaged: {report}")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from eformer.checkpoint._deferred import Stacked, Taken, Transposed, stored_in
-from eformer.checkpoint._leaf import with_nearest
+from eformer.checkpoint._leaf import nearest
 from eformer.errors import FormatError, MismatchError
 
 if TYPE_CHECKING:
@@ -82,7 +82,9 @@ def parse_rules(text: str, origin: str) -> list[Rule]:
         except (FormatError, re.error) as error:
             problems.append(f"line {number}, {line.strip()[:100]!r}: {error}")
     if problems:
-        raise MismatchError(problems, context=f"{origin} has no such rules")
+        raise MismatchError(problems, context=f"{origin} cannot be read as rules")
+    if not rules:
+        raise ValueError(f"{origin} has no rules; one is a line: PATTERN -> NAME")
     return rules
 
 
@@ -114,7 +116,8 @@ def _step(words: list[str]) -> Step:
 
 def _numbers(words: list[str], most: int) -> tuple[int, ...]:
     if len(words) > most or not all(word.isdecimal() for word in words):
-        raise FormatError(f"{' '.join(words)!r}: expected at most {most} axes, counted from 0")
+        number = "one axis" if most == 1 else "axes"
+        raise FormatError(f"{' '.join(words)!r}: expected {number}, counted from 0")
     return tuple(map(int, words))
 
 
@@ -129,6 +132,8 @@ def _check(rule: Rule) -> None:
         raise FormatError("unstack comes first, and without stack")
     if ("unstack" in verbs) != ("{}" in (rule.name or "")):
         raise FormatError("unstack needs {} in the name, for the number; and nothing else does")
+    if re.search(r"\\(?!\d)", rule.name or ""):
+        raise FormatError(f"{rule.name!r}: behind a backslash stands the number of a group, \\1")
     for template in (rule.name, *(step.number for step in rule.steps)):
         if template and (missing := [g for g in _groups(template) if g > rule.pattern.groups]):
             raise FormatError(f"\\{missing[0]} in {template!r}: the pattern has {rule.pattern.groups} groups")
@@ -174,6 +179,7 @@ class _Applying:
         self.problems: list[str] = []
         self.used: set[int] = set()
         self.stacks: dict[str, list[_Member]] = {}
+        self.taken: set[str] = set()
 
     def leaf(self, name: str, array: Deferred | None) -> None:
         for rule in self.rules:
@@ -208,19 +214,27 @@ class _Applying:
 
     def put(self, new: str, old: str, array: Deferred | None, how: str = "") -> None:
         renamed = self.renamed
-        if new in renamed.arrays or new in renamed.plain.values():
+        if new in self.taken:
             self.problems.append(f"leaf {old!r} would be called {new!r}, and so would another")
         elif array is None:
             renamed.plain[old] = new
         else:
             renamed.arrays[new], renamed.hows[new] = array, how
+        self.taken.add(new)
 
     def give_hints(self) -> None:
-        renamed, idle = self.renamed, [rule for rule in self.rules if rule.line not in self.used]
-        literals = [rule.literal for rule in idle]
-        near_names = with_nearest(literals, renamed.kept)
-        renamed.idle = [f"{rule}{hint}" for rule, (_, hint) in zip(idle, near_names, strict=True)]
-        renamed.kept = [name + hint for name, hint in with_nearest(renamed.kept, literals)]
+        """To each rule that matches nothing the leaf that it nearly does, and to that leaf the rule."""
+        renamed = self.renamed
+        near: dict[str, Rule] = {}
+        for rule in self.rules:
+            if rule.line not in self.used:
+                name = nearest(rule.literal, renamed.kept)
+                renamed.idle.append(f"{rule} (nearest is {name!r})" if name else str(rule))
+                if name:
+                    near.setdefault(name, rule)
+        renamed.kept = [
+            f"{name} (nearest is {near[name]})" if name in near else name for name in renamed.kept
+        ]
 
 
 def _made(rule: Rule, match: re.Match[str], array: Deferred | None) -> Iterator[tuple[str, Deferred | None]]:

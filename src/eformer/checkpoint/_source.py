@@ -60,6 +60,9 @@ class Deferred:
     def read(self, region: Region) -> np.ndarray[Any, Any]:
         raise NotImplementedError
 
+    def forget(self) -> None:
+        """What is kept for the next box, which there is none of."""
+
 
 def released(source: Source) -> Source:
     """The same leaf, without its array."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import io
 import json
 import math
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,15 +18,29 @@ import click
 import eformer
 from eformer.checkpoint._text import printable
 
+if TYPE_CHECKING:
+    from eformer.checkpoint._prune import Pruned
+
 
 def _complain(problem: str) -> None:
-    lines = "\n".join(map(printable, problem.split("\n")))
+    lines = "\n".join(map(printable, _ARGUMENT.sub(lambda found: _OPTIONS[found[1]], problem).split("\n")))
     click.secho(f"error: {lines}", fg="red", err=True, color=_colours())
+
+
+_INTERRUPTED = 130  # as shells have it
 
 
 def _colours() -> bool | None:
     """Where there is a terminal, unless nobody wants them: https://no-color.org"""
     return False if os.environ.get("NO_COLOR") else None
+
+
+# What a function calls its arguments, and the command line its options.
+_OPTIONS = {
+    "SaveOptions.max_shard_bytes ": "--max-shard-size ", "max_shard_bytes=": "--max-shard-size ",
+    "memory=": "--memory ", "prefix=": "--prefix", "dtype=": "--dtype", "to=": "--to", "like=": "a tree like it",
+}  # fmt: skip
+_ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, _OPTIONS))})")
 
 
 class _Commands(click.Group):
@@ -42,10 +58,14 @@ class _Commands(click.Group):
         except (ValueError, OSError, TypeError, RuntimeError, MemoryError) as error:
             if ctx.params.get("debug"):
                 raise
+            problem = str(error) or "there is not enough memory"
             if ctx.obj:
-                _print_json({"error": str(error)})
-            _complain(str(error))
+                _print_json({"error": problem})
+            _complain(problem)
             ctx.exit(2 if ctx.invoked_subcommand == "diff" else 1)  # of diff, 1 is an answer
+        except KeyboardInterrupt:
+            _complain("interrupted")
+            ctx.exit(_INTERRUPTED)
 
 
 if TYPE_CHECKING:
@@ -70,7 +90,7 @@ class _Size(_Number):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(eformer.__version__, prog_name="eformer")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def main(debug: bool) -> None:
+def main(debug: bool) -> None:  # noqa: ARG001  the group looks at it
     """Look at checkpoints, compare and convert them: ours, Hugging Face's, Orbax's, flax's, the original eFormer's.
 
     \b
@@ -82,11 +102,15 @@ def main(debug: bool) -> None:
     eformer prune ./run --keep 3             away with old steps
     eformer demo                             all of it, in ten seconds
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends it, it leaves nothing half-made
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names may hold what a terminal has no letters for
 
 
 @main.command()
 @click.argument("path", type=click.Path())
-@click.option("--prefix", help="Of one tree, if there are several.")
+@click.option("--prefix", help="Take this tree alone, if there are several.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 @click.option("--svg", type=click.Path(dir_okay=False), help="Write it to a picture, for a page.")
 def inspect(path: str, prefix: str | None, as_json: bool, svg: str | None) -> None:
@@ -117,7 +141,7 @@ def inspect(path: str, prefix: str | None, as_json: bool, svg: str | None) -> No
 @main.command("ls")
 @click.argument("path", type=click.Path())
 @click.argument("glob", default="*")
-@click.option("--prefix", help="Of one tree, if there are several.")
+@click.option("--prefix", help="Take this tree alone, if there are several.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def list_leaves(path: str, glob: str, prefix: str | None, as_json: bool) -> None:
     """The leaves of the checkpoint at PATH whose names match GLOB, one line each.
@@ -177,7 +201,7 @@ def verify(path: str, as_json: bool, quiet: bool) -> None:
 @main.command()
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
-@click.option("--prefix", help="Of one tree, if there are several.")
+@click.option("--prefix", help="Take this tree alone, if there are several.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 @click.option("--quiet", "-q", is_flag=True, help="Nothing but the exit code.")
 def diff(a: str, b: str, prefix: str | None, as_json: bool, quiet: bool) -> None:
@@ -204,13 +228,16 @@ def diff(a: str, b: str, prefix: str | None, as_json: bool, quiet: bool) -> None
         sys.exit(1)
 
 
+_MOST_NOTES = 20
+
+
 @main.command()
 @click.argument("source", type=click.Path())
 @click.argument("destination", type=click.Path())
 @click.option("--to", type=click.Choice(["safetensors", "tensorstore", "msgpack", "npz"]), help="The format.")
 @click.option("--dtype", help="Cast floating leaves: bf16, fp16, float32, ...")
 @click.option("--max-shard-size", type=_Size(), help="Of a safetensors file, such as 5GB.")
-@click.option("--prefix", help="Of one tree, which is then stored without a prefix.")
+@click.option("--prefix", help="Take this tree alone, and store it without a prefix.")
 @click.option("--rename", "rules", type=click.Path(exists=True, dir_okay=False), help="A file of rules.")
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
 @click.option("--memory", type=_Size(), default="2GB", show_default=True, help="The most the program takes.")
@@ -227,7 +254,7 @@ def convert(
     memory: int,
     as_json: bool,
 ) -> None:
-    r"""Write the checkpoint at SOURCE, whoever wrote it, to DESTINATION in another format, whole or not at all.
+    """Write the checkpoint at SOURCE, whoever wrote it, to DESTINATION in another format, whole or not at all.
 
     It goes leaf by leaf, and every byte that is read is checked. Where DESTINATION ends in .safetensors, .npz or
     .msgpack, --to may be left out.
@@ -241,9 +268,9 @@ def convert(
     leaf out. Behind it may stand transpose, stack and unstack:
 
     \b
-    model\.layers\.(\d+)\.(\w+)\.weight -> layers.\2.kernel | transpose | stack \1
-    layers\.(\w+)\.kernel -> model.layers.{}.\1.weight | unstack | transpose
-    lm_head\.weight ->
+    model\\.layers\\.(\\d+)\\.(\\w+)\\.weight -> layers.\\2.kernel | transpose | stack \\1
+    layers\\.(\\w+)\\.kernel -> model.layers.{}.\\1.weight | unstack | transpose
+    lm_head\\.weight ->
     """
     from eformer.checkpoint._convert import convert as carry_out
 
@@ -269,9 +296,11 @@ def convert(
         return
     first, *lines = str(done).split("\n")
     click.secho(printable(first), bold=True, color=_colours())
-    for line in lines:
-        if dry_run or line.startswith("!"):
-            click.secho(printable(line), fg="cyan" if line.startswith("!") else None, color=_colours())
+    shown = lines if dry_run else [line for line in lines if line.startswith("!")]
+    for line in shown if dry_run else shown[:_MOST_NOTES]:
+        click.secho(printable(line), fg="cyan" if line.startswith("!") else None, color=_colours())
+    if not dry_run and len(shown) > _MOST_NOTES:
+        click.echo(f"... and {len(shown) - _MOST_NOTES:,} more notes, which --dry-run and --json show")
 
 
 @main.command()
@@ -280,7 +309,8 @@ def convert(
 @click.option("--check", is_flag=True, help="Verify those that stay, first.")
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and do nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-def prune(directory: str, keep: int, check: bool, dry_run: bool, yes: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="For programs; does not ask.")
+def prune(directory: str, keep: int, check: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Remove all but the last checkpoints of a run from DIRECTORY, where they are called by their steps.
 
     What is no whole checkpoint counts for nothing, and is left alone.
@@ -289,25 +319,34 @@ def prune(directory: str, keep: int, check: bool, dry_run: bool, yes: bool) -> N
     eformer prune ./run --keep 3 --dry-run
     eformer prune ./run --keep 3 --check --yes
     """
-    from eformer.checkpoint._prune import prune as carry_out
+    from eformer.checkpoint._prune import prune as plan_of
+    from eformer.checkpoint._prune import remove
     from eformer.checkpoint._text import count, size
 
-    plan = carry_out(directory, keep=keep, check=check, dry_run=True)
-    for name in plan.kept:
-        click.echo(f"keep    {printable(name)}")
-    for name, why in plan.left.items():
-        click.secho(
-            printable(f"leave   {name}, which is no whole checkpoint: {why}"), fg="cyan", color=_colours()
-        )
-    for name in plan.removed:
-        click.secho(f"remove  {printable(name)}", fg="red", color=_colours())
+    plan = plan_of(directory, keep=keep, check=check, dry_run=True)
+    if as_json:
+        names = ("directory", "removed", "kept", "left", "nbytes")
+        _print_json({name: getattr(plan, name) for name in names} | {"dry_run": dry_run})
+    else:
+        _show_plan(plan)
     if dry_run or not plan.removed:
         return
     what = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
-    if not yes:
+    if not yes and not as_json:
         click.confirm(f"Remove {what}?", abort=True)
-    carry_out(directory, keep=keep)
-    click.echo(f"removed {what}")
+    remove(plan)
+    if not as_json:
+        click.echo(f"removed {what}")
+
+
+def _show_plan(plan: Pruned) -> None:
+    for name in plan.kept:
+        click.echo(f"keep    {printable(name)}")
+    for name, why in plan.left.items():
+        line = printable(f"leave   {name}, which is no whole checkpoint: {why}")
+        click.secho(line, fg="cyan", color=_colours())
+    for name in plan.removed:
+        click.secho(f"remove  {printable(name)}", fg="red", color=_colours())
 
 
 @main.command()
@@ -334,15 +373,18 @@ def demo(directory: str | None) -> None:
         with tempfile.TemporaryDirectory() as folder:
             run(Path(folder))
     where = directory or "./demo"
-    click.secho("\nNow you:", bold=True, color=_colours())
+    tries = {
+        f"inspect {where}/step-100": "what is in it",
+        f"diff {where}/step-100 {where}/step-200": "what a step has changed, and by how much",
+        f"verify {where}/damaged": "which bytes are not what was saved",
+        "inspect YOUR/CHECKPOINT": "Orbax, safetensors, flax, npz: whoever wrote it",
+    }
     if directory is None:
-        click.echo("  eformer demo ./demo                          the same, and keep the files")
-    click.echo(f"  eformer inspect {where}/step-100             what is in it")
-    click.echo(f"  eformer verify {where}/damaged               which bytes are not what was saved")
-    click.echo(f"  eformer diff {where}/step-100 {where}/damaged")
-    click.echo(
-        "  eformer inspect YOUR/CHECKPOINT              Orbax, safetensors, flax, npz: whoever wrote it"
-    )
+        tries = {"demo ./demo": "the same, and keep the files"} | tries
+    click.secho("\nNow you:", bold=True, color=_colours())
+    width = max(map(len, tries))
+    for command, what in tries.items():
+        click.echo(f"  eformer {command:<{width}}   {what}")
 
 
 @main.command()
@@ -364,7 +406,7 @@ def completion(shell: str) -> None:
 
 def _has_watcher(quiet: bool) -> bool:
     """Whether somebody is there to see a bar."""
-    return not quiet and sys.stderr.isatty()
+    return not quiet and sys.stderr is not None and sys.stderr.isatty()
 
 
 def _print_json(value: Any) -> None:

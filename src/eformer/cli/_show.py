@@ -30,8 +30,6 @@ _NARROW, _PIPED, _PICTURE = 60, 120, 92
 
 def console() -> Console:
     """Colours and the terminal's width where there is one; else plain, and wide enough."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # names may hold what a terminal has no letters for
     return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED, soft_wrap=False)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import zipfile
+from collections import Counter
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from eformer.checkpoint._formats._nested import parts_of_name
 from eformer.checkpoint._formats._writing import elements_of, itemsize_of
-from eformer.checkpoint._leaf import split_name, unescape
-from eformer.checkpoint._msgpack import Streamed, pack
+from eformer.checkpoint._leaf import BARE_LEAF, join_name, split_name, unescape
+from eformer.checkpoint._msgpack import Streamed, can_pack, pack
 from eformer.checkpoint._ndarray import dtype_from_name
+from eformer.checkpoint._source import Deferred
 from eformer.checkpoint._value import value_from_json
 from eformer.errors import LeafError, MismatchError
 
@@ -22,26 +25,52 @@ if TYPE_CHECKING:
 
 _MOST_CHUNK = 2**30  # what flax splits arrays into
 
+
+def _elements(source: Source, staging: Staging, meter: Meter) -> Iterator[memoryview]:
+    for data in elements_of(source, staging):
+        yield data
+        meter.add(len(data))
+    for _, array in source.parts:
+        if isinstance(array, Deferred):
+            array.forget()
+
+
 # -------------------------------------------------------------------------------------------------- npz
 
 _LATEST = (1980, 1, 1, 0, 0, 0)  # one time for all: equal checkpoints are equal files
+_BARE = "arr_0"  # what numpy calls an array that nobody gave a name
 
 
 def write_npz(
     file: IO[bytes], sources: Sequence[Source], values: Mapping[str, Any], staging: Staging, meter: Meter
 ) -> None:
     """What `numpy.load` reads. Plain numbers and texts are arrays without axes."""
+    members = _members([source.name for source in sources] + list(values))
     with zipfile.ZipFile(file, "w") as archive:
         for source in sources:
             descr = np.lib.format.dtype_to_descr(dtype_from_name(source.dtype).newbyteorder("<"))
-            with _member(archive, source.name) as member:
+            with _member(archive, members[source.name]) as member:
                 _write_header(member, descr, source.shape)
-                for data in elements_of(source, staging):
+                for data in _elements(source, staging, meter):
                     member.write(data)
-                    meter.add(len(data))
         for name, value in values.items():
-            with _member(archive, name) as member:
+            with _member(archive, members[name]) as member:
                 np.lib.format.write_array(member, np.asarray(value), allow_pickle=False)
+
+
+def _members(names: Sequence[str]) -> dict[str, str]:
+    """What leaves are called in an npz: as their keys are, unless two would be called the same."""
+    plain = {name: ".".join(map(unescape, split_name(name))) for name in names if name != BARE_LEAF}
+    plain |= {name: _BARE for name in names if name == BARE_LEAF}
+    count = Counter(plain.values())
+    is_text = {name: text.isprintable() and count[text] == 1 for name, text in plain.items()}
+    return {name: text if is_text[name] else name for name, text in plain.items()}
+
+
+def dotted(sources: Sequence[Source], values: Mapping[str, Any]) -> list[str]:
+    """Those that are read under another name than they had, because a key of theirs has dots."""
+    members = _members([source.name for source in sources] + list(values))
+    return [member for name, member in members.items() if join_name(parts_of_name(member)) != name]
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
@@ -86,13 +115,8 @@ def write_msgpack(
     """What `flax.serialization.from_bytes` reads: the state dict of the tree."""
 
     def streamed(source: Source) -> Streamed:
-        name = f"key<{source.key}>" if source.key else source.dtype
-        return Streamed(name, source.shape, itemsize_of(source), counted(source))
-
-    def counted(source: Source) -> Iterator[memoryview]:
-        for data in elements_of(source, staging):
-            yield data
-            meter.add(len(data))
+        elements = _elements(source, staging, meter)
+        return Streamed(source.dtype, source.shape, itemsize_of(source), elements)
 
     leaves = {source.name: streamed(source) for source in sources} | dict(values)
     pack(state_of(structure, leaves), file.write, max_chunk=_MOST_CHUNK, sort_keys=False)
@@ -118,15 +142,22 @@ def _children(structure: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from ((str(index), child) for index, child in enumerate(inside))
 
 
-def check_msgpack(structure: Any) -> None:
-    """Refuses keys that would be the same text."""
+def check_msgpack(structure: Any, values: Mapping[str, Any]) -> None:
+    """Refuses what msgpack cannot hold, such as large integers, and keys that would be the same text."""
+    problems = [f"leaf {name!r} is {value!r}"[:200] for name, value in values.items() if not can_pack(value)]
+    if problems:
+        raise MismatchError(problems, context="msgpack has no such values; convert to safetensors")
+    _check_keys(structure)
+
+
+def _check_keys(structure: Any) -> None:
     if not isinstance(structure, dict):
         return
     keys = [key for key, _ in _children(structure)]
     if len(set(keys)) < len(keys):
         raise LeafError(f"keys that read the same, such as 1 and '1', among {keys[:8]}: flax has only text")
     for _, child in _children(structure):
-        check_msgpack(child)
+        _check_keys(child)
 
 
 def names_as_structure(names: Sequence[str]) -> Any:

@@ -30,6 +30,10 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 # What paths that were never made answer.
 _NO_SUCH_PATH = {errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
+# What a rename answers where something is, and a link on a file system without any.
+_IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
 _LARGE_WRITE = 2**18
 
 _RWF_DONTCACHE = 0x80  # Linux 6.14; os has no name for it yet
@@ -182,6 +186,31 @@ def is_same_file(a: Path, b: Path) -> bool:
 
 def rename(path: Path, final: Path) -> None:
     os.rename(path, final)
+
+
+def put(path: Path, final: Path) -> None:
+    """What is at `path` is at `final`, where nothing was, or an empty directory; else raises FileExistsError."""
+    try:
+        if path.is_dir():
+            os.rename(path, final)
+        else:
+            _link_or_rename(path, final)
+    except OSError as error:
+        if error.errno not in _IN_THE_WAY:
+            raise
+        raise FileExistsError(f"{final} is there by now; choose another path") from error
+
+
+def _link_or_rename(path: Path, final: Path) -> None:
+    """A link never takes another's place; not all file systems have them."""
+    try:
+        os.link(path, final)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(final):
+            raise FileExistsError(errno.EEXIST, "is there", str(final)) from error
+        os.rename(path, final)
 
 
 def remove(path: Path) -> None:

@@ -228,6 +228,14 @@ def sweep_trees(directory: Path, sealed: Container[str] | None) -> None:
             _sweep(directory, directory / name, sealed)
 
 
+def sweep_unpublished(directory: Path) -> None:
+    """Away with what dead writers have left that had published nothing: it is no business of any index here."""
+    for name in list_names(directory):
+        scratch = directory / name
+        if SCRATCH.fullmatch(name) and scratch.is_dir() and not (scratch / _JOURNAL).exists():
+            _sweep(directory, scratch, None)
+
+
 def _sweep(directory: Path, scratch: Path, sealed: Container[str] | None) -> None:
     with suppress(OSError):  # it is alive (locked), or its writer has just removed it
         descriptor = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
