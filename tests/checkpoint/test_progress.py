@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from eformer import checkpoint
 from eformer.checkpoint import SaveOptions, _load, _progress, load, save, verify
 from eformer.checkpoint._progress import SILENT, Meter, metered
+from support.commands import all_of
 from support.trees import assert_same
 
 SIZES = {"large": 3 * 2**20, "rows": 4 * 1001 * 7, "small": 4 * 10, "half": 2 * 6}
@@ -288,19 +289,10 @@ def on_terminal(code):
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=slave, env=environment
     )
     os.close(slave)
-    written = b""
-    while True:
-        try:
-            data = os.read(master, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not data:
-            break
-        written += data
-    os.close(master)
+    written = all_of(master)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, written.decode()
-    return written.decode(), out
+    assert process.returncode == 0, written
+    return written, out
 
 
 def test_true_draws_a_bar_on_standard_error(tmp_path):

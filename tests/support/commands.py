@@ -33,14 +33,19 @@ def on_terminal(*arguments: Any, columns: int = 80) -> tuple[str, int]:
         [EFORMER, *map(str, arguments)], stdout=slave, stderr=slave, stdin=slave, env=environment
     )
     os.close(slave)
+    return all_of(master), process.wait(60)
+
+
+def all_of(terminal: int) -> str:
+    """What is written to a terminal until nobody has it open any more."""
     written = b""
     while True:
         try:
-            data = os.read(master, 65536)
+            data = os.read(terminal, 65536)
         except OSError:  # the other end is closed
             break
         if not data:
             break
         written += data
-    os.close(master)
-    return written.decode(), process.wait(60)
+    os.close(terminal)
+    return written.decode()
