@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eformer.checkpoint._convert import Conversion as Conversion
+    from eformer.checkpoint._conversion import Conversion as Conversion
     from eformer.checkpoint._convert import convert as convert
     from eformer.checkpoint._diff import Diff as Diff
     from eformer.checkpoint._diff import diff as diff
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from eformer.checkpoint._view import open as open  # noqa: A004
 
 _HOME = {
-    "Conversion": "_convert",
+    "Conversion": "_conversion",
     "Diff": "_diff",
     "DryRun": "_dry_run",
     "Manifest": "_manifest",

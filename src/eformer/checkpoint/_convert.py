@@ -8,30 +8,26 @@ import re
 import secrets
 import shutil
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
 import eformer
+from eformer.checkpoint._conversion import Conversion, Made, To, made_of, planned
 from eformer.checkpoint._deferred import Stored, stored_in
 from eformer.checkpoint._formats import streams
 from eformer.checkpoint._formats._names import SUFFIX
-from eformer.checkpoint._formats._nested import nested, parts_of_name
-from eformer.checkpoint._formats._writing import itemsize_of
 from eformer.checkpoint._formats.find import find
 from eformer.checkpoint._hosts import Alone
 from eformer.checkpoint._job import Job
-from eformer.checkpoint._leaf import Region, name_to_path, split_name
-from eformer.checkpoint._manifest import UNREADABLE, TreeEntry
-from eformer.checkpoint._ndarray import floating_dtype, is_floating
+from eformer.checkpoint._manifest import TreeEntry
 from eformer.checkpoint._options import SaveOptions
 from eformer.checkpoint._pending import turns
 from eformer.checkpoint._pieces import PIECE_BYTES
 from eformer.checkpoint._pool import default_threads
 from eformer.checkpoint._progress import metered
-from eformer.checkpoint._rename import Renamed, Rule, apply, origins, parse_rules
+from eformer.checkpoint._rename import Rule, parse_rules
 from eformer.checkpoint._source import Source, Staging
 from eformer.checkpoint._store.local import (
     list_names,
@@ -42,70 +38,22 @@ from eformer.checkpoint._store.local import (
     sync_directory,
 )
 from eformer.checkpoint._store.many import ScratchTree, sweep_unpublished
-from eformer.checkpoint._text import shortened, size
-from eformer.checkpoint._value import value_from_json
+from eformer.checkpoint._text import size
 from eformer.checkpoint._view import View
 from eformer.checkpoint._view import open as open_view
-from eformer.errors import FormatError, MismatchError
+from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from eformer.checkpoint._progress import Meter, Progress
-    from eformer.checkpoint._source import Deferred
 
-To = Literal["safetensors", "tensorstore", "msgpack", "npz"]
-
-MEMORY = 2 * 10**9
+_ENOUGH = 2 * 10**9
 _RESERVE = 64 * 2**20  # bytes: threads, buffers of the system's libraries, what Python keeps
 _LEAST = 64 * 2**20
-_PER_LEAF = {"tensorstore": 3500}  # bytes, for what is known of it and recorded; measured by bench/cli.py
+_PER_LEAF = {"tensorstore": 3500}  # bytes, for what is known of it and recorded; measured with 100,000
 _PER_LEAF_ELSE = 1500
 _SMALL = 2**16
-_MOST_SHOWN = 60
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A leaf of the new checkpoint: what it is, and which leaves it is made of."""
-
-    name: str
-    what: str
-    nbytes: int
-    origins: tuple[str, ...]
-    how: str = ""
-
-    def __str__(self) -> str:
-        made_of = self.origins[0] if len(self.origins) == 1 else f"{self.origins[0]} ... {self.origins[-1]}"
-        arrow = "" if self.origins == (self.name,) else f"{made_of} -> "
-        colon = "" if self.what.startswith("=") else ":"
-        return f"{arrow}{self.name}{colon} {self.what}{f' ({self.how})' if self.how else ''}"
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """What `convert` did, or would do. `notes` say what a reader of the result will miss, or could wonder about."""
-
-    source: str
-    destination: str
-    to: str
-    leaves: dict[str, tuple[Planned, ...]]
-    notes: tuple[str, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(leaf.nbytes for leaves in self.leaves.values() for leaf in leaves)
-
-    def __str__(self) -> str:
-        number = sum(map(len, self.leaves.values()))
-        leaves = f"{number:,} {'leaf' if number == 1 else 'leaves'}"
-        head = f"{self.source} -> {self.destination} ({self.to}): {leaves}, {size(self.nbytes)}"
-        lines = [
-            f"  {f'[{prefix}] ' if prefix else ''}{leaf}"
-            for prefix, leaves in self.leaves.items()
-            for leaf in leaves
-        ]
-        return "\n".join([head, *lines, *(f"! {note}" for note in self.notes)])
 
 
 def convert(
@@ -117,14 +65,14 @@ def convert(
     rename: str | os.PathLike[str] | Sequence[str] | None = None,
     dtype: Any = None,
     max_shard_bytes: int | None = None,
-    memory: int = MEMORY,
+    memory: int | None = None,
     dry_run: bool = False,
     progress: Progress = None,
 ) -> Conversion:
     """The checkpoint at `source`, whoever wrote it, is at `destination` in the format `to`, whole; or nothing is there.
 
-    The program takes at most `memory` bytes meanwhile, however large a leaf is. What is read is checked against its
-    digests. `to` may be left out where the destination's suffix says it. A tree that is asked for by its `prefix` is
+    The program takes at most `memory` bytes meanwhile, however large a leaf is; None for 2 GB beside what it has, and
+    more only where a larger chunk has to be decoded. What is read is checked against its digests. `to` may be left out where the destination's suffix says it. A tree that is asked for by its `prefix` is
     stored without one; else all trees are converted, and keep theirs. `rename` is a file of rules, or the rules: see
     `docs/guides/renaming.md`. `dtype` casts floating leaves. With `dry_run` nothing is written.
     """
@@ -133,8 +81,8 @@ def convert(
     rules = _rules(rename)
     with ExitStack() as stack:
         trees = _open(source, prefix, stack)
-        made = {name: _made(view, rules, dtype, form) for name, view in trees.items()}
-        conversion = _planned(source, destination, form, made)
+        made = {name: made_of(view, rules, dtype, form) for name, view in trees.items()}
+        conversion = planned(source, destination, form, made)
         _check(made, form, where, max_shard_bytes)
         if not dry_run:
             budget = _budget(memory, made, form)
@@ -145,23 +93,6 @@ def convert(
 
 
 # ------------------------------------------------------------------------------------------------ what
-
-
-@dataclass(slots=True)
-class _Made:
-    """A tree of the new checkpoint."""
-
-    view: View
-    sources: list[Source]
-    raw_values: dict[str, Any]
-    structure: Any
-    hows: dict[str, str] = field(default_factory=dict)
-    old_names: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def values(self) -> dict[str, Any]:
-        return {name: value_from_json(value) for name, value in self.raw_values.items()}
 
 
 def _format(where: Path, to: To | None) -> To:
@@ -199,136 +130,10 @@ def _open(source: str | os.PathLike[str], prefix: str | None, stack: ExitStack) 
     return trees
 
 
-def _made(view: View, rules: list[Rule] | None, dtype: Any, form: To) -> _Made:
-    tree = view.tree
-    cast = None if dtype is None else floating_dtype(dtype)
-    arrays = {name: Stored(view, name, entry) for name, entry in tree.leaves.items()}
-    values = tree.raw_values
-    structure = msgspec.json.decode(tree.structure)
-    if rules is None:
-        sources = [_source(name, array, cast) for name, array in arrays.items()]
-        made = _Made(view, sources, values, structure)
-    else:
-        made = _renamed(view, apply(rules, arrays, list(values)), values, cast)
-    if isinstance(structure, dict) and UNREADABLE in structure and rules is None:
-        made.structure = streams.names_as_structure([*arrays, *values])
-        made.notes.append("the structure cannot be read, and is dicts by the names now")
-    made.notes += _losses(made, form)
-    return made
-
-
-def _source(name: str, array: Deferred, cast: str | None) -> Source:
-    (first, *_) = stored_in(array)
-    entry, is_whole = first.entry, array is first
-    whole = Region.whole(array.shape)
-    dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
-    return Source(
-        name,
-        dtype,
-        array.shape,
-        entry.home,
-        entry.key,
-        entry.sharding if is_whole else None,  # it says what lay along which axis
-        parts=((whole, array),),
-        regions=(whole,),
-    )
-
-
-def _renamed(view: View, renamed: Renamed, values: dict[str, Any], cast: str | None) -> _Made:
-    turned = [
-        f"leaf {stored.name!r} holds PRNG keys, which cannot be turned around"
-        for array in renamed.arrays.values()
-        for stored in stored_in(array)
-        if stored.entry.key and stored is not array
-    ]
-    if turned:
-        raise MismatchError(turned, context="rename")
-    names = [*renamed.arrays, *renamed.plain.values()]
-    structure, final = nested({name: _parts(name) for name in names})
-    made = _Made(
-        view,
-        [_source(final[name], array, cast) for name, array in renamed.arrays.items()],
-        {final[new]: values[old] for old, new in renamed.plain.items()},
-        structure,
-        {final[name]: how for name, how in renamed.hows.items()},
-        {final[new]: old for old, new in renamed.plain.items()},
-    )
-    made.notes += [f"matches no leaf: {rule}" for rule in renamed.idle]
-    made.notes += [f"no rule, keeps its name: {name}" for name in renamed.kept]
-    made.notes += [f"left out: {name}" for name in renamed.left_out]
-    return made
-
-
-def _parts(name: str) -> tuple[str, ...]:
-    """Of a name as ours are, or as somebody has written it into a rule."""
-    try:
-        name_to_path(name)
-    except FormatError:
-        return parts_of_name(name)
-    return split_name(name)
-
-
-def _losses(made: _Made, form: To) -> Iterator[str]:
-    """What the format has no place for."""
-    if form in ("npz", "msgpack"):
-        if made.view.metadata:
-            yield f"{form} has no place for the metadata: {', '.join(sorted(made.view.metadata))[:200]}"
-        if keys := [source.name for source in made.sources if source.key]:
-            yield f"{form} has no PRNG keys: {', '.join(keys)[:200]} are numbers, for jax.random.wrap_key_data"
-    if form == "npz":
-        yield "npz has no digests, only checksums, which not all programs compare"
-        if '"list"' in (text := msgspec.json.encode(made.structure).decode()) or '"tuple"' in text:
-            yield "npz has names alone: lists and tuples come back as dicts"
-        if made.raw_values:
-            yield "npz has arrays alone: plain numbers and texts are arrays without axes"
-        if dotted := streams.dotted(made.sources, made.raw_values):
-            yield f"npz has names alone: the dots in {', '.join(dotted)[:200]} come back as dicts inside of dicts"
-        if any(source.dtype == "bfloat16" for source in made.sources):
-            yield "numpy.load has no bfloat16, and gives V2: .view(ml_dtypes.bfloat16) of it is what was saved"
-    if form == "msgpack":
-        yield "msgpack has no digests: what happens to the file later, nobody notices"
-        yield "as flax has it, all containers are dicts: flax.serialization.from_bytes(tree, ...) makes the tree again"
-    if not made.view.has_names:
-        yield "the source has no names: its leaves are called by their numbers"
-    if not made.view.tree.save_id:
-        yield "the source has no digests: that it could be read is all that is known of it"
-
-
-def _planned(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
-    form: To,
-    made: Mapping[str, _Made],
-) -> Conversion:
-    leaves = {
-        prefix: (*(_leaf_of(one, s) for s in one.sources), *_values_of(one)) for prefix, one in made.items()
-    }
-    notes = dict.fromkeys(
-        f"[{prefix}] {note}" if prefix else note for prefix, one in made.items() for note in one.notes
-    )
-    return Conversion(os.fspath(source), os.fspath(destination), form, leaves, tuple(notes))
-
-
-def _leaf_of(made: _Made, source: Source) -> Planned:
-    ((_, array),) = source.parts
-    nbytes = itemsize_of(source) * Region.whole(source.shape).size
-    (first, *_) = stored_in(array)
-    hows = [made.hows.get(source.name, "")]
-    if first.entry.dtype != source.dtype:
-        hows.append(f"from {first.entry.dtype}")
-    what = f"{source.dtype}{list(source.shape)}"
-    return Planned(source.name, what, nbytes, tuple(origins(array)), ", ".join(filter(None, hows)))
-
-
-def _values_of(made: _Made) -> Iterator[Planned]:
-    for name, value in made.values.items():
-        yield Planned(name, f"= {shortened(repr(value), _MOST_SHOWN)}", 0, (made.old_names.get(name, name),))
-
-
 # ------------------------------------------------------------------------------------------- beforehand
 
 
-def _check(made: Mapping[str, _Made], form: To, where: Path, max_shard_bytes: int | None) -> None:
+def _check(made: Mapping[str, Made], form: To, where: Path, max_shard_bytes: int | None) -> None:
     """Refuses what cannot be done, before anything is written."""
     if os.path.lexists(where) and not (where.is_dir() and not list_names(where)):
         raise FileExistsError(f"{where} is there; a conversion makes a new checkpoint: choose another path")
@@ -346,7 +151,7 @@ def _check(made: Mapping[str, _Made], form: To, where: Path, max_shard_bytes: in
             streams.check_msgpack(one.structure, one.values)
 
 
-def _budget(memory: int, made: Mapping[str, _Made], form: To) -> int:
+def _budget(memory: int | None, made: Mapping[str, Made], form: To) -> int:
     """Bytes for elements on their way, beside what the program takes anyway; leaves that lie encoded are read by as
     many threads as there is room for."""
     leaves = sum(len(one.sources) for one in made.values())
@@ -354,6 +159,8 @@ def _budget(memory: int, made: Mapping[str, _Made], form: To) -> int:
     stored = [leaf for one in made.values() for s in one.sources for _, a in s.parts for leaf in stored_in(a)]
     largest = max((leaf.decoded_nbytes for leaf in stored), default=0)
     least = taken + max(_LEAST, 4 * largest)
+    if memory is None:
+        memory = max(taken + _ENOUGH, least)
     if memory < least:
         why = f", and a chunk of {size(largest)} has to be decoded as a whole" if largest else ""
         raise ValueError(
@@ -389,7 +196,7 @@ def _require_room(where: Path, nbytes: int) -> None:
 
 
 def _write(
-    where: Path, form: To, made: Mapping[str, _Made], budget: int, max_shard_bytes: int | None, meter: Meter
+    where: Path, form: To, made: Mapping[str, Made], budget: int, max_shard_bytes: int | None, meter: Meter
 ) -> None:
     options = SaveOptions(staging_bytes=budget)
     if max_shard_bytes is not None:
@@ -403,7 +210,7 @@ def _write(
                 _job(path, prefix, form, one, sources, options, meter).carry_out()
 
 
-def _with_small_ones(made: _Made, room: int) -> list[Source]:
+def _with_small_ones(made: Made, room: int) -> list[Source]:
     """The sources, with small leaves read already, as many as there is room for: one by one would take longer."""
     chosen: list[str] = []
     for source in made.sources:
@@ -422,7 +229,7 @@ def _with_small_ones(made: _Made, room: int) -> list[Source]:
 
 
 def _write_stream(
-    path: Path, form: To, made: _Made, sources: list[Source], staging: Staging, meter: Meter
+    path: Path, form: To, made: Made, sources: list[Source], staging: Staging, meter: Meter
 ) -> None:
     with replacing(path) as file:
         if form == "npz":
@@ -435,7 +242,7 @@ def _job(
     path: Path,
     prefix: str,
     form: Any,
-    made: _Made,
+    made: Made,
     sources: list[Source],
     options: SaveOptions,
     meter: Meter,
