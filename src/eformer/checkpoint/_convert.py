@@ -72,8 +72,10 @@ def convert(
     """The checkpoint at `source`, whoever wrote it, is at `destination` in the format `to`, whole; or nothing is there.
 
     The program takes at most `memory` bytes meanwhile, however large a leaf is; None for 2 GB beside what it has, and
-    more only where a larger chunk has to be decoded. What is read is checked against its digests. `to` may be left out where the destination's suffix says it. A tree that is asked for by its `prefix` is
-    stored without one; else all trees are converted, and keep theirs. `rename` is a file of rules, or the rules: see
+    more only where a larger chunk has to be decoded. What is read is checked against its digests.
+
+    `to` may be left out where the destination's suffix says it. A tree that is asked for by its `prefix` is stored
+    without one; else all trees are converted, and keep theirs. `rename` is a file of rules, or the rules: see
     `docs/guides/renaming.md`. `dtype` casts floating leaves. With `dry_run` nothing is written.
     """
     where = local_path(destination).absolute()
