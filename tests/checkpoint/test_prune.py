@@ -125,3 +125,9 @@ def test_what_was_planned_is_removed_and_nothing_else(run):
     save({"w": 1}, run / "run-2000")
     remove(plan)
     assert sorted(os.listdir(run)) == ["run-1000", "run-2000"]
+
+
+def test_what_a_link_leads_to_stays(run):
+    (run / "best").symlink_to("run-100")
+    assert prune(run, keep=1).removed == ("run-90", "run-200")
+    assert load(run / "best")["w"][0] == 100

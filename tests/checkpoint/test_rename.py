@@ -9,7 +9,7 @@ from eformer.checkpoint._deferred import Stacked, Taken, Transposed
 from eformer.checkpoint._leaf import Region
 from eformer.checkpoint._rename import apply, parse_rules
 from eformer.checkpoint._source import Deferred
-from eformer.errors import MismatchError
+from eformer.errors import FormatError, MismatchError
 
 
 class InMemory(Deferred):
@@ -34,8 +34,8 @@ def renamed(rules, leaves, plain=()):
 def test_the_first_rule_that_matches_the_whole_name_is_the_one():
     found = renamed([r"a\.(\w+) -> b.\1", r"a\..* -> c", r"w -> x"], {"a.w": 1, "ww": 2})
     assert list(found.arrays) == ["b.w", "ww"]
-    assert found.kept == ["ww (nearest is line 3, 'w')"]
-    assert found.idle == [r"line 2, 'a\\..*'", "line 3, 'w' (nearest is 'ww')"]
+    assert found.kept == ["ww (nearest is line 3, w)"]
+    assert found.idle == [r"line 2, a\..*", "line 3, w (nearest is 'ww')"]
 
 
 def test_nothing_behind_the_arrow_leaves_it_out():
@@ -99,9 +99,9 @@ def test_every_box_of_what_was_turned_around_is_what_numpy_says(data, shape):
     ],
 )
 def test_what_is_no_rule_is_refused_with_its_line(line, problem):
-    with pytest.raises(MismatchError) as caught:
+    with pytest.raises(FormatError) as caught:
         parse_rules(f"# rules\n{line}\n", "rules.txt")
-    assert str(caught.value).startswith("rules.txt cannot be read as rules: line 2, ")
+    assert str(caught.value).startswith("rules.txt cannot be read as rules:\n  line 2, ")
     assert problem in str(caught.value)
 
 
@@ -124,7 +124,7 @@ def test_what_does_not_work_out_is_refused(rules, leaves, problem):
 
 
 def test_plain_values_cannot_be_turned_around():
-    with pytest.raises(MismatchError, match="'step', by line 1, 'step': it is a plain value"):
+    with pytest.raises(MismatchError, match="'step', by line 1, step: it is a plain value"):
         renamed(["step -> s | transpose"], {}, ["step"])
 
 

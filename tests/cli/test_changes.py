@@ -103,8 +103,8 @@ def test_convert_with_rules_from_a_file(model, tmp_path):
     )
     plan = run("convert", model, tmp_path / "hf.safetensors", "--rename", rules, "--dry-run").stdout
     assert "  layers.0.w -> h.0.weight: float32[4, 8] (transpose)\n" in plan
-    assert "! matches no leaf: line 4, 'stop' (nearest is 'step')\n" in plan
-    assert "! no rule, keeps its name: step (nearest is line 4, 'stop')\n" in plan
+    assert "! matches no leaf: line 4, stop (nearest is 'step')\n" in plan
+    assert "! no rule, keeps its name: step (nearest is line 4, stop)\n" in plan
     assert not (tmp_path / "hf.safetensors").exists()
     run("convert", model, tmp_path / "hf.safetensors", "--rename", rules)
     found = safetensors.numpy.load_file(tmp_path / "hf.safetensors")
@@ -131,7 +131,7 @@ def test_convert_for_programs(model, tmp_path):
     [
         (["--to", "hdf5"], "is not one of", 2),
         (["--memory", "much"], "'much' is no size; write 500MB, 2GB or 1.5GiB", 2),
-        (["--memory", "1MB"], "error: --memory 1 MB: for 6 leaves the program itself takes", 1),
+        (["--memory", "1MB"], "error: --memory 1 MB: the program itself takes", 1),
         (["--dtype", "int3"], "error: 'int3' is no floating dtype", 1),
         (["--rename", "nothing.txt"], "'nothing.txt' does not exist", 2),
         (["--prefix", "ema"], "has no prefix 'ema'", 1),
@@ -319,11 +319,31 @@ def test_many_notes_are_counted(tmp_path):
     shown = run(
         "convert", tmp_path / "many", tmp_path / "new", "--to", "npz", "--rename", tmp_path / "rules"
     ).stdout
-    assert shown.count("no rule, keeps its name") < 20
-    assert "more notes, which --dry-run and --json show" in shown
+    assert "! matches no leaf: line 1, x\n" in shown
+    assert "! 50 names that no rule matches are as they were\n" in shown
 
 
 def test_prune_for_programs(steps):
-    done = json.loads(run("prune", steps, "--keep", 1, "--json").stdout)
+    done = json.loads(run("prune", steps, "--keep", 1, "--json", "--yes").stdout)
     assert (done["removed"], done["kept"]) == (["step-10", "step-9"][::-1], ["step-11"])
     assert sorted(os.listdir(steps)) == ["step-11", "step-12"]
+
+
+def test_prune_stops_at_a_damaged_checkpoint_that_would_stay(steps):
+    with (steps / "step-11" / "model.safetensors").open("r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"\xff")
+    done = run("prune", steps, "--keep", 1, "--check", "--yes", "--json", code=1)
+    assert "nothing was removed" in json.loads(done.stdout)["error"]
+    assert len(os.listdir(steps)) == 4
+
+
+def test_prune_for_programs_does_not_ask_and_does_not_guess(steps):
+    assert "say --yes, or --dry-run" in run("prune", steps, "--keep", 1, "--json", code=2).stderr
+    assert len(os.listdir(steps)) == 4
+
+
+def test_a_dry_run_may_be_made_where_something_is(model, tmp_path):
+    (tmp_path / "new.npz").write_text("mine")
+    run("convert", model, tmp_path / "new.npz", "--dry-run")
+    assert "is there" in run("convert", model, tmp_path / "new.npz", code=1).stderr

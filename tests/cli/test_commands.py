@@ -1,6 +1,7 @@
 """The command `eformer` as a program: what it prints, and how it ends."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -204,7 +205,7 @@ def test_shardings_are_told(tmp_path):
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     checkpoint.save({"w": jax.device_put(np.ones((4, 2)), rows)}, tmp_path / "c")
-    assert "(x) on x 2: 1 array" in run("inspect", tmp_path / "c").stdout
+    assert "P('x') on x=2: 1 array" in run("inspect", tmp_path / "c").stdout
 
 
 def test_inspect_draws_a_picture_that_needs_nothing_from_elsewhere(model, tmp_path):
@@ -221,3 +222,32 @@ def test_a_terminal_without_letters_of_its_own_gets_others(model):
     assert shown.isascii()
     assert "x12" in shown
     assert " #########\n" in shown
+
+
+@pytest.mark.parametrize("columns", [40, 60, 100])
+def test_sizes_stand_in_one_column_on_any_terminal(model, columns):
+    shown, _ = on_terminal("inspect", model, columns=columns)
+    rows = [re.sub(r"\x1b\[[0-9;]*m", "", row).rstrip() for row in shown.splitlines()]
+    tree = rows[rows.index("", 4) + 1 :]
+    ends = {row.index(" kB" if " kB" in row else " B") for row in tree if " kB" in row or row.endswith(" B")}
+    assert all(len(row) <= columns for row in tree)
+    assert len(ends) <= 2  # kB and B, which are of two lengths
+
+
+def test_nobody_has_to_listen(model):
+    for command in ("inspect", "ls", "verify"):
+        done = subprocess.run(f"{EFORMER} {command} {model} >&-", shell=True, capture_output=True, text=True)
+        assert "Traceback" not in done.stderr, done.stderr
+
+
+def test_two_ways_to_show_it_are_one_too_many(model, tmp_path):
+    assert "choose one" in run("inspect", model, "--json", "--svg", tmp_path / "x.svg", code=2).stderr
+
+
+def test_items_of_orbax_that_are_no_trees_are_named(tmp_path):
+    shutil.copytree(ORBAX / "v1", tmp_path / "c")
+    (tmp_path / "c" / "data").mkdir()
+    (tmp_path / "c" / "data" / "metadata").write_text("{}")
+    assert "data: no trees of arrays" in run("inspect", tmp_path / "c").stdout
+    done = run("convert", tmp_path / "c", tmp_path / "new", "--to", "safetensors")
+    assert "left out: data, which is no tree of arrays" in done.stdout

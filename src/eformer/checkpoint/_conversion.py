@@ -12,12 +12,12 @@ from eformer.checkpoint._deferred import Stored, stored_in
 from eformer.checkpoint._formats import streams
 from eformer.checkpoint._formats._nested import nested, parts_of_name
 from eformer.checkpoint._formats._writing import itemsize_of
-from eformer.checkpoint._leaf import Region, name_to_path, split_name
+from eformer.checkpoint._leaf import Region, join_name, name_to_path, split_name
 from eformer.checkpoint._manifest import UNREADABLE
 from eformer.checkpoint._ndarray import floating_dtype, is_floating
 from eformer.checkpoint._rename import Renamed, Rule, apply, origins
 from eformer.checkpoint._source import Source
-from eformer.checkpoint._text import shortened, size
+from eformer.checkpoint._text import few, shortened, size
 from eformer.checkpoint._value import value_from_json
 from eformer.errors import FormatError, MismatchError
 
@@ -51,13 +51,15 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What `convert` did, or would do. `notes` say what a reader of the result will miss, or could wonder about."""
+    """What `convert` did, or would do. `notes` say what a reader of the result will miss, or could wonder about; `kept`
+    are leaves that no rule matches, which keep their names."""
 
     source: str
     destination: str
     to: str
     leaves: dict[str, tuple[Planned, ...]]
     notes: tuple[str, ...]
+    kept: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +74,8 @@ class Conversion:
             for prefix, leaves in self.leaves.items()
             for leaf in leaves
         ]
-        return "\n".join([head, *lines, *(f"! {note}" for note in self.notes)])
+        lines += [f"! {note}" for note in self.notes]
+        return "\n".join([head, *lines, *(f"! no rule, keeps its name: {name}" for name in self.kept)])
 
 
 @dataclass(slots=True)
@@ -86,6 +89,7 @@ class Made:
     hows: dict[str, str] = field(default_factory=dict)
     old_names: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -146,9 +150,14 @@ def _renamed(view: View, renamed: Renamed, values: dict[str, Any], cast: str | N
         {final[name]: how for name, how in renamed.hows.items()},
         {final[new]: old for old, new in renamed.plain.items()},
     )
+    made.kept = renamed.kept
     made.notes += [f"matches no leaf: {rule}" for rule in renamed.idle]
-    made.notes += [f"no rule, keeps its name: {name}" for name in renamed.kept]
     made.notes += [f"left out: {name}" for name in renamed.left_out]
+    made.notes += [
+        f"{name} is called {final[name]}: a part of its name is a leaf, too"
+        for name in names
+        if final[name] != join_name(_parts(name))
+    ]
     return made
 
 
@@ -174,13 +183,15 @@ def _losses(made: Made, form: To) -> Iterator[str]:
             yield "npz has names alone: lists and tuples come back as dicts"
         if made.raw_values:
             yield "npz has arrays alone: plain numbers and texts are arrays without axes"
-        if dotted := streams.dotted(made.sources, made.raw_values):
-            yield f"npz has names alone: the dots in {', '.join(dotted)[:200]} come back as dicts inside of dicts"
+        if renamed := streams.renamed(made.sources, made.raw_values):
+            yield f"npz has names alone: these come back as others, for their dots or escapes: {few(renamed)}"
         if any(source.dtype == "bfloat16" for source in made.sources):
             yield "numpy.load has no bfloat16, and gives V2: .view(ml_dtypes.bfloat16) of it is what was saved"
     if form == "msgpack":
         yield "msgpack has no digests: what happens to the file later, nobody notices"
         yield "as flax has it, all containers are dicts: flax.serialization.from_bytes(tree, ...) makes the tree again"
+    for name in made.view.others:
+        yield f"left out: {name}, which is no tree of arrays"
     if not made.view.has_names:
         yield "the source has no names: its leaves are called by their numbers"
     if not made.view.tree.save_id:
@@ -196,10 +207,10 @@ def planned(
     leaves = {
         prefix: (*(_leaf_of(one, s) for s in one.sources), *_values_of(one)) for prefix, one in made.items()
     }
-    notes = dict.fromkeys(
-        f"[{prefix}] {note}" if prefix else note for prefix, one in made.items() for note in one.notes
-    )
-    return Conversion(os.fspath(source), os.fspath(destination), form, leaves, tuple(notes))
+    labels = {prefix: f"[{prefix}] " if prefix else "" for prefix in made}
+    notes = dict.fromkeys(labels[prefix] + note for prefix, one in made.items() for note in one.notes)
+    kept = [labels[prefix] + name for prefix, one in made.items() for name in one.kept]
+    return Conversion(os.fspath(source), os.fspath(destination), form, leaves, tuple(notes), tuple(kept))
 
 
 def _leaf_of(made: Made, source: Source) -> Planned:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import math
 import os
 import re
 import secrets
@@ -53,6 +54,9 @@ _RESERVE = 64 * 2**20  # bytes: threads, buffers of the system's libraries, what
 _LEAST = 64 * 2**20
 _PER_LEAF = {"tensorstore": 3500}  # bytes, for what is known of it and recorded; measured with 100,000
 _PER_LEAF_ELSE = 1500
+_DECODING = (
+    3.3  # times a chunk: as it is stored, decoded, and where it goes; and something for what is made of it
+)
 _SMALL = 2**16
 
 
@@ -86,9 +90,9 @@ def convert(
         made = {name: made_of(view, rules, dtype, form) for name, view in trees.items()}
         conversion = planned(source, destination, form, made)
         _check(made, form, where, max_shard_bytes)
+        budget = _budget(memory, made, form)
         if not dry_run:
-            budget = _budget(memory, made, form)
-            _require_room(where, conversion.nbytes)
+            _require_place(where, conversion.nbytes)
             with metered(progress, conversion.nbytes, "converting") as meter:
                 _write(where, form, made, budget, max_shard_bytes, meter)
     return conversion
@@ -137,8 +141,6 @@ def _open(source: str | os.PathLike[str], prefix: str | None, stack: ExitStack) 
 
 def _check(made: Mapping[str, Made], form: To, where: Path, max_shard_bytes: int | None) -> None:
     """Refuses what cannot be done, before anything is written."""
-    if os.path.lexists(where) and not (where.is_dir() and not list_names(where)):
-        raise FileExistsError(f"{where} is there; a conversion makes a new checkpoint: choose another path")
     is_one_file = form in ("npz", "msgpack") or where.suffix == SUFFIX
     if max_shard_bytes is not None and (is_one_file or form != "safetensors"):
         raise ValueError(
@@ -160,14 +162,14 @@ def _budget(memory: int | None, made: Mapping[str, Made], form: To) -> int:
     taken = _resident() + _RESERVE + _PER_LEAF.get(form, _PER_LEAF_ELSE) * leaves
     stored = [leaf for one in made.values() for s in one.sources for _, a in s.parts for leaf in stored_in(a)]
     largest = max((leaf.decoded_nbytes for leaf in stored), default=0)
-    least = taken + max(_LEAST, 4 * largest)
+    least = taken + max(_LEAST, math.ceil(_DECODING * largest))
     if memory is None:
         memory = max(taken + _ENOUGH, least)
     if memory < least:
         why = f", and a chunk of {size(largest)} has to be decoded as a whole" if largest else ""
         raise ValueError(
-            f"memory={size(memory)}: for {leaves:,} leaves the program itself takes {size(taken)}{why}; it needs at "
-            f"least {size(least)}"
+            f"memory={size(memory)}: the program itself takes {size(taken)}, the more the more leaves there are{why}; "
+            f"it needs at least {size(least)}"
         )
     budget = (memory - taken) // 2
     for leaf in stored:
@@ -187,7 +189,9 @@ def _resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _require_room(where: Path, nbytes: int) -> None:
+def _require_place(where: Path, nbytes: int) -> None:
+    if os.path.lexists(where) and not (where.is_dir() and not list_names(where)):
+        raise FileExistsError(f"{where} is there; a conversion makes a new checkpoint: choose another path")
     there = next(parent for parent in where.parents if parent.exists())
     free = shutil.disk_usage(there).free
     if nbytes > free:
@@ -205,11 +209,11 @@ def _write(
         options = SaveOptions(staging_bytes=budget, max_shard_bytes=max_shard_bytes)
     with _appearing(where) as path:
         for prefix, one in made.items():
-            sources, one.sources = _with_small_ones(one, budget // 4), []  # who writes them lets go of them
+            one.sources = _with_small_ones(one, budget // 4)
             if form in ("npz", "msgpack"):
-                _write_stream(path, form, one, sources, Staging(budget), meter)
+                _write_stream(path, form, one, Staging(budget), meter)
             else:
-                _job(path, prefix, form, one, sources, options, meter).carry_out()
+                _job(path, prefix, form, one, options, meter).carry_out()
 
 
 def _with_small_ones(made: Made, room: int) -> list[Source]:
@@ -230,30 +234,20 @@ def _with_small_ones(made: Made, room: int) -> list[Source]:
     return sources
 
 
-def _write_stream(
-    path: Path, form: To, made: Made, sources: list[Source], staging: Staging, meter: Meter
-) -> None:
+def _write_stream(path: Path, form: To, made: Made, staging: Staging, meter: Meter) -> None:
     with replacing(path) as file:
         if form == "npz":
-            streams.write_npz(file, sources, made.values, staging, meter)
+            streams.write_npz(file, made.sources, made.values, staging, meter)
         else:
-            streams.write_msgpack(file, made.structure, sources, made.values, staging, meter)
+            streams.write_msgpack(file, made.structure, made.sources, made.values, staging, meter)
 
 
-def _job(
-    path: Path,
-    prefix: str,
-    form: Any,
-    made: Made,
-    sources: list[Source],
-    options: SaveOptions,
-    meter: Meter,
-) -> Job:
+def _job(path: Path, prefix: str, form: Any, made: Made, options: SaveOptions, meter: Meter) -> Job:
     hosts, before = Alone(), made.view.tree
     tree = TreeEntry(
         save_id=secrets.token_hex(8),
         saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        written_by=f"eformer {eformer.__version__}, converted from what {_first_writer(made.view)} wrote",
+        written_by=f"eformer {eformer.__version__}, converted from {_first_writer(made.view)}",
         block=PIECE_BYTES,
         files=(),
         raw_metadata=before.raw_metadata,
@@ -261,13 +255,14 @@ def _job(
         structure=msgspec.Raw(msgspec.json.encode(made.structure)),
     )
     turn = turns.take(path, hosts.name(0))
+    sources, made.sources = made.sources, []  # the job lets go of each leaf when it is written
     return Job(path, prefix, form, sources, tree, options, hosts, turn, meter=meter)
 
 
 def _first_writer(view: View) -> str:
     """Of a checkpoint that may have been converted before."""
     writer = view.tree.written_by
-    return re.sub(r".*converted from what (.*) wrote", r"\1", writer) if writer else view.format
+    return re.sub(r".*converted from ", "", writer) if writer else view.format
 
 
 @contextmanager

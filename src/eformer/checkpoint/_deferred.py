@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ class Stored(Deferred):
         self.shape, self.dtype = entry.shape, dtype_from_name(entry.dtype)
         self.threads: int | None = None
         self._decoded: dict[Region, Array] = {}
+        self._lock = threading.Lock()
 
     def read(self, region: Region) -> Array:
         if self.decoded_nbytes > _LARGE_CHUNKS:
@@ -54,12 +56,17 @@ class Stored(Deferred):
 
     def _from_chunks(self, region: Region) -> Array:
         """Large chunks are decoded once, and not for every few rows of them: those that were needed last, stay."""
-        needed = [chunk for chunk in self.chunks if chunk.overlap(region)]
-        self._decoded = {chunk: array for chunk, array in self._decoded.items() if chunk in needed}
-        for chunk in needed:
-            if chunk not in self._decoded:
-                self._decoded[chunk] = self.view.read(self.name, self.entry, chunk, self.threads)
-        return contiguous(list(self._decoded.items()), region, self.entry.dtype)
+        with self._lock:  # several leaves may be made of this one
+            kept, self._decoded = self._decoded, {}
+            for chunk in self.chunks:
+                if chunk.overlap(region):
+                    found = kept.get(chunk)
+                    whole = (
+                        self.view.read(self.name, self.entry, chunk, self.threads) if found is None else found
+                    )
+                    self._decoded[chunk] = whole
+            parts = list(self._decoded.items())
+        return np.array(contiguous(parts, region, self.entry.dtype))  # a view would keep the whole chunk
 
     def forget(self) -> None:
         self._decoded = {}

@@ -17,7 +17,7 @@ from eformer.checkpoint._formats.find import find
 from eformer.checkpoint._formats.foreign.orbax import METADATA
 from eformer.checkpoint._store.local import list_names, local_path, rename, sync_directory
 from eformer.checkpoint._verify import verify
-from eformer.errors import EformerError, NotFoundError
+from eformer.errors import CorruptionError, EformerError, NotFoundError
 
 if TYPE_CHECKING:
     import os
@@ -41,7 +41,8 @@ def prune(
 ) -> Pruned:
     """Of the checkpoints in a directory, called by their steps (run-100, step_200, 300), the last `keep` are left.
 
-    One that cannot be read counts for nothing, and stays: it is nobody's to remove but yours. With `check` those that
+    One that cannot be read counts for nothing, and stays: it is nobody's to remove but yours. So does one that a link
+    beside it leads to. With `check` those that
     are kept are read and verified first; if one is damaged, nothing is removed. Series of other names (ema-100 beside
     run-100) are counted apart.
     """
@@ -62,8 +63,9 @@ def planned(directory: str | os.PathLike[str], keep: int) -> Pruned:
         raise NotFoundError(f"there is no directory {where}")
     _refuse_checkpoint(where)
     series, left = _series(where)
-    removed = [name for names in series for name in names[:-keep]]
-    kept = [name for names in series for name in names[-keep:]]
+    linked = {link.resolve().name for link in where.iterdir() if link.is_symlink()}  # best -> step-100
+    removed = [name for names in series for name in names[:-keep] if name not in linked]
+    kept = [name for names in series for name in names if name not in removed]
     if not removed and not kept:
         raise NotFoundError(f"{where} has no checkpoints that are called by their steps, such as run-100")
     nbytes = sum(_nbytes(where / name) for name in removed)
@@ -125,7 +127,7 @@ def _require_sound(plan: Pruned) -> None:
     for name in plan.kept:
         report = verify(Path(plan.directory) / name)
         if not report.ok:
-            raise EformerError(f"nothing was removed, because one that stays is damaged: {report}")
+            raise CorruptionError(f"nothing was removed, because one that stays is damaged: {report}")
 
 
 def _nbytes(path: Path) -> int:

@@ -39,7 +39,7 @@ class Rule:
     steps: tuple[Step, ...]
 
     def __str__(self) -> str:
-        return f"line {self.line}, {self.pattern.pattern!r}"
+        return f"line {self.line}, {self.pattern.pattern}"
 
     @property
     def stack(self) -> Step | None:
@@ -80,9 +80,9 @@ def parse_rules(text: str, origin: str) -> list[Rule]:
         try:
             rules.append(_rule(number, line.strip()))
         except (FormatError, re.error) as error:
-            problems.append(f"line {number}, {line.strip()[:100]!r}: {error}")
+            problems.append(f"line {number}, {line.strip()[:100]}: {error}")
     if problems:
-        raise MismatchError(problems, context=f"{origin} cannot be read as rules")
+        raise FormatError("\n  ".join([f"{origin} cannot be read as rules:", *problems]))
     if not rules:
         raise ValueError(f"{origin} has no rules; one is a line: PATTERN -> NAME")
     return rules

@@ -161,9 +161,13 @@ def contiguous(parts: Sequence[Part], region: Region, dtype: str) -> np.ndarray[
         if box.overlap(region) == region:
             return straight(array[region.inside(box).slices], dtype)
     whole = np.empty(region.shape, _little(dtype))
+    found = 0
     for box, array in parts:
         if overlap := box.overlap(region):
             whole[overlap.inside(region).slices] = array[overlap.inside(box).slices]
+            found += overlap.size
+    if found != region.size:  # what is in no part would be whatever the memory held before
+        raise AssertionError(f"{found} of the {region.size} elements of {region} are there")
     return whole
 
 

@@ -89,6 +89,11 @@ class View(Mapping[str, Any]):
         return self._found.has_names
 
     @property
+    def others(self) -> tuple[str, ...]:
+        """What else is in the checkpoint, and is no tree."""
+        return self._found.others
+
+    @property
     def metadata(self) -> dict[str, Any]:
         return self._tree.metadata
 

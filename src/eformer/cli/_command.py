@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _complain(problem: str) -> None:
-    lines = "\n".join(map(printable, _ARGUMENT.sub(lambda found: _OPTIONS[found[1]], problem).split("\n")))
+    lines = "\n".join(map(printable, problem.split("\n")))
     click.secho(f"error: {lines}", fg="red", err=True, color=_colours())
 
 
@@ -58,7 +58,9 @@ class _Commands(click.Group):
         except (ValueError, OSError, TypeError, RuntimeError, MemoryError) as error:
             if ctx.params.get("debug"):
                 raise
-            problem = str(error) or "there is not enough memory"
+            problem = _ARGUMENT.sub(
+                lambda found: _OPTIONS[found[1]], str(error) or "there is not enough memory"
+            )
             if ctx.obj:
                 _print_json({"error": problem})
             _complain(problem)
@@ -102,7 +104,8 @@ def main(debug: bool) -> None:  # noqa: ARG001  the group looks at it
     eformer prune ./run --keep 3             away with old steps
     eformer demo                             all of it, in ten seconds
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends it, it leaves nothing half-made
+    for number in (signal.SIGTERM, signal.SIGHUP):  # whoever ends it, it leaves nothing half-made
+        signal.signal(number, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names may hold what a terminal has no letters for
@@ -122,6 +125,8 @@ def inspect(path: str, prefix: str | None, as_json: bool, svg: str | None) -> No
     """
     from eformer.cli import _facts  # late: `--help` should not wait for numpy
 
+    if svg and as_json:
+        raise click.UsageError("--svg and --json are two ways to show it: choose one")
     facts, trees = _facts.checkpoint_facts(path, prefix)
     if as_json:
         for name, tree in trees.items():
@@ -174,7 +179,7 @@ def list_leaves(path: str, glob: str, prefix: str | None, as_json: bool) -> None
 @main.command()
 @click.argument("path", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
-@click.option("--quiet", "-q", is_flag=True, help="Nothing but the exit code.")
+@click.option("--quiet", "-q", is_flag=True, help="No report, only the exit code.")
 def verify(path: str, as_json: bool, quiet: bool) -> None:
     """Read every byte of the checkpoint at PATH, and compare it with what was saved. Exit code 1 if it is not.
 
@@ -273,6 +278,7 @@ def convert(
     lm_head\\.weight ->
     """
     from eformer.checkpoint._convert import convert as carry_out
+    from eformer.checkpoint._text import count
 
     done = carry_out(
         source,
@@ -291,16 +297,19 @@ def convert(
             prefix: [{name: getattr(leaf, name) for name in leaf.__slots__} for leaf in planned]
             for prefix, planned in done.leaves.items()
         }
-        names = ("source", "destination", "to", "nbytes", "notes")
+        names = ("source", "destination", "to", "nbytes", "notes", "kept")
         _print_json({name: getattr(done, name) for name in names} | {"leaves": leaves, "dry_run": dry_run})
         return
     first, *lines = str(done).split("\n")
     click.secho(printable(first), bold=True, color=_colours())
-    shown = lines if dry_run else [line for line in lines if line.startswith("!")]
-    for line in shown if dry_run else shown[:_MOST_NOTES]:
+    if not dry_run:
+        lines = [f"! {note}" for note in done.notes[:_MOST_NOTES]]
+        if (more := len(done.notes) - _MOST_NOTES) > 0:
+            lines.append(f"! and {more:,} more notes, which --dry-run and --json show")
+        if done.kept:
+            lines.append(f"! {count(len(done.kept), 'name')} that no rule matches are as they were")
+    for line in lines:
         click.secho(printable(line), fg="cyan" if line.startswith("!") else None, color=_colours())
-    if not dry_run and len(shown) > _MOST_NOTES:
-        click.echo(f"... and {len(shown) - _MOST_NOTES:,} more notes, which --dry-run and --json show")
 
 
 @main.command()
@@ -309,7 +318,7 @@ def convert(
 @click.option("--check", is_flag=True, help="Verify those that stay, first.")
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and do nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-@click.option("--json", "as_json", is_flag=True, help="For programs; does not ask.")
+@click.option("--json", "as_json", is_flag=True, help="For programs; needs --yes or --dry-run.")
 def prune(directory: str, keep: int, check: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Remove all but the last checkpoints of a run from DIRECTORY, where they are called by their steps.
 
@@ -323,19 +332,20 @@ def prune(directory: str, keep: int, check: bool, dry_run: bool, yes: bool, as_j
     from eformer.checkpoint._prune import remove
     from eformer.checkpoint._text import count, size
 
+    if as_json and not (yes or dry_run):
+        raise click.UsageError("--json cannot ask: say --yes, or --dry-run")
     plan = plan_of(directory, keep=keep, check=check, dry_run=True)
+    if not as_json:
+        _show_plan(plan)
+    what = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
+    if plan.removed and not dry_run:
+        if not yes:
+            click.confirm(f"Remove {what}?", abort=True)
+        remove(plan)
     if as_json:
         names = ("directory", "removed", "kept", "left", "nbytes")
         _print_json({name: getattr(plan, name) for name in names} | {"dry_run": dry_run})
-    else:
-        _show_plan(plan)
-    if dry_run or not plan.removed:
-        return
-    what = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
-    if not yes and not as_json:
-        click.confirm(f"Remove {what}?", abort=True)
-    remove(plan)
-    if not as_json:
+    elif plan.removed and not dry_run:
         click.echo(f"removed {what}")
 
 

@@ -42,6 +42,8 @@ def checkpoint_facts(path: str, prefix: str | None = None) -> tuple[Facts, dict[
     steps = steps_in(where, list_names(where)) if where.is_dir() else []
     if steps and found.path.name == steps[-1]:
         facts["steps"] = steps
+    if found.others:
+        facts["others"] = list(found.others)
     if found.find_damages:
         facts["checksums"] = True
     return facts, trees
@@ -84,6 +86,6 @@ def leaf_facts(tree: TreeEntry) -> Iterator[Facts]:
 def sharding_text(sharding: RecordedSharding | None) -> str:
     if sharding is None:
         return "one device"
-    axes = ", ".join("+".join(axis) if isinstance(axis, tuple) else str(axis) for axis in sharding.spec)
-    mesh = " x ".join(f"{name} {size}" for name, size in sharding.mesh.items())
-    return f"({axes}) on {mesh}" if mesh else f"({axes})"
+    axes = ", ".join(map(repr, sharding.spec))
+    mesh = ", ".join(f"{name}={size}" for name, size in sharding.mesh.items())
+    return f"P({axes}) on {mesh}" if mesh else f"P({axes})"

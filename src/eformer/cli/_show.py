@@ -9,6 +9,7 @@ import shutil
 import sys
 from typing import TYPE_CHECKING
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -30,7 +31,8 @@ _NARROW, _PIPED, _PICTURE = 60, 120, 92
 
 def console() -> Console:
     """Colours and the terminal's width where there is one; else plain, and wide enough."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED, soft_wrap=False)
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    return Console(highlight=False, width=None if is_terminal else _PIPED, soft_wrap=False)
 
 
 def picture(facts: Facts, trees: dict[str, TreeEntry], title: str) -> str:
@@ -46,6 +48,8 @@ def show_checkpoint(facts: Facts, trees: dict[str, TreeEntry], on: Console) -> N
     about.add_row("format", Text(facts["format"]))
     if "steps" in facts:
         about.add_row("steps", Text(printable(f"{', '.join(facts['steps'])}; shown is {facts['steps'][-1]}")))
+    if "others" in facts:
+        about.add_row("also there", Text(printable(f"{', '.join(facts['others'])}: no trees of arrays")))
     on.print(about)
     for prefix, tree in trees.items():
         on.print()
@@ -91,11 +95,10 @@ def tree_of(tree: TreeEntry, on: Console) -> Tree:
     root = outline(tree.lines())
     whole = max(1, root.nbytes)
     rows = list(itertools.islice(_rows(root.children or [root], 0), _MOST_ROWS))
-    labels = [_label(node, on) for _, node in rows]
-    column = max(
-        (_INDENT * depth + label.cell_len for (depth, _), label in zip(rows, labels, strict=True)), default=0
-    )
-    column = min(column, on.width - _BAR - _SIZE - 3)
+    room = on.width - _SIZE - 2 - (_BAR + 1 if on.width >= _NARROW else 0)
+    labels = [_label(node, on, room - _INDENT * depth) for depth, node in rows]
+    ends = (_INDENT * depth + label.cell_len for (depth, _), label in zip(rows, labels, strict=True))
+    column = min(max(ends, default=0), room)
     shown = Tree("", guide_style="dim", hide_root=True)
     branches = [shown]  # the last one of every depth
     for (depth, node), label in zip(rows, labels, strict=True):
@@ -117,12 +120,14 @@ def _rows(nodes: Sequence[Node], depth: int) -> Iterator[tuple[int, Node]]:
         yield from _rows(node.children, depth + 1)
 
 
-def _label(node: Node, on: Console) -> Text:
+def _label(node: Node, on: Console, room: int) -> Text:
     text = Text(shortened(node.label, max(20, on.width // 2)), style="" if node.line else "bold")
     if node.count > 1:
         text.append(f" {'x' if on.options.ascii_only else '×'}{node.count}", style="cyan")
     if node.line:
         text.append(f"  {node.line.what}", style="green" if node.line.nbytes else "magenta")
+    if node.nbytes:  # something stands behind it
+        text.truncate(max(room, 8), overflow="ellipsis")
     return text
 
 
@@ -133,10 +138,10 @@ def list_leaves(leaves: list[Facts], on: Console) -> None:
         printable(f"{leaf['prefix']}: {leaf['name']}" if "prefix" in leaf else leaf["name"])
         for leaf in leaves
     ]
-    longest = max(map(len, names), default=0)
+    longest = max(map(cell_len, names), default=0)
     room = min(longest, max(20, width - 40)) if width else longest
     for leaf, whole in zip(leaves, names, strict=True):
-        name = shortened(whole, room).ljust(room)
+        name = set_cell_size(shortened(whole, room), room)
         if "value" in leaf:
             line = printable(f"{name}  = {leaf['value']!r}")
         else:

@@ -58,7 +58,7 @@ class Found:
     the files that were looked at from later ones of the same name; those that a manifest names are never replaced.
     `also` names directories that can be had as prefixes, too. `open_files` is for trees whose extents are in no files.
     A file that stores one array after the other has no names: its leaves are called by their numbers. `find_damages`
-    reads what has checksums of a kind that reading a piece of it cannot check.
+    reads what has checksums of a kind that reading a piece of it cannot check. `others` are no trees of arrays.
     """
 
     path: Path
@@ -71,6 +71,7 @@ class Found:
     open_files: Callable[[TreeEntry], Files] | None = None
     has_names: bool = True
     find_damages: Callable[[], Iterator[Damage]] | None = None
+    others: tuple[str, ...] = ()
 
     def tree(self, prefix: str | None) -> TreeEntry:
         """The tree of that prefix; if none is said, the one that was saved without, or the only one."""

@@ -48,11 +48,8 @@ def write_npz(
     members = _members([source.name for source in sources] + list(values))
     with zipfile.ZipFile(file, "w") as archive:
         for source in sources:
-            descr = np.lib.format.dtype_to_descr(dtype_from_name(source.dtype).newbyteorder("<"))
             with _member(archive, members[source.name]) as member:
-                _write_header(member, descr, source.shape)
-                for data in _elements(source, staging, meter):
-                    member.write(data)
+                _write_array(member, source, staging, meter)
         for name, value in values.items():
             with _member(archive, members[name]) as member:
                 np.lib.format.write_array(member, np.asarray(value), allow_pickle=False)
@@ -67,8 +64,8 @@ def _members(names: Sequence[str]) -> dict[str, str]:
     return {name: text if is_text[name] else name for name, text in plain.items()}
 
 
-def dotted(sources: Sequence[Source], values: Mapping[str, Any]) -> list[str]:
-    """Those that are read under another name than they had, because a key of theirs has dots."""
+def renamed(sources: Sequence[Source], values: Mapping[str, Any]) -> list[str]:
+    """Those that are read under another name than they had, because a key of theirs has dots, or had to be escaped."""
     members = _members([source.name for source in sources] + list(values))
     return [member for name, member in members.items() if join_name(parts_of_name(member)) != name]
 
@@ -77,9 +74,12 @@ def _member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
     return archive.open(zipfile.ZipInfo(f"{name}.npy", _LATEST), "w", force_zip64=True)
 
 
-def _write_header(member: IO[bytes], descr: Any, shape: tuple[int, ...]) -> None:
-    header = {"descr": descr, "fortran_order": False, "shape": shape}
+def _write_array(member: IO[bytes], source: Source, staging: Staging, meter: Meter) -> None:
+    descr = np.lib.format.dtype_to_descr(dtype_from_name(source.dtype).newbyteorder("<"))
+    header = {"descr": descr, "fortran_order": False, "shape": source.shape}
     np.lib.format.write_array_header_1_0(member, header)
+    for data in _elements(source, staging, meter):
+        member.write(data)
 
 
 def check_npz(sources: Sequence[Source], values: Mapping[str, Any]) -> None:

@@ -256,7 +256,7 @@ def _constant(value: Any) -> Callable[[_Reader], Any]:
 
 
 def _text(reader: _Reader, size: int) -> str:
-    return str(reader.take(size), "utf-8")
+    return str(bytes(reader.take(size)), "utf-8")
 
 
 def _bytes(reader: _Reader, size: int) -> bytes:
@@ -270,9 +270,9 @@ def _extension(reader: _Reader, size: int) -> Any:
         if code == ARRAY:
             return reader.arrays.array(payload, reader.at - size)
         if code == SCALAR:
-            return _scalar(payload)
+            return _scalar(memoryview(bytes(payload)))
         if code == COMPLEX:
-            return complex(*_decode_complex(payload))
+            return complex(*_decode_complex(bytes(payload)))
     except msgspec.DecodeError as error:
         raise FormatError(f"wrong payload of an extension: {error}") from error
     raise FormatError(f"unknown extension type {code}; 1 (array), 2 (complex) and 3 (scalar) are known")

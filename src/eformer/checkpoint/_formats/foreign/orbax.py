@@ -73,7 +73,8 @@ def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
         return in_directory(directory / steps[-1], list_names(directory / steps[-1]))
     items = {name: directory / name for name in names if _is_item(directory / name)}
     if items:
-        return _found(directory, items)
+        others = [name for name in names if name not in items and (directory / name).is_dir()]
+        return _found(directory, items, [name for name in others if _UNFINISHED not in name])
     if _CHECKPOINT in names:
         raise NotFoundError(
             f"{directory} is a checkpoint of Orbax, but no item in it has {METADATA}: no tree was saved, or its save "
@@ -99,7 +100,7 @@ def steps_in(directory: Path, names: Sequence[str]) -> list[str]:
     return [name for _, name in sorted(steps)]
 
 
-def _found(directory: Path, items: Mapping[str, Path]) -> Found:
+def _found(directory: Path, items: Mapping[str, Path], others: Sequence[str] = ()) -> Found:
     chunks: dict[str, list[Chunk]] = {}
 
     def describe(item: Path) -> TreeEntry:
@@ -110,7 +111,14 @@ def _found(directory: Path, items: Mapping[str, Path]) -> Found:
 
     trees = Trees({}, {prefix: partial(describe, item) for prefix, item in items.items()}, {})
     manifest = Manifest(format=FORMAT)
-    return Found(directory, directory, manifest, trees, open_files=lambda tree: ChunkFiles(chunks[tree.root]))
+    return Found(
+        directory,
+        directory,
+        manifest,
+        trees,
+        open_files=lambda tree: ChunkFiles(chunks[tree.root]),
+        others=tuple(others),
+    )
 
 
 # ------------------------------------------------------------------------------------------- reading

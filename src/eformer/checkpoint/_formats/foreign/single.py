@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 
 _AHEAD = 2**16  # bytes that are read at once
+_MOST_PLAIN = 2**28
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,11 @@ class Window:
 
     def __len__(self) -> int:
         return self._stop - self._start
+
+    def __bytes__(self) -> bytes:
+        if len(self) > _MOST_PLAIN:
+            raise FormatError(f"a plain value of {len(self)} bytes")
+        return self._file.read(self._start, len(self))
 
     @overload
     def __getitem__(self, at: int) -> int: ...
