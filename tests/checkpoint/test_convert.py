@@ -361,8 +361,9 @@ def test_a_chunk_that_does_not_fit_is_refused_with_what_it_needs(tmp_path):
 # ---------------------------------------------------------------------------------------------- interrupts
 
 _INTERRUPTED = """
-import sys, time
+import signal, sys, time
 from eformer.checkpoint._convert import convert
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
 def slowly(done, total):
     print(done, flush=True)
     time.sleep(0.2)

@@ -347,3 +347,18 @@ def test_a_dry_run_may_be_made_where_something_is(model, tmp_path):
     (tmp_path / "new.npz").write_text("mine")
     run("convert", model, tmp_path / "new.npz", "--dry-run")
     assert "is there" in run("convert", model, tmp_path / "new.npz", code=1).stderr
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_terminal_that_hangs_up_leaves_nothing_unless_nohup_was_said(tmp_path, kept):
+    save({"w": np.zeros((60, 10**6))}, tmp_path / "old")
+    ignore = "trap '' HUP; " if kept else ""
+    command = f"{ignore}exec {EFORMER} convert {tmp_path}/old {tmp_path}/new --to npz --memory 200MB"
+    process = subprocess.Popen(["bash", "-c", command], stderr=subprocess.PIPE, start_new_session=True)
+    while not any(name.startswith(".eformer") for name in os.listdir(tmp_path)) and process.poll() is None:
+        pass
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=60)
+    there = sorted(os.listdir(tmp_path))
+    assert there == (["old"] if process.returncode else ["new", "old"])  # it may have been too late
+    assert process.returncode == 0 or not kept

@@ -105,7 +105,8 @@ def main(debug: bool) -> None:  # noqa: ARG001  the group looks at it
     eformer demo                             all of it, in ten seconds
     """
     for number in (signal.SIGTERM, signal.SIGHUP):  # whoever ends it, it leaves nothing half-made
-        signal.signal(number, signal.default_int_handler)
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names may hold what a terminal has no letters for
