@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
-# More makes a save so slow that more steps feel it; measured by `bench/run.py`.
-
 
 class Pending:
     """A save under way. Resolves to the path, as text, once the checkpoint is committed and durable.
