@@ -23,6 +23,7 @@ from eformer import checkpoint
 from eformer.checkpoint import SaveOptions, _commit, _job, _load, _save, load, save, save_async
 from eformer.checkpoint._formats import _writing, find
 from eformer.checkpoint._manifest import Manifest
+from eformer.checkpoint._store.directory import Directory
 from eformer.checkpoint._store.many import ScratchTree, sweep_trees
 from eformer.errors import CorruptionError, EformerError, FormatError, MismatchError
 from support.hosts import Crew
@@ -516,10 +517,11 @@ def test_a_place_that_a_process_has_joined_is_not_swept(tmp_path):
     made = ScratchTree(tmp_path)
     joined = ScratchTree.join(tmp_path, made.path.name)
     made.close()
-    sweep_trees(tmp_path, ())
-    assert made.path.exists()
-    joined.close()
-    sweep_trees(tmp_path, ())
+    with Directory.open(tmp_path) as place:
+        sweep_trees(place, ())
+        assert made.path.exists()
+        joined.close()
+        sweep_trees(place, ())
     assert not made.path.exists()
 
 

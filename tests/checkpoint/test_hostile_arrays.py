@@ -17,7 +17,8 @@ import tensorstore as ts
 from eformer import checkpoint
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.checkpoint._manifest import seal
-from eformer.checkpoint._store.many import Journal, Moved
+from eformer.checkpoint._store.many import Journal
+from eformer.checkpoint._store.removal import Moved
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 from support.trees import assert_same
 

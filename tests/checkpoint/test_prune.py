@@ -9,6 +9,7 @@ import safetensors.numpy
 
 from eformer.checkpoint import load, prune, save
 from eformer.checkpoint._prune import planned, remove
+from eformer.checkpoint._store.directory import Directory
 from eformer.errors import EformerError, NotFoundError
 
 
@@ -74,7 +75,7 @@ def test_those_that_stay_can_be_checked_first(run):
 
 
 def test_what_is_half_removed_is_no_checkpoint(run, monkeypatch):
-    monkeypatch.setattr(shutil, "rmtree", lambda path: 1 / 0)
+    monkeypatch.setattr(Directory, "remove_tree", lambda place, name: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         prune(run, keep=3)
     (hidden,) = [name for name in os.listdir(run) if name not in ("run-100", "run-200", "run-1000")]

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
 from eformer.checkpoint import SaveOptions, _job, load, save, save_async
-from eformer.checkpoint._store import local
+from eformer.checkpoint._store.directory import Directory
 from eformer.errors import NotFoundError
 from support.trees import assert_same
 
@@ -349,11 +349,11 @@ def test_a_name_that_another_file_has_is_left_to_it(tmp_path, monkeypatch):
     save(tree(0), older, options=SaveOptions(reuse=True))
     shutil.copytree(older, copy)
 
-    def fail(path):
+    def fail(place, name):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("eformer.checkpoint._formats._sealing.replacing", fail)
+        patch.setattr("eformer.checkpoint._formats._sealing.replacing_in", fail)
         with pytest.raises(OSError, match="No space"):
             save(tree(1), copy, options=SaveOptions(reuse=older))
     check(copy, tree(0))
@@ -382,8 +382,8 @@ def test_a_manifest_that_names_a_file_elsewhere_gets_it_not(tmp_path, caplog):
 
 def test_a_link_that_is_not_what_it_should_be_is_removed(tmp_path):
     (tmp_path / "file").write_bytes(b"123")
-    with pytest.raises(ValueError, match="no file of 4 bytes"):
-        local.link(tmp_path / "file", tmp_path / "other", 4)
+    with Directory.open(tmp_path) as place, pytest.raises(ValueError, match="no file of 4 bytes"):
+        place.link("other", tmp_path / "file", 4)
     assert not (tmp_path / "other").exists()
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from eformer.checkpoint._store import local
+from eformer.checkpoint._store.directory import Directory
 from eformer.checkpoint._store.local import Scratch, replacing
 
 
@@ -87,15 +88,24 @@ def test_data_is_synced_before_the_name_and_the_name_before_the_return(tmp_path,
     assert events == ["sync directory", "sync data", "rename", "sync directory"]
 
 
-def test_a_link_stays_a_link_and_permissions_stay(tmp_path):
+def test_permissions_stay(tmp_path):
+    path = tmp_path / "state"
+    path.write_bytes(b"old")
+    path.chmod(0o2640)
+    write(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert path.stat().st_mode & 0o7777 == 0o2640
+
+
+def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_bytes(b"old")
-    target.chmod(0o2640)
+    target.chmod(0o600)
     link.symlink_to(target)
     write(link, b"new")
-    assert link.is_symlink()
-    assert target.read_bytes() == b"new"
-    assert target.stat().st_mode & 0o7777 == 0o2640
+    assert target.read_bytes() == b"old"
+    assert not link.is_symlink()
+    assert link.read_bytes() == b"new"
 
 
 def test_a_private_file_is_private_while_it_is_written(tmp_path):
@@ -210,10 +220,11 @@ def test_a_killed_writer_leaves_a_whole_file(tmp_path, wait):
 
 @pytest.fixture
 def passing(tmp_path):
-    scratch = Scratch(tmp_path)
-    scratch.pass_by()
-    yield scratch
-    scratch.discard()
+    with Directory.open(tmp_path) as place:
+        scratch = Scratch(place)
+        scratch.pass_by()
+        yield scratch
+        scratch.discard()
 
 
 def test_what_passes_the_page_cache_by_is_all_there(passing):

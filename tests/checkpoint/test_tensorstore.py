@@ -17,7 +17,9 @@ from contracts.checkpoint import DirectoryContract, layouts, meshes, model
 from eformer import checkpoint
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.checkpoint._formats.tensorstore import ArraysWriter
-from eformer.checkpoint._store.many import Journal, Moved, ScratchTree
+from eformer.checkpoint._store.directory import Directory
+from eformer.checkpoint._store.many import Journal, ScratchTree
+from eformer.checkpoint._store.removal import Moved
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 from eformer.serialization.serialization import tree_serialize_leaves
 from support.trees import assert_same
@@ -192,7 +194,7 @@ def contents(path):
 def test_a_file_is_never_written_again_once_the_index_names_it(tmp_path, weights, monkeypatch, prefix):
     arrays_save(weights, tmp_path, prefix)
     before = contents(tmp_path)
-    monkeypatch.setattr("eformer.checkpoint._store.many.remove_arrays", lambda path, mark: None)
+    monkeypatch.setattr("eformer.checkpoint._store.many.remove_moved", lambda place, moved: None)
     arrays_save(jax.tree.map(lambda x: x + 1, weights), tmp_path, prefix)
     after = contents(tmp_path)
     changed = {path for path, data in before.items() if after.get(path) != data}
@@ -267,10 +269,8 @@ def test_a_directory_that_took_the_place_of_a_dead_saves_is_not_removed(tmp_path
 
 
 def test_a_save_without_an_index_that_fails_leaves_no_half(tmp_path, weights, monkeypatch):
-    from eformer.checkpoint._store import many
-
-    calls = iter([many.rename, lambda *_: 1 / 0])
-    monkeypatch.setattr(many, "rename", lambda *paths: next(calls)(*paths))
+    calls = iter([Directory.rename, lambda *_: 1 / 0])
+    monkeypatch.setattr(Directory, "rename", lambda *names: next(calls)(*names))
     with pytest.raises(ZeroDivisionError):
         tree_serialize_leaves(tmp_path, weights, write_index=False)
     assert os.listdir(tmp_path) == []

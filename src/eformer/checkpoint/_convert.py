@@ -30,14 +30,8 @@ from eformer.checkpoint._pool import default_threads
 from eformer.checkpoint._progress import metered
 from eformer.checkpoint._rename import Rule, parse_rules
 from eformer.checkpoint._source import Source, Staging
-from eformer.checkpoint._store.local import (
-    list_names,
-    local_path,
-    make_directories,
-    put,
-    replacing,
-    sync_directory,
-)
+from eformer.checkpoint._store.directory import Directory
+from eformer.checkpoint._store.local import list_names, local_path, make_directories, replacing
 from eformer.checkpoint._store.many import ScratchTree, sweep_unpublished
 from eformer.checkpoint._text import size
 from eformer.checkpoint._view import View
@@ -190,7 +184,8 @@ def _resident() -> int:
 
 
 def _require_place(where: Path, nbytes: int) -> None:
-    if os.path.lexists(where) and not (where.is_dir() and not list_names(where)):
+    is_empty = where.is_dir() and not where.is_symlink() and not list_names(where)
+    if os.path.lexists(where) and not is_empty:
         raise FileExistsError(f"{where} is there; a conversion makes a new checkpoint: choose another path")
     there = next(parent for parent in where.parents if parent.exists())
     free = shutil.disk_usage(there).free
@@ -269,12 +264,12 @@ def _first_writer(view: View) -> str:
 def _appearing(where: Path) -> Iterator[Path]:
     """A path for a new file or directory, which is at `where` when the block ends well, and gone when it does not."""
     make_directories(where.parent)
-    sweep_unpublished(where.parent)  # away with what conversions that died have left
-    scratch = ScratchTree(where.parent)
-    try:
-        path = scratch.data / where.name
-        yield path
-        put(path, where)
-    finally:
-        scratch.discard()
-    sync_directory(where.parent)
+    with Directory.open(where.parent) as place:
+        sweep_unpublished(place)  # away with what conversions that died have left
+        scratch = ScratchTree(where.parent)
+        try:
+            yield scratch.data.path / where.name
+            scratch.data.put(where.name, place, where.name)
+        finally:
+            scratch.discard()
+        place.sync()

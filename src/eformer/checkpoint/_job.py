@@ -36,11 +36,11 @@ from eformer.checkpoint._manifest import (
 from eformer.checkpoint._pool import default_threads, run_all, uncollected
 from eformer.checkpoint._progress import SILENT, Meter, Progress, is_wanted, metered
 from eformer.checkpoint._source import Source, Staging, settled
+from eformer.checkpoint._store.directory import Directory
 from eformer.checkpoint._store.local import (
     Scratch,
     logger,
     make_directories,
-    rename,
     scratch_for,
     sweep,
     sync_directory,
@@ -94,6 +94,7 @@ class Job:
     kept: safetensors.Kept = dataclasses.field(default_factory=safetensors.Kept)
     progress: Progress = None
     meter: Meter = SILENT
+    place: Directory | None = None
 
     def carry_out(self) -> None:
         with ExitStack() as stack:
@@ -310,11 +311,12 @@ class Job:
     def write(self, stack: ExitStack) -> Receipt:
         """The data of this process, complete and synced in scratch files that stay locked until all is over."""
         self.enter(stack)
+        self.place = stack.enter_context(Directory.open(self.path))
         self.compute_checksums()
         files = self.arranged(self.options.max_shard_bytes, self.keep(stack))
         for file in files:
             file.header = self.header_of(file)
-            file.scratch = Scratch(self.shared.data if self.shared else self.path)
+            file.scratch = Scratch(self.shared.data if self.shared else self.place)
             stack.callback(file.scratch.discard)
         self.write_data(files)
         if self.shared:
@@ -376,7 +378,8 @@ class Job:
     def seal_directory(self, receipt: Receipt) -> None:
         tree = self.with_leaves(receipt)
         self.turn.wait()
-        sealing.seal(self.path, self.prefix, tree, [file.name for file in receipt.files], self.kept.finals)
+        assert self.place is not None
+        sealing.seal(self.place, self.prefix, tree, [file.name for file in receipt.files], self.kept.finals)
         self.leave()
 
     def with_leaves(self, receipt: Receipt) -> TreeEntry:
@@ -397,22 +400,24 @@ class Job:
     def into_file(self, stack: ExitStack) -> None:
         """One file that carries its own manifest. Digests have a fixed width, so its header's length is known
         before they are."""
-        final = Path(os.path.realpath(self.path))
+        final = Path(os.path.realpath(self.path.parent)) / self.path.name
         self.check_file(final)
         self.compute_checksums()
         file, *others = self.arranged(2**63) or [safetensors.File([])]
         if others:
             raise FormatError(f"{self.path}: so many leaves need more than one header; save to a directory")
-        file.scratch = scratch_for(final)
+        make_directories(final.parent)
+        place = stack.enter_context(Directory.open(final.parent))
+        file.scratch = scratch_for(place, final.name)
         stack.callback(file.scratch.discard)
         file.header = self.header_with_manifest(file)
         self.write_data([file])
         file.header = seal(self.header_with_manifest(file))
         safetensors.write_headers([file], self.threads)
         self.turn.wait()
-        rename(file.scratch.path, final)
-        sync_directory(final.parent)
-        sweep(final.parent)
+        place.rename(file.scratch.name, place, final.name)
+        place.sync()
+        sweep(place)
 
     def header_with_manifest(self, file: safetensors.File) -> bytes:
         with uncollected():
@@ -422,7 +427,12 @@ class Job:
             return safetensors.header_of(file, {"digest": manifest.digest, "format": "pt", "manifest": text})
 
     def check_file(self, final: Path) -> None:
-        """Refuses to replace a file of a checkpoint, or one that holds another tree than this save."""
+        """Refuses to replace a file of a checkpoint, or one that holds another tree than this save. Of a link only
+        itself is replaced, never what it leads to."""
+        if final.is_symlink():
+            if sealing.is_named(final.parent, final.name):
+                raise ValueError(f"{self.path} belongs to the checkpoint {final.parent}; save there")
+            return
         try:
             found = find(final)
         except (FileNotFoundError, FormatError):  # nothing, or nothing of ours: the caller has named it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-import shutil
+import stat
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,8 @@ from eformer.checkpoint._formats._names import INDEX_SUFFIX, MANIFEST, SUFFIX, s
 from eformer.checkpoint._formats._zarr import ZARRAY
 from eformer.checkpoint._formats.find import find
 from eformer.checkpoint._formats.foreign.orbax import METADATA
-from eformer.checkpoint._store.local import list_names, local_path, rename, sync_directory
+from eformer.checkpoint._store.directory import Directory
+from eformer.checkpoint._store.local import list_names, local_path
 from eformer.checkpoint._verify import verify
 from eformer.errors import CorruptionError, EformerError, NotFoundError
 
@@ -74,8 +75,9 @@ def planned(directory: str | os.PathLike[str], keep: int) -> Pruned:
 
 def remove(plan: Pruned) -> None:
     """Exactly what was planned, whatever has come since."""
-    for name in plan.removed:
-        _remove(Path(plan.directory), name)
+    with Directory.open(Path(plan.directory)) as place:
+        for name in plan.removed:
+            _remove(place, name)
 
 
 def _refuse_checkpoint(where: Path) -> None:
@@ -135,12 +137,17 @@ def _nbytes(path: Path) -> int:
     return sum(file.lstat().st_size for file in files)
 
 
-def _remove(where: Path, name: str) -> None:
+def _remove(place: Directory, name: str) -> None:
     """First out of sight: what is half removed is never taken for a checkpoint."""
-    hidden = where / f".eformer-{secrets.token_hex(8)}.tmp"
-    rename(where / name, hidden)
-    sync_directory(where)
-    if hidden.is_dir():
-        shutil.rmtree(hidden)
+    status = place.status(name)
+    if status is None:
+        raise FileNotFoundError(f"{place.path / name} is gone; nothing was removed in its place")
+    if stat.S_ISLNK(status.st_mode):
+        raise ValueError(f"{place.path / name} is a link by now; it was left as it is")
+    hidden = f".eformer-{secrets.token_hex(8)}.tmp"
+    place.rename(name, place, hidden)
+    place.sync()
+    if stat.S_ISDIR(status.st_mode):
+        place.remove_tree(hidden)
     else:
-        hidden.unlink()
+        place.unlink(hidden)

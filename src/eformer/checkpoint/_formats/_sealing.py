@@ -7,6 +7,7 @@ names it; the manifest is swapped by a rename; what no manifest names any more i
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,18 +31,7 @@ from eformer.checkpoint._formats._names import (
 from eformer.checkpoint._formats._reading import read_manifest
 from eformer.checkpoint._formats.foreign.orbax import METADATA
 from eformer.checkpoint._manifest import Manifest
-from eformer.checkpoint._store.local import (
-    is_same_file,
-    list_names,
-    locked,
-    logger,
-    read_small,
-    remove,
-    rename,
-    replacing,
-    sweep,
-    sync_directory,
-)
+from eformer.checkpoint._store.local import list_names, logger, read_small, replacing_in, sweep
 from eformer.checkpoint._store.many import sweep_trees
 from eformer.errors import FormatError
 
@@ -50,37 +40,53 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from eformer.checkpoint._manifest import TreeEntry
+    from eformer.checkpoint._store.directory import Directory
 
 FORMAT = "safetensors"
 
 
 def seal(
-    directory: Path, prefix: str, tree: TreeEntry, scratch: Sequence[str], kept: Mapping[str, str]
+    place: Directory, prefix: str, tree: TreeEntry, scratch: Sequence[str], kept: Mapping[str, str]
 ) -> None:
     """The tree, whose files lie complete and synced under their `scratch` names, is the checkpoint of `prefix`.
 
     Those of an earlier save that are `kept` have names already.
     """
-    with locked(directory):
-        manifest = read_manifest(directory) or Manifest(format=FORMAT)
-        tree = _with_final_names(directory, prefix, tree, manifest, kept)
+    with place.locked():
+        manifest = read_manifest(place.path) or Manifest(format=FORMAT)
+        tree = _with_final_names(place, prefix, tree, manifest, kept)
         published = []
         try:
             for temporary, file in zip(scratch, tree.files, strict=True):
-                if temporary in kept and is_same_file(directory / temporary, directory / file.name):
+                if temporary in kept and _is_same(place, temporary, file.name):
                     continue  # it has been here before
-                rename(directory / temporary, directory / file.name)
-                published.append(directory / file.name)
-            sync_directory(directory)  # the names of the data before the name of the manifest
+                _publish(place, temporary, file.name)
+                published.append(file.name)
+            place.sync()  # the names of the data before the name of the manifest
             manifest = manifest.with_tree(prefix, tree)
-            with replacing(directory / MANIFEST) as new:
+            with replacing_in(place, MANIFEST) as new:
                 new.write(manifest.to_json())
         except BaseException:
-            if not is_sealed(directory, tree.save_id):
-                for path in published:
-                    remove(path)
+            if not is_sealed(place.path, tree.save_id):
+                for name in published:
+                    place.unlink(name)
             raise
-        _finish(directory, manifest)
+        _finish(place, manifest)
+
+
+def _publish(place: Directory, temporary: str, final: str) -> None:
+    outer, _, name = temporary.rpartition("/")
+    if not outer:
+        place.rename(name, place, final)
+        return
+    with place.enter(outer) as scratch:
+        scratch.rename(name, place, final)
+
+
+def _is_same(place: Directory, temporary: str, name: str) -> bool:
+    """Whether both are names of one file."""
+    a, b = place.status(temporary), place.status(name)
+    return a is not None and b is not None and os.path.samestat(a, b)
 
 
 def is_sealed(directory: Path, save_id: str) -> bool:
@@ -90,6 +96,16 @@ def is_sealed(directory: Path, save_id: str) -> bool:
     except (OSError, FormatError):
         return True  # nothing is removed that might be named
     return manifest is not None and any(tree.save_id == save_id for tree in manifest.trees.values())
+
+
+def is_named(directory: Path, name: str) -> bool:
+    """Whether a manifest names this file of the directory."""
+    try:
+        manifest = read_manifest(directory)
+    except FormatError:
+        return False
+    trees = manifest.trees.values() if manifest else ()
+    return any(file.name == name for tree in trees for file in tree.files)
 
 
 def check_place(directory: Path, prefix: str) -> bool:
@@ -121,28 +137,28 @@ def check_place(directory: Path, prefix: str) -> bool:
 
 
 def _with_final_names(
-    directory: Path, prefix: str, tree: TreeEntry, manifest: Manifest, kept: Mapping[str, str]
+    place: Directory, prefix: str, tree: TreeEntry, manifest: Manifest, kept: Mapping[str, str]
 ) -> TreeEntry:
     """Plain names for a first save that is all there is; a name that a manifest ever gave is given to no other file."""
     names = plain_names(base_name(prefix), len(tree.files) - len(kept))
-    if kept or prefix in manifest.trees or not set(names).isdisjoint(list_names(directory)):
+    if kept or prefix in manifest.trees or not set(names).isdisjoint(place.kinds()):
         names = unique_names(names, tree.save_id)
     if any(name.endswith(PRIVATE) for name in kept.values()):  # nobody shall take the rest for the whole
         names = [name + PRIVATE for name in names]
     new = iter(names)
     files = tuple(
         msgspec.structs.replace(
-            f, name=_free_name(directory, f.name, kept[f.name]) if f.name in kept else next(new)
+            f, name=_free_name(place, f.name, kept[f.name]) if f.name in kept else next(new)
         )
         for f in tree.files
     )
     return msgspec.structs.replace(tree, files=files)
 
 
-def _free_name(directory: Path, scratch: str, name: str) -> str:
+def _free_name(place: Directory, scratch: str, name: str) -> str:
     """The name of a file that is kept; another one if there is another file of that name, as in a copy of the directory
     that it is kept from."""
-    while (directory / name).exists() and not is_same_file(directory / scratch, directory / name):
+    while place.status(name) is not None and not _is_same(place, scratch, name):
         name = renumbered(name)
     return name
 
@@ -150,7 +166,7 @@ def _free_name(directory: Path, scratch: str, name: str) -> str:
 # ------------------------------------------------------------------------------------------ afterwards
 
 
-def _finish(directory: Path, manifest: Manifest) -> None:
+def _finish(place: Directory, manifest: Manifest) -> None:
     """Indexes that name the new files, then away with the old. Also what an earlier save left undone.
 
     The checkpoint is safe by now; what cannot be done is left to the next save.
@@ -159,31 +175,29 @@ def _finish(directory: Path, manifest: Manifest) -> None:
         bases: set[str] = set()
         for prefix, tree in sorted(manifest.trees.items()):  # the prefix "model" yields to none at all
             if base_name(prefix) not in bases:
-                _bring_up_to_date(directory, base_name(prefix), tree)
+                _bring_up_to_date(place, base_name(prefix), tree)
             bases.add(base_name(prefix))
         named = {file.name for tree in manifest.trees.values() for file in tree.files}
-        for name in _leftovers(directory, named):
-            remove(directory / name)
-        sweep(directory)
-        sweep_trees(directory, None)
+        for name in _leftovers(place, named):
+            place.unlink(name)
+        sweep(place)
+        sweep_trees(place, None)
     except (OSError, FormatError) as error:
-        logger.warning("%s is saved, but could not be tidied up: %s", directory, error)
+        logger.warning("%s is saved, but could not be tidied up: %s", place.path, error)
 
 
-def _bring_up_to_date(directory: Path, base: str, tree: TreeEntry) -> None:
+def _bring_up_to_date(place: Directory, base: str, tree: TreeEntry) -> None:
     """An index, for readers that know safetensors and not us, wherever it is not plain which file to read."""
-    path = directory / (base + INDEX_SUFFIX)
+    index = base + INDEX_SUFFIX
     names = [file.name for file in tree.files]
-    saved = _save_of_index(directory, path.name)
+    saved = _save_of_index(place.path, index)
     is_of_use = tree.parts != "torn" and not any(name.endswith(PRIVATE) for name in names)
     if names == plain_names(base, 1) or not names or not is_of_use:
         if saved is not None:
-            remove(path)
+            place.unlink(index)
     elif saved != tree.save_id:
-        if path.is_symlink():  # it may lead out of the directory
-            remove(path)
-        with replacing(path) as file:
-            file.write(_index(directory, tree))
+        with replacing_in(place, index) as file:
+            file.write(_index(place.path, tree))
 
 
 def _index(directory: Path, tree: TreeEntry) -> bytes:
@@ -220,12 +234,12 @@ def _save_of_index(directory: Path, name: str) -> str | None:
         return None
 
 
-def _leftovers(directory: Path, named: set[str]) -> Iterator[str]:
-    for name in list_names(directory):
+def _leftovers(place: Directory, named: set[str]) -> Iterator[str]:
+    for name in place.kinds():
         if (
             name.endswith((SUFFIX, PRIVATE))
             and name not in named
-            and is_leftover(name, _metadata(directory, name))
+            and is_leftover(name, _metadata(place.path, name))
         ):
             yield name
 

@@ -30,7 +30,7 @@ from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.checkpoint._plan import ALIGNMENT, layout
 from eformer.checkpoint._pool import run_all
 from eformer.checkpoint._source import released
-from eformer.checkpoint._store.local import link, logger, physical_memory, read_range_of
+from eformer.checkpoint._store.local import logger, physical_memory, read_range_of
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def keep(
         is_worth_it = 2 * nbytes >= file.nbytes - file.header_nbytes
         if is_worth_it and (final := _link(earlier, number, scratch, is_outdated=number in outdated)):
             numbers[number] = len(kept.files)
-            here = str((scratch.data / final).relative_to(scratch.directory))
+            here = f"{scratch.name}/{scratch.data.path.name}/{final}"
             kept.files.append(msgspec.structs.replace(file, name=here))
             kept.finals[here] = final
     for source in sources:
@@ -206,8 +206,8 @@ def _link(earlier: Earlier, number: int, scratch: ScratchTree, *, is_outdated: b
         target = earlier.path_of(number)
         opened = open_header(target.parent, target.name)
         name = own_name(file.name, save_of(opened.header.metadata), is_private=is_outdated)
-        link(target, scratch.data / name, file.nbytes)
-        if xxh3_128(read_range_of(scratch.data / name, opened.header.start)) != file.header:
+        scratch.data.link(name, target, file.nbytes)
+        if xxh3_128(read_range_of(scratch.data.path / name, opened.header.start)) != file.header:
             raise FormatError("its header is not the one that was written")
     except (
         OSError,

@@ -10,7 +10,6 @@ import dataclasses
 import math
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -45,33 +44,26 @@ from eformer.checkpoint._formats._zarr import (
 )
 from eformer.checkpoint._formats.foreign.arrays import discover
 from eformer.checkpoint._formats.foreign.orbax import METADATA
-from eformer.checkpoint._leaf import Region, escape, is_inside, name_to_path
+from eformer.checkpoint._leaf import Region, escape, name_to_path
 from eformer.checkpoint._manifest import Coding, DataFile, Extent, LeafEntry, Part, Receipt
 from eformer.checkpoint._pieces import piece_sizes
 from eformer.checkpoint._pool import run_all, uncollected
 from eformer.checkpoint._progress import SILENT, Meter
 from eformer.checkpoint._source import Source, Staging, contiguous, released
-from eformer.checkpoint._store.local import link, list_names, locked, logger, remove, replacing, sweep
-from eformer.checkpoint._store.many import (
-    DATABASE_MARK,
-    NewFile,
-    ScratchTree,
-    file_nbytes,
-    make_directory,
-    mark_of_array,
-    read_file,
-    sweep_trees,
-    write_new,
-)
+from eformer.checkpoint._store.local import list_names, logger, replacing_in, sweep
+from eformer.checkpoint._store.many import Journal, NewFile, ScratchTree, sweep_trees
 from eformer.checkpoint._store.ocdbt import BRANCH, DatabaseWriter, join_branches
+from eformer.checkpoint._store.removal import DATABASE_MARK, Described, Moved, read_array
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from eformer.checkpoint._formats._reuse import Earlier
     from eformer.checkpoint._manifest import TreeEntry
     from eformer.checkpoint._options import SaveOptions
+    from eformer.checkpoint._store.directory import Directory
 
 # A chunk is the least that others can read. What has to be encoded as a whole, is in memory as a whole.
 _CHUNK_BYTES = 2**30
@@ -185,7 +177,7 @@ class ArraysWriter:
     def root(self) -> str:
         """Where the arrays are written to."""
         assert self.scratch is not None
-        return str(self.scratch.data)
+        return str(self.scratch.data.path)
 
     @property
     def here(self) -> list[Array]:
@@ -202,7 +194,7 @@ class ArraysWriter:
             self.arrays = arrange(sources, self.options, self.block, self.mark)
         self.scratch = self.scratch or ScratchTree(self.directory)
         if not self.options.ocdbt:
-            _make_parents(self.root, self.here)
+            _make_parents(self.scratch, self.here)
         return self.here
 
     def keep(self, earlier: Earlier, arrays: Sequence[Array]) -> None:
@@ -220,17 +212,18 @@ class ArraysWriter:
 
     def _link(self, earlier: Earlier, array: Array, extents: Sequence[Extent]) -> bool:
         """All chunks of the array; or none, if they are on another file system or in other pieces."""
-        path = f"{self.root}/{array.path}"
-        make_directory(path)
+        assert self.scratch is not None
+        data = self.scratch.data
+        self.scratch.make_directory(array.path)
         try:
             for chunk, extent in zip(array.chunks, extents, strict=True):
                 if earlier.tree.files[extent.file].nbytes != array.chunk_nbytes:
                     raise FormatError(f"chunk {chunk.name} has another shape")
-                link(earlier.path_of(extent.file), f"{path}/{chunk.name}", array.chunk_nbytes)
+                data.link(f"{array.path}/{chunk.name}", earlier.path_of(extent.file), array.chunk_nbytes)
         except (OSError, FormatError) as error:
-            logger.warning("%s cannot be linked, and is written again: %s", path, error)
+            logger.warning("%s cannot be linked, and is written again: %s", data.path / array.path, error)
             for chunk in array.chunks:
-                remove(Path(f"{path}/{chunk.name}"))
+                data.unlink(f"{array.path}/{chunk.name}")
             return False
         return True
 
@@ -242,18 +235,18 @@ class ArraysWriter:
             self._write_database(arrays, staging)
             return
         with ExitStack() as files:
-            tasks = _file_tasks(self.root, arrays, self.block, staging, files, self.meter)
+            tasks = _file_tasks(self.scratch, arrays, self.block, staging, files, self.meter)
             run_all(tasks, self.threads)
         self.scratch.sync([name for array in arrays for name in array.files()])
 
     def _write_database(self, arrays: Sequence[Array], staging: Staging) -> None:
         """Each process has one of its own; the first one's becomes that of all."""
         assert self.scratch is not None
-        self.database = DatabaseWriter(self.scratch.data / self._branch)
+        self.database = DatabaseWriter(self.scratch.data.path / self._branch)
         run_all(_database_tasks(self.database, arrays, self.block, staging, self.meter), self.threads)
         self.database.finish()
         if not self.process and self.arrays:
-            write_new(f"{self.root}/{DATABASE_MARK}", self.mark.encode())
+            self.scratch.write_new(DATABASE_MARK, self.mark.encode())
         self._sync_database()
 
     @property
@@ -277,7 +270,7 @@ class ArraysWriter:
         """Arrays that TensorStore has written here, for all processes: if they are what was prepared, they are marked
         as ours."""
         assert self.scratch is not None
-        run_all([partial(_adopt, self.root, array) for array in arrays], self.threads)
+        run_all([partial(_adopt, self.scratch, array) for array in arrays], self.threads)
         self.scratch.sync(self.scratch.files())
 
     def receipt(self, sha256: Mapping[str, str]) -> Receipt:
@@ -304,7 +297,7 @@ class ArraysWriter:
             self.database.finish()
             self._sync_database()
         else:
-            write_new(f"{self.root}/{name}", data)
+            self.scratch.write_new(name, data)
             self.scratch.sync([name])
         return DataFile(name, len(data), len(data), xxh3_128(data))
 
@@ -316,22 +309,23 @@ class ArraysWriter:
         scratch = self.scratch
         assert scratch is not None
         if self.options.ocdbt and self.count > 1:
-            join_branches(scratch.data)
+            join_branches(scratch.data.path)
             self._sync_database()
-        with locked(self.directory):
+        with scratch.place.locked():
             index = read_index(self.directory)
-            self._sweep()
+            self._sweep(scratch.place)
             if index is not None and not self.write_index:
                 raise ValueError(
                     f"{self.directory / INDEX} is there: beside it, arrays that it does not list would not be found"
                 )
-            index = index or self._of_what_is_there()
+            index = index or self._of_what_is_there(scratch.place)
             root, moves = self._final_places(scratch, index)
+            new = tuple(self._published(scratch, root, *move) for move in moves)
+            journal = Journal(self.save_id, new, tuple(self._replaced(scratch.place, index)))
             try:
-                old, old_mark = self._replaced(index), self._replaced_id(index)
-                scratch.publish(self.save_id, moves, self.mark, old, old_mark)
+                scratch.publish(journal, moves)
                 if self.write_index:
-                    self._write_index(index, tree, root)
+                    self._write_index(scratch.place, index, tree, root)
             except BaseException:
                 if not self._may_be_sealed():
                     scratch.finish(is_sealed=False)
@@ -349,28 +343,28 @@ class ArraysWriter:
         sealed = _sealed(self.directory)
         return sealed is None or self.save_id in sealed
 
-    def _of_what_is_there(self) -> Index:
+    def _of_what_is_there(self, place: Directory) -> Index:
         """An index of the arrays that somebody else has put here without one: they stay what they are, a tree without a
         prefix, unless this is one."""
         there = discover(self.directory) if self.write_index and self.prefix else ()
-        found = [array for array in there if mark_of_array(f"{self.directory}/{array.path}") == ""]
+        found = [array for array in there if _is_of_others(place, array.path)]
         return Index(arrays=found) if found else Index()
 
-    def _sweep(self) -> None:
+    def _sweep(self, place: Directory) -> None:
         """Away with what dead saves have left, while the index still says which of them were committed."""
         if (sealed := _sealed(self.directory)) is not None:
-            sweep_trees(self.directory, sealed)
-        sweep(self.directory)
+            sweep_trees(place, sealed)
+        sweep(place)
 
-    def _final_places(self, scratch: ScratchTree, index: Index) -> tuple[str, list[tuple[Path, str]]]:
+    def _final_places(self, scratch: ScratchTree, index: Index) -> tuple[str, list[tuple[str, str]]]:
         """Plain names for a first save; a name that an index ever gave is not given twice."""
-        contents, there = list_names(scratch.data), set(list_names(self.directory))
+        contents, there = list(scratch.data.kinds()), set(scratch.place.kinds())
         base = escape(self.prefix) if self.prefix else "tree"
         is_first = self.prefix not in index.listed()
         if not contents:
             return "", []
         if is_first and not self.prefix and not self.options.ocdbt and there.isdisjoint(contents):
-            return "", [(scratch.data / name, name) for name in contents]
+            return "", [(name, name) for name in contents]
         if not self.write_index and (not self.prefix or base in there):
             raise FileExistsError(
                 f"{self.directory} has {sorted(there & {base, *contents})[:8]}; without an index nothing could tell "
@@ -380,20 +374,45 @@ class ArraysWriter:
         # Names of leaves have no dots: what has one is never in the way of a later tree.
         if not is_first or root in there or root == "tree":
             root = f"{root}.{self.save_id}"
-        return root, [(scratch.data, root)]
+        return root, [("", root)]
 
-    def _replaced(self, index: Index) -> list[str]:
-        """The directories that nobody will look for any more."""
+    def _published(self, scratch: ScratchTree, root: str, name: str, final: str) -> Moved:
+        """A directory of the data that is about to be at `final`."""
+        status = scratch.data.status(name or ".")
+        assert status is not None
+        if self.mark:
+            return Moved(final, status.st_ino, self.mark)
+        start = f"{root}/" if root else ""
+        paths = [f"{array.path}/{ZARRAY}" for array in self.arrays]
+        if self.options.ocdbt:
+            paths = [DATABASE_MARK]
+        inner = [path for path in paths if not name or path.startswith(f"{name}/")]
+        described = (Described.at(scratch.data, path, start + path) for path in inner)
+        return Moved(final, status.st_ino, "", tuple(filter(None, described)))
+
+    def _replaced(self, place: Directory, index: Index) -> Iterator[Moved]:
+        """The directories that nobody will look for any more. Of those of others only the arrays that are listed."""
         tops = {prefix: _tops(listed) for prefix, listed in index.listed().items()}
         kept = {name for prefix, names in tops.items() if prefix != self.prefix for name in names}
-        return sorted(tops.get(self.prefix, set()) - kept)
+        mark = self._replaced_id(index)
+        for name in sorted(tops.get(self.prefix, set()) - kept):
+            status = place.status(name)
+            if status is None:
+                continue
+            if not place.has_directory(name):
+                logger.warning("%s is replaced, but not removed: it is not a directory", place.path / name)
+                continue
+            listed = [] if mark else [a.path for a in index.listed()[self.prefix]]
+            paths = (f"{path}/{ZARRAY}" for path in listed if path.split("/")[0] == name)
+            described = (_described(place, path) for path in paths)
+            yield Moved(name, status.st_ino, mark, tuple(filter(None, described)))
 
     def _replaced_id(self, index: Index) -> str:
         """The save whose arrays are replaced; somebody else's have none."""
         tree = index.manifest(str(self.directory / INDEX)).trees.get(self.prefix)
         return tree.save_id if tree else ""
 
-    def _write_index(self, index: Index, tree: TreeEntry, root: str) -> None:
+    def _write_index(self, place: Directory, index: Index, tree: TreeEntry, root: str) -> None:
         origin = str(self.directory / INDEX)
         tree = msgspec.structs.replace(
             tree, raw_root=root or msgspec.UNSET, ocdbt=True if root and self.options.ocdbt else msgspec.UNSET
@@ -402,15 +421,15 @@ class ArraysWriter:
         manifest = msgspec.structs.replace(manifest.with_tree(self.prefix, tree), digest=Index().digest)
         start = f"{root}/" if root else ""
         listed = [Listed(start + a.path, a.source.shape, a.source.dtype) for a in self.arrays]
-        with replacing(self.directory / INDEX) as file:
+        with replacing_in(place, INDEX) as file:
             file.write(index.with_tree(self.prefix, listed, manifest).to_json())
 
     def _tidy_up(self, scratch: ScratchTree, before: Index) -> None:
         """The checkpoint is safe by now; what cannot be done is left to the next save."""
         try:
             scratch.finish(is_sealed=True)
-            if not before.is_ours and self.prefix in before.prefixes and is_inside(self.prefix):
-                remove(self.directory / f"{self.prefix}_structure.json")  # the original's, of what is gone
+            if not before.is_ours and self.prefix in before.prefixes and "/" not in self.prefix:
+                scratch.place.unlink(f"{self.prefix}_structure.json")  # the original's, of what is gone
         except (OSError, FormatError) as error:
             logger.warning("%s is saved, but could not be tidied up: %s", self.directory, error)
 
@@ -418,6 +437,23 @@ class ArraysWriter:
 def _tops(listed: Sequence[Listed]) -> set[str]:
     """The directories beside the index that arrays are in."""
     return {array.path.split("/")[0] for array in listed}
+
+
+def _described(place: Directory, path: str) -> Described | None:
+    """The file that describes an array, unless a link leads there."""
+    outer, _, name = path.rpartition("/")
+    try:
+        with place.enter(outer) as folder:
+            return Described.at(folder, name, path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _is_of_others(place: Directory, path: str) -> bool:
+    """Whether a directory is an array without the mark of one of our saves."""
+    with place.enter(path) as folder:
+        array = read_array(folder, folder.kinds())
+    return array is not None and not array.eformer
 
 
 def _sealed(directory: Path) -> set[str] | None:
@@ -447,18 +483,23 @@ def check_place(directory: Path) -> bool:
 # ---------------------------------------------------------------------------------------------- files
 
 
-def _make_parents(root: str, arrays: Sequence[Array]) -> None:
+def _make_parents(scratch: ScratchTree, arrays: Sequence[Array]) -> None:
     """All directories but those of the arrays, outermost first."""
     parents = {a.path.rpartition("/")[0] for a in arrays}
     for path in list(parents):
         while path := path.rpartition("/")[0]:
             parents.add(path)
     for path in sorted(parents - {""}):
-        make_directory(f"{root}/{path}")
+        scratch.make_directory(path)
 
 
 def _file_tasks(
-    root: str, arrays: Sequence[Array], block: int, staging: Staging, files: ExitStack, meter: Meter
+    scratch: ScratchTree,
+    arrays: Sequence[Array],
+    block: int,
+    staging: Staging,
+    files: ExitStack,
+    meter: Meter,
 ) -> Iterator[Callable[[], None]]:
     """Small arrays many at a time, large ones piece by piece."""
     small: list[Array] = []
@@ -466,19 +507,18 @@ def _file_tasks(
         if array.is_small and array.chunk_nbytes <= block:
             small.append(array)
             if len(small) == _BATCH:
-                yield partial(_write_small, root, small, meter)
+                yield partial(_write_small, scratch, small, meter)
                 small = []
         else:
-            yield from _array_tasks(root, array, block, staging, files, meter)
-    yield partial(_write_small, root, small, meter)
+            yield from _array_tasks(scratch, array, block, staging, files, meter)
+    yield partial(_write_small, scratch, small, meter)
 
 
-def _write_small(root: str, arrays: Sequence[Array], meter: Meter) -> None:
+def _write_small(scratch: ScratchTree, arrays: Sequence[Array], meter: Meter) -> None:
     for array in arrays:
-        path = f"{root}/{array.path}"
-        make_directory(path)
+        scratch.make_directory(array.path)
         if array.source.is_first:
-            write_new(f"{path}/{ZARRAY}", array.zarray)
+            scratch.write_new(f"{array.path}/{ZARRAY}", array.zarray)
         for chunk in array.to_write:
             data = small_bytes(chunk)
             nbytes = len(data)
@@ -486,23 +526,22 @@ def _write_small(root: str, arrays: Sequence[Array], meter: Meter) -> None:
                 data = _encoded(chunk, data)
             elif len(data) < array.chunk_nbytes:
                 data = data.ljust(array.chunk_nbytes, b"\0")
-            write_new(f"{path}/{chunk.name}", data)
+            scratch.write_new(f"{array.path}/{chunk.name}", data)
             meter.add(nbytes)  # those of the leaf, without padding and before compression
 
 
 def _array_tasks(
-    root: str, array: Array, block: int, staging: Staging, files: ExitStack, meter: Meter
+    scratch: ScratchTree, array: Array, block: int, staging: Staging, files: ExitStack, meter: Meter
 ) -> Iterator[Callable[[], None]]:
-    path = f"{root}/{array.path}"
-    make_directory(path)
+    scratch.make_directory(array.path)
     if array.source.is_first:
-        write_new(f"{path}/{ZARRAY}", array.zarray)
+        scratch.write_new(f"{array.path}/{ZARRAY}", array.zarray)
     for chunk in array.to_write:
-        name = f"{path}/{chunk.name}"
+        name = f"{array.path}/{chunk.name}"
         if chunk.coding:
-            yield partial(_write_whole, partial(write_new, name), array, chunk, block, staging, meter)
+            yield partial(_write_whole, partial(scratch.write_new, name), array, chunk, block, staging, meter)
         else:
-            file = NewFile(name, array.chunk_nbytes)
+            file = NewFile(scratch.data, name, array.chunk_nbytes)
             files.callback(file.close)  # should the save fail before its last piece is written
             yield from piece_tasks(Counted(file, meter), 0, chunk, block, staging, end=file.close)
     array.source = released(array.source)
@@ -530,19 +569,20 @@ def _digest(chunk: Slot, block: int, staging: Staging) -> None:
     chunk.source = released(chunk.source)
 
 
-def _adopt(root: str, array: Array) -> None:
-    described = f"{root}/{array.path}/{ZARRAY}"
-    check_alike(read_file(described), array.zarray, described)
+def _adopt(scratch: ScratchTree, array: Array) -> None:
+    described = f"{array.path}/{ZARRAY}"
+    check_alike(scratch.data.read(described), array.zarray, described)
     chunk = parse_zarray(array.zarray, described).chunks
     for name, _ in chunks_of(array.source.shape, chunk):
-        nbytes = file_nbytes(f"{root}/{array.path}/{name}")
+        status = scratch.data.status(f"{array.path}/{name}")
+        nbytes = status.st_size if status else 0
         if nbytes != array.chunk_nbytes:
             raise CorruptionError(
                 f"leaf {array.source.name!r}: TensorStore wrote {nbytes} bytes of chunk {name!r}, expected were "
                 f"{array.chunk_nbytes}"
             )
-    remove(Path(described))
-    write_new(described, array.zarray)  # ours is marked
+    scratch.data.unlink(described)
+    scratch.write_new(described, array.zarray)  # ours is marked
 
 
 def _digest_pieces(chunk: Slot, data: bytes, block: int) -> None:

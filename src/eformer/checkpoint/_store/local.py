@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from eformer.checkpoint._leaf import is_inside
+from eformer.checkpoint._store.directory import Directory, lock, try_lock, unlock
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -22,17 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
-# What a directory that cannot be synced answers: some network file systems.
-_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM}
-# What a file system without locks answers.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
-
 # What paths that were never made answer.
 _NO_SUCH_PATH = {errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
-
-# What a rename answers where something is, and a link on a file system without any.
-_IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 _LARGE_WRITE = 2**18
 
@@ -65,12 +56,13 @@ class Scratch:
     It stays locked while its writer lives, so that `sweep` can tell what a dead one left behind.
     """
 
-    def __init__(self, directory: Path, mode: int | None = None) -> None:
+    def __init__(self, directory: Directory, mode: int | None = None) -> None:
+        self.directory = directory
         self.descriptor = -1
         self.is_cached = True
         while self.descriptor < 0:
-            self.path = directory / f".eformer-{secrets.token_hex(8)}.tmp"
-            self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self.name = f".eformer-{secrets.token_hex(8)}.tmp"
+            self.descriptor = directory.create(self.name, os.O_RDWR)
             try:
                 lock(self.descriptor)
                 if mode is not None:
@@ -80,6 +72,10 @@ class Scratch:
             except BaseException:
                 self.discard()
                 raise
+
+    @property
+    def path(self) -> Path:
+        return self.directory.path / self.name
 
     def resize(self, nbytes: int) -> None:
         os.ftruncate(self.descriptor, nbytes)
@@ -121,18 +117,9 @@ class Scratch:
         """Gone, unless it was published."""
         try:
             with suppress(OSError):
-                os.unlink(self.path)
+                self.directory.unlink(self.name)
         finally:
             self.close()
-
-
-def link(target: Path | str, path: Path | str, nbytes: int) -> None:
-    """Another name for a regular file of this length."""
-    os.link(target, path, follow_symlinks=False)
-    found = os.lstat(path)
-    if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
-        os.unlink(path)
-        raise FormatError(f"{target} is no file of {nbytes} bytes")
 
 
 def write_all(descriptor: int, data: Any, offset: int) -> None:
@@ -149,73 +136,37 @@ def write_all(descriptor: int, data: Any, offset: int) -> None:
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A new file that takes the place of `path` when the block ends well, and goes away when it does not.
 
-    Afterwards the bytes and the name are on stable storage. Parents are created. A link stays a link: what it
-    points to is replaced. Permissions of a file that was there are kept.
+    Afterwards the bytes and the name are on stable storage. Parents are created. Permissions of a file that was there
+    are kept. A link is replaced by the file; what it points to stays as it is.
     """
-    final = Path(os.path.realpath(path))
-    scratch = scratch_for(final)
+    final = Path(path)
+    make_directories(final.parent)
+    with Directory.open(final.parent) as directory, replacing_in(directory, final.name) as file:
+        yield file
+
+
+@contextmanager
+def replacing_in(directory: Directory, name: str) -> Iterator[IO[bytes]]:
+    """The same in a directory that is open."""
+    scratch = scratch_for(directory, name)
     try:
         with open(scratch.descriptor, "wb", closefd=False) as file:
             yield file
         os.fsync(scratch.descriptor)
-        os.replace(scratch.path, final)
+        directory.replace(scratch.name, name)
     finally:
         scratch.discard()
-    sync_directory(final.parent)
+    directory.sync()
 
 
-def scratch_for(final: Path) -> Scratch:
-    """A scratch file that may take the place of `final`; refuses what is not ours to replace."""
-    try:
-        status = os.stat(final)
-    except FileNotFoundError:
-        make_directories(final.parent)
-        return Scratch(final.parent)
+def scratch_for(directory: Directory, name: str) -> Scratch:
+    """A scratch file that may take the place of `name`; refuses what is not ours to replace."""
+    status = directory.status(name)
+    if status is None or stat.S_ISLNK(status.st_mode):
+        return Scratch(directory)
     if not stat.S_ISREG(status.st_mode):  # a directory, a pipe, /dev/null
-        raise OSError(errno.EINVAL, "Not a regular file", str(final))
-    return Scratch(final.parent, stat.S_IMODE(status.st_mode))
-
-
-def is_same_file(a: Path, b: Path) -> bool:
-    """Whether both are names of one file."""
-    try:
-        return os.path.samestat(os.lstat(a), os.lstat(b))
-    except FileNotFoundError:
-        return False
-
-
-def rename(path: Path, final: Path) -> None:
-    os.rename(path, final)
-
-
-def put(path: Path, final: Path) -> None:
-    """What is at `path` is at `final`, where nothing was, or an empty directory; else raises FileExistsError."""
-    try:
-        if path.is_dir():
-            os.rename(path, final)
-        else:
-            _link_or_rename(path, final)
-    except OSError as error:
-        if error.errno not in _IN_THE_WAY:
-            raise
-        raise FileExistsError(f"{final} is there by now; choose another path") from error
-
-
-def _link_or_rename(path: Path, final: Path) -> None:
-    """A link never takes another's place; not all file systems have them."""
-    try:
-        os.link(path, final)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        if os.path.lexists(final):
-            raise FileExistsError(errno.EEXIST, "is there", str(final)) from error
-        os.rename(path, final)
-
-
-def remove(path: Path) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(path)
+        raise OSError(errno.EINVAL, "Not a regular file", str(directory.path / name))
+    return Scratch(directory, stat.S_IMODE(status.st_mode))
 
 
 def _load_sync_file_range() -> Callable[[int, int, int, int], int] | None:
@@ -250,72 +201,27 @@ def make_directories(path: Path) -> None:
         sync_directory(directory.parent)
 
 
-def sync_directory(path: Path | str) -> None:
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        if error.errno in _NO_DIRECTORY_SYNC:
-            return
-        raise
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _NO_DIRECTORY_SYNC:
-            raise
-    finally:
-        os.close(descriptor)
+def sync_directory(path: Path) -> None:
+    with Directory.open(path) as directory:
+        directory.sync()
 
 
-@contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """One thread of one process at a time. The lock is on the directory itself, so nothing stays behind."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        lock(descriptor)
-        yield
-    finally:
-        unlock(descriptor)
-        os.close(descriptor)
-
-
-def sweep(directory: Path) -> None:
+def sweep(directory: Directory) -> None:
     """Removes the scratch files of writers that died. What cannot be removed is left for the next time."""
-    for entry in list_names(directory):
-        if SCRATCH.fullmatch(entry):
-            _remove_if_dead(directory / entry)
+    for name, kind in directory.kinds().items():
+        if kind == "file" and SCRATCH.fullmatch(name):
+            _remove_if_dead(directory, name)
 
 
-def _remove_if_dead(path: Path) -> None:
+def _remove_if_dead(directory: Directory, name: str) -> None:
     with suppress(OSError):  # it is alive (locked), or its writer has just removed it
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(name, flags, dir_fd=directory.descriptor)
         try:
             try_lock(descriptor)
-            os.unlink(path)
+            directory.unlink(name)
         finally:
             os.close(descriptor)
-
-
-def lock(descriptor: int, *, shared: bool = False) -> None:
-    """Waits for it. Several may hold it `shared`; as long as one does, `try_lock` raises."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        logger.debug(
-            "this file system has no locks: do not save to one directory from several processes at once"
-        )
-
-
-def try_lock(descriptor: int) -> None:
-    """Raises if somebody else holds it."""
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def unlock(descriptor: int) -> None:
-    """Closing would do, but for children: one that was forked meanwhile holds the file, and so the lock, too."""
-    with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 # -------------------------------------------------------------------------------------------- reading
