@@ -86,9 +86,11 @@ def _in_directory(directory: Path) -> Found:
     if found := arrays.by_index(directory):
         return found
     names = list_names(directory)
-    if MANIFEST not in names and (found := orbax.in_directory(directory, names)):
+    has_files = any(name.endswith(SUFFIX) for name in names)
+    may_be_orbax = MANIFEST not in names and (not has_files or orbax.is_marked(directory, names))
+    if may_be_orbax and (found := orbax.in_directory(directory, names)):
         return found
-    if MANIFEST in names or any(name.endswith(SUFFIX) for name in names):
+    if MANIFEST in names or has_files:
         return safetensors.in_directory(directory)
     return arrays.without_index(directory) or _nothing_in(directory, names)
 
