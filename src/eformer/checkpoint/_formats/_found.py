@@ -58,8 +58,8 @@ class Found:
     the files that were looked at from later ones of the same name; those that a manifest names are never replaced.
     `also` names directories that can be had as prefixes, too. `open_files` is for trees whose extents are in no files.
     A file that stores one array after the other has no names: its leaves are called by their numbers. `find_damages`
-    reads what has checksums of a kind that reading a piece of it cannot check. `find_left_out` lists what is not read and
-    may hold leaves; a checkpoint that is a single file, or has a manifest of ours, leaves nothing out.
+    reads what has checksums of a kind that reading a piece of it cannot check. `find_left_out` lists the files that are
+    not read and may hold leaves; a single file, and a checkpoint with a manifest of ours, leave none out.
     """
 
     path: Path
@@ -94,7 +94,7 @@ class Found:
         return self.trees[prefix]
 
     def left_out(self, prefix: str | None = None) -> tuple[str, ...]:
-        """List the files and directories that are not read and may hold leaves; those of one tree, if a prefix is said."""
+        """List the files and directories that are not read and may hold leaves; with a prefix, those of that tree."""
         found = self.find_left_out()
         root = self.tree(prefix).root if prefix is not None else ""
         return tuple(path for path in found if path.startswith(f"{root}/")) if root else found

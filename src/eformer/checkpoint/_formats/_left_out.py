@@ -20,7 +20,8 @@ from eformer.checkpoint._store.ocdbt import MANIFEST as DATABASE
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Set
+    from collections.abc import Iterator
+    from collections.abc import Set as AbstractSet
     from pathlib import Path
 
 _ZARR3 = "zarr.json"
@@ -36,7 +37,7 @@ _WITHOUT_LEAVES = (
 )  # fmt: skip
 
 
-def left_out(directory: Path, read: Set[str]) -> tuple[str, ...]:
+def left_out(directory: Path, read: AbstractSet[str]) -> tuple[str, ...]:
     """List what is left out by its path below `directory`, a directory of arrays as a whole with a slash at its end.
 
     `read` has paths, too; of a directory in it all is read.
@@ -44,12 +45,16 @@ def left_out(directory: Path, read: Set[str]) -> tuple[str, ...]:
     return tuple(sorted(_unread(directory, read)))
 
 
-def _unread(directory: Path, read: Set[str]) -> Iterator[str]:
+def _unread(directory: Path, read: AbstractSet[str]) -> Iterator[str]:
     todo = [("", 0)]
     while todo:
         path, depth = todo.pop()
-        with os.scandir(directory / path) as scan:
-            entries = {entry.name: entry for entry in scan}
+        try:
+            with os.scandir(directory / path) as scan:
+                entries = {entry.name: entry for entry in scan}
+        except OSError:  # nobody knows what is in there
+            yield f"{path}/"
+            continue
         if path and _is_checkpoint(directory / path, entries.keys()):
             continue
         is_array = path and entries.keys() & {ZARRAY, _ZARR3, DATABASE}
@@ -73,7 +78,7 @@ def may_hold_leaves(name: str) -> bool:
     return name == _ZARR3 or not any(fnmatchcase(name, pattern) for pattern in _WITHOUT_LEAVES)
 
 
-def _is_checkpoint(directory: Path, names: Set[str]) -> bool:
+def _is_checkpoint(directory: Path, names: AbstractSet[str]) -> bool:
     """Whether the directory is a checkpoint of its own, by an index or a manifest of ours."""
     if INDEX in names:
         return True

@@ -87,7 +87,7 @@ def _in_directory(directory: Path) -> Found:
         return found
     names = list_names(directory)
     has_files = any(name.endswith(SUFFIX) for name in names)
-    may_be_orbax = MANIFEST not in names and (not has_files or orbax.is_marked(directory, names))
+    may_be_orbax = MANIFEST not in names and (not has_files or orbax.marks(directory))
     if may_be_orbax and (found := orbax.in_directory(directory, names)):
         return found
     if MANIFEST in names or has_files:

@@ -28,7 +28,7 @@ import numpy as np
 from eformer.checkpoint._codec import MALFORMED_JSON
 from eformer.checkpoint._formats._found import Found, Trees
 from eformer.checkpoint._formats._left_out import left_out
-from eformer.checkpoint._formats._zarr import chunks_of, count_chunks
+from eformer.checkpoint._formats._zarr import ZARRAY, chunks_of, count_chunks
 from eformer.checkpoint._formats.foreign.aggregate import NAME as AGGREGATE
 from eformer.checkpoint._formats.foreign.aggregate import (
     Aggregate,
@@ -101,9 +101,10 @@ def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
     return None
 
 
-def is_marked(directory: Path, names: Sequence[str]) -> bool:
-    """Whether the directory itself has a file of Orbax's, and not only one of its directories."""
-    return _CHECKPOINT in names or _is_tree(directory)
+def marks(directory: Path) -> list[str]:
+    """List the files by which the directory itself is a checkpoint of Orbax, and not only what is in it."""
+    found = [name for name in (METADATA, _CHECKPOINT) if (directory / name).is_file()]
+    return [*found, AGGREGATE] if is_aggregate(directory) else found
 
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -122,20 +123,34 @@ class _Item(msgspec.Struct, frozen=True):
     about: str | None = None  # a directory beside it with what is known of the key
 
 
+_ARRAY = "checkpoint"
 _JAX_KEY, _NUMPY_KEY = "jax_random_key", "np_random_key"
 
 
 def _item(path: Path, handlers: Mapping[str, Any]) -> _Item | None:
     if _UNFINISHED in path.name or path.is_symlink() or not path.is_dir():
         return None
-    if _is_tree(path):
-        return _Item(path, is_array=str(handlers.get(path.name)).endswith(".ArrayCheckpointHandler"))
+    is_array = str(handlers.get(path.name)).endswith(".ArrayCheckpointHandler")
+    if _is_tree(path) or (is_array and _is_array(path)):
+        return _Item(path, is_array=is_array)
     for name in (_JAX_KEY, _NUMPY_KEY):
-        if _is_tree(path / name) and not (path / name).is_symlink():
-            about = f"{name}_metadata"
-            is_key = name == _JAX_KEY and _json(path / about) == {"typed": True}
-            return _Item(path / name, is_array=name == _JAX_KEY, is_key=is_key, about=about)
+        inner, about = path / name, f"{name}_metadata"
+        if not inner.is_symlink() and (_is_tree(inner) or (name == _JAX_KEY and _is_array(inner))):
+            is_key = name == _JAX_KEY and _is_typed(path / about)
+            return _Item(inner, is_array=name == _JAX_KEY, is_key=is_key, about=about)
     return None
+
+
+def _is_array(path: Path) -> bool:
+    """Whether this is an item that is an array, as versions before 0.12 stored it."""
+    return (path / _ARRAY / ZARRAY).is_file() or (path / MANIFEST).is_file()
+
+
+def _is_typed(about: Path) -> bool:
+    try:
+        return bool(_json(about)["typed"])
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise FormatError(f"{about} does not say whether the key is a typed one: {error}") from error
 
 
 def steps_in(directory: Path, names: Sequence[str]) -> list[str]:
@@ -186,7 +201,7 @@ def _found(directory: Path, items: Mapping[str, _Item]) -> Found:
 
 
 def _documents(directory: Path, items: Mapping[str, _Item], checkpoint: _Checkpoint) -> dict[str, Any]:
-    """The items that are a file of JSON, by name; without those that the metadata of the checkpoint have the name of."""
+    """Read the items that are a file of JSON, by name, unless the checkpoint's own metadata have that name."""
     taken = checkpoint.custom_metadata or {}
     found = {}
     for name in list_names(directory):
@@ -318,6 +333,8 @@ class _Reader:
         self.root = "" if item.directory == home else item.directory.relative_to(home).as_posix()
         self.about: _Tree | None = _optional(self.directory, METADATA, _Tree)
         self.aggregate = read_aggregate(self.directory) if is_aggregate(self.directory) else None
+        if item.is_array and not self.aggregate:
+            self.about = self.about or _Tree({_ARRAY: _Leaf([_Key(_ARRAY)], _Value())})
         self.parts: list[Part] = []
         self.chunks: list[Chunk] = []
         self.is_database = self.about.use_ocdbt if self.about else None
@@ -335,8 +352,12 @@ class _Reader:
         structure: Any = self.aggregate.structure if self.aggregate else None
         if self.about:
             structure = _structure(list(self.about.tree_metadata.values()), str(self.directory))
-        self.arrays = self.open_arrays({name: leaf for name, leaf in leaves.items() if isinstance(leaf, _Array)})
-        self.parts = [leaf.stored.part for leaf in leaves.values() if isinstance(leaf, _InFile) and leaf.stored.part]
+        self.arrays = self.open_arrays(
+            {name: leaf for name, leaf in leaves.items() if isinstance(leaf, _Array)}
+        )
+        self.parts = [
+            leaf.stored.part for leaf in leaves.values() if isinstance(leaf, _InFile) and leaf.stored.part
+        ]
         entries, values, part = {}, {}, 0
         for name, leaf in leaves.items():
             if isinstance(leaf, Plain):
@@ -420,7 +441,9 @@ class _Reader:
     def alone(self, entries: Mapping[str, LeafEntry], values: Mapping[str, Any]) -> dict[str, LeafEntry]:
         """The one array of an item that is an array, or the key that its numbers are."""
         if len(entries) != 1 or values:
-            raise FormatError(f"{self.directory} should hold one array, and holds {len(entries) + len(values)} leaves")
+            raise FormatError(
+                f"{self.directory} should hold one array, and holds {len(entries) + len(values)} leaves"
+            )
         (entry,) = entries.values()
         if self.item.is_key and entry.dtype == "uint32" and entry.shape[-1:] == (2,):
             # Orbax does not record the generator, and takes JAX's default; only that one has keys of two numbers.
@@ -448,7 +471,11 @@ class _Reader:
         if self.aggregate:
             names.append(AGGREGATE)
         if self.is_database:
-            names += [MANIFEST, "d", *(n for n in list_names(self.directory) if n.startswith("ocdbt.process_"))]
+            names += [
+                MANIFEST,
+                "d",
+                *(n for n in list_names(self.directory) if n.startswith("ocdbt.process_")),
+            ]
         else:
             names += filter(None, self.arrays)
         return map(self.at, names)
@@ -482,7 +509,9 @@ class _Reader:
             raise FormatError(f"{self.directory} cannot be read by TensorStore: {brief(error)}") from error
         arrays = {path: self.opened(path, future) for path, future in begun.items()}
         # Without a fill value all chunks are stored: of these, too, a missing one is not taken for zeros.
-        lenient = [path for path, array in arrays.items() if _STRICT not in specs[path] and array.fill_value is None]
+        lenient = [
+            path for path, array in arrays.items() if _STRICT not in specs[path] and array.fill_value is None
+        ]
         strict = {path: begin(specs[path] | {_STRICT: False}) for path in lenient}
         return arrays | {path: self.opened(path, future) for path, future in strict.items()}
 
@@ -513,7 +542,9 @@ class _Reader:
     def entry(self, leaf: _Array, array: Any) -> LeafEntry:
         name, key, shape, dtype = leaf.path, leaf.key, tuple(array.shape), array.dtype.name
         if leaf.shape not in (None, shape):
-            raise FormatError(f"leaf {name!r} should be of shape {list(leaf.shape or ())}, and is {list(shape)}")
+            raise FormatError(
+                f"leaf {name!r} should be of shape {list(leaf.shape or ())}, and is {list(shape)}"
+            )
         try:
             itemsize = dtype_from_name(dtype).itemsize
         except FormatError as error:
