@@ -83,8 +83,8 @@ def convert(
     without one; else all trees are converted, and keep theirs. `rename` is a file of rules, or the rules: see
     `docs/guides/renaming.md`. `dtype` casts floating leaves. With `dry_run` nothing is written.
 
-    Files of another writer's directory that are not read and may hold leaves are an error; with `allow_missing` they are
-    left out, and the notes list them.
+    Files of a source that are not read and may hold leaves are an error; with `allow_missing` they are left out, and
+    the notes list them.
     """
     where = local_path(destination).absolute()
     form = _format(where, to)

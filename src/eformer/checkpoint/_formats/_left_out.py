@@ -1,8 +1,8 @@
 """The files of a directory that a reader leaves out, though they may hold leaves.
 
 A reader of another writer's directory names the files and directories that it reads. Every other file below the
-directory is left out, unless it is empty or hidden, lies in a checkpoint of its own that we wrote, or has a name that
-is known to hold no leaves, such as README.md, config.json or tokenizer.model.
+directory is left out, unless it is hidden, belongs to a checkpoint of ours in a directory of its own, or has a name
+that is known to hold no leaves, such as README.md, config.json or tokenizer.model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WITHOUT_LEAVES = (
     "*.md5", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf", "*.mp4",
     "README", "LICENSE", "LICENSE.*", "LICENCE", "LICENCE.*", "NOTICE", "NOTICE.*", "COPYING", "USE_POLICY*",
     "tokenizer.model*", "spiece.model", "sentencepiece*.model", "*.spm", "*.tiktoken", "vocab", "vocab.*", "merges.*",
-    "training_args.bin", "events.out.tfevents.*",
+    "training_args.bin", "events.out.tfevents.*", "_SUCCESS",
 )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def _unread(directory: Path, read: AbstractSet[str]) -> Iterator[str]:
         except OSError:  # nobody knows what is in there
             yield f"{path}/"
             continue
-        if path and _is_checkpoint(directory / path, entries.keys()):
+        if path and is_checkpoint(directory / path):
             continue
         is_array = path and entries.keys() & {ZARRAY, _ZARR3, DATABASE}
         if is_array and not any(name.startswith(f"{path}/") for name in read):
@@ -66,7 +66,7 @@ def _unread(directory: Path, read: AbstractSet[str]) -> Iterator[str]:
             if name.startswith(".") or below in read:
                 continue
             if not entry.is_dir(follow_symlinks=False):
-                if may_hold_leaves(name) and not _is_empty(entry):
+                if may_hold_leaves(name):
                     yield below
             elif depth < _MOST_DEPTH:
                 todo.append((below, depth + 1))
@@ -78,21 +78,12 @@ def may_hold_leaves(name: str) -> bool:
     return name == _ZARR3 or not any(fnmatchcase(name, pattern) for pattern in _WITHOUT_LEAVES)
 
 
-def _is_checkpoint(directory: Path, names: AbstractSet[str]) -> bool:
+def is_checkpoint(directory: Path) -> bool:
     """Whether the directory is a checkpoint of its own, by an index or a manifest of ours."""
-    if INDEX in names:
-        return True
     try:
-        return MANIFEST in names and has_seal(read_range_of(directory / MANIFEST, _BEGINNING))
+        return (directory / INDEX).is_file() or has_seal(read_range_of(directory / MANIFEST, _BEGINNING))
     except (OSError, FormatError):
         return False
 
 
 _BEGINNING = 2**10
-
-
-def _is_empty(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.stat().st_size == 0
-    except OSError:  # a link to nowhere
-        return False

@@ -101,7 +101,7 @@ def _nothing_in(directory: Path, names: list[str]) -> Found:
     hint = f". Is it one of {inner[:_MOST_SHOWN]}?" if inner else ""
     raise NotFoundError(
         f"{directory} holds no checkpoint: looked for {INDEX}, {MANIFEST}, *{INDEX_SUFFIX}, *{SUFFIX}, Orbax's "
-        f"{orbax.METADATA}, and zarr arrays; there is {there}{hint}"
+        f"{orbax.METADATA} or a tree in msgpack called checkpoint, and zarr arrays; there is {there}{hint}"
     )
 
 
@@ -111,6 +111,6 @@ _FLAX = re.compile(r"checkpoint_\d+")  # what flax.training.checkpoints calls it
 def _looks_like_one(path: Path) -> bool:
     if _FLAX.fullmatch(path.name) and path.is_file():
         return True
-    return any((path / name).exists() for name in (INDEX, MANIFEST)) or path.name.endswith(
-        (SUFFIX, *files.SUFFIXES)
-    )
+    if any((path / name).exists() for name in (INDEX, MANIFEST)) or orbax.marks(path):
+        return True
+    return path.name.endswith((SUFFIX, *files.SUFFIXES))

@@ -59,9 +59,12 @@ def require_plain_files(directory: Path, *, is_database: bool = True) -> None:
 
 
 def list_arrays(directory: Path) -> list[str]:
-    """List the zarr arrays of a database by their paths in it."""
+    """List the zarr arrays of a database, whoever wrote it, by their paths in it."""
+    import tensorstore as ts
+
+    base = {"driver": "file", "path": f"{directory}/"}
     try:
-        keys = _open(directory).list().result()
+        keys = ts.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
     except ValueError as error:
         raise FormatError(f"{directory} holds no OCDBT database that can be read: {error}") from error
     paths = [key.decode(errors="backslashreplace").rpartition("/") for key in keys]

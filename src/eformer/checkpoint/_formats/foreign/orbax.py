@@ -27,7 +27,7 @@ import numpy as np
 
 from eformer.checkpoint._codec import MALFORMED_JSON
 from eformer.checkpoint._formats._found import Found, Trees
-from eformer.checkpoint._formats._left_out import left_out
+from eformer.checkpoint._formats._left_out import is_checkpoint, left_out
 from eformer.checkpoint._formats._zarr import ZARRAY, chunks_of, count_chunks
 from eformer.checkpoint._formats.foreign.aggregate import NAME as AGGREGATE
 from eformer.checkpoint._formats.foreign.aggregate import (
@@ -119,8 +119,7 @@ class _Item(msgspec.Struct, frozen=True):
 
     directory: Path
     is_array: bool = False
-    is_key: bool = False
-    about: str | None = None  # a directory beside it with what is known of the key
+    about: str | None = None  # a directory beside it with what is known of a key
 
 
 _ARRAY = "checkpoint"
@@ -136,8 +135,7 @@ def _item(path: Path, handlers: Mapping[str, Any]) -> _Item | None:
     for name in (_JAX_KEY, _NUMPY_KEY):
         inner, about = path / name, f"{name}_metadata"
         if not inner.is_symlink() and (_is_tree(inner) or (name == _JAX_KEY and _is_array(inner))):
-            is_key = name == _JAX_KEY and _is_typed(path / about)
-            return _Item(inner, is_array=name == _JAX_KEY, is_key=is_key, about=about)
+            return _Item(inner, is_array=name == _JAX_KEY, about=about)
     return None
 
 
@@ -215,7 +213,7 @@ def _documents(directory: Path, items: Mapping[str, _Item], checkpoint: _Checkpo
 def _json(directory: Path) -> Any:
     """What the only file of a directory says."""
     (name,) = (name for name in list_names(directory) if name != _COMMITTED)
-    return json.loads(read_small(directory, name) or b"")
+    return json.loads(read_small(directory, name, lambda first: first.lstrip()[:1] in (b"{", b"[")) or b"")
 
 
 def _left_out(
@@ -225,28 +223,30 @@ def _left_out(
     trees: Mapping[str, TreeEntry],
     readers: Mapping[str, _Reader],
 ) -> tuple[str, ...]:
-    read = {_CHECKPOINT, *documents}
+    read = {_CHECKPOINT, *documents, *(name for name in list_names(directory) if _UNFINISHED in name)}
     inside: list[str] = []
     for prefix, item in items.items():
         try:
             reader = readers[trees[prefix].root]
-            inside += reader.left_out()
         except (FormatError, OSError):  # whoever reads the tree hears of it
             read.update([prefix] if prefix else list_names(directory))
             continue
+        inside += reader.left_out()
         read.update(reader.read())
         if item.about:
             read.add(f"{prefix}/{item.about}")
-    others = []
-    if "" not in items:
-        folders = [name for name in list_names(directory) if name not in read and name not in items]
-        others = [name for name in folders if _UNFINISHED not in name and _has_files(directory / name)]
-        read.update(folders)
+    others = [] if "" in items else [name for name in list_names(directory) if name not in (*read, *items)]
+    others = [name for name in others if _is_other_item(directory / name)]
+    read.update(others)
     return tuple(sorted([*left_out(directory, read), *inside, *(f"{name}/" for name in others)]))
 
 
-def _has_files(path: Path) -> bool:
-    return path.is_dir() and any(names for _, _, names in os.walk(path))
+def _is_other_item(path: Path) -> bool:
+    """Whether a directory beside the trees is an item of another kind: then it is left out, whatever its files are
+    called."""
+    if path.name.startswith(".") or path.is_symlink() or not path.is_dir() or is_checkpoint(path):
+        return False
+    return any(names for _, _, names in os.walk(path))
 
 
 # ------------------------------------------------------------------------------------------- reading
@@ -263,6 +263,7 @@ class _Key(msgspec.Struct):
 
 class _Value(msgspec.Struct):
     value_type: str = "jax.Array"
+    skip_deserialize: bool = False
 
 
 class _Leaf(msgspec.Struct):
@@ -400,6 +401,10 @@ class _Reader:
                 found[leaf.name] = _InFile(listed, home)
             elif isinstance(listed, Plain):
                 found[leaf.name] = listed
+            elif leaf.value_metadata.skip_deserialize and not self.aggregate:
+                raise CorruptionError(
+                    f"leaf {leaf.name[:200]!r} is in {self.directory / AGGREGATE}, which is missing or damaged"
+                )
             elif kind == "string":
                 found[leaf.name] = Plain(value_to_json(self.text(texts, stored)))
             else:
@@ -445,7 +450,8 @@ class _Reader:
                 f"{self.directory} should hold one array, and holds {len(entries) + len(values)} leaves"
             )
         (entry,) = entries.values()
-        if self.item.is_key and entry.dtype == "uint32" and entry.shape[-1:] == (2,):
+        is_key = self.item.about and _is_typed(self.directory.parent / self.item.about)
+        if is_key and entry.dtype == "uint32" and entry.shape[-1:] == (2,):
             # Orbax does not record the generator, and takes JAX's default; only that one has keys of two numbers.
             entry = msgspec.structs.replace(entry, key="threefry2x32", sharding=None)
         return {BARE_LEAF: entry}
