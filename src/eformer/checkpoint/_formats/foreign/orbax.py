@@ -74,6 +74,7 @@ _SHARDINGS = "_sharding"
 _TEXTS = "_strings.json"
 _ARRAYS = "array_metadatas"
 _COMMITTED = "commit_success.txt"
+_INDICATOR = "orbax.checkpoint"  # an empty file, by which version 1 knows its checkpoints
 
 _MOST_DEPTH = 100
 _EMPTY: dict[str, Any] = {
@@ -223,7 +224,12 @@ def _left_out(
     trees: Mapping[str, TreeEntry],
     readers: Mapping[str, _Reader],
 ) -> tuple[str, ...]:
-    read = {_CHECKPOINT, *documents, *(name for name in list_names(directory) if _UNFINISHED in name)}
+    read = {
+        _CHECKPOINT,
+        _INDICATOR,
+        *documents,
+        *(name for name in list_names(directory) if _UNFINISHED in name),
+    }
     inside: list[str] = []
     for prefix, item in items.items():
         try:
