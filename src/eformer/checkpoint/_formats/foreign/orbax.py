@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import os
+import re
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -490,6 +491,8 @@ class _Reader:
             ]
         else:
             names += filter(None, self.arrays)
+        if "" in self.arrays:  # its chunks lie in the directory itself
+            names += [name for name in list_names(self.directory) if _OF_ARRAY.fullmatch(name)]
         return map(self.at, names)
 
     def left_out(self) -> list[str]:
@@ -596,6 +599,7 @@ class _Reader:
 
 
 _CACHE_BYTES = 2**25
+_OF_ARRAY = re.compile(r"\d+(\.\d+)*|c|zarr\.json")
 _STRICT = "fill_missing_data_reads"
 _NUMBERS = {
     "bool", "int4", "int8", "int16", "int32", "int64", "uint4", "uint8", "uint16", "uint32", "uint64", "float16",
