@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tarfile
+from contextlib import suppress
 from pathlib import Path
 
 import flax.serialization
@@ -271,6 +272,22 @@ def test_a_file_that_was_cut_short_is_an_error(path, nbytes):
         checkpoint.load(path)
 
 
+@pytest.mark.parametrize("name", ["flaxorbax-0.2.7/flax_guide_mixed", "orbax-0.4.8/ptmixagg_base", T5X])
+def test_a_file_with_wrong_bytes_is_an_error_or_a_tree(copy, name):
+    path = copy(name)
+    data = (path / "checkpoint").read_bytes()
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        wrong = bytearray(data)
+        for at in rng.integers(len(data), size=rng.integers(1, 4)):
+            wrong[at] = rng.integers(256)
+        (path / "checkpoint").write_bytes(
+            wrong[: rng.integers(len(data)) or None] if rng.random() < 0.2 else wrong
+        )
+        with suppress(FormatError):
+            checkpoint.inspect(path)
+
+
 def test_a_file_of_which_nothing_is_left_is_left_out(path):
     (path / "checkpoint").write_bytes(b"")
     assert checkpoint.verify(path).left_out == ("checkpoint",)
@@ -322,14 +339,14 @@ def copy(samples, tmp_path):
 def test_leaves_that_only_one_of_the_lists_has_are_an_error(copy):
     path = copy("orbax-0.4.8/ptmixagg_nulls")
     write(path, {"a": "PLACEHOLDER://a", "b": np.ones(2), "n": np.ones(2), "more": 3})
-    with pytest.raises(FormatError, match="list other leaves: more"):
+    with pytest.raises(FormatError, match="disagree about these leaves: more"):
         checkpoint.load(path)
 
 
 def test_a_leaf_that_the_lists_have_in_different_arrays_is_an_error(copy):
     path = copy("orbax-0.4.8/ptmixagg_nulls")
     write(path, {"a": "PLACEHOLDER://b", "b": np.ones(2), "n": np.ones(2)})
-    with pytest.raises(FormatError, match="list other leaves: a"):
+    with pytest.raises(FormatError, match="disagree about these leaves: a"):
         checkpoint.load(path)
 
 
@@ -352,3 +369,31 @@ def test_arrays_of_the_database_that_no_leaf_names_are_left_out(copy, name):
     write(path, {"np_f64": "PLACEHOLDER://np_f64"})
     there = ("manifest.ocdbt/params.dense.kernel", "manifest.ocdbt/params.layers.1")
     assert checkpoint.verify(path).left_out == there
+
+
+# ------------------------------------------------------------------------------------------- steps and items
+
+
+def test_items_that_are_called_like_steps_are_all_there(samples, tmp_path):
+    for name in ("head_1", "head_2"):
+        shutil.copytree(samples / "orbax-0.2.7" / "ptagg_nulls", tmp_path / name)
+    assert set(checkpoint.inspect(tmp_path).trees) == {"head_1", "head_2"}
+
+
+def test_steps_with_a_prefix_are_steps(samples, tmp_path):
+    for name in ("run_9", "run_10"):
+        shutil.copytree(samples / "orbax-0.2.7" / "ptagg_nulls", tmp_path / name / "default")
+    assert checkpoint.open(tmp_path)._path.name == "run_10"
+
+
+def test_a_key_whose_kind_is_not_known_is_an_error_of_that_item_alone(copy):
+    path = copy("orbax-0.12.8/mgr_new/10")
+    (path / "key" / "jax_random_key_metadata" / "metadata").write_text("{}")
+    with pytest.raises(FormatError, match="does not say whether the PRNG key is typed"):
+        checkpoint.load(path, prefix="key")
+    assert checkpoint.load(path, prefix="state")["step"] == 10
+
+
+def test_a_run_is_not_pruned_from_within_a_checkpoint(samples):
+    with pytest.raises(ValueError, match="is a checkpoint itself: it has checkpoint"):
+        checkpoint.prune(samples / "orbax-0.2.7" / "pt_base", keep=1)

@@ -79,7 +79,7 @@ def may_hold_leaves(name: str) -> bool:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether the directory is a checkpoint of its own, by an index or a manifest of ours."""
+    """Tell whether the directory is a checkpoint of its own, by an index or a manifest of ours."""
     try:
         return (directory / INDEX).is_file() or has_seal(read_range_of(directory / MANIFEST, _BEGINNING))
     except (OSError, FormatError):

@@ -30,7 +30,7 @@ _PICKLE = 0x80  # of protocol 2 and above; alone, an empty dict
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A leaf that is no array, as JSON."""
+    """A number, a text or another plain value, as JSON."""
 
     value: Any
 
@@ -55,7 +55,7 @@ class Aggregate:
 
 
 def is_aggregate(directory: Path) -> bool:
-    """Whether the directory has such a file: one of that name that begins like a tree in msgpack."""
+    """Tell whether the directory has such a file: one of that name that begins like a tree in msgpack."""
     try:
         file = _opened(directory)
     except (OSError, FormatError):
@@ -130,7 +130,7 @@ class _Spec(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _of_t5x(document: Mapping[Any, Any], name: str) -> Named:
-    """The array of a specification for TensorStore; refuses one of a part, or that is not known."""
+    """Name the array of a specification for TensorStore; refuse one of a part, or with members that are not known."""
     try:
         spec = msgspec.convert(document, _Spec)
     except msgspec.ValidationError as error:

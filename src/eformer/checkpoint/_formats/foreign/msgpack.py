@@ -42,7 +42,7 @@ def in_msgpack(file: SingleFile) -> Found:
 
 
 def is_t5x_array(node: Any) -> bool:
-    """Whether T5X has put this in the place of an array: a specification for TensorStore."""
+    """Tell whether T5X has put this in the place of an array: a specification for TensorStore."""
     return isinstance(node, dict) and node.keys() >= {"driver", "kvstore", "metadata"}
 
 

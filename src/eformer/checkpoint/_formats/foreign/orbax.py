@@ -142,7 +142,7 @@ def _item(path: Path, handlers: Mapping[str, Any]) -> _Item | None:
 
 
 def _is_array(path: Path) -> bool:
-    """Whether this is an item that is an array, as versions before 0.12 stored it."""
+    """Tell whether this is an item that is one array, as versions before 0.12 stored it."""
     return (path / _ARRAY / ZARRAY).is_file() or (path / MANIFEST).is_file()
 
 
@@ -150,7 +150,7 @@ def _is_typed(about: Path) -> bool:
     try:
         return bool(_json(about)["typed"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise FormatError(f"{about} does not say whether the key is a typed one: {error}") from error
+        raise FormatError(f"{about} does not say whether the PRNG key is typed: {error}") from error
 
 
 def steps_in(directory: Path, names: Sequence[str]) -> list[str]:
@@ -164,7 +164,7 @@ def steps_in(directory: Path, names: Sequence[str]) -> list[str]:
 
 
 def _is_step(path: Path, *, may_be_item: bool) -> bool:
-    """Whether a directory called like a step is one. An item may be called so, too, and is a tree itself."""
+    """Tell whether a directory with the name of a step is one. An item of such a name is a tree itself."""
     if path.is_symlink() or not path.is_dir():
         return (path / _CHECKPOINT).is_file()
     if (path / _CHECKPOINT).is_file() or (not may_be_item and _is_tree(path)):
@@ -213,7 +213,7 @@ def _documents(directory: Path, items: Mapping[str, _Item], checkpoint: _Checkpo
 
 
 def _json(directory: Path) -> Any:
-    """What the only file of a directory says."""
+    """Read the JSON in the only file of a directory."""
     (name,) = (name for name in list_names(directory) if name != _COMMITTED)
     return json.loads(read_small(directory, name, lambda first: first.lstrip()[:1] in (b"{", b"[")) or b"")
 
@@ -249,7 +249,7 @@ def _left_out(
 
 
 def _is_other_item(path: Path) -> bool:
-    """Whether a directory beside the trees is an item of another kind: then it is left out, whatever its files are
+    """Tell whether a directory beside the trees is an item of another kind, which is left out whatever its files are
     called."""
     if path.name.startswith(".") or path.is_symlink() or not path.is_dir() or is_checkpoint(path):
         return False
@@ -352,7 +352,7 @@ class _Reader:
         self.stamps = {self.at(AGGREGATE): self.aggregate.stamp} if self.aggregate else {}
 
     def at(self, name: str) -> str:
-        """A path in the checkpoint of what is in the tree's directory."""
+        """Return the path in the checkpoint of a name in the tree's directory."""
         return f"{self.root}/{name}" if self.root else name
 
     def tree(self, checkpoint: _Checkpoint, documents: Mapping[str, Any]) -> TreeEntry:
@@ -394,7 +394,7 @@ class _Reader:
         )
 
     def from_metadata(self, about: _Tree) -> dict[str, Plain | _InFile | _Array]:
-        """Every leaf that is stored, by name, as Orbax lists it. The file in msgpack has to list the same ones."""
+        """List every stored leaf by name, as `_METADATA` does. The file in msgpack has to list the same ones."""
         texts = _optional(self.directory, _TEXTS, dict[str, str]) or {}
         shardings, keys = _shardings(self.directory), _key_kinds(self.directory)
         found: dict[str, Plain | _InFile | _Array] = {}
@@ -431,11 +431,12 @@ class _Reader:
         problems += [name for name, path in named.items() if path != stored.get(name, path)]
         if problems:
             raise FormatError(
-                f"{self.directory}: {METADATA} and the file {AGGREGATE!r} list other leaves: {few(problems)[:400]}"
+                f"{self.directory}: {METADATA} and the file {AGGREGATE!r} disagree about these leaves: "
+                f"{few(problems)[:400]}"
             )
 
     def from_aggregate(self) -> dict[str, Plain | _InFile | _Array]:
-        """Every leaf that the file in msgpack has or names."""
+        """List every leaf that the file in msgpack has, or names the array of."""
         assert self.aggregate
         shardings = _shardings(self.directory)
         found: dict[str, Plain | _InFile | _Array] = {}
@@ -451,7 +452,7 @@ class _Reader:
         return found
 
     def alone(self, entries: Mapping[str, LeafEntry], values: Mapping[str, Any]) -> dict[str, LeafEntry]:
-        """The one array of an item that is an array, or the key that its numbers are."""
+        """Return the only array of an item, as a PRNG key if it is the numbers of one."""
         if len(entries) != 1 or values:
             raise FormatError(
                 f"{self.directory} should hold one array, and holds {len(entries) + len(values)} leaves"
