@@ -51,7 +51,7 @@ UTILS = {
 }
 CHECKPOINT = {
     "convert": "(source, destination, *, to=None, prefix=None, rename=None, dtype=None, max_shard_bytes=None, "
-    "memory=None, dry_run=False, progress=None)",
+    "memory=None, dry_run=False, allow_missing=False, progress=None)",
     "diff": "(a, b, *, prefix=None, progress=None)",
     "dry_run": "(what, mesh, *, rules=None, shardings=None, prefix=None, dtype=None)",
     "inspect": "(path)",

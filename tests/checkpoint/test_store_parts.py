@@ -2,7 +2,7 @@
 
 import pytest
 
-from eformer.checkpoint._store.parts import Joined, PartFiles
+from eformer.checkpoint._store.parts import ChainedFiles, Joined, PartFiles
 
 FILE = bytes(range(100))
 
@@ -31,3 +31,44 @@ def test_every_stretch_of_joined_ranges_is_what_lies_there(ranges):
 
 def test_what_the_file_no_longer_has_ends_the_part():
     assert read(((95, 10), (0, 3)), 2, 11) == FILE[97:]
+
+
+class Named:
+    """Files that note what is asked of them."""
+
+    def __init__(self, name):
+        self.name, self.held, self.is_open = name, [], True
+
+    def hold(self, numbers):
+        self.held += numbers
+
+    def read_into(self, number, memory, offset):
+        memory[:2] = f"{self.name}{number}".encode()
+        return 2
+
+    def nbytes(self, number):
+        return number
+
+    def map(self, number):
+        return f"{self.name}{number}"
+
+    def rewritten(self):
+        return self.name if self.name == "b" else None
+
+    def close(self):
+        self.is_open = False
+
+
+def test_files_of_two_kinds_are_counted_one_after_the_other():
+    first, then = Named("a"), Named("b")
+    files = ChainedFiles(first, 3, then)
+    files.hold(iter([0, 2, 3, 5]))
+    memory = bytearray(2)
+    assert [files.read_into(n, memoryview(memory), 0) and bytes(memory) for n in (2, 3)] == [b"a2", b"b0"]
+    assert [files.nbytes(n) for n in (2, 4)] == [2, 1]
+    assert [files.map(n) for n in (0, 4)] == ["a0", "b1"]
+    assert (first.held, then.held) == ([0, 2], [0, 2])
+    assert files.rewritten() == "b"
+    files.close()
+    assert not first.is_open
+    assert not then.is_open

@@ -244,10 +244,23 @@ def test_two_ways_to_show_it_are_one_too_many(model, tmp_path):
     assert "choose one" in run("inspect", model, "--json", "--svg", tmp_path / "x.svg", code=2).stderr
 
 
-def test_items_of_orbax_that_are_no_trees_are_named(tmp_path):
-    shutil.copytree(ORBAX / "v1", tmp_path / "c")
-    (tmp_path / "c" / "data").mkdir()
-    (tmp_path / "c" / "data" / "metadata").write_text("{}")
-    assert "data: no trees of arrays" in run("inspect", tmp_path / "c").stdout
-    done = run("convert", tmp_path / "c", tmp_path / "new", "--to", "safetensors")
-    assert "left out: data, which is no tree of arrays" in done.stdout
+def test_files_that_are_left_out_are_named(tmp_path):
+    path = Path(shutil.copytree(ORBAX / "v1", tmp_path / "c"))
+    (path / "data").mkdir()
+    (path / "data" / "state").write_bytes(b"\0")
+    assert "data/: not read, and may hold leaves" in run("inspect", path).stdout
+    assert json.loads(run("inspect", path, "--json").stdout)["left_out"] == ["data/"]
+    assert "1 file left out, which may hold leaves: data/" in run("verify", path, code=1).stdout
+    report = json.loads(run("verify", path, "--json", code=1).stdout)
+    assert (report["ok"], report["left_out"], report["damages"]) == (False, ["data/"], [])
+
+
+def test_a_conversion_has_to_be_told_that_files_may_be_left_out(tmp_path):
+    path = Path(shutil.copytree(ORBAX / "v1", tmp_path / "c"))
+    (path / "more.bin").write_bytes(b"\0")
+    for how in ([], ["--dry-run"]):
+        refused = run("convert", path, tmp_path / "new", "--to", "safetensors", *how, code=1)
+        assert "more.bin. Pass --allow-missing to convert the rest" in refused.stderr
+    done = run("convert", path, tmp_path / "new", "--to", "safetensors", "--allow-missing")
+    assert "left out: more.bin, which is not read and may hold leaves" in done.stdout
+    run("verify", tmp_path / "new")

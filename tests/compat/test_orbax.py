@@ -176,7 +176,7 @@ def test_a_leaf_that_leads_out_of_the_directory_is_refused(copy, key):
 @pytest.mark.parametrize(
     ("leaves", "problem"),
     [
-        ([[("step", False)], [("step", False)]], "stored as 'step'"),
+        ([[("step", False)], [("step", False)]], "'step' twice"),
         ([[("opt.0.count", False)], [("opt", False), ("0", True), ("count", False)]], "stored as"),
         ([[("step", False)], [("step", False), ("x", False)]], "inside of another|no such array"),
         ([[("x", False)] * 200], "deep|no such array"),

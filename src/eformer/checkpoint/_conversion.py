@@ -22,7 +22,7 @@ from eformer.checkpoint._value import value_from_json
 from eformer.errors import FormatError, MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from eformer.checkpoint._source import Deferred
     from eformer.checkpoint._view import View
@@ -190,8 +190,6 @@ def _losses(made: Made, form: To) -> Iterator[str]:
     if form == "msgpack":
         yield "msgpack has no digests: what happens to the file later, nobody notices"
         yield "as flax has it, all containers are dicts: flax.serialization.from_bytes(tree, ...) makes the tree again"
-    for name in made.view.others:
-        yield f"left out: {name}, which is no tree of arrays"
     if not made.view.has_names:
         yield "the source has no names: its leaves are called by their numbers"
     if not made.view.tree.save_id:
@@ -203,12 +201,14 @@ def planned(
     destination: str | os.PathLike[str],
     form: To,
     made: Mapping[str, Made],
+    left_out: Sequence[str] = (),
 ) -> Conversion:
     leaves = {
         prefix: (*(_leaf_of(one, s) for s in one.sources), *_values_of(one)) for prefix, one in made.items()
     }
     labels = {prefix: f"[{prefix}] " if prefix else "" for prefix in made}
     notes = dict.fromkeys(labels[prefix] + note for prefix, one in made.items() for note in one.notes)
+    notes |= dict.fromkeys(f"left out: {path}, which is not read and may hold leaves" for path in left_out)
     kept = [labels[prefix] + name for prefix, one in made.items() for name in one.kept]
     return Conversion(os.fspath(source), os.fspath(destination), form, leaves, tuple(notes), tuple(kept))
 

@@ -33,7 +33,7 @@ from eformer.checkpoint._source import Source, Staging
 from eformer.checkpoint._store.directory import Directory
 from eformer.checkpoint._store.local import list_names, local_path, make_directories, replacing
 from eformer.checkpoint._store.many import ScratchTree, sweep_unpublished
-from eformer.checkpoint._text import size
+from eformer.checkpoint._text import count, few, size
 from eformer.checkpoint._view import View
 from eformer.checkpoint._view import open as open_view
 from eformer.errors import FormatError
@@ -65,6 +65,7 @@ def convert(
     max_shard_bytes: int | None = None,
     memory: int | None = None,
     dry_run: bool = False,
+    allow_missing: bool = False,
     progress: Progress = None,
 ) -> Conversion:
     """The checkpoint at `source`, whoever wrote it, is at `destination` in the format `to`, whole; or nothing is there.
@@ -75,14 +76,20 @@ def convert(
     `to` may be left out where the destination's suffix says it. A tree that is asked for by its `prefix` is stored
     without one; else all trees are converted, and keep theirs. `rename` is a file of rules, or the rules: see
     `docs/guides/renaming.md`. `dtype` casts floating leaves. With `dry_run` nothing is written.
+
+    Files of a source that are not read and may hold leaves are an error; with `allow_missing` they are left out, and
+    the notes list them.
     """
     where = local_path(destination).absolute()
     form = _format(where, to)
     rules = _rules(rename)
     with ExitStack() as stack:
         trees = _open(source, prefix, stack)
+        left_out = find(source).left_out(prefix)
+        if left_out and not allow_missing:
+            raise _missing(source, left_out)
         made = {name: made_of(view, rules, dtype, form) for name, view in trees.items()}
-        conversion = planned(source, destination, form, made)
+        conversion = planned(source, destination, form, made, left_out)
         _check(made, form, where, max_shard_bytes)
         budget = _budget(memory, made, form)
         if not dry_run:
@@ -128,6 +135,13 @@ def _open(source: str | os.PathLike[str], prefix: str | None, stack: ExitStack) 
         trees[name] = open_view(source, prefix=there)
         stack.callback(trees[name].close)
     return trees
+
+
+def _missing(source: str | os.PathLike[str], left_out: Sequence[str]) -> FormatError:
+    what = f"{count(len(left_out), 'file')} would be left out, and may hold leaves"
+    return FormatError(
+        f"{os.fspath(source)}: {what}: {few(left_out)}. Pass allow_missing=True to convert the rest"
+    )
 
 
 # ------------------------------------------------------------------------------------------- beforehand

@@ -13,6 +13,7 @@ from eformer.checkpoint._formats.find import find
 from eformer.checkpoint._manifest import UNREADABLE, LeafEntry
 from eformer.checkpoint._pieces import pieces
 from eformer.checkpoint._progress import metered
+from eformer.checkpoint._text import few
 from eformer.checkpoint._value import value_from_json
 from eformer.checkpoint._view import View
 from eformer.checkpoint._view import open as open_view
@@ -283,6 +284,9 @@ def _notes(a: View, b: View) -> Iterator[str]:
         yield "the containers are not of the same kinds, such as lists for dicts"
     if a.tree.raw_metadata != b.tree.raw_metadata:
         yield "the metadata differs"
+    for view in (a, b):
+        if view.left_out:
+            yield f"not compared, and may hold leaves: {few(view.left_out)}"
 
 
 # -------------------------------------------------------------------------------------------- values

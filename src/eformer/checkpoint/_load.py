@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os  # noqa: TC003
 import time
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from eformer.checkpoint._pool import default_threads, uncollected
 from eformer.checkpoint._progress import is_wanted, metered
 from eformer.checkpoint._read import nbytes_read, read
 from eformer.checkpoint._streamed import is_worth_streaming, stream
+from eformer.checkpoint._text import few
 from eformer.checkpoint._tree import flatten, unflatten, unflatten_like
 from eformer.errors import CorruptionError, FormatError, NotFoundError, StructureError
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from eformer.checkpoint._hosts import Hosts
     from eformer.checkpoint._progress import Meter, Progress
     from eformer.checkpoint._rules import Rules
+
+logger = logging.getLogger("eformer")
 
 # Another save may replace the files between the reading of a manifest and that of the data; each time it does,
 # a newer checkpoint is there to be read.
@@ -154,6 +158,8 @@ def _read_one(
         found = find(path)
         try:
             tree, wanted = _tree(found, request.prefix), like
+            if paths := found.left_out(request.prefix):
+                logger.warning("%s: not read, and may hold leaves: %s", path, few(paths))
             if like is not None and not found.has_names:
                 tree, wanted = by_order(tree, like, request.dtype)
             with uncollected():

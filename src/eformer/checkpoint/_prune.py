@@ -14,7 +14,7 @@ from eformer.checkpoint._formats._index import INDEX
 from eformer.checkpoint._formats._names import INDEX_SUFFIX, MANIFEST, SUFFIX, split_shard
 from eformer.checkpoint._formats._zarr import ZARRAY
 from eformer.checkpoint._formats.find import find
-from eformer.checkpoint._formats.foreign.orbax import METADATA
+from eformer.checkpoint._formats.foreign import orbax
 from eformer.checkpoint._store.directory import Directory
 from eformer.checkpoint._store.local import list_names, local_path
 from eformer.checkpoint._verify import verify
@@ -83,8 +83,8 @@ def remove(plan: Pruned) -> None:
 def _refuse_checkpoint(where: Path) -> None:
     """The files of one checkpoint may be numbered, too."""
     names = list_names(where)
-    ours = [name for name in names if name in (MANIFEST, INDEX, METADATA, ZARRAY)]
-    if index := [*ours, *(name for name in names if name.endswith(INDEX_SUFFIX))]:
+    marks = (MANIFEST, INDEX, ZARRAY, *orbax.marks(where))
+    if index := [name for name in names if name in marks or name.endswith(INDEX_SUFFIX)]:
         raise ValueError(
             f"{where} is a checkpoint itself: it has {index[0]}. What to prune is the directory that the steps are in"
         )
@@ -128,7 +128,7 @@ def _problem(path: Path) -> str | None:
 def _require_sound(plan: Pruned) -> None:
     for name in plan.kept:
         report = verify(Path(plan.directory) / name)
-        if not report.ok:
+        if report.damages:
             raise CorruptionError(f"nothing was removed, because one that stays is damaged: {report}")
 
 

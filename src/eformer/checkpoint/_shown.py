@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from eformer.checkpoint._outline import Line, Node, outline
-from eformer.checkpoint._text import count, printable, shortened, size
+from eformer.checkpoint._text import count, few, printable, shortened, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -51,9 +51,11 @@ class About:
             yield "dtypes", ", ".join(f"{name} {size(nbytes)}" for name, nbytes in self.dtypes.items())
 
 
-def as_text(title: str, trees: Sequence[About]) -> str:
+def as_text(title: str, trees: Sequence[About], left_out: Sequence[str] = ()) -> str:
     """A few dozen lines at most, however many leaves there are."""
     lines = [_fit(title)]
+    if left_out:
+        lines.append(f"  left out  {_fit(few(left_out))}")
     for tree in trees[:_MOST_TREES]:
         facts = list(tree.facts())
         width = max((len(name) for name, _ in facts), default=0)
@@ -65,9 +67,11 @@ def as_text(title: str, trees: Sequence[About]) -> str:
     return "\n".join([*lines, *_more_trees(trees)])
 
 
-def as_html(title: str, trees: Sequence[About]) -> str:
+def as_html(title: str, trees: Sequence[About], left_out: Sequence[str] = ()) -> str:
     """The same for a notebook: modules fold. No script, nothing from elsewhere, and no name is taken for a tag."""
     parts = [f"<div><b>{_escaped(title)}</b></div>"]
+    if left_out:
+        parts.append(f"<div>left out: {_escaped(few(left_out))}</div>")
     for tree in trees[:_MOST_TREES]:
         parts += [f"<div>{name}: {_escaped(text)}</div>" for name, text in tree.facts()]
         root = outline(tree.lines)

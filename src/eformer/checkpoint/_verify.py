@@ -11,6 +11,7 @@ from eformer.checkpoint._formats.find import find, was_replaced
 from eformer.checkpoint._plan import Want
 from eformer.checkpoint._pool import default_threads
 from eformer.checkpoint._progress import metered
+from eformer.checkpoint._text import count, few
 from eformer.checkpoint._transfer import Damage, check
 from eformer.errors import FormatError
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Report:
     """What `verify` found. `has_digests` is False for files of other writers, of which only the structure was
-    checked, and that all bytes are there; `has_checksums` if these have checksums of their own."""
+    checked, and that all bytes are there; `has_checksums` if these have checksums of their own. `left_out` are the
+    files of a directory that are not read, and may hold leaves."""
 
     path: str
     trees: int
@@ -36,15 +38,27 @@ class Report:
     has_digests: bool
     damages: tuple[Damage, ...]
     has_checksums: bool = False
+    left_out: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        return not self.damages
+        return not self.damages and not self.left_out
 
     def __str__(self) -> str:
+        if not self.left_out:
+            return self._checked
+        left_out = (
+            f"{count(len(self.left_out), 'file')} left out, which may hold leaves: {few(self.left_out)}"
+        )
+        return f"{self._checked}\n  {left_out}"
+
+    @property
+    def _checked(self) -> str:
         if self.damages:
             return "\n  ".join([f"{self.path}: {len(self.damages)} damaged", *map(str, self.damages)])
         how = "all there, but without digests nothing more is known"
+        if self.left_out:
+            how = "can be read"
         if self.has_digests:
             how = "every digest matches"
         elif self.has_checksums:
@@ -55,6 +69,7 @@ class Report:
 def verify(path: str | os.PathLike[str], *, progress: Progress = None) -> Report:
     """Every leaf of every tree at `path` against its digests, and the files' headers; all damage in one report.
 
+    Files in a directory of another writer that are not read, and may hold leaves, are reported as left out.
     A checkpoint whose manifest cannot be read has no leaves to report on: that raises. `progress` is True for a bar, or
     is called with the bytes that were read and with all there are.
     """
@@ -75,6 +90,7 @@ def verify(path: str | os.PathLike[str], *, progress: Progress = None) -> Report
         has_digests=all(tree.save_id for tree in trees),
         damages=tuple(damages),
         has_checksums=found.find_damages is not None,
+        left_out=found.left_out(),
     )
 
 

@@ -6,9 +6,9 @@ import builtins
 import operator
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
 import numpy as np
 
 from eformer.checkpoint._formats.find import look_at, was_replaced
@@ -31,9 +31,32 @@ if TYPE_CHECKING:
     from eformer.checkpoint._manifest import LeafEntry, TreeEntry
 
 
-def inspect(path: str | os.PathLike[str]) -> Manifest:
+class Inspected(Manifest, frozen=True, kw_only=True):
+    """The record of a checkpoint, and the files in its directory that are not read and may hold leaves."""
+
+    left_out: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return as_text(self._title, self._about(), self.left_out)
+
+    def _repr_html_(self) -> str:
+        return as_html(self._title, self._about(), self.left_out)
+
+
+def inspect(path: str | os.PathLike[str]) -> Inspected:
     """The record of the checkpoint at `path`: formats, trees, leaves, shapes, dtypes, metadata. Reads no data."""
-    return look_at(path, lambda found: msgspec.structs.replace(found.manifest, trees=dict(found.trees)))
+    return look_at(path, _inspected)
+
+
+def _inspected(found: Found) -> Inspected:
+    record = found.manifest
+    return Inspected(
+        digest=record.digest,
+        format=record.format,
+        version=record.version,
+        trees=dict(found.trees),
+        left_out=found.left_out(),
+    )
 
 
 def open(path: str | os.PathLike[str], *, prefix: str | None = None) -> View:  # noqa: A001
@@ -88,10 +111,10 @@ class View(Mapping[str, Any]):
         """Whether the leaves are called by what somebody called them, and not by their numbers."""
         return self._found.has_names
 
-    @property
-    def others(self) -> tuple[str, ...]:
-        """What else is in the checkpoint, and is no tree."""
-        return self._found.others
+    @cached_property
+    def left_out(self) -> tuple[str, ...]:
+        """The files of the checkpoint that are not read, and may hold leaves."""
+        return self._found.left_out(self._asked)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -116,10 +139,10 @@ class View(Mapping[str, Any]):
         return _opened, (self._path, self._asked)
 
     def __repr__(self) -> str:
-        return as_text(self._title, [self._tree.about(self._prefix)])
+        return as_text(self._title, [self._tree.about(self._prefix)], self.left_out)
 
     def _repr_html_(self) -> str:
-        return as_html(self._title, [self._tree.about(self._prefix)])
+        return as_html(self._title, [self._tree.about(self._prefix)], self.left_out)
 
     @property
     def _title(self) -> str:

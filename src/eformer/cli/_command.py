@@ -38,7 +38,8 @@ def _colours() -> bool | None:
 # What a function calls its arguments, and the command line its options.
 _OPTIONS = {
     "SaveOptions.max_shard_bytes ": "--max-shard-size ", "max_shard_bytes=": "--max-shard-size ",
-    "memory=": "--memory ", "prefix=": "--prefix", "dtype=": "--dtype", "to=": "--to", "like=": "a tree like it",
+    "allow_missing=True": "--allow-missing", "memory=": "--memory ", "prefix=": "--prefix", "dtype=": "--dtype",
+    "to=": "--to", "like=": "a tree like it",
 }  # fmt: skip
 _ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, _OPTIONS))})")
 
@@ -185,6 +186,7 @@ def verify(path: str, as_json: bool, quiet: bool) -> None:
     """Read every byte of the checkpoint at PATH, and compare it with what was saved. Exit code 1 if it is not.
 
     Checkpoints of other writers have no digests: then it is only known that all bytes are there, which is said.
+    Files beside them that are not read, and may hold leaves, are listed; then the exit code is 1, too.
 
     \b
     eformer verify ./checkpoint && rsync -a ./checkpoint backup:
@@ -194,7 +196,7 @@ def verify(path: str, as_json: bool, quiet: bool) -> None:
     report = check(path, progress=_has_watcher(quiet))
     if as_json:
         damages = [{name: getattr(damage, name) for name in damage.__slots__} for damage in report.damages]
-        names = ("path", "trees", "leaves", "nbytes", "has_digests", "has_checksums", "ok")
+        names = ("path", "trees", "leaves", "nbytes", "has_digests", "has_checksums", "left_out", "ok")
         shown = {name: getattr(report, name) for name in names}
         _print_json(shown | {"damages": damages})
     elif not quiet:
@@ -245,6 +247,9 @@ _MOST_NOTES = 20
 @click.option("--max-shard-size", type=_Size(), help="Of a safetensors file, such as 5GB.")
 @click.option("--prefix", help="Take this tree alone, and store it without a prefix.")
 @click.option("--rename", "rules", type=click.Path(exists=True, dir_okay=False), help="A file of rules.")
+@click.option(
+    "--allow-missing", is_flag=True, help="Convert also if files that may hold leaves are left out."
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
 @click.option("--memory", type=_Size(), default="2GB", show_default=True, help="The most the program takes.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
@@ -256,6 +261,7 @@ def convert(
     max_shard_size: int | None,
     prefix: str | None,
     rules: str | None,
+    allow_missing: bool,
     dry_run: bool,
     memory: int,
     as_json: bool,
@@ -291,6 +297,7 @@ def convert(
         max_shard_bytes=max_shard_size,
         memory=memory,
         dry_run=dry_run,
+        allow_missing=allow_missing,
         progress=_has_watcher(as_json),
     )
     if as_json:

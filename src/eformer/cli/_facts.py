@@ -37,13 +37,12 @@ def checkpoint_facts(path: str, prefix: str | None = None) -> tuple[Facts, dict[
         "format": found.manifest.format,
         "trees": {name: tree_facts(tree) for name, tree in trees.items()},
         "problems": problems,
+        "left_out": list(found.left_out()),
     }
     where = Path(path)
     steps = steps_in(where, list_names(where)) if where.is_dir() else []
     if steps and found.path.name == steps[-1]:
         facts["steps"] = steps
-    if found.others:
-        facts["others"] = list(found.others)
     if found.find_damages:
         facts["checksums"] = True
     return facts, trees

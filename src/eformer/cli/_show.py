@@ -16,7 +16,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from eformer.checkpoint._outline import Node, outline
-from eformer.checkpoint._text import bar, count, printable, shortened, size
+from eformer.checkpoint._text import bar, count, few, printable, shortened, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -48,8 +48,9 @@ def show_checkpoint(facts: Facts, trees: dict[str, TreeEntry], on: Console) -> N
     about.add_row("format", Text(facts["format"]))
     if "steps" in facts:
         about.add_row("steps", Text(printable(f"{', '.join(facts['steps'])}; shown is {facts['steps'][-1]}")))
-    if "others" in facts:
-        about.add_row("also there", Text(printable(f"{', '.join(facts['others'])}: no trees of arrays")))
+    if facts["left_out"]:
+        text = f"{few(facts['left_out'])}: not read, and may hold leaves"
+        about.add_row("left out", Text(printable(text), style="red"))
     on.print(about)
     for prefix, tree in trees.items():
         on.print()

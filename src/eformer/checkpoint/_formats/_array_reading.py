@@ -11,6 +11,7 @@ import msgspec
 from eformer.checkpoint._codec import MALFORMED_JSON
 from eformer.checkpoint._formats._found import Found, Trees
 from eformer.checkpoint._formats._index import INDEX, Listed, read_index
+from eformer.checkpoint._formats._left_out import left_out
 from eformer.checkpoint._formats._parts import joined_trees
 from eformer.checkpoint._formats.foreign.arrays import counted_from, discover, tree_of_arrays
 from eformer.checkpoint._formats.foreign.structure import OriginalStructure, parse_structure
@@ -51,7 +52,16 @@ def by_index(directory: Path) -> Found | None:
     if not index.is_ours:
         manifest = Manifest(format=FOREIGN)
     trees = joined_trees(directory, manifest.trees, describe, also)
-    return Found(directory, directory, manifest, trees, also=tuple(also), stamps=stamps)
+    unread = partial(left_out, directory, {array.path for arrays in others.values() for array in arrays})
+    return Found(
+        directory,
+        directory,
+        manifest,
+        trees,
+        also=tuple(also),
+        stamps=stamps,
+        find_left_out=tuple if index.is_ours else unread,
+    )
 
 
 def _stamps(directory: Path) -> Stamps:
@@ -125,7 +135,15 @@ def without_index(directory: Path) -> Found | None:
     describe = {"": partial(tree_of_arrays, directory, counted_from("", listed), stamps)}
     also = _directories(directory, listed, stamps)
     trees = Trees({}, describe, also)
-    return Found(directory, directory, Manifest(format=FOREIGN), trees, also=tuple(also), stamps=stamps)
+    return Found(
+        directory,
+        directory,
+        Manifest(format=FOREIGN),
+        trees,
+        also=tuple(also),
+        stamps=stamps,
+        find_left_out=partial(left_out, directory, {array.path for array in listed}),
+    )
 
 
 def _directories(

@@ -58,7 +58,8 @@ class Found:
     the files that were looked at from later ones of the same name; those that a manifest names are never replaced.
     `also` names directories that can be had as prefixes, too. `open_files` is for trees whose extents are in no files.
     A file that stores one array after the other has no names: its leaves are called by their numbers. `find_damages`
-    reads what has checksums of a kind that reading a piece of it cannot check. `others` are no trees of arrays.
+    reads what has checksums of a kind that reading a piece of it cannot check. `find_left_out` lists the files that are
+    not read and may hold leaves; a single file, and a checkpoint with a manifest of ours, leave none out.
     """
 
     path: Path
@@ -71,7 +72,7 @@ class Found:
     open_files: Callable[[TreeEntry], Files] | None = None
     has_names: bool = True
     find_damages: Callable[[], Iterator[Damage]] | None = None
-    others: tuple[str, ...] = ()
+    find_left_out: Callable[[], tuple[str, ...]] = tuple
 
     def tree(self, prefix: str | None) -> TreeEntry:
         """The tree of that prefix; if none is said, the one that was saved without, or the only one."""
@@ -91,6 +92,12 @@ class Found:
                 f"{self.path} has no prefix {prefix!r}{hint}; available are {[*available, *self.also]}"
             )
         return self.trees[prefix]
+
+    def left_out(self, prefix: str | None = None) -> tuple[str, ...]:
+        """List the files and directories that are not read and may hold leaves; with a prefix, those of that tree."""
+        found = self.find_left_out()
+        root = self.tree(prefix).root if prefix is not None else ""
+        return tuple(path for path in found if path.startswith(f"{root}/")) if root else found
 
     def files(self, tree: TreeEntry) -> Files:
         """What to read the tree's bytes from. The caller closes it."""

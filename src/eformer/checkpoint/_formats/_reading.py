@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,7 @@ from eformer.checkpoint._formats._foreign import (
 )
 from eformer.checkpoint._formats._found import Found
 from eformer.checkpoint._formats._header import Opened, parse_header, read_header
+from eformer.checkpoint._formats._left_out import left_out
 from eformer.checkpoint._formats._names import (
     INDEX_SUFFIX,
     MANIFEST,
@@ -65,7 +68,10 @@ def in_directory(directory: Path, only: str | None = None) -> Found:
     """The checkpoint of a directory, ours or of another writer."""
     manifest = read_manifest(directory)
     if manifest is None:
-        return _foreign(directory, directory, files_of_directory(directory))
+        groups = files_of_directory(directory)
+        read = {name for files in groups.values() for name in files}
+        found = _foreign(directory, directory, groups)
+        return replace(found, find_left_out=partial(left_out, directory, read))
     return Found(directory, directory, manifest, joined_trees(directory, manifest.trees), only)
 
 

@@ -86,9 +86,11 @@ def _in_directory(directory: Path) -> Found:
     if found := arrays.by_index(directory):
         return found
     names = list_names(directory)
-    if MANIFEST not in names and (found := orbax.in_directory(directory, names)):
+    has_files = any(name.endswith(SUFFIX) for name in names)
+    may_be_orbax = MANIFEST not in names and (not has_files or orbax.marks(directory))
+    if may_be_orbax and (found := orbax.in_directory(directory, names)):
         return found
-    if MANIFEST in names or any(name.endswith(SUFFIX) for name in names):
+    if MANIFEST in names or has_files:
         return safetensors.in_directory(directory)
     return arrays.without_index(directory) or _nothing_in(directory, names)
 
@@ -99,7 +101,7 @@ def _nothing_in(directory: Path, names: list[str]) -> Found:
     hint = f". Is it one of {inner[:_MOST_SHOWN]}?" if inner else ""
     raise NotFoundError(
         f"{directory} holds no checkpoint: looked for {INDEX}, {MANIFEST}, *{INDEX_SUFFIX}, *{SUFFIX}, Orbax's "
-        f"{orbax.METADATA}, and zarr arrays; there is {there}{hint}"
+        f"{orbax.METADATA} or a tree in msgpack called checkpoint, and zarr arrays; there is {there}{hint}"
     )
 
 
@@ -109,6 +111,6 @@ _FLAX = re.compile(r"checkpoint_\d+")  # what flax.training.checkpoints calls it
 def _looks_like_one(path: Path) -> bool:
     if _FLAX.fullmatch(path.name) and path.is_file():
         return True
-    return any((path / name).exists() for name in (INDEX, MANIFEST)) or path.name.endswith(
-        (SUFFIX, *files.SUFFIXES)
-    )
+    if any((path / name).exists() for name in (INDEX, MANIFEST)) or orbax.marks(path):
+        return True
+    return path.name.endswith((SUFFIX, *files.SUFFIXES))

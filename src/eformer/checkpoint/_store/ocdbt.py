@@ -58,6 +58,19 @@ def require_plain_files(directory: Path, *, is_database: bool = True) -> None:
                 raise FormatError(f"{folder}/{name} is not a regular file")
 
 
+def list_arrays(directory: Path) -> list[str]:
+    """List the zarr arrays of a database, whoever wrote it, by their paths in it."""
+    import tensorstore as ts
+
+    base = {"driver": "file", "path": f"{directory}/"}
+    try:
+        keys = ts.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
+    except ValueError as error:
+        raise FormatError(f"{directory} holds no OCDBT database that can be read: {error}") from error
+    paths = [key.decode(errors="backslashreplace").rpartition("/") for key in keys]
+    return sorted(path for path, _, name in paths if name in (".zarray", "zarr.json"))
+
+
 class DatabaseWriter:
     """Values by key. Several threads may write."""
 

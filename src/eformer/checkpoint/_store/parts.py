@@ -83,3 +83,37 @@ class PartFiles:
 
     def _read(self, memory: memoryview, offset: int) -> int:
         return self._file.read_into(0, memory, offset)
+
+
+class ChainedFiles:
+    """Files of two kinds: the first `count`, and then the others."""
+
+    def __init__(self, first: Files, count: int, then: Files) -> None:
+        self._first, self._count, self._then = first, count, then
+
+    def hold(self, numbers: Iterable[int]) -> None:
+        wanted = list(numbers)
+        self._first.hold(number for number in wanted if number < self._count)
+        self._then.hold(number - self._count for number in wanted if number >= self._count)
+
+    def read_into(self, number: int, memory: memoryview, offset: int) -> int:
+        files, number = self._at(number)
+        return files.read_into(number, memory, offset)
+
+    def nbytes(self, number: int) -> int:
+        files, number = self._at(number)
+        return files.nbytes(number)
+
+    def map(self, number: int) -> np.ndarray[Any, Any] | None:
+        files, number = self._at(number)
+        return files.map(number)
+
+    def rewritten(self) -> str | None:
+        return self._first.rewritten() or self._then.rewritten()
+
+    def close(self) -> None:
+        self._first.close()
+        self._then.close()
+
+    def _at(self, number: int) -> tuple[Files, int]:
+        return (self._first, number) if number < self._count else (self._then, number - self._count)

@@ -3,9 +3,10 @@
     _METADATA               of a tree: its leaves' keys, and of what kind each is
     _sharding, _strings.json, array_metadatas/process_N     how arrays lay, texts, and whose numbers PRNG keys are
     manifest.ocdbt, d/, ocdbt.process_N/                    a database with the arrays; or else a directory for each
+    checkpoint              up to 0.5.20, and of T5X: the tree in msgpack, with or without _METADATA beside it
 
 A checkpoint is such a tree, or has one in a directory for each item; those of a `CheckpointManager` are in directories
-that are called by their steps.
+that are called by their steps. Items of JSON become metadata of the trees beside them.
 """
 
 from __future__ import annotations
@@ -16,17 +17,28 @@ import itertools
 import json
 import math
 import os
+import re
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
 
 from eformer.checkpoint._codec import MALFORMED_JSON
 from eformer.checkpoint._formats._found import Found, Trees
-from eformer.checkpoint._formats._zarr import chunks_of, count_chunks
+from eformer.checkpoint._formats._left_out import is_checkpoint, left_out
+from eformer.checkpoint._formats._zarr import ZARRAY, chunks_of, count_chunks
+from eformer.checkpoint._formats.foreign.aggregate import NAME as AGGREGATE
+from eformer.checkpoint._formats.foreign.aggregate import (
+    Aggregate,
+    Named,
+    Plain,
+    is_aggregate,
+    read_aggregate,
+)
+from eformer.checkpoint._formats.foreign.single import Stored, entry_of
 from eformer.checkpoint._leaf import BARE_LEAF, escape, is_inside, join_name
 from eformer.checkpoint._manifest import (
     Coding,
@@ -41,13 +53,19 @@ from eformer.checkpoint._manifest import (
 from eformer.checkpoint._ndarray import dtype_from_name
 from eformer.checkpoint._pieces import PIECE_BYTES
 from eformer.checkpoint._store.chunks import Chunk, ChunkFiles, brief
+from eformer.checkpoint._store.files import LocalFiles
 from eformer.checkpoint._store.local import list_names, read_small
-from eformer.checkpoint._store.ocdbt import MANIFEST, require_plain_files
+from eformer.checkpoint._store.ocdbt import MANIFEST, list_arrays, require_plain_files
+from eformer.checkpoint._store.parts import ChainedFiles, PartFiles
+from eformer.checkpoint._text import few
 from eformer.checkpoint._value import value_to_json
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from eformer.checkpoint._store.files import Files
+    from eformer.checkpoint._store.parts import Part
 
 FORMAT = "orbax"
 
@@ -56,6 +74,8 @@ _CHECKPOINT = "_CHECKPOINT_METADATA"
 _SHARDINGS = "_sharding"
 _TEXTS = "_strings.json"
 _ARRAYS = "array_metadatas"
+_COMMITTED = "commit_success.txt"
+_INDICATOR = "orbax.checkpoint"  # an empty file, by which version 1 knows its checkpoints
 
 _MOST_DEPTH = 100
 _EMPTY: dict[str, Any] = {
@@ -67,14 +87,14 @@ _EMPTY: dict[str, Any] = {
 
 def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
     """The checkpoint of Orbax that a directory holds; of steps, the last one. None if there is none."""
-    if METADATA in names:
-        return _found(directory, {"": directory})
+    if _is_tree(directory):
+        return _found(directory, {"": _Item(directory)})
     if _CHECKPOINT not in names and (steps := steps_in(directory, names)):
         return in_directory(directory / steps[-1], list_names(directory / steps[-1]))
-    items = {name: directory / name for name in names if _is_item(directory / name)}
+    handlers = _checkpoint(directory).item_handlers
+    items = {name: item for name in names if (item := _item(directory / name, handlers))}
     if items:
-        others = [name for name in names if name not in items and (directory / name).is_dir()]
-        return _found(directory, items, [name for name in others if _UNFINISHED not in name])
+        return _found(directory, items)
     if _CHECKPOINT in names:
         raise NotFoundError(
             f"{directory} is a checkpoint of Orbax, but no item in it has {METADATA}: no tree was saved, or its save "
@@ -83,42 +103,157 @@ def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
     return None
 
 
+def marks(directory: Path) -> list[str]:
+    """List the files by which the directory itself is a checkpoint of Orbax, and not only what is in it."""
+    found = [name for name in (METADATA, _CHECKPOINT) if (directory / name).is_file()]
+    return [*found, AGGREGATE] if is_aggregate(directory) else found
+
+
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
-def _is_item(path: Path) -> bool:
-    return _UNFINISHED not in path.name and (path / METADATA).is_file() and not path.is_symlink()
+def _is_tree(path: Path) -> bool:
+    return (path / METADATA).is_file() or is_aggregate(path)
+
+
+class _Item(msgspec.Struct, frozen=True):
+    """A tree in a directory. One that is a single array, or a PRNG key, is stored as a dict of it."""
+
+    directory: Path
+    is_array: bool = False
+    about: str | None = None  # a directory beside it with what is known of a key
+
+
+_ARRAY = "checkpoint"
+_JAX_KEY, _NUMPY_KEY = "jax_random_key", "np_random_key"
+
+
+def _item(path: Path, handlers: Mapping[str, Any]) -> _Item | None:
+    if _UNFINISHED in path.name or path.is_symlink() or not path.is_dir():
+        return None
+    is_array = str(handlers.get(path.name)).endswith(".ArrayCheckpointHandler")
+    if _is_tree(path) or (is_array and _is_array(path)):
+        return _Item(path, is_array=is_array)
+    for name in (_JAX_KEY, _NUMPY_KEY):
+        inner, about = path / name, f"{name}_metadata"
+        if not inner.is_symlink() and (_is_tree(inner) or (name == _JAX_KEY and _is_array(inner))):
+            return _Item(inner, is_array=name == _JAX_KEY, about=about)
+    return None
+
+
+def _is_array(path: Path) -> bool:
+    """Tell whether this is an item that is one array, as versions before 0.12 stored it."""
+    return (path / _ARRAY / ZARRAY).is_file() or (path / MANIFEST).is_file()
+
+
+def _is_typed(about: Path) -> bool:
+    try:
+        return bool(_json(about)["typed"])
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise FormatError(f"{about} does not say whether the PRNG key is typed: {error}") from error
 
 
 def steps_in(directory: Path, names: Sequence[str]) -> list[str]:
     """The directories of finished steps, the last step last. While a step is being saved it has another name."""
-    steps = [
-        (int(digits), name)
-        for name in names
-        if (digits := name.rpartition("_")[2]).isdecimal() and (directory / name / _CHECKPOINT).is_file()
-    ]
+    steps = []
+    for name in names:
+        before, _, digits = name.rpartition("_")
+        if digits.isdecimal() and _is_step(directory / name, may_be_item=before not in ("", "checkpoint")):
+            steps.append((int(digits), name))
     return [name for _, name in sorted(steps)]
 
 
-def _found(directory: Path, items: Mapping[str, Path], others: Sequence[str] = ()) -> Found:
-    chunks: dict[str, list[Chunk]] = {}
+def _is_step(path: Path, *, may_be_item: bool) -> bool:
+    """Tell whether a directory with the name of a step is one. An item of such a name is a tree itself."""
+    if path.is_symlink() or not path.is_dir():
+        return (path / _CHECKPOINT).is_file()
+    if (path / _CHECKPOINT).is_file() or (not may_be_item and _is_tree(path)):
+        return True
+    return not _is_tree(path) and any(_item(path / name, {}) for name in list_names(path))
 
-    def describe(item: Path) -> TreeEntry:
-        reader = _Reader(item)
-        tree = reader.tree(_checkpoint(directory), "" if item == directory else item.name)
-        chunks[tree.root] = reader.chunks
+
+def _found(directory: Path, items: Mapping[str, _Item]) -> Found:
+    readers: dict[str, _Reader] = {}
+    stamps: dict[str, tuple[int, ...]] = {}
+    checkpoint = _checkpoint(directory)
+    documents = _documents(directory, items, checkpoint) if "" not in items else {}
+
+    def describe(item: _Item) -> TreeEntry:
+        reader = _Reader(directory, item)
+        tree = reader.tree(checkpoint, documents)
+        readers[tree.root] = reader
+        stamps.update(reader.stamps)
         return tree
 
+    def unread() -> tuple[str, ...]:
+        return _left_out(directory, items, documents, trees, readers)
+
     trees = Trees({}, {prefix: partial(describe, item) for prefix, item in items.items()}, {})
-    manifest = Manifest(format=FORMAT)
     return Found(
         directory,
         directory,
-        manifest,
+        Manifest(format=FORMAT),
         trees,
-        open_files=lambda tree: ChunkFiles(chunks[tree.root]),
-        others=tuple(others),
+        stamps=stamps,
+        open_files=lambda tree: readers[tree.root].files(),
+        find_left_out=unread,
     )
+
+
+def _documents(directory: Path, items: Mapping[str, _Item], checkpoint: _Checkpoint) -> dict[str, Any]:
+    """Read the items that are a file of JSON, by name, unless the checkpoint's own metadata have that name."""
+    taken = checkpoint.custom_metadata or {}
+    found = {}
+    for name in list_names(directory):
+        path = directory / name
+        if name not in items and name not in taken and path.is_dir() and not path.is_symlink():
+            with suppress(FormatError, OSError, ValueError, RecursionError):
+                found[name] = value_to_json(_json(path))
+    return found
+
+
+def _json(directory: Path) -> Any:
+    """Read the JSON in the only file of a directory."""
+    (name,) = (name for name in list_names(directory) if name != _COMMITTED)
+    return json.loads(read_small(directory, name, lambda first: first.lstrip()[:1] in (b"{", b"[")) or b"")
+
+
+def _left_out(
+    directory: Path,
+    items: Mapping[str, _Item],
+    documents: Mapping[str, Any],
+    trees: Mapping[str, TreeEntry],
+    readers: Mapping[str, _Reader],
+) -> tuple[str, ...]:
+    read = {
+        _CHECKPOINT,
+        _INDICATOR,
+        *documents,
+        *(name for name in list_names(directory) if _UNFINISHED in name),
+    }
+    inside: list[str] = []
+    for prefix, item in items.items():
+        try:
+            reader = readers[trees[prefix].root]
+        except (FormatError, OSError):  # whoever reads the tree hears of it
+            read.update([prefix] if prefix else list_names(directory))
+            continue
+        inside += reader.left_out()
+        read.update(reader.read())
+        if item.about:
+            read.add(f"{prefix}/{item.about}")
+    others = [] if "" in items else [name for name in list_names(directory) if name not in (*read, *items)]
+    others = [name for name in others if _is_other_item(directory / name)]
+    read.update(others)
+    return tuple(sorted([*left_out(directory, read), *inside, *(f"{name}/" for name in others)]))
+
+
+def _is_other_item(path: Path) -> bool:
+    """Tell whether a directory beside the trees is an item of another kind, which is left out whatever its files are
+    called."""
+    if path.name.startswith(".") or path.is_symlink() or not path.is_dir() or is_checkpoint(path):
+        return False
+    return any(names for _, _, names in os.walk(path))
 
 
 # ------------------------------------------------------------------------------------------- reading
@@ -135,6 +270,7 @@ class _Key(msgspec.Struct):
 
 class _Value(msgspec.Struct):
     value_type: str = "jax.Array"
+    skip_deserialize: bool = False
 
 
 class _Leaf(msgspec.Struct):
@@ -161,6 +297,12 @@ class _Tree(msgspec.Struct):
 class _Checkpoint(msgspec.Struct):
     commit_timestamp_nsecs: int | None = None
     custom_metadata: dict[str, Any] | None = None
+    raw_item_handlers: Any = msgspec.field(name="item_handlers", default=None)
+
+    @property
+    def item_handlers(self) -> dict[str, Any]:
+        """What has written each item, by name, if that is known."""
+        return self.raw_item_handlers if isinstance(self.raw_item_handlers, dict) else {}
 
     @property
     def saved_at(self) -> str:
@@ -169,85 +311,240 @@ class _Checkpoint(msgspec.Struct):
         return ""
 
 
+Home = Literal["jax", "numpy"]
+
+
+class _InFile(msgspec.Struct, frozen=True):
+    """An array in the file in msgpack."""
+
+    stored: Stored
+    home: Home
+
+
+class _Array(msgspec.Struct, frozen=True):
+    """A zarr array, by its path in the directory or in the database. T5X says its shape and its driver."""
+
+    path: str
+    home: Home
+    key: str | None
+    sharding: RecordedSharding | None
+    is_number: bool = False
+    shape: tuple[int, ...] | None = None
+    driver: str | None = None
+
+
 class _Reader:
-    """One tree, with its chunks as they are found."""
+    """One tree, with its chunks as they are found. The file in msgpack and parts of it are numbered before them."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.about = _decoded(directory, METADATA, _Tree)
+    def __init__(self, home: Path, item: _Item) -> None:
+        self.home, self.item, self.directory = home, item, item.directory
+        self.root = "" if item.directory == home else item.directory.relative_to(home).as_posix()
+        self.about: _Tree | None = _optional(self.directory, METADATA, _Tree)
+        self.aggregate = read_aggregate(self.directory) if is_aggregate(self.directory) else None
+        if item.is_array and not self.aggregate:
+            self.about = self.about or _Tree({_ARRAY: _Leaf([_Key(_ARRAY)], _Value())})
+        self.parts: list[Part] = []
         self.chunks: list[Chunk] = []
+        self.is_database = self.about.use_ocdbt if self.about else None
+        if self.is_database is None:
+            self.is_database = (self.directory / MANIFEST).exists()
+        self.arrays: dict[str, Any] = {}
+        self.stamps = {self.at(AGGREGATE): self.aggregate.stamp} if self.aggregate else {}
 
-    def tree(self, checkpoint: _Checkpoint, root: str) -> TreeEntry:
-        leaves = list(self.about.tree_metadata.values())
-        texts = _optional(self.directory, _TEXTS, dict[str, str]) or {}
-        arrays = self.open_arrays([leaf for leaf in leaves if _is_stored(leaf)])
-        shardings, keys = _shardings(self.directory), _key_kinds(self.directory)
-        entries, values = {}, {}
-        for leaf in leaves:
-            stored = leaf.stored_name
-            kind = leaf.value_metadata.value_type
-            if kind == "string":
-                values[leaf.name] = value_to_json(self.text(texts, stored))
-            elif kind == "scalar":
-                values[leaf.name] = value_to_json(self.number(stored, arrays[stored]))
-            elif _is_stored(leaf):
-                home = "numpy" if kind == "np.ndarray" else "jax"
-                entries[leaf.name] = self.entry(
-                    stored, arrays[stored], home, keys.get(stored), shardings.get(stored)
-                )
+    def at(self, name: str) -> str:
+        """Return the path in the checkpoint of a name in the tree's directory."""
+        return f"{self.root}/{name}" if self.root else name
+
+    def tree(self, checkpoint: _Checkpoint, documents: Mapping[str, Any]) -> TreeEntry:
+        leaves = self.from_metadata(self.about) if self.about else self.from_aggregate()
+        structure: Any = self.aggregate.structure if self.aggregate else None
+        if self.about:
+            structure = _structure(list(self.about.tree_metadata.values()), str(self.directory))
+        self.arrays = self.open_arrays(
+            {name: leaf for name, leaf in leaves.items() if isinstance(leaf, _Array)}
+        )
+        self.parts = [
+            leaf.stored.part for leaf in leaves.values() if isinstance(leaf, _InFile) and leaf.stored.part
+        ]
+        entries, values, part = {}, {}, 0
+        for name, leaf in leaves.items():
+            if isinstance(leaf, Plain):
+                values[name] = leaf.value
+            elif isinstance(leaf, _InFile):
+                part += leaf.stored.part is not None
+                entries[name] = entry_of(leaf.stored, leaf.home, part)
+            elif leaf.is_number:
+                values[name] = value_to_json(self.number(leaf.path, self.arrays[leaf.path]))
+            else:
+                entries[name] = self.entry(leaf, self.arrays[leaf.path])
+        if self.item.is_array:
+            entries, structure = self.alone(entries, values), BARE_LEAF
+        metadata = {k: value_to_json(v) for k, v in (checkpoint.custom_metadata or {}).items()}
         return TreeEntry(
             save_id="",
             saved_at=checkpoint.saved_at,
             written_by="orbax",
             block=PIECE_BYTES,
-            files=tuple(DataFile(chunk.name, chunk.nbytes) for chunk in self.chunks),
-            raw_root=root,
-            raw_metadata={k: value_to_json(v) for k, v in (checkpoint.custom_metadata or {}).items()},
+            files=tuple(self.data_files()),
+            raw_root=self.root,
+            raw_metadata={**documents, **metadata},
             raw_values=values,
-            structure=msgspec.Raw(msgspec.json.encode(_structure(leaves, str(self.directory)))),
+            structure=msgspec.Raw(msgspec.json.encode(structure)),
             raw_leaves=encode_leaves(entries),
         )
 
-    def open_arrays(self, leaves: Sequence[_Leaf]) -> dict[str, Any]:
+    def from_metadata(self, about: _Tree) -> dict[str, Plain | _InFile | _Array]:
+        """List every stored leaf by name, as `_METADATA` does. The file in msgpack has to list the same ones."""
+        texts = _optional(self.directory, _TEXTS, dict[str, str]) or {}
+        shardings, keys = _shardings(self.directory), _key_kinds(self.directory)
+        found: dict[str, Plain | _InFile | _Array] = {}
+        for leaf in about.tree_metadata.values():
+            kind, stored = leaf.value_metadata.value_type, leaf.stored_name
+            if kind in _EMPTY:
+                continue
+            home: Home = "numpy" if kind == "np.ndarray" else "jax"
+            listed = self.aggregate.leaves.get(leaf.name) if self.aggregate else None
+            if isinstance(listed, Stored):
+                found[leaf.name] = _InFile(listed, home)
+            elif isinstance(listed, Plain):
+                found[leaf.name] = listed
+            elif leaf.value_metadata.skip_deserialize and not self.aggregate:
+                raise CorruptionError(
+                    f"leaf {leaf.name[:200]!r} is in {self.directory / AGGREGATE}, which is missing or damaged"
+                )
+            elif kind == "string":
+                found[leaf.name] = Plain(value_to_json(self.text(texts, stored)))
+            else:
+                is_key, sharding = keys.get(stored), shardings.get(stored)
+                found[leaf.name] = _Array(stored, home, is_key, sharding, is_number=kind == "scalar")
+        if self.aggregate:
+            self.require_same(self.aggregate, about, found)
+        return found
+
+    def require_same(
+        self, aggregate: Aggregate, about: _Tree, found: Mapping[str, Plain | _InFile | _Array]
+    ) -> None:
+        """Refuse two lists of leaves that are not of one tree."""
+        named = {name: leaf.path for name, leaf in aggregate.leaves.items() if isinstance(leaf, Named)}
+        stored = {leaf.name: leaf.stored_name for leaf in about.tree_metadata.values()}
+        problems = sorted(found.keys() ^ aggregate.leaves.keys())
+        problems += [name for name, path in named.items() if path != stored.get(name, path)]
+        if problems:
+            raise FormatError(
+                f"{self.directory}: {METADATA} and the file {AGGREGATE!r} disagree about these leaves: "
+                f"{few(problems)[:400]}"
+            )
+
+    def from_aggregate(self) -> dict[str, Plain | _InFile | _Array]:
+        """List every leaf that the file in msgpack has, or names the array of."""
+        assert self.aggregate
+        shardings = _shardings(self.directory)
+        found: dict[str, Plain | _InFile | _Array] = {}
+        for name, leaf in self.aggregate.leaves.items():
+            if isinstance(leaf, Stored):
+                found[name] = _InFile(leaf, "jax")
+            elif isinstance(leaf, Named):
+                found[name] = _Array(
+                    leaf.path, "jax", None, shardings.get(leaf.path), shape=leaf.shape, driver=leaf.driver
+                )
+            else:
+                found[name] = leaf
+        return found
+
+    def alone(self, entries: Mapping[str, LeafEntry], values: Mapping[str, Any]) -> dict[str, LeafEntry]:
+        """Return the only array of an item, as a PRNG key if it is the numbers of one."""
+        if len(entries) != 1 or values:
+            raise FormatError(
+                f"{self.directory} should hold one array, and holds {len(entries) + len(values)} leaves"
+            )
+        (entry,) = entries.values()
+        is_key = self.item.about and _is_typed(self.directory.parent / self.item.about)
+        if is_key and entry.dtype == "uint32" and entry.shape[-1:] == (2,):
+            # Orbax does not record the generator, and takes JAX's default; only that one has keys of two numbers.
+            entry = msgspec.structs.replace(entry, key="threefry2x32", sharding=None)
+        return {BARE_LEAF: entry}
+
+    def data_files(self) -> Iterator[DataFile]:
+        if self.aggregate:
+            yield DataFile(AGGREGATE, self.aggregate.nbytes)
+        for part in self.parts:
+            yield DataFile(f"{AGGREGATE}/{part.name}", part.nbytes)
+        for chunk in self.chunks:
+            yield DataFile(chunk.name, chunk.nbytes)
+
+    def files(self) -> Files:
+        chunks = ChunkFiles(self.chunks)
+        if not self.aggregate:
+            return chunks
+        inside = PartFiles(LocalFiles(self.home, [self.at(AGGREGATE)], self.stamps), self.parts)
+        return ChainedFiles(inside, 1 + len(self.parts), chunks)
+
+    def read(self) -> Iterator[str]:
+        """List the paths of all that belongs to the tree."""
+        names = [METADATA, _SHARDINGS, _TEXTS, _ARRAYS]
+        if self.aggregate:
+            names.append(AGGREGATE)
+        if self.is_database:
+            names += [
+                MANIFEST,
+                "d",
+                *(n for n in list_names(self.directory) if n.startswith("ocdbt.process_")),
+            ]
+        else:
+            names += filter(None, self.arrays)
+        if "" in self.arrays:  # its chunks lie in the directory itself
+            names += [name for name in list_names(self.directory) if _OF_ARRAY.fullmatch(name)]
+        return map(self.at, names)
+
+    def left_out(self) -> list[str]:
+        """List the arrays of the database that are no leaves."""
+        if not self.is_database:
+            return []
+        require_plain_files(Path(os.path.realpath(self.directory)))
+        there = list_arrays(self.directory)
+        return [self.at(f"{MANIFEST}/{path}") for path in there if path not in self.arrays]
+
+    def open_arrays(self, leaves: Mapping[str, _Array]) -> dict[str, Any]:
         """All at once: each takes a look at the disk."""
+        if not leaves:
+            return {}
         import tensorstore as ts  # late: slow to import, and only these need it
 
-        is_database = self.about.use_ocdbt
-        if is_database is None:
-            is_database = (self.directory / MANIFEST).exists()
         # The caller's path may be a link, nothing below it.
-        require_plain_files(Path(os.path.realpath(self.directory)), is_database=is_database)
+        require_plain_files(Path(os.path.realpath(self.directory)), is_database=bool(self.is_database))
         context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
-        opening: dict[str, Any] = {}
-        for leaf in leaves:
-            name = leaf.stored_name
-            if name in opening:
-                raise FormatError(
-                    f"{self.directory / METADATA} has two leaves that are stored as {name[:200]!r}"
-                )
-            spec = self.spec_of(leaf, is_database=is_database)
-            try:
-                opening[name] = ts.open(spec, context=context, open=True, read=True)
-            except Exception as error:  # a path that is no text, say
-                raise FormatError(
-                    f"{self.directory} cannot be read by TensorStore: {brief(error)}"
-                ) from error
-        return {name: self.opened(name, future) for name, future in opening.items()}
+        begin = partial(ts.open, context=context, open=True, read=True)
+        specs: dict[str, dict[str, Any]] = {}
+        for name, leaf in leaves.items():
+            if leaf.path in specs:
+                raise FormatError(f"{self.directory} has two leaves that are stored as {leaf.path[:200]!r}")
+            specs[leaf.path] = self.spec_of(name, leaf)
+        try:
+            begun = {path: begin(spec) for path, spec in specs.items()}
+        except Exception as error:  # a path that is no text, say
+            raise FormatError(f"{self.directory} cannot be read by TensorStore: {brief(error)}") from error
+        arrays = {path: self.opened(path, future) for path, future in begun.items()}
+        # Without a fill value all chunks are stored: of these, too, a missing one is not taken for zeros.
+        lenient = [
+            path for path, array in arrays.items() if _STRICT not in specs[path] and array.fill_value is None
+        ]
+        strict = {path: begin(specs[path] | {_STRICT: False}) for path in lenient}
+        return arrays | {path: self.opened(path, future) for path, future in strict.items()}
 
-    def spec_of(self, leaf: _Leaf, *, is_database: bool) -> dict[str, Any]:
-        path = leaf.stored_name  # empty for a tree that is an array
-        if path and not is_database and not is_inside(path):
-            raise FormatError(f"{self.directory / METADATA}: the leaf {leaf.name[:200]!r} leads out of it")
+    def spec_of(self, name: str, leaf: _Array) -> dict[str, Any]:
+        path = leaf.path  # empty for a tree that is an array
+        if path and not self.is_database and not is_inside(path):
+            raise FormatError(f"{self.directory}: the leaf {name[:200]!r} leads out of it, to {path[:200]!r}")
         if path and not path.endswith("/"):
             path += "/"
         files = {"driver": "file", "path": f"{self.directory}/"}
         spec: dict[str, Any] = {
-            "driver": "zarr3" if self.about.use_zarr3 else "zarr",
-            "kvstore": {"driver": "ocdbt", "base": files} if is_database else files,
+            "driver": leaf.driver or ("zarr3" if self.about and self.about.use_zarr3 else "zarr"),
+            "kvstore": {"driver": "ocdbt", "base": files} if self.is_database else files,
             "path": path,
         }
-        if self.about.store_array_data_equal_to_fill_value:
-            spec["fill_missing_data_reads"] = False  # a chunk that is missing is not taken for zeros
+        if self.about and self.about.store_array_data_equal_to_fill_value:
+            spec[_STRICT] = False  # a chunk that is missing is not taken for zeros
         return spec
 
     def opened(self, name: str, future: Any) -> Any:
@@ -258,11 +555,12 @@ class _Reader:
                 f"leaf {name!r}: {self.directory} has no such array, or it is damaged: {brief(error)}"
             ) from error
 
-    def entry(
-        self, name: str, array: Any, home: str, key: str | None, sharding: RecordedSharding | None
-    ) -> LeafEntry:
-        shape = tuple(array.shape)
-        dtype = array.dtype.name
+    def entry(self, leaf: _Array, array: Any) -> LeafEntry:
+        name, key, shape, dtype = leaf.path, leaf.key, tuple(array.shape), array.dtype.name
+        if leaf.shape not in (None, shape):
+            raise FormatError(
+                f"leaf {name!r} should be of shape {list(leaf.shape or ())}, and is {list(shape)}"
+            )
         try:
             itemsize = dtype_from_name(dtype).itemsize
         except FormatError as error:
@@ -271,15 +569,16 @@ class _Reader:
         _refuse_bomb(name, shape, chunk, itemsize)
         chunk = _box(shape, chunk)
         extents = []
+        before = 1 + len(self.parts) if self.aggregate else 0
         for where, box in chunks_of(shape, chunk):
             nbytes = itemsize * math.prod(box.shape)
             region = None if box.shape == shape else (box.start, box.stop)
             # So that it is read as a whole.
-            extents.append(Extent(len(self.chunks), 0, nbytes, "", region, Coding("", box.shape)))
+            extents.append(Extent(before + len(self.chunks), 0, nbytes, "", region, Coding("", box.shape)))
             self.chunks.append(Chunk(f"{name}/{where}", array, box, nbytes))
         if key and (dtype != "uint32" or not shape):
             raise FormatError(f"leaf {name!r}: {dtype}{list(shape)} are no keys of {key!r}")
-        return LeafEntry(dtype, shape, tuple(extents), home, key, None if key else sharding)
+        return LeafEntry(dtype, shape, tuple(extents), leaf.home, key, None if key else leaf.sharding)
 
     def number(self, name: str, array: Any) -> Any:
         """A scalar of Python, or of numpy, which Orbax does not tell apart."""
@@ -301,6 +600,8 @@ class _Reader:
 
 
 _CACHE_BYTES = 2**25
+_OF_ARRAY = re.compile(r"\d+(\.\d+)*|c|zarr\.json")
+_STRICT = "fill_missing_data_reads"
 _NUMBERS = {
     "bool", "int4", "int8", "int16", "int32", "int64", "uint4", "uint8", "uint16", "uint32", "uint64", "float16",
     "bfloat16", "float32", "float64", "complex64", "complex128",
@@ -327,10 +628,6 @@ def _refuse_bomb(name: str, shape: tuple[int, ...], chunk: tuple[int, ...], item
 
 
 _MOST_BEYOND = 2**26
-
-
-def _is_stored(leaf: _Leaf) -> bool:
-    return leaf.value_metadata.value_type not in (*_EMPTY, "string")
 
 
 def _decoded(directory: Path, name: str, kind: Any) -> Any:

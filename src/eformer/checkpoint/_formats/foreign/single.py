@@ -133,7 +133,7 @@ def describe(
     parts: list[Part] = []
     entries = {}
     for name, array in arrays.items():
-        entries[name] = _entry(array, home, len(parts) + 1)
+        entries[name] = entry_of(array, home, len(parts) + 1)
         if array.part:
             parts.append(array.part)
     name = file.path.name
@@ -164,7 +164,8 @@ def describe(
     )
 
 
-def _entry(array: Stored, home: str, number: int) -> LeafEntry:
+def entry_of(array: Stored, home: str, number: int) -> LeafEntry:
+    """Describe an array that lies in file 0, or is the part of this number."""
     coding = Coding("", array.shape) if array.is_coded else None  # so that it is read as a whole
     extent = Extent(number if array.part else 0, array.offset, array.nbytes, "", None, coding)
     return LeafEntry(array.dtype, array.shape, (extent,), home, array.key)
