@@ -19,7 +19,7 @@ from eformer.errors import CorruptionError, FormatError, NotFoundError
 from support.trees import assert_same
 
 DATA = Path(__file__).parent / "orbax"
-EXPECTED = json.loads((DATA / "manifest.json").read_text())
+EXPECTED = json.loads((DATA / "manifest.json").read_text("utf-8"))
 LAYOUTS = [*EXPECTED["samples"], "manager/2"]
 
 
