@@ -59,6 +59,12 @@ def test_texts_keys_numbers_and_empty_containers_come_back():
     assert_same(checkpoint.load(DATA / "v0_mixed"), dict(sorted(expected.items())))
 
 
+def test_numbers_become_arrays_without_axes_if_like_has_those():
+    like = {"b": np.False_, "f": jnp.bfloat16(0), "i": jnp.int32(0)}
+    loaded = checkpoint.load(DATA / "v0_mixed", keys=list(like), like=like)
+    assert_same(loaded, {"b": np.True_, "f": jnp.bfloat16(2.5), "i": jnp.int32(3)})
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_view_reads_what_is_asked_for(layout):
     whole = np.asarray(checkpoint.load(DATA / layout)["params"]["dense"]["kernel"])
