@@ -11,6 +11,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 demo: $(VENV)/.installed
 	@$(BIN)/eformer demo
 
+# Leaves of every name become files of that name, which a locale without UTF-8 does not have.
+test: export PYTHONUTF8 = 1
 test: check
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 

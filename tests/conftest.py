@@ -6,6 +6,8 @@ import jax
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("quick", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+if not os.access(".", os.W_OK):  # a checkout of somebody else's: failures are not remembered
+    settings.register_profile("quick", parent=settings.get_profile("quick"), database=None)
 settings.register_profile("thorough", parent=settings.get_profile("quick"), max_examples=5000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 

@@ -15,10 +15,10 @@ def test_the_examples_in_the_documents_are_what_happens():
 
 def test_every_link_leads_somewhere():
     for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")):
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_every_module_says_in_its_first_line_what_it_is_for():
     for module in (ROOT / "src").rglob("*.py"):
-        assert module.read_text().startswith('"""'), module
+        assert module.read_text("utf-8").startswith('"""'), module

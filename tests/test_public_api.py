@@ -1,8 +1,11 @@
 """The documented names and signatures, and what importing costs."""
 
 import inspect
+import pydoc
+import re
 import subprocess
 import sys
+from rlcompleter import Completer
 
 import pytest
 
@@ -154,8 +157,42 @@ def test_the_engine_offers_what_is_documented_and_no_more():
     nouns = {"Conversion", "Diff", "DryRun", "Manifest", "Pending", "Pruned", "Report", "SaveOptions", "View"}
     assert set(eformer.checkpoint.__all__) == set(CHECKPOINT) | nouns
     assert all(inspect.getdoc(getattr(eformer.checkpoint, noun)) for noun in nouns)
+
+
+@pytest.mark.parametrize("module", [eformer, eformer.checkpoint, eformer.serialization])
+def test_tab_completes_the_public_names_and_no_others(module):
+    completer = Completer({"module": module})
+    completer.matches = completer.attr_matches("module.")
+    found = {match.removeprefix("module.").rstrip("()") for match in completer.matches}
+    assert found == {name for name in module.__all__ if not name.startswith("_")}
+    assert sorted(dir(module)) == sorted(module.__all__)
+
+
+def test_help_begins_with_the_public_names_and_lists_them_with_their_docstrings():
+    text = pydoc.plain(pydoc.render_doc(eformer.checkpoint))
+    contents, listed = text.index("PACKAGE CONTENTS"), text.index("CLASSES")
+    for name in eformer.checkpoint.__all__:
+        assert re.search(rf"\b{name}\b", text[:contents])
+        assert re.search(rf"^    (class )?{name}\(", text[listed:], re.MULTILINE)
+    assert "__getattr__" not in text
+
+
+def test_the_doors_open_after_import_eformer_alone():
+    code = (
+        "import sys, eformer\n"
+        "assert not {'jax', 'numpy'} & sys.modules.keys() and dir(eformer)\n"
+        "assert eformer.checkpoint and eformer.errors.MismatchError and eformer.paths.ePath\n"
+        "assert not {'jax', 'tensorstore'} & sys.modules.keys()\n"
+        "assert eformer.checkpoint.save and eformer.serialization.async_manager.AsyncCheckpointManager\n"
+        "assert eformer.serialization.utils.to_host and eformer.serialization.serialization.join_key\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("module", [eformer, eformer.checkpoint, eformer.serialization])
+def test_a_name_that_is_not_there_is_an_attribute_error(module):
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = eformer.checkpoint.nothing
+        _ = module.nothing
 
 
 def test_the_package_is_typed_and_has_a_version():

@@ -13,8 +13,8 @@ from click import echo
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import eformer
 from eformer import checkpoint
+from eformer._version import __version__
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,7 +66,7 @@ def training_state(mesh: Mesh) -> dict[str, Any]:
 def introduce(state: Any) -> None:
     leaves = jax.tree.leaves(state)
     nbytes = sum(leaf.nbytes for leaf in leaves if hasattr(leaf, "nbytes"))
-    echo(f"eformer {eformer.__version__}, jax {jax.__version__}, {DEVICES} virtual devices")
+    echo(f"eformer {__version__}, jax {jax.__version__}, {DEVICES} virtual devices")
     echo(f"state     {len(leaves)} leaves, {nbytes / 1e6:.0f} MB, sharded by rows over {DEVICES} devices")
 
 

@@ -252,8 +252,10 @@ def test_a_meter_never_says_more_than_all():
     assert calls == [(6, 10), (10, 10)]
 
 
-def test_not_every_byte_is_told(monkeypatch):
+@pytest.mark.parametrize("uptime", [0, 10**7])
+def test_not_every_byte_is_told(monkeypatch, uptime):
     monkeypatch.setattr(_progress, "_BETWEEN", 3600)
+    monkeypatch.setattr(_progress.time, "monotonic", lambda: uptime)
     calls = Calls()
     meter = Meter(100, calls)
     for _ in range(100):

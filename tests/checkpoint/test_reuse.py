@@ -393,6 +393,8 @@ def test_a_link_that_is_not_what_it_should_be_is_removed(tmp_path):
 @pytest.fixture
 def in_memory():
     """A real tmpfs, which has no page cache to pass by."""
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no /dev/shm to write to")
     path = Path(tempfile.mkdtemp(dir="/dev/shm"))
     yield path
     shutil.rmtree(path)

@@ -50,6 +50,13 @@ def test_a_tree_comes_back_through_a_few_slots(tmp_path, slots, tree):
     assert sum(len(slot) for slot in slots) <= 2**20
 
 
+def test_numbers_and_arrays_without_axes_are_what_like_has(tmp_path, slots, tree):
+    save(tree | {"count": jnp.int32(5)}, tmp_path)
+    for numbers in ({"count": 5, "step": 7}, {"count": jnp.int32(5), "step": jnp.int32(7)}):
+        expected = jax.tree.map(lambda leaf: leaf, tree | numbers)  # in JAX's order
+        assert_same(load(tmp_path, like=expected, progress=lambda done, total: None), expected)
+
+
 def test_every_sharding_and_dtype_comes_back(tmp_path, slots, tree):
     save(tree, tmp_path)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))

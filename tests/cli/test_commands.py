@@ -210,7 +210,7 @@ def test_shardings_are_told(tmp_path):
 
 def test_inspect_draws_a_picture_that_needs_nothing_from_elsewhere(model, tmp_path):
     run("inspect", model, "--svg", tmp_path / "model.svg")
-    drawn = (tmp_path / "model.svg").read_text()
+    drawn = (tmp_path / "model.svg").read_text("utf-8")
     assert "bfloat16[64,&#160;64]" in drawn
     assert "url(http" not in drawn
     assert "@font-face" not in drawn

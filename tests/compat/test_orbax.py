@@ -19,7 +19,7 @@ from eformer.errors import CorruptionError, FormatError, NotFoundError
 from support.trees import assert_same
 
 DATA = Path(__file__).parent / "orbax"
-EXPECTED = json.loads((DATA / "manifest.json").read_text())
+EXPECTED = json.loads((DATA / "manifest.json").read_text("utf-8"))
 LAYOUTS = [*EXPECTED["samples"], "manager/2"]
 
 
@@ -57,6 +57,12 @@ def test_texts_keys_numbers_and_empty_containers_come_back():
         "f8": jnp.ones(3, jnp.float8_e4m3fn),
     }  # fmt: skip
     assert_same(checkpoint.load(DATA / "v0_mixed"), dict(sorted(expected.items())))
+
+
+def test_numbers_become_arrays_without_axes_if_like_has_those():
+    like = {"b": np.False_, "f": jnp.bfloat16(0), "i": jnp.int32(0)}
+    loaded = checkpoint.load(DATA / "v0_mixed", keys=list(like), like=like)
+    assert_same(loaded, {"b": np.True_, "f": jnp.bfloat16(2.5), "i": jnp.int32(3)})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

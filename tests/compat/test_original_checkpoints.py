@@ -21,7 +21,7 @@ from support.trees import assert_same
 DATA = Path(__file__).parent / "data"
 SAMPLES = {
     name: sample
-    for name, sample in json.loads((DATA / "manifest.json").read_text())["samples"].items()
+    for name, sample in json.loads((DATA / "manifest.json").read_text("utf-8"))["samples"].items()
     if "msgpack" not in name
 }
 

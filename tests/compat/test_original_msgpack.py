@@ -13,7 +13,7 @@ from eformer.pytree import _serialization as ours
 DATA = Path(__file__).parent / "data"
 SAMPLES = {
     name: sample
-    for name, sample in json.loads((DATA / "manifest.json").read_text())["samples"].items()
+    for name, sample in json.loads((DATA / "manifest.json").read_text("utf-8"))["samples"].items()
     if "msgpack" in name
 }
 

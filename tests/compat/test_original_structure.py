@@ -98,7 +98,7 @@ def test_there_are_samples():
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_sample_names_the_arrays_of_its_manifest(name):
-    samples = json.loads((DATA / "manifest.json").read_text())["samples"]
+    samples = json.loads((DATA / "manifest.json").read_text("utf-8"))["samples"]
     sample = samples[name.partition("/")[0]]
     parsed = parse_structure((DATA / name).read_bytes(), name)
     expected = {key for key in sample["arrays"] if key.startswith(parsed.prefix + ".")}

@@ -55,6 +55,14 @@ def meshes():
     )
 
 
+def in_every_form(numbers):
+    """Numbers as jax arrays, numpy arrays, scalars of numpy, and plain: all of the same values."""
+    on_devices = jax.tree.map(jnp.asarray, numbers)
+    on_host = jax.tree.map(np.asarray, on_devices)
+    scalars = jax.tree.map(lambda array: array[()], on_host)
+    return on_devices, on_host, scalars, jax.tree.map(lambda scalar: scalar.item(), scalars)
+
+
 def layouts():
     line, wide, tall = meshes()
     return {
@@ -291,7 +299,7 @@ class CheckpointContract:
         text = "\n".join(error.value.problems)
         assert len(error.value.problems) == 6
         for part in ["missing leaf 'olds' (nearest is 'old')", "unexpected leaf 'old'", "'layers.w': expected float32[3, 2], found float32[2, 3]",
-                     "'layers.b': expected int32[3], found float32[3]", "'layers.n': expected an array",
+                     "'layers.b': expected int32[3], found float32[3]", "'layers.n': expected float32[1], found the int 1",
                      "'layers.k': expected float32[1], found key<fry>[]"]:  # fmt: skip
             assert part in text
 
@@ -302,10 +310,89 @@ class CheckpointContract:
             load(path, like={"a": 1})
 
     def test_plain_values_are_compared_by_kind(self, path):
-        save({"n": 3, "t": "text"}, path)
-        assert load(path, like={"n": 0.5, "t": ""}) == {"n": 3, "t": "text"}
-        with pytest.raises(MismatchError, match=r"'n': expected a plain str, found a int"):
-            load(path, like={"n": "", "t": ""})
+        save({"n": 3, "t": "text", "yes": True}, path)
+        assert load(path, like={"n": 0, "t": "", "yes": False}) == {"n": 3, "t": "text", "yes": True}
+        with pytest.raises(MismatchError) as error:
+            load(path, like={"n": 0.5, "t": 1, "yes": 1})
+        assert list(error.value.problems) == [
+            "leaf 'n': expected a plain float such as 0.5, found the int 3",
+            "leaf 't': expected a plain int such as 1, found the str 'text'",
+            "leaf 'yes': expected a plain int such as 1, found the bool True",
+        ]
+
+    def test_numbers_and_arrays_without_axes_are_what_like_has(self, path):
+        numbers = in_every_form({"b": True, "c": 1 - 0.5j, "f": -0.5, "i": 7, "s": np.float32(0.1)})
+        zeros = in_every_form({"b": False, "c": 0j, "f": 0.0, "i": 0, "s": np.float32(0)})
+        for stored in numbers:
+            save(stored, path)
+            for like, expected in zip(zeros, numbers, strict=True):
+                assert_same(load(path, like=like), expected)
+
+    def test_an_array_made_of_a_number_lies_where_it_is_said(self, path):
+        save({"step": 7, "w": jnp.ones(8)}, path)
+        _, wide, _ = meshes()
+        like = {"step": jax.ShapeDtypeStruct((), jnp.int32), "w": jnp.ones(8)}
+        everywhere = NamedSharding(wide, P())
+        for said in (
+            {"like": like, "mesh": wide, "shardings": {"w": P("x")}},
+            {"like": like, "mesh": wide, "rules": [("w", P("x"))]},
+            {"like": like, "shardings": {"step": everywhere}},
+            {"like": like | {"step": jax.device_put(jnp.int32(0), everywhere)}},
+            {"like": like, "mesh": wide, "shardings": {"w": P("x")}, "mmap": True},
+        ):
+            step = load(path, **said)["step"]
+            assert (int(step), step.sharding) == (7, everywhere)
+        seen = []
+        load(path, like=like, batch=1, callback=lambda array, name: seen.append((name, array.dtype)) or array)
+        assert sorted(seen) == [("step", jnp.int32), ("w", jnp.float32)]
+
+    def test_a_number_made_of_an_array_lies_nowhere(self, path):
+        save({"step": jnp.int32(7), "w": jnp.ones(8)}, path)
+        like = {"step": 0, "w": jnp.ones(8)}
+        line, *_ = meshes()
+        for said in (
+            {},
+            {"mesh": line},
+            {"shardings": NamedSharding(line, P())},
+            {"mmap": True},
+            {"verify": False},
+        ):
+            assert type(load(path, like=like, **said)["step"]) is int
+
+    def test_a_number_that_does_not_fit_is_shown_with_what_it_should_be(self, path):
+        save(
+            {
+                "big": 2**31,
+                "half": np.float16(1),
+                "kind": 3,
+                "long": 3,
+                "tenth": 0.1,
+                "array": jnp.float32(1),
+            },
+            path,
+        )
+        int32, float32 = jnp.int32(0), jnp.float32(0)
+        like = {
+            "big": int32,
+            "half": float32,
+            "kind": float32,
+            "long": jnp.ones(1),
+            "tenth": float32,
+            "array": 1,
+        }
+        with pytest.raises(MismatchError) as error:
+            load(path, like=like)
+        assert sorted(error.value.problems) == [
+            "leaf 'array': expected a plain int such as 1, found float32[]",
+            "leaf 'big': expected int32[], found the int 2147483648, which int32 cannot hold exactly",
+            "leaf 'half': expected float32[], found the float16 1.0; dtype= casts",
+            "leaf 'kind': expected float32[], found the int 3",
+            "leaf 'long': expected float32[1], found the int 3",
+            "leaf 'tenth': expected float32[], found the float 0.1, which float32 cannot hold exactly; dtype= casts",
+        ]
+        some = {"half": float32, "tenth": np.float32(0)}
+        cast = load(path, keys=list(some), like=some, dtype="float32")
+        assert_same(cast, {"half": jnp.float32(1), "tenth": np.float32(0.1)})
 
     def test_a_cast_is_suggested_where_it_would_help(self, path):
         save({"w": jnp.ones(3)}, path)

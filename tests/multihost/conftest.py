@@ -1,8 +1,19 @@
 """Jobs that last for all tests: starting one takes longer than what it does."""
 
+import socket
+
 import pytest
 
 from support.processes import Job
+
+
+@pytest.fixture(scope="session", autouse=True)
+def known_host():
+    """JAX's collectives of CPUs look up the name of the machine."""
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError as error:
+        pytest.skip(f"{socket.gethostname()} has no address: {error}")
 
 
 @pytest.fixture(scope="session")

@@ -413,6 +413,21 @@ def load_with_a_bad_callback(path, rank):
     load(path, mesh=mesh(), shardings={"local": P()}, callback=callback)
 
 
+# ----------------------------------------------------------------------------- numbers that become arrays
+
+
+def load_steps(path, broadcast):
+    """A number becomes an array on the devices of all processes, and such an array a number."""
+    everywhere = NamedSharding(mesh(), P())
+    array = put(np.array(7, np.int32), everywhere)
+    save({"a": 7, "b": array}, path, **format_of(path))
+    like = {"a": jax.ShapeDtypeStruct((), np.int32, sharding=everywhere), "b": 0}
+    loaded = load(path, like=like, broadcast=broadcast)
+    assert loaded["a"].sharding == everywhere
+    assert all(int(shard.data) == 7 for shard in loaded["a"].addressable_shards)
+    assert (type(loaded["b"]), loaded["b"]) == (int, 7)
+
+
 # ------------------------------------------------------------------------------------------ some of them
 
 

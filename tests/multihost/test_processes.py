@@ -82,6 +82,11 @@ def test_what_two_processes_save_loads_on_any_other_number(jobs, layout, how):
         succeed(job.run("load_as_saved", path, 1))
 
 
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_numbers_and_arrays_without_axes_are_in_every_process_what_like_has(two, path, broadcast):
+    succeed(two.run("load_steps", path, broadcast))
+
+
 def test_the_comparison_sees_a_difference(two, path):
     succeed(two.run("save_tree", path, "sync", {}, 1))
     for outcome in two.run("load_tree", path, ("x", "y"), 0):

@@ -1,4 +1,17 @@
-"""The engine: trees to named leaves, leaves to bytes, bytes to stable storage, and back."""
+"""The engine: trees to named leaves, leaves to bytes, bytes to stable storage, and back.
+
+    save, save_async         write a tree; SaveOptions says how, Pending is a save that is under way
+    load                     read a tree, onto any mesh
+    open, inspect            look at the leaves of a checkpoint without loading it: View, Manifest
+    verify                   check every byte against its digest: Report
+    diff                     compare two checkpoints: Diff
+    convert                  write a checkpoint in another format: Conversion
+    prune                    delete all but the last checkpoints of a run: Pruned
+    dry_run                  compute how many bytes a load would put on each device: DryRun
+    register_node            let trees with nodes of a class come back without `like`
+
+Modules that start with an underscore are private, and may change at any time.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -77,3 +90,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

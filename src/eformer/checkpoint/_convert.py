@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
-import eformer
+from eformer._version import __version__
 from eformer.checkpoint._conversion import Conversion, Made, To, made_of, planned
 from eformer.checkpoint._deferred import Stored, stored_in
 from eformer.checkpoint._formats import streams
@@ -256,7 +256,7 @@ def _job(path: Path, prefix: str, form: Any, made: Made, options: SaveOptions, m
     tree = TreeEntry(
         save_id=secrets.token_hex(8),
         saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        written_by=f"eformer {eformer.__version__}, converted from {_first_writer(made.view)}",
+        written_by=f"eformer {__version__}, converted from {_first_writer(made.view)}",
         block=PIECE_BYTES,
         files=(),
         raw_metadata=before.raw_metadata,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import fnmatch
 import logging
 import math
+import reprlib
 from dataclasses import dataclass
 from functools import lru_cache
-from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,14 +17,16 @@ from jax.sharding import Sharding
 
 from eformer.checkpoint._hosts import TIMEOUT
 from eformer.checkpoint._leaf import Region, with_nearest
+from eformer.checkpoint._manifest import LeafEntry
 from eformer.checkpoint._ndarray import floating_dtype, is_floating
 from eformer.checkpoint._rules import PartitionSpec, Rules
+from eformer.checkpoint._scalars import as_array, fitted, is_scalar, kind_of, kind_of_dtype
 from eformer.errors import MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from eformer.checkpoint._manifest import LeafEntry, TreeEntry
+    from eformer.checkpoint._manifest import TreeEntry
     from eformer.checkpoint._progress import Progress
 
 logger = logging.getLogger("eformer")
@@ -69,6 +71,11 @@ class Request:
                 f"a batch of {self.batch} arrays: it has to be positive, or None for all at once"
             )
 
+    @property
+    def cast(self) -> str | None:
+        """The name of the dtype that floating leaves are cast to."""
+        return None if self.dtype is None else floating_dtype(self.dtype)
+
 
 # -------------------------------------------------------------------------------------------- select
 
@@ -102,6 +109,8 @@ class Item(msgspec.Struct, gc=False):
     """A leaf on its way: what is stored, what it is to become, and where.
 
     `spread` is a sharding in which no two processes hold the same, for one that is read so and then broadcast.
+    `number` is the leaf of `like` if that is a plain number, which the array becomes in the end. Not `is_stored` is one
+    that was a plain number: it has its array already.
     """
 
     name: str
@@ -116,6 +125,8 @@ class Item(msgspec.Struct, gc=False):
     arrays: Sequence[Any] = ()
     new_shape: tuple[int, ...] | None = None
     spread: Any = None
+    number: Any = None
+    is_stored: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -126,8 +137,9 @@ class Item(msgspec.Struct, gc=False):
 def items_of(
     tree: TreeEntry, selected: Mapping[str, None], request: Request, like: Mapping[str, Any] | None
 ) -> list[Item]:
-    """The arrays among the selected leaves, if they are what `like` expects; else every difference at once."""
-    cast = None if request.dtype is None else floating_dtype(request.dtype)
+    """The arrays among the selected leaves, and the numbers that are arrays in `like`, if all is what it expects; else
+    every difference at once."""
+    cast = request.cast
     entries = tree.leaves
     items = []
     for name in selected:
@@ -139,9 +151,11 @@ def items_of(
         if request.reshape:
             for item in items:
                 _take_shape(item, like.get(item.name))
-        problems = list(_differences(items, selected, tree, like))
+        values = {name: value for name, value in tree.values.items() if name in selected}
+        problems = list(_differences(items, selected, values, like, cast))
         if problems:
             raise MismatchError(problems, context=f"the checkpoint does not fit `{request.like_is}`")
+        items += _numbers_as_arrays(values, like, cast)
         for item in items:
             _follow(item, like[item.name])
     return items
@@ -159,7 +173,11 @@ def _take_shape(item: Item, leaf: Any) -> None:
 
 
 def _differences(
-    items: Sequence[Item], selected: Mapping[str, None], tree: TreeEntry, like: Mapping[str, Any]
+    items: Sequence[Item],
+    selected: Mapping[str, None],
+    values: Mapping[str, Any],
+    like: Mapping[str, Any],
+    cast: str | None,
 ) -> Iterable[str]:
     missing = [name for name in like if name not in selected]
     unexpected = [name for name in selected if name not in like]
@@ -170,30 +188,61 @@ def _differences(
     for item in items:
         if item.name in like:
             yield from _array_difference(item, like[item.name])
-    for name, value in tree.values.items():
-        if name in selected and name in like:
-            yield from _value_difference(name, value, like[name])
+    for name, value in values.items():
+        if name in like:
+            yield from _value_difference(name, value, like[name], cast)
 
 
-def _value_difference(name: str, value: Any, leaf: Any) -> Iterable[str]:
-    if _describes_array(leaf):
-        yield f"leaf {name!r}: expected an array, found a plain {type(value).__name__}"
-    elif type(value) is not type(leaf) and not (isinstance(value, Number) and isinstance(leaf, Number)):
-        yield f"leaf {name!r}: expected a plain {type(leaf).__name__}, found a {type(value).__name__}"
+def _value_difference(name: str, value: Any, leaf: Any, cast: str | None) -> Iterable[str]:
+    found = f"found the {type(value).__name__} {_shown(value)}"
+    if isinstance(leaf, (Sharding, PartitionSpec)):
+        yield f"leaf {name!r}: expected an array, {found}; a ShapeDtypeStruct would say of which dtype"
+    elif not _has_shape(leaf):
+        if fitted(value, leaf) is None:
+            yield f"leaf {name!r}: expected {_plain(leaf)}, {found}"
+    elif leaf.shape or as_array(value, _dtype_name(leaf.dtype), cast) is None:
+        dtype, is_python = _dtype_name(leaf.dtype), not isinstance(value, np.generic)
+        expected, same_kind = (
+            _described(dtype, leaf.shape),
+            kind_of(value) is kind_of_dtype(dtype) is not None,
+        )
+        why = f", which {dtype} cannot hold exactly" if same_kind and is_python and not leaf.shape else ""
+        how = "; dtype= casts" if same_kind and is_floating(dtype) and not leaf.shape else ""
+        yield f"leaf {name!r}: expected {expected}, {found}{why}{how}"
 
 
-def _describes_array(leaf: Any) -> bool:
-    return isinstance(leaf, (Sharding, PartitionSpec)) or (
-        hasattr(leaf, "shape") and not isinstance(leaf, np.generic)
-    )
+def _plain(leaf: Any) -> str:
+    return f"a plain {type(leaf).__name__} such as {_shown(leaf)}"
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value.item() if isinstance(value, np.generic) else value)
+
+
+def _numbers_as_arrays(
+    values: Mapping[str, Any], like: Mapping[str, Any], cast: str | None
+) -> Iterable[Item]:
+    """The numbers among the plain values that are arrays without axes in `like`."""
+    for name, value in values.items():
+        if _has_shape(leaf := like[name]) and not is_scalar(leaf):
+            dtype = _dtype_name(leaf.dtype)
+            array = as_array(value, dtype, cast)
+            yield Item(name, LeafEntry(dtype, (), ()), dtype, arrays=[array], is_stored=False)
+
+
+def _has_shape(leaf: Any) -> bool:
+    """Whether it is an array, describes one, or is a scalar of numpy."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def _array_difference(item: Item, leaf: Any) -> Iterable[str]:
     if isinstance(leaf, (Sharding, PartitionSpec)):
         return
     found = _described(_key_dtype(item.entry.key) if item.entry.key else item.dtype, item.shape)
-    if not _describes_array(leaf):
-        yield f"leaf {item.name!r}: expected a plain {type(leaf).__name__}, found {found}"
+    if not _has_shape(leaf):
+        kind = None if item.shape or item.entry.key else kind_of_dtype(item.dtype)
+        if kind is None or kind is not kind_of(leaf):
+            yield f"leaf {item.name!r}: expected {_plain(leaf)}, found {found}"
         return
     expected = _described(_dtype_name(leaf.dtype), tuple(leaf.shape))
     same_shape = tuple(leaf.shape) == item.shape
@@ -220,6 +269,8 @@ def _follow(item: Item, leaf: Any) -> None:
     """Makes the item what this leaf of `like` is."""
     if isinstance(leaf, (Sharding, PartitionSpec)):
         item.as_numpy, item.sharding, item.is_explicit = False, leaf, True
+    elif is_scalar(leaf):
+        item.as_numpy, item.number = True, leaf
     elif isinstance(leaf, np.ndarray):
         item.as_numpy = True
     else:

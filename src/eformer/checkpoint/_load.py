@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer.checkpoint import _hosts
-from eformer.checkpoint._by_order import by_order, completed, is_number
+from eformer.checkpoint._by_order import by_order, completed
 from eformer.checkpoint._checksums import check_sha256
 from eformer.checkpoint._formats.find import find, was_replaced
 from eformer.checkpoint._hosts import TIMEOUT
@@ -20,6 +20,7 @@ from eformer.checkpoint._placed import accelerator_of, assemble, place_items, pr
 from eformer.checkpoint._pool import default_threads, uncollected
 from eformer.checkpoint._progress import is_wanted, metered
 from eformer.checkpoint._read import nbytes_read, read
+from eformer.checkpoint._scalars import as_scalar, fitted
 from eformer.checkpoint._streamed import is_worth_streaming, stream
 from eformer.checkpoint._text import few
 from eformer.checkpoint._tree import flatten, unflatten, unflatten_like
@@ -65,8 +66,10 @@ def load(
 
     Without `like` the tree has the structure it was saved with, jax arrays are jax arrays and numpy arrays are
     numpy arrays. `like` is a tree of arrays, `ShapeDtypeStruct`s or shardings, whose structure, shapes, dtypes and
-    shardings the result has. A file of equinox has no names, and needs it. `keys` are names of leaves or subtrees, or
-    patterns such as "layers.*.bias"; without `like` the result is then a flat dict by name.
+    shardings the result has. A number goes into an array without axes and such an array into a number, as `like` has
+    it, if the kind is the same (bool, int, float, complex) and the value stays the same. A file of equinox has no
+    names, and needs `like`. `keys` are names of leaves or subtrees, or patterns such as "layers.*.bias"; without `like`
+    the result is then a flat dict by name.
 
     `shardings` says where leaves go: one for all, or by name (nested or dotted, some or all), each a `Sharding`, a
     `PartitionSpec` or a function that is called on the loaded array. `rules` are (regex, PartitionSpec) pairs,
@@ -112,7 +115,10 @@ def load_entry(path: str | os.PathLike[str], request: Request) -> tuple[Any, Tre
     like = None if request.like is None else flatten(request.like)[0]
     tree, arrays, selected = _read_together(path, request, like)
     with uncollected():
-        leaves = arrays | {name: value for name, value in tree.values.items() if name in selected}
+        values = {n: value for n, value in tree.values.items() if n in selected and n not in arrays}
+        if like is not None:
+            values = {name: fitted(value, like[name], request.cast) for name, value in values.items()}
+        leaves = arrays | values
         if like is not None:
             return unflatten_like(request.like, leaves), tree
         if request.keys is not None:
@@ -167,8 +173,9 @@ def _read_one(
                 items = items_of(tree, selected, request, wanted)
                 if like is None and request.keys is None:
                     _require_classes(tree)
-                place_items(_placeable(items, like, found), tree, request)
-            total = nbytes_read(tree, items) if is_wanted(request.progress) else 0
+                place_items([item for item in items if item.number is None], tree, request)
+            stored = [item for item in items if item.is_stored]
+            total = nbytes_read(tree, stored) if is_wanted(request.progress) else 0
             with metered(request.progress, total, "loading") as meter:
                 arrays = _arrays(found, tree, items, request, hosts, meter)
         except _Unreadable as unreadable:
@@ -182,13 +189,6 @@ def _read_one(
             arrays = completed(arrays, like)
         return tree, arrays, selected
     raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while it was being read")
-
-
-def _placeable(items: list[Item], like: Mapping[str, Any] | None, found: Found) -> list[Item]:
-    """All but plain numbers, which files without names store as arrays."""
-    if like is None or found.has_names:
-        return items
-    return [item for item in items if not is_number(like[item.name])]
 
 
 def _tree(found: Found, prefix: str | None) -> TreeEntry:
@@ -219,7 +219,8 @@ def _arrays(
             assembled = {}
             if streamed:
                 assembled = stream(found, tree, streamed, threads, verify=request.verify, meter=meter)
-            read(found, tree, others, threads, verify=request.verify, mmap=request.mmap, meter=meter)
+            stored = [item for item in others if item.is_stored]
+            read(found, tree, stored, threads, verify=request.verify, mmap=request.mmap, meter=meter)
         except (FileNotFoundError, CorruptionError) as error:
             raise _Unreadable(error) from None
         is_last = start + batch >= end
@@ -230,7 +231,8 @@ def _arrays(
         for item in some:
             leaf = assembled.pop(item.name)
             leaf = item.after(leaf) if item.after else leaf
-            arrays[item.name] = request.callback(leaf, item.name) if request.callback else leaf
+            leaf = request.callback(leaf, item.name) if request.callback else leaf
+            arrays[item.name] = as_scalar(leaf, item.number)
             item.arrays = ()  # what the caller's functions let go of, is gone
     return arrays
 
@@ -238,10 +240,12 @@ def _arrays(
 def _divided(items: list[Item], request: Request) -> tuple[list[Item], list[Item]]:
     """Those that go to accelerators, through a little memory at a time, and the others. What is broadcast has to be
     read by all processes before the first piece of it moves."""
-    streamed = [] if request.broadcast else [item for item in items if accelerator_of(item) is not None]
+    if request.broadcast:
+        return [], items
+    streamed = [item for item in items if item.is_stored and accelerator_of(item) is not None]
     if not is_worth_streaming(streamed):
         return [], items
-    return streamed, [item for item in items if accelerator_of(item) is None]
+    return streamed, [item for item in items if not item.is_stored or accelerator_of(item) is None]
 
 
 class _Unreadable(Exception):  # noqa: N818

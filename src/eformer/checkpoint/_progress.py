@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +28,8 @@ class Meter:
 
     def __init__(self, total: int, report: Report | None) -> None:
         self._total, self._report = total, report
-        self._done, self._last, self._is_ended = 0, 0.0, False
+        self._done, self._is_ended = 0, False
+        self._last = -math.inf  # the clock starts anywhere: at zero where the machine has just booted
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:

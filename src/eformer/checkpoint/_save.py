@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import jax
 import msgspec
 
-import eformer
+from eformer._version import __version__
 from eformer.checkpoint import _hosts
 from eformer.checkpoint._arrays import snapshot
 from eformer.checkpoint._formats._names import SUFFIX, base_name
@@ -145,7 +145,7 @@ def _prepare(
     entry = TreeEntry(
         save_id=secrets.token_hex(8),
         saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        written_by=f"eformer {eformer.__version__}, jax {jax.__version__}",
+        written_by=f"eformer {__version__}, jax {jax.__version__}",
         block=PIECE_BYTES,
         files=(),
         raw_metadata=recorded,

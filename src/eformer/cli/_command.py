@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-import eformer
+from eformer._version import __version__
 from eformer.checkpoint._text import printable
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class _Size(_Number):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(eformer.__version__, prog_name="eformer")
+@click.version_option(__version__, prog_name="eformer")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:  # noqa: ARG001  the group looks at it
     """Look at checkpoints, compare and convert them: ours, Hugging Face's, Orbax's, flax's, the original eFormer's.

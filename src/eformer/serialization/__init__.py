@@ -1,17 +1,27 @@
 """Front door 1: the documented serialization API, as thin functions over the engine."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eformer.checkpoint import dry_run as dry_run
+    from eformer.serialization import async_manager as async_manager
+    from eformer.serialization import serialization as serialization
+    from eformer.serialization import utils as utils
 
-__all__ = ["dry_run"]
+__all__ = ["async_manager", "dry_run", "serialization", "utils"]
 
 
 def __getattr__(name: str) -> Any:
-    # Late: a submodule may be imported without what this needs.
-    if name != "dry_run":
+    # Late: a submodule may be imported without what the others need.
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from eformer.checkpoint import dry_run
+    if name == "dry_run":
+        from eformer.checkpoint import dry_run
 
-    return dry_run
+        return dry_run
+    return import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
