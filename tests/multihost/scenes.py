@@ -385,7 +385,7 @@ def save_and_fail_at(path, rank, step):
     module, name = {
         "write": (safetensors, "write_data"),
         "write arrays": (tensorstore, "_file_tasks"),
-        "seal": (_sealing, "rename"),
+        "seal": (_sealing, "_publish"),
         "seal arrays": (tensorstore.ArraysWriter, "_write_index"),
         "place": (_job, "make_directories"),
     }[step]
