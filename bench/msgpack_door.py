@@ -21,7 +21,8 @@ import flax.serialization
 import jax
 import numpy as np
 
-from eformer.checkpoint._tree import flatten, unflatten
+from eformer._engine.trees.flatten import flatten
+from eformer._engine.trees.unflatten import unflatten
 from eformer.pytree import _serialization as ours
 
 LAYERS = 24

@@ -53,7 +53,8 @@ def play_rank(rank: int, port: int, directory: Path, nbytes: int, rounds: int) -
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from eformer.checkpoint import _hosts, load, save_async
+    from eformer._engine.processes import hosts as _hosts
+    from eformer.checkpoint import load, save_async
 
     mesh = Mesh(np.array(jax.devices()).reshape(PROCESSES, DEVICES), ("data", "model"))
     specs = [P("data"), P("data", "model"), P(None, "model"), P()]
@@ -155,8 +156,10 @@ def simulate(count: int, leaves: int, cut: str, directory: Path) -> None:
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from eformer.checkpoint import SaveOptions, _commit, _save, load
-    from eformer.checkpoint._manifest import weight_of
+    from eformer._engine.record.manifest import weight_of
+    from eformer._engine.saving import agreement as _commit
+    from eformer._engine.saving import save as _save
+    from eformer.checkpoint import SaveOptions, load
 
     mesh = Mesh(np.array(jax.devices()), ("x",))
     sharding = NamedSharding(mesh, P("x") if cut == "sharded" else P())

@@ -15,6 +15,7 @@ EformerError
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,6 +35,21 @@ class FormatError(EformerError, ValueError):
 
 class CorruptionError(FormatError):
     """These bytes are not what was saved: they changed, or are missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Bytes that are not what was saved, or are not there. `leaf` is empty for bytes that belong to none."""
+
+    leaf: str
+    file: str
+    start: int
+    stop: int
+    problem: str
+
+    def __str__(self) -> str:
+        where = f"bytes {self.start} to {self.stop} of {self.file}"
+        return f"leaf {self.leaf!r}: {where} {self.problem}" if self.leaf else f"{where} {self.problem}"
 
 
 class NotFoundError(EformerError, FileNotFoundError):

@@ -7,8 +7,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer.checkpoint._codec import gzip_compress, gzip_decompress, sha256_of, xxh3_128, xxh3_128_of
+from eformer._engine.record.digests import sha256_of, xxh3_128, xxh3_128_of
 from eformer.errors import FormatError
+from eformer.pytree._gzip import gzip_compress, gzip_decompress
 
 
 @given(st.binary())

@@ -20,11 +20,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
-from eformer.checkpoint import SaveOptions, _commit, _job, _load, _save, load, save, save_async
-from eformer.checkpoint._formats import _writing, find
-from eformer.checkpoint._manifest import Manifest
-from eformer.checkpoint._store.directory import Directory
-from eformer.checkpoint._store.many import ScratchTree, sweep_trees
+from eformer._engine.formats import find
+from eformer._engine.loading import load as _load
+from eformer._engine.record.manifest import Manifest
+from eformer._engine.saving import agreement as _commit
+from eformer._engine.saving import run as _job
+from eformer._engine.saving import save as _save
+from eformer._engine.saving import write as _writing
+from eformer._engine.stores.directory import Directory
+from eformer._engine.stores.local_upload import ScratchTree, sweep_trees
+from eformer.checkpoint import SaveOptions, load, save, save_async
 from eformer.errors import CorruptionError, EformerError, FormatError, MismatchError
 from support.hosts import Crew
 from support.trees import bits
@@ -141,8 +146,9 @@ class Watched(np.ndarray):
 
 FORKS = """
 import os, signal, sys, threading
-from eformer.checkpoint import _hosts, _job, load, save, save_async
-from eformer.checkpoint._formats import _sealing
+from eformer.checkpoint import load, save, save_async
+from eformer._engine.processes import hosts as _hosts
+from eformer._engine.saving import commit as _sealing, run as _job
 
 _hosts.current = lambda *_: _hosts.Alone()  # else a backend of JAX would start, and those do not survive a fork
 path, go, make = sys.argv[1], threading.Event(), _job.make_directories
@@ -226,7 +232,7 @@ def test_options_that_make_no_sense_are_refused(options):
 @pytest.fixture
 def on_an_accelerator(monkeypatch):
     """CPU arrays are treated as those of an accelerator: copied on the device, and staged through pinned memory."""
-    from eformer.checkpoint import _arrays
+    from eformer._engine.saving import snapshot as _arrays
 
     monkeypatch.setattr(_arrays, "is_host_memory", lambda array: False)
     monkeypatch.setattr(_arrays._Reader, "look_at", lambda self, array: (False, 0, None))
@@ -237,7 +243,7 @@ def on_an_accelerator(monkeypatch):
 def test_arrays_of_an_accelerator_are_staged_within_the_budget(
     tmp_path, monkeypatch, on_an_accelerator, snapshot, budget
 ):
-    from eformer.checkpoint._source import Staging
+    from eformer._engine.saving.staging import Staging
 
     monkeypatch.setattr(_save, "PIECE_BYTES", 256)
     most, fetch = [0], Staging.fetch
@@ -262,7 +268,7 @@ def test_arrays_of_an_accelerator_are_staged_within_the_budget(
 
 
 def test_a_device_without_room_is_not_asked_for_a_copy(monkeypatch):
-    from eformer.checkpoint._arrays import _have_room
+    from eformer._engine.saving.snapshot import _have_room
 
     class Device:
         def __init__(self, limit):
@@ -450,14 +456,20 @@ def test_several_processes_record_the_checksums_of_what_one_has_whole(tmp_path, 
 
 
 def test_what_several_processes_saved_is_replaced_without_a_rest(tmp_path, layout):
+    def rest(path):
+        """The files in it; of a database's, however many there are, the directory."""
+        files = [file for file in path.rglob("*") if file.is_file() and fresh not in file.parents]
+        return len({file.parent if file.parent.name == "d" else file for file in files})
+
     for _ in range(2):
         assert save_together(Crew(4), lambda host: sharded_tree(), tmp_path, layout) == [None] * 4
     save({"w": np.ones(3)}, tmp_path, format=layout[0], options=SaveOptions(**layout[1]))
     fresh = tmp_path / "fresh"
+    left = rest(tmp_path)
     for _ in range(2):  # the second has names of its own, too
         save({"w": np.ones(3)}, fresh, format=layout[0], options=SaveOptions(**layout[1]))
-    left = [p for p in tmp_path.rglob("*") if p.is_file() and fresh not in p.parents]
-    assert len(left) == len([p for p in fresh.rglob("*") if p.is_file()])
+    fresh, there = tmp_path / "none", fresh
+    assert left == rest(there)
 
 
 def part_files(path):

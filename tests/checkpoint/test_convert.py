@@ -16,19 +16,10 @@ import pytest
 import safetensors.numpy
 from hypothesis import given, settings
 
-from eformer.checkpoint import (
-    SaveOptions,
-    _transfer,
-    convert,
-    diff,
-    inspect,
-    load,
-    register_node,
-    save,
-    verify,
-)
-from eformer.checkpoint._leaf import Region
-from eformer.checkpoint._source import contiguous
+from eformer._engine.loading import fetch as _transfer
+from eformer._engine.record.regions import Region
+from eformer._engine.saving.staging import contiguous
+from eformer.checkpoint import SaveOptions, convert, diff, inspect, load, register_node, save, verify
 from eformer.errors import CorruptionError, MismatchError
 from support import trees
 from support.trees import Moments, assert_same
@@ -131,7 +122,7 @@ def test_msgpack_is_what_flax_restores(tmp_path):
 
 
 def test_large_arrays_in_msgpack_are_in_chunks_as_flax_has_them(tmp_path, monkeypatch):
-    monkeypatch.setattr("eformer.checkpoint._formats.streams._MOST_CHUNK", 1000)
+    monkeypatch.setattr("eformer._engine.tools.sequential_writers._MOST_CHUNK", 1000)
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 1000)
     state = {"w": np.arange(900, dtype=np.float32).reshape(30, 30)}
     save(state, tmp_path / "old")
@@ -212,9 +203,9 @@ def test_renamed_there_and_back(tmp_path):
 
 
 def test_large_leaves_are_turned_around_box_by_box(tmp_path, monkeypatch):
-    monkeypatch.setattr("eformer.checkpoint._convert._SMALL", 0)
-    monkeypatch.setattr("eformer.checkpoint._source._IN_ORDER_BYTES", 512)
-    monkeypatch.setattr("eformer.checkpoint._convert.PIECE_BYTES", 128)
+    monkeypatch.setattr("eformer._engine.tools.convert._SMALL", 0)
+    monkeypatch.setattr("eformer._engine.saving.staging._IN_ORDER_BYTES", 512)
+    monkeypatch.setattr("eformer._engine.tools.convert.PIECE_BYTES", 128)
     state = {f"h.{i}": np.random.default_rng(i).standard_normal((33, 17)) for i in range(5)}
     save(state, tmp_path / "old")
     rules = [r"h%2E(\d) -> h | transpose | stack \1 2"]
@@ -304,7 +295,7 @@ def test_a_checkpoint_without_room_is_refused(source, tmp_path, monkeypatch):
 
 _UNDER_A_LIMIT = """
 import resource, sys, threading
-from eformer.checkpoint._convert import convert
+from eformer._engine.tools.convert import convert
 source, destination, to, memory, *rules = sys.argv[1:]
 threading.stack_size(2**18)  # what threads may use as stacks counts, whether they do or not
 resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))
@@ -362,7 +353,7 @@ def test_a_chunk_that_does_not_fit_is_refused_with_what_it_needs(tmp_path):
 
 _INTERRUPTED = """
 import signal, sys, time
-from eformer.checkpoint._convert import convert
+from eformer._engine.tools.convert import convert
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
 def slowly(done, total):
     print(done, flush=True)
@@ -399,7 +390,7 @@ def test_what_dead_saves_have_committed_beside_it_stays(tmp_path):
     """A save of arrays that died after its commit has a scratch directory that only the next save may clear up."""
     save({"w": np.ones(4)}, tmp_path / "p", format="tensorstore")
     code = (
-        "import os, sys, numpy as np, eformer.checkpoint._store.many as many\n"
+        "import os, sys, numpy as np, eformer._engine.stores.local_upload as many\n"
         "from eformer.checkpoint import save\n"
         "many.ScratchTree.finish = lambda *_, **__: os._exit(9)\n"
         "save({'w': np.full(4, 7.0)}, sys.argv[1], format='tensorstore')"
@@ -475,9 +466,9 @@ def test_rules_from_an_editor_that_marks_its_files(source, tmp_path):
 )
 @pytest.mark.parametrize("target", ["new", "new.npz"])
 def test_a_large_chunk_is_decoded_once(tmp_path, monkeypatch, target, rules):
-    monkeypatch.setattr("eformer.checkpoint._deferred._LARGE_CHUNKS", 1000)
-    monkeypatch.setattr("eformer.checkpoint._source._IN_ORDER_BYTES", 256)
-    monkeypatch.setattr("eformer.checkpoint._convert.PIECE_BYTES", 128)
+    monkeypatch.setattr("eformer._engine.tools.lazy_arrays._LARGE_CHUNKS", 1000)
+    monkeypatch.setattr("eformer._engine.saving.staging._IN_ORDER_BYTES", 256)
+    monkeypatch.setattr("eformer._engine.tools.convert.PIECE_BYTES", 128)
     tree = {f"l{i}": np.random.default_rng(i).standard_normal((6, 5, 7)) for i in range(3)}
     save(tree, tmp_path / "old", format="tensorstore", options=SaveOptions(compression="zstd"))
     decoded = []
@@ -506,7 +497,7 @@ def test_many_leaves_and_trees_stay_within_their_memory(tmp_path):
 
 def test_leaves_that_are_made_of_one_do_not_disturb_each_other(tmp_path, monkeypatch):
     """Four-bit floats are fetched by several threads at once."""
-    monkeypatch.setattr("eformer.checkpoint._deferred._LARGE_CHUNKS", 1000)
+    monkeypatch.setattr("eformer._engine.tools.lazy_arrays._LARGE_CHUNKS", 1000)
     bits = np.random.default_rng(0).integers(0, 16, (16, 4, 2**14), np.uint8)
     array = bits.view(ml_dtypes.float4_e2m1fn)
     options = SaveOptions(compression="zstd", max_chunk_bytes=2**14)

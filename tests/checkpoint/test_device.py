@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer.checkpoint import _device
+from eformer._engine.trees import devices as _device
 from support.trees import assert_same
 
 

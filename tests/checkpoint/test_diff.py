@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from eformer._engine.tools.diff import _Tally
 from eformer.checkpoint import SaveOptions, diff, save
-from eformer.checkpoint._diff import _Tally
 from eformer.errors import CorruptionError
 from support.trees import DTYPES
 
@@ -66,7 +66,7 @@ def test_differences_of_values_are_measured(tmp_path):
 
 
 def test_large_leaves_are_compared_box_by_box(tmp_path, monkeypatch):
-    monkeypatch.setattr("eformer.checkpoint._diff._BOX_BYTES", 1000)
+    monkeypatch.setattr("eformer._engine.tools.diff._BOX_BYTES", 1000)
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((2, 70, 30))
     found = compared(tmp_path, {"w": a, "v": a}, {"w": b, "v": a}, format="tensorstore")

@@ -15,10 +15,10 @@ import pytest
 import tensorstore as ts
 
 from eformer import checkpoint
+from eformer._engine.record.manifest import seal
+from eformer._engine.stores.local_upload import Journal
+from eformer._engine.stores.removal import Moved
 from eformer.checkpoint import SaveOptions, load, save
-from eformer.checkpoint._manifest import seal
-from eformer.checkpoint._store.many import Journal
-from eformer.checkpoint._store.removal import Moved
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 from support.trees import assert_same
 

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer.checkpoint._leaf import (
+from eformer._engine.record.names import (
     BARE_LEAF,
-    Region,
     escape,
     escape_siblings,
     join_name,
@@ -18,6 +17,7 @@ from eformer.checkpoint._leaf import (
     unescape,
     with_nearest,
 )
+from eformer._engine.record.regions import Region
 from eformer.errors import FormatError
 from support.trees import HOSTILE, keys
 

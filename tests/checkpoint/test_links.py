@@ -10,10 +10,10 @@ import pytest
 import tensorstore as ts
 
 from eformer import checkpoint
+from eformer._engine.stores.directory import Directory
+from eformer._engine.stores.local_upload import Journal, ScratchTree
+from eformer._engine.stores.removal import Described, Moved
 from eformer.checkpoint import SaveOptions, convert, load, prune, save
-from eformer.checkpoint._store.directory import Directory
-from eformer.checkpoint._store.many import Journal, ScratchTree
-from eformer.checkpoint._store.removal import Described, Moved
 from eformer.errors import EformerError
 from eformer.paths import LocalPath
 from eformer.pytree._serialization import save_to_file
@@ -469,7 +469,7 @@ def test_prune_removes_links_and_not_what_they_lead_to(tmp_path, unchanged):
 
 
 def test_a_step_that_has_become_a_link_is_not_pruned(tmp_path, unchanged):
-    from eformer.checkpoint._prune import planned, remove
+    from eformer._engine.tools.prune import planned, remove
 
     for step in (1, 2):
         save(TREE, tmp_path / "run" / f"step-{step}")

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer.checkpoint._leaf import Region
-from eformer.checkpoint._manifest import (
+from eformer._engine.record.manifest import (
     DataFile,
     Extent,
     LeafEntry,
@@ -18,7 +17,8 @@ from eformer.checkpoint._manifest import (
     encode_leaves,
     seal,
 )
-from eformer.checkpoint._value import value_to_json
+from eformer._engine.record.regions import Region
+from eformer._engine.record.values import value_to_json
 from eformer.errors import CorruptionError, FormatError
 from support.trees import keys
 

@@ -12,8 +12,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from eformer.checkpoint import SaveOptions, _read, load, save
-from eformer.checkpoint._store import files
+from eformer._engine.loading import read as _read
+from eformer._engine.stores import local_files as files
+from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError
 from support.trees import assert_same
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from eformer.checkpoint import _ndarray
-from eformer.checkpoint._ndarray import dtype_from_name, from_raw, name_of_dtype, raw_pieces
+from eformer._engine.record import dtypes as _ndarray
+from eformer._engine.record.dtypes import dtype_from_name, from_raw, name_of_dtype, raw_pieces
 from eformer.errors import FormatError, LeafError
 from support.trees import DTYPES, arrays, bits
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer.checkpoint._outline import Line, Node, outline
-from eformer.checkpoint._text import bar, count, shortened, size
+from eformer._engine.record.outline import Line, Node, outline
+from eformer._engine.record.text import bar, count, shortened, size
 
 
 def labels(node: Node):

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer.checkpoint._leaf import Region
-from eformer.checkpoint._pieces import (
+from eformer._engine.record.pieces import (
     bounding,
     count_pieces,
     is_tiling,
@@ -19,6 +18,7 @@ from eformer.checkpoint._pieces import (
     pieces_in,
     shifted,
 )
+from eformer._engine.record.regions import Region
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 limits = st.integers(1, 200)

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from eformer.checkpoint._pool import default_threads, run_all, uncollected
+from eformer._engine.tasks.pool import default_threads, run_all, uncollected
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 100])
@@ -141,7 +141,7 @@ def test_an_interrupt_while_a_thread_starts_is_what_is_raised(monkeypatch, begin
             raise KeyboardInterrupt
 
     done = []
-    monkeypatch.setattr("eformer.checkpoint._pool.threading.Thread", Interrupted)
+    monkeypatch.setattr("eformer._engine.tasks.pool.threading.Thread", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_all([lambda i=i: done.append(i) for i in range(3)], 3)
     monkeypatch.undo()

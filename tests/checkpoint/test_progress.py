@@ -15,8 +15,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
-from eformer.checkpoint import SaveOptions, _load, _progress, load, save, verify
-from eformer.checkpoint._progress import SILENT, Meter, metered
+from eformer._engine.loading import load as _load
+from eformer._engine.tasks import progress as _progress
+from eformer._engine.tasks.progress import SILENT, Meter, metered
+from eformer.checkpoint import SaveOptions, load, save, verify
 from support.commands import all_of
 from support.trees import assert_same
 
@@ -176,7 +178,7 @@ def test_leaves_on_a_mesh_count_once(tmp_path):
 
 
 def test_of_a_part_of_a_leaf_only_that_part_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr("eformer.checkpoint._save.PIECE_BYTES", 1000)
+    monkeypatch.setattr("eformer._engine.saving.save.PIECE_BYTES", 1000)
     save({"a": np.ones((8, 250), np.float32)}, tmp_path)
     place = _load.place_items
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from eformer._engine.stores.directory import Directory
+from eformer._engine.tools.prune import planned, remove
 from eformer.checkpoint import load, prune, save
-from eformer.checkpoint._prune import planned, remove
-from eformer.checkpoint._store.directory import Directory
 from eformer.errors import EformerError, NotFoundError
 
 

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from eformer.checkpoint import _put
+from eformer._engine.loading import device_put as _put
 from support.trees import assert_same
 
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer.checkpoint._deferred import Stacked, Taken, Transposed
-from eformer.checkpoint._leaf import Region
-from eformer.checkpoint._rename import apply, parse_rules
-from eformer.checkpoint._source import Deferred
+from eformer._engine.record.planned import Deferred
+from eformer._engine.record.regions import Region
+from eformer._engine.tools.lazy_arrays import Stacked, Taken, Transposed
+from eformer._engine.tools.rename import apply, parse_rules
 from eformer.errors import FormatError, MismatchError
 
 

@@ -17,8 +17,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
-from eformer.checkpoint import SaveOptions, _job, load, save, save_async
-from eformer.checkpoint._store.directory import Directory
+from eformer._engine.saving import run as _job
+from eformer._engine.stores.directory import Directory
+from eformer.checkpoint import SaveOptions, load, save, save_async
 from eformer.errors import NotFoundError
 from support.trees import assert_same
 
@@ -126,7 +127,7 @@ def test_a_save_that_is_still_under_way_can_be_reused(tmp_path, kind, written):
 
 
 def test_an_earlier_checkpoint_that_cannot_be_read_does_no_harm(tmp_path, kind, monkeypatch, caplog):
-    from eformer.checkpoint._formats import _reuse
+    from eformer._engine.saving import reuse as _reuse
 
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
@@ -140,7 +141,7 @@ def test_an_earlier_checkpoint_that_cannot_be_read_does_no_harm(tmp_path, kind, 
 
 def test_another_size_of_pieces_is_no_reason_to_mix_them(tmp_path, kind, monkeypatch):
     save(tree(0), tmp_path)
-    monkeypatch.setattr("eformer.checkpoint._save.PIECE_BYTES", 2**14)
+    monkeypatch.setattr("eformer._engine.saving.save.PIECE_BYTES", 2**14)
     save(tree(1), tmp_path, options=SaveOptions(reuse=True))
     check(tmp_path, tree(1))
 
@@ -353,7 +354,7 @@ def test_a_name_that_another_file_has_is_left_to_it(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("eformer.checkpoint._formats._sealing.replacing_in", fail)
+        patch.setattr("eformer._engine.saving.commit.replacing_in", fail)
         with pytest.raises(OSError, match="No space"):
             save(tree(1), copy, options=SaveOptions(reuse=older))
     check(copy, tree(0))
@@ -401,7 +402,7 @@ def in_memory():
 
 
 def test_a_file_system_in_memory(in_memory, tmp_path, kind, monkeypatch, caplog, written):
-    monkeypatch.setattr("eformer.checkpoint._formats.safetensors._LARGE_PART", 0)
+    monkeypatch.setattr("eformer._engine.saving.safetensors_writer._LARGE_PART", 0)
     with caplog.at_level("DEBUG", "eformer"):
         save(tree(0), in_memory / "a", options=SaveOptions(reuse=True))
     assert ("cannot do without" in caplog.text) == (kind == "safetensors")

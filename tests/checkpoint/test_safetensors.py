@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from contracts.checkpoint import CheckpointContract, DirectoryContract, layouts, meshes, model
 from eformer import checkpoint
+from eformer._engine.saving import safetensors_writer as safetensors_format
+from eformer._engine.stores.local import Scratch
 from eformer.checkpoint import SaveOptions, load, save
-from eformer.checkpoint._formats import safetensors as safetensors_format
-from eformer.checkpoint._store.local import Scratch
 from eformer.errors import CorruptionError, FormatError, MismatchError, NotFoundError
 from support.trees import assert_same
 
@@ -419,7 +419,7 @@ def test_what_lies_about_does_not_make_a_save_fail(tmp_path, weights):
 
 
 def test_more_leaves_than_one_header_can_name_go_to_a_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr("eformer.checkpoint._plan.MAX_HEADER_BYTES", 1000)
+    monkeypatch.setattr("eformer._engine.formats.safetensors.layout.MAX_HEADER_BYTES", 1000)
     tree = {f"w{i}": np.ones(1) for i in range(20)}
     with pytest.raises(FormatError, match="save to a directory"):
         save(tree, tmp_path / "x.safetensors")
@@ -473,7 +473,7 @@ def test_a_damaged_manifest_is_neither_read_nor_replaced(tmp_path, weights):
 
 
 def test_a_manifest_of_a_later_version_asks_for_an_upgrade(tmp_path):
-    from eformer.checkpoint._manifest import Manifest
+    from eformer._engine.record.manifest import Manifest
 
     (tmp_path / "manifest.json").write_bytes(Manifest(format="safetensors", version=99).to_json())
     with pytest.raises(FormatError, match=r"version 99.*upgrade"):
@@ -510,7 +510,9 @@ def test_what_is_large_beside_the_memory_passes_the_page_cache_by(tmp_path, monk
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch, verify):
-    from eformer.checkpoint import _load, _verify, _view
+    from eformer._engine.loading import load as _load
+    from eformer._engine.tools import verify as _verify
+    from eformer._engine.tools import view as _view
 
     path, step = tmp_path / "x.safetensors", iter(range(100))
 
@@ -545,7 +547,7 @@ def test_an_open_view_outlives_its_checkpoint(tmp_path):
 
 def bytes_read(monkeypatch, call):
     """How many bytes of data files `call` reads."""
-    from eformer.checkpoint._store import files
+    from eformer._engine.stores import local_files as files
 
     total, read_into = [0], files.read_into
 
@@ -559,7 +561,7 @@ def bytes_read(monkeypatch, call):
 
 
 def test_rows_are_read_exactly_and_columns_by_whole_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("eformer.checkpoint._save.PIECE_BYTES", 4096)
+    monkeypatch.setattr("eformer._engine.saving.save.PIECE_BYTES", 4096)
     save({"w": np.zeros((1024, 1024), np.float32)}, tmp_path)  # a piece is one row
     view = checkpoint.open(tmp_path)
     assert bytes_read(monkeypatch, lambda: view["w"][10:20]) == 10 * 4096

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
+from eformer._engine.record.display import About, as_html, as_text
+from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry, encode_leaves
+from eformer._engine.record.outline import Line
 from eformer.checkpoint import Manifest, save
-from eformer.checkpoint._manifest import DataFile, Extent, LeafEntry, TreeEntry, encode_leaves
-from eformer.checkpoint._outline import Line
-from eformer.checkpoint._shown import About, as_html, as_text
 
 VOID = {"br", "hr", "img"}
 

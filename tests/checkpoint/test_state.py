@@ -15,8 +15,8 @@ from flax.training.train_state import TrainState
 from hypothesis import given
 from jax.tree_util import Partial
 
-from eformer.checkpoint import _state
-from eformer.checkpoint._state import (
+from eformer._engine.trees import state_dicts as _state
+from eformer._engine.trees.state_dicts import (
     current_path,
     from_state_dict,
     is_serializable,

@@ -11,9 +11,9 @@ import threading
 import numpy as np
 import pytest
 
-from eformer.checkpoint._store import local
-from eformer.checkpoint._store.directory import Directory
-from eformer.checkpoint._store.local import Scratch, replacing
+from eformer._engine.stores import local
+from eformer._engine.stores.directory import Directory
+from eformer._engine.stores.local import Scratch, replacing
 
 
 def write(path, data):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eformer.checkpoint._store.parts import ChainedFiles, Joined, PartFiles
+from eformer._engine.stores.virtual_files import ChainedFiles, Joined, PartFiles
 
 FILE = bytes(range(100))
 

@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer.checkpoint import _load, _placed, _streamed, _transfer, load, save
+from eformer._engine.loading import fetch as _transfer
+from eformer._engine.loading import load as _load
+from eformer._engine.loading import pinned_stream as _streamed
+from eformer._engine.loading import placement as _placed
+from eformer.checkpoint import load, save
 from eformer.errors import CorruptionError
 from support.trees import assert_same
 

@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from contracts.checkpoint import DirectoryContract, layouts, meshes, model
 from eformer import checkpoint
+from eformer._engine.saving.zarr_writer import ArraysWriter
+from eformer._engine.stores.directory import Directory
+from eformer._engine.stores.local_upload import Journal, ScratchTree
+from eformer._engine.stores.removal import Moved
 from eformer.checkpoint import SaveOptions, load, save
-from eformer.checkpoint._formats.tensorstore import ArraysWriter
-from eformer.checkpoint._store.directory import Directory
-from eformer.checkpoint._store.many import Journal, ScratchTree
-from eformer.checkpoint._store.removal import Moved
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 from eformer.serialization.serialization import tree_serialize_leaves
 from support.trees import assert_same
@@ -27,7 +27,7 @@ from support.trees import assert_same
 
 class TestArrays(DirectoryContract):
     format = "tensorstore"
-    steps = ("_formats._writing.xxh3_128", "_formats.tensorstore.ArraysWriter._write_index")
+    steps = ("write.xxh3_128", "zarr_writer.ArraysWriter._write_index")
 
     def place(self, folder):
         return folder / "checkpoint"
@@ -60,7 +60,7 @@ class TestDatabase(TestArrays):
     """The same, in an OCDBT database."""
 
     options = SaveOptions(ocdbt=True)
-    steps = ("_formats.tensorstore.xxh3_128", "_formats.tensorstore.ArraysWriter._write_index")
+    steps = ("zarr_writer.xxh3_128", "zarr_writer.ArraysWriter._write_index")
 
     def name_in_errors(self, file):
         return "tree.ocdbt/bad/0"
@@ -194,7 +194,7 @@ def contents(path):
 def test_a_file_is_never_written_again_once_the_index_names_it(tmp_path, weights, monkeypatch, prefix):
     arrays_save(weights, tmp_path, prefix)
     before = contents(tmp_path)
-    monkeypatch.setattr("eformer.checkpoint._store.many.remove_moved", lambda place, moved: None)
+    monkeypatch.setattr("eformer._engine.stores.local_upload.remove_moved", lambda place, moved: None)
     arrays_save(jax.tree.map(lambda x: x + 1, weights), tmp_path, prefix)
     after = contents(tmp_path)
     changed = {path for path, data in before.items() if after.get(path) != data}

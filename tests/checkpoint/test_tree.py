@@ -25,17 +25,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from eformer.checkpoint._leaf import name_to_path
-from eformer.checkpoint._nodes import register_node
-from eformer.checkpoint._tree import (
-    flatten,
-    is_array_like,
-    join_key,
-    leaf_key_paths,
-    unflatten,
-    unflatten_like,
-)
-from eformer.checkpoint._tree._flatten import MAX_DEPTH
+from eformer._engine.record.names import name_to_path
+from eformer._engine.trees.flatten import MAX_DEPTH, flatten
+from eformer._engine.trees.key_paths import is_array_like, join_key, leaf_key_paths
+from eformer._engine.trees.nodes import register_node
+from eformer._engine.trees.unflatten import unflatten, unflatten_like
 from eformer.errors import MismatchError, StructureError
 from support.trees import HOSTILE, Empty, Layer, Moments, Pair, Setting, Unregistered, any_trees, assert_same
 
@@ -152,7 +146,7 @@ def test_states_and_modules_of_the_field_come_back(make):
 def test_a_class_of_a_trusted_package_is_imported_when_needed():
     _, structure = flatten(optax.adam(0.1).init(jnp.ones(2)))
     code = (
-        "import sys, json; from eformer.checkpoint._tree import unflatten\n"
+        "import sys, json; from eformer._engine.trees.unflatten import unflatten\n"
         "assert 'optax' not in sys.modules\n"
         "print(unflatten(json.loads(sys.argv[1]), {'0.count': 1, '0.mu': 2, '0.nu': 3}))"
     )
@@ -329,7 +323,7 @@ CRASHED_ONCE = [  # in native code, when these reached it
 def test_a_structure_that_the_class_does_not_fit_is_an_error_and_not_a_crash(structure):
     code = (
         "import sys, json, flax.linen, optax, support.trees\n"
-        "from eformer.checkpoint._tree import unflatten; from eformer.errors import StructureError\n"
+        "from eformer._engine.trees.unflatten import unflatten; from eformer.errors import StructureError\n"
         "leaves = {name: 1 for name in 'abc' if f'\"{name}\"' in sys.argv[1]}\n"
         "try: print(unflatten(json.loads(sys.argv[1]), leaves))\n"
         "except StructureError: print('refused')"

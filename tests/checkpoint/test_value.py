@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer.checkpoint._value import is_recorded, value_from_json, value_to_json
+from eformer._engine.record.values import is_recorded, value_from_json, value_to_json
 from eformer.errors import StructureError
 from support.trees import assert_same, keys, numpy_scalars
 
@@ -148,7 +148,7 @@ def test_integers_that_other_json_readers_would_round_are_text():
 
 def test_equal_sets_are_equal_json_in_every_process():
     code = (
-        "import json; from eformer.checkpoint._value import value_to_json as v\n"
+        "import json; from eformer._engine.record.values import value_to_json as v\n"
         "print(json.dumps(v({frozenset({'a', 'b', 'c'}), frozenset({'d', 'e'}), 'x', 'y', 'z'})))"
     )
     outputs = {

@@ -59,7 +59,7 @@ def test_files_of_others_have_no_digests(tmp_path):
 
 
 def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(path, monkeypatch):
-    from eformer.checkpoint import _verify
+    from eformer._engine.tools import verify as _verify
 
     check, calls = _verify.check, []
 

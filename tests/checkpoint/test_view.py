@@ -19,7 +19,7 @@ ARRAY = np.arange(6 * 5 * 4, dtype=np.int16).reshape(6, 5, 4)
 
 @pytest.fixture(scope="module")
 def view(tmp_path_factory):
-    from eformer.checkpoint import _save
+    from eformer._engine.saving import save as _save
 
     path = tmp_path_factory.mktemp("view")
     with pytest.MonkeyPatch.context() as patch:
@@ -142,7 +142,7 @@ def test_memory_that_is_not_there_is_missed_by_name(tmp_path, monkeypatch):
     def refuse(*_):
         raise MemoryError
 
-    monkeypatch.setattr("eformer.checkpoint._transfer.aligned", refuse)
+    monkeypatch.setattr("eformer._engine.loading.fetch.aligned", refuse)
     with pytest.raises(MemoryError, match=r"leaf 'w', float64\[1048576, 2\]: there is not so much memory"):
         checkpoint.load(tmp_path / "c")
 

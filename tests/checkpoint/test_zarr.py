@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer.checkpoint._formats._zarr import chunk_shape, chunks_of, count_chunks, parse_zarray, zarray
-from eformer.checkpoint._pieces import is_tiling
+from eformer._engine.formats.zarr.zarray import chunk_shape, chunks_of, count_chunks, parse_zarray, zarray
+from eformer._engine.record.pieces import is_tiling
 from eformer.errors import FormatError
 
 shapes = st.lists(st.integers(1, 12), max_size=4).map(tuple)

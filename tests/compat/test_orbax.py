@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer.checkpoint._formats.foreign import orbax
-from eformer.checkpoint._tree import flatten
+from eformer._engine.formats.others import orbax
+from eformer._engine.trees.flatten import flatten
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 from support.trees import assert_same
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from eformer import checkpoint
-from eformer.checkpoint._tree import flatten
+from eformer._engine.trees.flatten import flatten
 from eformer.errors import CorruptionError, FormatError, NotFoundError, StructureError
 from eformer.serialization.async_manager import AsyncCheckpointManager
 from support.trees import assert_same

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eformer.checkpoint._tree import flatten
+from eformer._engine.trees.flatten import flatten
 from eformer.pytree import _serialization as ours
 
 DATA = Path(__file__).parent / "data"

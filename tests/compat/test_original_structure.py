@@ -22,10 +22,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from eformer._engine.formats.zarr.original_structure import parse_structure
+from eformer._engine.record.values import value_from_json, value_to_json
+from eformer._engine.trees.flatten import flatten
+from eformer._engine.trees.key_paths import is_array_like
+from eformer._engine.trees.unflatten import unflatten, unflatten_like
 from eformer.checkpoint import register_node
-from eformer.checkpoint._formats.foreign.structure import parse_structure
-from eformer.checkpoint._tree import flatten, is_array_like, unflatten, unflatten_like
-from eformer.checkpoint._value import value_from_json, value_to_json
 from eformer.errors import FormatError, StructureError
 from support.trees import Empty, Layer, Moments, Pair, Setting, Unregistered, any_trees, bits, scalars
 
@@ -137,7 +139,7 @@ def test_the_optax_sample_is_the_state_that_optax_makes():
 def test_the_samples_are_read_without_jax():
     code = (
         "import sys; from pathlib import Path\n"
-        "from eformer.checkpoint._formats.foreign.structure import parse_structure\n"
+        "from eformer._engine.formats.zarr.original_structure import parse_structure\n"
         "for path in sys.argv[1:]: parse_structure(Path(path).read_bytes(), path)\n"
         "assert not {'jax', 'optax', 'flax'} & set(sys.modules)"
     )

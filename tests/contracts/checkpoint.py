@@ -100,7 +100,7 @@ class CheckpointContract:
     format = "safetensors"
     options = SaveOptions()
     # What can fail in the middle of a save: while data is written, and right before the commit.
-    steps = ("_formats._writing.xxh3_128", "_job.safetensors.write_headers")
+    steps = ("write.xxh3_128", "safetensors_writer.write_headers")
 
     @pytest.fixture(autouse=True)
     def saved_so(self, monkeypatch):
@@ -111,7 +111,7 @@ class CheckpointContract:
     @pytest.fixture(autouse=True)
     def small_pieces(self, monkeypatch):
         """So that small arrays have many digests, and reads begin and end inside of them."""
-        monkeypatch.setattr("eformer.checkpoint._save.PIECE_BYTES", 256)
+        monkeypatch.setattr("eformer._engine.saving.save.PIECE_BYTES", 256)
 
     # ------------------------------------------------------------------------------------ round trips
 
@@ -305,7 +305,7 @@ class CheckpointContract:
 
     def test_mismatches_are_found_before_data_is_read(self, path, monkeypatch):
         save(model(), path)
-        monkeypatch.setattr("eformer.checkpoint._read.prepare", None)
+        monkeypatch.setattr("eformer._engine.loading.read.prepare", None)
         with pytest.raises(MismatchError):
             load(path, like={"a": 1})
 
@@ -401,7 +401,7 @@ class CheckpointContract:
 
     def test_a_class_that_cannot_be_built_is_refused_before_data_is_read(self, path, monkeypatch):
         save(Unregistered(jnp.ones(3)), path)
-        monkeypatch.setattr("eformer.checkpoint._read.prepare", None)
+        monkeypatch.setattr("eformer._engine.loading.read.prepare", None)
         with pytest.raises(StructureError, match=r"Unregistered.*like="):
             load(path)
 
@@ -620,7 +620,7 @@ class CheckpointContract:
         files = sorted(path.parent.rglob("*"))
         for name in self.steps:
             with monkeypatch.context() as patch:
-                patch.setattr(f"eformer.checkpoint.{name}", lambda *_: 1 / 0)
+                patch.setattr(f"eformer._engine.saving.{name}", lambda *_: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     save(model(1), path)
             assert_same(load(path), model(0))

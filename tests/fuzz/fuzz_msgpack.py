@@ -12,7 +12,9 @@ import sys
 import atheris
 
 with atheris.instrument_imports(include=["eformer"]):
-    from eformer.checkpoint._msgpack import _reader, pack, unpack
+    from eformer._engine.formats.msgpack import reader as _reader
+    from eformer._engine.formats.msgpack.views import unpack
+    from eformer._engine.formats.msgpack.writer import pack
     from eformer.errors import FormatError
 
 

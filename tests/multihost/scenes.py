@@ -14,8 +14,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from eformer.checkpoint import SaveOptions, _commit, _hosts, inspect, load, save, save_async
-from eformer.checkpoint._store import files
+from eformer._engine.processes import hosts as _hosts
+from eformer._engine.saving import agreement as _commit
+from eformer._engine.stores import local_files as files
+from eformer.checkpoint import SaveOptions, inspect, load, save, save_async
 
 _commit.VISIBLE_WITHIN = 1.0  # this machine has no network file system
 
@@ -300,7 +302,7 @@ def gather_and_fail(path, rank):
 
 def outlive_many(path, count):
     """One save takes longer than very many others together."""
-    from eformer.checkpoint._formats import safetensors
+    from eformer._engine.saving import safetensors_writer as safetensors
 
     write, go = safetensors.write_data, threading.Event()
     if jax.process_index() == 0:
@@ -344,7 +346,7 @@ def interrupted(path, rank, version):
 
 def save_and_fail_after_the_seal(path):
     """The new manifest is in place; then the first process's disk fails."""
-    from eformer.checkpoint._formats import _sealing
+    from eformer._engine.saving import commit as _sealing
 
     kept = _sealing._finish
     if jax.process_index() == 0:
@@ -376,8 +378,10 @@ def save_but_one(path, rank):
 
 def save_and_fail_at(path, rank, step):
     """A disk fails in one process."""
-    from eformer.checkpoint import _job
-    from eformer.checkpoint._formats import _sealing, safetensors, tensorstore
+    from eformer._engine.saving import commit as _sealing
+    from eformer._engine.saving import run as _job
+    from eformer._engine.saving import safetensors_writer as safetensors
+    from eformer._engine.saving import zarr_writer as tensorstore
 
     def broken(*_, **__):
         raise OSError(28, "No space left on device")

@@ -27,9 +27,12 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 
-from eformer.checkpoint import SaveOptions, _hosts, _save, load, save
-from eformer.checkpoint._formats import _writing
-from eformer.checkpoint._store import local, many
+from eformer._engine.processes import hosts as _hosts
+from eformer._engine.saving import save as _save
+from eformer._engine.saving import write as _writing
+from eformer._engine.stores import local
+from eformer._engine.stores import local_upload as many
+from eformer.checkpoint import SaveOptions, load, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

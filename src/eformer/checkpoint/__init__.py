@@ -17,48 +17,48 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eformer.checkpoint._conversion import Conversion as Conversion
-    from eformer.checkpoint._convert import convert as convert
-    from eformer.checkpoint._diff import Diff as Diff
-    from eformer.checkpoint._diff import diff as diff
-    from eformer.checkpoint._dry_run import DryRun as DryRun
-    from eformer.checkpoint._dry_run import dry_run as dry_run
-    from eformer.checkpoint._load import load as load
-    from eformer.checkpoint._manifest import Manifest as Manifest
-    from eformer.checkpoint._nodes import register_node as register_node
-    from eformer.checkpoint._options import SaveOptions as SaveOptions
-    from eformer.checkpoint._pending import Pending as Pending
-    from eformer.checkpoint._prune import Pruned as Pruned
-    from eformer.checkpoint._prune import prune as prune
-    from eformer.checkpoint._save import save as save
-    from eformer.checkpoint._save import save_async as save_async
-    from eformer.checkpoint._verify import Report as Report
-    from eformer.checkpoint._verify import verify as verify
-    from eformer.checkpoint._view import View as View
-    from eformer.checkpoint._view import inspect as inspect
-    from eformer.checkpoint._view import open as open  # noqa: A004
+    from eformer._engine.loading.dry_run import DryRun as DryRun
+    from eformer._engine.loading.dry_run import dry_run as dry_run
+    from eformer._engine.loading.load import load as load
+    from eformer._engine.record.manifest import Manifest as Manifest
+    from eformer._engine.record.options import SaveOptions as SaveOptions
+    from eformer._engine.saving.pending import Pending as Pending
+    from eformer._engine.saving.save import save as save
+    from eformer._engine.saving.save import save_async as save_async
+    from eformer._engine.tools.conversion import Conversion as Conversion
+    from eformer._engine.tools.convert import convert as convert
+    from eformer._engine.tools.diff import Diff as Diff
+    from eformer._engine.tools.diff import diff as diff
+    from eformer._engine.tools.prune import Pruned as Pruned
+    from eformer._engine.tools.prune import prune as prune
+    from eformer._engine.tools.verify import Report as Report
+    from eformer._engine.tools.verify import verify as verify
+    from eformer._engine.tools.view import View as View
+    from eformer._engine.tools.view import inspect as inspect
+    from eformer._engine.tools.view import open as open  # noqa: A004
+    from eformer._engine.trees.nodes import register_node as register_node
 
 _HOME = {
-    "Conversion": "_conversion",
-    "Diff": "_diff",
-    "DryRun": "_dry_run",
-    "Manifest": "_manifest",
-    "Pending": "_pending",
-    "Pruned": "_prune",
-    "Report": "_verify",
-    "SaveOptions": "_options",
-    "View": "_view",
-    "convert": "_convert",
-    "diff": "_diff",
-    "dry_run": "_dry_run",
-    "inspect": "_view",
-    "load": "_load",
-    "open": "_view",
-    "prune": "_prune",
-    "register_node": "_nodes",
-    "save": "_save",
-    "save_async": "_save",
-    "verify": "_verify",
+    "Conversion": "tools.conversion",
+    "Diff": "tools.diff",
+    "DryRun": "loading.dry_run",
+    "Manifest": "record.manifest",
+    "Pending": "saving.pending",
+    "Pruned": "tools.prune",
+    "Report": "tools.verify",
+    "SaveOptions": "record.options",
+    "View": "tools.view",
+    "convert": "tools.convert",
+    "diff": "tools.diff",
+    "dry_run": "loading.dry_run",
+    "inspect": "tools.view",
+    "load": "loading.load",
+    "open": "tools.view",
+    "prune": "tools.prune",
+    "register_node": "trees.nodes",
+    "save": "saving.save",
+    "save_async": "saving.save",
+    "verify": "tools.verify",
 }
 
 __all__ = [
@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Any:
     # Late, because some of these modules import jax, and what only reads files should start without it.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(f"eformer._engine.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:

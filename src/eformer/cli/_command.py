@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from eformer._engine.record.text import printable
 from eformer._version import __version__
-from eformer.checkpoint._text import printable
 
 if TYPE_CHECKING:
-    from eformer.checkpoint._prune import Pruned
+    from eformer._engine.tools.prune import Pruned
 
 
 def _complain(problem: str) -> None:
@@ -191,7 +191,7 @@ def verify(path: str, as_json: bool, quiet: bool) -> None:
     \b
     eformer verify ./checkpoint && rsync -a ./checkpoint backup:
     """
-    from eformer.checkpoint._verify import verify as check
+    from eformer._engine.tools.verify import verify as check
 
     report = check(path, progress=_has_watcher(quiet))
     if as_json:
@@ -221,7 +221,7 @@ def diff(a: str, b: str, prefix: str | None, as_json: bool, quiet: bool) -> None
     eformer diff ./step-100 ./step-200
     eformer diff ./checkpoint model.safetensors && echo the same
     """
-    from eformer.checkpoint._diff import diff as compare
+    from eformer._engine.tools.diff import diff as compare
 
     found = compare(a, b, prefix=prefix, progress=_has_watcher(quiet))
     if as_json:
@@ -284,8 +284,8 @@ def convert(
     layers\\.(\\w+)\\.kernel -> model.layers.{}.\\1.weight | unstack | transpose
     lm_head\\.weight ->
     """
-    from eformer.checkpoint._convert import convert as carry_out
-    from eformer.checkpoint._text import count
+    from eformer._engine.record.text import count
+    from eformer._engine.tools.convert import convert as carry_out
 
     done = carry_out(
         source,
@@ -336,9 +336,9 @@ def prune(directory: str, keep: int, check: bool, dry_run: bool, yes: bool, as_j
     eformer prune ./run --keep 3 --dry-run
     eformer prune ./run --keep 3 --check --yes
     """
-    from eformer.checkpoint._prune import prune as plan_of
-    from eformer.checkpoint._prune import remove
-    from eformer.checkpoint._text import count, size
+    from eformer._engine.record.text import count, size
+    from eformer._engine.tools.prune import prune as plan_of
+    from eformer._engine.tools.prune import remove
 
     if as_json and not (yes or dry_run):
         raise click.UsageError("--json cannot ask: say --yes, or --dry-run")

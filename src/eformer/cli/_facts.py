@@ -7,16 +7,16 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eformer.checkpoint._formats.find import find
-from eformer.checkpoint._formats.foreign.orbax import steps_in
-from eformer.checkpoint._store.local import list_names
-from eformer.checkpoint._value import value_from_json
+from eformer._engine.formats.find import find
+from eformer._engine.formats.others.orbax import steps_in
+from eformer._engine.record.values import value_from_json
+from eformer._engine.stores.local import list_names
 from eformer.errors import EformerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from eformer.checkpoint._manifest import RecordedSharding, TreeEntry
+    from eformer._engine.record.manifest import RecordedSharding, TreeEntry
 
 Facts = dict[str, Any]
 

@@ -15,13 +15,13 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from eformer.checkpoint._outline import Node, outline
-from eformer.checkpoint._text import bar, count, few, printable, shortened, size
+from eformer._engine.record.outline import Node, outline
+from eformer._engine.record.text import bar, count, few, printable, shortened, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from eformer.checkpoint._manifest import TreeEntry
+    from eformer._engine.record.manifest import TreeEntry
     from eformer.cli._facts import Facts
 
 _BAR, _SIZE, _INDENT = 10, 7, 4  # columns

@@ -15,20 +15,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from eformer.checkpoint._codec import gzip_compress as _gzip_compress
-from eformer.checkpoint._codec import gzip_decompress as _gzip_decompress
-from eformer.checkpoint._msgpack import can_pack as _can_pack
-from eformer.checkpoint._msgpack import pack as _pack
-from eformer.checkpoint._msgpack import unpack as _unpack
-from eformer.checkpoint._state import (
+from eformer._engine.formats.msgpack.views import unpack as _unpack
+from eformer._engine.formats.msgpack.writer import can_pack as _can_pack
+from eformer._engine.formats.msgpack.writer import pack as _pack
+from eformer._engine.stores.local import replacing as _replacing
+from eformer._engine.trees.state_dicts import (
     current_path,
     from_state_dict,
     is_serializable,
     register_serialization_state,
     to_state_dict,
 )
-from eformer.checkpoint._store.local import replacing as _replacing
 from eformer.errors import FormatError, MismatchError
+from eformer.pytree._gzip import gzip_compress as _gzip_compress
+from eformer.pytree._gzip import gzip_decompress as _gzip_decompress
 
 __all__ = [
     "MAX_CHUNK_SIZE",

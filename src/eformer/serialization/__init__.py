@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eformer.checkpoint import dry_run as dry_run
+    from eformer._engine.loading.dry_run import dry_run as dry_run
     from eformer.serialization import async_manager as async_manager
     from eformer.serialization import serialization as serialization
     from eformer.serialization import utils as utils
@@ -17,7 +17,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "dry_run":
-        from eformer.checkpoint import dry_run
+        from eformer._engine.loading.dry_run import dry_run
 
         return dry_run
     return import_module(f"{__name__}.{name}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from eformer.checkpoint._leaf import split_name, unescape
+from eformer._engine.record.names import split_name, unescape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import msgspec
 
-from eformer.checkpoint._codec import MALFORMED_JSON
+from eformer._engine.record.values import MALFORMED_JSON
 from eformer.serialization._keys import keys_of
 
 if TYPE_CHECKING:
-    from eformer.checkpoint._manifest import TreeEntry
+    from eformer._engine.record.manifest import TreeEntry
 
 
 @dataclass

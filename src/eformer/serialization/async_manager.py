@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 import numpy as np
 
-from eformer import checkpoint
-from eformer.checkpoint import SaveOptions
-from eformer.checkpoint._codec import sha256_of
-from eformer.checkpoint._device import is_key
-from eformer.checkpoint._formats._index import INDEX
-from eformer.checkpoint._formats._names import SUFFIX
-from eformer.checkpoint._formats.foreign.arrays import discover
-from eformer.checkpoint._items import Request
-from eformer.checkpoint._load import load_entry
-from eformer.checkpoint._ndarray import floating_dtype, raw_pieces
-from eformer.checkpoint._save import start
+from eformer._engine.formats.safetensors.names import SUFFIX
+from eformer._engine.formats.zarr.index import INDEX
+from eformer._engine.formats.zarr.plain_arrays import discover
+from eformer._engine.loading.load import load_entry
+from eformer._engine.loading.select import Request
+from eformer._engine.record.digests import sha256_of
+from eformer._engine.record.dtypes import floating_dtype, raw_pieces
+from eformer._engine.record.options import SaveOptions
+from eformer._engine.saving.pending import Pending
+from eformer._engine.saving.save import start
+from eformer._engine.trees.devices import is_key
 from eformer.paths import GCSPath, LocalPath, ePath
 from eformer.serialization._keys import by_key
 from eformer.serialization._metadata import CheckpointMetadata, checksums_of, metadata_of
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
     from jax.sharding import Mesh, PartitionSpec
 
-    from eformer.checkpoint import Pending
-    from eformer.checkpoint._job import Format, Job
+    from eformer._engine.saving.run import Format, Job
 
 __all__ = ["AsyncCheckpointManager", "CheckpointMetadata"]
 
@@ -144,7 +143,7 @@ class AsyncCheckpointManager:
     ) -> Pending:
         """Like `save`, but returns as soon as the caller may donate or change every array of the tree."""
         where = self._where(path)
-        pending = checkpoint.Pending(where)
+        pending = Pending(where)
         if self._is_off(where):
             pending.start(lambda: None)
             return pending

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from eformer.checkpoint._handed_over import serialize_with
-from eformer.checkpoint._hosts import TIMEOUT
-from eformer.checkpoint._items import Request
-from eformer.checkpoint._load import load_entry
-from eformer.checkpoint._options import SaveOptions
-from eformer.checkpoint._save import start
-from eformer.checkpoint._tree import is_array_like, join_key, leaf_key_paths
+from eformer._engine.loading.load import load_entry
+from eformer._engine.loading.select import Request
+from eformer._engine.processes.hosts import TIMEOUT
+from eformer._engine.record.options import SaveOptions
+from eformer._engine.saving.jax_manager import serialize_with
+from eformer._engine.saving.save import start
+from eformer._engine.trees.key_paths import is_array_like, join_key, leaf_key_paths
 from eformer.serialization._keys import by_key
 
 if TYPE_CHECKING:

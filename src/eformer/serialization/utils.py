@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from eformer.checkpoint._device import is_key, on_host, resharded
-from eformer.checkpoint._formats._names import INDEX_SUFFIX, SUFFIX, shard_name, split_shard
-from eformer.checkpoint._formats.safetensors import stored_nbytes
-from eformer.checkpoint._leaf import with_nearest
-from eformer.checkpoint._ndarray import dtype_from_name, floating_dtype, is_floating
-from eformer.checkpoint._plan import layout
-from eformer.checkpoint._tree import is_array_like, leaf_key_paths
+from eformer._engine.formats.safetensors.layout import layout
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, shard_name, split_shard
+from eformer._engine.record.dtypes import dtype_from_name, floating_dtype, is_floating
+from eformer._engine.record.names import with_nearest
+from eformer._engine.saving.safetensors_writer import stored_nbytes
+from eformer._engine.trees.devices import is_key, on_host, resharded
+from eformer._engine.trees.key_paths import is_array_like, leaf_key_paths
 from eformer.paths import GCSPath
 
 if TYPE_CHECKING:

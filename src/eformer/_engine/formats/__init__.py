@@ -1,0 +1,1 @@
+"""How leaves lie in files, ours and those of other programs. No jax."""

@@ -1,0 +1,117 @@
+"""The checkpoint at a path, whatever its format and whoever wrote it."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING, TypeVar
+
+from eformer._engine.formats.others import orbax
+from eformer._engine.formats.others import sniff as files
+from eformer._engine.formats.safetensors import read as safetensors
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
+from eformer._engine.formats.zarr import read as arrays
+from eformer._engine.formats.zarr.index import INDEX
+from eformer._engine.record.names import with_nearest
+from eformer._engine.stores.local import list_names, local_path, open_inside, stamp
+from eformer.errors import CorruptionError, FormatError, NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from eformer._engine.formats.found import Found
+
+T = TypeVar("T")
+
+FOREIGN = (arrays.FOREIGN, safetensors.FOREIGN, orbax.FORMAT, *files.FORMATS)
+
+_MOST_SHOWN = 8
+
+
+def find(path: str | os.PathLike[str]) -> Found:
+    """The checkpoint at `path`: a directory, its index or manifest, one of its files, a file that stands alone, or
+    the name that such files begin with."""
+    where = local_path(path)
+    if where.is_dir():
+        return _in_directory(where)
+    if where.name == INDEX and where.exists():
+        return _in_directory(where.parent)
+    if not where.exists():
+        where = safetensors.by_base_name(where) or _missing(where)
+    return files.in_file(where) or safetensors.in_file(where)
+
+
+def look_at(path: str | os.PathLike[str], use: Callable[[Found], T]) -> T:
+    """What `use` makes of the checkpoint at `path`; of the newer one, if that is replaced meanwhile."""
+    while True:
+        found = find(path)
+        try:
+            return use(found)
+        except NotFoundError:
+            raise
+        except (FileNotFoundError, CorruptionError) as error:
+            if was_replaced(found):
+                continue
+            if isinstance(error, CorruptionError):
+                raise
+            raise CorruptionError(f"{path}: the manifest names a file that is gone: {error}") from error
+
+
+def was_replaced(found: Found) -> bool:
+    """Whether a newer save has taken the place of what was found, and so perhaps of its files."""
+    if find(found.path).manifest.digest != found.manifest.digest:
+        return True
+    return any(_stamp(found, name) != seen for name, seen in found.stamps.items())
+
+
+def _stamp(found: Found, name: str) -> tuple[int, ...] | None:
+    try:
+        descriptor = open_inside(found.directory, name)
+    except (FileNotFoundError, FormatError):
+        return None
+    try:
+        return stamp(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _missing(path: Path) -> Path:
+    if not path.parent.is_dir():
+        raise NotFoundError(f"there is nothing at {path}; not even {path.parent} exists")
+    _, hint = next(with_nearest([path.name], list_names(path.parent)))
+    raise NotFoundError(f"there is nothing at {path}{hint}")
+
+
+def _in_directory(directory: Path) -> Found:
+    if found := arrays.by_index(directory):
+        return found
+    names = list_names(directory)
+    has_files = any(name.endswith(SUFFIX) for name in names)
+    may_be_orbax = MANIFEST not in names and (not has_files or orbax.marks(directory))
+    if may_be_orbax and (found := orbax.in_directory(directory, names)):
+        return found
+    if MANIFEST in names or has_files:
+        return safetensors.in_directory(directory)
+    return arrays.without_index(directory) or _nothing_in(directory, names)
+
+
+def _nothing_in(directory: Path, names: list[str]) -> Found:
+    inner = [name for name in names if _looks_like_one(directory / name)]
+    there = ", ".join(names[:_MOST_SHOWN]) or "nothing"
+    hint = f". Is it one of {inner[:_MOST_SHOWN]}?" if inner else ""
+    raise NotFoundError(
+        f"{directory} holds no checkpoint: looked for {INDEX}, {MANIFEST}, *{INDEX_SUFFIX}, *{SUFFIX}, Orbax's "
+        f"{orbax.METADATA} or a tree in msgpack called checkpoint, and zarr arrays; there is {there}{hint}"
+    )
+
+
+_FLAX = re.compile(r"checkpoint_\d+")  # what flax.training.checkpoints calls its files
+
+
+def _looks_like_one(path: Path) -> bool:
+    if _FLAX.fullmatch(path.name) and path.is_file():
+        return True
+    if any((path / name).exists() for name in (INDEX, MANIFEST)) or orbax.marks(path):
+        return True
+    return path.name.endswith((SUFFIX, *files.SUFFIXES))

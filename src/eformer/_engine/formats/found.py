@@ -1,0 +1,113 @@
+"""A checkpoint that was found: its manifest, and where its files are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from eformer._engine.record.names import with_nearest
+from eformer._engine.stores.local_files import Files, LocalFiles
+from eformer._engine.stores.ocdbt import DatabaseFiles
+from eformer.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from eformer._engine.record.manifest import Manifest, TreeEntry
+    from eformer.errors import Damage
+
+
+class Trees(Mapping[str, "TreeEntry"]):
+    """Trees by prefix. Those of others are described when they are asked for: one that is damaged harms no other.
+
+    What is `also` to be had, under a prefix that nobody gave it, is not counted.
+    """
+
+    def __init__(
+        self,
+        ours: Mapping[str, TreeEntry],
+        others: Mapping[str, Callable[[], TreeEntry]],
+        also: Mapping[str, Callable[[], TreeEntry]],
+    ) -> None:
+        self._known, self._others, self._also = dict(ours), others, also
+        self._prefixes = [*ours, *others]
+
+    def __getitem__(self, prefix: str) -> TreeEntry:
+        if prefix not in self._known:
+            describe = self._others[prefix] if prefix in self._others else self._also[prefix]
+            self._known[prefix] = describe()
+        return self._known[prefix]
+
+    def __contains__(self, prefix: object) -> bool:
+        return prefix in self._prefixes or prefix in self._also
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._prefixes)
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint: the directory that its files are in, and its manifest.
+
+    `trees` has those of the manifest, and others that are there. `only` is the tree that the path led to. `stamps` tell
+    the files that were looked at from later ones of the same name; those that a manifest names are never replaced.
+    `also` names directories that can be had as prefixes, too. `open_files` is for trees whose extents are in no files.
+    A file that stores one array after the other has no names: its leaves are called by their numbers. `find_damages`
+    reads what has checksums of a kind that reading a piece of it cannot check. `find_left_out` lists the files that are
+    not read and may hold leaves; a single file, and a checkpoint with a manifest of ours, leave none out.
+    """
+
+    path: Path
+    directory: Path
+    manifest: Manifest
+    trees: Mapping[str, TreeEntry]
+    only: str | None = None
+    also: tuple[str, ...] = ()
+    stamps: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    open_files: Callable[[TreeEntry], Files] | None = None
+    has_names: bool = True
+    find_damages: Callable[[], Iterator[Damage]] | None = None
+    find_left_out: Callable[[], tuple[str, ...]] = tuple
+
+    def tree(self, prefix: str | None) -> TreeEntry:
+        """The tree of that prefix; if none is said, the one that was saved without, or the only one."""
+        available = sorted(self.trees)
+        if not available:
+            raise NotFoundError(f"{self.path} holds no tree at all")
+        if prefix is None:
+            prefix = self.only
+        if prefix is None and "" not in self.trees:
+            if len(available) > 1:
+                raise ValueError(f"{self.path} holds several trees; pass prefix=, one of {available}")
+            prefix = next(iter(available), None)
+        prefix = prefix or ""
+        if prefix not in self.trees:
+            hint = next(with_nearest([prefix], [*available, *self.also]))[1]
+            raise ValueError(
+                f"{self.path} has no prefix {prefix!r}{hint}; available are {[*available, *self.also]}"
+            )
+        return self.trees[prefix]
+
+    def left_out(self, prefix: str | None = None) -> tuple[str, ...]:
+        """List the files and directories that are not read and may hold leaves; with a prefix, those of that tree."""
+        found = self.find_left_out()
+        root = self.tree(prefix).root if prefix is not None else ""
+        return tuple(path for path in found if path.startswith(f"{root}/")) if root else found
+
+    def files(self, tree: TreeEntry) -> Files:
+        """What to read the tree's bytes from. The caller closes it."""
+        if self.open_files:
+            return self.open_files(tree)
+        return files_of(self.directory, tree, self.stamps)
+
+
+def files_of(directory: Path, tree: TreeEntry, stamps: Mapping[str, tuple[int, ...]]) -> Files:
+    if tree.is_database:
+        return DatabaseFiles(directory / tree.root, [file.name for file in tree.files])
+    names = [tree.path_of(number) for number in range(len(tree.files))]
+    return LocalFiles(directory, names, stamps)

@@ -1,0 +1,1 @@
+"""Trees in flax's msgpack."""

@@ -1,0 +1,345 @@
+"""A msgpack message to a tree, whatever its arrays become; or what is wrong with it, and where."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, overload
+
+import msgspec
+
+from eformer._engine.formats.msgpack.wire import ARRAY, CHUNKED, COMPLEX, MAX_DEPTH, SCALAR, TUPLE, is_key
+from eformer._engine.record.dtypes import from_raw
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+# Above this size a message's framing is checked in C before anything is built from it, so that a broken one
+# is refused in milliseconds and in no memory, however many small values it begins with. The reader then
+# explains what is wrong if it finds the place among the first values: building those is cheap.
+_CHECK_FRAMING_ABOVE = 2**16
+_MOST_TO_EXPLAIN = 20_000
+_MOST_AXES = 64
+_NO_ARRAYS: Any = None
+
+PRNG_KEY = re.compile(r"key<(\w{1,64})>")
+
+_Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=64)]
+decode_array = msgspec.msgpack.Decoder(tuple[_Shape, str, memoryview]).decode
+_decode_complex = msgspec.msgpack.Decoder(tuple[float, float]).decode
+
+
+class Message(Protocol):
+    """Bytes in memory, or in a file. Of a long slice of those in a file nothing is read."""
+
+    def __len__(self) -> int: ...
+
+    @overload
+    def __getitem__(self, at: int, /) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice, /) -> Any: ...
+
+
+class Arrays(Protocol):
+    """What the arrays of a message become."""
+
+    def array(self, payload: Any, at: int) -> Any:
+        """For an array whose extension has this payload, which begins at byte `at` of the message."""
+
+    def joined(self, shape: list[int], chunks: Sequence[Any]) -> Any:
+        """For an array in flat chunks, of one dtype, that have as many elements together."""
+
+
+def read(view: memoryview, arrays: Arrays) -> Any:
+    """The tree in a view that does not change."""
+    if len(view) > _CHECK_FRAMING_ABOVE and (problem := _framing_problem(view)):
+        return _Reader(view, arrays).message(most=_MOST_TO_EXPLAIN, beyond=problem)
+    return _Reader(view, arrays).message()
+
+
+def read_some(message: Message, arrays: Arrays, most: int) -> Any:
+    """The tree in a message of which not all should be in memory; refuses one of more than `most` values."""
+    return _Reader(message, arrays).message(most, f"more than {most:,} values")
+
+
+def read_head(head: memoryview) -> tuple[Any, Any, int, int]:
+    """What an array's extension begins with: its shape, the name of its dtype, and where its bytes begin and end."""
+    reader = _Reader(head, _NO_ARRAYS)
+    try:
+        if reader.number(_U8) != _THREE_VALUES:
+            raise FormatError("no array")
+        shape, name = reader.tree(_MOST_AXES + 2, "a shape of too many axes"), reader.tree(1, "no name")
+        nbytes = reader.number(_LENGTHS[reader.number(_U8)])
+    except (ValueError, struct.error, IndexError, KeyError) as error:
+        raise FormatError(f"wrong payload of an extension: {_reason(error)}") from error
+    return shape, name, reader.at, reader.at + nbytes
+
+
+def _framing_problem(view: memoryview) -> str | None:
+    try:
+        return _decode_problem(view)
+    except RecursionError:
+        # The message may be deep, or only the caller's stack: a thread begins with an empty one.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(_too_deep, view).result()
+
+
+def _decode_problem(view: memoryview) -> str | None:
+    try:
+        msgspec.msgpack.decode(view, type=msgspec.Raw)
+    except msgspec.DecodeError as error:
+        return str(error)
+    return None
+
+
+def _too_deep(view: memoryview) -> str | None:
+    try:
+        return _decode_problem(view)
+    except RecursionError:
+        return f"nested more than {MAX_DEPTH} deep"
+
+
+class _List:
+    """A list being read."""
+
+    __slots__ = ("items", "left")
+
+    def __init__(self, size: int) -> None:
+        self.items: list[Any] = []
+        self.left = size
+
+    def add(self, value: Any) -> None:
+        self.items.append(value)
+        self.left -= 1
+
+    def finish(self, arrays: Arrays) -> Any:
+        return self.items
+
+    @property
+    def step(self) -> str:
+        return str(len(self.items))
+
+
+_NO_KEY: Any = object()
+
+
+class _Map:
+    """A map being read: keys and values in turn."""
+
+    __slots__ = ("items", "key", "left")
+
+    def __init__(self, size: int) -> None:
+        self.items: dict[Any, Any] = {}
+        self.key = _NO_KEY
+        self.left = 2 * size
+
+    def add(self, value: Any) -> None:
+        if self.key is not _NO_KEY:
+            self.items[self.key] = value
+            self.key = _NO_KEY
+        elif not is_key(value):
+            raise FormatError(f"a {type(value).__name__} as the key of a map")
+        elif value in self.items:
+            raise FormatError(f"duplicate key {repr(value)[:80]}")
+        else:
+            self.key = value
+        self.left -= 1
+
+    def finish(self, arrays: Arrays) -> Any:
+        if TUPLE in self.items:
+            return _tuple(self.items)
+        return _unchunked(self.items, arrays) if CHUNKED in self.items else self.items
+
+    @property
+    def step(self) -> str:
+        return "" if self.key is _NO_KEY else str(self.key)
+
+
+class _Reader:
+    """Reads one message, without recursion: depth costs memory, never the interpreter's stack."""
+
+    __slots__ = ("arrays", "at", "open", "view")
+
+    def __init__(self, view: Message, arrays: Arrays) -> None:
+        self.view, self.arrays = view, arrays
+        self.at = 0
+        self.open: list[_List | _Map] = []
+
+    def message(self, most: int = sys.maxsize, beyond: str = "") -> Any:
+        """The one value in the view; gives up after `most` parts of it with the reason `beyond`."""
+        try:
+            value = self.tree(most, beyond)
+        except (ValueError, struct.error, IndexError) as error:
+            raise FormatError(f"msgpack, {self.where()}: {_reason(error)}") from error
+        if self.at != len(self.view):
+            raise FormatError(f"msgpack: {len(self.view) - self.at} bytes follow the end, at byte {self.at}")
+        return value
+
+    def where(self) -> str:
+        path = "/".join(container.step[:80] for container in self.open)
+        return f"at byte {self.at} of {len(self.view)}" + (f", in {path[:400]!r}" if path else "")
+
+    def tree(self, most: int, beyond: str) -> Any:
+        view, containers = self.view, self.open
+        for _ in range(most):
+            tag = view[self.at]
+            self.at += 1
+            value = _READERS[tag](self)
+            kind = type(value)
+            if kind is _Map or kind is _List:
+                self.enter(value)
+                if value.left:
+                    continue
+                value = containers.pop().finish(self.arrays)
+            while containers:
+                container = containers[-1]
+                container.add(value)
+                if container.left:
+                    break
+                value = container.finish(self.arrays)
+                containers.pop()
+            else:
+                return value
+        raise FormatError(f"{beyond}, further on")
+
+    def enter(self, container: _List | _Map) -> None:
+        # Each element takes a byte at least: a claim that cannot be true is refused before it is believed.
+        left = len(self.view) - self.at
+        if container.left > left:
+            raise FormatError(f"a container of {container.left} elements, and only {left} bytes")
+        if len(self.open) == MAX_DEPTH:
+            raise FormatError(f"nested more than {MAX_DEPTH} deep")
+        self.open.append(container)
+
+    def number(self, form: struct.Struct) -> Any:
+        (value,) = form.unpack(self.view[self.at : self.at + form.size])
+        self.at += form.size
+        return value
+
+    def take(self, size: int) -> Any:
+        end = self.at + size
+        if end > len(self.view):
+            raise FormatError(f"{size} bytes announced, and only {len(self.view) - self.at} left")
+        taken = self.view[self.at : end]
+        self.at = end
+        return taken
+
+
+def _number(form: struct.Struct) -> Callable[[_Reader], Any]:
+    return lambda reader: reader.number(form)
+
+
+def _sized(form: struct.Struct, read: Callable[[_Reader, int], Any]) -> Callable[[_Reader], Any]:
+    return lambda reader: read(reader, reader.number(form))
+
+
+def _fixed(read: Callable[[_Reader, int], Any], size: int) -> Callable[[_Reader], Any]:
+    return lambda reader: read(reader, size)
+
+
+def _constant(value: Any) -> Callable[[_Reader], Any]:
+    return lambda reader: value
+
+
+def _text(reader: _Reader, size: int) -> str:
+    return str(bytes(reader.take(size)), "utf-8")
+
+
+def _bytes(reader: _Reader, size: int) -> bytes:
+    return bytes(reader.take(size))
+
+
+def _extension(reader: _Reader, size: int) -> Any:
+    code = reader.number(_I8)
+    payload = reader.take(size)
+    try:
+        if code == ARRAY:
+            return reader.arrays.array(payload, reader.at - size)
+        if code == SCALAR:
+            return _scalar(memoryview(bytes(payload)))
+        if code == COMPLEX:
+            return complex(*_decode_complex(bytes(payload)))
+    except msgspec.DecodeError as error:
+        raise FormatError(f"wrong payload of an extension: {error}") from error
+    raise FormatError(f"unknown extension type {code}; 1 (array), 2 (complex) and 3 (scalar) are known")
+
+
+def _unused(reader: _Reader) -> Any:
+    raise FormatError(f"0xc1 at byte {reader.at - 1}, which msgpack never uses")
+
+
+_I8, _U8 = struct.Struct(">b"), struct.Struct(">B")
+_I16, _U16 = struct.Struct(">h"), struct.Struct(">H")
+_I32, _U32 = struct.Struct(">i"), struct.Struct(">I")
+_I64, _U64 = struct.Struct(">q"), struct.Struct(">Q")
+_F32, _F64 = struct.Struct(">f"), struct.Struct(">d")
+
+_THREE_VALUES = 0x93
+_LENGTHS = {0xC4: _U8, 0xC5: _U16, 0xC6: _U32}
+
+# What to do at each of the 256 tags.
+_READERS: tuple[Callable[[_Reader], Any], ...] = (
+    *map(_constant, range(128)),
+    *(lambda reader, size=size: _Map(size) for size in range(16)),
+    *(lambda reader, size=size: _List(size) for size in range(16)),
+    *map(partial(_fixed, _text), range(32)),
+    *(_constant(None), _unused, _constant(False), _constant(True)),
+    *(_sized(form, _bytes) for form in (_U8, _U16, _U32)),
+    *(_sized(form, _extension) for form in (_U8, _U16, _U32)),
+    *map(_number, (_F32, _F64, _U8, _U16, _U32, _U64, _I8, _I16, _I32, _I64)),
+    *map(partial(_fixed, _extension), (1, 2, 4, 8, 16)),
+    *(_sized(form, _text) for form in (_U8, _U16, _U32)),
+    *(lambda reader, form=form: _List(reader.number(form)) for form in (_U16, _U32)),
+    *(lambda reader, form=form: _Map(reader.number(form)) for form in (_U16, _U32)),
+    *map(_constant, range(-32, 0)),
+)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return "no bytes where those of an array should be"
+    return "the input ends too early" if isinstance(error, (IndexError, struct.error)) else str(error)
+
+
+def _scalar(payload: memoryview) -> Any:
+    shape, name, data = decode_array(payload)
+    if shape:
+        raise FormatError("an array with axes where a numpy scalar was announced")
+    return from_raw(data, name, shape)[()]
+
+
+def _tuple(items: dict[Any, Any]) -> tuple[Any, ...]:
+    content = items[TUPLE]
+    if len(items) != 1 or not isinstance(content, list):
+        raise FormatError(f"{TUPLE} needs one list and nothing beside it")
+    return tuple(content)
+
+
+def _unchunked(items: dict[Any, Any], arrays: Arrays) -> Any:
+    try:
+        shape, chunks = _in_order(items["shape"]), _in_order(items["chunks"])
+        if len(items) == 3 and chunks and all(type(n) is int and n >= 0 for n in shape):
+            _require_flat(shape, chunks)
+            return arrays.joined(shape, chunks)
+    except (KeyError, AttributeError, TypeError) as error:
+        raise FormatError(f"{CHUNKED} needs a shape and chunks") from error
+    raise FormatError(f"{CHUNKED} needs a shape and chunks, and nothing beside them")
+
+
+def _in_order(numbered: dict[str, Any]) -> list[Any]:
+    return [numbered[str(index)] for index in range(len(numbered.keys()))]
+
+
+def _require_flat(shape: list[int], chunks: Sequence[Any]) -> None:
+    if any(chunk.ndim != 1 or chunk.dtype != chunks[0].dtype for chunk in chunks):
+        raise FormatError(f"the chunks of an array of shape {shape} are not flat, or not of one dtype")
+    if sum(chunk.size for chunk in chunks) != math.prod(shape):
+        raise FormatError(
+            f"the chunks hold {sum(c.size for c in chunks)} elements, shape {shape} needs others"
+        )

@@ -1,0 +1,1 @@
+"""Checkpoints of other programs, read as if they were ours."""

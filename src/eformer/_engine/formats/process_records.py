@@ -1,0 +1,99 @@
+"""Trees that several processes wrote: what each of them recorded lies with its own bytes, digested in the manifest."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from eformer._engine.formats.found import Trees, files_of
+from eformer._engine.formats.safetensors.names import SUFFIX
+from eformer._engine.record.digests import xxh3_128
+from eformer._engine.record.manifest import Part, with_parts
+from eformer._engine.record.values import MALFORMED_JSON
+from eformer._engine.tasks.pool import default_threads, run_all
+from eformer.errors import CorruptionError, FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from eformer._engine.record.manifest import TreeEntry
+    from eformer._engine.stores.local_files import Files
+
+_MOST_BYTES = 2**30  # a few hundred bytes for a leaf
+CARRIED = "part"  # what it is called among the metadata of a safetensors file
+
+
+def joined_trees(
+    directory: Path,
+    ours: Mapping[str, TreeEntry],
+    others: Mapping[str, Callable[[], TreeEntry]] | None = None,
+    also: Mapping[str, Callable[[], TreeEntry]] | None = None,
+) -> Trees:
+    """Trees by prefix; those in parts are put together when they are asked for."""
+    in_parts = {prefix: partial(_joined, directory, tree) for prefix, tree in ours.items() if tree.parts}
+    whole = {prefix: tree for prefix, tree in ours.items() if prefix not in in_parts}
+    return Trees(whole, {**in_parts, **(others or {})}, also or {})
+
+
+def _joined(directory: Path, tree: TreeEntry) -> TreeEntry:
+    files = files_of(directory, tree, {})
+    parts = [Part() for _ in tree.files]
+
+    def read(number: int) -> None:
+        parts[number] = _read(tree, number, files, f"{directory}/{tree.path_of(number)}")
+
+    try:
+        run_all([partial(read, number) for number in range(len(parts))], default_threads())
+    finally:
+        files.close()
+    return with_parts(tree, parts)
+
+
+def unreadable(directory: Path, tree: TreeEntry) -> list[tuple[str, str]]:
+    """The files whose part of the record cannot be read, and why."""
+    problems = []
+    files = files_of(directory, tree, {})
+    try:
+        for number in range(len(tree.files)):
+            name = tree.path_of(number)
+            try:
+                _read(tree, number, files, f"{directory}/{name}")
+            except (OSError, FormatError) as error:
+                problems.append((name, str(error)))
+    finally:
+        files.close()
+    return problems
+
+
+def _read(tree: TreeEntry, number: int, files: Files, origin: str) -> Part:
+    file = tree.files[number]
+    if file.header_nbytes > _MOST_BYTES:
+        raise FormatError(f"{origin} cannot begin with a record of {file.header_nbytes} bytes")
+    header = bytearray(min(file.header_nbytes, files.nbytes(number)))
+    found = files.read_into(number, memoryview(header), 0)
+    digest = xxh3_128(memoryview(header)[:found])
+    if digest != file.header:
+        raise CorruptionError(
+            f"{origin} is damaged: its first {file.header_nbytes} bytes digest to {digest}, recorded is {file.header}. "
+            "They say where the leaves are; restore the file from a copy, or load an older checkpoint"
+        )
+    data = bytes(header)
+    return Part.from_json(_carried(data, origin) if file.name.endswith(SUFFIX) else data, origin)
+
+
+class _Metadata(msgspec.Struct):
+    part: str
+
+
+class _Header(msgspec.Struct):
+    metadata: _Metadata = msgspec.field(name="__metadata__")
+
+
+def _carried(header: bytes, origin: str) -> str:
+    try:
+        return msgspec.json.decode(header[8:], type=_Header).metadata.part
+    except MALFORMED_JSON as error:
+        raise FormatError(f"{origin} carries no part of a manifest: {error}") from error

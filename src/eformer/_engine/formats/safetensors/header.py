@@ -1,0 +1,167 @@
+"""The beginning of a safetensors file: a length, then JSON that says where each tensor lies."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import struct
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from eformer._engine.record.dtypes import DTYPES
+from eformer._engine.record.pieces import ALIGNMENT
+from eformer._engine.record.values import MALFORMED_JSON
+from eformer._engine.stores.local import open_inside, read_range, stamp
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+MAX_JSON_BYTES = 100_000_000  # other readers refuse more
+
+_TAGS = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16",
+    "I32": "int32", "U32": "uint32", "F32": "float32", "I64": "int64", "U64": "uint64", "F64": "float64",
+    "C64": "complex64", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F4": "float4_e2m1fn",
+}  # fmt: skip
+_TAG_OF = {dtype: tag for tag, dtype in _TAGS.items()}
+
+
+_OFFSETS = re.compile(rb'"data_offsets"\s*:\s*\[')
+
+
+class Tensor(msgspec.Struct, frozen=True, gc=False):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What a file says of itself. `start` is where its data begins."""
+
+    start: int
+    metadata: dict[str, str]
+    tensors: dict[str, Tensor]
+
+
+def tensor(dtype: str, shape: tuple[int, ...], offset: int, nbytes: int) -> Tensor:
+    """How other readers see a leaf. Dtypes that the format has no name for appear as integers of their size,
+    four-bit integers as their values in eight bits; the manifest keeps what they are."""
+    offsets = (offset, offset + nbytes)
+    size = math.prod(shape)
+    tag = _TAG_OF.get(dtype)
+    if tag == "F4" and 2 * nbytes != size:  # the format cannot hold an odd number of them
+        tag = "U8"
+    if tag:
+        return Tensor(tag, shape, offsets)
+    if dtype in ("int1", "int2", "int4"):
+        return Tensor("I8", shape, offsets)
+    itemsize = nbytes // size if size else 1
+    if itemsize <= 8:
+        return Tensor(f"U{8 * itemsize}", shape, offsets)
+    return Tensor("U64", (*shape, itemsize // 8), offsets)
+
+
+def header_bytes(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bytes:
+    """Padded, so that the data begins at an address that XLA takes as it is."""
+    text = msgspec.json.encode({"__metadata__": dict(metadata), **tensors})
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    if len(text) > MAX_JSON_BYTES:
+        raise FormatError(
+            f"{len(tensors)} leaves need a header of {len(text)} bytes; safetensors allows {MAX_JSON_BYTES}. "
+            "Save to a directory instead of one file"
+        )
+    return struct.pack("<Q", len(text)) + text
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """A file whose header was read: what it says, the file's length, and by what to know it again."""
+
+    header: Header
+    nbytes: int
+    stamp: tuple[int, ...]
+
+
+def open_header(directory: Path, name: str) -> Opened:
+    """Reads and checks the header of a safetensors file of this very directory."""
+    if "/" in name:
+        raise FormatError(f"{name[:200]!r} is not the name of a file in {directory}")
+    descriptor = open_inside(directory, name)
+    try:
+        raw, nbytes, seen = read_header(descriptor, str(directory / name))
+    finally:
+        os.close(descriptor)
+    return Opened(parse_header(raw, nbytes, str(directory / name)), nbytes, seen)
+
+
+def read_header(descriptor: int, origin: str) -> tuple[bytes, int, tuple[int, ...]]:
+    """The bytes of the header, not yet looked at; the length of the file; its stamp."""
+    nbytes = os.fstat(descriptor).st_size
+    length = header_length(read_range(descriptor, 0, 8), nbytes, origin)
+    return read_range(descriptor, 0, length), nbytes, stamp(descriptor)
+
+
+def header_length(first: bytes, file_nbytes: int, origin: str) -> int:
+    """The length of the whole header, from the first eight bytes of the file."""
+    if len(first) < 8:
+        raise FormatError(f"{origin} is no safetensors file: it ends after {file_nbytes} bytes")
+    (length,) = struct.unpack("<Q", first[:8])
+    if length > min(MAX_JSON_BYTES, file_nbytes - 8):
+        raise FormatError(
+            f"{origin} is no safetensors file: it announces a header of {length} bytes, "
+            f"of which {file_nbytes - 8} are there and {MAX_JSON_BYTES} allowed"
+        )
+    return 8 + int(length)
+
+
+def parse_header(data: bytes, file_nbytes: int, origin: str) -> Header:
+    """Refuses a header whose tensors do not tile the rest of the file exactly."""
+    try:
+        entries = msgspec.json.decode(data[8:], type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(entries.pop("__metadata__", b"{}"), type=dict[str, str])
+        tensors = {name: _decode_tensor(raw) for name, raw in entries.items()}
+    except MALFORMED_JSON as error:
+        raise FormatError(f"{origin} has no valid safetensors header: {error}") from error
+    if len(_OFFSETS.findall(data)) != len(tensors):  # a JSON object with a key twice has only the last
+        raise FormatError(f"{origin}: two tensors of one name")
+    _check_tiling(tensors, file_nbytes - len(data), origin)
+    return Header(len(data), metadata, tensors)
+
+
+_decode_tensor = msgspec.json.Decoder(Tensor).decode
+
+
+def _check_tiling(tensors: Mapping[str, Tensor], nbytes: int, origin: str) -> None:
+    end = 0
+    for name, found in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
+        start, stop = found.data_offsets
+        if start != end or stop < start:
+            raise FormatError(
+                f"{origin}: tensor {name[:200]!r} begins at {start}, the one before it ends at {end}"
+            )
+        bits = math.prod(found.shape) * bits_of(found, name, origin)
+        if min(found.shape, default=0) < 0 or bits != 8 * (stop - start):
+            raise FormatError(
+                f"{origin}: tensor {name[:200]!r}, {found.dtype}{list(found.shape)}, has {stop - start} bytes"
+            )
+        end = stop
+    if end != nbytes:
+        raise FormatError(f"{origin}: its tensors have {end} bytes, the file has {nbytes} for them")
+
+
+def bits_of(found: Tensor, name: str, origin: str) -> int:
+    if found.dtype == "F4":
+        return 4
+    if found.dtype not in _TAGS:
+        raise FormatError(
+            f"{origin}: tensor {name[:200]!r} is of dtype {found.dtype[:40]!r}, which is not supported"
+        )
+    return 8 * DTYPES[_TAGS[found.dtype]].itemsize
+
+
+def dtype_of(found: Tensor) -> str:
+    return _TAGS[found.dtype]

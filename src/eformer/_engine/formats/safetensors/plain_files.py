@@ -1,0 +1,127 @@
+"""What other programs wrote: safetensors files, and directories of them, described as if they were ours."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from eformer._engine.formats.nested_names import nested, parts_of_name
+from eformer._engine.formats.safetensors.header import Opened, dtype_of, open_header
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX, is_marked, split_shard
+from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry, encode_leaves
+from eformer._engine.record.pieces import PIECE_BYTES
+from eformer._engine.record.values import MALFORMED_JSON
+from eformer._engine.stores.local import list_names, read_small
+from eformer.errors import FormatError, MismatchError, NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+Files = dict[str, Opened]
+"""Opened headers by file name."""
+
+
+def files_of_directory(directory: Path) -> dict[str, Files]:
+    """The safetensors files of a directory by base name; alone, a base is no prefix."""
+    names = list_names(directory)
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    stems = [name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX)]
+    if not stems:
+        raise NotFoundError(
+            f"{directory} holds no checkpoint: {MANIFEST} is not ours, and there is no *{SUFFIX}"
+        )
+    groups: dict[str, Files] = {
+        index.removesuffix(INDEX_SUFFIX): indexed_files(directory, index) for index in indexes
+    }
+    named = {name for files in groups.values() for name in files}
+    alone: dict[str, list[str]] = defaultdict(list)
+    for stem in stems:
+        if stem + SUFFIX not in named:
+            shard = split_shard(stem)
+            alone[shard[0] if shard else stem].append(stem + SUFFIX)
+    for base, members in alone.items():
+        groups[base] = groups.get(base, {}) | {name: open_header(directory, name) for name in members}
+    _refuse_unfinished(directory, groups)
+    for base, members in alone.items():
+        _require_all_shards(directory, base, members)
+    return groups if len(groups) > 1 else {"": next(iter(groups.values()))}
+
+
+def _require_all_shards(directory: Path, base: str, names: Sequence[str]) -> None:
+    shards = [shard for name in names if (shard := split_shard(name.removesuffix(SUFFIX)))]
+    for total in {total for _, _, total in shards}:
+        there = {index for _, index, count in shards if count == total}
+        missing = [str(index) for index in range(1, min(total, len(there) + 20) + 1) if index not in there]
+        if missing:
+            raise FormatError(
+                f"{directory}: of the {total} shards of {base!r} these are missing: {', '.join(missing)}"
+            )
+
+
+def _refuse_unfinished(directory: Path, groups: Mapping[str, Files]) -> None:
+    marked = [n for files in groups.values() for n, file in files.items() if is_marked(file.header.metadata)]
+    if marked:
+        raise NotFoundError(
+            f"{directory} holds no checkpoint: {marked[0]} belongs to a save that has not finished, or whose "
+            f"{MANIFEST} is gone. To read what is in it as plain safetensors, pass the path of that file"
+        )
+
+
+def marked_file(directory: Path) -> str | None:
+    """The name of a file that we wrote, if there is one."""
+    for name in list_names(directory):
+        if name.endswith(SUFFIX):
+            with suppress(FormatError, OSError):
+                if is_marked(open_header(directory, name).header.metadata):
+                    return name
+    return None
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def indexed_files(directory: Path, index: str) -> Files:
+    """The files that an index names; refuses an index that says something else than they do."""
+    try:
+        weight_map = msgspec.json.decode(read_small(directory, index) or b"", type=_Index).weight_map
+    except MALFORMED_JSON as error:
+        raise FormatError(f"{directory / index} is no index of safetensors files: {error}") from error
+    files = {name: open_header(directory, name) for name in sorted(set(weight_map.values()))}
+    there = {tensor: name for name, file in files.items() for tensor in file.header.tensors}
+    problems = [
+        f"tensor {tensor!r} should be in {weight_map.get(tensor, 'no file')}, and is in {there.get(tensor, 'none')}"
+        for tensor in sorted(weight_map.keys() | there.keys())
+        if weight_map.get(tensor) != there.get(tensor)
+    ]
+    if problems:
+        raise MismatchError(problems, context=f"{directory / index} and the files disagree")
+    return files
+
+
+def tree_of(files: Files) -> TreeEntry:
+    """A tree of dicts, by the dots in the tensors' names. It has no digests."""
+    tensors = {
+        name: LeafEntry(dtype_of(found), found.shape, (_extent(number, found.data_offsets),))
+        for number, file in enumerate(files.values())
+        for name, found in file.header.tensors.items()
+    }
+    structure, names = nested({name: parts_of_name(name) for name in tensors})
+    return TreeEntry(
+        save_id="",
+        saved_at="",
+        written_by="",
+        block=PIECE_BYTES,
+        files=tuple(DataFile(name, file.nbytes, file.header.start) for name, file in files.items()),
+        raw_metadata={k: v for file in files.values() for k, v in file.header.metadata.items()},
+        structure=msgspec.Raw(msgspec.json.encode(structure)),
+        raw_leaves=encode_leaves({names[name]: tensors[name] for name in tensors}),
+    )
+
+
+def _extent(file: int, offsets: tuple[int, int]) -> Extent:
+    return Extent(file, offsets[0], offsets[1] - offsets[0], "")

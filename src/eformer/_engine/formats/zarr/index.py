@@ -1,0 +1,104 @@
+"""`tensorstore_index.json`: which arrays are in which directories, and for ours the manifest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from eformer._engine.record.manifest import Manifest, check_seal, has_seal, seal
+from eformer._engine.record.names import is_inside
+from eformer._engine.record.values import MALFORMED_JSON
+from eformer._engine.stores.local import read_small
+from eformer.errors import CorruptionError, FormatError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+INDEX = "tensorstore_index.json"
+FORMAT = "tensorstore"
+VERSION = "2.0"
+
+
+class Listed(msgspec.Struct, frozen=True, gc=False):
+    """An array as the index lists it, for readers that know nothing of manifests."""
+
+    path: str
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+
+
+class Index(msgspec.Struct, frozen=True, kw_only=True):
+    """The arrays that were saved without a prefix, those of each prefix, and the manifest of the trees that are ours.
+
+    `digest` is that of the whole file, and the first field of it, if it is ours.
+    """
+
+    digest: str = Manifest(format=FORMAT).digest
+    format: str = FORMAT
+    version: Any = VERSION
+    prefixes: dict[str, list[Listed]] = msgspec.field(default_factory=dict)
+    arrays: list[Listed] | msgspec.UnsetType = msgspec.UNSET
+    eformer: msgspec.Raw = msgspec.Raw(b"null")
+
+    @property
+    def is_ours(self) -> bool:
+        return bytes(self.eformer) != b"null"
+
+    def listed(self) -> dict[str, list[Listed]]:
+        """The arrays by prefix, "" for those without."""
+        unprefixed = {"": self.arrays} if isinstance(self.arrays, list) else {}
+        return unprefixed | self.prefixes
+
+    def manifest(self, origin: str) -> Manifest:
+        if not self.is_ours:
+            return Manifest(format=FORMAT)
+        return msgspec.structs.replace(Manifest.parse(bytes(self.eformer), origin), digest=self.digest)
+
+    def with_tree(self, prefix: str, listed: list[Listed], manifest: Manifest) -> Index:
+        others = {p: arrays for p, arrays in self.prefixes.items() if p != prefix}
+        return Index(
+            prefixes=others | ({prefix: listed} if prefix else {}),
+            arrays=self.arrays if prefix else listed,
+            eformer=msgspec.Raw(msgspec.json.encode(manifest)),
+        )
+
+    def to_json(self) -> bytes:
+        return seal(msgspec.json.encode(self))
+
+
+def read_index(directory: Path) -> Index | None:
+    """The index of a directory, whoever wrote it; None where there is none."""
+    origin = str(directory / INDEX)
+    try:
+        data = read_small(directory, INDEX) or b""
+    except FileNotFoundError:
+        return None
+    if has_seal(data):
+        check_seal(data, origin)
+    try:
+        index = msgspec.json.decode(data, type=Index)
+    except MALFORMED_JSON as error:
+        raise FormatError(f"{origin} is no index of arrays: {error}") from error
+    _check(index, origin, is_sealed=has_seal(data))
+    return index
+
+
+def _check(index: Index, origin: str, *, is_sealed: bool) -> None:
+    if index.format != FORMAT:
+        raise FormatError(f"{origin}: Unsupported index format: {index.format[:40]!r}, expected {FORMAT!r}")
+    if index.is_ours and not is_sealed:
+        raise CorruptionError(
+            f"{origin} carries a manifest, but its beginning is damaged; restore the file from a copy"
+        )
+    if "" in index.prefixes:
+        raise FormatError(f"{origin} has a prefix without a name")
+    for prefix, arrays in index.listed().items():
+        paths = [array.path for array in arrays]
+        for path in paths:  # also of our own: a digest is no signature
+            if not is_inside(path):
+                raise FormatError(
+                    f"{origin}: {path[:200]!r}, listed under {prefix!r}, leads out of the directory"
+                )
+        if len(set(paths)) < len(paths):
+            raise FormatError(f"{origin} lists an array of {prefix!r} twice")

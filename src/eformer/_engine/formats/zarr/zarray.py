@@ -1,0 +1,221 @@
+"""Arrays in zarr v2: a directory with `.zarray`, which says what it is, and one file for each chunk."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.manifest import Coding, Count
+from eformer._engine.record.regions import Region
+from eformer._engine.record.values import MALFORMED_JSON
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ZARRAY = ".zarray"
+
+# Beyond numpy's own, the dtypes that TensorStore writes into `.zarray` by their bare names.
+_BY_NAME = {
+    "bfloat16", "int2", "int4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3fn", "float8_e4m3fnuz",
+    "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+}  # fmt: skip
+
+_NUMPY_NAMES = {
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+    "complex64", "complex128",
+}  # fmt: skip
+
+_NUMPY = re.compile(r"(?P<order>[<>|])(?P<kind>b(?=1$)|[iufc])(?P<size>\d{1,2})")
+_KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
+
+_MOST_AXES = 32  # as many as TensorStore has
+
+
+# ---------------------------------------------------------------------------------------------- write
+
+
+@lru_cache(1024)
+def zarray(
+    dtype: str, shape: tuple[int, ...], chunks: tuple[int, ...], compression: str | None, mark: str = ""
+) -> bytes:
+    """The contents of `.zarray`. Other readers overlook the mark of the save that the array is of."""
+    compressor = {"id": compression, "level": 1} if compression else None
+    described = {
+        "chunks": chunks, "compressor": compressor, "dimension_separator": ".", "dtype": _tag(dtype),
+        "fill_value": None, "filters": None, "order": "C", "shape": shape, "zarr_format": 2,
+    }  # fmt: skip
+    return msgspec.json.encode(described | {"eformer": mark} if mark else described)
+
+
+@lru_cache(256)
+def _tag(name: str) -> str:
+    """How other readers see a dtype. One that they have no name for appears as integers of its size, or as raw
+    bytes; the manifest keeps what it is."""
+    if name in _BY_NAME:
+        return name
+    dtype = dtype_from_name(name)
+    if name in _NUMPY_NAMES:
+        return f"{'|' if dtype.itemsize == 1 else '<'}{dtype.kind}{dtype.itemsize}"
+    if dtype.itemsize == 1:
+        return "|u1"
+    return "<i8" if dtype.kind in "mM" else f"|V{dtype.itemsize}"
+
+
+def is_known_to_tensorstore(name: str) -> bool:
+    """Whether the dtype has a name there."""
+    return name in _BY_NAME or name in _NUMPY_NAMES
+
+
+def chunk_shape(shape: tuple[int, ...], shard: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, ...]:
+    """A shard, or as many of its rows as fit into the limit.
+
+    Chunks are all alike and start at the origin. One that reaches over the end is filled up; it is cut so that what
+    fills it lies behind all that counts. And no chunk may reach over the end of a shard.
+    """
+    chunk = [max(1, size) for size in shard]
+    for axis, size in enumerate(chunk):
+        row = itemsize * math.prod(chunk[axis + 1 :])
+        if row * size <= limit:
+            break
+        is_cut = shard[axis] != shape[axis]
+        chunk[axis] = _rows(size, max(1, limit // row), is_cut)
+        if chunk[axis] > 1:
+            break
+    return tuple(chunk)
+
+
+def _rows(size: int, most: int, must_divide: bool) -> int:
+    """At most so many rows, in chunks that are as equal as can be."""
+    if must_divide:
+        return next(rows for rows in range(most, 0, -1) if size % rows == 0)
+    return -(-size // -(-size // most))
+
+
+def chunks_of(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[str, Region]]:
+    """The name of each chunk's file, and the box that is in it. An empty array has none."""
+    for number in range(count_chunks(shape, chunk)):
+        yield _chunk(_place_of(number, shape, chunk), shape, chunk)
+
+
+def chunks_in(region: Region, shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[str, Region]]:
+    """Those of the chunks that a region consists of. Takes no time for the others."""
+    size = region.shape
+    for number in range(count_chunks(size, chunk)):
+        place = _place_of(number, size, chunk)
+        index = tuple(a // c + i for a, c, i in zip(region.start, chunk, place, strict=True))
+        yield _chunk(index, shape, chunk)
+
+
+def _chunk(index: tuple[int, ...], shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[str, Region]:
+    start = tuple(i * c for i, c in zip(index, chunk, strict=True))
+    stop = tuple(min(a + c, s) for a, c, s in zip(start, chunk, shape, strict=True))
+    return ".".join(map(str, index)) or "0", Region(start, stop)
+
+
+def _place_of(number: int, shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the chunks in C order. Without a list of them all, of which there may be absurdly many."""
+    place = []
+    for s, c in zip(reversed(shape), reversed(chunk), strict=True):
+        number, index = divmod(number, -(-s // c))
+        place.append(index)
+    return tuple(reversed(place))
+
+
+def count_chunks(shape: tuple[int, ...], chunk: tuple[int, ...]) -> int:
+    return math.prod(-(-s // c) for s, c in zip(shape, chunk, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------- read
+
+
+class ZArray(msgspec.Struct, frozen=True):
+    """What a `.zarray` says, of whatever writer."""
+
+    shape: tuple[Count, ...]
+    chunks: tuple[Count, ...]
+    dtype: str
+    order: str = "C"
+    compressor: dict[str, Any] | None = None
+    filters: Any = None
+    zarr_format: int = 2
+    dimension_separator: str = "."
+    eformer: str = ""
+
+    @property
+    def name_of_dtype(self) -> str:
+        """What we call its dtype."""
+        match = _NUMPY.fullmatch(self.dtype)
+        if not match:
+            return self.dtype
+        bits = "" if match["kind"] == "b" else str(8 * int(match["size"]))
+        return _KINDS[match["kind"]] + bits
+
+    def nbytes_of(self, shape: tuple[int, ...]) -> int:
+        return math.prod(shape) * dtype_from_name(self.name_of_dtype).itemsize
+
+    @property
+    def chunk_nbytes(self) -> int:
+        return self.nbytes_of(self.chunks)
+
+    def coding(self, box: tuple[int, ...], raw: str) -> Coding | None:
+        """How the bytes of a chunk become that box; None if they simply are, and perhaps more behind them."""
+        is_odd = (
+            (self.order != "C" and len(self.shape) > 1) or self.dtype.startswith(">") or bool(self.filters)
+        )
+        codec = (self.compressor or {}).get("id", "")
+        if is_odd or codec not in ("", "zstd"):
+            return Coding("zarr", self.chunks, raw)
+        if codec or not _is_prefix(box, self.chunks):
+            return Coding(codec, self.chunks)
+        return None
+
+
+def _is_prefix(box: tuple[int, ...], chunk: tuple[int, ...]) -> bool:
+    """Whether the box, in the corner of a chunk, is one run of bytes at its beginning."""
+    inner = itertools.dropwhile(lambda pair: pair[0] == 1, zip(box, chunk, strict=True))
+    return all(a == b for a, b in itertools.islice(inner, 1, None))
+
+
+def parse_zarray(data: bytes, origin: str) -> ZArray:
+    """Refuses what is no array of zarr v2, or claims what cannot be."""
+    try:
+        array = msgspec.json.decode(data, type=ZArray)
+        dtype_from_name(array.name_of_dtype)
+    except MALFORMED_JSON as error:
+        raise FormatError(f"{origin} describes no array of zarr v2: {error}") from error
+    except FormatError as error:
+        raise FormatError(f"{origin}: {error}") from error
+    problem = _problem(array)
+    if problem:
+        raise FormatError(f"{origin} describes no array that can be: {problem}")
+    return array
+
+
+def check_alike(found: bytes, expected: bytes, origin: str) -> None:
+    """Refuses a description of another array than was expected."""
+    one, other = parse_zarray(found, origin), parse_zarray(expected, origin)
+    if (one.shape, one.chunks, one.dtype) != (other.shape, other.chunks, other.dtype) or one.compressor:
+        raise FormatError(f"{origin} describes {one}, expected was {other}")
+
+
+def _problem(array: ZArray) -> str:
+    if array.zarr_format != 2:
+        return f"zarr_format is {array.zarr_format}, not 2"
+    if len(array.chunks) != len(array.shape) or len(array.shape) > _MOST_AXES:
+        return f"shape {list(array.shape)[:40]}, chunks {list(array.chunks)[:40]}"
+    if any(size == 0 for size in array.chunks):
+        return f"chunks {list(array.chunks)}"
+    itemsize = dtype_from_name(array.name_of_dtype).itemsize
+    for sizes in (array.shape, array.chunks):
+        if itemsize * math.prod(max(1, size) for size in sizes) >= 2**62:
+            return f"shape {list(array.shape)}, chunks {list(array.chunks)}"
+    if array.order not in ("C", "F") or array.dimension_separator not in (".", "/"):
+        return f"order {array.order!r}, dimension_separator {array.dimension_separator!r}"
+    return ""

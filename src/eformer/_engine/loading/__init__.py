@@ -1,0 +1,1 @@
+"""A load: select, place, plan, fetch, assemble."""

@@ -1,0 +1,145 @@
+"""What a load would put on which device, without reading any data."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from eformer._engine.formats.find import look_at
+from eformer._engine.loading.placement import jax_holds, refuse_on_devices
+from eformer._engine.loading.rules import Leaf, Rules, Said, place
+from eformer._engine.record.dtypes import dtype_from_name, floating_dtype, is_floating
+from eformer._engine.trees.devices import is_key
+from eformer._engine.trees.flatten import flatten
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from jax.sharding import Mesh
+
+    from eformer._engine.record.manifest import RecordedSharding
+
+_MOST_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A leaf as it would lie: `spec` is None for one that stays in host memory or goes to the default device."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    spec: Any
+    shard: tuple[int, ...]
+    shard_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """Bytes by device, and every leaf by name."""
+
+    per_device: Mapping[Any, int]
+    leaves: Mapping[str, Placed]
+
+    def __str__(self) -> str:
+        lines = [f"{device}: {nbytes:,} bytes" for device, nbytes in self.per_device.items()]
+        largest = sorted(self.leaves.items(), key=lambda item: -item[1].shard_nbytes)
+        lines += [
+            f"  {name} {p.dtype}{list(p.shape)} as {p.spec}: {p.shard_nbytes:,} bytes of {list(p.shard)} a device"
+            for name, p in largest[:_MOST_SHOWN]
+        ]
+        if len(largest) > _MOST_SHOWN:
+            lines.append(f"  ... and {len(largest) - _MOST_SHOWN} smaller leaves")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What there is to know of a leaf. `itemsize` is that of what the user sees: a whole PRNG key, say."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    itemsize: int
+    like: Any = None
+    recorded: RecordedSharding | None = None
+    is_numpy: bool = False
+
+    def cast(self, dtype: str | None) -> _Known:
+        if dtype is None or not is_floating(self.dtype):
+            return self
+        return replace(self, dtype=dtype, itemsize=dtype_from_name(dtype).itemsize)
+
+    @property
+    def can_be_on_a_device(self) -> bool:
+        config: Any = jax.config  # whose attributes have no types
+        return self.dtype.startswith("key<") or jax_holds(self.dtype, config.jax_enable_x64)
+
+    def as_leaf(self) -> Leaf:
+        stays = self.is_numpy and not self.can_be_on_a_device
+        return Leaf(self.shape, self.like, self.recorded, self.is_numpy, stays)
+
+
+def dry_run(
+    what: Any,
+    mesh: Mesh,
+    *,
+    rules: Rules | None = None,
+    shardings: Any = None,
+    prefix: str | None = None,
+    dtype: Any = None,
+) -> DryRun:
+    """How many bytes `load` with the same arguments would put on each device of the mesh. Reads no data.
+
+    `what` is the path of a checkpoint, or a tree of arrays or `ShapeDtypeStruct`s. What does not fit is the same
+    error as of `load`: all of it at once.
+    """
+    is_path = isinstance(what, (str, os.PathLike))
+    found = _of_checkpoint(what, prefix) if is_path else _of_tree(what)
+    cast = None if dtype is None else floating_dtype(dtype)
+    known = {name: leaf.cast(cast) for name, leaf in found.items()}
+    said = Said(mesh, None if rules is None else tuple(rules), shardings, prefix)
+    placed, _ = place({name: leaf.as_leaf() for name, leaf in known.items()}, said)
+    refuse_on_devices((n, known[n].dtype, known[n].shape) for n in placed if not known[n].can_be_on_a_device)
+    per_device: dict[Any, int] = dict.fromkeys(mesh.devices.flat, 0)
+    result = {}
+    for name, leaf in known.items():
+        sharding = placed.get(name)
+        shard = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        nbytes = leaf.itemsize * math.prod(shard)
+        result[name] = Placed(leaf.dtype, leaf.shape, getattr(sharding, "spec", sharding), shard, nbytes)
+        devices: set[Any] = set() if sharding is None else sharding.device_set
+        for device in devices:
+            per_device[device] = per_device.get(device, 0) + nbytes
+    return DryRun(per_device, result)
+
+
+def _of_checkpoint(path: str | os.PathLike[str], prefix: str | None) -> dict[str, _Known]:
+    found = {}
+    for name, entry in look_at(path, lambda found: found.tree(prefix).leaves).items():
+        inner = math.prod(entry.shape[len(entry.logical_shape) :])  # the numbers inside of a PRNG key
+        itemsize = dtype_from_name(entry.dtype).itemsize * inner
+        is_numpy = entry.home == "numpy"
+        found[name] = _Known(
+            entry.logical_dtype, entry.logical_shape, itemsize, None, entry.sharding, is_numpy
+        )
+    return found
+
+
+def _of_tree(tree: Any) -> dict[str, _Known]:
+    found = {}
+    for name, leaf in flatten(tree)[0].items():
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            numbers = jax.eval_shape(_numbers, leaf) if is_key(leaf) else leaf
+            itemsize = numbers.dtype.itemsize * math.prod(numbers.shape[len(leaf.shape) :])
+            like = leaf.sharding if getattr(leaf, "committed", True) and hasattr(leaf, "sharding") else None
+            is_numpy = isinstance(leaf, np.ndarray)
+            found[name] = _Known(str(leaf.dtype), tuple(leaf.shape), itemsize, like, None, is_numpy)
+    return found
+
+
+def _numbers(key: Any) -> Any:
+    return jax.random.key_data(key)

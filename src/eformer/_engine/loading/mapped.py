@@ -1,0 +1,65 @@
+"""Leaves that are the bytes of their file: nothing is read until somebody looks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.manifest import is_whole
+from eformer._engine.record.pieces import offset_within
+from eformer._engine.record.regions import Region
+from eformer.errors import CorruptionError
+
+if TYPE_CHECKING:
+    from eformer._engine.loading.read_plan import Want
+    from eformer._engine.record.manifest import TreeEntry
+    from eformer._engine.stores.local_files import Files
+
+Array = np.ndarray[Any, Any]
+
+
+class Mapping:
+    """The files of one tree, in the address space of this process from when they are first asked for."""
+
+    def __init__(self, tree: TreeEntry, files: Files) -> None:
+        self.tree, self.files = tree, files
+        self.memory: dict[int, Array | None] = {}
+
+    def arrays(self, want: Want, alignment: int) -> list[Array] | None:
+        """Those of the want's regions, or the one of the whole leaf, if each of them lies in a file as it is wanted, at
+        an address that is a multiple of `alignment`."""
+        regions = [Region.whole(want.entry.shape)] if want.regions is None else want.regions
+        if want.dtype != want.entry.dtype:
+            return None
+        found = []
+        for region in regions:
+            array = self.array(want, region, alignment)
+            if array is None:
+                return None
+            found.append(array)
+        return found
+
+    def array(self, want: Want, region: Region, alignment: int) -> Array | None:
+        entry, dtype = want.entry, dtype_from_name(want.entry.dtype)
+        for extent in entry.extents:
+            before = offset_within(region, entry.region_of(extent))
+            if before is None or not region.size or is_whole(entry, extent):
+                continue
+            start = self.tree.files[extent.file].header_nbytes + extent.offset + before * dtype.itemsize
+            memory = self.of_file(extent.file)
+            if memory is None or start % max(alignment, dtype.alignment):
+                return None
+            if start + region.size * dtype.itemsize > len(memory):
+                raise CorruptionError(
+                    f"leaf {want.name!r}: {self.tree.path_of(extent.file)} was cut short: it ends after {len(memory)} "
+                    "bytes; restore the file from a copy, or load an older checkpoint"
+                )
+            return np.ndarray(region.shape, dtype, memory, start)
+        return None
+
+    def of_file(self, number: int) -> Array | None:
+        if number not in self.memory:
+            self.memory[number] = self.files.map(number)
+        return self.memory[number]

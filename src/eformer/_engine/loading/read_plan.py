@@ -1,0 +1,165 @@
+"""Plan which bytes to read for the boxes that are wanted."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.manifest import DIGEST_DIGITS, is_whole
+from eformer._engine.record.pieces import offset_within, piece_sizes, pieces_in, shifted
+from eformer._engine.record.regions import Region
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from eformer._engine.record.manifest import Coding, Extent, LeafEntry, TreeEntry
+
+
+# -------------------------------------------------------------------------------------------- reads
+
+# One read is one system call's worth: large enough for the disk, small enough to stay in the processor's cache.
+READ_BYTES = 4 * 2**20
+
+# Up to so many bytes of a leaf that is in parts are read with what lies beside them, and then copied to their place.
+_SMALL_BOX = 2**16
+
+
+class Want(Struct, frozen=True, gc=False):
+    """A leaf that is wanted, as what dtype, and which boxes of it; None for the whole."""
+
+    name: str
+    entry: LeafEntry
+    dtype: str
+    regions: Sequence[Region] | None = None
+
+
+class Stored(Struct, frozen=True, gc=False):
+    """A piece of a leaf as it lies in a file. `region` is None where the piece is the whole leaf.
+
+    `target` is the number of the wanted box that the piece belongs into, and `at` the byte of it where it goes as it
+    is; -1 if it has to be taken apart or cast, for which there is its `region`.
+    """
+
+    file: int
+    offset: int
+    nbytes: int
+    want: int
+    digest: str
+    region: Region | None = None
+    target: int = 0
+    at: int = -1
+    coding: Coding | None = None
+
+
+class Read(Struct, frozen=True, gc=False):
+    """Pieces that lie side by side in one file."""
+
+    file: int
+    offset: int
+    nbytes: int
+    pieces: Sequence[Stored]
+
+
+def plan_reads(wants: Sequence[Want], tree: TreeEntry, read_bytes: int = READ_BYTES) -> list[Read]:
+    """The fewest bytes that contain what is wanted and can be checked, in the order in which they lie, in reads of
+    about `read_bytes`."""
+    found: list[Stored] = []
+    starts = [file.header_nbytes for file in tree.files]
+    for index, want in enumerate(wants):
+        entry = want.entry
+        for extent in entry.extents:
+            start = starts[extent.file] + extent.offset
+            if extent.coding:
+                found.extend(_coded(index, want, extent, start))
+            elif extent.region is None and (extent.nbytes <= tree.block or is_whole(entry, extent)):
+                if extent.nbytes:
+                    found.append(Stored(extent.file, start, extent.nbytes, index, extent.digests))
+            elif extent.nbytes <= min(_SMALL_BOX, tree.block) and extent.region is not None:
+                found.extend(_small_box(index, want, extent, start))
+            elif extent.region is None and want.regions is None and want.dtype == entry.dtype:
+                found.extend(_whole_pieces(index, entry, extent, start, tree.block))
+            else:
+                found.extend(_stored_pieces(index, want, extent, start, tree.block))
+    found.sort(key=attrgetter("offset"))  # one after the other: numbers compare quicker than pairs
+    found.sort(key=attrgetter("file"))
+    return list(_adjacent(found, read_bytes))
+
+
+def _whole_pieces(index: int, entry: LeafEntry, extent: Extent, start: int, block: int) -> Iterator[Stored]:
+    """The pieces of a leaf that is wanted whole and as it is."""
+    at = digits = 0
+    for nbytes in piece_sizes(entry.shape, dtype_from_name(entry.dtype).itemsize, block):
+        digest = extent.digests[digits : digits + DIGEST_DIGITS]
+        yield Stored(extent.file, start + at, nbytes, index, digest, None, 0, at)
+        at, digits = at + nbytes, digits + DIGEST_DIGITS
+
+
+def _small_box(index: int, want: Want, extent: Extent, start: int) -> Iterator[Stored]:
+    box = want.entry.region_of(extent)
+    if extent.nbytes and (want.regions is None or any(box.overlap(region) for region in want.regions)):
+        yield Stored(extent.file, start, extent.nbytes, index, extent.digests, box, -1)
+
+
+def _coded(index: int, want: Want, extent: Extent, start: int) -> Iterator[Stored]:
+    box = want.entry.region_of(extent)
+    if want.regions is None or any(box.overlap(region) for region in want.regions):
+        yield Stored(
+            extent.file, start, extent.nbytes, index, extent.digests, box, -1, -1, coding=extent.coding
+        )
+
+
+def _stored_pieces(index: int, want: Want, extent: Extent, start: int, block: int) -> Iterator[Stored]:
+    """The pieces of which a part is wanted."""
+    entry = want.entry
+    box = entry.region_of(extent)
+    itemsize = dtype_from_name(entry.dtype).itemsize
+    regions = [Region.whole(entry.shape)] if want.regions is None else want.regions
+    if is_whole(entry, extent):
+        if any(box.overlap(region) for region in regions):
+            yield Stored(extent.file, start, extent.nbytes, index, extent.digests, box, -1)
+        return
+    wanted = [overlap for region in regions if (overlap := box.overlap(region))]
+    found = dict(
+        numbered for part in wanted for numbered in pieces_in(part.inside(box), box.shape, itemsize, block)
+    )
+    for number, piece in zip(found, shifted(found.values(), box.start), strict=True):
+        before = offset_within(piece, box) or 0  # elements of the extent; a piece is one run of them
+        digest = extent.digests[DIGEST_DIGITS * number : DIGEST_DIGITS * (number + 1)]
+        target, at = _place_of(piece, regions, itemsize) if want.dtype == entry.dtype else (-1, -1)
+        nbytes = itemsize * piece.size
+        yield Stored(extent.file, start + before * itemsize, nbytes, index, digest, piece, target, at)
+
+
+def _place_of(piece: Region, regions: Sequence[Region], itemsize: int) -> tuple[int, int]:
+    """Which of the boxes the piece goes into as it is, and where; (-1, -1) if it is not as simple as that."""
+    touched = [number for number, region in enumerate(regions) if piece.overlap(region)]
+    if len(touched) == 1:
+        before = offset_within(piece, regions[touched[0]])
+        if before is not None:
+            return touched[0], before * itemsize
+    return -1, -1
+
+
+def _go_together(a: Stored, b: Stored) -> bool:
+    """Small leaves share what they are read into; pieces of large ones are read to where they belong."""
+    if a.at < 0 or b.at < 0:
+        return a.at == b.at and (a.region is None) == (b.region is None)
+    return a.want == b.want and a.target == b.target and a.at + a.nbytes == b.at
+
+
+def _adjacent(found: Sequence[Stored], read_bytes: int) -> Iterator[Read]:
+    start = 0
+    for i in range(1, len(found) + 1):
+        if i < len(found):
+            before, piece = found[i - 1], found[i]
+            nbytes = piece.offset + piece.nbytes - found[start].offset
+            touches = piece.file == before.file and piece.offset == before.offset + before.nbytes
+            if touches and nbytes <= read_bytes and _go_together(before, piece):
+                continue
+        together = found[start:i]
+        last = together[-1]
+        yield Read(last.file, together[0].offset, last.offset + last.nbytes - together[0].offset, together)
+        start = i

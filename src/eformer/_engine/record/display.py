@@ -1,0 +1,139 @@
+"""What a checkpoint is, for people who have one in their hands: a few lines of text, or HTML that folds. Pure."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from eformer._engine.record.outline import Line, Node, outline
+from eformer._engine.record.text import count, few, printable, shortened, size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+_MOST_TREES = 8
+_MOST_LINES = 40  # of text
+_MOST_ROWS = 1000  # of HTML, most of them folded
+_LEAST_ROWS = 4  # of each of several trees
+_WIDTH = 80
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """A tree in numbers, and its leaves. `dtypes` has the bytes of each, the most first. If there is a `problem`, there
+    is nothing else to say."""
+
+    prefix: str = ""
+    written_by: str = ""
+    saved_at: str = ""
+    parameters: int = 0
+    arrays: int = 0
+    nbytes: int = 0
+    dtypes: Mapping[str, int] = field(default_factory=dict)
+    lines: Sequence[Line] = ()
+    problem: str = ""
+
+    def facts(self) -> Iterator[tuple[str, str]]:
+        if self.prefix:
+            yield "prefix", self.prefix
+        if written := ", ".join(filter(None, (self.written_by, self.saved_at))):
+            yield "written by", written
+        if self.problem:
+            yield "cannot be read", self.problem
+            return
+        amount = f"{count(self.arrays, 'array')}, {count(self.parameters, 'parameter')}, {size(self.nbytes)}"
+        if values := len(self.lines) - self.arrays:
+            amount += f", {count(values, 'plain value')}"
+        yield "holds", amount
+        if self.dtypes:
+            yield "dtypes", ", ".join(f"{name} {size(nbytes)}" for name, nbytes in self.dtypes.items())
+
+
+def as_text(title: str, trees: Sequence[About], left_out: Sequence[str] = ()) -> str:
+    """A few dozen lines at most, however many leaves there are."""
+    lines = [_fit(title)]
+    if left_out:
+        lines.append(f"  left out  {_fit(few(left_out))}")
+    for tree in trees[:_MOST_TREES]:
+        facts = list(tree.facts())
+        width = max((len(name) for name, _ in facts), default=0)
+        lines += [f"  {name:{width}}  {_fit(text)}" for name, text in facts]
+        root = outline(tree.lines)
+        rows = list(islice(_rows(root), _share(_MOST_LINES, trees)))
+        lines += [f"    {'  ' * depth}{_label(node)}  {_rest(node)}".rstrip() for depth, node in rows]
+        lines += [f"    {more}" for more in _more(root, len(rows))]
+    return "\n".join([*lines, *_more_trees(trees)])
+
+
+def as_html(title: str, trees: Sequence[About], left_out: Sequence[str] = ()) -> str:
+    """The same for a notebook: modules fold. No script, nothing from elsewhere, and no name is taken for a tag."""
+    parts = [f"<div><b>{_escaped(title)}</b></div>"]
+    if left_out:
+        parts.append(f"<div>left out: {_escaped(few(left_out))}</div>")
+    for tree in trees[:_MOST_TREES]:
+        parts += [f"<div>{name}: {_escaped(text)}</div>" for name, text in tree.facts()]
+        root = outline(tree.lines)
+        rows = list(islice(_rows(root), _share(_MOST_ROWS, trees)))
+        parts += [*_folding(rows), *(f"<div>{more}</div>" for more in _more(root, len(rows)))]
+    parts += [f"<div>{more}</div>" for more in _more_trees(trees)]
+    return f'<div style="font-family: monospace">{"".join(parts)}</div>'
+
+
+def _folding(rows: Sequence[tuple[int, Node]]) -> Iterator[str]:
+    """Modules are open to where the first ones begin."""
+    inside = 0
+    for depth, node in rows:
+        yield "</details>" * (inside - depth)
+        inside = depth + bool(node.children)
+        text = f"{html.escape(_label(node))} <i>{html.escape(_rest(node))}</i>"
+        if node.children:
+            is_open = "" if depth else " open"
+            yield f'<details{is_open} style="margin-left: 1.5em"><summary>{text}</summary>'
+        else:
+            yield f'<div style="margin-left: 1.5em">{text}</div>'
+    yield "</details>" * inside
+
+
+def _rows(root: Node) -> Iterator[tuple[int, Node]]:
+    """Every node below the root and how deep it lies; or the root, where it is a leaf."""
+    if root.line:
+        yield 0, root
+    left = [(0, child) for child in reversed(root.children)]
+    while left:
+        depth, node = left.pop()
+        yield depth, node
+        left += [(depth + 1, child) for child in reversed(node.children)]
+
+
+def _share(most: int, trees: Sequence[About]) -> int:
+    return max(_LEAST_ROWS, most // max(1, len(trees)))
+
+
+def _label(node: Node) -> str:
+    times = f" ×{node.count}" if node.count > 1 else ""
+    return shortened(node.label, _WIDTH) + times
+
+
+def _rest(node: Node) -> str:
+    what = [shortened(node.line.what, _WIDTH)] if node.line else []
+    return "  ".join([*what, size(node.nbytes)] if node.nbytes else what)
+
+
+def _more(root: Node, shown: int) -> list[str]:
+    hidden = sum(1 for _ in _rows(root)) - shown
+    return [f"... and {count(hidden, 'more row')}"] if hidden else []
+
+
+def _more_trees(trees: Sequence[About]) -> list[str]:
+    hidden = len(trees) - _MOST_TREES
+    return [f"... and {count(hidden, 'more tree')}"] if hidden > 0 else []
+
+
+def _fit(text: str) -> str:
+    return shortened(printable(text), 2 * _WIDTH)
+
+
+def _escaped(text: str) -> str:
+    return html.escape(_fit(text))

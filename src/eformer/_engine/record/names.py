@@ -1,0 +1,163 @@
+"""Names of leaves: escaped, joined, split, and as the paths of files."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+# ---------------------------------------------------------------------------------------------- names
+#
+# A leaf's name is its path, parts joined by ".". Each part is escaped so that joining loses nothing
+# and so that a part can be a directory: no dots (hence no "..", no ".zarray"), no separators, no
+# control characters, never empty.
+#
+#   %XX       one of the characters below            %uXXXX    a lone surrogate, which UTF-8 lacks
+#   %_        an empty part                          %+int     a key that reads like a sibling: its type
+#   %#1       behind that, the first, second, ... of several that are still alike
+#   %-        (paths only) goes on in the next part  %         alone: the tree is one bare leaf
+
+_UNSAFE = re.compile(r"[%./\\\x00-\x1f\x7f]|[\ud800-\udfff]")
+_ESCAPE = re.compile(r"%(?:([0-9A-F]{2})|u(D[89A-F][0-9A-F]{2}))")
+_SIBLING = re.compile(r"(%\+\w+)?(%#[1-9][0-9]*)?$")
+
+BARE_LEAF = "%"
+_EMPTY = "%_"
+
+# File systems allow 255 bytes; the rest is room for what a format appends.
+_MAX_COMPONENT_BYTES = 200
+
+_MOST_HINTS = 8
+_MOST_CANDIDATES = 5000
+
+
+def escape(part: str) -> str:
+    """One part of a name."""
+    if part.isidentifier():  # most are, and need no second look
+        return part
+    return _UNSAFE.sub(_escape_character, part) or _EMPTY
+
+
+def escape_siblings(keys: Sequence[Any]) -> list[str]:
+    """The parts for the children of one node: different even where keys read the same, such as 1 and "1".
+
+    Which is which depends on the keys alone where it can, and not on their order.
+    """
+    texts = [str(key) for key in keys]
+    if len(set(texts)) == len(texts):
+        return [escape(text) for text in texts]
+    count, seen = Counter(texts), Counter[str]()
+    parts = []
+    for key, text in zip(keys, texts, strict=True):
+        part = escape(text)
+        if count[text] > 1 and type(key) is not str:
+            part += "%+" + re.sub(r"\W", "_", type(key).__name__)
+        parts.append(f"{part}%#{seen[part]}" if seen[part] else part)
+        seen[part] += 1
+    return parts
+
+
+def _escape_character(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"%{code:02X}" if code < 256 else f"%u{code:04X}"
+
+
+def unescape(part: str) -> str:
+    """The text that `escape` was given."""
+    if "%" not in part:
+        return part
+    text = _SIBLING.sub("", part)
+    return "" if text == _EMPTY else _ESCAPE.sub(lambda m: chr(int(m[1] or m[2], 16)), text)
+
+
+def join_name(escaped: Iterable[str]) -> str:
+    """The name of the leaf at this path of escaped parts."""
+    return ".".join(escaped) or BARE_LEAF
+
+
+def split_name(name: str) -> tuple[str, ...]:
+    """The escaped parts that `join_name` was given."""
+    return () if name == BARE_LEAF else tuple(name.split("."))
+
+
+def name_to_path(name: str) -> tuple[str, ...]:
+    """Directory components for `name`: each fits a file system, and no two names share a path.
+
+    Refuses a name that `join_name` cannot have made, so a hostile one leads nowhere.
+    """
+    return tuple(piece for part in name.split(".") for piece in _fit(_checked(part, name)))
+
+
+def path_to_name(path: Iterable[str]) -> str:
+    """The name that `name_to_path` was given; refuses a path that it cannot have made."""
+    components = tuple(path)
+    name = ".".join(components).replace("%-.", "")
+    if name_to_path(name) != components:
+        raise FormatError(f"{components} is no leaf's path")
+    return name
+
+
+def _checked(part: str, name: str) -> str:
+    is_bare_leaf = name == BARE_LEAF
+    text = _SIBLING.sub("", part)
+    if not is_bare_leaf and escape(unescape(text)) != text:
+        raise FormatError(f"{part[:64]!r} cannot be part of a leaf's name (in {name[:200]!r})")
+    return part
+
+
+def _fit(part: str) -> list[str]:
+    """`part` in pieces of at most `_MAX_COMPONENT_BYTES`, all but the last marked as going on."""
+    if len(part) * 4 <= _MAX_COMPONENT_BYTES:
+        return [part]
+    pieces, room = [""], _MAX_COMPONENT_BYTES
+    for character in part:
+        width = len(character.encode())
+        if width > room:
+            pieces[-1] += "%-"
+            pieces.append("")
+            room = _MAX_COMPONENT_BYTES
+        pieces[-1] += character
+        room -= width
+    return pieces
+
+
+def is_inside(path: str) -> bool:
+    """Whether a path that is read from a checkpoint stays below its directory, links aside."""
+    return "\0" not in path and not any(part in ("", ".", "..") for part in path.split("/"))
+
+
+def with_nearest(names: Iterable[str], existing: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Each of `names` with a hint for an error message: the existing name most like it, or nothing.
+
+    Only the first few get a hint: a search takes milliseconds, and nobody reads the hundredth.
+    """
+    candidates = list(itertools.islice(existing, _MOST_CANDIDATES))
+    for index, name in enumerate(names):
+        found = difflib.get_close_matches(name, candidates, n=1) if index < _MOST_HINTS else []
+        yield name, f" (nearest is {found[0]!r})" if found else ""
+
+
+def nearest(name: str, existing: Iterable[str]) -> str | None:
+    """The existing name that is most like it, if one is at all."""
+    found = difflib.get_close_matches(name, list(itertools.islice(existing, _MOST_CANDIDATES)), n=1)
+    return found[0] if found else None
+
+
+# Where something stands in a tree while it is walked: None at the root, else its parent's place and the step
+# from there. Costs one tuple a node, and is spelled out only for an error.
+Place = tuple["Place", Any] | None
+
+
+def steps_to(place: Place) -> list[str]:
+    steps = []
+    while place is not None:
+        place, step = place
+        steps.append(str(step))
+    return steps[::-1]

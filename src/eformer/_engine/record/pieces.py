@@ -1,0 +1,170 @@
+"""A box of bytes cut into pieces: the least that has a digest, and so the least that can be read and checked."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+from eformer._engine.record.regions import Region
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+# Small enough that a slice costs little more than its own bytes, large enough that digests cost nothing.
+PIECE_BYTES = 2**20
+
+
+def pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> list[Region]:
+    """The box of this shape, cut into boxes of at most `limit` bytes that are contiguous in C order, in that order.
+
+    An empty box has no pieces.
+    """
+    return [piece for _, piece in pieces_in(Region.whole(shape), shape, itemsize, limit)]
+
+
+def pieces_in(
+    region: Region, shape: tuple[int, ...], itemsize: int, limit: int
+) -> Iterator[tuple[int, Region]]:
+    """Those of the `pieces` that touch the region, with their numbers. Takes no time for the others."""
+    if not region.size:
+        return
+    if itemsize * math.prod(shape) <= max(limit, itemsize):
+        yield 0, Region.whole(shape)
+        return
+    axis, rows = _cut(shape, itemsize, limit)
+    inner, in_a_row = shape[axis + 1 :], -(-shape[axis] // rows)
+    outer_ranges = [range(a, b) for a, b in zip(region.start[:axis], region.stop[:axis], strict=True)]
+    for outer in itertools.product(*outer_ranges):
+        number = 0
+        for index, size in zip(outer, shape, strict=False):
+            number = number * size + index
+        end = tuple(index + 1 for index in outer)
+        for part in range(region.start[axis] // rows, -(-region.stop[axis] // rows)):
+            start, stop = part * rows, min((part + 1) * rows, shape[axis])
+            yield number * in_a_row + part, Region((*outer, start, *(0 for _ in inner)), (*end, stop, *inner))
+
+
+def piece_sizes(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[int]:
+    """The bytes of the `pieces`, in their order."""
+    size = math.prod(shape)
+    if size <= 1 or itemsize * size <= limit:
+        if size:
+            yield itemsize * size
+        return
+    axis, rows = _cut(shape, itemsize, limit)
+    row = itemsize * math.prod(shape[axis + 1 :])
+    full, rest = divmod(shape[axis], rows)
+    for _ in range(math.prod(shape[:axis])):
+        for _ in range(full):
+            yield rows * row
+        if rest:
+            yield rest * row
+
+
+def count_pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> int:
+    """How many `pieces` there are."""
+    size = math.prod(shape)
+    if size <= 1 or itemsize * size <= limit:
+        return min(size, 1)
+    axis, rows = _cut(shape, itemsize, limit)
+    return math.prod(shape[:axis]) * -(-shape[axis] // rows)
+
+
+def _cut(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, int]:
+    """The first axis whose single rows fit, and how many of them do."""
+    row = itemsize * math.prod(shape)
+    for axis, size in enumerate(shape):
+        row //= size
+        if row <= limit:
+            return axis, limit // row
+    return len(shape) - 1, 1  # limit is less than one element
+
+
+def joined(boxes: Iterable[Region], itemsize: int, limit: int) -> Iterator[list[Region]]:
+    """Consecutive pieces, as many together as make up a box of at most `limit` bytes."""
+    group: list[Region] = []
+    around, size = None, 0
+    for box in boxes:
+        around = bounding([around, box]) if around else box
+        size += box.size
+        if group and (size * itemsize > limit or around.size != size):
+            yield group
+            group, around, size = [], box, box.size
+        group.append(box)
+    if group:
+        yield group
+
+
+def bounding(boxes: Sequence[Region]) -> Region:
+    """The smallest box around all."""
+    starts = zip(*(box.start for box in boxes), strict=True)
+    stops = zip(*(box.stop for box in boxes), strict=True)
+    return Region(tuple(map(min, starts)), tuple(map(max, stops)))
+
+
+def merged(regions: Sequence[Region]) -> list[Region]:
+    """One box if the disjoint `regions` fill one, else the regions themselves."""
+    if len(regions) < 2:
+        return list(regions)
+    box = bounding(regions)
+    return [box] if box.size == sum(region.size for region in regions) else list(regions)
+
+
+def shifted(boxes: Iterable[Region], start: tuple[int, ...]) -> list[Region]:
+    """Boxes that are measured from `start`, measured from the origin."""
+    if not any(start):
+        return list(boxes)
+    return [
+        Region(
+            tuple(a + o for a, o in zip(box.start, start, strict=True)),
+            tuple(b + o for b, o in zip(box.stop, start, strict=True)),
+        )
+        for box in boxes
+    ]
+
+
+def offset_within(box: Region, outer: Region) -> int | None:
+    """How many elements of `outer` lie before `box`, if `box` is one contiguous run of them; else None."""
+    if any(a < c or b > d for a, b, c, d in zip(box.start, box.stop, outer.start, outer.stop, strict=True)):
+        return None
+    offset, is_run = 0, True  # a run: single indices, then a range, then only whole axes
+    for size, whole, start, first in zip(box.shape, outer.shape, box.start, outer.start, strict=True):
+        if not is_run and size != whole:
+            return None
+        is_run = is_run and size == 1
+        offset = offset * whole + start - first
+    return offset
+
+
+def is_tiling(boxes: Sequence[Region], shape: tuple[int, ...]) -> bool:
+    """Whether every element of the shape is in exactly one of the boxes, all of which are inside."""
+    boxes = [box for box in boxes if box.size]
+    if sum(box.size for box in boxes) != math.prod(shape) or len({box.start for box in boxes}) < len(boxes):
+        return False
+    # Shards are the cells of a grid; then no two can overlap, and there is no need to compare them all.
+    edges = [sorted({box.start[axis] for box in boxes} | {size}) for axis, size in enumerate(shape)]
+    ends = [dict(itertools.pairwise(axis)) for axis in edges]
+    if all(end[a] == b for box in boxes for end, a, b in zip(ends, box.start, box.stop, strict=True)):
+        return True
+    return not _overlap_anywhere(boxes, max(range(len(shape)), key=lambda axis: len(edges[axis])))
+
+
+def _overlap_anywhere(boxes: Sequence[Region], axis: int) -> bool:
+    """Compares boxes only with those that are still open where they begin, along one axis."""
+    still_open: list[Region] = []
+    for box in sorted(boxes, key=lambda box: box.start[axis]):
+        still_open = [other for other in still_open if other.stop[axis] > box.start[axis]]
+        if any(box.overlap(other) for other in still_open):
+            return True
+        still_open.append(box)
+    return False
+
+
+ALIGNMENT = 64  # at such addresses XLA takes host memory as it is

@@ -1,0 +1,184 @@
+"""Plain Python values as JSON and back, exactly: types, non-finite floats and big integers included.
+
+What JSON says natively stays as it is (null, booleans, text, small integers, finite floats); the rest is
+an object with one key, the type: {"tuple": [...]}, {"bytes": "<base64>"}, {"numpy": "float32"}.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import reprlib
+import struct
+import sys
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from eformer._engine.record.dtypes import DTYPES, from_raw
+from eformer._engine.record.names import escape, unescape
+from eformer.errors import StructureError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+# What decoding JSON that is none may raise: not JSON, not UTF-8, nested without end.
+MALFORMED_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+# Beyond this other JSON readers round to a double.
+_SAFE_INT = 2**53
+
+
+def value_to_json(value: Any) -> Any:
+    """JSON for `value`; one that has no exact form becomes {"opaque": repr}, and does not come back."""
+    try:
+        return _to_json(value)
+    except RecursionError:  # it contains itself, or might as well
+        return _opaque(value)
+
+
+def _to_json(value: Any) -> Any:
+    kind = type(value)
+    if value is None or kind is bool:
+        return value
+    if kind is str:
+        return _text_to_json(value)
+    if kind is int:
+        return value if -_SAFE_INT <= value <= _SAFE_INT else {"int": hex(value)}
+    if kind is float:
+        if math.isnan(value):  # there are many, and which one it was is part of the value
+            return {"nan": struct.pack(">d", value).hex()}
+        return value if math.isfinite(value) else {"float": str(value)}
+    return _tagged(value)
+
+
+def _text_to_json(text: str) -> Any:
+    # JSON text is UTF-8, which has no lone surrogates; Python strings (file names, say) may.
+    has_surrogates = not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text)
+    return {"str": escape(text)} if has_surrogates else text
+
+
+def _tagged(value: Any) -> Any:
+    kind = type(value)
+    if kind is complex:
+        return {"complex": [_to_json(value.real), _to_json(value.imag)]}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode()}
+    if kind is tuple or kind is list:
+        return {kind.__name__: [_to_json(item) for item in value]}
+    if kind is set or kind is frozenset:  # sorted: equal sets are equal JSON
+        return {kind.__name__: sorted((_to_json(item) for item in value), key=json.dumps)}
+    if kind is dict:
+        return {"dict": [[_to_json(k), _to_json(v)] for k, v in value.items()]}
+    if isinstance(value, np.dtype) and DTYPES.get(value.name) == value:
+        return {"dtype": value.name}
+    if isinstance(value, np.generic) and value.dtype.name in DTYPES:
+        return {"numpy scalar": [value.dtype.name, base64.b64encode(value.tobytes()).decode()]}
+    if module := _module_of_scalar_type(value):
+        return {module: value.__name__}
+    return _opaque(value)
+
+
+def _module_of_scalar_type(value: Any) -> str | None:
+    """Where `value` lives if it is a dtype written as a type, as many static fields are: jnp.float32."""
+    name = getattr(value, "__name__", None)
+    for module in _SCALAR_TYPES:
+        if isinstance(name, str) and name in DTYPES and getattr(sys.modules.get(module), name, None) is value:
+            return module
+    return None
+
+
+_SCALAR_TYPES = ("numpy", "ml_dtypes", "jax.numpy")
+
+
+def _opaque(value: Any) -> Any:
+    kind = type(value)
+    return {"opaque": f"{kind.__module__}:{kind.__qualname__} {reprlib.repr(value)[:200]}"}
+
+
+def value_from_json(document: Any) -> Any:
+    """The value that `value_to_json` was given; refuses what it cannot have written."""
+    try:
+        return _from_json(document)
+    except (
+        AttributeError,
+        ArithmeticError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        struct.error,
+    ) as error:
+        if isinstance(error, StructureError):
+            raise
+        raise StructureError(f"not a recorded value: {reprlib.repr(document)}") from error
+
+
+def is_recorded(document: Any) -> bool:
+    """Whether the value behind this JSON comes back."""
+    try:
+        value_from_json(document)
+    except StructureError:
+        return False
+    return True
+
+
+def _from_json(document: Any) -> Any:
+    if document is None or type(document) in (bool, str, int, float):
+        return document
+    ((tag, content),) = document.items()
+    return _READERS[tag](content)
+
+
+def _int(content: str) -> int:
+    value = int(content, 16)
+    if hex(value) != content:
+        raise ValueError(content)
+    return value
+
+
+def _nan(content: str) -> float:
+    value: float = struct.unpack(">d", bytes.fromhex(content))[0]
+    if not math.isnan(value):
+        raise ValueError(content)
+    return value
+
+
+def _complex(content: Any) -> complex:
+    real, imaginary = map(_from_json, content)
+    return complex(float(real), float(imaginary))
+
+
+def _numpy_scalar(content: Any) -> Any:
+    name, data = content
+    return from_raw(memoryview(base64.b64decode(data, validate=True)), name, ())[()]
+
+
+def _scalar_type(module: str) -> Callable[[str], Any]:
+    return lambda name: getattr(sys.modules[module], DTYPES[name].name)
+
+
+def _opaque_read(content: str) -> Any:
+    raise StructureError(f"this value was not recorded, only what it looked like: {content[:300]}")
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "str": unescape,
+    "int": _int,
+    "float": {"inf": math.inf, "-inf": -math.inf}.__getitem__,
+    "nan": _nan,
+    "complex": _complex,
+    "bytes": lambda c: base64.b64decode(c, validate=True),
+    "tuple": lambda c: tuple(map(_from_json, c)),
+    "list": lambda c: list(map(_from_json, c)),
+    "set": lambda c: set(map(_from_json, c)),
+    "frozenset": lambda c: frozenset(map(_from_json, c)),
+    "dict": lambda c: {_from_json(k): _from_json(v) for k, v in c},
+    "dtype": DTYPES.__getitem__,
+    "numpy scalar": _numpy_scalar,
+    **{module: _scalar_type(module) for module in _SCALAR_TYPES},
+    "opaque": _opaque_read,
+}

@@ -1,0 +1,1 @@
+"""A save: snapshot, plan, write, commit."""

@@ -1,0 +1,341 @@
+"""Arrays out of the caller's tree, safe from what the caller does next."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import jax
+import msgspec
+import numpy as np
+
+from eformer._engine.record.digests import Hasher
+from eformer._engine.record.dtypes import is_floating, name_of_dtype
+from eformer._engine.record.pieces import merged
+from eformer._engine.record.planned import Source
+from eformer._engine.record.regions import Region
+from eformer._engine.record.values import is_recorded, value_to_json
+from eformer._engine.saving.staging import on_host, to_bytes
+from eformer._engine.trees.devices import PACKED, copied, is_host_memory
+from eformer._engine.trees.shardings import recorded_sharding
+from eformer.errors import LeafError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from eformer._engine.processes.hosts import Hosts
+    from eformer._engine.record.manifest import RecordedSharding
+    from eformer._engine.record.options import SaveOptions
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+
+_Facts = tuple[str | None, int, "RecordedSharding | None"]
+
+# Larger arrays that each process has for itself are not compared: this is the caller's time.
+_COMPARED_BYTES = 2**16
+
+# Of arrays that all processes have a copy of, a few small ones are.
+_REPLICA_BYTES = 64
+_MOST_REPLICAS = 256
+
+
+class Compared:
+    """What processes that save one tree compare with each other.
+
+    Replicas have to be the same. If they are not, one of the processes is at another step, or has gone astray; what is
+    stored would be a mixture. What each process has for itself may differ.
+    """
+
+    def __init__(self, replicas: Sequence[Source], own: Any) -> None:
+        self._replicas, self._own = replicas, own
+
+    def replicas(self) -> list[str]:
+        return [f"{source.name}: {_host_copy(source).tolist()}" for source in self._replicas]
+
+    def own(self, more: bytes) -> str:
+        self._own.update(more)
+        return str(self._own.hexdigest())
+
+
+def _host_copy(source: Source) -> np.ndarray[Any, Any]:
+    ((region, array),) = source.parts
+    return on_host(array, region)
+
+
+# ------------------------------------------------------------------------------------------ snapshot
+
+
+def snapshot(
+    leaves: Mapping[str, Any], options: SaveOptions, hosts: Hosts, *, detach: bool
+) -> tuple[list[Source], dict[str, Any], Compared]:
+    """The arrays among the leaves as Sources, the others as JSON values, and what to compare with other processes.
+
+    With `detach` the caller may donate or change every array as soon as this returns: numpy arrays are
+    copied, arrays of an accelerator are copied there or to the host, a CPU array's memory is simply held.
+    """
+    reader = _Reader(options, hosts, detach)
+    readers: dict[type, Callable[[str, Any], Source] | None] = {}  # one decision for each type met
+    sources, values = [], {}
+    for name, leaf in leaves.items():
+        kind = type(leaf)
+        if kind not in readers:
+            readers[kind] = reader.for_type(kind)
+        read = readers[kind]
+        try:
+            if read is None:
+                values[name] = _plain_value(leaf)
+            else:
+                sources.append(read(name, leaf))
+        except LeafError as error:
+            raise LeafError(f"leaf {name!r}: {error}") from None
+        except (RuntimeError, jax.errors.JAXTypeError) as error:  # deleted by donation, or traced
+            error.add_note(f"while saving leaf {name!r}, a {kind.__name__}")
+            raise
+    number = len(sources)
+    sources = reader.detached(sources + reader.replicas)
+    return sources[:number], values, Compared(sources[number:], reader.own)
+
+
+class _Reader:
+    def __init__(self, options: SaveOptions, hosts: Hosts, detach: bool) -> None:
+        self.dtype = options.dtype
+        self.where = options.snapshot
+        self.hosts = hosts
+        self.detach = detach
+        self.dtypes: dict[np.dtype[Any], tuple[str, bool]] = {}
+        self.facts: dict[Any, _Facts] = {}
+        self.cuts: dict[Any, _Cut] = {}
+        self.wholes: dict[tuple[int, ...], Region] = {}
+        self.written = np.zeros(hosts.count, np.int64)
+        self.own = Hasher()
+        self.replicas: list[Source] = []
+
+    def for_type(self, kind: type) -> Callable[[str, Any], Source] | None:
+        if issubclass(kind, np.ndarray):
+            return self.numpy_array
+        if issubclass(kind, jax.core.Tracer):
+            return self.traced
+        return self.jax_array if issubclass(kind, jax.Array) else None
+
+    def traced(self, name: str, leaf: Any) -> Source:
+        raise LeafError("a traced value has no bytes; save outside of jit, grad and vmap")
+
+    def numpy_array(self, name: str, array: np.ndarray[Any, Any]) -> Source:
+        if isinstance(array, np.ma.MaskedArray):
+            raise LeafError("the mask of a masked array cannot be stored; fill it first")
+        dtype = self.stored(name_of_dtype(array.dtype))
+        if self.hosts.count > 1:
+            self.written[0] += array.nbytes
+            if array.nbytes <= _COMPARED_BYTES:
+                self.own.update(to_bytes(array, dtype))
+        if self.hosts.index:  # every process has one, and that of the first is stored
+            return Source(name, dtype, array.shape, "numpy", is_first=False)
+        host = np.array(array) if self.detach else np.asarray(array)
+        return Source(name, dtype, host.shape, "numpy", None, None, host)
+
+    def jax_array(self, name: str, array: Any) -> Source:
+        key = None
+        place, owner, sharding = self.look_at(array)
+        if not isinstance(array.dtype, np.dtype):
+            key, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
+        dtype, is_packed = self.stored_jax(array.dtype)
+        if place == "device" and self.hosts.count == 1:
+            whole, shape = self.whole(array.shape), array.shape
+            return Source(name, dtype, shape, "jax", key, sharding, None, ((whole, array),), (whole,), shape)
+        if place == "memory" and not is_packed:
+            if self.hosts.count > 1 and array.nbytes <= _COMPARED_BYTES and sharding is None:
+                self.own.update(to_bytes(np.asarray(array), dtype))
+            return Source(
+                name, dtype, array.shape, "jax", key, sharding, np.asarray(array), (), (), None, owner
+            )
+        cut = self.cut(array)
+        if self.hosts.count > 1 and array.nbytes <= _REPLICA_BYTES and cut.is_everywhere:
+            self.compare(name, array)
+        mine, is_first = self.mine(cut, array.dtype.itemsize)
+        parts = [(region, _data(array, number)) for region, number in mine.items()]
+        regions = merged(list(mine))
+        return Source(
+            name, dtype, array.shape, "jax", key, sharding, None, parts, regions, cut.shard, owner, is_first
+        )
+
+    def compare(self, name: str, array: jax.Array) -> None:
+        """Every process has a copy of a few numbers, such as the step; they had better be the same."""
+        if len(self.replicas) < _MOST_REPLICAS:
+            region = Region.whole(array.shape)
+            self.replicas.append(
+                Source(name, array.dtype.name, array.shape, parts=[(region, _data(array, 0))])
+            )
+
+    def stored_jax(self, dtype: np.dtype[Any]) -> tuple[str, bool]:
+        """As what a dtype is stored, and whether XLA keeps it packed."""
+        known = self.dtypes.get(dtype)
+        if known is None:
+            known = self.dtypes[dtype] = (self.stored(name_of_dtype(dtype)), dtype in PACKED)
+        return known
+
+    def stored(self, dtype: str) -> str:
+        return self.dtype if self.dtype and is_floating(dtype) else dtype
+
+    def whole(self, shape: tuple[int, ...]) -> Region:
+        """Most arrays of a tree have one of a few shapes."""
+        found = self.wholes.get(shape)
+        if found is None:
+            found = self.wholes[shape] = Region.whole(shape)
+        return found
+
+    def look_at(self, array: jax.Array) -> _Facts:
+        """Whether the array is on one device of this process, "device", or even in its "memory"; which process has it
+        all alone; and how it lies on its mesh."""
+        sharding = array.sharding
+        facts = self.facts.get(sharding)
+        if facts is None:
+            devices: set[Any] = sharding.device_set
+            processes = {self.hosts.process_of(device) for device in devices}
+            owner = processes.pop() if len(processes) == 1 else -1
+            is_here = len(devices) == 1 and owner == self.hosts.index
+            is_cpu = is_here and next(iter(devices)).platform == "cpu"
+            place = "memory" if is_cpu else "device" if is_here else None
+            facts = self.facts[sharding] = (place, owner, recorded_sharding(sharding))
+        return facts
+
+    def cut(self, array: jax.Array) -> _Cut:
+        """How arrays of this shape are cut that lie so: most of a tree are alike."""
+        key = (array.sharding, array.shape)
+        found = self.cuts.get(key)
+        if found is None:
+            found = self.cuts[key] = _cut(array, self.hosts)
+        return found
+
+    def mine(self, cut: _Cut, itemsize: int) -> tuple[dict[Region, int], bool]:
+        """The boxes that this process writes, and whether one is the first; one that several processes hold goes to
+        who has the least to write."""
+        if cut.settled is not None:
+            if cut.counts:
+                self.written += cut.elements * itemsize
+            return cut.settled
+        sizes = [(region.size * itemsize, who) for region, who in cut.holders.items()]
+        return cut.of(owners(sizes, self.written), self.hosts.index)
+
+    def detached(self, sources: list[Source]) -> list[Source]:
+        """The sources with every array that is still on an accelerator copied, in one go."""
+        arrays = [a for source in sources for _, a in source.parts if isinstance(a, jax.Array)]
+        if not self.detach or not arrays:
+            return sources
+        if self.where == "host" or (self.where == "auto" and not _have_room(arrays)):
+            pinned = [array.sharding.with_memory_kind("pinned_host") for array in arrays]
+            copies = iter(jax.device_put(arrays, pinned, may_alias=False))
+        else:
+            copies = iter(copied(arrays))
+        return [_with_copies(source, copies) for source in sources]
+
+
+class _Cut:
+    """The boxes of an array, who holds each, and which shard of this process each is."""
+
+    def __init__(
+        self,
+        holders: dict[Region, np.ndarray[Any, np.dtype[np.int64]]],
+        here: dict[Region, int],
+        shard: tuple[int, ...],
+        hosts: Hosts,
+    ) -> None:
+        self.holders, self.here, self.shard = holders, here, shard
+        self.is_everywhere = len(holders) == 1 and all(len(who) == hosts.count for who in holders.values())
+        self.settled: tuple[dict[Region, int], bool] | None = None
+        self.elements = np.zeros(hosts.count, np.int64)
+        if all(
+            len(who) == 1 for who in holders.values()
+        ):  # then there is nothing to choose, whatever is written
+            self.settled = self.of([int(who[0]) for who in holders.values()], hosts.index)
+            for region, who in holders.items():
+                self.elements[who[0]] += region.size
+        # What is even changes nothing, and what lies in one process alone looks different to each of them.
+        is_even = bool((self.elements == self.elements[0]).all())
+        self.counts = not is_even and np.count_nonzero(self.elements) > 1
+
+    def of(self, owned: Sequence[int], process: int) -> tuple[dict[Region, int], bool]:
+        mine = [region for region, owner in zip(self.holders, owned, strict=True) if owner == process]
+        return {region: self.here[region] for region in mine}, owned[0] == process
+
+
+def _cut(array: jax.Array, hosts: Hosts) -> _Cut:
+    holders: dict[Region, dict[int, None]] = {}
+    placed: Any = array.sharding.devices_indices_map(array.shape)  # devices have no types
+    for device, index in placed.items():
+        process = hosts.process_of(device)
+        if process < 0:
+            raise LeafError(
+                f"it lies on {device} of process {device.process_index}, which takes no part in this save; save from "
+                "all processes that hold it (SaveOptions.processes)"
+            )
+        holders.setdefault(_region(index, array.shape), {})[process] = None
+    here: dict[Region, int] = {}
+    for number, shard in enumerate(array.addressable_shards):
+        if hosts.process_of(shard.device) == hosts.index:
+            here.setdefault(_region(shard.index, array.shape), number)
+    processes = {region: np.array(list(who)) for region, who in holders.items()}
+    return _Cut(processes, here, array.sharding.shard_shape(array.shape), hosts)
+
+
+def _data(array: jax.Array, number: int) -> Any:
+    data = array.addressable_data(number)
+    return np.asarray(data) if is_host_memory(data) else data
+
+
+def _with_copies(source: Source, copies: Any) -> Source:
+    parts = [(region, next(copies) if isinstance(a, jax.Array) else a) for region, a in source.parts]
+    return msgspec.structs.replace(source, parts=parts)
+
+
+def _plain_value(leaf: Any) -> Any:
+    value = value_to_json(leaf)
+    if not is_recorded(value):
+        kind = type(leaf)
+        raise LeafError(
+            f"a {kind.__module__}.{kind.__qualname__} cannot be stored; a checkpoint holds jax and numpy "
+            "arrays, numbers, text and bytes. Register the class with jax.tree_util if it is a container"
+        )
+    return value
+
+
+def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
+    bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
+    return Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
+
+
+def _have_room(arrays: Iterable[jax.Array]) -> bool:
+    """Whether each device can hold a second copy of what is on it."""
+    needed: dict[Any, int] = defaultdict(int)
+    for array in arrays:
+        needed[array.sharding] += math.prod(array.shape) * array.dtype.itemsize
+    by_device: dict[Any, int] = defaultdict(int)
+    for sharding, nbytes in needed.items():
+        (device,) = sharding.device_set
+        by_device[device] += nbytes
+    for device, nbytes in by_device.items():
+        stats = device.memory_stats() or {}
+        free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+        if stats and free < 1.1 * nbytes:
+            return False
+    return True
+
+
+def owners(
+    holders: Iterable[tuple[int, np.ndarray[Any, np.dtype[np.int64]]]],
+    written: np.ndarray[Any, np.dtype[np.int64]],
+) -> list[int]:
+    """For each (bytes, processes that hold them) the process that writes them: the one with the least to write.
+
+    `written`, the bytes of each process so far, is brought up to date. Every process computes the same.
+    """
+    chosen = []
+    for nbytes, processes in holders:
+        owner = int(processes[written[processes].argmin()])
+        written[owner] += nbytes
+        chosen.append(owner)
+    return chosen

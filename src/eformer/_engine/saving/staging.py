@@ -1,0 +1,143 @@
+"""Bring the elements of leaves into host memory, within a budget of bytes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.trees.devices import staged
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from eformer._engine.processes.hosts import Hosts
+    from eformer._engine.record.regions import Region
+from eformer._engine.record.planned import Deferred, Part, Source
+
+
+def released(source: Source) -> Source:
+    """The same leaf, without its array."""
+    return msgspec.structs.replace(source, whole=None, parts=())
+
+
+def settled(sources: Sequence[Source], hosts: Hosts, elsewhere: Sequence[int]) -> list[Source]:
+    """The sources once it is known which leaves the first process does not have, by number.
+
+    A leaf that lies in one process alone looks there like one that every process has a copy of. The latter is the
+    first process's to write.
+    """
+    if not hosts.index:
+        return list(sources)
+    theirs = set(elsewhere)
+    return [
+        source if source.owner != hosts.index or number in theirs else _not_ours(source)
+        for number, source in enumerate(sources)
+    ]
+
+
+def _not_ours(source: Source) -> Source:
+    return msgspec.structs.replace(source, whole=None, parts=(), regions=(), is_first=False)
+
+
+# ------------------------------------------------------------------------------------------- staging
+
+
+_CPU_BATCH_BYTES = 8 * 2**20
+_IN_ORDER_BYTES = 32 * 2**20  # so that one batch is written while the next is read
+
+
+class Staging:
+    """Host memory that bytes pass through on their way to the disk, from wherever they are; at most a budget."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.used = 0
+        self.changed = threading.Condition()
+
+    def batch_bytes(self, parts: Sequence[Part]) -> int:
+        """How much to fetch at once."""
+        enough = [_enough_of(array) for _, array in parts] or [_CPU_BATCH_BYTES]
+        return min(self.budget // 4, *enough)
+
+    def fetch(self, parts: Sequence[Part], region: Region) -> tuple[list[Part], int]:
+        """What lies inside `region`, in host memory, and how many bytes to `release` when it is written.
+
+        Waits for memory that others have to release first; one region may be larger than the budget.
+        """
+        wanted = [(overlap, box, array) for box, array in parts if (overlap := box.overlap(region))]
+        nbytes = sum(o.size * a.dtype.itemsize for o, _, a in wanted if not isinstance(a, np.ndarray))
+        if nbytes:
+            with self.changed:
+                self.changed.wait_for(lambda: self.used == 0 or self.used + nbytes <= self.budget)
+                self.used += nbytes
+        try:
+            return [(overlap, on_host(a, overlap.inside(box))) for overlap, box, a in wanted], nbytes
+        except BaseException:
+            self.release(nbytes)
+            raise
+
+    def release(self, nbytes: int) -> None:
+        if nbytes:
+            with self.changed:
+                self.used -= nbytes
+                self.changed.notify_all()
+
+
+def _enough_of(array: Any) -> int:
+    """Bytes; an accelerator is the quicker the more it copies at once."""
+    if isinstance(array, Deferred):
+        return _IN_ORDER_BYTES if array.in_order else sys.maxsize
+    if isinstance(array, np.ndarray):
+        return _CPU_BATCH_BYTES
+    device: Any = next(iter(array.devices()))
+    return _CPU_BATCH_BYTES if device.platform == "cpu" else sys.maxsize  # what is packed is only unpacked
+
+
+def on_host(array: Any, region: Region) -> np.ndarray[Any, Any]:
+    if isinstance(array, np.ndarray):
+        return array[region.slices]
+    if isinstance(array, Deferred):
+        return array.read(region)
+    return staged(array if region.shape == array.shape else array[region.slices])
+
+
+# ------------------------------------------------------------------------------------------- bytes
+
+
+def contiguous(parts: Sequence[Part], region: Region, dtype: str) -> np.ndarray[Any, Any]:
+    """The elements of `region` in C order, little endian, as `dtype`: a view if they lie so, else a copy."""
+    for box, array in parts:
+        if box == region:
+            return straight(array, dtype)
+        if box.overlap(region) == region:
+            return straight(array[region.inside(box).slices], dtype)
+    whole = np.empty(region.shape, _little(dtype))
+    found = 0
+    for box, array in parts:
+        if overlap := box.overlap(region):
+            whole[overlap.inside(region).slices] = array[overlap.inside(box).slices]
+            found += overlap.size
+    if found != region.size:  # what is in no part would be whatever the memory held before
+        raise AssertionError(f"{found} of the {region.size} elements of {region} are there")
+    return whole
+
+
+def to_bytes(array: np.ndarray[Any, Any], dtype: str) -> bytes:
+    """The same for a whole small array."""
+    little = _little(dtype)
+    return (array if array.dtype == little else array.astype(little)).tobytes()
+
+
+def straight(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    return np.ascontiguousarray(array, _little(dtype)) if array.ndim else np.asarray(array, _little(dtype))
+
+
+@lru_cache(64)
+def _little(dtype: str) -> np.dtype[Any]:
+    return dtype_from_name(dtype).newbyteorder("<")

@@ -1,0 +1,167 @@
+"""Files that are read by number: those of a directory, or the keys of a database in one."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import threading
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from eformer._engine.stores.local import logger, open_below, open_inside, read_into, stamp
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+_WORTH_MAPPING = 2**16  # bytes; less is read in the time that it takes to map them
+
+# So many, and a quarter of what the process may have open, are held at once; others are opened one by one.
+_MOST_HELD = 256
+
+_CONTENT = 4  # what comes first in a stamp: device, number, size and time of the last write
+
+
+class Files(Protocol):
+    """What a checkpoint's bytes are read from, by any number of threads."""
+
+    def read_into(self, number: int, memory: memoryview, offset: int) -> int:
+        """Fills `memory` from `offset` on; returns how many bytes there were, less only at the end."""
+
+    def nbytes(self, number: int) -> int: ...
+
+    def map(self, number: int) -> np.ndarray[Any, Any] | None:
+        """The bytes of the file as memory that cannot be written to; None if that is not possible. It outlives this,
+        and the file's name."""
+
+    def hold(self, numbers: Iterable[int]) -> None:
+        """Keeps these, too, as they are now, if not too many; else raises FileNotFoundError when one is gone."""
+
+    def rewritten(self) -> str | None:
+        """The name of a file that somebody has written to since it was looked at, so that what was read may be a
+        mixture. Only of others' files is that known, and only they need it: ours are never written to."""
+
+    def close(self) -> None: ...
+
+
+class _Budget:
+    """Files that are held open, by all readers of the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held = 0
+
+    def take(self, count: int) -> bool:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = limit // 4 if limit > 0 else _MOST_HELD
+        with self._lock:
+            if count > _MOST_HELD or self._held + count > max(most, 1):
+                return False
+            self._held += count
+            return True
+
+    def give_back(self, count: int) -> None:
+        with self._lock:
+            self._held -= count
+
+
+_budget = _Budget()
+
+
+class LocalFiles:
+    """Files of a directory, by their names. `stamps` tell those that were looked at from later ones of that name."""
+
+    def __init__(
+        self, directory: Path, names: Sequence[str], stamps: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None:
+        self.directory, self.names, self.stamps = directory, names, stamps or {}
+        self.real = os.path.realpath(directory)
+        self.held: dict[int, int] = {}
+        self.budgeted = 0
+
+    def hold(self, numbers: Iterable[int]) -> None:
+        wanted = sorted(set(numbers) - self.held.keys())
+        if not _budget.take(len(wanted)):
+            return
+        self.budgeted += len(wanted)
+        try:
+            for number in wanted:
+                self.held[number] = self._open(number)
+        except BaseException:
+            self.close()
+            raise
+
+    def read_into(self, number: int, memory: memoryview, offset: int) -> int:
+        with self._descriptor(number) as descriptor:
+            return read_into(descriptor, memory, offset)
+
+    def nbytes(self, number: int) -> int:
+        with self._descriptor(number) as descriptor:
+            return os.fstat(descriptor).st_size
+
+    def map(self, number: int) -> np.ndarray[Any, Any] | None:
+        with self._descriptor(number) as descriptor:
+            if os.fstat(descriptor).st_size < _WORTH_MAPPING or not _budget.take(1):
+                return None
+            try:
+                mapping = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+            except (OSError, ValueError) as error:  # a file system that has no such thing
+                _budget.give_back(1)
+                logger.debug(
+                    "%s cannot be mapped, and is read: %s", self.directory / self.names[number], error
+                )
+                return None
+            weakref.finalize(mapping, _budget.give_back, 1)  # it has a descriptor of its own
+            return np.frombuffer(mapping, np.uint8)
+
+    def rewritten(self) -> str | None:
+        for number, name in enumerate(self.names):
+            if name not in self.stamps:
+                continue
+            held = self.held.get(number)
+            try:
+                now = self._stamp(name) if held is None else stamp(held)
+            except (FileNotFoundError, FormatError):
+                return name
+            # One that was replaced as a whole is still what it was; only its links are fewer.
+            if now[:_CONTENT] != self.stamps[name][:_CONTENT]:
+                return name
+        return None
+
+    def _stamp(self, name: str) -> tuple[int, ...]:
+        descriptor = open_inside(self.directory, name)
+        try:
+            return stamp(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        while self.held:
+            os.close(self.held.popitem()[1])
+        _budget.give_back(self.budgeted)
+        self.budgeted = 0
+
+    @contextmanager
+    def _descriptor(self, number: int) -> Iterator[int]:
+        held = self.held.get(number)
+        if held is not None:
+            yield held
+            return
+        descriptor = self._open(number)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _open(self, number: int) -> int:
+        name = self.names[number]
+        descriptor = open_below(self.real, name) if "/" in name else open_inside(self.directory, name)
+        if name in self.stamps and self.stamps[name] != stamp(descriptor):
+            os.close(descriptor)
+            raise FileNotFoundError(f"{self.directory / name} was replaced")
+        return descriptor

@@ -1,0 +1,241 @@
+"""Arrays that a save has put in place or replaced, on their way out.
+
+A journal says which, and is not believed: whoever can write one could name anything. A file is removed only if it is
+part of an array or a database that carries the mark of that save. Arrays without a mark are those of other programs,
+and those that were saved to look like them; they have to be the very files that the journal describes. Links are not
+followed, other checkpoints are not entered, and whatever else there is stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import stat
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from eformer._engine.record.names import is_inside
+from eformer._engine.record.values import MALFORMED_JSON
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from eformer._engine.stores.directory import Directory, Kind
+
+logger = logging.getLogger("eformer")
+
+ZARRAY = ".zarray"
+DATABASE_MARK = ".eformer"  # says of which save a database is
+
+_PROCESS_RECORD = re.compile(r"\.eformer-\d+")  # of an array that several processes wrote
+_DATABASE_FILES = "d"
+_DATABASE_FILE = re.compile(r"[0-9a-f]{32}")
+_DATABASE_MANIFEST = "manifest.ocdbt"
+_BRANCH = re.compile(r"process-\d+")  # of a database that several processes wrote
+
+_INDEX = "tensorstore_index.json"  # of another checkpoint: names of leaves have no dots
+
+_MOST_DEPTH = 400
+
+
+class Described(msgspec.Struct, frozen=True, array_like=True):
+    """The file that describes an array without a mark: where it is, and which file it is."""
+
+    path: str
+    inode: int
+    modified: int  # when, in nanoseconds
+
+    @classmethod
+    def at(cls, directory: Directory, path: str, final: str) -> Described | None:
+        """The file at `path`, which is or will be at `final`; None for anything but a regular file."""
+        status = directory.status(path)
+        if status is None or not stat.S_ISREG(status.st_mode):
+            return None
+        return cls(final, status.st_ino, status.st_mtime_ns)
+
+    def is_same(self, status: os.stat_result | None) -> bool:
+        return status is not None and (status.st_ino, status.st_mtime_ns) == (self.inode, self.modified)
+
+
+class Moved(msgspec.Struct, frozen=True, array_like=True):
+    """A directory that a save has put in place or is about to remove: which one, and of which save its arrays are.
+
+    Where they have no mark, `described` says which arrays they are.
+    """
+
+    name: str
+    inode: int
+    mark: str
+    described: tuple[Described, ...] = ()
+
+
+def remove_moved(directory: Directory, moved: Moved) -> None:
+    """The arrays are gone, and the directories that they were in, unless there is something else in them.
+
+    What says whose they are goes last, so that this can be done again should it be interrupted.
+    """
+    if not is_inside(moved.name) or "/" in moved.name or not directory.has_directory(moved.name):
+        return
+    with directory.enter(moved.name) as top:
+        if top.inode != moved.inode:
+            return
+        if moved.mark:
+            _remove_marked(top, moved.mark, os.fstat(top.descriptor).st_dev, 0)
+        else:
+            _remove_described(top, moved)
+    directory.remove_if_empty(moved.name)
+
+
+# --------------------------------------------------------------------------------------------- which
+
+
+def _remove_marked(folder: Directory, mark: str, device: int, depth: int) -> None:
+    """All arrays and databases of one save, in and below a directory."""
+    kinds = folder.kinds()
+    is_elsewhere = os.fstat(folder.descriptor).st_dev != device
+    if is_elsewhere or depth > _MOST_DEPTH or _INDEX in kinds:
+        logger.warning("%s was left as it is: it is no part of the checkpoint", folder.path)
+    elif _mark_of_database(folder, kinds) == mark:
+        _remove_database(folder, kinds)
+    elif (array := read_array(folder, kinds)) and array.eformer == mark:
+        _remove_array(folder, array, kinds)
+    else:
+        for name, kind in kinds.items():
+            if kind == "directory":
+                with folder.enter(name) as inner:
+                    _remove_marked(inner, mark, device, depth + 1)
+                folder.remove_if_empty(name)
+
+
+def _remove_described(top: Directory, moved: Moved) -> None:
+    """The arrays and databases without a mark that are described."""
+    for described in moved.described:
+        path = described.path.removeprefix(f"{moved.name}/")
+        if path == described.path or not is_inside(path):
+            continue
+        outer, _, name = path.rpartition("/")
+        with suppress(NotADirectoryError, FileNotFoundError):
+            if outer:
+                with top.enter(outer) as folder:
+                    _remove_if_same(folder, name, described)
+            else:
+                _remove_if_same(top, name, described)
+        _remove_empty(top, outer)
+
+
+def _remove_if_same(folder: Directory, name: str, described: Described) -> None:
+    kinds = folder.kinds()
+    if not described.is_same(folder.status(name)):
+        return
+    if name == DATABASE_MARK and _mark_of_database(folder, kinds) == "":
+        _remove_database(folder, kinds)
+    elif name == ZARRAY and (array := read_array(folder, kinds)) and not array.eformer:
+        _remove_array(folder, array, kinds)
+
+
+def _remove_empty(top: Directory, path: str) -> None:
+    """A directory, and those it is in, as long as they are empty."""
+    while path:
+        outer, _, name = path.rpartition("/")
+        with suppress(NotADirectoryError, FileNotFoundError):
+            if outer:
+                with top.enter(outer) as folder:
+                    folder.remove_if_empty(name)
+            else:
+                top.remove_if_empty(name)
+        path = outer
+
+
+# -------------------------------------------------------------------------------------------- arrays
+
+
+class Array(msgspec.Struct):
+    """What of an array's description says which files are its chunks, and of which save it is."""
+
+    shape: list[int]
+    chunks: list[int]
+    dimension_separator: str = "."
+    eformer: str = ""
+
+    def is_chunk(self, numbers: Sequence[str]) -> bool:
+        if len(self.shape) != len(self.chunks) or min(self.chunks, default=1) < 1:
+            return False
+        counts = [-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True)] or [1]
+        return len(numbers) == len(counts) and all(
+            number.isdecimal() and number == str(int(number)) and int(number) < count
+            for number, count in zip(numbers, counts, strict=True)
+        )
+
+
+def read_array(folder: Directory, kinds: Mapping[str, Kind]) -> Array | None:
+    """The array that a directory is, whoever wrote it; None for what is no array."""
+    if kinds.get(ZARRAY) != "file":
+        return None
+    try:
+        return msgspec.json.decode(folder.read(ZARRAY), type=Array)
+    except (OSError, FormatError, *MALFORMED_JSON):
+        return None
+
+
+def _remove_array(folder: Directory, array: Array, kinds: Mapping[str, Kind]) -> None:
+    _remove_chunks(folder, array, kinds, ())
+    for name in _files(kinds):
+        if _PROCESS_RECORD.fullmatch(name):
+            folder.unlink(name)
+    folder.unlink(ZARRAY)
+
+
+def _remove_chunks(
+    folder: Directory, array: Array, kinds: Mapping[str, Kind], outer: tuple[str, ...]
+) -> None:
+    """The chunks, and the directories that they are in if the numbers in their names are parted by slashes."""
+    is_nested = array.dimension_separator == "/"
+    for name, kind in kinds.items():
+        numbers = (*outer, name) if is_nested else name.split(".")
+        if kind == "file" and array.is_chunk(numbers):
+            folder.unlink(name)
+        elif kind == "directory" and is_nested and name.isdecimal() and len(numbers) < len(array.shape):
+            with folder.enter(name) as inner:
+                _remove_chunks(inner, array, inner.kinds(), (*outer, name))
+            folder.remove_if_empty(name)
+
+
+def _files(kinds: Mapping[str, Kind]) -> Iterable[str]:
+    return [name for name, kind in kinds.items() if kind == "file"]
+
+
+# ----------------------------------------------------------------------------------------- databases
+
+
+def _mark_of_database(folder: Directory, kinds: Mapping[str, Kind]) -> str | None:
+    if kinds.get(DATABASE_MARK) != "file" or ZARRAY in kinds:
+        return None
+    try:
+        return folder.read(DATABASE_MARK).decode(errors="replace")
+    except (OSError, FormatError):
+        return None
+
+
+def _remove_database(folder: Directory, kinds: Mapping[str, Kind]) -> None:
+    for name, kind in kinds.items():
+        if kind == "directory" and _BRANCH.fullmatch(name):
+            with folder.enter(name) as branch:
+                _remove_database_files(branch, branch.kinds())
+            folder.remove_if_empty(name)
+    _remove_database_files(folder, kinds)
+    folder.unlink(DATABASE_MARK)
+
+
+def _remove_database_files(folder: Directory, kinds: Mapping[str, Kind]) -> None:
+    if kinds.get(_DATABASE_FILES) == "directory":
+        with folder.enter(_DATABASE_FILES) as inner:
+            for name in _files(inner.kinds()):
+                if _DATABASE_FILE.fullmatch(name):
+                    inner.unlink(name)
+        folder.remove_if_empty(_DATABASE_FILES)
+    if kinds.get(_DATABASE_MANIFEST) == "file":
+        folder.unlink(_DATABASE_MANIFEST)

@@ -1,0 +1,1 @@
+"""Run many tasks on threads, and tell of their progress. No jax."""

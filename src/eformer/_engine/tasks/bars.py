@@ -1,0 +1,96 @@
+"""Bars for who waits: on a terminal, in a notebook. They are decoration: what goes wrong with one is nobody's error."""
+
+from __future__ import annotations
+
+import html
+import sys
+import time
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from eformer._engine.record.text import size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@contextmanager
+def drawn(total: int, what: str) -> Iterator[Callable[[int, int], None]]:
+    """What shows how far it has come: live where it can be, else only at the end."""
+    bar: Any = None
+    with suppress(Exception):
+        bar = _Notebook(what) if _is_notebook() else _Terminal(total, what)
+
+    def update(done: int, total: int) -> None:
+        nonlocal bar
+        try:
+            if bar:
+                bar.update(done, total)
+        except Exception:  # noqa: BLE001  a terminal that is gone, say
+            bar = None
+
+    try:
+        yield update
+    finally:
+        with suppress(Exception):
+            if bar:
+                bar.close()
+
+
+def _is_notebook() -> bool:
+    shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
+    return bool(shell) and hasattr(shell, "kernel")
+
+
+class _Terminal:
+    """On standard error, so that what is piped stays clean."""
+
+    def __init__(self, total: int, what: str) -> None:
+        from rich.console import Console  # late: only who wants to see something waits for it
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import TransferSpeedColumn as Speed
+
+        class Quiet(Console):
+            def on_broken_pipe(self) -> None:
+                """rich would end the program."""
+                raise BrokenPipeError
+
+        left = TimeRemainingColumn(compact=True, elapsed_when_finished=True)
+        # Lines of the program are kept apart from the bar where both are on one terminal; elsewhere they are not ours.
+        is_shared = sys.stdout is not None and sys.stdout.isatty()
+        self._bars = Progress(
+            *(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), left),
+            console=Quiet(stderr=True),
+            redirect_stdout=is_shared,
+            redirect_stderr=is_shared,
+        )
+        self._task = self._bars.add_task(what, total=total)
+        self._bars.start()
+
+    def update(self, done: int, total: int) -> None:
+        self._bars.update(self._task, completed=done)
+
+    def close(self) -> None:
+        self._bars.stop()
+
+
+class _Notebook:
+    """A bar of HTML below the cell; needs nothing but IPython, which is there."""
+
+    def __init__(self, what: str) -> None:
+        display = import_module("IPython.display")  # no dependency of ours
+        self._html, self._what, self._start = display.HTML, what, time.monotonic()
+        self._handle = display.display(self._html(self._text(0, 0)), display_id=True)
+
+    def update(self, done: int, total: int) -> None:
+        self._handle.update(self._html(self._text(done, total)))
+
+    def close(self) -> None:
+        """It stays."""
+
+    def _text(self, done: int, total: int) -> str:
+        took = max(time.monotonic() - self._start, 1e-6)
+        left = f", {took * (total - done) / done:.0f} s left" if 0 < done < total else f", {took:.1f} s"
+        bar = f'<progress value="{done}" max="{max(total, 1)}"></progress>'
+        return f"{html.escape(self._what)} {bar} {size(done)} of {size(total)}, {size(done / took)}/s{left}"

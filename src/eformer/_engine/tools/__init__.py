@@ -1,0 +1,1 @@
+"""Look at checkpoints, check, compare, convert and prune them. No jax."""

@@ -1,0 +1,157 @@
+"""Arrays of a checkpoint that are read when they are written elsewhere, as they are or turned around. Needs no jax."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.planned import Deferred
+from eformer._engine.record.regions import Region
+from eformer._engine.saving.staging import contiguous
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from eformer._engine.record.manifest import LeafEntry
+    from eformer._engine.tools.view import View
+
+Array = np.ndarray[Any, Any]
+
+_LARGE_CHUNKS = 2**23  # bytes
+
+
+class Stored(Deferred):
+    """A leaf as it lies in a checkpoint. What is read is checked."""
+
+    in_order = True
+
+    def __init__(self, view: View, name: str, entry: LeafEntry) -> None:
+        self.view, self.name, self.entry = view, name, entry
+        self.shape, self.dtype = entry.shape, dtype_from_name(entry.dtype)
+        self.threads: int | None = None
+        self._decoded: dict[Region, Array] = {}
+        self._lock = threading.Lock()
+
+    def read(self, region: Region) -> Array:
+        if self.decoded_nbytes > _LARGE_CHUNKS:
+            return self._from_chunks(region)
+        return self.view.read(self.name, self.entry, region, self.threads)
+
+    @property
+    def chunks(self) -> list[Region]:
+        """What lies encoded."""
+        return [self.entry.region_of(extent) for extent in self.entry.extents if extent.coding]
+
+    @cached_property
+    def decoded_nbytes(self) -> int:
+        """What has to be in memory at once of what lies encoded, for a row: all chunks that begin with the same one."""
+        nbytes: dict[int, int] = defaultdict(int)
+        for chunk in self.chunks:
+            nbytes[chunk.start[0] if chunk.start else 0] += chunk.size * self.dtype.itemsize
+        return max(nbytes.values(), default=0)
+
+    def _from_chunks(self, region: Region) -> Array:
+        """Large chunks are decoded once, and not for every few rows of them: those that were needed last, stay."""
+        with self._lock:  # several leaves may be made of this one
+            kept, self._decoded = self._decoded, {}
+            for chunk in self.chunks:
+                if chunk.overlap(region):
+                    found = kept.get(chunk)
+                    whole = (
+                        self.view.read(self.name, self.entry, chunk, self.threads) if found is None else found
+                    )
+                    self._decoded[chunk] = whole
+            parts = list(self._decoded.items())
+        return np.array(contiguous(parts, region, self.entry.dtype))  # a view would keep the whole chunk
+
+    def forget(self) -> None:
+        self._decoded = {}
+
+
+class Transposed(Deferred):
+    """The axes in another order. To have some rows of it, all of the array has to be read."""
+
+    in_order = False
+
+    def __init__(self, inner: Deferred, axes: tuple[int, ...]) -> None:
+        self.inner, self.axes = inner, axes
+        self.shape, self.dtype = tuple(inner.shape[axis] for axis in axes), inner.dtype
+
+    def read(self, region: Region) -> Array:
+        start, stop = [0] * len(self.axes), [0] * len(self.axes)
+        for here, axis in enumerate(self.axes):
+            start[axis], stop[axis] = region.start[here], region.stop[here]
+        return self.inner.read(Region(tuple(start), tuple(stop))).transpose(self.axes)
+
+    def forget(self) -> None:
+        self.inner.forget()
+
+
+class Stacked(Deferred):
+    """Arrays of one shape and dtype along a new axis."""
+
+    def __init__(self, inners: Sequence[Deferred], axis: int) -> None:
+        self.inners, self.axis = inners, axis
+        shape = inners[0].shape
+        self.shape, self.dtype = (*shape[:axis], len(inners), *shape[axis:]), inners[0].dtype
+        self.in_order = axis == 0 and all(inner.in_order for inner in inners)
+        self._latest = inners[0]
+
+    def read(self, region: Region) -> Array:
+        axis = self.axis
+        first, last = region.start[axis], region.stop[axis]
+        inner = Region(_without(region.start, axis), _without(region.stop, axis))
+        if last - first == 1:
+            return np.expand_dims(self._read(first, inner), axis)
+        whole = np.empty(region.shape, self.dtype)
+        for number in range(first, last):
+            whole[(slice(None),) * axis + (number - first,)] = self._read(number, inner)
+        return whole
+
+    def _read(self, number: int, region: Region) -> Array:
+        """Only one of them at a time keeps what it has decoded."""
+        if self._latest is not self.inners[number]:
+            self._latest.forget()
+        self._latest = self.inners[number]
+        return self._latest.read(region)
+
+    def forget(self) -> None:
+        self._latest.forget()
+
+
+class Taken(Deferred):
+    """What is at one index of an axis, without that axis."""
+
+    def __init__(self, inner: Deferred, axis: int, index: int) -> None:
+        self.inner, self.axis, self.index = inner, axis, index
+        self.shape, self.dtype = _without(inner.shape, axis), inner.dtype
+        self.in_order = axis == 0 and inner.in_order
+
+    def read(self, region: Region) -> Array:
+        axis, index = self.axis, self.index
+        start = (*region.start[:axis], index, *region.start[axis:])
+        stop = (*region.stop[:axis], index + 1, *region.stop[axis:])
+        return self.inner.read(Region(start, stop)).squeeze(axis)
+
+    def forget(self) -> None:
+        if self.index == self.inner.shape[self.axis] - 1:  # it is shared with those before
+            self.inner.forget()
+
+
+def stored_in(array: Deferred) -> list[Stored]:
+    """The leaves that an array is made of."""
+    if isinstance(array, Stored):
+        return [array]
+    if isinstance(array, Stacked):
+        return [stored for inner in array.inners for stored in stored_in(inner)]
+    assert isinstance(array, (Transposed, Taken))
+    return stored_in(array.inner)
+
+
+def _without(numbers: Sequence[int], axis: int) -> tuple[int, ...]:
+    return (*numbers[:axis], *numbers[axis + 1 :])

@@ -1,0 +1,153 @@
+"""Old checkpoints of a run, out of the way. Needs no jax."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import stat
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eformer._engine.formats.find import find
+from eformer._engine.formats.others import orbax
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX, split_shard
+from eformer._engine.formats.zarr.index import INDEX
+from eformer._engine.formats.zarr.zarray import ZARRAY
+from eformer._engine.stores.directory import Directory
+from eformer._engine.stores.local import list_names, local_path
+from eformer._engine.tools.verify import verify
+from eformer.errors import CorruptionError, EformerError, NotFoundError
+
+if TYPE_CHECKING:
+    import os
+
+_STEP = re.compile(r"(?P<before>.*?)(?P<step>\d+)(?P<after>\.(safetensors|npz|msgpack|eqx))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What `prune` removed, or would; `kept`; and `left` alone, with the reasons: what is no whole checkpoint."""
+
+    directory: str
+    removed: tuple[str, ...]
+    kept: tuple[str, ...]
+    left: dict[str, str]
+    nbytes: int
+
+
+def prune(
+    directory: str | os.PathLike[str], *, keep: int, check: bool = False, dry_run: bool = False
+) -> Pruned:
+    """Of the checkpoints in a directory, called by their steps (run-100, step_200, 300), the last `keep` are left.
+
+    One that cannot be read counts for nothing, and stays: it is nobody's to remove but yours. So does one that a link
+    beside it leads to. With `check` those that
+    are kept are read and verified first; if one is damaged, nothing is removed. Series of other names (ema-100 beside
+    run-100) are counted apart.
+    """
+    plan = planned(directory, keep)
+    if check:
+        _require_sound(plan)
+    if not dry_run:
+        remove(plan)
+    return plan
+
+
+def planned(directory: str | os.PathLike[str], keep: int) -> Pruned:
+    """What there is to remove."""
+    if keep < 1:
+        raise ValueError(f"keep={keep}: at least one checkpoint has to stay")
+    where = local_path(directory)
+    if not where.is_dir():
+        raise NotFoundError(f"there is no directory {where}")
+    _refuse_checkpoint(where)
+    series, left = _series(where)
+    linked = {link.resolve().name for link in where.iterdir() if link.is_symlink()}  # best -> step-100
+    removed = [name for names in series for name in names[:-keep] if name not in linked]
+    kept = [name for names in series for name in names if name not in removed]
+    if not removed and not kept:
+        raise NotFoundError(f"{where} has no checkpoints that are called by their steps, such as run-100")
+    nbytes = sum(_nbytes(where / name) for name in removed)
+    return Pruned(str(where), tuple(removed), tuple(kept), left, nbytes)
+
+
+def remove(plan: Pruned) -> None:
+    """Exactly what was planned, whatever has come since."""
+    with Directory.open(Path(plan.directory)) as place:
+        for name in plan.removed:
+            _remove(place, name)
+
+
+def _refuse_checkpoint(where: Path) -> None:
+    """The files of one checkpoint may be numbered, too."""
+    names = list_names(where)
+    marks = (MANIFEST, INDEX, ZARRAY, *orbax.marks(where))
+    if index := [name for name in names if name in marks or name.endswith(INDEX_SUFFIX)]:
+        raise ValueError(
+            f"{where} is a checkpoint itself: it has {index[0]}. What to prune is the directory that the steps are in"
+        )
+
+
+def _series(where: Path) -> tuple[list[list[str]], dict[str, str]]:
+    """Names of whole checkpoints, by series, the last step last; and what else is called like one."""
+    steps: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)
+    left: dict[str, str] = {}
+    for name in list_names(where):
+        match = _STEP.fullmatch(name)
+        is_shard = split_shard(name.removesuffix(SUFFIX)) is not None
+        if not match or is_shard or name.startswith(".") or (where / name).is_symlink():
+            continue
+        if problem := _problem(where / name):
+            left[name] = problem
+        else:
+            steps[match["before"], match["after"] or ""].append((int(match["step"]), name))
+    return [[name for _, name in sorted(found)] for found in steps.values()], left
+
+
+def _problem(path: Path) -> str | None:
+    """Why it is no whole checkpoint; digests aside."""
+    try:
+        if path.is_dir() and ZARRAY in list_names(path):
+            return "it is an array"
+        found = find(path)
+        for tree in found.trees.values():
+            files = found.files(tree)
+            try:
+                for number, file in enumerate(tree.files):
+                    if files.nbytes(number) != file.nbytes:
+                        return f"{file.name} has {files.nbytes(number)} bytes, recorded are {file.nbytes}"
+            finally:
+                files.close()
+    except (EformerError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _require_sound(plan: Pruned) -> None:
+    for name in plan.kept:
+        report = verify(Path(plan.directory) / name)
+        if report.damages:
+            raise CorruptionError(f"nothing was removed, because one that stays is damaged: {report}")
+
+
+def _nbytes(path: Path) -> int:
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.lstat().st_size for file in files)
+
+
+def _remove(place: Directory, name: str) -> None:
+    """First out of sight: what is half removed is never taken for a checkpoint."""
+    status = place.status(name)
+    if status is None:
+        raise FileNotFoundError(f"{place.path / name} is gone; nothing was removed in its place")
+    if stat.S_ISLNK(status.st_mode):
+        raise ValueError(f"{place.path / name} is a link by now; it was left as it is")
+    hidden = f".eformer-{secrets.token_hex(8)}.tmp"
+    place.rename(name, place, hidden)
+    place.sync()
+    if stat.S_ISDIR(status.st_mode):
+        place.remove_tree(hidden)
+    else:
+        place.unlink(hidden)

@@ -1,0 +1,173 @@
+"""Leaves in one file that is written from its beginning to its end: npz, and flax's msgpack."""
+
+from __future__ import annotations
+
+import zipfile
+from collections import Counter
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from eformer._engine.formats.msgpack.writer import Streamed, can_pack, pack
+from eformer._engine.formats.nested_names import parts_of_name
+from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.names import BARE_LEAF, join_name, split_name, unescape
+from eformer._engine.record.planned import Deferred
+from eformer._engine.record.values import value_from_json
+from eformer._engine.saving.write import elements_of, itemsize_of
+from eformer.errors import LeafError, MismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from eformer._engine.record.planned import Source
+    from eformer._engine.saving.staging import Staging
+    from eformer._engine.tasks.progress import Meter
+
+_MOST_CHUNK = 2**30  # what flax splits arrays into
+
+
+def _elements(source: Source, staging: Staging, meter: Meter) -> Iterator[memoryview]:
+    for data in elements_of(source, staging):
+        yield data
+        meter.add(len(data))
+    for _, array in source.parts:
+        if isinstance(array, Deferred):
+            array.forget()
+
+
+# -------------------------------------------------------------------------------------------------- npz
+
+_LATEST = (1980, 1, 1, 0, 0, 0)  # one time for all: equal checkpoints are equal files
+_BARE = "arr_0"  # what numpy calls an array that nobody gave a name
+
+
+def write_npz(
+    file: IO[bytes], sources: Sequence[Source], values: Mapping[str, Any], staging: Staging, meter: Meter
+) -> None:
+    """What `numpy.load` reads. Plain numbers and texts are arrays without axes."""
+    members = _members([source.name for source in sources] + list(values))
+    with zipfile.ZipFile(file, "w") as archive:
+        for source in sources:
+            with _member(archive, members[source.name]) as member:
+                _write_array(member, source, staging, meter)
+        for name, value in values.items():
+            with _member(archive, members[name]) as member:
+                np.lib.format.write_array(member, np.asarray(value), allow_pickle=False)
+
+
+def _members(names: Sequence[str]) -> dict[str, str]:
+    """What leaves are called in an npz: as their keys are, unless two would be called the same."""
+    plain = {name: ".".join(map(unescape, split_name(name))) for name in names if name != BARE_LEAF}
+    plain |= {name: _BARE for name in names if name == BARE_LEAF}
+    count = Counter(plain.values())
+    is_text = {name: text.isprintable() and count[text] == 1 for name, text in plain.items()}
+    return {name: text if is_text[name] else name for name, text in plain.items()}
+
+
+def renamed(sources: Sequence[Source], values: Mapping[str, Any]) -> list[str]:
+    """Those that are read under another name than they had, because a key of theirs has dots, or had to be escaped."""
+    members = _members([source.name for source in sources] + list(values))
+    return [member for name, member in members.items() if join_name(parts_of_name(member)) != name]
+
+
+def _member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
+    return archive.open(zipfile.ZipInfo(f"{name}.npy", _LATEST), "w", force_zip64=True)
+
+
+def _write_array(member: IO[bytes], source: Source, staging: Staging, meter: Meter) -> None:
+    descr = np.lib.format.dtype_to_descr(dtype_from_name(source.dtype).newbyteorder("<"))
+    header = {"descr": descr, "fortran_order": False, "shape": source.shape}
+    np.lib.format.write_array_header_1_0(member, header)
+    for data in _elements(source, staging, meter):
+        member.write(data)
+
+
+def check_npz(sources: Sequence[Source], values: Mapping[str, Any]) -> None:
+    """Refuses what numpy could not say the type of. Of bfloat16 it says that it is two bytes, which no other is."""
+    problems = [
+        f"leaf {source.name!r} is {source.dtype}"
+        for source in sources
+        if dtype_from_name(source.dtype).type.__module__ != "numpy" and source.dtype != "bfloat16"
+    ]
+    problems += [
+        f"leaf {name!r} is a plain {type(value).__name__}"
+        for name, value in values.items()
+        if not isinstance(value, (bool, int, float, complex, str, np.generic))
+        or np.asarray(value).dtype.kind == "O"
+    ]
+    if problems:
+        raise MismatchError(
+            problems, context="npz has no such types; cast floats with dtype=, or convert to safetensors"
+        )
+
+
+# ---------------------------------------------------------------------------------------------- msgpack
+
+
+def write_msgpack(
+    file: IO[bytes],
+    structure: Any,
+    sources: Sequence[Source],
+    values: Mapping[str, Any],
+    staging: Staging,
+    meter: Meter,
+) -> None:
+    """What `flax.serialization.from_bytes` reads: the state dict of the tree."""
+
+    def streamed(source: Source) -> Streamed:
+        elements = _elements(source, staging, meter)
+        return Streamed(source.dtype, source.shape, itemsize_of(source), elements)
+
+    leaves = {source.name: streamed(source) for source in sources} | dict(values)
+    pack(state_of(structure, leaves), file.write, max_chunk=_MOST_CHUNK, sort_keys=False)
+
+
+def state_of(structure: Any, leaves: Mapping[str, Any]) -> Any:
+    """Dicts with text for keys, whatever the containers were: as flax has it."""
+    if structure is None:
+        return None
+    if isinstance(structure, str):
+        return leaves[structure]
+    return {key: state_of(child, leaves) for key, child in _children(structure)}
+
+
+def _children(structure: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    inside = structure["children"] if "children" in structure else next(iter(structure.values()))
+    kind = next(iter(structure))
+    if isinstance(inside, dict):
+        yield from ((unescape(key) if kind == "dict" else key, child) for key, child in inside.items())
+    elif kind in ("dict", "OrderedDict", "defaultdict"):
+        yield from ((str(value_from_json(key)), child) for key, child in inside)
+    else:
+        yield from ((str(index), child) for index, child in enumerate(inside))
+
+
+def check_msgpack(structure: Any, values: Mapping[str, Any]) -> None:
+    """Refuses what msgpack cannot hold, such as large integers, and keys that would be the same text."""
+    problems = [f"leaf {name!r} is {value!r}"[:200] for name, value in values.items() if not can_pack(value)]
+    if problems:
+        raise MismatchError(problems, context="msgpack has no such values; convert to safetensors")
+    _check_keys(structure)
+
+
+def _check_keys(structure: Any) -> None:
+    if not isinstance(structure, dict):
+        return
+    keys = [key for key, _ in _children(structure)]
+    if len(set(keys)) < len(keys):
+        raise LeafError(f"keys that read the same, such as 1 and '1', among {keys[:8]}: flax has only text")
+    for _, child in _children(structure):
+        _check_keys(child)
+
+
+def names_as_structure(names: Sequence[str]) -> Any:
+    """Dicts by the parts of the names, for a tree whose structure cannot be read."""
+    root: dict[str, Any] = {"dict": {}}
+    for name in names:
+        holder = root
+        *outer, last = split_name(name)
+        for part in outer:
+            holder = holder["dict"].setdefault(part, {"dict": {}})
+        holder["dict"][last] = name
+    return root

@@ -1,0 +1,265 @@
+"""A checkpoint as a mapping: leaves by name, of which only what is asked for is read. Needs no jax."""
+
+from __future__ import annotations
+
+import builtins
+import operator
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from eformer._engine.formats.find import look_at, was_replaced
+from eformer._engine.loading.fetch import fetch
+from eformer._engine.loading.read_plan import Want, plan_reads
+from eformer._engine.record.display import as_html, as_text
+from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.manifest import Leaves, Manifest
+from eformer._engine.record.names import with_nearest
+from eformer._engine.record.regions import Region
+from eformer._engine.record.values import value_from_json
+from eformer._engine.tasks.pool import default_threads
+from eformer.errors import CorruptionError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from eformer._engine.formats.found import Found
+    from eformer._engine.record.manifest import LeafEntry, TreeEntry
+
+
+class Inspected(Manifest, frozen=True, kw_only=True):
+    """The record of a checkpoint, and the files in its directory that are not read and may hold leaves."""
+
+    left_out: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return as_text(self._title, self._about(), self.left_out)
+
+    def _repr_html_(self) -> str:
+        return as_html(self._title, self._about(), self.left_out)
+
+
+def inspect(path: str | os.PathLike[str]) -> Inspected:
+    """The record of the checkpoint at `path`: formats, trees, leaves, shapes, dtypes, metadata. Reads no data."""
+    return look_at(path, _inspected)
+
+
+def _inspected(found: Found) -> Inspected:
+    record = found.manifest
+    return Inspected(
+        digest=record.digest,
+        format=record.format,
+        version=record.version,
+        trees=dict(found.trees),
+        left_out=found.left_out(),
+    )
+
+
+def open(path: str | os.PathLike[str], *, prefix: str | None = None) -> View:  # noqa: A001
+    """The leaves of one tree by name, lazily: `open(path)["layers.0.w"][10:20]` reads those rows and no more."""
+    return look_at(path, lambda found: View(found, prefix))
+
+
+class View(Mapping[str, Any]):
+    """A mapping from names to arrays that have not been read, and to plain values.
+
+    It keeps the files of its checkpoint open, if there are not hundreds of them, and so stays readable when a newer
+    save replaces them. Close it, or use it as a context manager.
+    """
+
+    def __init__(self, found: Found, prefix: str | None) -> None:
+        self._found, self._path, self._asked, self._prefix = found, found.path, prefix, prefix or ""
+        self._tree = found.tree(prefix)
+        self._entries = Leaves(self._tree)
+        self._is_open = True
+        self._files = found.files(self._tree)
+        self._files.hold(n for n, file in enumerate(self._tree.files) if file.nbytes > file.header_nbytes)
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._tree.raw_values:
+            return value_from_json(self._tree.raw_values[name])
+        if name not in self._entries:
+            hint = next(with_nearest([name], self))[1]
+            raise KeyError(f"{self._path} has no leaf {name!r}{hint}")
+        return Leaf(self, name, self._entries[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries or name in self._tree.raw_values
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._entries
+        yield from self._tree.raw_values
+
+    def __len__(self) -> int:
+        return len(self._entries) + len(self._tree.raw_values)
+
+    @property
+    def tree(self) -> TreeEntry:
+        """What the manifest says of it."""
+        return self._tree
+
+    @property
+    def format(self) -> str:
+        return self._found.manifest.format
+
+    @property
+    def has_names(self) -> bool:
+        """Whether the leaves are called by what somebody called them, and not by their numbers."""
+        return self._found.has_names
+
+    @cached_property
+    def left_out(self) -> tuple[str, ...]:
+        """The files of the checkpoint that are not read, and may hold leaves."""
+        return self._found.left_out(self._asked)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return self._tree.metadata
+
+    def close(self) -> None:
+        self._is_open = False
+        self._files.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if getattr(self, "_files", None) and not is_finalizing():  # then all is closed anyway
+            self.close()
+
+    def __reduce__(self) -> Any:
+        """A copy opens the files for itself, here or in another process."""
+        return _opened, (self._path, self._asked)
+
+    def __repr__(self) -> str:
+        return as_text(self._title, [self._tree.about(self._prefix)], self.left_out)
+
+    def _repr_html_(self) -> str:
+        return as_html(self._title, [self._tree.about(self._prefix)], self.left_out)
+
+    @property
+    def _title(self) -> str:
+        return f"{self._path} ({self._found.manifest.format})"
+
+    def read(
+        self, name: str, entry: LeafEntry, region: Region, threads: int | None = None
+    ) -> np.ndarray[Any, Any]:
+        ((array,),) = self._fetch([Want(name, entry, entry.dtype, [region])], threads)
+        return array
+
+    def read_all(self, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+        """Many small arrays, which together take much less time than one by one."""
+        wants = [Want(name, entry := self._entries[name], entry.dtype) for name in names]
+        return {name: array for name, (array,) in zip(names, self._fetch(wants), strict=True)}
+
+    def _fetch(
+        self, wants: Sequence[Want], threads: int | None = None
+    ) -> list[Sequence[np.ndarray[Any, Any]]]:
+        if not self._is_open:
+            raise ValueError(f"the view of {self._path} is closed")
+        try:
+            reads = plan_reads(wants, self._tree)
+            arrays = fetch(reads, wants, self._tree, self._files, threads or default_threads())
+            if not self._tree.save_id and (name := self._files.rewritten()):
+                raise FileNotFoundError(f"{self._path}: {name} was written to meanwhile; open it again")
+            return arrays
+        except CorruptionError as error:
+            if was_replaced(self._found):
+                raise FileNotFoundError(
+                    f"{self._path} was replaced by a newer save; open it again"
+                ) from error
+            raise
+
+
+def _opened(path: Path, prefix: str | None) -> View:
+    return open(path, prefix=prefix)
+
+
+class Leaf:
+    """An array that has not been read. Indexing reads what is asked for, and checks it."""
+
+    def __init__(self, view: View, name: str, entry: LeafEntry) -> None:
+        self._view, self.name, self.entry = view, name, entry
+        self.shape = entry.shape
+        self.dtype = dtype_from_name(entry.dtype)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return Region.whole(self.shape).size
+
+    @property
+    def nbytes(self) -> int:
+        return self.entry.nbytes
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a leaf without axes")
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
+        """What numpy would give for integers, slices and an ellipsis."""
+        region, rest = _box(index, self.shape)
+        box = self._view.read(self.name, self.entry, region)
+        array: np.ndarray[Any, Any] = box[rest]
+        return array.copy() if 2 * array.size < box.size else array  # a few rows do not keep all between them
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False:
+            raise ValueError("a leaf that has not been read cannot be had without a copy")
+        return np.asarray(self[...], dtype)
+
+    def __repr__(self) -> str:
+        return f"<leaf {self.name}: {self.entry.described}>"
+
+
+def _box(index: Any, shape: tuple[int, ...]) -> tuple[Region, tuple[Any, ...]]:
+    """The smallest box that contains what is asked for, and what to take of it."""
+    parts = index if isinstance(index, tuple) else (index,)
+    dots = [position for position, part in enumerate(parts) if part is Ellipsis]
+    if len(dots) > 1:
+        raise IndexError("an index can only have a single ellipsis ('...')")
+    given = len(parts) - len(dots)
+    if given > len(shape):
+        raise IndexError(f"too many indices: the leaf has {len(shape)} axes, {given} were indexed")
+    at = dots[0] if dots else len(parts)
+    every = (slice(None),) * (len(shape) - given)
+    start, stop, rest = [], [], []
+    for part, size in zip((*parts[:at], *every, *parts[at + 1 :]), shape, strict=True):
+        a, b, inner = _range(part, size)
+        start.append(a)
+        stop.append(b)
+        rest.append(inner)
+    return Region(tuple(start), tuple(stop)), tuple(rest)
+
+
+def _range(part: Any, size: int) -> tuple[int, int, Any]:
+    if not isinstance(part, slice):
+        try:
+            position = operator.index(part)
+        except TypeError:
+            raise IndexError(f"a leaf on disk is indexed by integers, slices and ..., not {part!r}") from None
+        if not -size <= position < size:
+            raise IndexError(f"index {position} is out of bounds for an axis of {size}")
+        return position % size, position % size + 1, 0
+    picked = builtins.range(size)[part]
+    if not picked:
+        return 0, 0, slice(None)
+    low, high = min(picked[0], picked[-1]), max(picked[0], picked[-1])
+    first = picked[0] - low
+    return (
+        low,
+        high + 1,
+        slice(None, None, picked.step) if picked.step > 0 else slice(first, None, picked.step),
+    )

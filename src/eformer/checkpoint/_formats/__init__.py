@@ -1,1 +1,0 @@
-"""How leaves lie in files."""

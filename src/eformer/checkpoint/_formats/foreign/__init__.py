@@ -1,1 +1,0 @@
-"""Read-only formats of other writers."""

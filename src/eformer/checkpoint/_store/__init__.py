@@ -1,1 +1,0 @@
-"""Places that bytes live in."""
