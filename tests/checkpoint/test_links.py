@@ -1,8 +1,12 @@
 """Nothing outside of a checkpoint is removed, moved or written, whatever links, journals and indexes lead there."""
 
+import errno
 import json
 import os
 import shutil
+import socket
+import subprocess
+from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -10,6 +14,8 @@ import pytest
 import tensorstore as ts
 
 from eformer import checkpoint
+from eformer._engine.record.digests import xxh3_128
+from eformer._engine.record.manifest import seal
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.local_upload import Journal, ScratchTree
 from eformer._engine.stores.removal import Described, Moved
@@ -17,6 +23,7 @@ from eformer.checkpoint import SaveOptions, convert, load, prune, save
 from eformer.errors import EformerError
 from eformer.paths import LocalPath
 from eformer.pytree._serialization import save_to_file
+from eformer.serialization.serialization import tree_serialize_leaves
 from support.trees import assert_same
 
 TREE = {"a": {"w": np.arange(6, dtype=np.float32)}, "b": np.ones((4, 3))}
@@ -134,7 +141,7 @@ def test_of_the_arrays_of_others_only_those_are_removed_that_the_index_lists(tmp
     foreign_array(tmp_path / "x" / "w")
     foreign_array(tmp_path / "x" / "unlisted")
     (tmp_path / "x" / "w" / "17").write_text("mine")  # not one of its chunks
-    index = {"format": "tensorstore", "version": "2.0", "prefixes": {"m": [{"path": "x/w"}]}}
+    index = {"format": "tensorstore", "version": "2.0", "prefixes": {"m": [{"path": "x/w", "shape": [10]}]}}
     (tmp_path / "tensorstore_index.json").write_text(json.dumps(index))
     save(TREE, tmp_path, format="tensorstore", prefix="m")
     assert sorted(os.listdir(tmp_path / "x" / "unlisted")) == [".zarray", "0", "1"]
@@ -144,7 +151,7 @@ def test_of_the_arrays_of_others_only_those_are_removed_that_the_index_lists(tmp
 def test_chunks_whose_numbers_are_parted_by_slashes_go_with_their_array(tmp_path):
     spec = {"driver": "zarr", "kvstore": f"file://{tmp_path}/x/w", "metadata": {"shape": [4, 4], "chunks": [2, 2], "dtype": "<f4", "dimension_separator": "/"}}  # fmt: skip
     ts.open(spec, create=True).result().write(np.ones((4, 4), np.float32)).result()
-    index = {"format": "tensorstore", "version": "2.0", "prefixes": {"m": [{"path": "x/w"}]}}
+    index = {"format": "tensorstore", "version": "2.0", "prefixes": {"m": [{"path": "x/w", "shape": [4, 4]}]}}
     (tmp_path / "tensorstore_index.json").write_text(json.dumps(index))
     save(TREE, tmp_path, format="tensorstore", prefix="m")
     assert not (tmp_path / "x").exists()
@@ -281,7 +288,263 @@ def test_a_link_that_is_called_like_scratch_is_no_unfinished_save(tmp_path, unch
     assert load(tmp_path / "run")["w"].shape == (10,)
 
 
+def test_a_journal_removes_nothing_that_the_index_knows(tmp_path):
+    for prefix in ("a", "b"):
+        save(TREE, tmp_path, format="tensorstore", prefix=prefix)
+    ids = {prefix: tree.save_id for prefix, tree in checkpoint.inspect(tmp_path).trees.items()}
+    there = Moved("b", inode(tmp_path / "b"), ids["b"])
+    for journal in (Journal("f" * 16, (there,), ()), Journal(ids["a"], (), (there,))):
+        scratch_in(tmp_path, journal)
+        save(TREE, tmp_path, format="tensorstore", prefix="c")
+        assert_same(load(tmp_path, prefix="b"), TREE)
+
+
+@pytest.mark.parametrize("what", ["directory", "sparse", "socket"])
+def test_a_journal_that_is_no_small_file_is_none(tmp_path, what):
+    save(TREE, tmp_path, format="tensorstore")
+    before = len(os.listdir("/dev/fd"))
+    (tmp_path / SCRATCH).mkdir()
+    journal = tmp_path / SCRATCH / "journal.json"
+    if what == "directory":
+        journal.mkdir()
+    elif what == "sparse":
+        journal.touch()
+        os.truncate(journal, 2**40)
+    else:
+        with socket.socket(socket.AF_UNIX) as end:
+            end.bind(os.path.relpath(journal))
+    save(NEXT, tmp_path, format="tensorstore")
+    assert not (tmp_path / SCRATCH).exists()
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_a_journal_that_cannot_be_read_just_now_is_kept_for_the_next_save(tmp_path, monkeypatch):
+    save(TREE, tmp_path, format="tensorstore")
+    with monkeypatch.context() as patch:  # it dies right after its commit
+        patch.setattr(ScratchTree, "finish", lambda scratch, is_sealed: None)
+        patch.setattr(ScratchTree, "discard", ScratchTree.close)
+        save(NEXT, tmp_path, format="tensorstore")
+
+    def fail(place, name, most):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Directory, "read", fail)
+        save(TREE, tmp_path, format="tensorstore", prefix="other")
+    save(TREE, tmp_path, format="tensorstore", prefix="other")
+    assert not (tmp_path / "a").exists()
+    assert not list(tmp_path.glob(".eformer-*"))
+
+
+def test_an_array_of_absurdly_many_axes_is_no_array(tmp_path):
+    save(TREE, tmp_path, format="tensorstore", prefix="m")
+    mark = checkpoint.inspect(tmp_path).trees["m"].save_id
+    (tmp_path / "m" / "deep").mkdir()
+    described = {"shape": [1] * 1500, "chunks": [1] * 1500, "dimension_separator": "/", "eformer": mark}
+    (tmp_path / "m" / "deep" / ".zarray").write_text(json.dumps(described))
+    here = os.getcwd()
+    try:
+        os.chdir(tmp_path / "m" / "deep")
+        for _ in range(1500):
+            os.mkdir("0")
+            os.chdir("0")
+    finally:
+        os.chdir(here)
+    for tree in (NEXT, TREE):
+        save(tree, tmp_path, format="tensorstore", prefix="m")
+        assert_same(load(tmp_path), tree)
+    os.system(f"rm -r {tmp_path / 'm'}")
+
+
 # --------------------------------------------------------------------------------------- anything else
+
+
+def test_arrays_that_were_only_found_there_are_never_removed(tmp_path):
+    """Nobody has said that they are a checkpoint, let alone this one."""
+    foreign_array(tmp_path / "dataset" / "tokens")
+    tree_serialize_leaves(tmp_path / "old_run", TREE, write_index=False)
+    save(TREE, tmp_path / "orbax", format="tensorstore")  # as others below: not entered
+    (tmp_path / "orbax" / "tensorstore_index.json").rename(tmp_path / "orbax" / "_METADATA")
+    before = {name: contents(tmp_path / name) for name in ("dataset", "old_run", "orbax")}
+    save(NEXT, tmp_path, format="tensorstore", prefix="m")
+    save(NEXT, tmp_path, format="tensorstore")
+    save(NEXT, tmp_path, format="tensorstore", prefix="m")
+    assert {name: contents(tmp_path / name) for name in before} == before
+    assert_same(load(tmp_path, prefix=""), NEXT)
+
+
+def test_an_index_reaches_into_no_other_checkpoint(tmp_path):
+    for name in ("sub/m/w", "other/m/w"):
+        foreign_array(tmp_path / name)
+    for name in ("sub/tensorstore_index.json", "other/_METADATA"):
+        (tmp_path / name).write_text("{}")
+    listed = [{"path": path, "shape": [10], "dtype": "float32"} for path in ("sub/m/w", "other/m/w")]
+    index = {"format": "tensorstore", "version": "2.0", "prefixes": {"m": listed}}
+    (tmp_path / "tensorstore_index.json").write_text(json.dumps(index))
+    before = {name: contents(tmp_path / name) for name in ("sub", "other")}
+    save(TREE, tmp_path, format="tensorstore", prefix="m")
+    assert {name: contents(tmp_path / name) for name in before} == before
+
+
+def test_a_name_that_is_no_text_is_refused_and_leaves_no_trace(tmp_path):
+    name = os.fsdecode(b"x\xff")
+    foreign_array(tmp_path / "x")
+    (tmp_path / "x").rename(tmp_path / name)
+    with pytest.raises(EformerError, match="is not UTF-8"):
+        save(TREE, tmp_path, format="tensorstore", prefix="m")
+    assert os.listdir(tmp_path) == [name]
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        save(TREE, tmp_path / name / "db", format="tensorstore", options=SaveOptions(ocdbt=True))
+
+
+def test_a_file_of_ours_that_was_copied_there_alone_stays(tmp_path):
+    save(TREE, tmp_path / "run")
+    (tmp_path / "work").mkdir()
+    shutil.copy(tmp_path / "run" / "model.safetensors", tmp_path / "work")
+    save(NEXT, tmp_path / "work", prefix="tuned")
+    assert_same(load(tmp_path / "work" / "model.safetensors"), load(tmp_path / "run" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_an_index_for_other_readers_that_is_not_ours_stays(tmp_path, caplog, kind):
+    save(TREE, tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"mine": 1}') if kind == "file" else index.mkdir()
+    for tree in (NEXT, TREE, NEXT):
+        save(tree, tmp_path)
+        assert_same(load(tmp_path), tree)
+    assert index.is_dir() or index.read_text() == '{"mine": 1}'
+    assert "was not written by eformer, and was left as it is" in caplog.text
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+
+
+def test_a_save_beside_an_index_of_arrays_is_refused(tmp_path):
+    save(TREE, tmp_path)
+    (tmp_path / "tensorstore_index.json").write_text("{}")
+    with pytest.raises(FileExistsError, match="another format"):
+        save(NEXT, tmp_path)
+
+
+@pytest.mark.parametrize("place", ["theirs", "run"])
+def test_a_mark_that_leads_out_is_made_into_no_name(tmp_path, place):
+    """Whoever has written a file can have written any mark into it."""
+    theirs, run, victim = tmp_path / "theirs", tmp_path / "mine" / "run", tmp_path / "mine" / "victim"
+    victim.mkdir(parents=True)
+    save(TREE, theirs)
+    file = theirs / "model.safetensors"
+    raw = file.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    header["__metadata__"]["eformer"] = "/../../../victim/planted model"
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    forged = len(text).to_bytes(8, "little") + text
+    file.unlink()
+    (theirs / ".safetensors").write_bytes(forged + raw[start:])
+    manifest = json.loads((theirs / "manifest.json").read_bytes())
+    manifest["trees"][""]["files"][0].update(
+        name=".safetensors",
+        nbytes=len(forged) + len(raw) - start,
+        header_nbytes=len(forged),
+        header=xxh3_128(forged),
+    )
+    manifest["digest"] = "0" * 32
+    (theirs / "manifest.json").write_bytes(seal(msgspec.json.encode(manifest)))
+    if place == "run":
+        theirs.rename(run)
+    save(TREE, run, options=SaveOptions(reuse=True if place == "run" else theirs))
+    assert_same(load(run), TREE)
+    assert not list(victim.iterdir())
+
+
+def can_mount(folder):
+    (folder / "a").mkdir()
+    (folder / "b").mkdir()
+    done = subprocess.run(["mount", "--bind", folder / "a", folder / "b"], capture_output=True)
+    return done.returncode == 0 and not subprocess.run(["umount", folder / "b"]).returncode
+
+
+@pytest.fixture
+def mounted(tmp_path_factory):
+    """Mounts the outside at a path; a bind mount has the device of what it is a part of."""
+    if not can_mount(tmp_path_factory.mktemp("try")):
+        pytest.skip("only root may mount")
+    places = []
+
+    def mount(what, where):
+        where.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["mount", "--bind", what, where], check=True)
+        places.append(where)
+
+    yield mount
+    for place in places:
+        subprocess.run(["umount", place], check=True)
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "arrays", "database"])
+def test_what_is_mounted_there_is_not_swept(tmp_path, unchanged, mounted, layout):
+    run = save_as(layout, TREE, tmp_path)
+    mounted(unchanged, run / SCRATCH / "x")
+    assert_same(load(save_as(layout, NEXT, tmp_path)), NEXT)
+
+
+def test_a_root_that_is_mounted_there_is_left_alone(tmp_path, mounted, caplog):
+    run = save_as("arrays, prefix", TREE, tmp_path)
+    (run / "m").rename(tmp_path / "elsewhere")
+    mounted(tmp_path / "elsewhere", run / "m")
+    before = contents(tmp_path / "elsewhere")
+    save_as("arrays, prefix", NEXT, tmp_path)
+    assert contents(tmp_path / "elsewhere") == before
+    assert "is replaced, but not removed" in caplog.text
+    assert not list(run.glob(".eformer-*"))
+
+
+def test_a_step_with_something_mounted_in_it_is_not_pruned(tmp_path, unchanged, mounted):
+    for step in (1, 2):
+        save(TREE, tmp_path / "run" / f"step-{step}")
+    mounted(unchanged, tmp_path / "run" / "step-1" / "data")
+    with pytest.raises(OSError, match="cross-device"):
+        prune(tmp_path / "run", keep=1)
+    assert_same(load(tmp_path / "run" / "step-1"), TREE)
+
+
+def test_without_openat2_directories_are_entered_step_by_step(tmp_path, unchanged, monkeypatch):
+    monkeypatch.setattr("eformer._engine.stores.directory._syscall", None)
+    (tmp_path / "link").symlink_to(unchanged)
+    with Directory.open(tmp_path) as place:
+        before = len(os.listdir("/dev/fd"))
+        for name in ("link", "link/w", "outside/0", "outside/w/0"):
+            with pytest.raises(NotADirectoryError):
+                place.enter(name)
+        with pytest.raises(FileNotFoundError):
+            place.enter("outside/absent/w")
+        with place.enter("outside/ours/m") as inner:
+            assert sorted(inner.kinds()) == ["a", "b"]
+        assert len(os.listdir("/dev/fd")) == before
+    assert_same(load(save_as("arrays", TREE, tmp_path)), TREE)
+
+
+@pytest.mark.parametrize("layout", ["arrays", "arrays, prefix"])
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_directory_of_the_scratch_that_is_swapped_for_a_link(tmp_path, outside, layout, reuse):
+    large = {"a": {"w": np.arange(2**20, dtype=np.float32)}, "b": np.ones(3)}
+    how = {**LAYOUTS[layout], "options": SaveOptions(reuse=reuse)}
+    save(large, tmp_path / "run", **how)
+    (outside / "w").rename(outside / "x")
+    (outside / "w").mkdir()
+    (outside / "w" / "0").write_text("precious")
+    before = contents(outside)
+
+    def swap(done, total):
+        for folder in (tmp_path / "run").glob(".eformer-*.tmp/data/a"):
+            if not folder.is_symlink():
+                folder.rename(folder.with_name("away"))
+                folder.symlink_to(outside)
+
+    large["a"]["w"] = large["a"]["w"] + 1
+    with suppress(OSError, EformerError):
+        save(large, tmp_path / "run", progress=swap, **how)
+    assert contents(outside) == before
 
 
 def entries(path):
@@ -476,9 +739,38 @@ def test_a_step_that_has_become_a_link_is_not_pruned(tmp_path, unchanged):
     plan = planned(tmp_path / "run", 1)
     shutil.rmtree(tmp_path / "run" / "step-1")
     (tmp_path / "run" / "step-1").symlink_to(unchanged)
-    with pytest.raises(ValueError, match="is a link by now"):
+    with pytest.raises(ValueError, match="is not what it was when this was planned"):
         remove(plan)
     assert (tmp_path / "run" / "step-1").is_symlink()
+
+
+def test_a_link_into_a_step_keeps_it(tmp_path):
+    for step in (1, 2, 3):
+        save(TREE, tmp_path / f"step-{step}")
+    (tmp_path / "best.safetensors").symlink_to("step-1/model.safetensors")
+    (tmp_path / "loop").symlink_to("loop")
+    assert prune(tmp_path, keep=1).removed == ("step-2",)
+
+
+def test_a_step_that_took_the_name_of_another_is_not_pruned(tmp_path):
+    from eformer._engine.tools.prune import planned, remove
+
+    for step in (1, 2):
+        save(TREE, tmp_path / f"step-{step}")
+    plan = planned(tmp_path, 1)
+    (tmp_path / "step-1").rename(tmp_path / "kept")
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is not what it was"):
+        remove(plan)
+    assert (tmp_path / "step-1" / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("to", ["safetensors", "npz"])
+def test_a_conversion_into_nowhere_is_refused(tmp_path, to):
+    save(TREE, tmp_path / "run")
+    with pytest.raises(ValueError, match="names nothing that a conversion could make"):
+        convert(tmp_path / "run", tmp_path / "absent" / "..", to=to)
 
 
 @pytest.mark.parametrize("to", ["safetensors", "tensorstore", "npz", "msgpack"])

@@ -128,6 +128,15 @@ def _fit(part: str) -> list[str]:
     return pieces
 
 
+def is_text(name: str) -> bool:
+    """Whether a name can be written down: names of files need not be UTF-8."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def is_inside(path: str) -> bool:
     """Whether a path that is read from a checkpoint stays below its directory, links aside."""
     return "\0" not in path and not any(part in ("", ".", "..") for part in path.split("/"))

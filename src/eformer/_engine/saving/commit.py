@@ -115,13 +115,13 @@ def check_place(directory: Path, prefix: str) -> bool:
     """
     there = list_names(directory)  # before the manifest is read: a concurrent save may put one there
     manifest = read_manifest(directory)
+    if INDEX in there:
+        raise FileExistsError(
+            f"{directory / INDEX} is there: the directory holds a checkpoint of another format. Save to another "
+            "directory, or with format='tensorstore'"
+        )
     if manifest is None or prefix not in manifest.trees:
         base = base_name(prefix)
-        if INDEX in there:
-            raise FileExistsError(
-                f"{directory / INDEX} is there: the directory holds a checkpoint of another format. Save to another "
-                "directory, or with format='tensorstore'"
-            )
         foreign = [MANIFEST] if manifest is None and MANIFEST in there else []
         foreign += [METADATA] if METADATA in there else []
         if base + SUFFIX in there and not is_marked(_metadata(directory, base + SUFFIX)):
@@ -178,7 +178,7 @@ def _finish(place: Directory, manifest: Manifest) -> None:
                 _bring_up_to_date(place, base_name(prefix), tree)
             bases.add(base_name(prefix))
         named = {file.name for tree in manifest.trees.values() for file in tree.files}
-        for name in _leftovers(place, named):
+        for name in _leftovers(place, named, bases):
             place.unlink(name)
         sweep(place)
         sweep_trees(place, None)
@@ -192,6 +192,9 @@ def _bring_up_to_date(place: Directory, base: str, tree: TreeEntry) -> None:
     names = [file.name for file in tree.files]
     saved = _save_of_index(place.path, index)
     is_of_use = tree.parts != "torn" and not any(name.endswith(PRIVATE) for name in names)
+    if saved is None and place.status(index) is not None:
+        logger.warning("%s was not written by eformer, and was left as it is", place.path / index)
+        return
     if names == plain_names(base, 1) or not names or not is_of_use:
         if saved is not None:
             place.unlink(index)
@@ -234,12 +237,14 @@ def _save_of_index(directory: Path, name: str) -> str | None:
         return None
 
 
-def _leftovers(place: Directory, named: set[str]) -> Iterator[str]:
+def _leftovers(place: Directory, named: set[str], bases: set[str]) -> Iterator[str]:
+    """Files of earlier saves of the trees that the manifest has. Those of other trees are none of its business: people
+    copy single files."""
     for name in place.kinds():
         if (
             name.endswith((SUFFIX, PRIVATE))
             and name not in named
-            and is_leftover(name, _metadata(place.path, name))
+            and is_leftover(name, _metadata(place.path, name), bases)
         ):
             yield name
 

@@ -214,7 +214,10 @@ def _link(earlier: Earlier, number: int, scratch: ScratchTree, *, is_outdated: b
     try:
         target = earlier.path_of(number)
         opened = open_header(target.parent, target.name)
-        name = own_name(file.name, save_of(opened.header.metadata), is_private=is_outdated)
+        save_id = save_of(opened.header.metadata)
+        if not save_id:
+            raise FormatError("it does not say which save wrote it")
+        name = own_name(file.name, save_id, is_private=is_outdated)
         scratch.data.link(name, target, file.nbytes)
         if xxh3_128(read_range_of(scratch.data.path / name, opened.header.start)) != file.header:
             raise FormatError("its header is not the one that was written")

@@ -30,7 +30,7 @@ from eformer._engine.formats.zarr.zarray import (
 )
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.record.manifest import Coding, DataFile, Extent, LeafEntry, Part, Receipt
-from eformer._engine.record.names import escape, name_to_path
+from eformer._engine.record.names import escape, is_inside, is_text, name_to_path
 from eformer._engine.record.pieces import piece_sizes
 from eformer._engine.record.regions import Region
 from eformer._engine.saving.staging import Staging, contiguous, released
@@ -51,7 +51,7 @@ from eformer._engine.saving.write import (
     weight,
 )
 from eformer._engine.stores.local import list_names, logger, replacing_in, sweep
-from eformer._engine.stores.local_upload import Journal, NewFile, ScratchTree, sweep_trees
+from eformer._engine.stores.local_upload import Journal, NewFile, ScratchTree, sweep_trees, write_new
 from eformer._engine.stores.ocdbt import BRANCH, DatabaseWriter, join_branches
 from eformer._engine.stores.removal import DATABASE_MARK, Described, Moved, read_array
 from eformer._engine.tasks.pool import run_all, uncollected
@@ -73,6 +73,8 @@ _CHUNK_BYTES = 2**30
 _ENCODED_CHUNK_BYTES = 8 * 2**20
 
 _BATCH = 64  # small arrays to a task
+
+_MOST_ZARRAY = 2**20  # bytes
 
 
 @dataclasses.dataclass(slots=True)
@@ -216,18 +218,17 @@ class ArraysWriter:
     def _link(self, earlier: Earlier, array: Array, extents: Sequence[Extent]) -> bool:
         """All chunks of the array; or none, if they are on another file system or in other pieces."""
         assert self.scratch is not None
-        data = self.scratch.data
-        self.scratch.make_directory(array.path)
-        try:
-            for chunk, extent in zip(array.chunks, extents, strict=True):
-                if earlier.tree.files[extent.file].nbytes != array.chunk_nbytes:
-                    raise FormatError(f"chunk {chunk.name} has another shape")
-                data.link(f"{array.path}/{chunk.name}", earlier.path_of(extent.file), array.chunk_nbytes)
-        except (OSError, FormatError) as error:
-            logger.warning("%s cannot be linked, and is written again: %s", data.path / array.path, error)
-            for chunk in array.chunks:
-                data.unlink(f"{array.path}/{chunk.name}")
-            return False
+        with self.scratch.make_folder(array.path) as folder:
+            try:
+                for chunk, extent in zip(array.chunks, extents, strict=True):
+                    if earlier.tree.files[extent.file].nbytes != array.chunk_nbytes:
+                        raise FormatError(f"chunk {chunk.name} has another shape")
+                    folder.link(chunk.name, earlier.path_of(extent.file), array.chunk_nbytes)
+            except (OSError, FormatError) as error:
+                logger.warning("%s cannot be linked, and is written again: %s", folder.path, error)
+                for chunk in array.chunks:
+                    folder.unlink(chunk.name)
+                return False
         return True
 
     def write(self, arrays: Sequence[Array]) -> None:
@@ -351,6 +352,12 @@ class ArraysWriter:
         prefix, unless this is one."""
         there = discover(self.directory) if self.write_index and self.prefix else ()
         found = [array for array in there if _is_of_others(place, array.path)]
+        for array in found:
+            if not is_text(array.path):
+                raise FormatError(
+                    f"{self.directory} holds the array {array.path!r}, whose name is not UTF-8: an index cannot list it. "
+                    "Rename it, or save to another directory"
+                )
         return Index(arrays=found) if found else Index()
 
     def _sweep(self, place: Directory) -> None:
@@ -390,7 +397,7 @@ class ArraysWriter:
         if self.options.ocdbt:
             paths = [DATABASE_MARK]
         inner = [path for path in paths if not name or path.startswith(f"{name}/")]
-        described = (Described.at(scratch.data, path, start + path) for path in inner)
+        described = (_described(scratch.data, path, start + path) for path in inner)
         return Moved(final, status.st_ino, "", tuple(filter(None, described)))
 
     def _replaced(self, place: Directory, index: Index) -> Iterator[Moved]:
@@ -399,16 +406,19 @@ class ArraysWriter:
         kept = {name for prefix, names in tops.items() if prefix != self.prefix for name in names}
         mark = self._replaced_id(index)
         for name in sorted(tops.get(self.prefix, set()) - kept):
-            status = place.status(name)
-            if status is None:
+            try:
+                with place.enter(name) as top:
+                    inode = top.inode
+            except FileNotFoundError:
                 continue
-            if not place.has_directory(name):
-                logger.warning("%s is replaced, but not removed: it is not a directory", place.path / name)
+            except OSError as error:
+                logger.warning("%s is replaced, but not removed: %s", place.path / name, error.strerror)
                 continue
-            listed = [] if mark else [a.path for a in index.listed()[self.prefix]]
-            paths = (f"{path}/{ZARRAY}" for path in listed if path.split("/")[0] == name)
-            described = (_described(place, path) for path in paths)
-            yield Moved(name, status.st_ino, mark, tuple(filter(None, described)))
+            # What was only found there, and listed by a save of ours, has no shape in the index: that stays.
+            listed = [a.path for a in index.listed()[self.prefix] if not mark and a.shape is not None]
+            paths = [f"{path}/{ZARRAY}" for path in listed if path.split("/")[0] == name]
+            described = (_described(place, path, path) for path in paths)
+            yield Moved(name, inode, mark, tuple(filter(None, described)))
 
     def _replaced_id(self, index: Index) -> str:
         """The save whose arrays are replaced; somebody else's have none."""
@@ -431,7 +441,8 @@ class ArraysWriter:
         """The checkpoint is safe by now; what cannot be done is left to the next save."""
         try:
             scratch.finish(is_sealed=True)
-            if not before.is_ours and self.prefix in before.prefixes and "/" not in self.prefix:
+            is_name = is_inside(self.prefix) and "/" not in self.prefix
+            if not before.is_ours and self.prefix in before.prefixes and is_name:
                 scratch.place.unlink(f"{self.prefix}_structure.json")  # the original's, of what is gone
         except (OSError, FormatError) as error:
             logger.warning("%s is saved, but could not be tidied up: %s", self.directory, error)
@@ -442,13 +453,15 @@ def _tops(listed: Sequence[Listed]) -> set[str]:
     return {array.path.split("/")[0] for array in listed}
 
 
-def _described(place: Directory, path: str) -> Described | None:
-    """The file that describes an array, unless a link leads there."""
+def _described(place: Directory, path: str, final: str) -> Described | None:
+    """The file that describes an array or a database, unless a link leads there."""
     outer, _, name = path.rpartition("/")
+    if not outer:
+        return Described.at(place, name, final)
     try:
         with place.enter(outer) as folder:
-            return Described.at(folder, name, path)
-    except (FileNotFoundError, NotADirectoryError):
+            return Described.at(folder, name, final)
+    except OSError:
         return None
 
 
@@ -493,7 +506,7 @@ def _make_parents(scratch: ScratchTree, arrays: Sequence[Array]) -> None:
         while path := path.rpartition("/")[0]:
             parents.add(path)
     for path in sorted(parents - {""}):
-        scratch.make_directory(path)
+        scratch.make_folder(path).close()
 
 
 def _file_tasks(
@@ -519,32 +532,32 @@ def _file_tasks(
 
 def _write_small(scratch: ScratchTree, arrays: Sequence[Array], meter: Meter) -> None:
     for array in arrays:
-        scratch.make_directory(array.path)
-        if array.source.is_first:
-            scratch.write_new(f"{array.path}/{ZARRAY}", array.zarray)
-        for chunk in array.to_write:
-            data = small_bytes(chunk)
-            nbytes = len(data)
-            if chunk.coding:
-                data = _encoded(chunk, data)
-            elif len(data) < array.chunk_nbytes:
-                data = data.ljust(array.chunk_nbytes, b"\0")
-            scratch.write_new(f"{array.path}/{chunk.name}", data)
-            meter.add(nbytes)  # those of the leaf, without padding and before compression
+        with scratch.make_folder(array.path) as folder:
+            if array.source.is_first:
+                write_new(folder, ZARRAY, array.zarray)
+            for chunk in array.to_write:
+                data = small_bytes(chunk)
+                nbytes = len(data)
+                if chunk.coding:
+                    data = _encoded(chunk, data)
+                elif len(data) < array.chunk_nbytes:
+                    data = data.ljust(array.chunk_nbytes, b"\0")
+                write_new(folder, chunk.name, data)
+                meter.add(nbytes)  # those of the leaf, without padding and before compression
 
 
 def _array_tasks(
     scratch: ScratchTree, array: Array, block: int, staging: Staging, files: ExitStack, meter: Meter
 ) -> Iterator[Callable[[], None]]:
-    scratch.make_directory(array.path)
-    if array.source.is_first:
-        scratch.write_new(f"{array.path}/{ZARRAY}", array.zarray)
+    with scratch.make_folder(array.path) as folder:
+        if array.source.is_first:
+            write_new(folder, ZARRAY, array.zarray)
     for chunk in array.to_write:
         name = f"{array.path}/{chunk.name}"
         if chunk.coding:
             yield partial(_write_whole, partial(scratch.write_new, name), array, chunk, block, staging, meter)
         else:
-            file = NewFile(scratch.data, name, array.chunk_nbytes)
+            file = NewFile(scratch, name, array.chunk_nbytes)
             files.callback(file.close)  # should the save fail before its last piece is written
             yield from piece_tasks(Counted(file, meter), 0, chunk, block, staging, end=file.close)
     array.source = released(array.source)
@@ -573,19 +586,20 @@ def _digest(chunk: Slot, block: int, staging: Staging) -> None:
 
 
 def _adopt(scratch: ScratchTree, array: Array) -> None:
-    described = f"{array.path}/{ZARRAY}"
-    check_alike(scratch.data.read(described), array.zarray, described)
-    chunk = parse_zarray(array.zarray, described).chunks
-    for name, _ in chunks_of(array.source.shape, chunk):
-        status = scratch.data.status(f"{array.path}/{name}")
-        nbytes = status.st_size if status else 0
-        if nbytes != array.chunk_nbytes:
-            raise CorruptionError(
-                f"leaf {array.source.name!r}: TensorStore wrote {nbytes} bytes of chunk {name!r}, expected were "
-                f"{array.chunk_nbytes}"
-            )
-    scratch.data.unlink(described)
-    scratch.write_new(described, array.zarray)  # ours is marked
+    with scratch.folder(array.path) as folder:
+        origin = str(folder.path / ZARRAY)
+        check_alike(folder.read(ZARRAY, _MOST_ZARRAY), array.zarray, origin)
+        chunk = parse_zarray(array.zarray, origin).chunks
+        for name, _ in chunks_of(array.source.shape, chunk):
+            status = folder.status(name)
+            nbytes = status.st_size if status else 0
+            if nbytes != array.chunk_nbytes:
+                raise CorruptionError(
+                    f"leaf {array.source.name!r}: TensorStore wrote {nbytes} bytes of chunk {name!r}, expected were "
+                    f"{array.chunk_nbytes}"
+                )
+        folder.unlink(ZARRAY)
+        write_new(folder, ZARRAY, array.zarray)  # ours is marked
 
 
 def _digest_pieces(chunk: Slot, data: bytes, block: int) -> None:

@@ -7,11 +7,13 @@ leads nowhere.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
 import os
 import stat
+import sys
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -19,7 +21,7 @@ from eformer._engine.record.names import is_inside
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 logger = logging.getLogger("eformer")
@@ -38,11 +40,10 @@ _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _MOST_DEPTH = 400  # of what is removed; no tree of ours is nested as deeply
-_MOST_SMALL = 2**31
 
 
 class Directory:
-    """A directory that is open. Names that its methods take are names in it; no link is followed."""
+    """A directory that is open. The names that its methods take are plain: no link is followed, no slash taken."""
 
     __slots__ = ("_can_be_read", "descriptor", "path")
 
@@ -59,26 +60,19 @@ class Directory:
                 raise
             return cls(path, os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), can_be_read=False)
 
-    def enter(self, name: str) -> Directory:
-        """Open a directory below this one, each step of the way without following a link.
+    def enter(self, path: str) -> Directory:
+        """Open a directory below this one, "a" or "a/b", without following a link on the way.
 
-        Raises NotADirectoryError where one of the names is a link, or anything else but a directory.
+        Raises NotADirectoryError where one of the names is a link, or anything else but a directory; and another
+        OSError for one where another file system, or another part of this one, is mounted.
         """
-        if not is_inside(name):
-            raise FormatError(f"{name[:200]!r} is not the name of a directory in {self.path}")
-        descriptor = -1
-        for part in name.split("/"):
-            outer = self.descriptor if descriptor < 0 else descriptor
-            try:
-                inner = os.open(part, _OPEN | os.O_NOFOLLOW, dir_fd=outer)
-            except OSError as error:
-                code = errno.ENOTDIR if error.errno == errno.ELOOP else error.errno
-                raise OSError(code, error.strerror, str(self.path / name)) from error
-            finally:
-                if descriptor >= 0:
-                    os.close(descriptor)
-            descriptor = inner
-        return Directory(self.path / name, descriptor)
+        if not is_inside(path):
+            raise FormatError(f"{path[:200]!r} is not the name of a directory in {self.path}")
+        try:
+            return Directory(self.path / path, _open_below(self.descriptor, path))
+        except OSError as error:
+            code = errno.ENOTDIR if error.errno == errno.ELOOP else error.errno
+            raise OSError(code, os.strerror(code or 0), str(self.path / path)) from error
 
     def close(self) -> None:
         descriptor, self.descriptor = self.descriptor, -1
@@ -100,7 +94,7 @@ class Directory:
     def status(self, name: str) -> os.stat_result | None:
         """What is there under this name, itself and not what it leads to; None if nothing is."""
         try:
-            return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+            return os.stat(self._plain(name), dir_fd=self.descriptor, follow_symlinks=False)
         except FileNotFoundError:
             return None
 
@@ -110,6 +104,8 @@ class Directory:
 
     def kinds(self) -> dict[str, Kind]:
         """The names in it, sorted, and what each of them is: links, pipes and devices are "other"."""
+        if not self._can_be_read:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
         kinds: dict[str, Kind] = {}
         with os.scandir(self.descriptor) as entries:
             for entry in entries:
@@ -118,29 +114,46 @@ class Directory:
                 kinds[entry.name] = "file" if is_file else "directory" if is_directory else "other"
         return dict(sorted(kinds.items()))
 
-    def read(self, name: str) -> bytes:
-        """The whole of a small regular file."""
-        descriptor = os.open(
-            name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.descriptor
-        )
-        with open(descriptor, "rb", buffering=0) as file:
+    def read(self, name: str, most: int) -> bytes:
+        """The whole of a small regular file; FormatError for anything else, and for one of more than `most` bytes."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            descriptor = os.open(self._plain(name), flags, dir_fd=self.descriptor)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+                raise
+            raise FormatError(f"{self.path / name} is not a regular file") from error
+        try:
             status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_SMALL:
-                raise FormatError(f"{self.path / name} is not a small regular file")
-            return file.read()
+            if not stat.S_ISREG(status.st_mode):
+                raise FormatError(f"{self.path / name} is not a regular file")
+            if status.st_size > most:
+                raise FormatError(f"{self.path / name} has {status.st_size} bytes, {most} are the most")
+            data = bytearray()
+            while chunk := os.read(descriptor, most):
+                data += chunk
+            return bytes(data)
+        finally:
+            os.close(descriptor)
+
+    def _plain(self, name: str) -> str:
+        """Refuses a name that could lead anywhere else."""
+        if "/" in name or name in ("", "..") or "\0" in name:
+            raise FormatError(f"{name[:200]!r} is not the name of a file in {self.path}")
+        return name
 
     # -------------------------------------------------------------------------------------- create
 
     def create(self, name: str, flags: int = os.O_WRONLY) -> int:
         """A descriptor of a new file; raises FileExistsError if there is anything of this name."""
-        return os.open(name, flags | _CREATE, 0o666, dir_fd=self.descriptor)
+        return os.open(self._plain(name), flags | _CREATE, 0o666, dir_fd=self.descriptor)
 
     def make(self, name: str) -> None:
-        os.mkdir(name, dir_fd=self.descriptor)
+        os.mkdir(self._plain(name), dir_fd=self.descriptor)
 
     def link(self, name: str, target: Path | str, nbytes: int) -> None:
         """Give a regular file of this length another name, here."""
-        os.link(target, name, dst_dir_fd=self.descriptor, follow_symlinks=False)
+        os.link(target, self._plain(name), dst_dir_fd=self.descriptor, follow_symlinks=False)
         status = self.status(name)
         if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
             self.unlink(name)
@@ -150,11 +163,21 @@ class Directory:
 
     def rename(self, name: str, target: Directory, final: str) -> None:
         """Move something to a name that is free, or that of a file or link whose place it takes."""
-        os.rename(name, final, src_dir_fd=self.descriptor, dst_dir_fd=target.descriptor)
+        os.rename(
+            self._plain(name),
+            self._plain(final),
+            src_dir_fd=self.descriptor,
+            dst_dir_fd=target.descriptor,
+        )
 
     def replace(self, name: str, final: str) -> None:
         """Put a file in the place of another; a link is replaced, and what it leads to stays as it is."""
-        os.replace(name, final, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+        os.replace(
+            self._plain(name),
+            self._plain(final),
+            src_dir_fd=self.descriptor,
+            dst_dir_fd=self.descriptor,
+        )
 
     def put(self, name: str, target: Directory, final: str) -> None:
         """Move something to where nothing is, or an empty directory; else raises FileExistsError."""
@@ -172,8 +195,8 @@ class Directory:
         """A link never takes another's place; not all file systems have them."""
         try:
             os.link(
-                name,
-                final,
+                self._plain(name),
+                self._plain(final),
                 src_dir_fd=self.descriptor,
                 dst_dir_fd=target.descriptor,
                 follow_symlinks=False,
@@ -190,35 +213,49 @@ class Directory:
     def unlink(self, name: str) -> None:
         """Remove a file, or a link itself, if it is there."""
         with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self.descriptor)
+            os.unlink(self._plain(name), dir_fd=self.descriptor)
 
     def remove_if_empty(self, name: str) -> None:
         try:
-            os.rmdir(name, dir_fd=self.descriptor)
+            os.rmdir(self._plain(name), dir_fd=self.descriptor)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
                 raise
 
     def remove_tree(self, name: str) -> None:
-        """Remove a directory with all that is below it. Links are removed, not followed; another file system that is
-        mounted there, and what is nested too deeply to be ours, is an error."""
-        device = os.fstat(self.descriptor).st_dev
+        """Remove a directory with all that is below it. Links are removed, not followed.
+
+        What is mounted there, and what is nested too deeply to be ours, is an error: what is left is left.
+        """
         with self.enter(name) as inner:
-            inner._empty(device, 0)
+            inner._empty(0)
         os.rmdir(name, dir_fd=self.descriptor)
 
-    def _empty(self, device: int, depth: int) -> None:
-        if os.fstat(self.descriptor).st_dev != device:
-            raise OSError(errno.EXDEV, "is on another file system", str(self.path))
-        if depth > _MOST_DEPTH:
-            raise OSError(errno.ELOOP, "is nested too deeply", str(self.path))
+    def _empty(self, depth: int) -> None:
         for name, kind in self.kinds().items():
             if kind == "directory":
-                with self.enter(name) as inner:
-                    inner._empty(device, depth + 1)
+                with self.deeper(name, depth) as inner:
+                    inner._empty(depth + 1)
                 os.rmdir(name, dir_fd=self.descriptor)
             else:
                 os.unlink(name, dir_fd=self.descriptor)
+
+    def require_removable(self, name: str) -> None:
+        """Raise what `remove_tree` would raise because of what lies there, before anything is removed."""
+        with self.enter(name) as inner:
+            inner._look_through(0)
+
+    def _look_through(self, depth: int) -> None:
+        for name, kind in self.kinds().items():
+            if kind == "directory":
+                with self.deeper(name, depth) as inner:
+                    inner._look_through(depth + 1)
+
+    def deeper(self, name: str, depth: int) -> Directory:
+        """Open a directory in this one; raises OSError if that is nested more deeply than anything of ours."""
+        if depth > _MOST_DEPTH:
+            raise OSError(errno.ELOOP, "is nested too deeply", str(self.path))
+        return self.enter(name)
 
     # ------------------------------------------------------------------------------- sync and lock
 
@@ -249,6 +286,66 @@ class Directory:
         finally:
             unlock(descriptor)
             os.close(descriptor)
+
+
+# ------------------------------------------------------------------------------------------ openat2
+
+
+class _How(ctypes.Structure):
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+_OPENAT2 = 437  # the number of the system call, on every architecture
+_RESOLVE = 0x01 | 0x02 | 0x04 | 0x08  # no other mounts, no magic links, no links, nothing above
+_NO_OPENAT2 = {errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.E2BIG}
+
+
+def _load_syscall() -> Callable[..., int] | None:
+    try:
+        syscall = ctypes.CDLL(None, use_errno=True).syscall
+    except (OSError, AttributeError):
+        return None
+    syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t]
+    syscall.restype = ctypes.c_long
+    return syscall
+
+
+_syscall = _load_syscall() if sys.platform == "linux" else None
+
+
+def _open_below(descriptor: int, path: str) -> int:
+    """Open a directory below another, without following links or crossing into what is mounted there."""
+    code = errno.ENOSYS
+    if _syscall is not None:  # Linux 5.6; some containers forbid it
+        how = _How(_OPEN | os.O_NOFOLLOW, 0, _RESOLVE)
+        while True:
+            found = _syscall(_OPENAT2, descriptor, os.fsencode(path), ctypes.byref(how), ctypes.sizeof(how))
+            if found >= 0:
+                return found
+            code = ctypes.get_errno()
+            if code != errno.EINTR:
+                break
+    if code in _NO_OPENAT2:
+        return _step_by_step(descriptor, path)
+    raise OSError(code, os.strerror(code), path)
+
+
+def _step_by_step(descriptor: int, path: str) -> int:
+    """The same, name by name; what is mounted there is told by its device alone."""
+    device, inner = os.fstat(descriptor).st_dev, os.dup(descriptor)
+    for name in path.split("/"):
+        outer = inner
+        try:
+            inner = os.open(name, _OPEN | os.O_NOFOLLOW, dir_fd=outer)
+        finally:
+            os.close(outer)
+        if os.fstat(inner).st_dev != device:
+            os.close(inner)
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), path)
+    return inner
+
+
+# -------------------------------------------------------------------------------------------- locks
 
 
 def lock(descriptor: int, *, shared: bool = False) -> None:

@@ -32,6 +32,7 @@ _NO_SUCH_FLAG = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
 _BEGINNING = 64
 _MOST_SMALL = 2**31
+_MOST_DEPTH = 400  # of directories; no tree of ours is nested as deeply
 
 SCRATCH = re.compile(r"\.eformer-[0-9a-f]{16}\.tmp")
 
@@ -208,9 +209,10 @@ def sync_directory(path: Path) -> None:
 
 def sweep(directory: Directory) -> None:
     """Removes the scratch files of writers that died. What cannot be removed is left for the next time."""
-    for name, kind in directory.kinds().items():
-        if kind == "file" and SCRATCH.fullmatch(name):
-            _remove_if_dead(directory, name)
+    with suppress(OSError):  # which cannot be listed
+        for name, kind in directory.kinds().items():
+            if kind == "file" and SCRATCH.fullmatch(name):
+                _remove_if_dead(directory, name)
 
 
 def _remove_if_dead(directory: Directory, name: str) -> None:
@@ -229,6 +231,20 @@ def _remove_if_dead(directory: Directory, name: str) -> None:
 
 def list_names(directory: Path | str) -> list[str]:
     return sorted(os.listdir(directory))
+
+
+def walk(directory: Path | str) -> Iterator[os.DirEntry[str]]:
+    """Everything below a directory; links are not followed. FormatError for what is nested absurdly deep."""
+    todo = [(os.fspath(directory), 0)]
+    while todo:
+        path, depth = todo.pop()
+        if depth > _MOST_DEPTH:
+            raise FormatError(f"{directory} has directories that are nested more than {_MOST_DEPTH} deep")
+        with os.scandir(path) as entries:
+            for entry in entries:
+                yield entry
+                if entry.is_dir(follow_symlinks=False):
+                    todo.append((entry.path, depth + 1))
 
 
 def open_inside(directory: Path, name: str) -> int:

@@ -15,12 +15,12 @@ import msgspec
 
 from eformer._engine.record.values import MALFORMED_JSON
 from eformer._engine.stores.directory import Directory, lock, try_lock, unlock
-from eformer._engine.stores.local import SCRATCH, write_all
+from eformer._engine.stores.local import SCRATCH, walk, write_all
 from eformer._engine.stores.removal import Moved, remove_moved
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
     from pathlib import Path
 
 logger = logging.getLogger("eformer")
@@ -33,6 +33,7 @@ _FEW = 32
 _SYNCED_BY_SYNCFS = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x794C7630, 0x2FC12FC1}
 
 _JOURNAL = "journal.json"
+_MOST_JOURNAL = 2**27  # bytes
 
 
 class Journal(msgspec.Struct, frozen=True):
@@ -95,34 +96,47 @@ class ScratchTree:
 
     # --------------------------------------------------------------------------------------- write
 
-    def make_directory(self, name: str) -> None:
-        with suppress(FileExistsError):  # another process may have been first
-            self.data.make(name)
+    def make_folder(self, path: str) -> Directory:
+        """Make a directory in one that is there, and open it. The caller closes it."""
+        outer, _, name = path.rpartition("/")
+        with self.folder(outer) as folder:
+            with suppress(FileExistsError):  # another process may have been first
+                folder.make(name)
+            return folder.enter(name)
 
-    def write_new(self, name: str, data: bytes) -> None:
-        write_new(self.data, name, data)
+    def folder(self, path: str) -> Directory:
+        """Open a directory of the data; "" is the data itself. The caller closes it."""
+        return self.data.enter(path) if path else Directory(self.data.path, os.dup(self.data.descriptor))
 
-    def sync(self, files: Sequence[str]) -> None:
+    def write_new(self, path: str, data: bytes) -> None:
+        outer, _, name = path.rpartition("/")
+        with self.folder(outer) as folder:
+            write_new(folder, name, data)
+
+    def sync(self, files: Iterable[str]) -> None:
         """These files of the data, and the directories that they are in, are on stable storage."""
+        files = list(files)
         if len(files) >= _FEW and _syncfs(self.data.descriptor):
             return
-        folders = set()
-        for name in files:
-            _sync(self.data, name)
-            while name := name.rpartition("/")[0]:
-                folders.add(name)
-        for folder in folders:
-            with self.data.enter(folder) as inner:
-                inner.sync()
-        self.data.sync()
+        folders: dict[str, list[str]] = {"": []}
+        for path in files:
+            outer, _, name = path.rpartition("/")
+            folders.setdefault(outer, []).append(name)
+            while outer := outer.rpartition("/")[0]:
+                folders.setdefault(outer, [])
+        for path, names in folders.items():
+            with self.folder(path) as folder:
+                for name in names:
+                    _sync(folder, name)
+                folder.sync()
 
     def files(self, below: str = "") -> list[str]:
         """All files of the data, in and below a directory of it."""
         start = self.data.path / below
         return [
-            os.path.relpath(os.path.join(folder, name), self.data.path)
-            for folder, _, names in os.walk(start)
-            for name in names
+            os.path.relpath(entry.path, self.data.path)
+            for entry in walk(start)
+            if not entry.is_dir(follow_symlinks=False)
         ]
 
     # ------------------------------------------------------------------------------------- publish
@@ -178,15 +192,17 @@ def write_new(directory: Directory, name: str, data: bytes) -> None:
 class NewFile:
     """A new file of known length, that several threads write; open from the first write on until it is closed."""
 
-    def __init__(self, directory: Directory, name: str, nbytes: int) -> None:
-        self.directory, self.name, self.length = directory, name, nbytes
+    def __init__(self, scratch: ScratchTree, path: str, nbytes: int) -> None:
+        self.scratch, self.path, self.length = scratch, path, nbytes
         self._lock = threading.Lock()
         self._descriptor = -1
 
     def write(self, data: Any, offset: int) -> None:
         with self._lock:
             if self._descriptor < 0:
-                self._descriptor = self.directory.create(self.name)
+                outer, _, name = self.path.rpartition("/")
+                with self.scratch.folder(outer) as folder:
+                    self._descriptor = folder.create(name)
                 os.ftruncate(self._descriptor, self.length)
         write_all(self._descriptor, data, offset)
 
@@ -208,14 +224,16 @@ def has_unfinished(directory: Path) -> bool:
 def sweep_trees(place: Directory, sealed: Container[str] | None) -> None:
     """Finishes what saves that died left undone: those in `sealed`, which are all that are known of, were committed,
     others never happened, or are replaced by now. None if that is not known: then only what is new is removed."""
-    for name in _scratch_names(place):
-        _sweep(place, name, sealed)
+    with suppress(OSError):  # which cannot be listed
+        for name in _scratch_names(place):
+            _sweep(place, name, sealed)
 
 
 def sweep_unpublished(place: Directory) -> None:
     """Away with what dead writers have left that had published nothing: it is no business of any index here."""
-    for name in _scratch_names(place):
-        _sweep(place, name, None, only_unpublished=True)
+    with suppress(OSError):  # which cannot be listed
+        for name in _scratch_names(place):
+            _sweep(place, name, None, only_unpublished=True)
 
 
 def _scratch_names(place: Directory) -> list[str]:
@@ -235,8 +253,8 @@ def _sweep(
 
 def _read_journal(scratch: Directory) -> Journal | None:
     try:
-        return msgspec.json.decode(scratch.read(_JOURNAL), type=Journal)
-    except (OSError, FormatError, *MALFORMED_JSON):  # it died before it had one: nothing was moved
+        return msgspec.json.decode(scratch.read(_JOURNAL, _MOST_JOURNAL), type=Journal)
+    except (FileNotFoundError, FormatError, *MALFORMED_JSON):  # it died before it had one: nothing was moved
         return None
 
 
@@ -245,11 +263,14 @@ def _carry_out(place: Directory, journal: Journal | None, sealed: Container[str]
     ones that nobody knows of any more, because others have committed since. Nothing but the new if that is None."""
     if journal is None:
         return
-    is_sealed = sealed is not None and journal.save_id in sealed
-    for moved in () if is_sealed else journal.new:
-        remove_moved(place, moved)
-    for moved in journal.old:
-        if is_sealed or (sealed is not None and moved.mark and moved.mark not in sealed):
+    if sealed is None:
+        doomed = journal.new
+    elif journal.save_id in sealed:
+        doomed = journal.old
+    else:
+        doomed = (*journal.new, *(moved for moved in journal.old if moved.mark))
+    for moved in doomed:
+        if sealed is None or moved.mark not in sealed:  # which the index knows, whatever the journal says
             remove_moved(place, moved)
 
 

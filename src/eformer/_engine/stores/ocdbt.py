@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import stat
 import threading
 from typing import TYPE_CHECKING, Any
 
+from eformer._engine.record.names import is_text
+from eformer._engine.stores.local import walk
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def _context() -> Any:
 def _open(directory: Path, context: Any = None) -> Any:
     import tensorstore as ts
 
+    if not is_text(str(directory)):
+        raise ValueError(f"{str(directory)!r} is not UTF-8, which TensorStore needs for a database")
     base = {"driver": "file", "path": f"{directory}/"}
     spec = {"driver": "ocdbt", "base": base, "config": {"compression": None}}
     context = context or _context()
@@ -51,11 +54,9 @@ def require_plain_files(directory: Path, *, is_database: bool = True) -> None:
         raise FormatError(f"{directory} is a link, and no database of the checkpoint")
     if is_database and not (directory / MANIFEST).is_file():
         raise FileNotFoundError(f"{directory} holds no OCDBT database: {MANIFEST} is missing")
-    for folder, folders, names in os.walk(directory):
-        for name in (*folders, *names):
-            mode = os.lstat(f"{folder}/{name}").st_mode
-            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                raise FormatError(f"{folder}/{name} is not a regular file")
+    for entry in walk(directory):
+        if not entry.is_file(follow_symlinks=False) and not entry.is_dir(follow_symlinks=False):
+            raise FormatError(f"{entry.path} is not a regular file")
 
 
 def list_arrays(directory: Path) -> list[str]:

@@ -8,11 +8,10 @@ followed, other checkpoints are not entered, and whatever else there is stays.
 
 from __future__ import annotations
 
+import errno
 import logging
-import os
 import re
 import stat
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,6 +21,7 @@ from eformer._engine.record.values import MALFORMED_JSON
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Mapping, Sequence
 
     from eformer._engine.stores.directory import Directory, Kind
@@ -37,9 +37,13 @@ _DATABASE_FILE = re.compile(r"[0-9a-f]{32}")
 _DATABASE_MANIFEST = "manifest.ocdbt"
 _BRANCH = re.compile(r"process-\d+")  # of a database that several processes wrote
 
-_INDEX = "tensorstore_index.json"  # of another checkpoint: names of leaves have no dots
+# What another checkpoint has at its top, which no directory of leaves has: their names have no dots.
+_INDEX = "tensorstore_index.json"
+_OTHERS = {_INDEX, "manifest.json", "_METADATA", "_CHECKPOINT_METADATA"}
 
-_MOST_DEPTH = 400
+_MOST_MARK = 2**10  # bytes
+_MOST_ZARRAY = 2**20
+_MOST_AXES = 32
 
 
 class Described(msgspec.Struct, frozen=True, array_like=True):
@@ -80,25 +84,34 @@ def remove_moved(directory: Directory, moved: Moved) -> None:
     """
     if not is_inside(moved.name) or "/" in moved.name or not directory.has_directory(moved.name):
         return
-    with directory.enter(moved.name) as top:
+    try:
+        top = directory.enter(moved.name)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        logger.warning("%s was left as it is: it is mounted there", directory.path / moved.name)
+        return
+    with top:
         if top.inode != moved.inode:
             return
         if moved.mark:
-            _remove_marked(top, moved.mark, os.fstat(top.descriptor).st_dev, 0)
+            _remove_marked(top, moved.mark, 0)
         else:
-            _remove_described(top, moved)
+            for described in moved.described:
+                path = described.path.removeprefix(f"{moved.name}/")
+                if path != described.path and is_inside(path):
+                    _remove_described(top, path.split("/"), described)
     directory.remove_if_empty(moved.name)
 
 
 # --------------------------------------------------------------------------------------------- which
 
 
-def _remove_marked(folder: Directory, mark: str, device: int, depth: int) -> None:
+def _remove_marked(folder: Directory, mark: str, depth: int) -> None:
     """All arrays and databases of one save, in and below a directory."""
     kinds = folder.kinds()
-    is_elsewhere = os.fstat(folder.descriptor).st_dev != device
-    if is_elsewhere or depth > _MOST_DEPTH or _INDEX in kinds:
-        logger.warning("%s was left as it is: it is no part of the checkpoint", folder.path)
+    if _INDEX in kinds:
+        logger.warning("%s was left as it is: it is another checkpoint", folder.path)
     elif _mark_of_database(folder, kinds) == mark:
         _remove_database(folder, kinds)
     elif (array := read_array(folder, kinds)) and array.eformer == mark:
@@ -106,48 +119,32 @@ def _remove_marked(folder: Directory, mark: str, device: int, depth: int) -> Non
     else:
         for name, kind in kinds.items():
             if kind == "directory":
-                with folder.enter(name) as inner:
-                    _remove_marked(inner, mark, device, depth + 1)
+                with folder.deeper(name, depth) as inner:
+                    _remove_marked(inner, mark, depth + 1)
                 folder.remove_if_empty(name)
 
 
-def _remove_described(top: Directory, moved: Moved) -> None:
-    """The arrays and databases without a mark that are described."""
-    for described in moved.described:
-        path = described.path.removeprefix(f"{moved.name}/")
-        if path == described.path or not is_inside(path):
-            continue
-        outer, _, name = path.rpartition("/")
-        with suppress(NotADirectoryError, FileNotFoundError):
-            if outer:
-                with top.enter(outer) as folder:
-                    _remove_if_same(folder, name, described)
-            else:
-                _remove_if_same(top, name, described)
-        _remove_empty(top, outer)
-
-
-def _remove_if_same(folder: Directory, name: str, described: Described) -> None:
+def _remove_described(folder: Directory, path: Sequence[str], described: Described) -> None:
+    """An array or a database without a mark, and the directories on the way to it if they are empty then."""
     kinds = folder.kinds()
+    name, *inner = path
+    if not _OTHERS.isdisjoint(kinds):
+        logger.warning("%s was left as it is: it is another checkpoint", folder.path)
+    elif not inner:
+        _remove_if_same(folder, name, kinds, described)
+    elif kinds.get(name) == "directory":
+        with folder.enter(name) as below:
+            _remove_described(below, inner, described)
+        folder.remove_if_empty(name)
+
+
+def _remove_if_same(folder: Directory, name: str, kinds: Mapping[str, Kind], described: Described) -> None:
     if not described.is_same(folder.status(name)):
         return
     if name == DATABASE_MARK and _mark_of_database(folder, kinds) == "":
         _remove_database(folder, kinds)
     elif name == ZARRAY and (array := read_array(folder, kinds)) and not array.eformer:
         _remove_array(folder, array, kinds)
-
-
-def _remove_empty(top: Directory, path: str) -> None:
-    """A directory, and those it is in, as long as they are empty."""
-    while path:
-        outer, _, name = path.rpartition("/")
-        with suppress(NotADirectoryError, FileNotFoundError):
-            if outer:
-                with top.enter(outer) as folder:
-                    folder.remove_if_empty(name)
-            else:
-                top.remove_if_empty(name)
-        path = outer
 
 
 # -------------------------------------------------------------------------------------------- arrays
@@ -176,9 +173,10 @@ def read_array(folder: Directory, kinds: Mapping[str, Kind]) -> Array | None:
     if kinds.get(ZARRAY) != "file":
         return None
     try:
-        return msgspec.json.decode(folder.read(ZARRAY), type=Array)
-    except (OSError, FormatError, *MALFORMED_JSON):
+        array = msgspec.json.decode(folder.read(ZARRAY, _MOST_ZARRAY), type=Array)
+    except (FileNotFoundError, FormatError, *MALFORMED_JSON):
         return None
+    return array if len(array.shape) <= _MOST_AXES else None
 
 
 def _remove_array(folder: Directory, array: Array, kinds: Mapping[str, Kind]) -> None:
@@ -215,8 +213,8 @@ def _mark_of_database(folder: Directory, kinds: Mapping[str, Kind]) -> str | Non
     if kinds.get(DATABASE_MARK) != "file" or ZARRAY in kinds:
         return None
     try:
-        return folder.read(DATABASE_MARK).decode(errors="replace")
-    except (OSError, FormatError):
+        return folder.read(DATABASE_MARK, _MOST_MARK).decode(errors="replace")
+    except (FileNotFoundError, FormatError):
         return None
 
 

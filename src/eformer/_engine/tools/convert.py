@@ -82,6 +82,8 @@ def convert(
     the notes list them.
     """
     where = local_path(destination).absolute()
+    if where.name in ("", ".."):
+        raise ValueError(f"{os.fspath(destination)!r} names nothing that a conversion could make")
     form = _format(where, to)
     rules = _rules(rename)
     with ExitStack() as stack:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import stat
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from eformer._engine.formats.find import find
 from eformer._engine.formats.others import orbax
@@ -16,12 +16,9 @@ from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SU
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.zarray import ZARRAY
 from eformer._engine.stores.directory import Directory
-from eformer._engine.stores.local import list_names, local_path
+from eformer._engine.stores.local import list_names, local_path, walk
 from eformer._engine.tools.verify import verify
 from eformer.errors import CorruptionError, EformerError, NotFoundError
-
-if TYPE_CHECKING:
-    import os
 
 _STEP = re.compile(r"(?P<before>.*?)(?P<step>\d+)(?P<after>\.(safetensors|npz|msgpack|eqx))?")
 
@@ -35,6 +32,7 @@ class Pruned:
     kept: tuple[str, ...]
     left: dict[str, str]
     nbytes: int
+    inodes: tuple[int, ...] = field(default=(), repr=False)  # of what is removed
 
 
 def prune(
@@ -64,20 +62,28 @@ def planned(directory: str | os.PathLike[str], keep: int) -> Pruned:
         raise NotFoundError(f"there is no directory {where}")
     _refuse_checkpoint(where)
     series, left = _series(where)
-    linked = {link.resolve().name for link in where.iterdir() if link.is_symlink()}  # best -> step-100
+    linked = _linked(where)
     removed = [name for names in series for name in names[:-keep] if name not in linked]
     kept = [name for names in series for name in names if name not in removed]
     if not removed and not kept:
         raise NotFoundError(f"{where} has no checkpoints that are called by their steps, such as run-100")
     nbytes = sum(_nbytes(where / name) for name in removed)
-    return Pruned(str(where), tuple(removed), tuple(kept), left, nbytes)
+    inodes = tuple((where / name).lstat().st_ino for name in removed)
+    return Pruned(str(where), tuple(removed), tuple(kept), left, nbytes, inodes)
+
+
+def _linked(where: Path) -> set[str]:
+    """What links beside the steps lead to, or into: best -> step-100, best.bin -> step-100/model.safetensors."""
+    real = os.path.realpath(where)
+    leads = [os.path.realpath(path) for path in where.iterdir() if path.is_symlink()]
+    return {lead.removeprefix(f"{real}/").partition("/")[0] for lead in leads if lead.startswith(f"{real}/")}
 
 
 def remove(plan: Pruned) -> None:
     """Exactly what was planned, whatever has come since."""
     with Directory.open(Path(plan.directory)) as place:
-        for name in plan.removed:
-            _remove(place, name)
+        for name, inode in zip(plan.removed, plan.inodes, strict=True):
+            _remove(place, name, inode)
 
 
 def _refuse_checkpoint(where: Path) -> None:
@@ -133,21 +139,29 @@ def _require_sound(plan: Pruned) -> None:
 
 
 def _nbytes(path: Path) -> int:
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.lstat().st_size for file in files)
+    if path.is_file():
+        return path.stat().st_size
+    return sum(
+        entry.stat(follow_symlinks=False).st_size
+        for entry in walk(path)
+        if entry.is_file(follow_symlinks=False)
+    )
 
 
-def _remove(place: Directory, name: str) -> None:
+def _remove(place: Directory, name: str, inode: int) -> None:
     """First out of sight: what is half removed is never taken for a checkpoint."""
     status = place.status(name)
-    if status is None:
-        raise FileNotFoundError(f"{place.path / name} is gone; nothing was removed in its place")
-    if stat.S_ISLNK(status.st_mode):
-        raise ValueError(f"{place.path / name} is a link by now; it was left as it is")
+    if status is None or status.st_ino != inode:
+        raise ValueError(
+            f"{place.path / name} is not what it was when this was planned; it was left as it is"
+        )
+    is_directory = stat.S_ISDIR(status.st_mode)
+    if is_directory:
+        place.require_removable(name)
     hidden = f".eformer-{secrets.token_hex(8)}.tmp"
     place.rename(name, place, hidden)
     place.sync()
-    if stat.S_ISDIR(status.st_mode):
+    if is_directory:
         place.remove_tree(hidden)
     else:
         place.unlink(hidden)

@@ -54,7 +54,7 @@ from eformer._engine.record.names import BARE_LEAF, escape, is_inside, join_name
 from eformer._engine.record.pieces import PIECE_BYTES
 from eformer._engine.record.text import few
 from eformer._engine.record.values import MALFORMED_JSON, value_to_json
-from eformer._engine.stores.local import list_names, read_small
+from eformer._engine.stores.local import list_names, read_small, walk
 from eformer._engine.stores.local_files import LocalFiles
 from eformer._engine.stores.ocdbt import MANIFEST, list_arrays, require_plain_files
 from eformer._engine.stores.virtual_files import ChainedFiles, PartFiles
@@ -252,7 +252,7 @@ def _is_other_item(path: Path) -> bool:
     called."""
     if path.name.startswith(".") or path.is_symlink() or not path.is_dir() or is_checkpoint(path):
         return False
-    return any(names for _, _, names in os.walk(path))
+    return any(not entry.is_dir(follow_symlinks=False) for entry in walk(path))
 
 
 # ------------------------------------------------------------------------------------------- reading

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from eformer._engine.record.names import escape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from eformer._engine.record.regions import Region
 
@@ -17,6 +17,7 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 PRIVATE = ".private"  # what only we should read: there is more in it than belongs to the tree
 
+_SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _SHARD = re.compile(r"(?P<base>.*)-(?P<index>\d{5,})-of-(?P<total>\d{5,})", re.DOTALL)
 
 
@@ -69,8 +70,10 @@ def is_marked(metadata: Mapping[str, str]) -> bool:
 
 
 def save_of(metadata: Mapping[str, str]) -> str:
-    """Which save wrote a file; nothing for one that is not ours."""
-    return metadata.get("eformer", "").partition(" ")[0]
+    """Which save wrote a file; nothing for one that is not ours. Names are made of it: whoever wrote the file could
+    have written anything."""
+    save_id = metadata.get("eformer", "").partition(" ")[0]
+    return save_id if _SAVE_ID.fullmatch(save_id) else ""
 
 
 def own_name(name: str, save_id: str, *, is_private: bool) -> str:
@@ -89,10 +92,11 @@ def renumbered(name: str) -> str:
     return own_name(shard_name(base, number, number), save_id, is_private=name.endswith(PRIVATE))
 
 
-def is_leftover(name: str, metadata: Mapping[str, str]) -> bool:
-    """Whether the file was put under this name by a save of ours. A renamed copy was not."""
-    save_id, _, base = metadata.get("eformer", "").partition(" ")
+def is_leftover(name: str, metadata: Mapping[str, str], bases: Container[str]) -> bool:
+    """Whether the file was put under this name by a save of ours, of a tree whose files begin with one of `bases`. A
+    renamed copy was not."""
+    save_id, base = save_of(metadata), metadata.get("eformer", "").partition(" ")[2]
     pattern = (
         rf"{re.escape(base)}(-\d{{5,}}-of-\d{{5,}})?(\.{re.escape(save_id)})?{re.escape(SUFFIX)}({PRIVATE})?"
     )
-    return bool(save_id) and re.fullmatch(pattern, name) is not None
+    return bool(save_id) and base in bases and re.fullmatch(pattern, name) is not None

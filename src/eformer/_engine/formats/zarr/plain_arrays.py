@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _MOST_DEPTH = 100
+_CHECKPOINTS = {INDEX, "_METADATA", "_CHECKPOINT_METADATA"}  # what another checkpoint has at its top
 _MOST_DESCRIPTION = 2**20
 
 
@@ -37,7 +38,7 @@ def discover(directory: Path) -> Iterator[Listed]:
                     below.append(f"{path}/{entry.name}" if path else entry.name)
         if ZARRAY in names and path:
             yield Listed(path)
-        elif depth < _MOST_DEPTH and not (path and INDEX in names):
+        elif depth < _MOST_DEPTH and not (path and _CHECKPOINTS & names):
             todo += [(name, depth + 1) for name in sorted(below, reverse=True)]
 
 
