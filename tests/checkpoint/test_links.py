@@ -300,7 +300,7 @@ def test_a_journal_removes_nothing_that_the_index_knows(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["directory", "sparse", "socket"])
-def test_a_journal_that_is_no_small_file_is_none(tmp_path, what):
+def test_a_journal_that_is_no_small_file_is_none(tmp_path, what, monkeypatch):
     save(TREE, tmp_path, format="tensorstore")
     before = len(os.listdir("/dev/fd"))
     (tmp_path / SCRATCH).mkdir()
@@ -311,8 +311,9 @@ def test_a_journal_that_is_no_small_file_is_none(tmp_path, what):
         journal.touch()
         os.truncate(journal, 2**40)
     else:
+        monkeypatch.chdir(journal.parent)  # for names of sockets are short
         with socket.socket(socket.AF_UNIX) as end:
-            end.bind(os.path.relpath(journal))
+            end.bind(journal.name)
     save(NEXT, tmp_path, format="tensorstore")
     assert not (tmp_path / SCRATCH).exists()
     assert len(os.listdir("/dev/fd")) == before
@@ -402,7 +403,8 @@ def test_a_file_of_ours_that_was_copied_there_alone_stays(tmp_path):
     (tmp_path / "work").mkdir()
     shutil.copy(tmp_path / "run" / "model.safetensors", tmp_path / "work")
     save(NEXT, tmp_path / "work", prefix="tuned")
-    assert_same(load(tmp_path / "work" / "model.safetensors"), load(tmp_path / "run" / "model.safetensors"))
+    found = load(tmp_path / "work" / "model.safetensors")
+    np.testing.assert_array_equal(found["a"]["w"], TREE["a"]["w"])
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])

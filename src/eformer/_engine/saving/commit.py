@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -75,18 +76,26 @@ def seal(
 
 
 def _publish(place: Directory, temporary: str, final: str) -> None:
-    outer, _, name = temporary.rpartition("/")
-    if not outer:
-        place.rename(name, place, final)
-        return
-    with place.enter(outer) as scratch:
-        scratch.rename(name, place, final)
+    with _folder_of(place, temporary) as (folder, name):
+        folder.rename(name, place, final)
 
 
-def _is_same(place: Directory, temporary: str, name: str) -> bool:
+def _is_same(place: Directory, temporary: str, final: str) -> bool:
     """Whether both are names of one file."""
-    a, b = place.status(temporary), place.status(name)
+    with _folder_of(place, temporary) as (folder, name):
+        a, b = folder.status(name), place.status(final)
     return a is not None and b is not None and os.path.samestat(a, b)
+
+
+@contextlib.contextmanager
+def _folder_of(place: Directory, path: str) -> Iterator[tuple[Directory, str]]:
+    """The directory that a scratch file is in, and its name there."""
+    outer, _, name = path.rpartition("/")
+    if not outer:
+        yield place, name
+        return
+    with place.enter(outer) as folder:
+        yield folder, name
 
 
 def is_sealed(directory: Path, save_id: str) -> bool:
@@ -192,7 +201,8 @@ def _bring_up_to_date(place: Directory, base: str, tree: TreeEntry) -> None:
     names = [file.name for file in tree.files]
     saved = _save_of_index(place.path, index)
     is_of_use = tree.parts != "torn" and not any(name.endswith(PRIVATE) for name in names)
-    if saved is None and place.status(index) is not None:
+    status = place.status(index)
+    if saved is None and status is not None and not stat.S_ISLNK(status.st_mode):
         logger.warning("%s was not written by eformer, and was left as it is", place.path / index)
         return
     if names == plain_names(base, 1) or not names or not is_of_use:
@@ -230,11 +240,15 @@ class _IndexHead(msgspec.Struct):
 
 
 def _save_of_index(directory: Path, name: str) -> str | None:
-    """Which save of ours an index is of; None for one that is not ours, or is not there."""
+    """Which save of ours an index is of, nothing if it is damaged; None for one that is not ours, or is not there."""
     try:
-        return msgspec.json.decode(read_small(directory, name) or b"", type=_IndexHead).metadata.eformer
-    except (*MALFORMED_JSON, FileNotFoundError, FormatError):
+        data = read_small(directory, name) or b""
+    except (OSError, FormatError):
         return None
+    try:
+        return msgspec.json.decode(data, type=_IndexHead).metadata.eformer
+    except MALFORMED_JSON:
+        return "" if b'"eformer"' in data else None
 
 
 def _leftovers(place: Directory, named: set[str], bases: set[str]) -> Iterator[str]:

@@ -355,7 +355,7 @@ class ArraysWriter:
         for array in found:
             if not is_text(array.path):
                 raise FormatError(
-                    f"{self.directory} holds the array {array.path!r}, whose name is not UTF-8: an index cannot list it. "
+                    f"{self.directory} holds the array {array.path!r}, whose name is not UTF-8; no index can list it. "
                     "Rename it, or save to another directory"
                 )
         return Index(arrays=found) if found else Index()

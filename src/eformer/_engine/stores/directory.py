@@ -129,10 +129,10 @@ class Directory:
                 raise FormatError(f"{self.path / name} is not a regular file")
             if status.st_size > most:
                 raise FormatError(f"{self.path / name} has {status.st_size} bytes, {most} are the most")
-            data = bytearray()
-            while chunk := os.read(descriptor, most):
+            data = b""
+            while chunk := os.read(descriptor, status.st_size + 1):
                 data += chunk
-            return bytes(data)
+            return data
         finally:
             os.close(descriptor)
 

@@ -133,9 +133,10 @@ class ScratchTree:
     def files(self, below: str = "") -> list[str]:
         """All files of the data, in and below a directory of it."""
         start = self.data.path / below
+        entries = walk(start) if start.is_dir() else ()
         return [
             os.path.relpath(entry.path, self.data.path)
-            for entry in walk(start)
+            for entry in entries
             if not entry.is_dir(follow_symlinks=False)
         ]
 

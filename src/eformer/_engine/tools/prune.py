@@ -23,6 +23,9 @@ from eformer.errors import CorruptionError, EformerError, NotFoundError
 _STEP = re.compile(r"(?P<before>.*?)(?P<step>\d+)(?P<after>\.(safetensors|npz|msgpack|eqx))?")
 
 
+Identity = tuple[int, int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Pruned:
     """What `prune` removed, or would; `kept`; and `left` alone, with the reasons: what is no whole checkpoint."""
@@ -32,7 +35,7 @@ class Pruned:
     kept: tuple[str, ...]
     left: dict[str, str]
     nbytes: int
-    inodes: tuple[int, ...] = field(default=(), repr=False)  # of what is removed
+    identities: tuple[Identity, ...] = field(default=(), repr=False)  # of what is removed
 
 
 def prune(
@@ -68,8 +71,8 @@ def planned(directory: str | os.PathLike[str], keep: int) -> Pruned:
     if not removed and not kept:
         raise NotFoundError(f"{where} has no checkpoints that are called by their steps, such as run-100")
     nbytes = sum(_nbytes(where / name) for name in removed)
-    inodes = tuple((where / name).lstat().st_ino for name in removed)
-    return Pruned(str(where), tuple(removed), tuple(kept), left, nbytes, inodes)
+    identities = tuple(_identity((where / name).lstat()) for name in removed)
+    return Pruned(str(where), tuple(removed), tuple(kept), left, nbytes, identities)
 
 
 def _linked(where: Path) -> set[str]:
@@ -82,8 +85,8 @@ def _linked(where: Path) -> set[str]:
 def remove(plan: Pruned) -> None:
     """Exactly what was planned, whatever has come since."""
     with Directory.open(Path(plan.directory)) as place:
-        for name, inode in zip(plan.removed, plan.inodes, strict=True):
-            _remove(place, name, inode)
+        for name, identity in zip(plan.removed, plan.identities, strict=True):
+            _remove(place, name, identity)
 
 
 def _refuse_checkpoint(where: Path) -> None:
@@ -141,17 +144,19 @@ def _require_sound(plan: Pruned) -> None:
 def _nbytes(path: Path) -> int:
     if path.is_file():
         return path.stat().st_size
-    return sum(
-        entry.stat(follow_symlinks=False).st_size
-        for entry in walk(path)
-        if entry.is_file(follow_symlinks=False)
-    )
+    files = (entry for entry in walk(path) if entry.is_file(follow_symlinks=False))
+    return sum(entry.stat(follow_symlinks=False).st_size for entry in files)
 
 
-def _remove(place: Directory, name: str, inode: int) -> None:
+def _identity(status: os.stat_result) -> Identity:
+    """By what to know a file or a directory again; numbers of inodes are given anew."""
+    return status.st_mode, status.st_ino, status.st_mtime_ns
+
+
+def _remove(place: Directory, name: str, identity: Identity) -> None:
     """First out of sight: what is half removed is never taken for a checkpoint."""
     status = place.status(name)
-    if status is None or status.st_ino != inode:
+    if status is None or _identity(status) != identity:
         raise ValueError(
             f"{place.path / name} is not what it was when this was planned; it was left as it is"
         )
