@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -405,6 +405,11 @@ class ArraysWriter:
         tops = {prefix: _tops(listed) for prefix, listed in index.listed().items()}
         kept = {name for prefix, names in tops.items() if prefix != self.prefix for name in names}
         mark = self._replaced_id(index)
+        unmarked: dict[str, list[str]] = {}
+        for array in index.listed().get(self.prefix, ()) if not mark else ():
+            # What was only found there, and listed by a save of ours, has no shape in the index: that stays.
+            if array.shape is not None:
+                unmarked.setdefault(array.path.split("/")[0], []).append(f"{array.path}/{ZARRAY}")
         for name in sorted(tops.get(self.prefix, set()) - kept):
             try:
                 with place.enter(name) as top:
@@ -414,10 +419,7 @@ class ArraysWriter:
             except OSError as error:
                 logger.warning("%s is replaced, but not removed: %s", place.path / name, error.strerror)
                 continue
-            # What was only found there, and listed by a save of ours, has no shape in the index: that stays.
-            listed = [a.path for a in index.listed()[self.prefix] if not mark and a.shape is not None]
-            paths = [f"{path}/{ZARRAY}" for path in listed if path.split("/")[0] == name]
-            described = (_described(place, path, path) for path in paths)
+            described = (_described(place, path, path) for path in unmarked.get(name, ()))
             yield Moved(name, inode, mark, tuple(filter(None, described)))
 
     def _replaced_id(self, index: Index) -> str:
@@ -505,8 +507,9 @@ def _make_parents(scratch: ScratchTree, arrays: Sequence[Array]) -> None:
     for path in list(parents):
         while path := path.rpartition("/")[0]:
             parents.add(path)
-    for path in sorted(parents - {""}):
-        scratch.make_folder(path).close()
+    with closing(scratch.make_folders(sorted(parents - {""}))) as folders:
+        for _ in folders:
+            pass
 
 
 def _file_tasks(
@@ -531,8 +534,8 @@ def _file_tasks(
 
 
 def _write_small(scratch: ScratchTree, arrays: Sequence[Array], meter: Meter) -> None:
-    for array in arrays:
-        with scratch.make_folder(array.path) as folder:
+    with closing(scratch.make_folders(array.path for array in arrays)) as folders:
+        for array, folder in zip(arrays, folders, strict=True):
             if array.source.is_first:
                 write_new(folder, ZARRAY, array.zarray)
             for chunk in array.to_write:

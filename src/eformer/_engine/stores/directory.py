@@ -15,6 +15,7 @@ import os
 import stat
 import sys
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
 from eformer._engine.record.names import is_inside
@@ -22,7 +23,6 @@ from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 logger = logging.getLogger("eformer")
 
@@ -45,10 +45,15 @@ _MOST_DEPTH = 400  # of what is removed; no tree of ours is nested as deeply
 class Directory:
     """A directory that is open. The names that its methods take are plain: no link is followed, no slash taken."""
 
-    __slots__ = ("_can_be_read", "descriptor", "path")
+    __slots__ = ("_can_be_read", "_where", "descriptor")
 
-    def __init__(self, path: Path, descriptor: int, *, can_be_read: bool = True) -> None:
-        self.path, self.descriptor, self._can_be_read = path, descriptor, can_be_read
+    def __init__(self, path: Path | str, descriptor: int, *, can_be_read: bool = True) -> None:
+        self._where, self.descriptor, self._can_be_read = path, descriptor, can_be_read
+
+    @property
+    def path(self) -> Path:
+        """Where it was when it was opened: for messages, and for those who read."""
+        return Path(self._where)
 
     @classmethod
     def open(cls, path: Path) -> Directory:
@@ -69,7 +74,7 @@ class Directory:
         if not is_inside(path):
             raise FormatError(f"{path[:200]!r} is not the name of a directory in {self.path}")
         try:
-            return Directory(self.path / path, _open_below(self.descriptor, path))
+            return Directory(f"{self._where}/{path}", _open_below(self.descriptor, path))
         except OSError as error:
             code = errno.ENOTDIR if error.errno == errno.ELOOP else error.errno
             raise OSError(code, os.strerror(code or 0), str(self.path / path)) from error
@@ -297,6 +302,7 @@ class _How(ctypes.Structure):
 
 _OPENAT2 = 437  # the number of the system call, on every architecture
 _RESOLVE = 0x01 | 0x02 | 0x04 | 0x08  # no other mounts, no magic links, no links, nothing above
+_HOW = ctypes.byref(_How(_OPEN | os.O_NOFOLLOW, 0, _RESOLVE))
 _NO_OPENAT2 = {errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.E2BIG}
 
 
@@ -317,9 +323,9 @@ def _open_below(descriptor: int, path: str) -> int:
     """Open a directory below another, without following links or crossing into what is mounted there."""
     code = errno.ENOSYS
     if _syscall is not None:  # Linux 5.6; some containers forbid it
-        how = _How(_OPEN | os.O_NOFOLLOW, 0, _RESOLVE)
+        name = os.fsencode(path)
         while True:
-            found = _syscall(_OPENAT2, descriptor, os.fsencode(path), ctypes.byref(how), ctypes.sizeof(how))
+            found = _syscall(_OPENAT2, descriptor, name, _HOW, ctypes.sizeof(_How))
             if found >= 0:
                 return found
             code = ctypes.get_errno()

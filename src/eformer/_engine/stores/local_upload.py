@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,7 +20,7 @@ from eformer._engine.stores.removal import Moved, remove_moved
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
     from pathlib import Path
 
 logger = logging.getLogger("eformer")
@@ -96,13 +96,26 @@ class ScratchTree:
 
     # --------------------------------------------------------------------------------------- write
 
-    def make_folder(self, path: str) -> Directory:
-        """Make a directory in one that is there, and open it. The caller closes it."""
-        outer, _, name = path.rpartition("/")
-        with self.folder(outer) as folder:
-            with suppress(FileExistsError):  # another process may have been first
-                folder.make(name)
-            return folder.enter(name)
+    def make_folders(self, paths: Iterable[str]) -> Generator[Directory, None, None]:
+        """Make directories in others that are there, and open each until the next one is asked for."""
+        last, parent = "", self.folder("")
+        try:
+            for path in paths:
+                outer, _, name = path.rpartition("/")
+                if outer != last:  # neighbours have the same
+                    parent.close()
+                    last, parent = outer, self.folder(outer)
+                with suppress(FileExistsError):  # another process may have been first
+                    parent.make(name)
+                with parent.enter(name) as folder:
+                    yield folder
+        finally:
+            parent.close()
+
+    @contextmanager
+    def make_folder(self, path: str) -> Iterator[Directory]:
+        """Make a directory in one that is there, and open it."""
+        yield from self.make_folders([path])
 
     def folder(self, path: str) -> Directory:
         """Open a directory of the data; "" is the data itself. The caller closes it."""
