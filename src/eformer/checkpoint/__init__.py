@@ -1,4 +1,4 @@
-"""The engine: trees to named leaves, leaves to bytes, bytes to stable storage, and back.
+"""Save trees of arrays to checkpoints, load them onto any mesh, and look after them.
 
     save, save_async         write a tree; SaveOptions says how, Pending is a save that is under way
     load                     read a tree, onto any mesh
@@ -9,8 +9,6 @@
     prune                    delete all but the last checkpoints of a run: Pruned
     dry_run                  compute how many bytes a load would put on each device: DryRun
     register_node            let trees with nodes of a class come back without `like`
-
-Modules that start with an underscore are private, and may change at any time.
 """
 
 from importlib import import_module
