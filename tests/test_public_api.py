@@ -175,6 +175,7 @@ def test_help_begins_with_the_public_names_and_lists_them_with_their_docstrings(
         assert re.search(rf"\b{name}\b", text[:contents])
         assert re.search(rf"^    (class )?{name}\(", text[listed:], re.MULTILINE)
     assert "__getattr__" not in text
+    assert text[contents:listed].split() == ["PACKAGE", "CONTENTS"]  # no private modules
 
 
 def test_the_doors_open_after_import_eformer_alone():
