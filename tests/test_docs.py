@@ -14,7 +14,7 @@ def test_the_examples_in_the_documents_are_what_happens():
 
 
 def test_every_link_leads_somewhere():
-    for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")):
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 

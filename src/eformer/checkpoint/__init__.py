@@ -1,14 +1,14 @@
 """Save trees of arrays to checkpoints, load them onto any mesh, and look after them.
 
-    save, save_async         write a tree; SaveOptions says how, Pending is a save that is under way
-    load                     read a tree, onto any mesh
-    open, inspect            look at the leaves of a checkpoint without loading it: View, Manifest
-    verify                   check every byte against its digest: Report
-    diff                     compare two checkpoints: Diff
-    convert                  write a checkpoint in another format: Conversion
-    prune                    delete all but the last checkpoints of a run: Pruned
-    dry_run                  compute how many bytes a load would put on each device: DryRun
-    register_node            let trees with nodes of a class come back without `like`
+save, save_async         write a tree; SaveOptions says how, Pending is a save that is under way
+load                     read a tree, onto any mesh
+open, inspect            look at the leaves of a checkpoint without loading it: View, Manifest
+verify                   check every byte against its digest: Report
+diff                     compare two checkpoints: Diff
+convert                  write a checkpoint in another format: Conversion
+prune                    delete all but the last checkpoints of a run: Pruned
+dry_run                  compute how many bytes a load would put on each device: DryRun
+register_node            let trees with nodes of a class come back without `like`
 """
 
 from importlib import import_module
