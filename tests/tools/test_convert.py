@@ -148,6 +148,21 @@ def test_npz_is_what_numpy_loads(tmp_path):
     np.testing.assert_array_equal(load(tmp_path / "new.npz")["b"], state["b"])
 
 
+@pytest.mark.parametrize(
+    ("tree", "is_said"),
+    [
+        ({"list": np.ones(2), "tuple": {"list": np.ones(2)}}, False),
+        ({"a": {"b": [np.ones(2)]}}, True),
+        ((np.ones(2),), True),
+        (np.ones(2), False),
+    ],
+)
+def test_of_lists_it_is_said_that_they_become_dicts(tmp_path, tree, is_said):
+    save(tree, tmp_path / "old")
+    notes = convert(tmp_path / "old", tmp_path / "new.npz").notes
+    assert ("npz has names alone: lists and tuples come back as dicts" in notes) == is_said
+
+
 def test_what_npz_has_no_types_for_is_refused_all_at_once(tmp_path):
     save({"a": jnp.ones(2, jnp.float8_e5m2), "b": jnp.ones(2, jnp.int4), "c": b"x"}, tmp_path / "old")
     with pytest.raises(MismatchError, match="npz has no such types; cast floats with dtype=") as caught:

@@ -6,6 +6,7 @@ import os
 import re
 from typing import TYPE_CHECKING, TypeVar
 
+from eformer._engine.formats.markers import ORBAX_TREE
 from eformer._engine.formats.others import orbax
 from eformer._engine.formats.others import sniff as files
 from eformer._engine.formats.safetensors import read as safetensors
@@ -102,7 +103,7 @@ def _nothing_in(directory: Path, names: list[str]) -> Found:
     hint = f". Is it one of {inner[:_MOST_SHOWN]}?" if inner else ""
     raise NotFoundError(
         f"{directory} holds no checkpoint: looked for {INDEX}, {MANIFEST}, *{INDEX_SUFFIX}, *{SUFFIX}, Orbax's "
-        f"{orbax.METADATA} or a tree in msgpack called checkpoint, and zarr arrays; there is {there}{hint}"
+        f"{ORBAX_TREE} or a tree in msgpack called checkpoint, and zarr arrays; there is {there}{hint}"
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from eformer._engine.formats.others.orbax import METADATA
+from eformer._engine.formats.markers import ORBAX_TREE
 from eformer._engine.formats.safetensors.header import open_header
 from eformer._engine.formats.safetensors.names import (
     INDEX_SUFFIX,
@@ -132,7 +132,7 @@ def check_place(directory: Path, prefix: str) -> bool:
     if manifest is None or prefix not in manifest.trees:
         base = base_name(prefix)
         foreign = [MANIFEST] if manifest is None and MANIFEST in there else []
-        foreign += [METADATA] if METADATA in there else []
+        foreign += [ORBAX_TREE] if ORBAX_TREE in there else []
         if base + SUFFIX in there and not is_marked(_metadata(directory, base + SUFFIX)):
             foreign.append(base + SUFFIX)
         index = base + INDEX_SUFFIX

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from eformer._engine.formats.codecs import zstd_compress
-from eformer._engine.formats.others.orbax import METADATA
+from eformer._engine.formats.markers import ORBAX_TREE
 from eformer._engine.formats.safetensors.names import MANIFEST
 from eformer._engine.formats.zarr.index import INDEX, Index, Listed, read_index
 from eformer._engine.formats.zarr.plain_arrays import discover
@@ -493,8 +493,10 @@ def check_place(directory: Path) -> bool:
             f"{directory / MANIFEST} is there: the directory holds a checkpoint of another format, or something "
             "else. Save to another directory, or with format='safetensors'"
         )
-    if METADATA in names:
-        raise FileExistsError(f"{directory / METADATA} was not written by eformer; save to another directory")
+    if ORBAX_TREE in names:
+        raise FileExistsError(
+            f"{directory / ORBAX_TREE} was not written by eformer; save to another directory"
+        )
     return index is not None
 
 

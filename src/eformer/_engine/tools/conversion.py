@@ -180,7 +180,7 @@ def _losses(made: Made, form: To) -> Iterator[str]:
             yield f"{form} has no PRNG keys: {', '.join(keys)[:200]} are numbers, for jax.random.wrap_key_data"
     if form == "npz":
         yield "npz has no digests, only checksums, which not all programs compare"
-        if '"list"' in (text := msgspec.json.encode(made.structure).decode()) or '"tuple"' in text:
+        if streams.has_sequences(made.structure):
             yield "npz has names alone: lists and tuples come back as dicts"
         if made.raw_values:
             yield "npz has arrays alone: plain numbers and texts are arrays without axes"

@@ -143,6 +143,17 @@ def _children(structure: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from ((str(index), child) for index, child in enumerate(inside))
 
 
+def has_sequences(structure: Any) -> bool:
+    """Whether there is a list or a tuple among the containers."""
+    todo = [structure]
+    while todo:
+        if isinstance(node := todo.pop(), dict):
+            if next(iter(node)) in ("list", "tuple"):
+                return True
+            todo += [child for _, child in _children(node)]
+    return False
+
+
 def check_msgpack(structure: Any, values: Mapping[str, Any]) -> None:
     """Refuses what msgpack cannot hold, such as large integers, and keys that would be the same text."""
     problems = [f"leaf {name!r} is {value!r}"[:200] for name, value in values.items() if not can_pack(value)]

@@ -28,6 +28,7 @@ import numpy as np
 
 from eformer._engine.formats.found import Found, Trees
 from eformer._engine.formats.left_out import is_checkpoint, left_out
+from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.others.orbax_aggregate import NAME as AGGREGATE
 from eformer._engine.formats.others.orbax_aggregate import (
     Aggregate,
@@ -68,8 +69,6 @@ if TYPE_CHECKING:
 
 FORMAT = "orbax"
 
-METADATA = "_METADATA"
-_CHECKPOINT = "_CHECKPOINT_METADATA"
 _SHARDINGS = "_sharding"
 _TEXTS = "_strings.json"
 _ARRAYS = "array_metadatas"
@@ -88,15 +87,15 @@ def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
     """The checkpoint of Orbax that a directory holds; of steps, the last one. None if there is none."""
     if _is_tree(directory):
         return _found(directory, {"": _Item(directory)})
-    if _CHECKPOINT not in names and (steps := steps_in(directory, names)):
+    if ORBAX_CHECKPOINT not in names and (steps := steps_in(directory, names)):
         return in_directory(directory / steps[-1], list_names(directory / steps[-1]))
     handlers = _checkpoint(directory).item_handlers
     items = {name: item for name in names if (item := _item(directory / name, handlers))}
     if items:
         return _found(directory, items)
-    if _CHECKPOINT in names:
+    if ORBAX_CHECKPOINT in names:
         raise NotFoundError(
-            f"{directory} is a checkpoint of Orbax, but no item in it has {METADATA}: no tree was saved, or its save "
+            f"{directory} is a checkpoint of Orbax, but no item in it has {ORBAX_TREE}: no tree was saved, or its save "
             "has not finished"
         )
     return None
@@ -104,7 +103,7 @@ def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
 
 def marks(directory: Path) -> list[str]:
     """List the files by which the directory itself is a checkpoint of Orbax, and not only what is in it."""
-    found = [name for name in (METADATA, _CHECKPOINT) if (directory / name).is_file()]
+    found = [name for name in (ORBAX_TREE, ORBAX_CHECKPOINT) if (directory / name).is_file()]
     return [*found, AGGREGATE] if is_aggregate(directory) else found
 
 
@@ -112,7 +111,7 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 def _is_tree(path: Path) -> bool:
-    return (path / METADATA).is_file() or is_aggregate(path)
+    return (path / ORBAX_TREE).is_file() or is_aggregate(path)
 
 
 class _Item(msgspec.Struct, frozen=True):
@@ -165,8 +164,8 @@ def steps_in(directory: Path, names: Sequence[str]) -> list[str]:
 def _is_step(path: Path, *, may_be_item: bool) -> bool:
     """Tell whether a directory with the name of a step is one. An item of such a name is a tree itself."""
     if path.is_symlink() or not path.is_dir():
-        return (path / _CHECKPOINT).is_file()
-    if (path / _CHECKPOINT).is_file() or (not may_be_item and _is_tree(path)):
+        return (path / ORBAX_CHECKPOINT).is_file()
+    if (path / ORBAX_CHECKPOINT).is_file() or (not may_be_item and _is_tree(path)):
         return True
     return not _is_tree(path) and any(_item(path / name, {}) for name in list_names(path))
 
@@ -225,7 +224,7 @@ def _left_out(
     readers: Mapping[str, _Reader],
 ) -> tuple[str, ...]:
     read = {
-        _CHECKPOINT,
+        ORBAX_CHECKPOINT,
         _INDICATOR,
         *documents,
         *(name for name in list_names(directory) if _UNFINISHED in name),
@@ -338,7 +337,7 @@ class _Reader:
     def __init__(self, home: Path, item: _Item) -> None:
         self.home, self.item, self.directory = home, item, item.directory
         self.root = "" if item.directory == home else item.directory.relative_to(home).as_posix()
-        self.about: _Tree | None = _optional(self.directory, METADATA, _Tree)
+        self.about: _Tree | None = _optional(self.directory, ORBAX_TREE, _Tree)
         self.aggregate = read_aggregate(self.directory) if is_aggregate(self.directory) else None
         if item.is_array and not self.aggregate:
             self.about = self.about or _Tree({_ARRAY: _Leaf([_Key(_ARRAY)], _Value())})
@@ -430,7 +429,7 @@ class _Reader:
         problems += [name for name, path in named.items() if path != stored.get(name, path)]
         if problems:
             raise FormatError(
-                f"{self.directory}: {METADATA} and the file {AGGREGATE!r} disagree about these leaves: "
+                f"{self.directory}: {ORBAX_TREE} and the file {AGGREGATE!r} disagree about these leaves: "
                 f"{few(problems)[:400]}"
             )
 
@@ -480,7 +479,7 @@ class _Reader:
 
     def read(self) -> Iterator[str]:
         """List the paths of all that belongs to the tree."""
-        names = [METADATA, _SHARDINGS, _TEXTS, _ARRAYS]
+        names = [ORBAX_TREE, _SHARDINGS, _TEXTS, _ARRAYS]
         if self.aggregate:
             names.append(AGGREGATE)
         if self.is_database:
@@ -647,10 +646,10 @@ def _optional(directory: Path, name: str, kind: Any) -> Any:
 
 def _checkpoint(directory: Path) -> _Checkpoint:
     try:
-        found: _Checkpoint | None = _optional(directory, _CHECKPOINT, _Checkpoint)
+        found: _Checkpoint | None = _optional(directory, ORBAX_CHECKPOINT, _Checkpoint)
     except FormatError:  # Python's JSON has NaN and Infinity, ours has not
         with suppress(ValueError, RecursionError, msgspec.ValidationError):
-            document = json.loads(read_small(directory, _CHECKPOINT) or b"")
+            document = json.loads(read_small(directory, ORBAX_CHECKPOINT) or b"")
             return msgspec.convert(document, _Checkpoint)
         raise
     return found or _Checkpoint()

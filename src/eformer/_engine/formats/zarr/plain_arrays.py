@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.nested_names import nested, parts_of_path
 from eformer._engine.formats.zarr.index import INDEX, Listed
 from eformer._engine.formats.zarr.zarray import ZARRAY, ZArray, chunks_of, count_chunks, parse_zarray
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _MOST_DEPTH = 100
-_CHECKPOINTS = {INDEX, "_METADATA", "_CHECKPOINT_METADATA"}  # what another checkpoint has at its top
+_CHECKPOINTS = {INDEX, ORBAX_TREE, ORBAX_CHECKPOINT}  # what another checkpoint has at its top
 _MOST_DESCRIPTION = 2**20
 
 
