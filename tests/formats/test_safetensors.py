@@ -408,6 +408,18 @@ def test_a_manifest_of_something_else_is_neither_a_hindrance_nor_replaced(tmp_pa
         save(weights, tmp_path, prefix="mine")
 
 
+def test_a_tensor_of_absurdly_many_axes_is_refused_at_once(tmp_path, weights):
+    """The product of a million large numbers takes minutes."""
+    save(weights, tmp_path)
+    shape = ",".join(["9223372036854775807"] * 10**6)
+    (tmp_path / "x.safetensors").write_bytes(
+        header(f'{{"x": {{"dtype": "F32", "shape": [{shape}], "data_offsets": [0, 0]}}}}'.encode())
+    )
+    save(weights, tmp_path)
+    with pytest.raises(FormatError, match="has 1000000 axes"):
+        load(tmp_path / "x.safetensors")
+
+
 def test_what_lies_about_does_not_make_a_save_fail(tmp_path, weights):
     save(weights, tmp_path)
     (tmp_path / "x.safetensors").write_bytes(header(b'{"\xff": 1}'))

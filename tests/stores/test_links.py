@@ -374,6 +374,79 @@ def test_arrays_that_were_only_found_there_are_never_removed(tmp_path):
     assert_same(load(tmp_path, prefix=""), NEXT)
 
 
+def test_an_index_that_says_another_shape_removes_nothing(tmp_path):
+    foreign_array(tmp_path / "mine" / "data")
+    listed = [{"path": "mine/data", "shape": [], "dtype": "float32"}]
+    index = {"format": "tensorstore", "version": "2.0", "prefixes": {"m": listed}}
+    (tmp_path / "tensorstore_index.json").write_text(json.dumps(index))
+    (tmp_path / "m_structure.json").write_text("MY PROTEIN")
+    before = contents(tmp_path / "mine")
+    save(TREE, tmp_path, format="tensorstore", prefix="m")
+    assert contents(tmp_path / "mine") == before
+    assert (tmp_path / "m_structure.json").read_text() == "MY PROTEIN"
+
+
+def test_empty_directories_of_the_user_stay(tmp_path):
+    save(TREE, tmp_path, format="tensorstore", prefix="m")
+    (tmp_path / "m" / "todo" / "later").mkdir(parents=True)
+    save(NEXT, tmp_path, format="tensorstore", prefix="m")
+    assert [str(path.relative_to(tmp_path)) for path in (tmp_path / "m").rglob("*")] == [
+        "m/todo",
+        "m/todo/later",
+    ]
+
+
+def test_a_mark_that_was_put_into_another_checkpoint_removes_nothing_there(tmp_path):
+    save(TREE, tmp_path, format="tensorstore", options=SaveOptions(ocdbt=True), prefix="m")
+    root = checkpoint.inspect(tmp_path).trees["m"].root
+    (tmp_path / root / "_METADATA").write_text("{}")
+    before = contents(tmp_path / root)
+    save(NEXT, tmp_path, format="tensorstore", prefix="m")
+    assert contents(tmp_path / root) == before
+
+
+@pytest.mark.parametrize("depth", [300, 1200])
+def test_an_index_of_something_nested_absurdly_deep(tmp_path, depth):
+    foreign_array(tmp_path / "z")
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("a", dir_fd=descriptor)
+        outer, descriptor = descriptor, os.open("a", os.O_RDONLY, dir_fd=descriptor)
+        os.close(outer)
+    os.link(tmp_path / "z" / ".zarray", ".zarray", dst_dir_fd=descriptor)
+    os.close(descriptor)
+    shutil.rmtree(tmp_path / "z")
+    listed = [{"path": "/".join("a" * depth), "shape": [10], "dtype": "float32"}]
+    index = {"format": "tensorstore", "version": "2.0", "prefixes": {"m": listed}}
+    (tmp_path / "tensorstore_index.json").write_text(json.dumps(index))
+    for prefix in ("m", "m", "q"):
+        save(TREE, tmp_path, format="tensorstore", prefix=prefix)
+        assert_same(load(tmp_path, prefix=prefix), TREE)
+    assert not list(tmp_path.glob(".eformer-*"))
+    os.system(f"rm -rf {tmp_path / 'a'}")
+
+
+def test_a_path_that_could_not_be_read_again_is_refused(tmp_path):
+    path = tmp_path
+    while len(str(path)) < 3700:
+        path = path / ("x" * 200)
+    path = path / ("y" * (3900 - len(str(path)) - 1))
+    save({"w": np.ones(3)}, path, format="tensorstore", prefix="m")
+    with pytest.raises(OSError, match="File name too long"):
+        save({"k" * 150: {"j" * 150: np.ones(3)}}, path, format="tensorstore", prefix="m")
+    assert_same(load(path, prefix="m"), {"w": np.ones(3)})
+    assert sorted(os.listdir(path)) == ["m", "tensorstore_index.json"]
+
+
+@pytest.mark.parametrize("layout", ["arrays, prefix", "database, prefix"])
+def test_a_path_with_dots_is_as_good_as_any(tmp_path, layout):
+    (tmp_path / "a").mkdir()
+    how = dict(LAYOUTS[layout])
+    for tree in (TREE, NEXT):
+        save(tree, tmp_path / "a" / ".." / "run", **how)
+        assert_same(load(tmp_path / "a" / ".." / "run"), tree)
+
+
 def test_an_index_reaches_into_no_other_checkpoint(tmp_path):
     for name in ("sub/m/w", "other/m/w"):
         foreign_array(tmp_path / name)
@@ -692,17 +765,24 @@ def write_path(path):
     [lambda path: save_to_file(TREE, path), lambda path: save(TREE, path), write_path],
     ids=["save_to_file", "save", "write_bytes"],
 )
-@pytest.mark.parametrize("target", ["0", "plain/model.safetensors", "new", "database"])
+@pytest.mark.parametrize("target", ["0", "plain/model.safetensors", "new", "absent/file"])
 def test_a_link_is_replaced_by_a_file_and_not_written_through(tmp_path, unchanged, write, target):
     path = tmp_path / "x.safetensors"
     path.symlink_to(unchanged / target)
-    if target == "database" and write.__name__ != "write_path":
-        path.unlink()
-        path.symlink_to(unchanged / "absent" / "file")
     write(path)
     assert path.is_file()
     assert not path.is_symlink()
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("target", ["/dev/null", "outside"])
+def test_a_link_to_no_file_is_not_replaced(tmp_path, outside, target):
+    """As root, /dev/stdout would be gone."""
+    path = tmp_path / "x.msgpack"
+    path.symlink_to(target)
+    with pytest.raises(OSError, match="Not a regular file"):
+        save_to_file(TREE, path)
+    assert path.is_symlink()
 
 
 def test_a_path_of_the_callers_may_lead_through_links(tmp_path):
@@ -744,6 +824,16 @@ def test_a_step_that_has_become_a_link_is_not_pruned(tmp_path, unchanged):
     with pytest.raises(ValueError, match="is not what it was when this was planned"):
         remove(plan)
     assert (tmp_path / "run" / "step-1").is_symlink()
+
+
+def test_a_directory_with_arrays_somewhere_below_is_no_step(tmp_path):
+    for number in (1, 2, 3):
+        foreign_array(tmp_path / f"project{number}" / "deep" / "data")
+        (tmp_path / f"project{number}" / "thesis.tex").write_text("years")
+        save(TREE, tmp_path / f"step-{number}")
+    pruned = prune(tmp_path, keep=1)
+    assert pruned.removed == ("step-1", "step-2")
+    assert list(pruned.left) == ["project1", "project2", "project3"]
 
 
 def test_a_link_into_a_step_keeps_it(tmp_path):

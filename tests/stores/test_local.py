@@ -91,10 +91,31 @@ def test_data_is_synced_before_the_name_and_the_name_before_the_return(tmp_path,
 def test_permissions_stay(tmp_path):
     path = tmp_path / "state"
     path.write_bytes(b"old")
-    path.chmod(0o2640)
+    path.chmod(0o640)
     write(path, b"new")
     assert path.read_bytes() == b"new"
-    assert path.stat().st_mode & 0o7777 == 0o2640
+    assert path.stat().st_mode & 0o7777 == 0o640
+
+
+@pytest.mark.parametrize("mode", [0o4777, 0o2777, 0o1777])
+def test_what_makes_programs_run_as_their_owner_is_not_kept(tmp_path, mode):
+    path = tmp_path / "state"
+    path.write_bytes(b"old")
+    path.chmod(mode)
+    write(path, b"new")
+    assert path.stat().st_mode & 0o7777 == 0o777
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_permissions_of_somebody_elses_file_are_not_kept(tmp_path):
+    (tmp_path / "plain").write_bytes(b"")
+    path = tmp_path / "state"
+    path.write_bytes(b"old")
+    path.chmod(0o666)
+    os.chown(path, 65534, 65534)
+    write(path, b"new")
+    assert path.stat().st_uid == 0
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):

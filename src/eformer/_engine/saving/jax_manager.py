@@ -14,6 +14,7 @@ import numpy as np
 
 from eformer._engine.formats.zarr.zarray import is_known_to_tensorstore
 from eformer._engine.record.manifest import Receipt
+from eformer._engine.record.names import is_text
 from eformer._engine.saving.agreement import commit
 from eformer._engine.saving.pending import Pending
 from eformer._engine.trees.devices import PACKED, is_key
@@ -33,6 +34,8 @@ def serialize_with(manager: Any, job: Job, tree: Any, callback: Callable[[], Non
     is written at once. An error is raised by the manager's `wait_until_finished`, as JAX has it.
     """
     job.turn.end()  # the manager has its own order; should it fail, nobody shall wait for this save
+    if not is_text(str(job.path)):
+        raise ValueError(f"{str(job.path)!r} is not UTF-8, which TensorStore needs")
     stack = ExitStack()
     try:
         job.agree(stack)

@@ -7,7 +7,9 @@ one. It reads them all the same.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
+import os
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +20,7 @@ from eformer._engine.formats.codecs import zstd_compress
 from eformer._engine.formats.markers import ORBAX_TREE
 from eformer._engine.formats.safetensors.names import MANIFEST
 from eformer._engine.formats.zarr.index import INDEX, Index, Listed, read_index
+from eformer._engine.formats.zarr.original_structure import parse_structure
 from eformer._engine.formats.zarr.plain_arrays import discover
 from eformer._engine.formats.zarr.zarray import (
     ZARRAY,
@@ -56,7 +59,7 @@ from eformer._engine.stores.ocdbt import BRANCH, DatabaseWriter, join_branches
 from eformer._engine.stores.removal import DATABASE_MARK, Described, Moved, read_array
 from eformer._engine.tasks.pool import run_all, uncollected
 from eformer._engine.tasks.progress import SILENT, Meter
-from eformer.errors import CorruptionError, FormatError
+from eformer.errors import CorruptionError, FormatError, StructureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,6 +78,8 @@ _ENCODED_CHUNK_BYTES = 8 * 2**20
 _BATCH = 64  # small arrays to a task
 
 _MOST_ZARRAY = 2**20  # bytes
+_MOST_STRUCTURE = 2**29
+_MOST_PATH = 4096
 
 
 @dataclasses.dataclass(slots=True)
@@ -180,9 +185,9 @@ class ArraysWriter:
 
     @property
     def root(self) -> str:
-        """Where the arrays are written to."""
+        """Where TensorStore writes arrays to: it takes no path with dots."""
         assert self.scratch is not None
-        return str(self.scratch.data.path)
+        return os.path.realpath(self.scratch.data.path)
 
     @property
     def here(self) -> list[Array]:
@@ -199,8 +204,16 @@ class ArraysWriter:
             self.arrays = arrange(sources, self.options, self.block, self.mark)
         self.scratch = self.scratch or ScratchTree(self.directory)
         if not self.options.ocdbt:
+            self._require_short_paths()
             _make_parents(self.scratch, self.here)
         return self.here
+
+    def _require_short_paths(self) -> None:
+        """Refuses what could be written, by names below an open directory, and not be read again by its path."""
+        longest = max((array.path for array in self.arrays), key=len, default="")
+        path = f"{self.directory}/{escape(self.prefix)}.{self.save_id}/{longest}/{'0' * 20}"
+        if len(os.fsencode(path)) >= _MOST_PATH:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), path)
 
     def keep(self, earlier: Earlier, arrays: Sequence[Array]) -> None:
         """Chunks that an earlier checkpoint has, are linked to; what describes an array is written anew, for it says of
@@ -405,11 +418,9 @@ class ArraysWriter:
         tops = {prefix: _tops(listed) for prefix, listed in index.listed().items()}
         kept = {name for prefix, names in tops.items() if prefix != self.prefix for name in names}
         mark = self._replaced_id(index)
-        unmarked: dict[str, list[str]] = {}
+        unmarked: dict[str, list[Listed]] = {}
         for array in index.listed().get(self.prefix, ()) if not mark else ():
-            # What was only found there, and listed by a save of ours, has no shape in the index: that stays.
-            if array.shape is not None:
-                unmarked.setdefault(array.path.split("/")[0], []).append(f"{array.path}/{ZARRAY}")
+            unmarked.setdefault(array.path.split("/")[0], []).append(array)
         for name in sorted(tops.get(self.prefix, set()) - kept):
             try:
                 with place.enter(name) as top:
@@ -419,7 +430,7 @@ class ArraysWriter:
             except OSError as error:
                 logger.warning("%s is replaced, but not removed: %s", place.path / name, error.strerror)
                 continue
-            described = (_described(place, path, path) for path in unmarked.get(name, ()))
+            described = (_listed(place, array) for array in unmarked.get(name, ()))
             yield Moved(name, inode, mark, tuple(filter(None, described)))
 
     def _replaced_id(self, index: Index) -> str:
@@ -443,11 +454,22 @@ class ArraysWriter:
         """The checkpoint is safe by now; what cannot be done is left to the next save."""
         try:
             scratch.finish(is_sealed=True)
-            is_name = is_inside(self.prefix) and "/" not in self.prefix
-            if not before.is_ours and self.prefix in before.prefixes and is_name:
-                scratch.place.unlink(f"{self.prefix}_structure.json")  # the original's, of what is gone
+            if not before.is_ours and self.prefix in before.prefixes:
+                _remove_structure(scratch.place, self.prefix)
         except (OSError, FormatError) as error:
             logger.warning("%s is saved, but could not be tidied up: %s", self.directory, error)
+
+
+def _remove_structure(place: Directory, prefix: str) -> None:
+    """The original's record of the structure of a tree that is gone."""
+    name = f"{prefix}_structure.json"
+    if not is_inside(name) or "/" in name:
+        return
+    try:
+        if parse_structure(place.read(name, _MOST_STRUCTURE), name).prefix == prefix:
+            place.unlink(name)
+    except (FileNotFoundError, FormatError, StructureError):  # it is something else
+        pass
 
 
 def _tops(listed: Sequence[Listed]) -> set[str]:
@@ -467,10 +489,28 @@ def _described(place: Directory, path: str, final: str) -> Described | None:
         return None
 
 
+def _listed(place: Directory, listed: Listed) -> Described | None:
+    """The file that describes an array of another program, if it is what the index says. What was only found there, and
+    listed by a save of ours, has no shape in the index: that is nobody's to remove."""
+    try:
+        with place.enter(listed.path) as folder:
+            array = read_array(folder, folder.kinds())
+            if array is None or listed.shape is None or array.shape != list(listed.shape):
+                return None
+            return Described.at(folder, ZARRAY, f"{listed.path}/{ZARRAY}")
+    except OSError:
+        return None
+
+
 def _is_of_others(place: Directory, path: str) -> bool:
     """Whether a directory is an array without the mark of one of our saves."""
-    with place.enter(path) as folder:
-        array = read_array(folder, folder.kinds())
+    try:
+        with place.enter(path) as folder:
+            array = read_array(folder, folder.kinds())
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        return True  # it is mounted there
     return array is not None and not array.eformer
 
 

@@ -103,6 +103,13 @@ class Directory:
         except FileNotFoundError:
             return None
 
+    def target(self, name: str) -> os.stat_result | None:
+        """What a link leads to, which is looked at and not opened; None if that is nothing."""
+        try:
+            return os.stat(self._plain(name), dir_fd=self.descriptor)
+        except OSError:
+            return None
+
     def has_directory(self, name: str) -> bool:
         status = self.status(name)
         return status is not None and stat.S_ISDIR(status.st_mode)
@@ -337,18 +344,27 @@ def _open_below(descriptor: int, path: str) -> int:
 
 
 def _step_by_step(descriptor: int, path: str) -> int:
-    """The same, name by name; what is mounted there is told by its device alone."""
-    device, inner = os.fstat(descriptor).st_dev, os.dup(descriptor)
+    """The same, name by name."""
+    mount, inner = _mount_of(descriptor), os.dup(descriptor)
     for name in path.split("/"):
         outer = inner
         try:
             inner = os.open(name, _OPEN | os.O_NOFOLLOW, dir_fd=outer)
         finally:
             os.close(outer)
-        if os.fstat(inner).st_dev != device:
+        if _mount_of(inner) != mount:
             os.close(inner)
             raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), path)
     return inner
+
+
+def _mount_of(descriptor: int) -> object:
+    """By what to tell a mount from another one: a part of a file system that is mounted elsewhere has its device."""
+    try:
+        with open(f"/proc/self/fdinfo/{descriptor}", "rb") as file:
+            return next(line for line in file if line.startswith(b"mnt_id:"))
+    except (OSError, StopIteration):  # not Linux
+        return os.fstat(descriptor).st_dev
 
 
 # -------------------------------------------------------------------------------------------- locks

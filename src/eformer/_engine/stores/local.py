@@ -31,7 +31,7 @@ _RWF_DONTCACHE = 0x80  # Linux 6.14; os has no name for it yet
 _NO_SUCH_FLAG = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
 _BEGINNING = 64
-_MOST_SMALL = 2**31
+_MOST_SMALL = 2**29
 _MOST_DEPTH = 400  # of directories; no tree of ours is nested as deeply
 
 SCRATCH = re.compile(r"\.eformer-[0-9a-f]{16}\.tmp")
@@ -161,13 +161,21 @@ def replacing_in(directory: Directory, name: str) -> Iterator[IO[bytes]]:
 
 
 def scratch_for(directory: Directory, name: str) -> Scratch:
-    """A scratch file that may take the place of `name`; refuses what is not ours to replace."""
+    """A scratch file that may take the place of `name`; refuses what is not ours to replace.
+
+    It gets the permissions of a file that is there and belongs to the same user: those of somebody else's could let
+    that one write to what is now ours, and what makes programs run as their owner is never kept.
+    """
     status = directory.status(name)
-    if status is None or stat.S_ISLNK(status.st_mode):
+    if status is None:
         return Scratch(directory)
-    if not stat.S_ISREG(status.st_mode):  # a directory, a pipe, /dev/null
+    is_link = stat.S_ISLNK(status.st_mode)
+    leads_to = directory.target(name) if is_link else status
+    if leads_to is not None and not stat.S_ISREG(leads_to.st_mode):  # a directory, a pipe, /dev/null
         raise OSError(errno.EINVAL, "Not a regular file", str(directory.path / name))
-    return Scratch(directory, stat.S_IMODE(status.st_mode))
+    if is_link or status.st_uid != os.geteuid():
+        return Scratch(directory)
+    return Scratch(directory, status.st_mode & 0o777)
 
 
 def _load_sync_file_range() -> Callable[[int, int, int, int], int] | None:

@@ -39,7 +39,7 @@ def _open(directory: Path, context: Any = None) -> Any:
 
     if not is_text(str(directory)):
         raise ValueError(f"{str(directory)!r} is not UTF-8, which TensorStore needs for a database")
-    base = {"driver": "file", "path": f"{directory}/"}
+    base = {"driver": "file", "path": f"{os.path.realpath(directory)}/"}  # it takes no path with dots
     spec = {"driver": "ocdbt", "base": base, "config": {"compression": None}}
     context = context or _context()
     try:

@@ -38,12 +38,12 @@ _DATABASE_MANIFEST = "manifest.ocdbt"
 _BRANCH = re.compile(r"process-\d+")  # of a database that several processes wrote
 
 # What another checkpoint has at its top, which no directory of leaves has: their names have no dots.
-_INDEX = "tensorstore_index.json"
-_OTHERS = {_INDEX, "manifest.json", "_METADATA", "_CHECKPOINT_METADATA"}
+_OTHERS = {"tensorstore_index.json", "_METADATA", "_CHECKPOINT_METADATA"}
 
 _MOST_MARK = 2**10  # bytes
 _MOST_ZARRAY = 2**20
 _MOST_AXES = 32
+_MOST_PARTS = 400  # of a path
 
 
 class Described(msgspec.Struct, frozen=True, array_like=True):
@@ -97,45 +97,70 @@ def remove_moved(directory: Directory, moved: Moved) -> None:
         if moved.mark:
             _remove_marked(top, moved.mark, 0)
         else:
-            for described in moved.described:
-                path = described.path.removeprefix(f"{moved.name}/")
-                if path != described.path and is_inside(path):
-                    _remove_described(top, path.split("/"), described)
+            _remove_described(top, _by_directory(moved), 0)
     directory.remove_if_empty(moved.name)
 
 
 # --------------------------------------------------------------------------------------------- which
 
 
-def _remove_marked(folder: Directory, mark: str, depth: int) -> None:
-    """All arrays and databases of one save, in and below a directory."""
+def _remove_marked(folder: Directory, mark: str, depth: int) -> bool:
+    """All arrays and databases of one save, in and below a directory; returns whether there were any."""
     kinds = folder.kinds()
-    if _INDEX in kinds:
-        logger.warning("%s was left as it is: it is another checkpoint", folder.path)
-    elif _mark_of_database(folder, kinds) == mark:
-        _remove_database(folder, kinds)
-    elif (array := read_array(folder, kinds)) and array.eformer == mark:
-        _remove_array(folder, array, kinds)
-    else:
-        for name, kind in kinds.items():
-            if kind == "directory":
-                with folder.deeper(name, depth) as inner:
-                    _remove_marked(inner, mark, depth + 1)
-                folder.remove_if_empty(name)
-
-
-def _remove_described(folder: Directory, path: Sequence[str], described: Described) -> None:
-    """An array or a database without a mark, and the directories on the way to it if they are empty then."""
-    kinds = folder.kinds()
-    name, *inner = path
     if not _OTHERS.isdisjoint(kinds):
         logger.warning("%s was left as it is: it is another checkpoint", folder.path)
-    elif not inner:
-        _remove_if_same(folder, name, kinds, described)
-    elif kinds.get(name) == "directory":
-        with folder.enter(name) as below:
-            _remove_described(below, inner, described)
-        folder.remove_if_empty(name)
+        return False
+    if _mark_of_database(folder, kinds) == mark:
+        _remove_database(folder, kinds)
+        return True
+    if (array := read_array(folder, kinds)) and array.eformer == mark:
+        _remove_array(folder, array, kinds)
+        return True
+    was_there = False
+    for name, kind in kinds.items():
+        if kind == "directory":
+            with folder.deeper(name, depth) as inner:
+                was_there_below = _remove_marked(inner, mark, depth + 1)
+            if was_there_below:
+                folder.remove_if_empty(name)
+            was_there |= was_there_below
+    return was_there
+
+
+_Tree = dict[str, "Described | _Tree"]
+
+
+def _by_directory(moved: Moved) -> _Tree:
+    """The descriptions as a tree of directories, below the one that was moved."""
+    root: _Tree = {}
+    for described in moved.described:
+        outermost, *outer, name = described.path.split("/") if is_inside(described.path) else ("", "")
+        if outermost != moved.name or len(outer) > _MOST_PARTS:
+            continue
+        folder = root
+        for part in outer:
+            inner = folder.setdefault(part, {})
+            if isinstance(inner, Described):
+                break
+            folder = inner
+        else:
+            folder.setdefault(name, described)
+    return root
+
+
+def _remove_described(folder: Directory, tree: _Tree, depth: int) -> None:
+    """Arrays and databases without a mark, and the directories on the way to them if they are empty then."""
+    kinds = folder.kinds()
+    if not _OTHERS.isdisjoint(kinds):
+        logger.warning("%s was left as it is: it is another checkpoint", folder.path)
+        return
+    for name, inner in tree.items():
+        if isinstance(inner, Described):
+            _remove_if_same(folder, name, kinds, inner)
+        elif kinds.get(name) == "directory":
+            with folder.deeper(name, depth) as below:
+                _remove_described(below, inner, depth + 1)
+            folder.remove_if_empty(name)
 
 
 def _remove_if_same(folder: Directory, name: str, kinds: Mapping[str, Kind], described: Described) -> None:

@@ -201,7 +201,7 @@ def _resident() -> int:
 
 
 def _require_place(where: Path, nbytes: int) -> None:
-    is_empty = where.is_dir() and not where.is_symlink() and not list_names(where)
+    is_empty = where.is_dir() and not where.is_symlink() and not where.is_mount() and not list_names(where)
     if os.path.lexists(where) and not is_empty:
         raise FileExistsError(f"{where} is there; a conversion makes a new checkpoint: choose another path")
     there = next(parent for parent in where.parents if parent.exists())

@@ -14,6 +14,7 @@ from eformer._engine.formats.find import find
 from eformer._engine.formats.others import orbax
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX, split_shard
 from eformer._engine.formats.zarr.index import INDEX
+from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
 from eformer._engine.formats.zarr.zarray import ZARRAY
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.local import list_names, local_path, walk
@@ -121,6 +122,8 @@ def _problem(path: Path) -> str | None:
         if path.is_dir() and ZARRAY in list_names(path):
             return "it is an array"
         found = find(path)
+        if found.manifest.format == ARRAYS and INDEX not in list_names(path):
+            return "it holds arrays without an index, and perhaps something else"
         for tree in found.trees.values():
             files = found.files(tree)
             try:

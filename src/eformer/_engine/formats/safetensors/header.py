@@ -134,6 +134,8 @@ def parse_header(data: bytes, file_nbytes: int, origin: str) -> Header:
 
 _decode_tensor = msgspec.json.Decoder(Tensor).decode
 
+_MOST_AXES = 64  # as many as numpy has
+
 
 def _check_tiling(tensors: Mapping[str, Tensor], nbytes: int, origin: str) -> None:
     end = 0
@@ -143,6 +145,8 @@ def _check_tiling(tensors: Mapping[str, Tensor], nbytes: int, origin: str) -> No
             raise FormatError(
                 f"{origin}: tensor {name[:200]!r} begins at {start}, the one before it ends at {end}"
             )
+        if len(found.shape) > _MOST_AXES:
+            raise FormatError(f"{origin}: tensor {name[:200]!r} has {len(found.shape)} axes")
         bits = math.prod(found.shape) * bits_of(found, name, origin)
         if min(found.shape, default=0) < 0 or bits != 8 * (stop - start):
             raise FormatError(

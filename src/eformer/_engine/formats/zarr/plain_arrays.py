@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,13 @@ _MOST_DESCRIPTION = 2**20
 
 
 def discover(directory: Path) -> Iterator[Listed]:
-    """All arrays below a directory, in order. Links are not followed, nor are other checkpoints."""
+    """All arrays below a directory, in order. Links are not followed, nor are other checkpoints; directories that may
+    not be listed, such as lost+found, are left out."""
     todo = [("", 0)]
     while todo:
         path, depth = todo.pop()
         below, names = [], set()
-        with os.scandir(directory / path) as entries:
+        with suppress(PermissionError) if path else nullcontext(), os.scandir(directory / path) as entries:
             for entry in entries:
                 names.add(entry.name)
                 if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
