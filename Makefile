@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test faults check format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -15,6 +15,10 @@ demo: $(VENV)/.installed
 test: export PYTHONUTF8 = 1
 test: check
 	$(BIN)/python -m pytest -n auto --dist loadgroup
+
+# The whole matrix of faults: every call of a save is killed, failed and cut off, where `make test` takes every fourth.
+faults: $(VENV)/.dev
+	EFORMER_FAULTS_STRIDE=1 EFORMER_KILLS=20 $(BIN)/python -m pytest -n auto --dist loadgroup tests/faults tests/multihost/test_kills.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

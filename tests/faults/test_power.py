@@ -1,11 +1,12 @@
 """The power fails: what a save has acknowledged is there afterwards, and one that was under way is no half."""
 
+import zlib
 from contextlib import suppress
 
 import pytest
 
 from eformer.checkpoint import save, save_async
-from support.faults import NEW, NOTHING, OLD, Scene, calls_of, coarse, hooked, noted
+from support.faults import NEW, NOTHING, OLD, STRIDE, Scene, calls_of, coarse, hooked, noted
 
 
 def save_and_wait(*args, **kwargs):
@@ -47,7 +48,8 @@ def test_a_cut_during_a_save_leaves_the_old_tree_or_the_new(layout, fragile_disk
     scene = Scene.of(coarse(layout), fragile_disk.place, before)
     scene.reset()
     calls = calls_of(lambda: scene.layout.save(scene.folder, NEW))
-    for at, call in enumerate(calls, 1):
+    first = zlib.crc32(f"{layout} {before}".encode()) % STRIDE
+    for at, call in list(enumerate(calls, 1))[first::STRIDE]:
         if call != "pwrite":
             with noted(f"a cut before call {at}, {call}"):
                 check_cut(scene, fragile_disk, before, at)

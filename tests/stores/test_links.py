@@ -386,16 +386,6 @@ def test_an_index_that_says_another_shape_removes_nothing(tmp_path):
     assert (tmp_path / "m_structure.json").read_text() == "MY PROTEIN"
 
 
-def test_empty_directories_of_the_user_stay(tmp_path):
-    save(TREE, tmp_path, format="tensorstore", prefix="m")
-    (tmp_path / "m" / "todo" / "later").mkdir(parents=True)
-    save(NEXT, tmp_path, format="tensorstore", prefix="m")
-    assert [str(path.relative_to(tmp_path)) for path in (tmp_path / "m").rglob("*")] == [
-        "m/todo",
-        "m/todo/later",
-    ]
-
-
 def test_a_mark_that_was_put_into_another_checkpoint_removes_nothing_there(tmp_path):
     save(TREE, tmp_path, format="tensorstore", options=SaveOptions(ocdbt=True), prefix="m")
     root = checkpoint.inspect(tmp_path).trees["m"].root

@@ -18,10 +18,11 @@ import struct
 import subprocess
 import sys
 import traceback
+import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
 import ml_dtypes
@@ -38,6 +39,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     Hook = Callable[[int, str], object]
+
+T = TypeVar("T")
+
+# Of the calls of a save every so many-th is struck, and each of the last ones. `make faults` strikes all.
+STRIDE = int(os.environ.get("EFORMER_FAULTS_STRIDE", "4"))
 
 NOTHING, OLD, NEW, NEXT = 0, 1, 2, 3
 BESIDE = 9
@@ -298,12 +304,26 @@ class Failure:
     error: BaseException | None
 
 
+def struck(strike: Callable[[int], T | None], which: object) -> Iterator[T]:
+    """Strikes at one call after the other, until there is none left. `which` says where to begin, so that others strike
+    at other calls."""
+    at = 1 + zlib.crc32(str(which).encode()) % STRIDE
+    stride = STRIDE
+    while (outcome := strike(at)) is not None or stride > 1:
+        if outcome is None:
+            at, stride = at - stride, 1  # from the last one on, each
+        else:
+            yield outcome
+        at += stride
+
+
 def failures(scene: Scene, fault: BaseException, *, lasting: bool = False) -> Iterator[Failure]:
     """Saves NEW over and over, until there is no call left to fail. A disk that is full still lets go of files."""
-    for at in itertools.count(1):
+
+    def strike(at: int) -> Failure | None:
         failed: list[str] = []
 
-        def fail(number: int, name: str, at: int = at, failed: list[str] = failed) -> None:
+        def fail(number: int, name: str) -> None:
             if number == at or (lasting and number > at and name not in ("unlink", "rmdir")):
                 failed.append(name)
                 raise type(fault)(*fault.args)
@@ -315,9 +335,9 @@ def failures(scene: Scene, fault: BaseException, *, lasting: bool = False) -> It
                 scene.layout.save(scene.folder, NEW)
             except type(fault) as caught:
                 error = caught
-        if not failed:
-            return
-        yield Failure(at, failed[0], error)
+        return Failure(at, failed[0], error) if failed else None
+
+    yield from struck(strike, (scene.layout, fault, lasting))
 
 
 # --------------------------------------------------------------------------------------------- kills
@@ -359,13 +379,13 @@ class Forks:
         return Death(at, said, moment) if status else None
 
     def deaths(self, scene: Scene, moment: str) -> Iterator[Death]:
-        """Saves NEW over and over, killed at each of its calls in turn."""
-        for at in itertools.count(1):
+        """Saves NEW over and over, killed at one of its calls after the other."""
+
+        def strike(at: int) -> Death | None:
             scene.reset()
-            death = self.save(scene.layout, scene.folder, NEW, at, moment)
-            if death is None:
-                return
-            yield death
+            return self.save(scene.layout, scene.folder, NEW, at, moment)
+
+        yield from struck(strike, (scene.layout, moment))
 
 
 def serve() -> None:

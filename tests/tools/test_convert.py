@@ -359,7 +359,7 @@ def test_a_conversion_stays_within_its_memory(large, tmp_path, form, rules):
 def test_a_chunk_that_does_not_fit_is_refused_with_what_it_needs(tmp_path):
     np.savez_compressed(tmp_path / "old.npz", w=np.zeros((300, 10**6), np.uint8))
     with pytest.raises(
-        ValueError, match="a chunk of 300 MB has to be decoded as a whole; it needs at least 1"
+        ValueError, match=r"a chunk of 300 MB has to be decoded as a whole; it needs at least \d"
     ):
         convert(tmp_path / "old.npz", tmp_path / "new", to="safetensors", memory=800_000_000)
 

@@ -104,27 +104,22 @@ def remove_moved(directory: Directory, moved: Moved) -> None:
 # --------------------------------------------------------------------------------------------- which
 
 
-def _remove_marked(folder: Directory, mark: str, depth: int) -> bool:
-    """All arrays and databases of one save, in and below a directory; returns whether there were any."""
+def _remove_marked(folder: Directory, mark: str, depth: int) -> None:
+    """All arrays and databases of one save, in and below a directory. Empty directories go, too: they may be what is
+    left of an array whose removal was interrupted."""
     kinds = folder.kinds()
     if not _OTHERS.isdisjoint(kinds):
         logger.warning("%s was left as it is: it is another checkpoint", folder.path)
-        return False
-    if _mark_of_database(folder, kinds) == mark:
+    elif _mark_of_database(folder, kinds) == mark:
         _remove_database(folder, kinds)
-        return True
-    if (array := read_array(folder, kinds)) and array.eformer == mark:
+    elif (array := read_array(folder, kinds)) and array.eformer == mark:
         _remove_array(folder, array, kinds)
-        return True
-    was_there = False
-    for name, kind in kinds.items():
-        if kind == "directory":
-            with folder.deeper(name, depth) as inner:
-                was_there_below = _remove_marked(inner, mark, depth + 1)
-            if was_there_below:
+    else:
+        for name, kind in kinds.items():
+            if kind == "directory":
+                with folder.deeper(name, depth) as inner:
+                    _remove_marked(inner, mark, depth + 1)
                 folder.remove_if_empty(name)
-            was_there |= was_there_below
-    return was_there
 
 
 _Tree = dict[str, "Described | _Tree"]
