@@ -111,4 +111,5 @@ def test_swapped_files_never_give_another_tree(layout, folder):
             damaged(other, lambda data, first=first: first),
         ):
             check_load(layout, folder)
-            check_verify(layout, folder)
+            if not layout.ocdbt:  # whose files are not all in use
+                check_verify(layout, folder)
