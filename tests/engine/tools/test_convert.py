@@ -24,7 +24,7 @@ from eformer.errors import CorruptionError, MismatchError
 from support import trees
 from support.trees import Moments, assert_same
 
-COMPAT = Path(__file__).parents[1] / "compat"
+COMPAT = Path(__file__).parents[2] / "compat"
 
 TARGETS = {"safetensors": "new", "one file": "new.safetensors", "tensorstore": "new"}
 

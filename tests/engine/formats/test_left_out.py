@@ -12,7 +12,7 @@ import safetensors.numpy
 from eformer import checkpoint
 from eformer.errors import FormatError
 
-COMPAT = Path(__file__).parents[1] / "compat"
+COMPAT = Path(__file__).parents[2] / "compat"
 W = np.arange(4, dtype=np.float32)
 
 # As they lie in snapshots of Hugging Face.

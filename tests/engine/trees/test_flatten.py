@@ -328,7 +328,7 @@ def test_a_structure_that_the_class_does_not_fit_is_an_error_and_not_a_crash(str
         "try: print(unflatten(json.loads(sys.argv[1]), leaves))\n"
         "except StructureError: print('refused')"
     )
-    paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", code, json.dumps(structure)]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
