@@ -547,7 +547,10 @@ def mounted(tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "arrays", "database"])
-def test_what_is_mounted_there_is_not_swept(tmp_path, unchanged, mounted, layout):
+@pytest.mark.parametrize("has_openat2", [True, False])
+def test_what_is_mounted_there_is_not_swept(tmp_path, unchanged, mounted, layout, has_openat2, monkeypatch):
+    if not has_openat2:
+        monkeypatch.setattr("eformer._engine.stores.directory._syscall", None)
     run = save_as(layout, TREE, tmp_path)
     mounted(unchanged, run / SCRATCH / "x")
     assert_same(load(save_as(layout, NEXT, tmp_path)), NEXT)
