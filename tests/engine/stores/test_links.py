@@ -483,6 +483,44 @@ def test_an_index_for_other_readers_that_is_not_ours_stays(tmp_path, caplog, kin
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
 
 
+def test_an_index_of_others_that_only_mentions_us_is_not_ours(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    text = json.dumps({"metadata": {"library": "eformer"}, "weight_map": {"x": "other.safetensors"}})
+    index.write_text(text)
+    with pytest.raises(FileExistsError, match="was not written by eformer"):
+        save(TREE, tmp_path)
+    assert index.read_text() == text
+
+
+def test_another_database_in_that_of_a_save_stays(tmp_path):
+    how = {"format": "tensorstore", "prefix": "m", "options": SaveOptions(ocdbt=True)}
+    save(TREE, tmp_path, **how)
+    inner = tmp_path / checkpoint.inspect(tmp_path).trees["m"].root / "process-1"
+    ts.KvStore.open({"driver": "ocdbt", "base": f"file://{inner}/"}).result().write(
+        "mine", b"x" * 2000
+    ).result()
+    before = contents(inner)
+    save(NEXT, tmp_path, **how)
+    assert contents(inner) == before
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "array"])
+def test_what_lies_among_the_chunks_of_an_array_stays(tmp_path, what):
+    metadata = {"shape": [10, 10, 10], "chunks": [1, 1, 1], "dtype": "<f4", "compressor": None, "dimension_separator": "/"}  # fmt: skip
+    spec = {"driver": "zarr", "kvstore": f"file://{tmp_path}/w", "metadata": metadata}
+    ts.open(spec, create=True).result()[0, 0, 0].write(np.float32(1)).result()
+    listed = [{"path": "w", "shape": [10, 10, 10], "dtype": "float32"}]
+    (tmp_path / "tensorstore_index.json").write_text(json.dumps({"format": "tensorstore", "arrays": listed}))
+    if what == "checkpoint":
+        save([np.ones(3), np.zeros(3)], tmp_path / "w" / "7", format="tensorstore")
+    else:
+        foreign_array(tmp_path / "w" / "7")
+    before = contents(tmp_path / "w" / "7")
+    save(NEXT, tmp_path, format="tensorstore")
+    assert contents(tmp_path / "w" / "7") == before
+    assert not (tmp_path / "w" / "0").exists()
+
+
 def test_a_save_beside_an_index_of_arrays_is_refused(tmp_path):
     save(TREE, tmp_path)
     (tmp_path / "tensorstore_index.json").write_text("{}")

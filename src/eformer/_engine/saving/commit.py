@@ -247,6 +247,8 @@ def _save_of_index(directory: Path, name: str) -> str | None:
         return None
     try:
         return msgspec.json.decode(data, type=_IndexHead).metadata.eformer
+    except msgspec.ValidationError:  # it is sound, and says something else
+        return None
     except MALFORMED_JSON:
         return "" if b'"eformer"' in data else None
 

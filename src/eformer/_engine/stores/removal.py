@@ -39,6 +39,7 @@ _BRANCH = re.compile(r"process-\d+")  # of a database that several processes wro
 
 # What another checkpoint has at its top, which no directory of leaves has: their names have no dots.
 _OTHERS = {"tensorstore_index.json", "_METADATA", "_CHECKPOINT_METADATA"}
+_ELSE = {*_OTHERS, ZARRAY, DATABASE_MARK}  # or another array or database
 
 _MOST_MARK = 2**10  # bytes
 _MOST_ZARRAY = 2**20
@@ -218,7 +219,9 @@ def _remove_chunks(
             folder.unlink(name)
         elif kind == "directory" and is_nested and name.isdecimal() and len(numbers) < len(array.shape):
             with folder.enter(name) as inner:
-                _remove_chunks(inner, array, inner.kinds(), (*outer, name))
+                inside = inner.kinds()
+                if _ELSE.isdisjoint(inside):
+                    _remove_chunks(inner, array, inside, (*outer, name))
             folder.remove_if_empty(name)
 
 
@@ -242,7 +245,10 @@ def _remove_database(folder: Directory, kinds: Mapping[str, Kind]) -> None:
     for name, kind in kinds.items():
         if kind == "directory" and _BRANCH.fullmatch(name):
             with folder.enter(name) as branch:
-                _remove_database_files(branch, branch.kinds())
+                inside = branch.kinds()
+                # The manifest of a branch goes when the database takes it over: one that has it is another database.
+                if _ELSE.isdisjoint(inside) and _DATABASE_MANIFEST not in inside:
+                    _remove_database_files(branch, inside)
             folder.remove_if_empty(name)
     _remove_database_files(folder, kinds)
     folder.unlink(DATABASE_MARK)
