@@ -1,1 +1,1 @@
-"""Bytes by name: directories, scratch, locks, databases. The only room that creates, renames or removes files. No jax."""
+"""Bytes by name: directories, scratch, locks, databases. No other room creates, renames or removes files. No jax."""
