@@ -1488,7 +1488,7 @@ class TestSafetensors(DirectoryContract):
     def test_an_index_that_says_nothing_is_an_error_and_not_an_empty_tree(self, manager, path, text):
         path.mkdir(parents=True)
         (path / "x.safetensors.index.json").write_text(text)
-        with pytest.raises(ValueError, match=r"x\.safetensors\.index\.json is no index"):
+        with pytest.raises(ValueError, match=r"x\.safetensors\.index\.json is not an index"):
             manager.load(path / "x.safetensors.index.json", line())
 
     def test_a_checkpoint_of_the_other_format_is_not_saved_over(self, manager, path):

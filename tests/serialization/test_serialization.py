@@ -297,7 +297,7 @@ def test_nothing_there_is_file_not_found(path):
     ("text", "message"),
     [
         ('{"format": "other", "arrays": []}', "Unsupported index format: 'other'"),
-        ('{"format": "tensorstore", "arrays": [', "no index of arrays"),
+        ('{"format": "tensorstore", "arrays": [', "not an index of arrays"),
         (
             '{"format": "tensorstore", "arrays": [{"path": "../x", "shape": [], "dtype": "int8"}]}',
             r"'\.\./x'.*leads out",

@@ -64,7 +64,7 @@ def tree_facts(tree: TreeEntry) -> Facts:
         "files": len(tree.files),
         "dtypes": {name: {"arrays": arrays[name], "bytes": nbytes[name]} for name, _ in nbytes.most_common()},
         "shardings": dict(Counter(sharding_text(entry.sharding) for entry in entries).most_common()),
-        "digests": bool(tree.save_id),
+        "digests": tree.has_digests,
         "metadata": tree.metadata,
     }
 

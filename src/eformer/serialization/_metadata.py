@@ -54,7 +54,7 @@ def metadata_of(tree: TreeEntry) -> CheckpointMetadata:
         keys[name]: {"dtype": entry.logical_dtype, "shape": list(entry.logical_shape)}
         for name, entry in tree.leaves.items()
     }
-    if not tree.save_id:
+    if not tree.has_digests:
         return _of_others(tree.metadata, arrays)
     return CheckpointMetadata(
         timestamp=tree.saved_at,
@@ -67,7 +67,7 @@ def metadata_of(tree: TreeEntry) -> CheckpointMetadata:
 
 def checksums_of(tree: TreeEntry) -> dict[str, str]:
     """The recorded SHA-256 by the names of the leaves."""
-    if tree.save_id:
+    if tree.has_digests:
         return {name: entry.sha256 for name, entry in tree.leaves.items() if entry.sha256}
     recorded = _of_others(tree.metadata, {}).checksum or {}
     return {name: recorded[key] for name, key in keys_of(tree.leaves).items() if key in recorded}

@@ -15,7 +15,7 @@ import pytest
 import tensorstore as ts
 
 from eformer import checkpoint
-from eformer._engine.record.manifest import seal
+from eformer._engine.record.digests import stamp_digest
 from eformer._engine.stores.local_upload import Journal
 from eformer._engine.stores.removal import Moved
 from eformer.checkpoint import SaveOptions, load, save
@@ -43,7 +43,7 @@ def rewrite(path, change):
     index = json.loads(file.read_text())
     change(index)
     index["digest"] = "0" * 32
-    file.write_bytes(seal(json.dumps(index, separators=(",", ":")).encode()))
+    file.write_bytes(stamp_digest(json.dumps(index, separators=(",", ":")).encode()))
 
 
 @pytest.mark.parametrize("path", ["../victim/m/w", "..", "", "/tmp", "m/../../victim"])

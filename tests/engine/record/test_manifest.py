@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eformer._engine.record.digests import check_own_digest, stamp_digest
 from eformer._engine.record.manifest import (
     DataFile,
     Extent,
@@ -13,9 +14,7 @@ from eformer._engine.record.manifest import (
     Manifest,
     RecordedSharding,
     TreeEntry,
-    check_seal,
     encode_leaves,
-    seal,
 )
 from eformer._engine.record.regions import Region
 from eformer._engine.record.values import value_to_json
@@ -82,12 +81,12 @@ def test_adding_a_tree_leaves_the_others_as_they_were(tree, other):
 
 
 def test_the_seal_names_the_file_and_says_what_to_do():
-    sealed = seal(b'{"digest":"' + b"0" * 32 + b'","x":1}')
-    check_seal(sealed, "here")
+    sealed = stamp_digest(b'{"digest":"' + b"0" * 32 + b'","x":1}')
+    check_own_digest(sealed, "here")
     with pytest.raises(CorruptionError, match=r"here is damaged.*restore"):
-        check_seal(sealed.replace(b"1", b"2"), "here")
+        check_own_digest(sealed.replace(b"1", b"2"), "here")
     with pytest.raises(FormatError, match="here is not a manifest"):
-        check_seal(b"{}", "here")
+        check_own_digest(b"{}", "here")
 
 
 def test_a_key_is_as_large_as_the_user_sees_it():

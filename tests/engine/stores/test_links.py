@@ -14,8 +14,7 @@ import pytest
 import tensorstore as ts
 
 from eformer import checkpoint
-from eformer._engine.record.digests import xxh3_128
-from eformer._engine.record.manifest import seal
+from eformer._engine.record.digests import stamp_digest, xxh3_128
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.local_upload import Journal, ScratchTree
 from eformer._engine.stores.removal import Described, Moved
@@ -552,7 +551,7 @@ def test_a_mark_that_leads_out_is_made_into_no_name(tmp_path, place):
         header=xxh3_128(forged),
     )
     manifest["digest"] = "0" * 32
-    (theirs / "manifest.json").write_bytes(seal(msgspec.json.encode(manifest)))
+    (theirs / "manifest.json").write_bytes(stamp_digest(msgspec.json.encode(manifest)))
     if place == "run":
         theirs.rename(run)
     save(TREE, run, options=SaveOptions(reuse=True if place == "run" else theirs))

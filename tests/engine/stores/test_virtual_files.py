@@ -2,7 +2,7 @@
 
 import pytest
 
-from eformer._engine.stores.virtual_files import ChainedFiles, Joined, PartFiles
+from eformer._engine.stores.virtual_files import ChainedFiles, JoinedRanges, VirtualFiles
 
 FILE = bytes(range(100))
 
@@ -15,7 +15,7 @@ class OneFile:
 
 
 def read(ranges, offset, nbytes):
-    files, memory = PartFiles(OneFile(), [Joined("x", ranges)]), bytearray(nbytes)
+    files, memory = VirtualFiles(OneFile(), [JoinedRanges("x", ranges)]), bytearray(nbytes)
     return bytes(memory[: files.read_into(1, memoryview(memory), offset)])
 
 

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from eformer._engine.tasks.pool import default_threads, run_all, uncollected
+from eformer._engine.tasks.pool import default_threads, gc_paused, run_all
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 100])
@@ -91,7 +91,7 @@ class TestUncollected:
         gc.collect()
         gc.callbacks.append(note)
         try:
-            with uncollected():
+            with gc_paused():
                 kept = [[i] for i in range(50_000)]
             assert gc.isenabled()
             assert collections == []
@@ -100,7 +100,7 @@ class TestUncollected:
         assert len(kept) == 50_000
 
     def test_garbage_that_was_made_meanwhile_can_be_collected(self):
-        with uncollected():
+        with gc_paused():
             kept = [[i] for i in range(50_000)]
             garbage = weakref.ref(Node())
         gc.collect()
@@ -111,7 +111,7 @@ class TestUncollected:
         gc.freeze()
         try:
             frozen = gc.get_freeze_count()
-            with uncollected():
+            with gc_paused():
                 kept = [[i] for i in range(50_000)]
             assert gc.get_freeze_count() >= frozen - 100  # some of them may have been freed
             assert len(kept) == 50_000
@@ -121,7 +121,7 @@ class TestUncollected:
     def test_a_collector_that_rests_already_is_left_alone(self):
         gc.disable()
         try:
-            with uncollected():
+            with gc_paused():
                 pass
             assert not gc.isenabled()
         finally:

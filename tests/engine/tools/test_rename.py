@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer._engine.record.planned import Deferred
+from eformer._engine.record.planned import LazyArray
 from eformer._engine.record.regions import Region
 from eformer._engine.tools.lazy_arrays import Stacked, Taken, Transposed
 from eformer._engine.tools.rename import apply, parse_rules
 from eformer.errors import FormatError, MismatchError
 
 
-class InMemory(Deferred):
+class InMemory(LazyArray):
     in_order = True
 
     def __init__(self, array):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from eformer._engine.formats.safetensors.names import MANIFEST
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.zarray import ZARRAY
-from eformer._engine.record.manifest import has_seal
+from eformer._engine.record.digests import has_own_digest
 from eformer._engine.stores.local import read_range_of
 from eformer._engine.stores.ocdbt import MANIFEST as DATABASE
 from eformer.errors import FormatError
@@ -81,7 +81,9 @@ def may_hold_leaves(name: str) -> bool:
 def is_checkpoint(directory: Path) -> bool:
     """Tell whether the directory is a checkpoint of its own, by an index or a manifest of ours."""
     try:
-        return (directory / INDEX).is_file() or has_seal(read_range_of(directory / MANIFEST, _BEGINNING))
+        return (directory / INDEX).is_file() or has_own_digest(
+            read_range_of(directory / MANIFEST, _BEGINNING)
+        )
     except (OSError, FormatError):
         return False
 

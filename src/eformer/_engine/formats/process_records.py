@@ -10,8 +10,8 @@ import msgspec
 from eformer._engine.formats.found import Trees, files_of
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.record.digests import xxh3_128
-from eformer._engine.record.manifest import Part, with_parts
-from eformer._engine.record.values import MALFORMED_JSON
+from eformer._engine.record.manifest import ProcessRecord, with_process_records
+from eformer._engine.record.values import parse_json
 from eformer._engine.tasks.pool import default_threads, run_all
 from eformer.errors import CorruptionError, FormatError
 
@@ -40,7 +40,7 @@ def joined_trees(
 
 def _joined(directory: Path, tree: TreeEntry) -> TreeEntry:
     files = files_of(directory, tree, {})
-    parts = [Part() for _ in tree.files]
+    parts = [ProcessRecord() for _ in tree.files]
 
     def read(number: int) -> None:
         parts[number] = _read(tree, number, files, f"{directory}/{tree.path_of(number)}")
@@ -49,7 +49,7 @@ def _joined(directory: Path, tree: TreeEntry) -> TreeEntry:
         run_all([partial(read, number) for number in range(len(parts))], default_threads())
     finally:
         files.close()
-    return with_parts(tree, parts)
+    return with_process_records(tree, parts)
 
 
 def unreadable(directory: Path, tree: TreeEntry) -> list[tuple[str, str]]:
@@ -68,7 +68,7 @@ def unreadable(directory: Path, tree: TreeEntry) -> list[tuple[str, str]]:
     return problems
 
 
-def _read(tree: TreeEntry, number: int, files: Files, origin: str) -> Part:
+def _read(tree: TreeEntry, number: int, files: Files, origin: str) -> ProcessRecord:
     file = tree.files[number]
     if file.header_nbytes > _MOST_BYTES:
         raise FormatError(f"{origin} cannot begin with a record of {file.header_nbytes} bytes")
@@ -81,7 +81,7 @@ def _read(tree: TreeEntry, number: int, files: Files, origin: str) -> Part:
             "They say where the leaves are; restore the file from a copy, or load an older checkpoint"
         )
     data = bytes(header)
-    return Part.from_json(_carried(data, origin) if file.name.endswith(SUFFIX) else data, origin)
+    return ProcessRecord.from_json(_carried(data, origin) if file.name.endswith(SUFFIX) else data, origin)
 
 
 class _Metadata(msgspec.Struct):
@@ -93,7 +93,4 @@ class _Header(msgspec.Struct):
 
 
 def _carried(header: bytes, origin: str) -> str:
-    try:
-        return msgspec.json.decode(header[8:], type=_Header).metadata.part
-    except MALFORMED_JSON as error:
-        raise FormatError(f"{origin} carries no part of a manifest: {error}") from error
+    return parse_json(header[8:], _Header, f"{origin} carries no part of a manifest").metadata.part

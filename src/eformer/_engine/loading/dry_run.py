@@ -12,7 +12,7 @@ import numpy as np
 
 from eformer._engine.formats.find import look_at
 from eformer._engine.loading.placement import jax_holds, refuse_on_devices
-from eformer._engine.loading.rules import Leaf, Rules, Said, place
+from eformer._engine.loading.rules import Leaf, PlacementRequest, Rules, place
 from eformer._engine.record.dtypes import dtype_from_name, floating_dtype, is_floating
 from eformer._engine.trees.devices import is_key
 from eformer._engine.trees.flatten import flatten
@@ -101,7 +101,7 @@ def dry_run(
     found = _of_checkpoint(what, prefix) if is_path else _of_tree(what)
     cast = None if dtype is None else floating_dtype(dtype)
     known = {name: leaf.cast(cast) for name, leaf in found.items()}
-    said = Said(mesh, None if rules is None else tuple(rules), shardings, prefix)
+    said = PlacementRequest(mesh, None if rules is None else tuple(rules), shardings, prefix)
     placed, _ = place({name: leaf.as_leaf() for name, leaf in known.items()}, said)
     refuse_on_devices((n, known[n].dtype, known[n].shape) for n in placed if not known[n].can_be_on_a_device)
     per_device: dict[Any, int] = dict.fromkeys(mesh.devices.flat, 0)

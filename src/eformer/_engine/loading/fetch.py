@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Struct
 
 from eformer._engine.formats.codecs import decoded
-from eformer._engine.loading.read_plan import Read, Stored, Want, plan_reads
+from eformer._engine.loading.read_plan import Read, StoredPiece, Want, plan_reads
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.record.dtypes import DTYPES, dtype_from_name, unpack_nibbles
 from eformer._engine.record.pieces import ALIGNMENT
@@ -52,7 +52,7 @@ def prepare(
     memory of their own or share it with neighbours, in `memory` as far as that goes; small ones share what they were
     read into.
     """
-    fetching = Fetching(wants, tree, files, verify, refuse, meter)
+    fetching = Fetching(wants, tree, files, verify, raise_damage, meter)
     fetching.prepare(Arena(memory, has_neighbours=len(wants) > 1))
     return fetching
 
@@ -70,7 +70,7 @@ def check(
     run_all([partial(fetching.look_at, read) for read in plan_reads(wants, tree)], threads)
 
 
-def refuse(damage: Damage) -> None:
+def raise_damage(damage: Damage) -> None:
     raise CorruptionError(f"{damage}; restore the file from a copy, or load an older checkpoint")
 
 
@@ -147,7 +147,7 @@ class Fetching:
             if piece.coding and not piece.digest:  # whether it can be decoded is all that can be known of it
                 self.unpacked(piece, memory[start : start + piece.nbytes])
 
-    def sound_pieces(self, read: Read, memory: Array) -> Iterator[tuple[Stored, int]]:
+    def sound_pieces(self, read: Read, memory: Array) -> Iterator[tuple[StoredPiece, int]]:
         """The pieces of the read whose bytes are those that were saved, and where in memory they begin."""
         view, first, verify = memory.data, read.offset, self.verify
         try:
@@ -168,7 +168,7 @@ class Fetching:
             else:
                 yield piece, start
 
-    def report(self, piece: Stored, problem: str) -> None:
+    def report(self, piece: StoredPiece, problem: str) -> None:
         name, file = self.wants[piece.want].name, self.tree.path_of(piece.file)
         self.on_damage(Damage(name, file, piece.offset, piece.offset + piece.nbytes, problem))
 
@@ -181,7 +181,7 @@ class Fetching:
             return None
         return self.targets[first.want][first.target].memory[first.at : first.at + read.nbytes]
 
-    def deliver(self, piece: Stored, data: Array) -> None:
+    def deliver(self, piece: StoredPiece, data: Array) -> None:
         """Copies the piece to where it is wanted, cast if it is wanted as another dtype."""
         box = piece.region or Region.whole(self.wants[piece.want].entry.shape)
         stored = self.unpacked(piece, data)
@@ -197,7 +197,7 @@ class Fetching:
             elif overlap := box.overlap(target.region):
                 target.array[overlap.inside(target.region).slices] = stored[overlap.inside(box).slices]
 
-    def unpacked(self, piece: Stored, data: Array) -> Array | None:
+    def unpacked(self, piece: StoredPiece, data: Array) -> Array | None:
         """The numbers of a piece; None if they cannot be decoded, which is reported."""
         entry, coding = self.wants[piece.want].entry, piece.coding
         shape = piece.region.shape if piece.region else entry.shape

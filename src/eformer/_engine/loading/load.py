@@ -15,13 +15,13 @@ from eformer._engine.loading.pinned_stream import is_worth_streaming, stream
 from eformer._engine.loading.placement import accelerator_of, assemble, place_items, processes_of
 from eformer._engine.loading.read import nbytes_read, read
 from eformer._engine.loading.scalars import as_scalar, fitted
-from eformer._engine.loading.select import Item, Request, items_of, select
+from eformer._engine.loading.select import LeafTarget, Request, items_of, select
 from eformer._engine.loading.unnamed_leaves import by_order, completed
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.processes.hosts import TIMEOUT
 from eformer._engine.record.manifest import UNREADABLE, TreeEntry
 from eformer._engine.record.text import few
-from eformer._engine.tasks.pool import default_threads, uncollected
+from eformer._engine.tasks.pool import default_threads, gc_paused
 from eformer._engine.tasks.progress import is_wanted, metered
 from eformer._engine.trees.flatten import flatten
 from eformer._engine.trees.unflatten import unflatten, unflatten_like
@@ -115,7 +115,7 @@ def load_entry(path: str | os.PathLike[str], request: Request) -> tuple[Any, Tre
     """The tree, and what the manifest says of it."""
     like = None if request.like is None else flatten(request.like)[0]
     tree, arrays, selected = _read_together(path, request, like)
-    with uncollected():
+    with gc_paused():
         values = {n: value for n, value in tree.values.items() if n in selected and n not in arrays}
         if like is not None:
             values = {name: fitted(value, like[name], request.cast) for name, value in values.items()}
@@ -169,7 +169,7 @@ def _read_one(
                 logger.warning("%s: not read, and may hold leaves: %s", path, few(paths))
             if like is not None and not found.has_names:
                 tree, wanted = by_order(tree, like, request.dtype)
-            with uncollected():
+            with gc_paused():
                 selected = select(tree, request.keys)
                 items = items_of(tree, selected, request, wanted)
                 if like is None and request.keys is None:
@@ -202,7 +202,7 @@ def _tree(found: Found, prefix: str | None) -> TreeEntry:
 
 
 def _arrays(
-    found: Found, tree: TreeEntry, items: list[Item], request: Request, hosts: Hosts, meter: Meter
+    found: Found, tree: TreeEntry, items: list[LeafTarget], request: Request, hosts: Hosts, meter: Meter
 ) -> dict[str, Any]:
     """The arrays by name, read and handed to the caller's functions batch by batch."""
     threads = request.threads or default_threads()
@@ -227,7 +227,7 @@ def _arrays(
         is_last = start + batch >= end
         if is_last or request.broadcast:  # what is broadcast needs all processes
             _agree(hosts, f"{tree.save_id} {start}", is_last=is_last)
-        with uncollected():
+        with gc_paused():
             assembled |= assemble(others)
         for item in some:
             leaf = assembled.pop(item.name)
@@ -238,7 +238,7 @@ def _arrays(
     return arrays
 
 
-def _divided(items: list[Item], request: Request) -> tuple[list[Item], list[Item]]:
+def _divided(items: list[LeafTarget], request: Request) -> tuple[list[LeafTarget], list[LeafTarget]]:
     """Those that go to accelerators, through a little memory at a time, and the others. What is broadcast has to be
     read by all processes before the first piece of it moves."""
     if request.broadcast:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from eformer._engine.record.check import is_whole
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.record.manifest import is_whole
 from eformer._engine.record.pieces import offset_within
 from eformer._engine.record.regions import Region
 from eformer.errors import CorruptionError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 
-class Mapping:
+class MappedFiles:
     """The files of one tree, in the address space of this process from when they are first asked for."""
 
     def __init__(self, tree: TreeEntry, files: Files) -> None:

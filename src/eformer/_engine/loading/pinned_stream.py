@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from eformer._engine.formats.found import Found
-    from eformer._engine.loading.select import Item
+    from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import TreeEntry
 
 _LOCKED_BYTES = 2**30  # by one load, at most; a leaf that needs more has memory of its own
@@ -38,14 +38,14 @@ _READ_BYTES = 16 * 2**20  # with many threads there are fewer turns to wait for 
 _WORTH_IT = 16 * 2**20
 
 
-def is_worth_streaming(items: Iterable[Item]) -> bool:
+def is_worth_streaming(items: Iterable[LeafTarget]) -> bool:
     return sum(map(nbytes_of, items)) >= _WORTH_IT
 
 
 def stream(
     found: Found,
     tree: TreeEntry,
-    items: Sequence[Item],
+    items: Sequence[LeafTarget],
     threads: int,
     *,
     verify: bool,
@@ -66,7 +66,7 @@ class _Stream:
     """Slots of memory, and what has arrived through them: large leaves first, each through a slot that is large enough,
     then the others, through the parts that these slots are cut into."""
 
-    def __init__(self, items: Sequence[Item], stack: ExitStack) -> None:
+    def __init__(self, items: Sequence[LeafTarget], stack: ExitStack) -> None:
         self.large = [item for item in items if nbytes_of(item) > _SLOT_BYTES]
         self.large.sort(
             key=nbytes_of, reverse=True
@@ -84,7 +84,7 @@ class _Stream:
             arrive = partial(self.arrive, group, slot)
             yield from reading.tasks(group, memory=slot.memory, end=arrive, read_bytes=_READ_BYTES)
 
-    def turns(self) -> Iterator[tuple[list[Item], _Slot | None]]:
+    def turns(self) -> Iterator[tuple[list[LeafTarget], _Slot | None]]:
         """Whoever waits for a slot gets one: all reads into the others are under way in other threads."""
         fitting = [nbytes for item in self.large if (nbytes := nbytes_of(item)) <= _LOCKED_BYTES]
         room = max(fitting, default=_SLOT_BYTES)
@@ -115,7 +115,7 @@ class _Stream:
         """Nobody waits for a slot any more."""
         self.slots.put(None)
 
-    def arrive(self, group: Sequence[Item], slot: _Slot) -> None:
+    def arrive(self, group: Sequence[LeafTarget], slot: _Slot) -> None:
         """All of the group has been read."""
         slot.lock()
         arrays = assemble(group)
@@ -147,9 +147,9 @@ class _Slot:
             self.stack.enter_context(page_locked(self.memory, self.device))
 
 
-def _groups(items: Sequence[Item]) -> list[list[Item]]:
+def _groups(items: Sequence[LeafTarget]) -> list[list[LeafTarget]]:
     """Neighbours that fit into a slot."""
-    groups: list[list[Item]] = []
+    groups: list[list[LeafTarget]] = []
     used = 0
     for item in items:
         if not groups or used + nbytes_of(item) > _SLOT_BYTES:
@@ -160,12 +160,12 @@ def _groups(items: Sequence[Item]) -> list[list[Item]]:
     return groups
 
 
-def _place(item: Item) -> tuple[int, int]:
+def _place(item: LeafTarget) -> tuple[int, int]:
     """Where the leaf begins: neighbours are read together."""
     return min(((extent.file, extent.offset) for extent in item.entry.extents), default=(0, 0))
 
 
-def nbytes_of(item: Item) -> int:
+def nbytes_of(item: LeafTarget) -> int:
     """What the boxes that this process's devices hold take in memory."""
     regions = item.regions
     size = math.prod(item.entry.shape) if regions is None else sum(region.size for region in regions)

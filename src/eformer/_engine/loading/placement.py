@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from eformer._engine.loading.device_put import put_on, put_on_default
-from eformer._engine.loading.rules import Leaf, PartitionSpec, Said
+from eformer._engine.loading.rules import Leaf, PartitionSpec, PlacementRequest
 from eformer._engine.loading.rules import place as place_by_rules
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.regions import Region
@@ -22,7 +22,7 @@ from eformer.errors import FormatError, MismatchError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from eformer._engine.loading.select import Item, Request
+    from eformer._engine.loading.select import LeafTarget, Request
     from eformer._engine.record.manifest import TreeEntry
 
 _config: Any = jax.config  # whose attributes have no types
@@ -35,7 +35,7 @@ _WORTH_BROADCASTING = 2**20  # bytes on a device
 # --------------------------------------------------------------------------------------------- place
 
 
-def place_items(items: Sequence[Item], tree: TreeEntry, request: Request) -> None:
+def place_items(items: Sequence[LeafTarget], tree: TreeEntry, request: Request) -> None:
     """A sharding, the default device or host memory for every item, and the boxes that each device needs."""
     said = (request.mesh, request.rules, request.shardings, *(i.sharding for i in items))
     if any(argument is not None for argument in said):
@@ -122,9 +122,9 @@ def _is_shared(sharding: Sharding, shape: tuple[int, ...]) -> bool:
     return False
 
 
-def _follow_arguments(items: Sequence[Item], tree: TreeEntry, request: Request) -> None:
+def _follow_arguments(items: Sequence[LeafTarget], tree: TreeEntry, request: Request) -> None:
     leaves = {item.name: _as_leaf(item) for item in items}
-    said = Said(
+    said = PlacementRequest(
         mesh=request.mesh,
         rules=request.rules,
         shardings=request.shardings,
@@ -142,7 +142,7 @@ def _follow_arguments(items: Sequence[Item], tree: TreeEntry, request: Request) 
             item.sharding, item.as_numpy, item.is_explicit = placed[item.name], False, True
 
 
-def _as_leaf(item: Item) -> Leaf:
+def _as_leaf(item: LeafTarget) -> Leaf:
     stays = item.as_numpy and not jax_holds(item.dtype, _config.jax_enable_x64)
     return Leaf(item.shape, item.sharding, item.entry.sharding, item.as_numpy, stays)
 
@@ -157,7 +157,7 @@ def jax_holds(dtype: str, x64: bool) -> bool:  # noqa: ARG001  x64 is for the ca
     return bool(found.dtype == dtype_from_name(dtype))
 
 
-def _keep_on_host(items: Sequence[Item]) -> None:
+def _keep_on_host(items: Sequence[LeafTarget]) -> None:
     """Leaves that JAX cannot hold as they are stay numpy arrays, unless somebody wants them on a device."""
     refuse_on_devices((item.name, item.dtype, item.entry.shape) for item in items if item.is_explicit)
     for item in items:
@@ -180,7 +180,7 @@ def refuse_on_devices(leaves: Iterable[tuple[str, str, tuple[int, ...]]]) -> Non
         )
 
 
-def _cut_up(item: Item) -> None:
+def _cut_up(item: LeafTarget) -> None:
     """The distinct boxes that this process's devices hold, and which device holds which."""
     sharding, shape = item.spread or item.sharding, item.entry.logical_shape
     assert sharding is not None
@@ -193,7 +193,7 @@ def _cut_up(item: Item) -> None:
     item.regions = list(numbers)
 
 
-def accelerator_of(item: Item) -> Any:
+def accelerator_of(item: LeafTarget) -> Any:
     """One of the devices that the item goes to, if it goes nowhere else than into the memory of accelerators: into
     memory that is not the host's. None if it does not."""
     return None if item.as_numpy else _accelerator(item.sharding, _config.jax_default_device)
@@ -215,7 +215,7 @@ def _accelerator(sharding: Sharding | None, default: Any) -> Any:
 # ------------------------------------------------------------------------------------------ assemble
 
 
-def assemble(items: Sequence[Item]) -> dict[str, Any]:
+def assemble(items: Sequence[LeafTarget]) -> dict[str, Any]:
     """The arrays by name. Memory that JAX takes as it is, is private and never written again."""
     buffers: list[Any] = []
     devices: list[Any] = []
@@ -259,7 +259,7 @@ def _memory_of(device: Any, sharding: Any) -> Any:
     return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
 
 
-def _joined(shards: list[Any], item: Item) -> Any:
+def _joined(shards: list[Any], item: LeafTarget) -> Any:
     sharding = item.spread or item.sharding
     assert sharding is not None
     if item.entry.key:
@@ -269,7 +269,7 @@ def _joined(shards: list[Any], item: Item) -> Any:
     return array if item.spread is None else resharded(array, item.sharding, dtype_from_name(item.dtype))
 
 
-def _cut_and_put(item: Item) -> Any:
+def _cut_and_put(item: LeafTarget) -> Any:
     """A leaf that was reshaped. JAX would compare what several processes put, which is slow."""
     whole = item.arrays[0]
     if item.sharding is None or item.sharding.is_fully_addressable:
@@ -287,7 +287,7 @@ def _of_key_data(sharding: Sharding, ndim: int) -> Sharding:
     return sharding
 
 
-def _keyed(array: Any, item: Item) -> Any:
+def _keyed(array: Any, item: LeafTarget) -> Any:
     if not item.entry.key:
         return array
     try:

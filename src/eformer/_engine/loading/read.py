@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.loading.fetch import check, prepare, refuse
-from eformer._engine.loading.mapped import Mapping
+from eformer._engine.loading.fetch import check, prepare, raise_damage
+from eformer._engine.loading.mapped import MappedFiles
 from eformer._engine.loading.read_plan import READ_BYTES, Read, Want, plan_reads
 from eformer._engine.record.pieces import ALIGNMENT
 from eformer._engine.tasks.pool import in_turn, run_all
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     import numpy as np
 
     from eformer._engine.formats.found import Found
-    from eformer._engine.loading.select import Item
+    from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.stores.local_files import Files
 
 _MUCH = 2**20  # bytes of one file
 
 
-def nbytes_read(tree: TreeEntry, items: Sequence[Item]) -> int:
+def nbytes_read(tree: TreeEntry, items: Sequence[LeafTarget]) -> int:
     """What `read` and `stream` read until the items have their arrays."""
     return sum(read.nbytes for read in plan_reads([_want(item) for item in items], tree))
 
@@ -34,7 +34,7 @@ def nbytes_read(tree: TreeEntry, items: Sequence[Item]) -> int:
 def read(
     found: Found,
     tree: TreeEntry,
-    items: Sequence[Item],
+    items: Sequence[LeafTarget],
     threads: int,
     *,
     verify: bool,
@@ -65,12 +65,12 @@ class Reading:
 
     def require_unwritten(self) -> None:
         """Refuses what was read while somebody wrote to the file, if there are no digests to tell by."""
-        if not self.tree.save_id and (name := self.files.rewritten()):
+        if not self.tree.has_digests and (name := self.files.rewritten()):
             raise FileNotFoundError(f"{name} was written to while it was read")
 
-    def map(self, items: Sequence[Item], threads: int) -> Sequence[Item]:
+    def map(self, items: Sequence[LeafTarget], threads: int) -> Sequence[LeafTarget]:
         """Items that are in their files as they are wanted have their arrays; the others are returned."""
-        mapping, others, wants = Mapping(self.tree, self.files), [], []
+        mapping, others, wants = MappedFiles(self.tree, self.files), [], []
         for item in items:
             want = _want(item)
             # XLA takes only what is aligned; anything else it copies, which is slower than to read it.
@@ -81,12 +81,12 @@ class Reading:
                 item.arrays = found
                 wants.append(want)
         if self.verify:
-            check(wants, self.tree, self.files, threads, refuse, self.meter)
+            check(wants, self.tree, self.files, threads, raise_damage, self.meter)
         return others
 
     def tasks(
         self,
-        items: Sequence[Item],
+        items: Sequence[LeafTarget],
         *,
         memory: np.ndarray[Any, Any] | None = None,
         end: Callable[[], None] | None = None,
@@ -119,11 +119,11 @@ class Reading:
                 raise FormatError(f"the leaves in {file.name!r} claim {nbytes} bytes, it has {file.nbytes}")
 
 
-def _want(item: Item) -> Want:
+def _want(item: LeafTarget) -> Want:
     return Want(item.name, item.entry, item.dtype, item.regions)
 
 
-def _require_bytes(tree: TreeEntry, items: Sequence[Item], needed: Iterable[int], files: Files) -> None:
+def _require_bytes(tree: TreeEntry, items: Sequence[LeafTarget], needed: Iterable[int], files: Files) -> None:
     """Refuses files that are shorter than the leaves, before much memory is allocated for these."""
     lengths = [file.nbytes for file in tree.files]
     for number in needed:

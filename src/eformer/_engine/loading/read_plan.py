@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from eformer._engine.record.check import is_whole
+from eformer._engine.record.digests import DIGEST_DIGITS
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.record.manifest import DIGEST_DIGITS, is_whole
 from eformer._engine.record.pieces import offset_within, piece_sizes, pieces_in, shifted
 from eformer._engine.record.regions import Region
 
@@ -36,7 +37,7 @@ class Want(Struct, frozen=True, gc=False):
     regions: Sequence[Region] | None = None
 
 
-class Stored(Struct, frozen=True, gc=False):
+class StoredPiece(Struct, frozen=True, gc=False):
     """A piece of a leaf as it lies in a file. `region` is None where the piece is the whole leaf.
 
     `target` is the number of the wanted box that the piece belongs into, and `at` the byte of it where it goes as it
@@ -60,13 +61,13 @@ class Read(Struct, frozen=True, gc=False):
     file: int
     offset: int
     nbytes: int
-    pieces: Sequence[Stored]
+    pieces: Sequence[StoredPiece]
 
 
 def plan_reads(wants: Sequence[Want], tree: TreeEntry, read_bytes: int = READ_BYTES) -> list[Read]:
     """The fewest bytes that contain what is wanted and can be checked, in the order in which they lie, in reads of
     about `read_bytes`."""
-    found: list[Stored] = []
+    found: list[StoredPiece] = []
     starts = [file.header_nbytes for file in tree.files]
     for index, want in enumerate(wants):
         entry = want.entry
@@ -76,7 +77,7 @@ def plan_reads(wants: Sequence[Want], tree: TreeEntry, read_bytes: int = READ_BY
                 found.extend(_coded(index, want, extent, start))
             elif extent.region is None and (extent.nbytes <= tree.block or is_whole(entry, extent)):
                 if extent.nbytes:
-                    found.append(Stored(extent.file, start, extent.nbytes, index, extent.digests))
+                    found.append(StoredPiece(extent.file, start, extent.nbytes, index, extent.digests))
             elif extent.nbytes <= min(_SMALL_BOX, tree.block) and extent.region is not None:
                 found.extend(_small_box(index, want, extent, start))
             elif extent.region is None and want.regions is None and want.dtype == entry.dtype:
@@ -88,30 +89,32 @@ def plan_reads(wants: Sequence[Want], tree: TreeEntry, read_bytes: int = READ_BY
     return list(_adjacent(found, read_bytes))
 
 
-def _whole_pieces(index: int, entry: LeafEntry, extent: Extent, start: int, block: int) -> Iterator[Stored]:
+def _whole_pieces(
+    index: int, entry: LeafEntry, extent: Extent, start: int, block: int
+) -> Iterator[StoredPiece]:
     """The pieces of a leaf that is wanted whole and as it is."""
     at = digits = 0
     for nbytes in piece_sizes(entry.shape, dtype_from_name(entry.dtype).itemsize, block):
         digest = extent.digests[digits : digits + DIGEST_DIGITS]
-        yield Stored(extent.file, start + at, nbytes, index, digest, None, 0, at)
+        yield StoredPiece(extent.file, start + at, nbytes, index, digest, None, 0, at)
         at, digits = at + nbytes, digits + DIGEST_DIGITS
 
 
-def _small_box(index: int, want: Want, extent: Extent, start: int) -> Iterator[Stored]:
+def _small_box(index: int, want: Want, extent: Extent, start: int) -> Iterator[StoredPiece]:
     box = want.entry.region_of(extent)
     if extent.nbytes and (want.regions is None or any(box.overlap(region) for region in want.regions)):
-        yield Stored(extent.file, start, extent.nbytes, index, extent.digests, box, -1)
+        yield StoredPiece(extent.file, start, extent.nbytes, index, extent.digests, box, -1)
 
 
-def _coded(index: int, want: Want, extent: Extent, start: int) -> Iterator[Stored]:
+def _coded(index: int, want: Want, extent: Extent, start: int) -> Iterator[StoredPiece]:
     box = want.entry.region_of(extent)
     if want.regions is None or any(box.overlap(region) for region in want.regions):
-        yield Stored(
+        yield StoredPiece(
             extent.file, start, extent.nbytes, index, extent.digests, box, -1, -1, coding=extent.coding
         )
 
 
-def _stored_pieces(index: int, want: Want, extent: Extent, start: int, block: int) -> Iterator[Stored]:
+def _stored_pieces(index: int, want: Want, extent: Extent, start: int, block: int) -> Iterator[StoredPiece]:
     """The pieces of which a part is wanted."""
     entry = want.entry
     box = entry.region_of(extent)
@@ -119,7 +122,7 @@ def _stored_pieces(index: int, want: Want, extent: Extent, start: int, block: in
     regions = [Region.whole(entry.shape)] if want.regions is None else want.regions
     if is_whole(entry, extent):
         if any(box.overlap(region) for region in regions):
-            yield Stored(extent.file, start, extent.nbytes, index, extent.digests, box, -1)
+            yield StoredPiece(extent.file, start, extent.nbytes, index, extent.digests, box, -1)
         return
     wanted = [overlap for region in regions if (overlap := box.overlap(region))]
     found = dict(
@@ -130,7 +133,7 @@ def _stored_pieces(index: int, want: Want, extent: Extent, start: int, block: in
         digest = extent.digests[DIGEST_DIGITS * number : DIGEST_DIGITS * (number + 1)]
         target, at = _place_of(piece, regions, itemsize) if want.dtype == entry.dtype else (-1, -1)
         nbytes = itemsize * piece.size
-        yield Stored(extent.file, start + before * itemsize, nbytes, index, digest, piece, target, at)
+        yield StoredPiece(extent.file, start + before * itemsize, nbytes, index, digest, piece, target, at)
 
 
 def _place_of(piece: Region, regions: Sequence[Region], itemsize: int) -> tuple[int, int]:
@@ -143,14 +146,14 @@ def _place_of(piece: Region, regions: Sequence[Region], itemsize: int) -> tuple[
     return -1, -1
 
 
-def _go_together(a: Stored, b: Stored) -> bool:
+def _go_together(a: StoredPiece, b: StoredPiece) -> bool:
     """Small leaves share what they are read into; pieces of large ones are read to where they belong."""
     if a.at < 0 or b.at < 0:
         return a.at == b.at and (a.region is None) == (b.region is None)
     return a.want == b.want and a.target == b.target and a.at + a.nbytes == b.at
 
 
-def _adjacent(found: Sequence[Stored], read_bytes: int) -> Iterator[Read]:
+def _adjacent(found: Sequence[StoredPiece], read_bytes: int) -> Iterator[Read]:
     start = 0
     for i in range(1, len(found) + 1):
         if i < len(found):

@@ -52,7 +52,7 @@ def _name_of(name: str, leaves: Container[str], prefix: str | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class PlacementRequest:
     """What a caller says about where leaves go.
 
     prefix         of the tree: names in `shardings` may begin with it
@@ -71,7 +71,7 @@ class Said:
 
 
 def place(
-    leaves: Mapping[str, Leaf], said: Said, ignored: Collection[str] = ()
+    leaves: Mapping[str, Leaf], said: PlacementRequest, ignored: Collection[str] = ()
 ) -> tuple[dict[str, Sharding], dict[str, Callable[[Any], Any]]]:
     """A sharding for every leaf that something is said about, and what to call on the loaded arrays.
 
@@ -102,7 +102,7 @@ def place(
 
 
 def _named(
-    leaves: Mapping[str, Leaf], said: Said, ignored: Collection[str], problems: list[str]
+    leaves: Mapping[str, Leaf], said: PlacementRequest, ignored: Collection[str], problems: list[str]
 ) -> tuple[dict[str, Any], dict[str, Callable[[Any], Any]]]:
     shardings = said.shardings
     if shardings is None:
@@ -136,7 +136,7 @@ def _compiled(pattern: str, argument: str) -> re.Pattern[str]:
         raise ValueError(f"{argument}=: {pattern!r} is no regular expression: {error}") from error
 
 
-def _matched(leaves: Mapping[str, Leaf], said: Said) -> dict[str, Any]:
+def _matched(leaves: Mapping[str, Leaf], said: PlacementRequest) -> dict[str, Any]:
     """For each leaf that a rule is for, the spec of the first. A scalar has no axis to be cut along."""
     patterns = [(_compiled(pattern, said.rules_are), spec) for pattern, spec in said.rules or ()]
     found = {name: _first_match(name, patterns) for name, leaf in leaves.items() if leaf.shape}
@@ -148,7 +148,9 @@ def _first_match(name: str, patterns: Sequence[tuple[re.Pattern[str], Any]]) -> 
     return next((spec for pattern, spec in patterns if pattern.search(key)), None)
 
 
-def _rest(leaves: Mapping[str, Leaf], said: Said, mesh: Mesh, problems: list[str]) -> dict[str, Any]:
+def _rest(
+    leaves: Mapping[str, Leaf], said: PlacementRequest, mesh: Mesh, problems: list[str]
+) -> dict[str, Any]:
     """What nothing else is said about: with rules it goes everywhere, unless JAX cannot hold it."""
     if said.rules is not None:
         return {name: PartitionSpec() for name, leaf in leaves.items() if not leaf.is_for_numpy_only}
@@ -162,7 +164,7 @@ def _require_all(leaves: Mapping[str, Leaf], said: Collection[str]) -> None:
 
 
 def _recorded(
-    leaves: Mapping[str, Leaf], said: Said, mesh: Mesh, problems: list[str]
+    leaves: Mapping[str, Leaf], said: PlacementRequest, mesh: Mesh, problems: list[str]
 ) -> dict[str, _PartitionSpec]:
     specs = {}
     for name, leaf in leaves.items():

@@ -37,7 +37,7 @@ logger = logging.getLogger("eformer")
 class Request:
     """What the caller asked for; beyond what `load` takes,
 
-    every_leaf, replicate, rules_are    see `Said`
+    every_leaf, replicate, rules_are    see `PlacementRequest`
     like_is        what the caller's argument for `like` is called
     reshape        a leaf may have another shape than in `like` if it has as many elements
     threads        that read; None for one a core, 2 to 16
@@ -106,7 +106,7 @@ def select(tree: TreeEntry, keys: Iterable[str] | None) -> dict[str, None]:
     return {name: None for name in names if name in chosen}
 
 
-class Item(msgspec.Struct, gc=False):
+class LeafTarget(msgspec.Struct, gc=False):
     """A leaf on its way: what is stored, what it is to become, and where.
 
     `spread` is a sharding in which no two processes hold the same, for one that is read so and then broadcast.
@@ -137,7 +137,7 @@ class Item(msgspec.Struct, gc=False):
 
 def items_of(
     tree: TreeEntry, selected: Mapping[str, None], request: Request, like: Mapping[str, Any] | None
-) -> list[Item]:
+) -> list[LeafTarget]:
     """The arrays among the selected leaves, and the numbers that are arrays in `like`, if all is what it expects; else
     every difference at once."""
     cast = request.cast
@@ -147,7 +147,7 @@ def items_of(
         if name in entries:
             entry = entries[name]
             dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
-            items.append(Item(name, entry, dtype, as_numpy=entry.home == "numpy"))
+            items.append(LeafTarget(name, entry, dtype, as_numpy=entry.home == "numpy"))
     if like is not None:
         if request.reshape:
             for item in items:
@@ -162,7 +162,7 @@ def items_of(
     return items
 
 
-def _take_shape(item: Item, leaf: Any) -> None:
+def _take_shape(item: LeafTarget, leaf: Any) -> None:
     """Lets the item have the shape that `like` says, if it has as many elements."""
     shape = getattr(leaf, "shape", None)
     stored = item.entry.shape
@@ -174,7 +174,7 @@ def _take_shape(item: Item, leaf: Any) -> None:
 
 
 def _differences(
-    items: Sequence[Item],
+    items: Sequence[LeafTarget],
     selected: Mapping[str, None],
     values: Mapping[str, Any],
     like: Mapping[str, Any],
@@ -222,13 +222,13 @@ def _shown(value: Any) -> str:
 
 def _numbers_as_arrays(
     values: Mapping[str, Any], like: Mapping[str, Any], cast: str | None
-) -> Iterable[Item]:
+) -> Iterable[LeafTarget]:
     """The numbers among the plain values that are arrays without axes in `like`."""
     for name, value in values.items():
         if _has_shape(leaf := like[name]) and not is_scalar(leaf):
             dtype = _dtype_name(leaf.dtype)
             array = as_array(value, dtype, cast)
-            yield Item(name, LeafEntry(dtype, (), ()), dtype, arrays=[array], is_stored=False)
+            yield LeafTarget(name, LeafEntry(dtype, (), ()), dtype, arrays=[array], is_stored=False)
 
 
 def _has_shape(leaf: Any) -> bool:
@@ -236,7 +236,7 @@ def _has_shape(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _array_difference(item: Item, leaf: Any) -> Iterable[str]:
+def _array_difference(item: LeafTarget, leaf: Any) -> Iterable[str]:
     if isinstance(leaf, (Sharding, PartitionSpec)):
         return
     found = _described(_key_dtype(item.entry.key) if item.entry.key else item.dtype, item.shape)
@@ -266,7 +266,7 @@ def _key_dtype(impl: str) -> str:
     return str(jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype)
 
 
-def _follow(item: Item, leaf: Any) -> None:
+def _follow(item: LeafTarget, leaf: Any) -> None:
     """Makes the item what this leaf of `like` is."""
     if isinstance(leaf, (Sharding, PartitionSpec)):
         item.as_numpy, item.sharding, item.is_explicit = False, leaf, True

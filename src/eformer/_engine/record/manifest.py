@@ -10,22 +10,20 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from operator import le
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct, field
 
-from eformer._engine.record.digests import xxh3_64_number, xxh3_128, xxh3_128_of
+from eformer._engine.record.check import check_leaf, check_tree, is_plain
+from eformer._engine.record.digests import NO_DIGEST, check_own_digest, stamp_digest, xxh3_64_number
 from eformer._engine.record.display import About, as_html, as_text
-from eformer._engine.record.dtypes import DTYPES, dtype_from_name
-from eformer._engine.record.names import is_inside
 from eformer._engine.record.outline import Line
-from eformer._engine.record.pieces import count_pieces, is_tiling
+from eformer._engine.record.pieces import PIECE_BYTES
 from eformer._engine.record.regions import Region
 from eformer._engine.record.text import printable, shortened
 from eformer._engine.record.values import MALFORMED_JSON, value_from_json
-from eformer.errors import CorruptionError, FormatError
+from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,15 +32,8 @@ T = TypeVar("T")
 
 VERSION = 1
 UNREADABLE = "unreadable"  # in the place of a structure: why there is none
-DIGEST_DIGITS = 32
 
-_NO_DIGEST = b"0" * DIGEST_DIGITS
-_MARK = b'"digest":"'
-_MOST_BLOCK = 2**30  # a piece is read into memory as a whole
-_MOST_EXPANSION = 50_000  # no codec says more in fewer bytes: zstd repeats 2**17 of them in three
-_MOST_AXES = 64  # numpy's
 _MOST_SHOWN = 60  # characters of a plain value
-_MARK_WITHIN = 64  # the digest is the first field, also where something stands around the manifest
 
 
 Count = Annotated[int, msgspec.Meta(ge=0)]  # what is read is checked while it is parsed
@@ -154,6 +145,11 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
         return self.raw_root or ""
 
     @property
+    def has_digests(self) -> bool:
+        """Tell whether the tree was saved by eformer, so that every byte of it can be checked."""
+        return bool(self.save_id)
+
+    @property
     def is_database(self) -> bool:
         return bool(self.ocdbt)
 
@@ -180,8 +176,8 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
             raise FormatError(f"the manifest has {sorted(both)[:3]} as arrays and as plain values")
         rooms = [file.nbytes - file.header_nbytes for file in self.files]
         for name, entry in entries.items():
-            if len(entry.extents) != 1 or not _is_plain(entry, entry.extents[0], rooms, self.block):
-                _check_leaf(name, entry, self)
+            if len(entry.extents) != 1 or not is_plain(entry, entry.extents[0], rooms, self.block):
+                check_leaf(name, entry, self)
         return entries
 
     @property
@@ -221,6 +217,32 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
         return as_html("tree", [self.about()])
 
 
+def foreign_tree(
+    *,
+    files: tuple[DataFile, ...],
+    leaves: dict[str, LeafEntry],
+    structure: Any,
+    saved_at: str = "",
+    written_by: str = "",
+    root: str = "",
+    metadata: Mapping[str, Any] | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> TreeEntry:
+    """Describe a tree that another program wrote: it has no save id and no digests."""
+    return TreeEntry(
+        save_id="",
+        saved_at=saved_at,
+        written_by=written_by,
+        block=PIECE_BYTES,
+        files=files,
+        raw_root=root or msgspec.UNSET,
+        raw_metadata=dict(metadata or {}),
+        raw_values=dict(values or {}),
+        structure=Raw(msgspec.json.encode(structure)),
+        raw_leaves=encode_leaves(leaves),
+    )
+
+
 def _value_text(value: Any) -> str:
     try:
         return printable(f"= {shortened(repr(value_from_json(value)), _MOST_SHOWN)}")
@@ -237,7 +259,7 @@ class Leaves(Mapping[str, LeafEntry]):
 
     def __getitem__(self, name: str) -> LeafEntry:
         entry = _parsed(self._raw[name], _decode_leaf)
-        _check_leaf(name, entry, self._tree)
+        check_leaf(name, entry, self._tree)
         return entry
 
     def __contains__(self, name: object) -> bool:
@@ -263,7 +285,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     The tree that was saved without a prefix is under "".
     """
 
-    digest: str = _NO_DIGEST.decode()
+    digest: str = NO_DIGEST
     format: str
     version: int = VERSION
     trees: dict[str, TreeEntry] = field(default_factory=dict)
@@ -286,12 +308,12 @@ class Manifest(Struct, frozen=True, kw_only=True):
         return Manifest(format=self.format, trees={**self.trees, prefix: tree})
 
     def to_json(self) -> bytes:
-        return seal(msgspec.json.encode(msgspec.structs.replace(self, digest=_NO_DIGEST.decode())))
+        return stamp_digest(msgspec.json.encode(msgspec.structs.replace(self, digest=NO_DIGEST)))
 
     @classmethod
     def from_json(cls, data: bytes, origin: str) -> Manifest:
         """Refuses what is no manifest, is damaged, or was written by a later version, naming `origin`."""
-        check_seal(data, origin)
+        check_own_digest(data, origin)
         return cls.parse(data, origin)
 
     @classmethod
@@ -304,7 +326,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
                     f"version {manifest.version}; this eformer reads up to {VERSION}, please upgrade"
                 )
             for tree in manifest.trees.values():
-                _check_tree(tree)
+                check_tree(tree)
         except (*MALFORMED_JSON, FormatError) as error:
             raise FormatError(f"{origin} is no manifest that can be read: {error}") from error
         return manifest
@@ -313,8 +335,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
 class Receipt(Struct):
     """What one process has written: complete, synced, and under names that nobody looks for yet.
 
-    If it is one of several, the leaves are in its `Part`; `weight` is that of all their elements that it has written,
-    and tells whether all together have written every one once.
+    If it is one of several, the leaves are in its `ProcessRecord`; `weight` is that of all their elements that it has
+    written, and tells whether all together have written every one once.
     """
 
     files: list[DataFile] = field(default_factory=list)
@@ -326,7 +348,7 @@ class Receipt(Struct):
 # ----------------------------------------------------------------------------------------------- parts
 
 
-class Part(Struct, omit_defaults=True):
+class ProcessRecord(Struct, omit_defaults=True):
     """What one of several processes wrote into a file, or into `files` of its own: the boxes of leaves, and those
     SHA-256 that are wanted and it could compute."""
 
@@ -338,14 +360,14 @@ class Part(Struct, omit_defaults=True):
         return msgspec.json.encode(self)
 
     @classmethod
-    def from_json(cls, data: bytes | str, origin: str) -> Part:
+    def from_json(cls, data: bytes | str, origin: str) -> ProcessRecord:
         try:
-            return _decode_part(data)
+            return _decode_process_record(data)
         except MALFORMED_JSON as error:
             raise FormatError(f"{origin} is no part of a manifest that can be read: {error}") from error
 
 
-def with_parts(tree: TreeEntry, parts: Sequence[Part]) -> TreeEntry:
+def with_process_records(tree: TreeEntry, parts: Sequence[ProcessRecord]) -> TreeEntry:
     """The tree as if one process had written it. There is one part for each of its files."""
     entries = _parsed(tree.raw_leaves, _decode_leaves)
     extents: dict[str, list[Extent]] = {name: list(entry.extents) for name, entry in entries.items()}
@@ -368,7 +390,7 @@ def with_parts(tree: TreeEntry, parts: Sequence[Part]) -> TreeEntry:
     tree = msgspec.structs.replace(
         tree, files=tuple(files), parts=msgspec.UNSET, raw_leaves=encode_leaves(whole)
     )
-    _check_tree(tree)
+    check_tree(tree)
     return tree
 
 
@@ -378,7 +400,7 @@ def weight_of(name: str, elements: int) -> int:
 
 
 _decode_manifest = msgspec.json.Decoder(Manifest).decode
-_decode_part = msgspec.json.Decoder(Part).decode
+_decode_process_record = msgspec.json.Decoder(ProcessRecord).decode
 _decode_leaf = msgspec.json.Decoder(LeafEntry).decode
 _decode_leaves = msgspec.json.Decoder(dict[str, LeafEntry]).decode
 _decode_raw_leaves = msgspec.json.Decoder(dict[str, Raw]).decode
@@ -386,141 +408,3 @@ _decode_raw_leaves = msgspec.json.Decoder(dict[str, Raw]).decode
 
 def encode_leaves(entries: dict[str, LeafEntry]) -> Raw:
     return Raw(msgspec.json.encode(entries))
-
-
-# ------------------------------------------------------------------------------------------------ seal
-
-
-def seal(data: bytes) -> bytes:
-    """`data` with the zeros of its first field, the digest, replaced by the digest of everything."""
-    start = _digest_start(data)
-    digest = xxh3_128(data).encode()
-    return data[:start] + digest + data[start + DIGEST_DIGITS :]
-
-
-def has_seal(beginning: bytes) -> bool:
-    """Whether this could be the beginning of something sealed."""
-    return _digest_start(beginning) >= 0
-
-
-def check_seal(data: bytes, origin: str) -> None:
-    start = _digest_start(data)
-    if start < 0:
-        raise FormatError(f"{origin} is not a manifest of eformer, or its beginning is damaged")
-    stop = start + DIGEST_DIGITS
-    digest = xxh3_128_of([data[:start], _NO_DIGEST, memoryview(data)[stop:]]).encode()
-    if digest != data[start:stop]:
-        raise CorruptionError(
-            f"{origin} is damaged: its {len(data)} bytes digest to {digest.decode()}, recorded is "
-            f"{data[start:stop].decode(errors='replace')}; restore the file from a copy"
-        )
-
-
-def _digest_start(data: bytes) -> int:
-    found = data.find(_MARK, 0, _MARK_WITHIN)
-    return found + len(_MARK) if found >= 0 else -1
-
-
-# ------------------------------------------------------------------------------------------------ checks
-
-
-def _check_tree(tree: TreeEntry) -> None:
-    names = [file.name for file in tree.files]
-    if not tree.save_id or not 0 < tree.block <= _MOST_BLOCK:
-        raise FormatError(f"a tree of save {tree.save_id!r} with pieces of {tree.block} bytes")
-    if len(set(names)) < len(names):
-        raise FormatError("a file is named twice")
-    if tree.root and not is_inside(tree.root):
-        raise FormatError(f"the files are in {tree.root[:200]!r}, outside of the directory")
-    for file in tree.files:
-        if not 0 <= file.header_nbytes <= file.nbytes:
-            raise FormatError(
-                f"file {file.name!r} of {file.nbytes} bytes has a header of {file.header_nbytes}"
-            )
-
-
-def _check_leaf(name: str, entry: LeafEntry, tree: TreeEntry) -> None:
-    """Refuses an entry whose numbers contradict each other, before anything is allocated for it."""
-    try:
-        _check_numbers(entry, tree)
-    except (FormatError, ValueError) as error:
-        raise FormatError(f"the manifest's entry for leaf {name[:200]!r} makes no sense: {error}") from error
-
-
-def _is_plain(entry: LeafEntry, extent: Extent, rooms: list[int], block: int) -> bool:
-    """Whether the entry is in order, for the kind that most are: a small leaf in one place. Quicker than the check."""
-    nbytes, file = extent.nbytes, extent.file
-    return (
-        extent.region is None
-        and 0 < nbytes <= block
-        and len(extent.digests) == DIGEST_DIGITS
-        and file < len(rooms)
-        and extent.offset <= rooms[file] - nbytes
-        and entry.dtype in DTYPES
-        and nbytes == DTYPES[entry.dtype].itemsize * math.prod(entry.shape)
-        and entry.key is None
-        and extent.coding is None
-    )
-
-
-def _check_numbers(entry: LeafEntry, tree: TreeEntry) -> None:
-    itemsize = dtype_from_name(entry.dtype).itemsize
-    if len(entry.shape) > _MOST_AXES or itemsize * math.prod(max(1, size) for size in entry.shape) >= 2**62:
-        raise FormatError(f"{entry.dtype}{list(entry.shape)[:80]} is more than an array can be")
-    if entry.key and (entry.dtype != "uint32" or not entry.shape):
-        raise FormatError(f"{entry.dtype}{list(entry.shape)} are no keys")
-    if len(entry.extents) == 1 and entry.extents[0].region is None:
-        _check_extent(entry.extents[0], entry.shape, itemsize, entry, tree)
-        return
-    regions = [entry.region_of(extent) for extent in entry.extents]
-    for extent, region in zip(entry.extents, regions, strict=True):
-        if len(region.stop) != len(entry.shape) or not all(map(le, region.stop, entry.shape)):
-            raise FormatError(f"region {extent.region} lies outside shape {list(entry.shape)}")
-        _check_extent(extent, region.shape, itemsize, entry, tree)
-    if not is_tiling(regions, entry.shape):
-        raise FormatError(
-            f"its {len(regions)} extents overlap, or leave a part of shape {list(entry.shape)} out"
-        )
-
-
-def _check_extent(
-    extent: Extent, shape: tuple[int, ...], itemsize: int, entry: LeafEntry, tree: TreeEntry
-) -> None:
-    if extent.file >= len(tree.files):
-        raise FormatError(f"file {extent.file} of {len(tree.files)}")
-    nbytes = itemsize * math.prod(shape)
-    is_one = 0 < nbytes <= tree.block or is_whole(entry, extent)
-    if extent.coding:
-        _check_coding(extent, extent.coding, shape, itemsize, is_ours=bool(tree.save_id))
-    elif extent.nbytes != nbytes and not is_whole(entry, extent):
-        raise FormatError(f"{extent.nbytes} bytes for {entry.dtype}{list(shape)}, which takes {nbytes}")
-    file = tree.files[extent.file]
-    if extent.offset > file.nbytes - file.header_nbytes - extent.nbytes:
-        raise FormatError(f"{extent.nbytes} bytes at {extent.offset} are more than file {file.name!r} has")
-    if not tree.save_id and not extent.digests:
-        return
-    expected = DIGEST_DIGITS * (1 if is_one else count_pieces(shape, itemsize, tree.block))
-    if len(extent.digests) != expected:
-        raise FormatError(f"{len(extent.digests)} digits of digests where {expected} are due")
-
-
-def _check_coding(
-    extent: Extent, coding: Coding, shape: tuple[int, ...], itemsize: int, *, is_ours: bool
-) -> None:
-    if coding.codec not in (("zstd",) if is_ours else ("", "zstd", "zarr")):
-        raise FormatError(f"the codec {coding.codec[:40]!r} is not known; please upgrade")
-    if len(coding.shape) != len(shape) or any(a > b for a, b in zip(shape, coding.shape, strict=True)):
-        raise FormatError(f"a box of {list(shape)} in a chunk of {list(coding.shape)}")
-    decoded = itemsize * math.prod(coding.shape)
-    most = extent.nbytes * _MOST_EXPANSION if coding.codec else extent.nbytes
-    if decoded > most:
-        raise FormatError(
-            f"{extent.nbytes} bytes cannot hold a chunk of {list(coding.shape)}, {decoded} bytes"
-        )
-
-
-def is_whole(entry: LeafEntry, extent: Extent) -> bool:
-    """Whether an extent can only be read as one: coded, or four-bit numbers of which two share a byte."""
-    if extent.coding:
-        return True
-    return entry.dtype == "float4_e2m1fn" and 0 < 2 * extent.nbytes == entry.region_of(extent).size

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.manifest import RecordedSharding
 
-Part = tuple[Region, Any]
-"""A box of a leaf and the array that holds it: in host memory, on a device, or `Deferred`."""
+ArrayBox = tuple[Region, Any]
+"""A box of a leaf and the array that holds it: in host memory, on a device, or `LazyArray`."""
 
 
 class Source(Struct, frozen=True, gc=False):
@@ -36,14 +36,14 @@ class Source(Struct, frozen=True, gc=False):
     key: str | None = None
     sharding: RecordedSharding | None = None
     whole: np.ndarray[Any, Any] | None = None
-    parts: Sequence[Part] = ()
+    parts: Sequence[ArrayBox] = ()
     regions: Sequence[Region] = ()
     shard: tuple[int, ...] | None = None
     owner: int = 0
     is_first: bool = True
 
 
-class Deferred:
+class LazyArray:
     """An array that is somewhere else, and is read box by box. `in_order` if a box of rows takes no more than its own
     bytes to read."""
 

@@ -12,14 +12,14 @@ import math
 import reprlib
 import struct
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from eformer._engine.record.dtypes import DTYPES, from_raw
 from eformer._engine.record.names import escape, unescape
-from eformer.errors import StructureError
+from eformer.errors import FormatError, StructureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +30,16 @@ MALFORMED_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 # Beyond this other JSON readers round to a double.
 _SAFE_INT = 2**53
+
+T = TypeVar("T")
+
+
+def parse_json(data: bytes | str | msgspec.Raw, kind: type[T], problem: str) -> T:
+    """Parse JSON from outside; raise a FormatError that begins with `problem` if it is malformed or of another kind."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except MALFORMED_JSON as error:
+        raise FormatError(f"{problem}: {error}") from error
 
 
 def value_to_json(value: Any) -> Any:

@@ -59,7 +59,7 @@ class Agreed(Struct):
     described: str = ""
 
 
-class Plan(Struct):
+class SaveSummary(Struct):
     """What a process is about to do: one line for each leaf, the structure, and a digest of what it has for itself."""
 
     what: str
@@ -68,7 +68,7 @@ class Plan(Struct):
     own: str
 
 
-def agree(hosts: Hosts, make_plan: Callable[[], Plan], propose: Callable[[], Agreed]) -> Agreed:
+def agree(hosts: Hosts, make_plan: Callable[[], SaveSummary], propose: Callable[[], Agreed]) -> Agreed:
     """What the first process proposes, once all are about to save the same tree in the same way.
 
     A process whose tree is another one raises a MismatchError that names the leaves; all others say which it is. What

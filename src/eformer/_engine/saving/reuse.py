@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from eformer._engine.formats.find import find
-from eformer._engine.record.manifest import DIGEST_DIGITS
+from eformer._engine.record.digests import DIGEST_DIGITS
 from eformer._engine.saving.write import digests_of
 from eformer._engine.stores.local import logger, open_inside
 from eformer._engine.tasks.pool import run_all

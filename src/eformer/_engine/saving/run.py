@@ -15,29 +15,28 @@ import msgspec
 from eformer._engine.formats.find import FOREIGN, find
 from eformer._engine.formats.process_records import CARRIED
 from eformer._engine.formats.safetensors.names import SUFFIX, base_name, marks
-from eformer._engine.record.digests import sha256_of, xxh3_128
+from eformer._engine.record.digests import sha256_of, stamp_digest, xxh3_128
 from eformer._engine.record.manifest import (
     DataFile,
     LeafEntry,
     Manifest,
-    Part,
+    ProcessRecord,
     Receipt,
     TreeEntry,
     encode_leaves,
-    seal,
     weight_of,
 )
 from eformer._engine.saving import commit as sealing
 from eformer._engine.saving import safetensors_writer as safetensors
 from eformer._engine.saving import zarr_writer as tensorstore
-from eformer._engine.saving.agreement import Agreed, Plan, agree, commit, require_visible
+from eformer._engine.saving.agreement import Agreed, SaveSummary, agree, commit, require_visible
 from eformer._engine.saving.reuse import Earlier, earlier
 from eformer._engine.saving.staging import Staging, settled
 from eformer._engine.saving.write import elements_of, entry_of, is_all_here, weight
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.local import Scratch, logger, make_directories, scratch_for, sweep, sync_directory
 from eformer._engine.stores.local_upload import ScratchTree
-from eformer._engine.tasks.pool import default_threads, run_all, uncollected
+from eformer._engine.tasks.pool import default_threads, gc_paused, run_all
 from eformer._engine.tasks.progress import SILENT, Meter, Progress, is_wanted, metered
 from eformer._engine.trees.devices import compile_copies
 from eformer.errors import FormatError, ProcessError
@@ -144,7 +143,7 @@ class Job:
         written."""
         self.names = [source.name for source in self.sources]
         files = []
-        with uncollected():
+        with gc_paused():
             for sources in [self.sources] if groups is None else groups:
                 files += safetensors.arrange(sources, max_bytes, self.tree.block, has_parts=bool(self.shared))
         self.sources = []
@@ -181,7 +180,7 @@ class Job:
         self.agreed = agree(self.hosts, self.plan, lambda: self.propose(stack))
         self.tree = msgspec.structs.replace(self.tree, save_id=self.agreed.save_id)
 
-    def plan(self) -> Plan:
+    def plan(self) -> SaveSummary:
         """What has to be the same in all processes."""
         assert self.compared
         how = {name: getattr(self.options, name) for name in ("max_chunk_bytes", "compression", "ocdbt")}
@@ -196,7 +195,7 @@ class Job:
         structure = msgspec.json.encode(msgspec.json.decode(self.tree.structure), order="sorted")
         whole = msgspec.json.encode(self.tree.raw_values, order="sorted")
         metadata = msgspec.json.encode(self.tree.raw_metadata, order="sorted")
-        return Plan(
+        return SaveSummary(
             what, lines + values + self.compared.replicas(), structure + whole, self.compared.own(metadata)
         )
 
@@ -346,11 +345,11 @@ class Job:
     def header_of(self, file: safetensors.File) -> bytes:
         """Of several processes each puts what it records into its own files."""
         metadata = marks(self.tree.save_id, base_name(self.prefix))
-        with uncollected():
+        with gc_paused():
             if self.shared:
                 extents = {name: entry.extents for name, entry in safetensors.entries([file]).items()}
                 sha256 = {name: self.checksums[name] for name in extents if name in self.checksums}
-                metadata[CARRIED] = Part(extents, sha256).to_json().decode()
+                metadata[CARRIED] = ProcessRecord(extents, sha256).to_json().decode()
             return safetensors.header_of(file, metadata)
 
     def receipt(self, files: Sequence[safetensors.File]) -> Receipt:
@@ -363,7 +362,7 @@ class Job:
             )
             for f in files
         ]
-        with uncollected():
+        with gc_paused():
             if not self.shared:
                 leaves = safetensors.entries(files) | self.kept.entries(len(files))
                 return Receipt(written + self.kept.files, leaves)
@@ -384,7 +383,7 @@ class Job:
         if self.shared:
             parts: Any = "torn" if receipt.is_torn else "whole"
             return msgspec.structs.replace(tree, parts=parts, raw_leaves=encode_leaves(self.bare))
-        with uncollected():
+        with gc_paused():
             ordered = {name: receipt.leaves[name] for name in self.names}
             for name, sha256 in self.checksums.items():
                 ordered[name] = msgspec.structs.replace(ordered[name], sha256=sha256)
@@ -407,7 +406,7 @@ class Job:
         stack.callback(file.scratch.discard)
         file.header = self.header_with_manifest(file)
         self.write_data([file])
-        file.header = seal(self.header_with_manifest(file))
+        file.header = stamp_digest(self.header_with_manifest(file))
         safetensors.write_headers([file], self.threads)
         self.turn.wait()
         place.rename(file.scratch.name, place, final.name)
@@ -415,7 +414,7 @@ class Job:
         sweep(place)
 
     def header_with_manifest(self, file: safetensors.File) -> bytes:
-        with uncollected():
+        with gc_paused():
             tree = self.with_leaves(Receipt([DataFile("", file.data_nbytes)], safetensors.entries([file])))
             manifest = Manifest(format=sealing.FORMAT).with_tree(self.prefix, tree)
             text = msgspec.json.encode(manifest).decode()

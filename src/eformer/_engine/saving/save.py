@@ -23,7 +23,7 @@ from eformer._engine.saving.pending import Pending, turns
 from eformer._engine.saving.run import Format, Job
 from eformer._engine.saving.snapshot import snapshot
 from eformer._engine.stores.local import local_path
-from eformer._engine.tasks.pool import uncollected
+from eformer._engine.tasks.pool import gc_paused
 from eformer._engine.trees.flatten import flatten
 from eformer._version import __version__
 from eformer.errors import LeafError, NotFoundError
@@ -139,7 +139,7 @@ def _prepare(
     if options.dtype is not None:
         options = dataclasses.replace(options, dtype=floating_dtype(options.dtype))
     recorded = _metadata_to_json(metadata)
-    with uncollected():
+    with gc_paused():
         leaves, structure = flatten(tree)
         sources, values, shared = snapshot(leaves, options, hosts, detach=detach)
     entry = TreeEntry(

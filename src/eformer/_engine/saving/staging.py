@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.processes.hosts import Hosts
     from eformer._engine.record.regions import Region
-from eformer._engine.record.planned import Deferred, Part, Source
+from eformer._engine.record.planned import ArrayBox, LazyArray, Source
 
 
 def released(source: Source) -> Source:
@@ -60,12 +60,12 @@ class Staging:
         self.used = 0
         self.changed = threading.Condition()
 
-    def batch_bytes(self, parts: Sequence[Part]) -> int:
+    def batch_bytes(self, parts: Sequence[ArrayBox]) -> int:
         """How much to fetch at once."""
         enough = [_enough_of(array) for _, array in parts] or [_CPU_BATCH_BYTES]
         return min(self.budget // 4, *enough)
 
-    def fetch(self, parts: Sequence[Part], region: Region) -> tuple[list[Part], int]:
+    def fetch(self, parts: Sequence[ArrayBox], region: Region) -> tuple[list[ArrayBox], int]:
         """What lies inside `region`, in host memory, and how many bytes to `release` when it is written.
 
         Waits for memory that others have to release first; one region may be larger than the budget.
@@ -91,7 +91,7 @@ class Staging:
 
 def _enough_of(array: Any) -> int:
     """Bytes; an accelerator is the quicker the more it copies at once."""
-    if isinstance(array, Deferred):
+    if isinstance(array, LazyArray):
         return _IN_ORDER_BYTES if array.in_order else sys.maxsize
     if isinstance(array, np.ndarray):
         return _CPU_BATCH_BYTES
@@ -102,7 +102,7 @@ def _enough_of(array: Any) -> int:
 def on_host(array: Any, region: Region) -> np.ndarray[Any, Any]:
     if isinstance(array, np.ndarray):
         return array[region.slices]
-    if isinstance(array, Deferred):
+    if isinstance(array, LazyArray):
         return array.read(region)
     return staged(array if region.shape == array.shape else array[region.slices])
 
@@ -110,7 +110,7 @@ def on_host(array: Any, region: Region) -> np.ndarray[Any, Any]:
 # ------------------------------------------------------------------------------------------- bytes
 
 
-def contiguous(parts: Sequence[Part], region: Region, dtype: str) -> np.ndarray[Any, Any]:
+def contiguous(parts: Sequence[ArrayBox], region: Region, dtype: str) -> np.ndarray[Any, Any]:
     """The elements of `region` in C order, little endian, as `dtype`: a view if they lie so, else a copy."""
     for box, array in parts:
         if box == region:

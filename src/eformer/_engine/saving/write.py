@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from msgspec import Struct
 
-from eformer._engine.record.digests import xxh3_128
+from eformer._engine.record.digests import DIGEST_DIGITS, xxh3_128
 from eformer._engine.record.dtypes import dtype_from_name, pack_nibbles
-from eformer._engine.record.manifest import DIGEST_DIGITS, Coding, Extent, LeafEntry, weight_of
+from eformer._engine.record.manifest import Coding, Extent, LeafEntry, weight_of
 from eformer._engine.record.pieces import bounding, count_pieces, joined, pieces, shifted
 from eformer._engine.record.regions import Region
 from eformer._engine.saving.staging import Staging, contiguous, released, to_bytes
@@ -20,7 +20,7 @@ from eformer._engine.saving.staging import Staging, contiguous, released, to_byt
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from eformer._engine.record.planned import Part, Source
+    from eformer._engine.record.planned import ArrayBox, Source
     from eformer._engine.tasks.progress import Meter
 
 # One write: large enough for the disk, small enough to stay in the processor's cache.
@@ -95,7 +95,7 @@ def own_shapes(source: Source) -> list[tuple[int, ...]]:
     return [source.shape] if source.whole is not None else [region.shape for region in source.regions]
 
 
-def parts_of(source: Source) -> Sequence[Part]:
+def parts_of(source: Source) -> Sequence[ArrayBox]:
     return source.parts if source.whole is None else [(Region.whole(source.shape), source.whole)]
 
 
@@ -169,7 +169,7 @@ def _write_run(
     sink: Sink,
     slot: Slot,
     number: int,
-    parts: Sequence[Part],
+    parts: Sequence[ArrayBox],
     run: Sequence[Region],
     offset: int,
     lease: Lease,

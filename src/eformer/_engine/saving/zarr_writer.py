@@ -32,7 +32,7 @@ from eformer._engine.formats.zarr.zarray import (
     zarray,
 )
 from eformer._engine.record.digests import xxh3_128
-from eformer._engine.record.manifest import Coding, DataFile, Extent, LeafEntry, Part, Receipt
+from eformer._engine.record.manifest import Coding, DataFile, Extent, LeafEntry, ProcessRecord, Receipt
 from eformer._engine.record.names import escape, is_inside, is_text, name_to_path
 from eformer._engine.record.pieces import piece_sizes
 from eformer._engine.record.regions import Region
@@ -57,7 +57,7 @@ from eformer._engine.stores.local import list_names, logger, replacing_in, sweep
 from eformer._engine.stores.local_upload import Journal, NewFile, ScratchTree, sweep_trees, write_new
 from eformer._engine.stores.ocdbt import BRANCH, DatabaseWriter, join_branches
 from eformer._engine.stores.removal import DATABASE_MARK, Described, Moved, read_array
-from eformer._engine.tasks.pool import run_all, uncollected
+from eformer._engine.tasks.pool import gc_paused, run_all
 from eformer._engine.tasks.progress import SILENT, Meter
 from eformer.errors import CorruptionError, FormatError, StructureError
 
@@ -200,7 +200,7 @@ class ArraysWriter:
 
     def prepare(self, sources: Sequence[Source]) -> list[Array]:
         """What is to be written, and a place for it that nobody looks for."""
-        with uncollected():
+        with gc_paused():
             self.arrays = arrange(sources, self.options, self.block, self.mark)
         self.scratch = self.scratch or ScratchTree(self.directory)
         if not self.options.ocdbt:
@@ -292,7 +292,7 @@ class ArraysWriter:
 
     def receipt(self, sha256: Mapping[str, str]) -> Receipt:
         """What was written. One of several processes puts it beside its first array, for there may be much of it."""
-        with uncollected():
+        with gc_paused():
             receipt = _receipt(self.arrays)
             slots = [chunk for array in self.arrays for chunk in array.chunks]
             receipt.weight = weight(slots)
@@ -300,7 +300,7 @@ class ArraysWriter:
                 return receipt
             if not self.write_index:
                 return Receipt(weight=receipt.weight)
-            part = Part(
+            part = ProcessRecord(
                 {name: e.extents for name, e in receipt.leaves.items()}, dict(sha256), tuple(receipt.files)
             )
             files = [self._write_part(part.to_json())] if receipt.files else []

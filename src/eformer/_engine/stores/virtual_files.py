@@ -18,7 +18,7 @@ ReadInto = Callable[[memoryview, int], int]
 """Fills memory from an offset of the file on; returns how many bytes there were, less only at the end."""
 
 
-class Part(Protocol):
+class VirtualFile(Protocol):
     """Bytes that are made of those of a file."""
 
     @property
@@ -31,7 +31,7 @@ class Part(Protocol):
         """Fills `memory` from `offset` of the part on, by `read`ing the file; returns how many bytes there were."""
 
 
-class Joined(Struct, frozen=True):
+class JoinedRanges(Struct, frozen=True):
     """Ranges of a file, (offset, nbytes) each, one behind the other."""
 
     name: str
@@ -53,10 +53,10 @@ class Joined(Struct, frozen=True):
         return done
 
 
-class PartFiles:
+class VirtualFiles:
     """The one file by number 0, and its parts by the numbers from 1 on."""
 
-    def __init__(self, file: Files, parts: Sequence[Part]) -> None:
+    def __init__(self, file: Files, parts: Sequence[VirtualFile]) -> None:
         self._file, self._parts = file, parts
 
     def hold(self, numbers: Iterable[int]) -> None:

@@ -74,7 +74,7 @@ _FEW = 1_000
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Lets the garbage collector rest while very many objects are made, none of which is garbage.
 
     With JAX loaded a full collection takes a tenth of a second, and making 10,000 arrays starts several. Afterwards

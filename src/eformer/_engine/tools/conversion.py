@@ -18,14 +18,14 @@ from eformer._engine.record.text import few, shortened, size
 from eformer._engine.record.values import value_from_json
 from eformer._engine.saving.write import itemsize_of
 from eformer._engine.tools import sequential_writers as streams
-from eformer._engine.tools.lazy_arrays import Stored, stored_in
+from eformer._engine.tools.lazy_arrays import StoredLeaf, stored_in
 from eformer._engine.tools.rename import Renamed, Rule, apply, origins
 from eformer.errors import FormatError, MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from eformer._engine.record.planned import Deferred
+    from eformer._engine.record.planned import LazyArray
     from eformer._engine.tools.view import View
 
 To = Literal["safetensors", "tensorstore", "msgpack", "npz"]
@@ -100,7 +100,7 @@ class Made:
 def made_of(view: View, rules: list[Rule] | None, dtype: Any, form: To) -> Made:
     tree = view.tree
     cast = None if dtype is None else floating_dtype(dtype)
-    arrays = {name: Stored(view, name, entry) for name, entry in tree.leaves.items()}
+    arrays = {name: StoredLeaf(view, name, entry) for name, entry in tree.leaves.items()}
     values = tree.raw_values
     structure = msgspec.json.decode(tree.structure)
     if rules is None:
@@ -115,7 +115,7 @@ def made_of(view: View, rules: list[Rule] | None, dtype: Any, form: To) -> Made:
     return made
 
 
-def _source(name: str, array: Deferred, cast: str | None) -> Source:
+def _source(name: str, array: LazyArray, cast: str | None) -> Source:
     (first, *_) = stored_in(array)
     entry, is_whole = first.entry, array is first
     whole = Region.whole(array.shape)
@@ -193,7 +193,7 @@ def _losses(made: Made, form: To) -> Iterator[str]:
         yield "as flax has it, all containers are dicts: flax.serialization.from_bytes(tree, ...) makes the tree again"
     if not made.view.has_names:
         yield "the source has no names: its leaves are called by their numbers"
-    if not made.view.tree.save_id:
+    if not made.view.tree.has_digests:
         yield "the source has no digests: that it could be read is all that is known of it"
 
 

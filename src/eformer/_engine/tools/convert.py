@@ -31,7 +31,7 @@ from eformer._engine.tasks.pool import default_threads
 from eformer._engine.tasks.progress import metered
 from eformer._engine.tools import sequential_writers as streams
 from eformer._engine.tools.conversion import Conversion, Made, To, made_of, planned
-from eformer._engine.tools.lazy_arrays import Stored, stored_in
+from eformer._engine.tools.lazy_arrays import StoredLeaf, stored_in
 from eformer._engine.tools.rename import Rule, parse_rules
 from eformer._engine.tools.view import View
 from eformer._engine.tools.view import open as open_view
@@ -233,14 +233,18 @@ def _with_small_ones(made: Made, room: int) -> list[Source]:
     chosen: list[str] = []
     for source in made.sources:
         ((_, array),) = source.parts
-        if isinstance(array, Stored) and 0 < array.entry.nbytes <= _SMALL < room and not array.decoded_nbytes:
+        if (
+            isinstance(array, StoredLeaf)
+            and 0 < array.entry.nbytes <= _SMALL < room
+            and not array.decoded_nbytes
+        ):
             room -= array.entry.nbytes
             chosen.append(array.name)
     arrays = made.view.read_all(chosen)
     sources = []
     for source in made.sources:
         ((_, array),) = source.parts
-        if isinstance(array, Stored) and array.name in arrays:
+        if isinstance(array, StoredLeaf) and array.name in arrays:
             source = msgspec.structs.replace(source, whole=arrays[array.name], parts=(), regions=())
         sources.append(source)
     return sources

@@ -14,7 +14,7 @@ from eformer._engine.record.pieces import pieces
 from eformer._engine.record.text import few
 from eformer._engine.record.values import value_from_json
 from eformer._engine.tasks.progress import metered
-from eformer._engine.tools.lazy_arrays import Stored
+from eformer._engine.tools.lazy_arrays import StoredLeaf
 from eformer._engine.tools.view import View
 from eformer._engine.tools.view import open as open_view
 
@@ -216,8 +216,8 @@ class _Pair:
                 yield name, _Tally().add(some[name], others[name])
             return
         (name,) = names
-        one = Stored(self.a, name, self.of_a[name])
-        other = Stored(self.b, name, self.of_b[name])
+        one = StoredLeaf(self.a, name, self.of_a[name])
+        other = StoredLeaf(self.b, name, self.of_b[name])
         tally = _Tally()
         for box in pieces(one.shape, max(one.dtype.itemsize, other.dtype.itemsize), _BOX_BYTES):
             tally.add(one.read(box), other.read(box))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.record.planned import Deferred
+from eformer._engine.record.planned import LazyArray
 from eformer._engine.record.regions import Region
 from eformer._engine.saving.staging import contiguous
 
@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 _LARGE_CHUNKS = 2**23  # bytes
 
 
-class Stored(Deferred):
+class StoredLeaf(LazyArray):
     """A leaf as it lies in a checkpoint. What is read is checked."""
 
     in_order = True
@@ -73,12 +73,12 @@ class Stored(Deferred):
         self._decoded = {}
 
 
-class Transposed(Deferred):
+class Transposed(LazyArray):
     """The axes in another order. To have some rows of it, all of the array has to be read."""
 
     in_order = False
 
-    def __init__(self, inner: Deferred, axes: tuple[int, ...]) -> None:
+    def __init__(self, inner: LazyArray, axes: tuple[int, ...]) -> None:
         self.inner, self.axes = inner, axes
         self.shape, self.dtype = tuple(inner.shape[axis] for axis in axes), inner.dtype
 
@@ -92,10 +92,10 @@ class Transposed(Deferred):
         self.inner.forget()
 
 
-class Stacked(Deferred):
+class Stacked(LazyArray):
     """Arrays of one shape and dtype along a new axis."""
 
-    def __init__(self, inners: Sequence[Deferred], axis: int) -> None:
+    def __init__(self, inners: Sequence[LazyArray], axis: int) -> None:
         self.inners, self.axis = inners, axis
         shape = inners[0].shape
         self.shape, self.dtype = (*shape[:axis], len(inners), *shape[axis:]), inners[0].dtype
@@ -124,10 +124,10 @@ class Stacked(Deferred):
         self._latest.forget()
 
 
-class Taken(Deferred):
+class Taken(LazyArray):
     """What is at one index of an axis, without that axis."""
 
-    def __init__(self, inner: Deferred, axis: int, index: int) -> None:
+    def __init__(self, inner: LazyArray, axis: int, index: int) -> None:
         self.inner, self.axis, self.index = inner, axis, index
         self.shape, self.dtype = _without(inner.shape, axis), inner.dtype
         self.in_order = axis == 0 and inner.in_order
@@ -143,9 +143,9 @@ class Taken(Deferred):
             self.inner.forget()
 
 
-def stored_in(array: Deferred) -> list[Stored]:
+def stored_in(array: LazyArray) -> list[StoredLeaf]:
     """The leaves that an array is made of."""
-    if isinstance(array, Stored):
+    if isinstance(array, StoredLeaf):
         return [array]
     if isinstance(array, Stacked):
         return [stored for inner in array.inners for stored in stored_in(inner)]

@@ -13,7 +13,7 @@ from eformer.errors import FormatError, MismatchError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from eformer._engine.record.planned import Deferred
+    from eformer._engine.record.planned import LazyArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Renamed:
     first and the last with hints of what is nearest.
     """
 
-    arrays: dict[str, Deferred] = field(default_factory=dict)
+    arrays: dict[str, LazyArray] = field(default_factory=dict)
     hows: dict[str, str] = field(default_factory=dict)
     plain: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
@@ -150,7 +150,7 @@ def _filled(template: str, match: re.Match[str]) -> str:
 # ------------------------------------------------------------------------------------------ applying
 
 
-def apply(rules: Sequence[Rule], arrays: Mapping[str, Deferred], plain: Sequence[str]) -> Renamed:
+def apply(rules: Sequence[Rule], arrays: Mapping[str, LazyArray], plain: Sequence[str]) -> Renamed:
     """The arrays, and the names of plain values, by the rules; all that does not work out, at once."""
     applying = _Applying(rules)
     for name in (*arrays, *plain):
@@ -168,7 +168,7 @@ class _Member(NamedTuple):
 
     number: int
     old: str
-    array: Deferred
+    array: LazyArray
     rule: Rule
 
 
@@ -181,7 +181,7 @@ class _Applying:
         self.stacks: dict[str, list[_Member]] = {}
         self.taken: set[str] = set()
 
-    def leaf(self, name: str, array: Deferred | None) -> None:
+    def leaf(self, name: str, array: LazyArray | None) -> None:
         for rule in self.rules:
             if match := rule.pattern.fullmatch(name):
                 self.used.add(rule.line)
@@ -190,7 +190,7 @@ class _Applying:
         self.renamed.kept.append(name)
         self.put(name, name, array)
 
-    def by_rule(self, rule: Rule, match: re.Match[str], array: Deferred | None) -> None:
+    def by_rule(self, rule: Rule, match: re.Match[str], array: LazyArray | None) -> None:
         if rule.name is None:
             self.renamed.left_out.append(match[0])
             return
@@ -212,7 +212,7 @@ class _Applying:
         except FormatError as error:
             self.problems.append(f"{new!r}, by {members[0].rule}: {error}")
 
-    def put(self, new: str, old: str, array: Deferred | None, how: str = "") -> None:
+    def put(self, new: str, old: str, array: LazyArray | None, how: str = "") -> None:
         renamed = self.renamed
         if new in self.taken:
             self.problems.append(f"leaf {old!r} would be called {new!r}, and so would another")
@@ -237,7 +237,9 @@ class _Applying:
         ]
 
 
-def _made(rule: Rule, match: re.Match[str], array: Deferred | None) -> Iterator[tuple[str, Deferred | None]]:
+def _made(
+    rule: Rule, match: re.Match[str], array: LazyArray | None
+) -> Iterator[tuple[str, LazyArray | None]]:
     """What becomes of one leaf, all but stacking."""
     name = _filled(rule.name or "", match)
     steps = [step for step in rule.steps if step.verb != "stack"]
@@ -254,7 +256,7 @@ def _made(rule: Rule, match: re.Match[str], array: Deferred | None) -> Iterator[
         yield name, _transposed(array, steps)
 
 
-def _transposed(array: Deferred, steps: Sequence[Step]) -> Deferred:
+def _transposed(array: LazyArray, steps: Sequence[Step]) -> LazyArray:
     for step in steps:
         axes = step.axes or tuple(reversed(range(len(array.shape))))
         if sorted(axes) != list(range(len(array.shape))):
@@ -263,7 +265,7 @@ def _transposed(array: Deferred, steps: Sequence[Step]) -> Deferred:
     return array
 
 
-def _stacked(members: Sequence[_Member]) -> Deferred:
+def _stacked(members: Sequence[_Member]) -> LazyArray:
     ordered = sorted(members, key=lambda member: member.number)
     numbers = [member.number for member in ordered]
     if numbers != list(range(len(ordered))):
@@ -281,7 +283,7 @@ def _stacked(members: Sequence[_Member]) -> Deferred:
     return Stacked(arrays, axis)
 
 
-def _require_axis(array: Deferred, axis: int, last: int) -> None:
+def _require_axis(array: LazyArray, axis: int, last: int) -> None:
     if axis > last:
         raise FormatError(f"there is no axis {axis}, the array is {list(array.shape)}")
 
@@ -292,6 +294,6 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def origins(array: Deferred) -> list[str]:
+def origins(array: LazyArray) -> list[str]:
     """The leaves that an array was made of, by their old names."""
     return [stored.name for stored in stored_in(array)]

@@ -12,7 +12,7 @@ from eformer._engine.formats.msgpack.writer import Streamed, can_pack, pack
 from eformer._engine.formats.nested_names import parts_of_name
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.names import BARE_LEAF, join_name, split_name, unescape
-from eformer._engine.record.planned import Deferred
+from eformer._engine.record.planned import LazyArray
 from eformer._engine.record.values import value_from_json
 from eformer._engine.saving.write import elements_of, itemsize_of
 from eformer.errors import LeafError, MismatchError
@@ -32,7 +32,7 @@ def _elements(source: Source, staging: Staging, meter: Meter) -> Iterator[memory
         yield data
         meter.add(len(data))
     for _, array in source.parts:
-        if isinstance(array, Deferred):
+        if isinstance(array, LazyArray):
             array.forget()
 
 

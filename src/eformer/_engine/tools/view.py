@@ -168,7 +168,7 @@ class View(Mapping[str, Any]):
         try:
             reads = plan_reads(wants, self._tree)
             arrays = fetch(reads, wants, self._tree, self._files, threads or default_threads())
-            if not self._tree.save_id and (name := self._files.rewritten()):
+            if not self._tree.has_digests and (name := self._files.rewritten()):
                 raise FileNotFoundError(f"{self._path}: {name} was written to meanwhile; open it again")
             return arrays
         except CorruptionError as error:

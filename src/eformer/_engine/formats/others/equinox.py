@@ -9,7 +9,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.others.npy import MAGIC, Record, UnsupportedError, parse_npy
-from eformer._engine.formats.others.single_file import Stored, describe
+from eformer._engine.formats.others.single_file import StoredArray, describe
 from eformer._engine.record.manifest import UNREADABLE
 from eformer._engine.record.text import few
 from eformer._engine.record.values import value_to_json
@@ -103,8 +103,8 @@ def _header(file: SingleFile, offset: int, where: str) -> Npy:
         raise FormatError(f"{file.path}: {where}: {error}") from error
 
 
-def _stored(record: Record) -> Stored:
+def _stored(record: Record) -> StoredArray:
     npy = record.npy
     if npy.is_straight:
-        return Stored(npy.dtype, npy.shape, npy.nbytes, record.offset + npy.header_nbytes)
-    return Stored(npy.dtype, npy.shape, npy.nbytes, part=record, is_coded=True)
+        return StoredArray(npy.dtype, npy.shape, npy.nbytes, record.offset + npy.header_nbytes)
+    return StoredArray(npy.dtype, npy.shape, npy.nbytes, part=record, is_coded=True)

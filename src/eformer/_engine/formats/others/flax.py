@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.msgpack.locations import Located, locate
-from eformer._engine.formats.others.single_file import Stored, Window, describe
+from eformer._engine.formats.others.single_file import StoredArray, Window, describe
 from eformer._engine.record.names import BARE_LEAF, escape_siblings
 from eformer._engine.record.values import is_recorded, value_to_json
-from eformer._engine.stores.virtual_files import Joined
+from eformer._engine.stores.virtual_files import JoinedRanges
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -99,11 +99,11 @@ def _opened(node: Any) -> tuple[Any, Iterator[_Child]]:
     return {"dict": content}, ((pair, 1, child, part) for pair, (child, part) in pairs)
 
 
-def stored(leaf: Located, name: str) -> Stored:
+def stored(leaf: Located, name: str) -> StoredArray:
     nbytes = sum(nbytes for _, nbytes in leaf.ranges)
     if len(leaf.ranges) == 1:
-        return Stored(leaf.dtype, leaf.shape, nbytes, leaf.ranges[0][0], key=leaf.key)
-    return Stored(leaf.dtype, leaf.shape, nbytes, part=Joined(name, leaf.ranges), key=leaf.key)
+        return StoredArray(leaf.dtype, leaf.shape, nbytes, leaf.ranges[0][0], key=leaf.key)
+    return StoredArray(leaf.dtype, leaf.shape, nbytes, part=JoinedRanges(name, leaf.ranges), key=leaf.key)
 
 
 def recorded(leaf: Any, name: str) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from eformer._engine.formats.nested_names import nested, parts_of_name
 from eformer._engine.formats.others.npy import Record, UnsupportedError, beginning_of_deflated, parse_npy
-from eformer._engine.formats.others.single_file import Stored, describe, opened
+from eformer._engine.formats.others.single_file import StoredArray, describe, opened
 from eformer._engine.record.pieces import PIECE_BYTES
 from eformer._engine.record.text import few
 from eformer._engine.record.values import value_to_json
@@ -171,13 +171,13 @@ def _require_length(info: zipfile.ZipInfo, npy: Npy) -> None:
         raise UnsupportedError(f"a text of {size} bytes")
 
 
-def _stored(record: Record) -> Stored:
+def _stored(record: Record) -> StoredArray:
     npy = record.npy
     if not npy.nbytes:
-        return Stored(npy.dtype, npy.shape, 0)
+        return StoredArray(npy.dtype, npy.shape, 0)
     if npy.is_straight and not record.is_deflated:
-        return Stored(npy.dtype, npy.shape, npy.nbytes, record.offset + npy.header_nbytes)
-    return Stored(npy.dtype, npy.shape, npy.nbytes, part=record, is_coded=True)
+        return StoredArray(npy.dtype, npy.shape, npy.nbytes, record.offset + npy.header_nbytes)
+    return StoredArray(npy.dtype, npy.shape, npy.nbytes, part=record, is_coded=True)
 
 
 def _damages(path: Path, records: Mapping[str, Record]) -> Iterator[Damage]:

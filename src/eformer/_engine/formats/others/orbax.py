@@ -38,7 +38,7 @@ from eformer._engine.formats.others.orbax_aggregate import (
     read_aggregate,
 )
 from eformer._engine.formats.others.orbax_chunks import Chunk, ChunkFiles, brief
-from eformer._engine.formats.others.single_file import Stored, entry_of
+from eformer._engine.formats.others.single_file import StoredArray, entry_of
 from eformer._engine.formats.zarr.zarray import ZARRAY, chunks_of, count_chunks
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.manifest import (
@@ -49,23 +49,22 @@ from eformer._engine.record.manifest import (
     Manifest,
     RecordedSharding,
     TreeEntry,
-    encode_leaves,
+    foreign_tree,
 )
 from eformer._engine.record.names import BARE_LEAF, escape, is_inside, join_name
-from eformer._engine.record.pieces import PIECE_BYTES
 from eformer._engine.record.text import few
-from eformer._engine.record.values import MALFORMED_JSON, value_to_json
+from eformer._engine.record.values import MALFORMED_JSON, parse_json, value_to_json
 from eformer._engine.stores.local import list_names, read_small, walk
 from eformer._engine.stores.local_files import LocalFiles
 from eformer._engine.stores.ocdbt import MANIFEST, list_arrays, require_plain_files
-from eformer._engine.stores.virtual_files import ChainedFiles, PartFiles
+from eformer._engine.stores.virtual_files import ChainedFiles, VirtualFiles
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from eformer._engine.stores.local_files import Files
-    from eformer._engine.stores.virtual_files import Part
+    from eformer._engine.stores.virtual_files import VirtualFile
 
 FORMAT = "orbax"
 
@@ -315,7 +314,7 @@ Home = Literal["jax", "numpy"]
 class _InFile(msgspec.Struct, frozen=True):
     """An array in the file in msgpack."""
 
-    stored: Stored
+    stored: StoredArray
     home: Home
 
 
@@ -341,7 +340,7 @@ class _Reader:
         self.aggregate = read_aggregate(self.directory) if is_aggregate(self.directory) else None
         if item.is_array and not self.aggregate:
             self.about = self.about or _Tree({_ARRAY: _Leaf([_Key(_ARRAY)], _Value())})
-        self.parts: list[Part] = []
+        self.parts: list[VirtualFile] = []
         self.chunks: list[Chunk] = []
         self.is_database = self.about.use_ocdbt if self.about else None
         if self.is_database is None:
@@ -378,17 +377,15 @@ class _Reader:
         if self.item.is_array:
             entries, structure = self.alone(entries, values), BARE_LEAF
         metadata = {k: value_to_json(v) for k, v in (checkpoint.custom_metadata or {}).items()}
-        return TreeEntry(
-            save_id="",
+        return foreign_tree(
             saved_at=checkpoint.saved_at,
             written_by="orbax",
-            block=PIECE_BYTES,
             files=tuple(self.data_files()),
-            raw_root=self.root,
-            raw_metadata={**documents, **metadata},
-            raw_values=values,
-            structure=msgspec.Raw(msgspec.json.encode(structure)),
-            raw_leaves=encode_leaves(entries),
+            root=self.root,
+            metadata={**documents, **metadata},
+            values=values,
+            structure=structure,
+            leaves=entries,
         )
 
     def from_metadata(self, about: _Tree) -> dict[str, Plain | _InFile | _Array]:
@@ -402,7 +399,7 @@ class _Reader:
                 continue
             home: Home = "numpy" if kind == "np.ndarray" else "jax"
             listed = self.aggregate.leaves.get(leaf.name) if self.aggregate else None
-            if isinstance(listed, Stored):
+            if isinstance(listed, StoredArray):
                 found[leaf.name] = _InFile(listed, home)
             elif isinstance(listed, Plain):
                 found[leaf.name] = listed
@@ -439,7 +436,7 @@ class _Reader:
         shardings = _shardings(self.directory)
         found: dict[str, Plain | _InFile | _Array] = {}
         for name, leaf in self.aggregate.leaves.items():
-            if isinstance(leaf, Stored):
+            if isinstance(leaf, StoredArray):
                 found[name] = _InFile(leaf, "jax")
             elif isinstance(leaf, Named):
                 found[name] = _Array(
@@ -474,7 +471,7 @@ class _Reader:
         chunks = ChunkFiles(self.chunks)
         if not self.aggregate:
             return chunks
-        inside = PartFiles(LocalFiles(self.home, [self.at(AGGREGATE)], self.stamps), self.parts)
+        inside = VirtualFiles(LocalFiles(self.home, [self.at(AGGREGATE)], self.stamps), self.parts)
         return ChainedFiles(inside, 1 + len(self.parts), chunks)
 
     def read(self) -> Iterator[str]:
@@ -629,12 +626,8 @@ _MOST_BEYOND = 2**26
 
 
 def _decoded(directory: Path, name: str, kind: Any) -> Any:
-    try:
-        return msgspec.json.decode(read_small(directory, name) or b"", type=kind)
-    except MALFORMED_JSON as error:
-        raise FormatError(
-            f"{directory / name} is damaged, or of a version that is not known: {error}"
-        ) from error
+    problem = f"{directory / name} is damaged, or of a version that is not known"
+    return parse_json(read_small(directory, name) or b"", kind, problem)
 
 
 def _optional(directory: Path, name: str, kind: Any) -> Any:

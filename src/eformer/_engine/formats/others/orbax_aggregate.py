@@ -15,7 +15,7 @@ import msgspec
 
 from eformer._engine.formats.msgpack.locations import Located, locate
 from eformer._engine.formats.others import flax as msgpack
-from eformer._engine.formats.others.single_file import SingleFile, Stored, Window
+from eformer._engine.formats.others.single_file import SingleFile, StoredArray, Window
 from eformer._engine.stores.local import open_inside, stamp
 from eformer.errors import FormatError
 
@@ -51,7 +51,7 @@ class Aggregate:
     nbytes: int
     stamp: tuple[int, ...]
     structure: Any
-    leaves: Mapping[str, Stored | Plain | Named]
+    leaves: Mapping[str, StoredArray | Plain | Named]
 
 
 def is_aggregate(directory: Path) -> bool:
@@ -88,7 +88,7 @@ def _opened(directory: Path) -> SingleFile:
     return SingleFile(directory / NAME, descriptor, os.fstat(descriptor).st_size, stamp(descriptor))
 
 
-def _found(leaf: Any, name: str) -> Stored | Plain | Named:
+def _found(leaf: Any, name: str) -> StoredArray | Plain | Named:
     if isinstance(leaf, Located):
         return msgpack.stored(leaf, name)
     if isinstance(leaf, dict):

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
-import msgspec
-
 from eformer._engine.formats.found import Found
 from eformer._engine.record.manifest import (
     Coding,
@@ -17,19 +15,18 @@ from eformer._engine.record.manifest import (
     LeafEntry,
     Manifest,
     TreeEntry,
-    encode_leaves,
+    foreign_tree,
 )
-from eformer._engine.record.pieces import PIECE_BYTES
 from eformer._engine.stores.local import open_regular, read_into, read_range, stamp
 from eformer._engine.stores.local_files import LocalFiles
-from eformer._engine.stores.virtual_files import PartFiles
+from eformer._engine.stores.virtual_files import VirtualFiles
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from eformer._engine.stores.virtual_files import Part
+    from eformer._engine.stores.virtual_files import VirtualFile
     from eformer.errors import Damage
 
 
@@ -104,7 +101,7 @@ def opened(path: Path) -> Iterator[SingleFile]:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredArray:
     """An array of the file. It lies there as it is at `offset`, or it is a `part`, which is decoded as a whole if it
     `is_coded`."""
 
@@ -112,7 +109,7 @@ class Stored:
     shape: tuple[int, ...]
     nbytes: int
     offset: int = 0
-    part: Part | None = None
+    part: VirtualFile | None = None
     is_coded: bool = False
     key: str | None = None
 
@@ -120,7 +117,7 @@ class Stored:
 def describe(
     file: SingleFile,
     form: str,
-    arrays: Mapping[str, Stored],
+    arrays: Mapping[str, StoredArray],
     structure: Any,
     *,
     home: str = "jax",
@@ -130,23 +127,19 @@ def describe(
     find_damages: Callable[[], Iterator[Damage]] | None = None,
 ) -> Found:
     """The checkpoint that a file is. `values` and `metadata` are JSON already."""
-    parts: list[Part] = []
+    parts: list[VirtualFile] = []
     entries = {}
     for name, array in arrays.items():
         entries[name] = entry_of(array, home, len(parts) + 1)
         if array.part:
             parts.append(array.part)
     name = file.path.name
-    tree = TreeEntry(
-        save_id="",
-        saved_at="",
-        written_by="",
-        block=PIECE_BYTES,
+    tree = foreign_tree(
         files=(DataFile(name, file.nbytes), *(DataFile(f"{name}/{p.name}", p.nbytes) for p in parts)),
-        raw_metadata=dict(metadata or {}),
-        raw_values=dict(values or {}),
-        structure=msgspec.Raw(msgspec.json.encode(structure)),
-        raw_leaves=encode_leaves(entries),
+        metadata=metadata,
+        values=values,
+        structure=structure,
+        leaves=entries,
     )
     try:
         tree.leaves  # noqa: B018  parsed and checked
@@ -164,17 +157,17 @@ def describe(
     )
 
 
-def entry_of(array: Stored, home: str, number: int) -> LeafEntry:
+def entry_of(array: StoredArray, home: str, number: int) -> LeafEntry:
     """Describe an array that lies in file 0, or is the part of this number."""
     coding = Coding("", array.shape) if array.is_coded else None  # so that it is read as a whole
     extent = Extent(number if array.part else 0, array.offset, array.nbytes, "", None, coding)
     return LeafEntry(array.dtype, array.shape, (extent,), home, array.key)
 
 
-def _opener(file: SingleFile, parts: Sequence[Part]) -> Callable[[TreeEntry], PartFiles]:
+def _opener(file: SingleFile, parts: Sequence[VirtualFile]) -> Callable[[TreeEntry], VirtualFiles]:
     directory, name, seen = file.path.parent, file.path.name, file.stamp
 
-    def open_files(_: TreeEntry) -> PartFiles:
-        return PartFiles(LocalFiles(directory, [name], {name: seen}), parts)
+    def open_files(_: TreeEntry) -> VirtualFiles:
+        return VirtualFiles(LocalFiles(directory, [name], {name: seen}), parts)
 
     return open_files

@@ -12,7 +12,7 @@ import msgspec
 
 from eformer._engine.record.dtypes import DTYPES
 from eformer._engine.record.pieces import ALIGNMENT
-from eformer._engine.record.values import MALFORMED_JSON
+from eformer._engine.record.values import MALFORMED_JSON, parse_json
 from eformer._engine.stores.local import open_inside, read_range, stamp
 from eformer.errors import FormatError
 
@@ -120,12 +120,13 @@ def header_length(first: bytes, file_nbytes: int, origin: str) -> int:
 
 def parse_header(data: bytes, file_nbytes: int, origin: str) -> Header:
     """Refuses a header whose tensors do not tile the rest of the file exactly."""
+    problem = f"{origin} has no valid safetensors header"
+    entries = parse_json(data[8:], dict[str, msgspec.Raw], problem)
+    metadata = parse_json(entries.pop("__metadata__", b"{}"), dict[str, str], problem)
     try:
-        entries = msgspec.json.decode(data[8:], type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(entries.pop("__metadata__", b"{}"), type=dict[str, str])
         tensors = {name: _decode_tensor(raw) for name, raw in entries.items()}
     except MALFORMED_JSON as error:
-        raise FormatError(f"{origin} has no valid safetensors header: {error}") from error
+        raise FormatError(f"{problem}: {error}") from error
     if len(_OFFSETS.findall(data)) != len(tensors):  # a JSON object with a key twice has only the last
         raise FormatError(f"{origin}: two tensors of one name")
     _check_tiling(tensors, file_nbytes - len(data), origin)

@@ -11,9 +11,8 @@ import msgspec
 from eformer._engine.formats.nested_names import nested, parts_of_name
 from eformer._engine.formats.safetensors.header import Opened, dtype_of, open_header
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX, is_marked, split_shard
-from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry, encode_leaves
-from eformer._engine.record.pieces import PIECE_BYTES
-from eformer._engine.record.values import MALFORMED_JSON
+from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry, foreign_tree
+from eformer._engine.record.values import parse_json
 from eformer._engine.stores.local import list_names, read_small
 from eformer.errors import FormatError, MismatchError, NotFoundError
 
@@ -87,10 +86,10 @@ class _Index(msgspec.Struct):
 
 def indexed_files(directory: Path, index: str) -> Files:
     """The files that an index names; refuses an index that says something else than they do."""
-    try:
-        weight_map = msgspec.json.decode(read_small(directory, index) or b"", type=_Index).weight_map
-    except MALFORMED_JSON as error:
-        raise FormatError(f"{directory / index} is no index of safetensors files: {error}") from error
+    data = read_small(directory, index) or b""
+    weight_map = parse_json(
+        data, _Index, f"{directory / index} is not an index of safetensors files"
+    ).weight_map
     files = {name: open_header(directory, name) for name in sorted(set(weight_map.values()))}
     there = {tensor: name for name, file in files.items() for tensor in file.header.tensors}
     problems = [
@@ -111,15 +110,11 @@ def tree_of(files: Files) -> TreeEntry:
         for name, found in file.header.tensors.items()
     }
     structure, names = nested({name: parts_of_name(name) for name in tensors})
-    return TreeEntry(
-        save_id="",
-        saved_at="",
-        written_by="",
-        block=PIECE_BYTES,
+    return foreign_tree(
         files=tuple(DataFile(name, file.nbytes, file.header.start) for name, file in files.items()),
-        raw_metadata={k: v for file in files.values() for k, v in file.header.metadata.items()},
-        structure=msgspec.Raw(msgspec.json.encode(structure)),
-        raw_leaves=encode_leaves({names[name]: tensors[name] for name in tensors}),
+        metadata={k: v for file in files.values() for k, v in file.header.metadata.items()},
+        structure=structure,
+        leaves={names[name]: tensors[name] for name in tensors},
     )
 
 

@@ -29,8 +29,9 @@ from eformer._engine.formats.safetensors.plain_files import (
     marked_file,
     tree_of,
 )
-from eformer._engine.record.manifest import DataFile, Manifest, TreeEntry, check_seal, has_seal
-from eformer._engine.record.values import MALFORMED_JSON
+from eformer._engine.record.digests import check_own_digest, has_own_digest
+from eformer._engine.record.manifest import DataFile, Manifest, TreeEntry
+from eformer._engine.record.values import parse_json
 from eformer._engine.stores.local import list_names, open_regular, read_small
 from eformer.errors import CorruptionError, FormatError
 
@@ -87,7 +88,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     """The manifest of a directory of ours; None where there is none, or one of something else."""
     origin = str(directory / MANIFEST)
     try:
-        data = read_small(directory, MANIFEST, has_seal)
+        data = read_small(directory, MANIFEST, has_own_digest)
     except FileNotFoundError:
         return None
     if data is None:
@@ -158,8 +159,6 @@ def _own_manifest(header: bytes, origin: str) -> Manifest | None:
     """The manifest that a file carries in its metadata, if it was written with one."""
     if not header[8:].startswith(b'{"__metadata__":{"digest":"'):
         return None
-    check_seal(header, origin)
-    try:
-        return Manifest.parse(msgspec.json.decode(header[8:], type=_Outer).metadata.manifest, origin)
-    except MALFORMED_JSON as error:
-        raise FormatError(f"{origin} carries no manifest that can be read: {error}") from error
+    check_own_digest(header, origin)
+    metadata = parse_json(header[8:], _Outer, f"{origin} carries no manifest that can be read").metadata
+    return Manifest.parse(metadata.manifest, origin)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.record.manifest import Manifest, check_seal, has_seal, seal
+from eformer._engine.record.digests import check_own_digest, has_own_digest, stamp_digest
+from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.names import is_inside
-from eformer._engine.record.values import MALFORMED_JSON
+from eformer._engine.record.values import parse_json
 from eformer._engine.stores.local import read_small
 from eformer.errors import CorruptionError, FormatError
 
@@ -64,7 +65,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def to_json(self) -> bytes:
-        return seal(msgspec.json.encode(self))
+        return stamp_digest(msgspec.json.encode(self))
 
 
 def read_index(directory: Path) -> Index | None:
@@ -74,13 +75,10 @@ def read_index(directory: Path) -> Index | None:
         data = read_small(directory, INDEX) or b""
     except FileNotFoundError:
         return None
-    if has_seal(data):
-        check_seal(data, origin)
-    try:
-        index = msgspec.json.decode(data, type=Index)
-    except MALFORMED_JSON as error:
-        raise FormatError(f"{origin} is no index of arrays: {error}") from error
-    _check(index, origin, is_sealed=has_seal(data))
+    if has_own_digest(data):
+        check_own_digest(data, origin)
+    index = parse_json(data, Index, f"{origin} is not an index of arrays")
+    _check(index, origin, is_sealed=has_own_digest(data))
     return index
 
 

@@ -7,14 +7,11 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.nested_names import nested, parts_of_path
 from eformer._engine.formats.zarr.index import INDEX, Listed
 from eformer._engine.formats.zarr.zarray import ZARRAY, ZArray, chunks_of, count_chunks, parse_zarray
-from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry, encode_leaves
-from eformer._engine.record.pieces import PIECE_BYTES
+from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry, foreign_tree
 from eformer._engine.stores.local import open_inside, read_range, stamp
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 
@@ -156,16 +153,12 @@ def tree_of_arrays(
     if structure is None:
         structure, names = nested({key: parts_of_path(key) for key in entries})
         entries = {names[name]: entry for name, entry in entries.items()}
-    return TreeEntry(
-        save_id="",
-        saved_at="",
-        written_by="",
-        block=PIECE_BYTES,
+    return foreign_tree(
         files=tuple(arrays.files),
-        raw_metadata=dict(metadata or {}),
-        raw_values=dict(values or {}),
-        structure=msgspec.Raw(msgspec.json.encode(structure)),
-        raw_leaves=encode_leaves(entries),
+        metadata=metadata,
+        values=values,
+        structure=structure,
+        leaves=entries,
     )
 
 

@@ -16,7 +16,7 @@ from eformer._engine.formats.zarr.original_structure import OriginalStructure, p
 from eformer._engine.formats.zarr.plain_arrays import counted_from, discover, tree_of_arrays
 from eformer._engine.record.manifest import UNREADABLE, Manifest
 from eformer._engine.record.names import is_inside
-from eformer._engine.record.values import MALFORMED_JSON, value_to_json
+from eformer._engine.record.values import parse_json, value_to_json
 from eformer._engine.stores.local import open_inside, read_small, stamp
 from eformer._engine.stores.local_upload import has_unfinished
 from eformer.errors import FormatError, NotFoundError, StructureError
@@ -112,11 +112,10 @@ def _structure(directory: Path, prefix: str) -> OriginalStructure | None:
 def _metadata(directory: Path) -> dict[str, Any]:
     """What the original recorded beside its index: one record for all prefixes."""
     try:
-        document = msgspec.json.decode(read_small(directory, _METADATA) or b"", type=dict[str, Any])
+        data = read_small(directory, _METADATA) or b""
     except FileNotFoundError:
         return {}
-    except MALFORMED_JSON as error:
-        raise FormatError(f"{directory / _METADATA} is damaged: {error}") from error
+    document = parse_json(data, dict[str, Any], f"{directory / _METADATA} is damaged")
     return {name: value_to_json(value) for name, value in document.items()}
 
 

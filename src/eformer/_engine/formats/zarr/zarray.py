@@ -13,7 +13,7 @@ import msgspec
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.manifest import Coding, Count
 from eformer._engine.record.regions import Region
-from eformer._engine.record.values import MALFORMED_JSON
+from eformer._engine.record.values import parse_json
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -185,11 +185,9 @@ def _is_prefix(box: tuple[int, ...], chunk: tuple[int, ...]) -> bool:
 
 def parse_zarray(data: bytes, origin: str) -> ZArray:
     """Refuses what is no array of zarr v2, or claims what cannot be."""
+    array = parse_json(data, ZArray, f"{origin} does not describe an array of zarr v2")
     try:
-        array = msgspec.json.decode(data, type=ZArray)
         dtype_from_name(array.name_of_dtype)
-    except MALFORMED_JSON as error:
-        raise FormatError(f"{origin} describes no array of zarr v2: {error}") from error
     except FormatError as error:
         raise FormatError(f"{origin}: {error}") from error
     problem = _problem(array)
