@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.formats.found import Found
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
-    from eformer._engine.stores.local_files import Files
+    from eformer._engine.stores.base import Files
 
 _BYTES_AT_ONCE = 16 * 2**20
 

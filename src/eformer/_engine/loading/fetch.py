@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.stores.local_files import Files
+    from eformer._engine.stores.base import Files
 
 Array = np.ndarray[Any, Any]
 
