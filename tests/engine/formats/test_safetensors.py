@@ -13,7 +13,7 @@ import safetensors.numpy
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from contracts.checkpoint import CheckpointContract, DirectoryContract, layouts, meshes, model
+from contracts.checkpoint import CheckpointContract, DirectoryContract, OnDisk, layouts, meshes, model
 from eformer import checkpoint
 from eformer._engine.saving import safetensors_writer as safetensors_format
 from eformer._engine.stores.local import Scratch
@@ -22,13 +22,9 @@ from eformer.errors import CorruptionError, FormatError, MismatchError, NotFound
 from support.trees import assert_same
 
 
-class TestDirectory(DirectoryContract):
+class TestDirectory(OnDisk, DirectoryContract):
     def place(self, folder):
         return folder / "checkpoint"
-
-    @pytest.fixture
-    def path(self, tmp_path):
-        return self.place(tmp_path / "inner")
 
     def data_file(self, path):
         (file,) = path.glob("*.safetensors")
@@ -48,13 +44,9 @@ class TestShardedDirectory(TestDirectory):
         assert len(list(path.glob("*.safetensors"))) > 5
 
 
-class TestOneFile(CheckpointContract):
+class TestOneFile(OnDisk, CheckpointContract):
     def place(self, folder):
         return folder / "checkpoint.safetensors"
-
-    @pytest.fixture
-    def path(self, tmp_path):
-        return self.place(tmp_path / "inner")
 
     def data_file(self, path):
         return path

@@ -13,7 +13,7 @@ import tensorstore as ts
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from contracts.checkpoint import DirectoryContract, layouts, meshes, model
+from contracts.checkpoint import DirectoryContract, OnDisk, layouts, meshes, model
 from eformer import checkpoint
 from eformer._engine.saving.zarr_writer import ArraysWriter
 from eformer._engine.stores.directory import Directory
@@ -25,16 +25,12 @@ from eformer.serialization.serialization import tree_serialize_leaves
 from support.trees import assert_same
 
 
-class TestArrays(DirectoryContract):
+class TestArrays(OnDisk, DirectoryContract):
     format = "tensorstore"
     steps = ("write.xxh3_128", "zarr_writer.ArraysWriter._write_index")
 
     def place(self, folder):
         return folder / "checkpoint"
-
-    @pytest.fixture
-    def path(self, tmp_path):
-        return self.place(tmp_path / "inner")
 
     def data_file(self, path):
         return max((p for p in path.rglob("*") if p.is_file() and p.parent != path), key=os.path.getsize)
