@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-import tensorstore
 
 from eformer import checkpoint
 from eformer.checkpoint import SaveOptions
 from eformer.paths import GCSPath, LocalPath, ePath
 from eformer.serialization.async_manager import AsyncCheckpointManager, CheckpointMetadata
+from support.arrays import opened
 from support.backends import Backend, Compressed, OneFile, Safetensors, TensorStore
 from support.meshes import line
 from support.states import state
@@ -94,8 +94,7 @@ class TestCompressed(Compressed, TestTensorStore):
 
     def test_others_can_read_what_is_compressed(self, manager, path):
         manager.save({"w": jnp.arange(100.0)}, path, prefix="m")
-        spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": str(path / "m" / "w")}}
-        found = tensorstore.open(spec, read=True).result()
+        found = opened(path / "m" / "w")
         assert found.spec().to_json()["metadata"]["compressor"] == {"id": "zstd", "level": 1}
         np.testing.assert_array_equal(found.read().result(), np.arange(100.0))
 

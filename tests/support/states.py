@@ -9,6 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from support.meshes import grid, on
+from support.trees import Moments
+
 
 def model(seed: int = 0) -> dict[str, Any]:
     """Parameters, the state of their optimizer, a key and plain values."""
@@ -39,6 +42,24 @@ def state(seed: int = 0) -> dict[str, Any]:
         "name": f"run {seed}",
         "rng": jax.random.key(seed),
         "step": jnp.int32(100_001 + seed),
+    }
+
+
+def tree_of_all_kinds() -> dict[str, Any]:
+    """Containers and leaves of every kind, among them an array on a mesh."""
+    return {
+        "bits": {
+            "four": jnp.ones(5, jnp.int4),
+            "odd": jnp.ones(3, jnp.uint4),
+            "eight": jnp.ones(3, jnp.float8_e5m2),
+        },
+        "empty": {"array": jnp.zeros((0, 2)), "dict": {}, "list": [], "none": None},
+        "kernel": jnp.arange(64.0).reshape(8, 8),
+        "list": [jnp.ones(2, jnp.bfloat16), (jnp.int32(3), 5)],
+        "moments": Moments(jnp.ones(3, bool), "text"),
+        "numpy": np.arange(20)[::3],
+        "rng": jax.random.key(3),
+        "sharded": jax.device_put(jnp.arange(64.0).reshape(8, 8), on(grid(), "data", "model")),
     }
 
 
