@@ -16,9 +16,9 @@ from eformer import checkpoint
 from eformer._engine.trees.flatten import flatten
 from eformer.errors import CorruptionError, FormatError, NotFoundError, StructureError
 from eformer.serialization.async_manager import AsyncCheckpointManager
+from support.original import DATA
 from support.trees import assert_same
 
-DATA = Path(__file__).parent / "data"
 SAMPLES = {
     name: sample
     for name, sample in json.loads((DATA / "manifest.json").read_text("utf-8"))["samples"].items()
