@@ -16,11 +16,7 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer.errors import (
-    EformerError,
-    FormatError,
-    NotFoundError,
-)
+from eformer.errors import EformerError, FormatError, NotFoundError
 from support.commands import run
 from support.samples import FORMATS
 

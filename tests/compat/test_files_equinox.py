@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer.errors import (
-    FormatError,
-    MismatchError,
-    StructureError,
-)
+from eformer.errors import FormatError, MismatchError, StructureError
 from support.samples import FILES, write
 
 

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer.errors import (
-    EformerError,
-)
+from eformer.errors import EformerError
 from support.samples import write
 
 

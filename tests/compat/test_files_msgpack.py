@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer.errors import (
-    FormatError,
-    MismatchError,
-)
+from eformer.errors import FormatError, MismatchError
 from eformer.pytree._serialization import msgpack_restore, msgpack_serialize, save_to_file
 from support.samples import FILES, write
 from support.trees import assert_same

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer.errors import (
-    CorruptionError,
-    FormatError,
-)
+from eformer.errors import CorruptionError, FormatError
 from support.commands import run
+from support.damage import flip
 from support.samples import write
 from support.trees import assert_same
 
@@ -118,10 +116,8 @@ def test_zip64_is_read(tmp_path):
 
 def test_a_flipped_bit_in_npz_is_noticed_by_its_checksum(npz):
     path = npz(a=np.arange(1000.0), f=np.asfortranarray(np.random.default_rng(0).normal(size=(9, 9))))
-    data = bytearray(path.read_bytes())
     for at in (600, zipfile.ZipFile(path).infolist()[1].header_offset + 400):
-        data[at] ^= 1
-    path.write_bytes(data)
+        flip(path, at)
     report = checkpoint.verify(path)
     assert {damage.leaf for damage in report.damages} == {"a", "f"}
     with pytest.raises(CorruptionError, match=r"x\.npz"):
@@ -130,9 +126,7 @@ def test_a_flipped_bit_in_npz_is_noticed_by_its_checksum(npz):
 
 def test_a_damaged_text_is_named_with_its_file(npz):
     path = npz(t="text" * 50)
-    data = bytearray(path.read_bytes())
-    data[data.index(b"PK\x01\x02") - 5] ^= 1  # before the directory: the member's last bytes
-    path.write_bytes(data)
+    flip(path, path.read_bytes().index(b"PK\x01\x02") - 5)  # before the directory: the member's last bytes
     with pytest.raises(CorruptionError, match=r"x\.npz: member 't.npy' is damaged"):
         checkpoint.inspect(path)
 

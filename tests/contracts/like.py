@@ -17,11 +17,7 @@ from eformer.checkpoint import load, save
 from eformer.errors import MismatchError, StructureError
 from support.meshes import layouts, meshes
 from support.states import model
-from support.trees import (
-    Moments,
-    Unregistered,
-    assert_same,
-)
+from support.trees import Moments, Unregistered, assert_same
 
 
 def in_every_form(numbers):

@@ -6,10 +6,7 @@ import numpy as np
 
 from contracts.base import Contract
 from eformer.checkpoint import load, save, save_async
-from support.trees import (
-    HOSTILE,
-    assert_same,
-)
+from support.trees import HOSTILE, assert_same
 
 
 class OnDisk(Contract):

@@ -13,9 +13,7 @@ from contracts.base import Contract
 from eformer import checkpoint
 from eformer.checkpoint import load, save
 from eformer.errors import CorruptionError
-from support.trees import (
-    assert_same,
-)
+from support.trees import assert_same
 
 
 class Prefixes(Contract):

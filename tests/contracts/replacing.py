@@ -12,9 +12,7 @@ from eformer import checkpoint
 from eformer.checkpoint import load, save, save_async
 from support.meshes import layouts
 from support.states import model
-from support.trees import (
-    assert_same,
-)
+from support.trees import assert_same
 
 
 class Replacing(Contract):

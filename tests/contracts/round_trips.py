@@ -16,16 +16,7 @@ from eformer import checkpoint
 from eformer.checkpoint import load, save
 from eformer.errors import LeafError, NotFoundError
 from support.states import model
-from support.trees import (
-    DTYPES,
-    Layer,
-    Moments,
-    Pair,
-    any_trees,
-    arrays,
-    assert_same,
-    scalars,
-)
+from support.trees import DTYPES, Layer, Moments, Pair, any_trees, arrays, assert_same, scalars
 
 JAX_DTYPES = [
     jnp.bool_, jnp.int4, jnp.uint4, jnp.int2, jnp.uint2, jnp.int8, jnp.uint8, jnp.int16, jnp.uint16, jnp.int32, jnp.uint32,

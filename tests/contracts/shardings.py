@@ -13,9 +13,7 @@ from contracts.base import Contract
 from eformer.checkpoint import load, save
 from eformer.errors import MismatchError
 from support.meshes import layouts, meshes
-from support.trees import (
-    assert_same,
-)
+from support.trees import assert_same
 
 
 class Shardings(Contract):

@@ -9,7 +9,6 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors
 import safetensors.numpy
 
 from eformer import checkpoint

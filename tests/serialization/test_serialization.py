@@ -12,10 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from eformer.paths import LocalPath
-from eformer.serialization.serialization import (
-    tree_deserialize_leaves,
-    tree_serialize_leaves,
-)
+from eformer.serialization.serialization import tree_deserialize_leaves, tree_serialize_leaves
 from support.arrays import INDEX, index_of, opened
 from support.meshes import grid, line, on, tall
 from support.states import tree_of_all_kinds

@@ -12,10 +12,7 @@ from jax.experimental.array_serialization.serialization import GlobalAsyncCheckp
 
 from eformer import checkpoint
 from eformer.serialization.async_manager import AsyncCheckpointManager
-from eformer.serialization.serialization import (
-    tree_deserialize_leaves,
-    tree_serialize_leaves,
-)
+from eformer.serialization.serialization import tree_deserialize_leaves, tree_serialize_leaves
 from support.arrays import INDEX, index_of
 from support.meshes import line
 from support.states import tree_of_all_kinds

@@ -8,11 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from eformer.serialization.serialization import (
-    is_array_like,
-    join_key,
-    leaf_key_paths,
-)
+from eformer.serialization.serialization import is_array_like, join_key, leaf_key_paths
 from support.trees import Layer, Moments, Pair
 
 

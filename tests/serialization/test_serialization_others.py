@@ -9,10 +9,7 @@ import tensorstore
 from jax.sharding import PartitionSpec as P
 
 from eformer.serialization.async_manager import AsyncCheckpointManager
-from eformer.serialization.serialization import (
-    tree_deserialize_leaves,
-    tree_serialize_leaves,
-)
+from eformer.serialization.serialization import tree_deserialize_leaves, tree_serialize_leaves
 from support.arrays import INDEX, index_of
 from support.meshes import grid, line, on
 from support.trees import assert_same

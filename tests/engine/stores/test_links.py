@@ -17,15 +17,7 @@ from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import EformerError
 from eformer.paths import LocalPath
 from eformer.pytree._serialization import save_to_file
-from support.links import (
-    DIRECTORIES,
-    LAYOUTS,
-    NEXT,
-    SCRATCH,
-    TREE,
-    contents,
-    save_as,
-)
+from support.links import DIRECTORIES, LAYOUTS, NEXT, SCRATCH, TREE, contents, save_as
 from support.trees import assert_same
 
 # ------------------------------------------------------------------------------- parts of a checkpoint
