@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from eformer._engine.stores.local_upload import LocalUpload
 from eformer.checkpoint import SaveOptions, save, save_async
 from support.damage import change
 
@@ -14,8 +15,9 @@ class Contract:
     # How every tree is saved, unless a test says something else.
     format = "safetensors"
     options = SaveOptions()
-    # What can fail in the middle of a save: while data is written, and right before the commit.
-    steps = ("write.xxh3_128", "safetensors_writer.write_headers")
+    # The store, and what can fail in the middle of a save: while data is written, and right before the commit.
+    upload = LocalUpload
+    steps = ("put", "create"), ("sync",), ("publish",)
 
     @pytest.fixture(autouse=True)
     def saved_so(self, monkeypatch):
@@ -26,7 +28,7 @@ class Contract:
     @pytest.fixture(autouse=True)
     def small_pieces(self, monkeypatch):
         """So that small arrays have many digests, and reads begin and end inside of them."""
-        monkeypatch.setattr("eformer._engine.saving.save.PIECE_BYTES", 256)
+        monkeypatch.setattr("eformer._engine.saving.record.PIECE_BYTES", 256)
 
     @pytest.fixture
     def path(self, tmp_path):

@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from contracts.checkpoint import CheckpointContract, DirectoryContract, OnDisk, layouts, meshes, model
 from eformer import checkpoint
-from eformer._engine.saving import safetensors_writer as safetensors_format
-from eformer._engine.stores.local import Scratch
+from eformer._engine.stores import local_upload
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 from support.safetensors_files import F32, assert_equal, header, read_by_index
@@ -217,12 +216,12 @@ def test_files_that_are_not_ours_are_left_alone(tmp_path, weights):
 
 
 def test_what_is_large_beside_the_memory_passes_the_page_cache_by(tmp_path, monkeypatch):
-    passed = []
-    monkeypatch.setattr(Scratch, "pass_by", lambda scratch: passed.append(scratch.path.name))
+    passed, write = [], local_upload.write_past_cache
+    monkeypatch.setattr(local_upload, "write_past_cache", lambda *how: passed.append(1) or write(*how))
     tree = {"w": np.arange(2**18)}
     save(tree, tmp_path / "a")
     assert not passed
-    monkeypatch.setattr(safetensors_format, "_LARGE_PART", 1e-6)
+    monkeypatch.setattr(local_upload, "_LARGE_PART", 1e-6)
     save(tree, tmp_path / "b")
     assert len(passed) == 1
     assert_same(load(tmp_path / "b"), tree)
@@ -295,7 +294,7 @@ def bytes_read(monkeypatch, call):
 
 
 def test_rows_are_read_exactly_and_columns_by_whole_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("eformer._engine.saving.save.PIECE_BYTES", 4096)
+    monkeypatch.setattr("eformer._engine.saving.record.PIECE_BYTES", 4096)
     save({"w": np.zeros((1024, 1024), np.float32)}, tmp_path)  # a piece is one row
     view = checkpoint.open(tmp_path)
     assert bytes_read(monkeypatch, lambda: view["w"][10:20]) == 10 * 4096

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from contracts.checkpoint import DirectoryContract, OnDisk, layouts, meshes, model
 from eformer import checkpoint
-from eformer._engine.saving.zarr_writer import ArraysWriter
 from eformer._engine.stores.directory import Directory
-from eformer._engine.stores.local_upload import Journal, ScratchTree
+from eformer._engine.stores.local_upload import Journal, LocalUpload
+from eformer._engine.stores.ocdbt import DatabaseUpload
 from eformer._engine.stores.removal import Moved
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError, FormatError, NotFoundError
@@ -29,7 +29,6 @@ from support.trees import assert_same
 
 class TestArrays(OnDisk, DirectoryContract):
     format = "tensorstore"
-    steps = ("write.xxh3_128", "zarr_writer.ArraysWriter._write_index")
 
     def place(self, folder):
         return folder / "checkpoint"
@@ -57,8 +56,8 @@ class TestArraysInChunks(TestArrays):
 class TestDatabase(TestArrays):
     """The same, in an OCDBT database."""
 
+    upload = DatabaseUpload
     options = SaveOptions(ocdbt=True)
-    steps = ("zarr_writer.xxh3_128", "zarr_writer.ArraysWriter._write_index")
 
     def name_in_errors(self, file):
         return "tree.ocdbt/bad/0"
@@ -236,9 +235,9 @@ def test_arrays_of_a_save_that_died_are_no_checkpoint_and_go_with_the_next(tmp_p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ArraysWriter, "_write_index", die)
-        patch.setattr(ScratchTree, "finish", lambda *_, **__: None)
-        patch.setattr(ScratchTree, "discard", ScratchTree.close)
+        patch.setattr(LocalUpload, "swap", die)
+        patch.setattr(LocalUpload, "withdraw", lambda upload: None)
+        patch.setattr(LocalUpload, "close", LocalUpload.abandon)
         with pytest.raises(KeyboardInterrupt):
             arrays_save(weights, tmp_path)
     assert (tmp_path / "a" / "w" / ".zarray").exists()
@@ -464,8 +463,8 @@ def test_what_a_dead_save_left_is_removed_though_others_have_committed_since(tmp
     """Its lock may outlive it for a while; by then the index has forgotten it."""
     save({"a": np.ones(3)}, tmp_path, format="tensorstore")
     with monkeypatch.context() as patch:  # it dies right after its commit
-        patch.setattr(ScratchTree, "finish", lambda scratch, is_sealed: None)
-        patch.setattr(ScratchTree, "discard", ScratchTree.close)
+        patch.setattr(LocalUpload, "finish", lambda upload: None)
+        patch.setattr(LocalUpload, "close", LocalUpload.abandon)
         save({"b": np.ones(3)}, tmp_path, format="tensorstore")
     (scratch,) = tmp_path.glob(".eformer-*.tmp")
     holder = os.open(scratch, os.O_RDONLY)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer._engine.formats.safetensors.layout import layout
+from eformer._engine.formats.safetensors.layout import group_by_file as layout
 from eformer._engine.loading.read_plan import READ_BYTES, Want, plan_reads
 from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry
 from eformer._engine.record.pieces import count_pieces

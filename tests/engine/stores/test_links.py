@@ -12,7 +12,7 @@ import pytest
 from eformer import checkpoint
 from eformer._engine.record.digests import stamp_digest, xxh3_128
 from eformer._engine.stores.directory import Directory
-from eformer._engine.stores.local_upload import ScratchTree
+from eformer._engine.stores.local_upload import LocalUpload
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import EformerError
 from eformer.paths import LocalPath
@@ -329,7 +329,7 @@ def test_a_tree_is_removed_with_its_links_and_without_what_they_lead_to(tmp_path
 def test_a_place_that_is_a_link_cannot_be_joined(tmp_path, unchanged):
     (tmp_path / SCRATCH).symlink_to(unchanged)
     with pytest.raises(NotADirectoryError):
-        ScratchTree.join(tmp_path, SCRATCH)
+        LocalUpload(tmp_path, SCRATCH)
 
 
 def test_descriptors_are_closed(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from eformer import checkpoint
 from eformer._engine.stores.directory import Directory
-from eformer._engine.stores.local_upload import Journal, ScratchTree
+from eformer._engine.stores.local_upload import Journal, LocalUpload
 from eformer._engine.stores.removal import Described, Moved
 from eformer.checkpoint import load, save
 from support.links import (
@@ -178,8 +178,8 @@ def test_a_journal_that_is_no_small_file_is_none(tmp_path, what, monkeypatch):
 def test_a_journal_that_cannot_be_read_just_now_is_kept_for_the_next_save(tmp_path, monkeypatch):
     save(TREE, tmp_path, format="tensorstore")
     with monkeypatch.context() as patch:  # it dies right after its commit
-        patch.setattr(ScratchTree, "finish", lambda scratch, is_sealed: None)
-        patch.setattr(ScratchTree, "discard", ScratchTree.close)
+        patch.setattr(LocalUpload, "finish", lambda upload: None)
+        patch.setattr(LocalUpload, "close", LocalUpload.abandon)
         save(NEXT, tmp_path, format="tensorstore")
 
     def fail(place, name, most):

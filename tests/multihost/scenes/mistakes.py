@@ -14,6 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer._engine.processes import hosts as _hosts
+from eformer._engine.stores.local import LocalStore
+from eformer._engine.stores.local_upload import LocalUpload
 from eformer.checkpoint import SaveOptions, load, save, save_async
 from multihost.scenes.state import format_of, mesh, put, tree, whole
 
@@ -129,14 +131,12 @@ def gather_and_fail(path, rank):
 
 def outlive_many(path, count):
     """One save takes longer than very many others together."""
-    from eformer._engine.saving import safetensors_writer as safetensors
-
-    write, go = safetensors.write_data, threading.Event()
+    sync, go = LocalUpload.sync, threading.Event()
     if jax.process_index() == 0:
-        safetensors.write_data = lambda *a: (go.wait(60), write(*a))
+        LocalUpload.sync = lambda upload: (go.wait(60), sync(upload))
     slow = save_async({"w": tree()["global"]["rows"]}, path, options=SaveOptions(timeout=50))
     time.sleep(0.5)
-    safetensors.write_data = write
+    LocalUpload.sync = sync
     for number in range(count):
         save({"n": number}, f"{path}-others", options=SaveOptions(timeout=50))
     go.set()
@@ -173,15 +173,13 @@ def interrupted(path, rank, version):
 
 def save_and_fail_after_the_seal(path):
     """The new manifest is in place; then the first process's disk fails."""
-    from eformer._engine.saving import commit as _sealing
-
-    kept = _sealing._finish
+    kept = LocalUpload.finish
     if jax.process_index() == 0:
-        _sealing._finish = lambda *_: 1 / 0
+        LocalUpload.finish = lambda *_: 1 / 0
     try:
         save(tree(3), path, options=SaveOptions(timeout=20))
     finally:
-        _sealing._finish = kept
+        LocalUpload.finish = kept
 
 
 def save_what_cannot_be(path):
@@ -205,20 +203,16 @@ def save_but_one(path, rank):
 
 def save_and_fail_at(path, rank, step):
     """A disk fails in one process."""
-    from eformer._engine.saving import commit as _sealing
-    from eformer._engine.saving import run as _job
-    from eformer._engine.saving import safetensors_writer as safetensors
-    from eformer._engine.saving import zarr_writer as tensorstore
 
     def broken(*_, **__):
         raise OSError(28, "No space left on device")
 
     module, name = {
-        "write": (safetensors, "write_data"),
-        "write arrays": (tensorstore, "_file_tasks"),
-        "seal": (_sealing, "_publish"),
-        "seal arrays": (tensorstore.ArraysWriter, "_write_index"),
-        "place": (_job, "make_directories"),
+        "write": (LocalUpload, "sync"),
+        "write arrays": (LocalUpload, "put"),
+        "seal": (LocalUpload, "publish"),
+        "seal arrays": (LocalUpload, "swap"),
+        "place": (LocalStore, "make"),
     }[step]
     kept = getattr(module, name)
     if jax.process_index() == rank:

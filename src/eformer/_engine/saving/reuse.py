@@ -166,7 +166,7 @@ def _link_file(earlier: Earlier, file: DataFile, upload: Upload, *, is_outdated:
         if xxh3_128(header) != file.header or entry.nbytes != file.nbytes:
             raise FormatError("it is not the file that was written")
     except (OSError, FormatError) as error:
-        logger.warning("reuse: cannot use %s again: %s", earlier.store.path_to(file.name), error)
+        logger.warning("reuse: cannot link %s, writing it again: %s", earlier.store.path_to(file.name), error)
         return None
     name = own_name(file.name, save_id, is_private=is_outdated)
     return name if upload.link(name, earlier.store, entry) else None
@@ -217,6 +217,6 @@ def _link_chunk(earlier: Earlier, extent: Extent, file: PlannedFile, upload: Upl
         if earlier.tree.files[extent.file].nbytes != file.nbytes or entry.nbytes != file.nbytes:
             raise FormatError("it has another length")
     except (OSError, FormatError) as error:
-        logger.warning("reuse: cannot use %s again: %s", earlier.store.path_to(path), error)
+        logger.warning("reuse: cannot link %s, writing it again: %s", earlier.store.path_to(path), error)
         return False
     return upload.link(file.name, earlier.store, entry)

@@ -107,13 +107,15 @@ def start(
     detach: bool = False,
     write_index: bool = True,
     first: Callable[[Any], Any] | None = None,
+    hosts: Hosts | None = None,
 ) -> Save:
     """Prepare a save that only has to be carried out; with `detach` it needs nothing of the caller's any more.
 
     Without an index, arrays lie there as if another program had written them. `first` is called on the tree: if it
-    raises, the save fails with that error, and other processes hear of it.
+    raises, the save fails with that error, and other processes hear of it. `hosts` are the processes that save
+    together, if the caller knows better.
     """
-    hosts = _hosts.current("saves", options.processes, options.timeout)
+    hosts = hosts or _hosts.current("saves", options.processes, options.timeout)
     with told_to_all(hosts):
         if not write_index and format != "tensorstore":
             raise ValueError(

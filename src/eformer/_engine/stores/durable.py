@@ -166,6 +166,7 @@ def write_past_cache(descriptor: int, data: Any, offset: int) -> bool:
     except (OSError, AttributeError, NotImplementedError) as error:
         if isinstance(error, OSError) and error.errno not in _NO_SUCH_FLAG:
             raise
+        logger.debug("this file system cannot write past the page cache")
         write_all(descriptor, data, offset)
         return False
     write_all(descriptor, memoryview(data)[written:], offset + written)

@@ -88,7 +88,7 @@ class LocalUpload:
             while self._folder.descriptor < 0:
                 self._enter(token or scratch_name())
         except BaseException:
-            self._close()
+            self.abandon()
             raise
 
     def _enter(self, name: str) -> None:
@@ -297,9 +297,10 @@ class LocalUpload:
                 with suppress(OSError):  # left to the next save
                     self.place.remove_tree(self.token)
         finally:
-            self._close()
+            self.abandon()
 
-    def _close(self) -> None:
+    def abandon(self) -> None:
+        """Let go of the upload as a process does that dies: what it has written stays."""
         if self._folder.descriptor >= 0:
             unlock(self._folder.descriptor)
         for directory in (self.data, self._folder, self.place):
@@ -487,7 +488,7 @@ def _carry_out(place: Directory, journal: Journal | None, committed: Container[s
 def _sync(directory: Directory, name: str) -> None:
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.descriptor)
     try:
-        os.fsync(descriptor)
+        (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)
     finally:
         os.close(descriptor)
 
