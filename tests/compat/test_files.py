@@ -283,9 +283,9 @@ def test_archives_that_are_no_npz_are_refused(tmp_path):
             checkpoint.inspect(tmp_path / "x.npz")
 
     refused("two members of one name: 'a.npy'", "a.npy", "a.npy")
-    refused("'data.pkl': no .npy", "data.pkl")
+    refused("'data.pkl': not a .npy file", "data.pkl")
     refused("compressed by method 14", "a.npy", compression=zipfile.ZIP_LZMA)
-    refused("no array begins there", "a.npy")
+    refused("not an array of numpy", "a.npy")
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "..", "", "a..b", "%", "x" * 300, "a/b"])
@@ -532,7 +532,9 @@ def test_hostile_arrays_are_an_error(tmp_path, data):
 
 def test_what_is_nothing_says_what_was_looked_for(tmp_path):
     (tmp_path / "x.txt").write_text("hello, world")
-    with pytest.raises(FormatError, match=r"x\.txt is no checkpoint.*begins with b'hello, wo'.*npz.*msgpack"):
+    with pytest.raises(
+        FormatError, match=r"x\.txt is not a checkpoint.*begins with b'hello, wo'.*npz.*msgpack"
+    ):
         checkpoint.load(tmp_path / "x.txt")
 
 
@@ -621,7 +623,7 @@ def test_a_view_reads_on_when_its_file_is_replaced_as_a_whole(tmp_path):
         (b"\x1f\x8b\x08" + bytes(50), "compressed by gzip; unpack it first"),
         (
             pickle.dumps({"a": 1}),
-            "but a pickle, which is not run, perhaps of PyTorch; there, safetensors.torch",
+            "but a pickle, which eformer never runs, perhaps of PyTorch; write it with safetensors.torch",
         ),
     ],
 )
@@ -637,7 +639,9 @@ def test_a_file_of_pytorch_is_called_so(tmp_path):
         archive.writestr("model/data.pkl", b"x")
         for number in range(50):
             archive.writestr(f"model/data/{number}", b"x")
-    with pytest.raises(FormatError, match="is a file of PyTorch, of pickles, which are not run") as caught:
+    with pytest.raises(
+        FormatError, match="is a file of PyTorch with pickles, which eformer never runs"
+    ) as caught:
         checkpoint.load(tmp_path / "model.pt")
     assert len(str(caught.value)) < 400
 
