@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from eformer._engine.processes import coordination
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.saving import agreement as _commit
 from eformer._engine.stores import local_files as files
@@ -325,7 +326,7 @@ def load_on_some(path, processes):
 
 def interrupted(path, rank, version):
     """Ctrl-C in one process, right after it has said what it is about to do."""
-    wait, hosts = _hosts.Together._wait_for, _hosts.Together
+    wait, hosts = coordination.Together._wait_for, coordination.Together
 
     def interrupt(self, key, deadline, absent):
         if key.endswith("/1/answer"):
@@ -658,4 +659,4 @@ def meet_often(times, nbytes):
 
 
 def count_entries():
-    return len(_hosts._client().key_value_dir_get_bytes("eformer"))
+    return len(coordination.service_client().key_value_dir_get_bytes("eformer"))
