@@ -263,7 +263,7 @@ def test_steps_of_a_plain_checkpointer_are_steps(tmp_path):
         shutil.copytree(DATA / "v0_plain", tmp_path / step)
     shutil.copytree(DATA / "v0_plain", tmp_path / "11.orbax-checkpoint-tmp-1")
     assert checkpoint.inspect(tmp_path)
-    assert orbax.in_directory(tmp_path, [p.name for p in tmp_path.iterdir()]).path.name == "10"
+    assert orbax.in_directory(tmp_path, [p.name for p in tmp_path.iterdir()]).path == str(tmp_path / "10")
 
 
 def test_absurdly_many_chunks_are_read_many_at_a_time(copy):

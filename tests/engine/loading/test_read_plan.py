@@ -90,5 +90,5 @@ def test_a_header_never_grows_beyond_what_readers_allow(monkeypatch):
     monkeypatch.setattr("eformer._engine.formats.safetensors.layout.MAX_HEADER_BYTES", 1000)
     files = layout({f"m.{i}": 1 for i in range(20)}, 10**9)
     assert [len(names) for names in files] == [6, 6, 6, 2]
-    files = layout({f"m.{i}": 1 for i in range(20)}, 10**9, has_parts=True)
+    files = layout({f"m.{i}": 1 for i in range(20)}, 10**9, has_record=True)
     assert [len(names) for names in files] == [2] * 10

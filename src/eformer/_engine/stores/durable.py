@@ -94,8 +94,9 @@ def _scratch_file(directory: Directory, mode: int | None) -> Iterator[tuple[int,
                 os.close(descriptor)
                 descriptor = -1
         except BaseException:
-            directory.unlink(name)
             os.close(descriptor)
+            with suppress(OSError):
+                directory.unlink(name)
             raise
     try:
         yield descriptor, name

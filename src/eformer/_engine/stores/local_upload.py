@@ -329,9 +329,8 @@ class NewFile:
             if self._descriptor < 0:
                 outer, _, name = self._path.rpartition("/")
                 with self._upload.made_folder(outer) as folder:
-                    descriptor = folder.create(name)
-                os.ftruncate(descriptor, self._nbytes)
-                self._descriptor = descriptor
+                    self._descriptor = folder.create(name)
+                os.ftruncate(self._descriptor, self._nbytes)
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

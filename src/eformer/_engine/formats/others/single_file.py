@@ -25,13 +25,14 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from eformer._engine.stores.base import Files, Store, Version
+    from eformer._engine.stores.base import Entry, Files, Store, Version
     from eformer._engine.stores.virtual_files import VirtualFile
     from eformer.errors import Damage
 
 
 _READ_AHEAD = 2**16  # bytes
 _MAX_PLAIN_VALUE = 2**28  # bytes
+_MAX_ATTEMPTS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,26 @@ class SingleFile:
 @contextmanager
 def open_single_file(store: Store, name: str) -> Iterator[SingleFile]:
     """Open a regular file, and close it at the end of the block."""
-    _, entry = store.read(name, 0, 0)
-    with closing(store.open([name], {name: entry.version})) as files:
-        files.hold([0])
+    entry, files = _hold(store, name)
+    with closing(files):
         yield SingleFile(store, name, entry.nbytes, entry.version, files)
+
+
+def _hold(store: Store, name: str) -> tuple[Entry, Files]:
+    """Open a file; if another takes its place meanwhile, that one."""
+    attempts = 0
+    while True:
+        _, entry = store.read(name, 0, 0)
+        files = store.open([name], {name: entry.version})
+        try:
+            files.hold([0])
+        except FileNotFoundError:
+            files.close()
+            attempts += 1
+            if attempts == _MAX_ATTEMPTS:
+                raise
+        else:
+            return entry, files
 
 
 class _Seekable(io.RawIOBase):
