@@ -707,7 +707,7 @@ class ManagerContract:
         manager.save({"kernel": jnp.ones(8)}, path)
         with pytest.raises(ValueError, match=r"'kernels'.*nearest is 'kernel'"):
             manager.load(path, line(), {"kernels": P("model")})
-        with pytest.raises(ValueError, match=r"'kernel': 3 is no Sharding, PartitionSpec or callable"):
+        with pytest.raises(ValueError, match=r"'kernel': 3 is not a Sharding, PartitionSpec or callable"):
             manager.load(path, line(), {"kernel": 3})
 
     def test_the_callback_replaces_arrays_by_key(self, manager, path):
@@ -802,7 +802,7 @@ class ManagerContract:
 
     def test_a_rule_that_is_no_pattern_is_named(self, manager, path):
         manager.save({"w": jnp.ones(8)}, path)
-        with pytest.raises(ValueError, match=r"'\(' is no regular expression"):
+        with pytest.raises(ValueError, match=r"'\(' is not a regular expression"):
             manager.load(path, grid(), partition_rules=[("(", P())])
 
     @pytest.mark.parametrize("dtype", ["bf16", jnp.float16, "float8_e4m3fn"], ids=str)
