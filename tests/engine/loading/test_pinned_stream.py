@@ -155,11 +155,6 @@ def test_memory_is_locked_once_a_slot_and_unlocked_at_the_end(tmp_path, slots, t
     assert sorted(address for call, address in calls if call == "unmap") == mapped
 
 
-def test_what_a_cpu_device_holds_is_notpinned_stream():
-    assert placement._accelerator(None, None) is None
-    assert placement._accelerator(jax.sharding.SingleDeviceSharding(jax.devices()[0]), None) is None
-
-
 def test_progress_is_told_and_what_it_raises_stops_the_load(tmp_path, slots, tree):
     save(tree, tmp_path)
     told = []

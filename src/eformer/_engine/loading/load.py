@@ -66,6 +66,9 @@ def load(
 ) -> Any:
     """Load the tree that was saved at `path`, bit for bit.
 
+        state = load("run/100", like=state)
+        weights = load("run/100", keys="params", mesh=mesh, rules=[("kernel", PartitionSpec(None, "model"))])
+
     Raises an error that names the leaf, the file and the problem if anything is missing, damaged or does not fit.
 
     Without `like` the tree has the structure it was saved with: jax arrays are jax arrays and numpy arrays are numpy
@@ -243,7 +246,7 @@ def _require_classes(tree: TreeEntry, request: Request) -> None:
 
 @contextmanager
 def _processes(request: Request, like: Mapping[str, Any] | None) -> Iterator[Hosts]:
-    """Meet the processes whose devices the leaves go to, and tell them if this one fails."""
+    """Yield the processes whose devices the leaves go to, and tell the others if this one fails."""
     members = processes_of(request.placement, like)
     hosts = _hosts.current("loads", members, request.timeout) if members else _hosts.Alone()
     try:

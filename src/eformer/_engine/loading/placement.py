@@ -37,7 +37,9 @@ def place_targets(targets: Sequence[LeafTarget], tree: TreeEntry, request: Reque
     Targets that become plain numbers stay in host memory.
     """
     targets = [target for target in targets if target.like_scalar is None]
-    if not request.placement.is_empty or any(target.sharding is not None for target in targets):
+    asked = request.placement
+    arguments = (asked.mesh, asked.rules, asked.shardings, *(target.sharding for target in targets))
+    if any(argument is not None for argument in arguments):
         _follow_request(targets, tree, request)
     x64 = _config.jax_enable_x64
     _keep_on_host([t for t in targets if not t.as_numpy and not jax_holds(t.dtype, x64)])

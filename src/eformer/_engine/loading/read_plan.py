@@ -64,7 +64,7 @@ class Read(Struct, frozen=True, gc=False):
 
 
 def plan_reads(wants: Sequence[Want], tree: TreeEntry, read_bytes: int = READ_BYTES) -> list[Read]:
-    """Return reads of about `read_bytes` in file order, for the fewest bytes that cover the wants and have digests."""
+    """Return reads of about `read_bytes`, in file order, for the fewest pieces that cover the wants."""
     found: list[StoredPiece] = []
     starts = [file.header_nbytes for file in tree.files]
     for index, want in enumerate(wants):

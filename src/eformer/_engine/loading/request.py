@@ -40,11 +40,6 @@ class PlacementRequest:
         if self.rules is not None:  # an iterator would be used up by the first attempt
             object.__setattr__(self, "rules", tuple(self.rules))
 
-    @property
-    def is_empty(self) -> bool:
-        """Tell whether no argument says where leaves go."""
-        return self.mesh is None and self.rules is None and self.shardings is None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
