@@ -23,7 +23,9 @@ from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import floating_dtype, raw_pieces
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.saving.pending import Pending
+from eformer._engine.saving.run import carry_out, run_in_background
 from eformer._engine.saving.save import start
+from eformer._engine.stores.local import LocalStore
 from eformer._engine.trees.devices import is_key
 from eformer.paths import GCSPath, LocalPath, ePath
 from eformer.serialization._keys import by_key
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
     from jax.sharding import Mesh, PartitionSpec
 
-    from eformer._engine.saving.run import Format, Job
+    from eformer._engine.saving.run import Format, Save
 
 __all__ = ["AsyncCheckpointManager", "CheckpointMetadata"]
 
@@ -121,7 +123,7 @@ class AsyncCheckpointManager:
         if self._is_off(where):
             return where
         gather = partial(self._gathered, mesh, gather_fns, do_all_gather, cpu_offload)
-        self._start(tree, where, prefix, metadata, float_dtype, cpu_offload, first=gather).carry_out()
+        carry_out(self._start(tree, where, prefix, metadata, float_dtype, cpu_offload, first=gather))
         if callback is not None:
             callback(where)
         return where
@@ -148,10 +150,10 @@ class AsyncCheckpointManager:
             pending.start(lambda: None)
             return pending
         gather = partial(self._gathered, mesh, gather_fns, do_all_gather, cpu_offload)
-        job = self._start(tree, where, prefix, metadata, float_dtype, cpu_offload, first=gather, detach=True)
+        save = self._start(tree, where, prefix, metadata, float_dtype, cpu_offload, first=gather, detach=True)
         with self._lock:
             self._pending = [p for p in self._pending if not (p.done() and p.was_asked)] + [pending]
-        job.run_in_background(pending, after=None if callback is None else lambda: callback(where))
+        run_in_background(save, pending, after=None if callback is None else lambda: callback(where))
         return pending
 
     def save_pytree(
@@ -176,10 +178,10 @@ class AsyncCheckpointManager:
         if self._is_off(where):
             return where
         gather = partial(self._gathered, mesh, None, do_all_gather, cpu_offload)
-        job = self._start(
+        save = self._start(
             pytree, where, prefix, extras, dtype, cpu_offload, first=gather, write_index=write_index
         )
-        job.carry_out()
+        carry_out(save)
         return where
 
     def wait_until_finished(self) -> None:
@@ -215,7 +217,7 @@ class AsyncCheckpointManager:
         first: Callable[[Any], Any],
         detach: bool = False,
         write_index: bool = True,
-    ) -> Job:
+    ) -> Save:
         dtype = self.float_dtype if dtype is None else dtype
         options = SaveOptions(
             dtype=None if dtype is None else floating_dtype(dtype),
@@ -378,7 +380,7 @@ class AsyncCheckpointManager:
             return False
         if (where / INDEX).exists():
             return True
-        return isinstance(where, LocalPath) and next(discover(where), None) is not None
+        return isinstance(where, LocalPath) and next(discover(LocalStore(where)), None) is not None
 
     @staticmethod
     def safe_loadpath(path: Path) -> GCSPath | LocalPath:

@@ -9,6 +9,7 @@ from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.processes.hosts import TIMEOUT
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.saving.jax_manager import serialize_with
+from eformer._engine.saving.run import carry_out
 from eformer._engine.saving.save import start
 from eformer._engine.trees.key_paths import is_array_like, join_key, leaf_key_paths
 from eformer.serialization._keys import by_key
@@ -40,7 +41,7 @@ def tree_serialize_leaves(
     there are no digests and no structure, only arrays.
     """
     timeout = getattr(manager, "_timeout_secs", TIMEOUT)  # with a manager its own counts
-    job = start(
+    save = start(
         pytree,
         checkpoint_dir,
         prefix=prefix,
@@ -50,9 +51,9 @@ def tree_serialize_leaves(
         detach=manager is not None,
     )
     if manager is not None:
-        serialize_with(manager, job, pytree, commit_callback)
+        serialize_with(manager, save, pytree, commit_callback)
         return
-    job.carry_out()
+    carry_out(save)
     if commit_callback is not None:
         commit_callback()
 

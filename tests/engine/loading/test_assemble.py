@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer._engine.loading.assemble import assemble
@@ -12,11 +12,12 @@ from eformer._engine.loading.fetch import aligned
 from eformer._engine.loading.select import LeafTarget
 from eformer._engine.record.manifest import LeafEntry
 from eformer.errors import FormatError
+from support.meshes import meshes
 from support.trees import assert_same
 
 
 def line():
-    return Mesh(np.array(jax.devices()), ("x",))
+    return meshes()[0]
 
 
 def target(array, *, parts=None, key=None, **more):

@@ -12,6 +12,7 @@ from eformer._engine.record.pieces import ALIGNMENT
 from eformer._engine.record.regions import Region
 from eformer.checkpoint import save
 from eformer.errors import CorruptionError, Damage
+from support.damage import flip
 
 
 def address(array):
@@ -54,7 +55,7 @@ def test_memory_that_is_given_is_used_as_long_as_it_lasts():
 @pytest.fixture
 def opened(tmp_path, monkeypatch):
     """A tree with a large leaf in several pieces and a small one, and its files."""
-    monkeypatch.setattr("eformer._engine.saving.save.PIECE_BYTES", 1024)
+    monkeypatch.setattr("eformer._engine.saving.record.PIECE_BYTES", 1024)
     save({"large": np.arange(64 * 64, dtype=np.int32).reshape(64, 64), "small": np.arange(5)}, tmp_path)
     found = find(tmp_path)
     tree = found.tree(None)
@@ -83,12 +84,6 @@ def test_leaves_boxes_and_casts_are_fetched_together(opened):
     for part, box in zip(parts, boxes, strict=True):
         np.testing.assert_array_equal(part, whole[box.slices])
     assert (cast.dtype, cast.tolist()) == (np.float32, [0, 1, 2, 3, 4])
-
-
-def flip(file, offset):
-    data = bytearray(file.read_bytes())
-    data[offset] ^= 1
-    file.write_bytes(data)
 
 
 def damages(tree, files, *names):

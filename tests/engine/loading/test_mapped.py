@@ -16,6 +16,7 @@ from eformer._engine.loading.read import Reading
 from eformer._engine.stores import local_files as files
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError
+from support.damage import flip
 from support.trees import assert_same
 
 
@@ -116,16 +117,10 @@ def test_a_file_system_that_cannot_map_is_read(tmp_path, tree, monkeypatch, is_r
     assert set(is_read) == {"big", "half", "host", "odd"}
 
 
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[-2_000_000] ^= 1
-    path.write_bytes(data)
-
-
 def test_digests_are_checked_if_asked_for(tmp_path, tree):
     save(tree, tmp_path)
     assert_same(load(tmp_path, mmap=True, verify=True), tree)
-    flip(tmp_path / "model.safetensors")
+    flip(tmp_path / "model.safetensors", -2_000_000)
     load(tmp_path, mmap=True)
     with pytest.raises(CorruptionError, match="damaged"):
         load(tmp_path, mmap=True, verify=True)

@@ -14,6 +14,7 @@ from eformer._engine.loading import fetch, pinned_stream, placement
 from eformer._engine.loading import load as load_module
 from eformer.checkpoint import load, save
 from eformer.errors import CorruptionError
+from support.damage import flip
 from support.trees import assert_same
 
 
@@ -102,10 +103,7 @@ def test_empty_leaves_need_a_turn_but_no_memory(tmp_path, slots, size):
 
 def test_damage_is_an_error_and_ends_every_lane(tmp_path, slots, tree):
     save(tree, tmp_path)
-    file = tmp_path / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-200_000] ^= 1
-    file.write_bytes(data)
+    flip(tmp_path / "model.safetensors", -200_000)
     with pytest.raises(CorruptionError, match="leaf 'layers"):
         load(tmp_path)
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer._engine.loading import placement
@@ -14,12 +14,13 @@ from eformer._engine.loading.select import LeafTarget
 from eformer._engine.record.manifest import LeafEntry, TreeEntry
 from eformer._engine.record.regions import Region
 from eformer.errors import MismatchError
+from support.meshes import meshes
 
 TREE = TreeEntry(save_id="", saved_at="", written_by="", block=64, files=())
 
 
 def grid():
-    return Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+    return meshes()[1]
 
 
 def target(name="w", shape=(8, 4), dtype="float32", **more):

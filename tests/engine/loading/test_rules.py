@@ -1,23 +1,23 @@
 """Where leaves go: what wins over what, and what cannot be."""
 
-import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer._engine.loading.request import PlacementRequest
 from eformer._engine.loading.rules import PlaceableLeaf, by_name, place
 from eformer._engine.record.manifest import RecordedSharding
 from eformer.errors import MismatchError
+from support.meshes import meshes
 
 
 def line():
-    return Mesh(np.array(jax.devices()), ("x",))
+    return meshes()[0]
 
 
 def grid():
-    return Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+    return meshes()[1]
 
 
 def recorded(*spec):

@@ -19,19 +19,16 @@ from hypothesis import given, settings
 from eformer._engine.loading import fetch as _transfer
 from eformer._engine.record.regions import Region
 from eformer._engine.saving.staging import contiguous
-from eformer.checkpoint import SaveOptions, convert, diff, inspect, load, register_node, save, verify
+from eformer.checkpoint import SaveOptions, convert, diff, inspect, load, save, verify
 from eformer.errors import CorruptionError, MismatchError
 from support import trees
 from support.trees import Moments, assert_same
 
+pytestmark = pytest.mark.usefixtures("trusted")
+
 COMPAT = Path(__file__).parents[2] / "compat"
 
 TARGETS = {"safetensors": "new", "one file": "new.safetensors", "tensorstore": "new"}
-
-
-@pytest.fixture(autouse=True)
-def moments_may_be_built():
-    register_node(Moments)
 
 
 def tree():
@@ -407,7 +404,7 @@ def test_what_dead_saves_have_committed_beside_it_stays(tmp_path):
     code = (
         "import os, sys, numpy as np, eformer._engine.stores.local_upload as many\n"
         "from eformer.checkpoint import save\n"
-        "many.ScratchTree.finish = lambda *_, **__: os._exit(9)\n"
+        "many.LocalUpload.finish = lambda *_, **__: os._exit(9)\n"
         "save({'w': np.full(4, 7.0)}, sys.argv[1], format='tensorstore')"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "p")])

@@ -33,11 +33,7 @@ from eformer._engine.trees.unflatten import unflatten, unflatten_like
 from eformer.errors import MismatchError, StructureError
 from support.trees import HOSTILE, Empty, Layer, Moments, Pair, Setting, Unregistered, any_trees, assert_same
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _trusted():
-    register_node(Moments)
-    register_node(Empty)
+pytestmark = pytest.mark.usefixtures("trusted")
 
 
 def through_json(structure):

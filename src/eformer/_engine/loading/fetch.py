@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.formats.found import Found
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
-    from eformer._engine.stores.local_files import Files
+    from eformer._engine.stores.base import Files
 
 Array = np.ndarray[Any, Any]
 

@@ -15,7 +15,7 @@ from eformer.errors import CorruptionError
 if TYPE_CHECKING:
     from eformer._engine.loading.read_plan import Want
     from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.stores.local_files import Files
+    from eformer._engine.stores.base import Files
 
 Array = np.ndarray[Any, Any]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from eformer._engine.formats.found import Found
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.stores.local_files import Files
+    from eformer._engine.stores.base import Files
 
 _LARGE_FILE = 2**20
 

@@ -16,7 +16,6 @@ from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
 from eformer._engine.record.text import few, shortened, size
 from eformer._engine.record.values import value_from_json
-from eformer._engine.saving.write import itemsize_of
 from eformer._engine.tools import sequential_writers as streams
 from eformer._engine.tools.lazy_arrays import StoredLeaf, stored_in
 from eformer._engine.tools.rename import Renamed, Rule, apply, origins
@@ -216,7 +215,7 @@ def planned(
 
 def _leaf_of(made: Made, source: Source) -> Planned:
     ((_, array),) = source.parts
-    nbytes = itemsize_of(source) * Region.whole(source.shape).size
+    nbytes = source.itemsize * Region.whole(source.shape).size
     (first, *_) = stored_in(array)
     hows = [made.hows.get(source.name, "")]
     if first.entry.dtype != source.dtype:

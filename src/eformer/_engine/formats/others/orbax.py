@@ -54,16 +54,19 @@ from eformer._engine.record.manifest import (
 from eformer._engine.record.names import BARE_LEAF, escape, is_inside, join_name
 from eformer._engine.record.text import few
 from eformer._engine.record.values import MALFORMED_JSON, parse_json, value_to_json
-from eformer._engine.stores.local import list_names, read_small, walk
+from eformer._engine.stores.base import read_whole
+from eformer._engine.stores.inside import walk
+from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_files import LocalFiles
-from eformer._engine.stores.ocdbt import MANIFEST, list_arrays, require_plain_files
+from eformer._engine.stores.ocdbt import DATABASE_MANIFEST as MANIFEST
+from eformer._engine.stores.ocdbt import list_arrays, require_plain_files
 from eformer._engine.stores.virtual_files import ChainedFiles, VirtualFiles
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from eformer._engine.stores.local_files import Files
+    from eformer._engine.stores.base import Files
     from eformer._engine.stores.virtual_files import VirtualFile
 
 FORMAT = "orbax"
@@ -87,7 +90,7 @@ def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
     if _is_tree(directory):
         return _found(directory, {"": _Item(directory)})
     if ORBAX_CHECKPOINT not in names and (steps := steps_in(directory, names)):
-        return in_directory(directory / steps[-1], list_names(directory / steps[-1]))
+        return in_directory(directory / steps[-1], _names(directory / steps[-1]))
     handlers = _checkpoint(directory).item_handlers
     items = {name: item for name in names if (item := _item(directory / name, handlers))}
     if items:
@@ -104,6 +107,10 @@ def marks(directory: Path) -> list[str]:
     """List the files by which the directory itself is a checkpoint of Orbax, and not only what is in it."""
     found = [name for name in (ORBAX_TREE, ORBAX_CHECKPOINT) if (directory / name).is_file()]
     return [*found, AGGREGATE] if is_aggregate(directory) else found
+
+
+def _names(directory: Path) -> list[str]:
+    return list(LocalStore(directory).kinds())
 
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -166,12 +173,12 @@ def _is_step(path: Path, *, may_be_item: bool) -> bool:
         return (path / ORBAX_CHECKPOINT).is_file()
     if (path / ORBAX_CHECKPOINT).is_file() or (not may_be_item and _is_tree(path)):
         return True
-    return not _is_tree(path) and any(_item(path / name, {}) for name in list_names(path))
+    return not _is_tree(path) and any(_item(path / name, {}) for name in _names(path))
 
 
 def _found(directory: Path, items: Mapping[str, _Item]) -> Found:
     readers: dict[str, _Reader] = {}
-    stamps: dict[str, tuple[int, ...]] = {}
+    stamps: dict[str, str] = {}
     checkpoint = _checkpoint(directory)
     documents = _documents(directory, items, checkpoint) if "" not in items else {}
 
@@ -187,11 +194,11 @@ def _found(directory: Path, items: Mapping[str, _Item]) -> Found:
 
     trees = Trees({}, {prefix: partial(describe, item) for prefix, item in items.items()}, {})
     return Found(
-        directory,
-        directory,
+        str(directory),
+        LocalStore(directory),
         Manifest(format=FORMAT),
         trees,
-        stamps=stamps,
+        versions=stamps,
         open_files=lambda tree: readers[tree.root].files(),
         find_left_out=unread,
     )
@@ -201,7 +208,7 @@ def _documents(directory: Path, items: Mapping[str, _Item], checkpoint: _Checkpo
     """Read the items that are a file of JSON, by name, unless the checkpoint's own metadata have that name."""
     taken = checkpoint.custom_metadata or {}
     found = {}
-    for name in list_names(directory):
+    for name in _names(directory):
         path = directory / name
         if name not in items and name not in taken and path.is_dir() and not path.is_symlink():
             with suppress(FormatError, OSError, ValueError, RecursionError):
@@ -211,8 +218,11 @@ def _documents(directory: Path, items: Mapping[str, _Item], checkpoint: _Checkpo
 
 def _json(directory: Path) -> Any:
     """Read the JSON in the only file of a directory."""
-    (name,) = (name for name in list_names(directory) if name != _COMMITTED)
-    return json.loads(read_small(directory, name, lambda first: first.lstrip()[:1] in (b"{", b"[")) or b"")
+    (name,) = (name for name in _names(directory) if name != _COMMITTED)
+    data, _ = read_whole(LocalStore(directory), name)
+    if data.lstrip()[:1] not in (b"{", b"["):
+        raise ValueError(f"{directory / name} is not a document")
+    return json.loads(data)
 
 
 def _left_out(
@@ -226,29 +236,34 @@ def _left_out(
         ORBAX_CHECKPOINT,
         _INDICATOR,
         *documents,
-        *(name for name in list_names(directory) if _UNFINISHED in name),
+        *(name for name in _names(directory) if _UNFINISHED in name),
     }
     inside: list[str] = []
     for prefix, item in items.items():
         try:
             reader = readers[trees[prefix].root]
         except (FormatError, OSError):  # whoever reads the tree hears of it
-            read.update([prefix] if prefix else list_names(directory))
+            read.update([prefix] if prefix else _names(directory))
             continue
         inside += reader.left_out()
         read.update(reader.read())
         if item.about:
             read.add(f"{prefix}/{item.about}")
-    others = [] if "" in items else [name for name in list_names(directory) if name not in (*read, *items)]
+    others = [] if "" in items else [name for name in _names(directory) if name not in (*read, *items)]
     others = [name for name in others if _is_other_item(directory / name)]
     read.update(others)
-    return tuple(sorted([*left_out(directory, read), *inside, *(f"{name}/" for name in others)]))
+    return tuple(sorted([*left_out(LocalStore(directory), read), *inside, *(f"{name}/" for name in others)]))
 
 
 def _is_other_item(path: Path) -> bool:
     """Tell whether a directory beside the trees is an item of another kind, which is left out whatever its files are
     called."""
-    if path.name.startswith(".") or path.is_symlink() or not path.is_dir() or is_checkpoint(path):
+    if (
+        path.name.startswith(".")
+        or path.is_symlink()
+        or not path.is_dir()
+        or is_checkpoint(LocalStore(path.parent), path.name)
+    ):
         return False
     return any(not entry.is_dir(follow_symlinks=False) for entry in walk(path))
 
@@ -346,7 +361,7 @@ class _Reader:
         if self.is_database is None:
             self.is_database = (self.directory / MANIFEST).exists()
         self.arrays: dict[str, Any] = {}
-        self.stamps = {self.at(AGGREGATE): self.aggregate.stamp} if self.aggregate else {}
+        self.stamps = {self.at(AGGREGATE): self.aggregate.version} if self.aggregate else {}
 
     def at(self, name: str) -> str:
         """Return the path in the checkpoint of a name in the tree's directory."""
@@ -483,12 +498,12 @@ class _Reader:
             names += [
                 MANIFEST,
                 "d",
-                *(n for n in list_names(self.directory) if n.startswith("ocdbt.process_")),
+                *(n for n in _names(self.directory) if n.startswith("ocdbt.process_")),
             ]
         else:
             names += filter(None, self.arrays)
         if "" in self.arrays:  # its chunks lie in the directory itself
-            names += [name for name in list_names(self.directory) if _OF_ARRAY.fullmatch(name)]
+            names += [name for name in _names(self.directory) if _OF_ARRAY.fullmatch(name)]
         return map(self.at, names)
 
     def left_out(self) -> list[str]:
@@ -627,7 +642,7 @@ _MOST_BEYOND = 2**26
 
 def _decoded(directory: Path, name: str, kind: Any) -> Any:
     problem = f"{directory / name} is damaged, or of a version that is not known"
-    return parse_json(read_small(directory, name) or b"", kind, problem)
+    return parse_json(read_whole(LocalStore(directory), name)[0], kind, problem)
 
 
 def _optional(directory: Path, name: str, kind: Any) -> Any:
@@ -642,7 +657,7 @@ def _checkpoint(directory: Path) -> _Checkpoint:
         found: _Checkpoint | None = _optional(directory, ORBAX_CHECKPOINT, _Checkpoint)
     except FormatError:  # Python's JSON has NaN and Infinity, ours has not
         with suppress(ValueError, RecursionError, msgspec.ValidationError):
-            document = json.loads(read_small(directory, ORBAX_CHECKPOINT) or b"")
+            document = json.loads(read_whole(LocalStore(directory), ORBAX_CHECKPOINT)[0])
             return msgspec.convert(document, _Checkpoint)
         raise
     return found or _Checkpoint()
@@ -687,7 +702,7 @@ def _key_kinds(directory: Path) -> dict[str, str]:
     """The generators of PRNG keys, by stored name."""
     below = directory / _ARRAYS
     found: dict[str, str] = {}
-    for name in list_names(below) if below.is_dir() else []:
+    for name in _names(below) if below.is_dir() else []:
         for described in _decoded(below, name, _ArrayMetadatas).array_metadatas:
             kind = (described.array_metadata.ext_metadata or {}).get("random_key_impl")
             if isinstance(kind, str):

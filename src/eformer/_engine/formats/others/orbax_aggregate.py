@@ -16,7 +16,7 @@ import msgspec
 from eformer._engine.formats.msgpack.locations import Located, locate
 from eformer._engine.formats.others import flax as msgpack
 from eformer._engine.formats.others.single_file import SingleFile, StoredArray, Window
-from eformer._engine.stores.local import open_inside, stamp
+from eformer._engine.stores.inside import open_inside, version_of
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Aggregate:
     """What the file says: the structure as JSON, and of each leaf by its name where it is."""
 
     nbytes: int
-    stamp: tuple[int, ...]
+    version: str
     structure: Any
     leaves: Mapping[str, StoredArray | Plain | Named]
 
@@ -80,12 +80,14 @@ def read_aggregate(directory: Path) -> Aggregate:
         raise FormatError(f"{file.path} cannot be read: {error}") from error
     finally:
         os.close(file.descriptor)
-    return Aggregate(file.nbytes, file.stamp, structure, found)
+    return Aggregate(file.nbytes, file.version, structure, found)
 
 
 def _opened(directory: Path) -> SingleFile:
     descriptor = open_inside(directory, NAME)
-    return SingleFile(directory / NAME, descriptor, os.fstat(descriptor).st_size, stamp(descriptor))
+    return SingleFile(
+        directory / NAME, descriptor, os.fstat(descriptor).st_size, version_of(os.fstat(descriptor))
+    )
 
 
 def _found(leaf: Any, name: str) -> StoredArray | Plain | Named:

@@ -17,8 +17,8 @@ from eformer._engine.record.manifest import (
     TreeEntry,
     foreign_tree,
 )
-from eformer._engine.stores.local import open_regular, read_into, read_range, stamp
-from eformer._engine.stores.local_files import LocalFiles
+from eformer._engine.stores.inside import open_regular, read_into, read_range, version_of
+from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.virtual_files import VirtualFiles
 from eformer.errors import FormatError
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from eformer._engine.stores.base import Version
     from eformer._engine.stores.virtual_files import VirtualFile
     from eformer.errors import Damage
 
@@ -41,7 +42,7 @@ class SingleFile:
     path: Path
     descriptor: int
     nbytes: int
-    stamp: tuple[int, ...]
+    version: Version
 
     def read(self, offset: int, nbytes: int) -> bytes:
         return read_range(self.descriptor, offset, nbytes)
@@ -95,7 +96,7 @@ class Window:
 def opened(path: Path) -> Iterator[SingleFile]:
     descriptor = open_regular(path)
     try:
-        yield SingleFile(path, descriptor, os.fstat(descriptor).st_size, stamp(descriptor))
+        yield SingleFile(path, descriptor, os.fstat(descriptor).st_size, version_of(os.fstat(descriptor)))
     finally:
         os.close(descriptor)
 
@@ -146,11 +147,11 @@ def describe(
     except FormatError as error:
         raise FormatError(f"{file.path}: {error}") from error
     return Found(
-        file.path,
-        file.path.parent,
+        str(file.path),
+        LocalStore(file.path.parent),
         Manifest(format=form, trees={"": tree}),
         {"": tree},
-        stamps={name: file.stamp},
+        versions={name: file.version},
         open_files=_opener(file, parts) if parts else None,
         has_names=has_names,
         find_damages=find_damages,
@@ -165,9 +166,9 @@ def entry_of(array: StoredArray, home: str, number: int) -> LeafEntry:
 
 
 def _opener(file: SingleFile, parts: Sequence[VirtualFile]) -> Callable[[TreeEntry], VirtualFiles]:
-    directory, name, seen = file.path.parent, file.path.name, file.stamp
+    store, name, seen = LocalStore(file.path.parent), file.path.name, file.version
 
     def open_files(_: TreeEntry) -> VirtualFiles:
-        return VirtualFiles(LocalFiles(directory, [name], {name: seen}), parts)
+        return VirtualFiles(store.open([name], {name: seen}), parts)
 
     return open_files
