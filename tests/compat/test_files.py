@@ -141,7 +141,9 @@ def test_a_view_reads_on_when_its_file_is_replaced_as_a_whole(tmp_path):
 
 def test_what_is_nothing_says_what_was_looked_for(tmp_path):
     (tmp_path / "x.txt").write_text("hello, world")
-    with pytest.raises(FormatError, match=r"x\.txt is no checkpoint.*begins with b'hello, wo'.*npz.*msgpack"):
+    with pytest.raises(
+        FormatError, match=r"x\.txt is not a checkpoint.*begins with b'hello, wo'.*npz.*msgpack"
+    ):
         checkpoint.load(tmp_path / "x.txt")
 
 
@@ -161,7 +163,7 @@ def test_a_directory_of_such_files_names_them(tmp_path):
         (b"\x1f\x8b\x08" + bytes(50), "compressed by gzip; unpack it first"),
         (
             pickle.dumps({"a": 1}),
-            "but a pickle, which is not run, perhaps of PyTorch; there, safetensors.torch",
+            "but a pickle, which eformer never runs, perhaps of PyTorch; write it with safetensors.torch",
         ),
     ],
 )
@@ -177,7 +179,9 @@ def test_a_file_of_pytorch_is_called_so(tmp_path):
         archive.writestr("model/data.pkl", b"x")
         for number in range(50):
             archive.writestr(f"model/data/{number}", b"x")
-    with pytest.raises(FormatError, match="is a file of PyTorch, of pickles, which are not run") as caught:
+    with pytest.raises(
+        FormatError, match="is a file of PyTorch with pickles, which eformer never runs"
+    ) as caught:
         checkpoint.load(tmp_path / "model.pt")
     assert len(str(caught.value)) < 400
 

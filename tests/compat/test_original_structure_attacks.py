@@ -142,20 +142,20 @@ MALFORMED = {
     b"(\x85.": "takes more than it has",
     b"t.": "IndexError",
     b"h\x00.": "IndexError",
-    b"K\x01K\x02a.": "adds items to what cannot have them",
-    b"]K\x02(K\x03u.": "adds items to what cannot have them",
-    b"K\x01)R.": "makes something of what is no class",
-    b"]}b.": "gives a state to what cannot have one",
-    b"K\x01K\x02\x93.": "by what is no name",
+    b"K\x01K\x02a.": "adds items to a value that cannot have them",
+    b"]K\x02(K\x03u.": "adds items to a value that cannot have them",
+    b"K\x01)R.": "calls something that is not a class",
+    b"]}b.": "gives a state to a value that cannot have one",
+    b"K\x01K\x02\x93.": "by a name that is not text",
     b"}(K\x01u.": "ValueError",
     b"}(]K\x01u.": "unhashable",
-    GLOBAL + b".": "it holds a:b, which is no plain value",
-    GLOBAL + b"K\x01R.": "makes something of what is no class",
-    MADE + b".": "it holds a:b, which is no plain value",
-    MADE + b")\x81.": "makes something of what is no class",
-    MADE + b"K\x01a.": "adds items to what cannot have them",
-    MADE + b"}b}b.": "gives a state to what cannot have one",
-    MADE + MADE + b"b.": "it holds a:b, which is no plain value",
+    GLOBAL + b".": "it holds a:b, which is not a plain value",
+    GLOBAL + b"K\x01R.": "calls something that is not a class",
+    MADE + b".": "it holds a:b, which is not a plain value",
+    MADE + b")\x81.": "calls something that is not a class",
+    MADE + b"K\x01a.": "adds items to a value that cannot have them",
+    MADE + b"}b}b.": "gives a state to a value that cannot have one",
+    MADE + MADE + b"b.": "it holds a:b, which is not a plain value",
     b"\x8c\x08builtins\x8c\x07complex\x93\x8c\x01x\x85R.": "complex",
     b"\x8c\x0cnumpy._core.\x8c\x01y\x93.": "it holds numpy._core.:y",
     b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.": "ValueError",
@@ -251,7 +251,7 @@ def test_a_registry_must_be_one_of_jax():
 
 def test_what_is_no_treedef_is_refused():
     refused(with_treedef(pickle.dumps([1], 4)), "treedef_b64 holds no tree definition")
-    refused(with_treedef(b"\x80\x04" + MADE + b"."), "it holds a:b, which is no plain value")
+    refused(with_treedef(b"\x80\x04" + MADE + b"."), "it holds a:b, which is not a plain value")
 
 
 def test_data_that_many_nodes_share_is_not_copied_for_each_without_end():
@@ -277,7 +277,7 @@ CHANGES = {
         "array_keys are not the leaf_keys_full of the arrays in arr_mask",
     ),
     "array_relpaths": (["state/a"], "array_keys has 2 entries, array_relpaths 1"),
-    "nonarray_payload": ({"2": "gAROLg=="}, "does not have exactly the leaves that are no arrays"),
+    "nonarray_payload": ({"2": "gAROLg=="}, "does not have exactly the leaves that are not arrays"),
     "extras": ([], "Expected `object`, got `array`"),
 }
 

@@ -364,9 +364,9 @@ def test_a_lazy_module_does_not_run_because_a_checkpoint_named_it(monkeypatch):
 
 
 def test_only_nodes_can_be_registered():
-    with pytest.raises(StructureError, match="is no pytree class"):
+    with pytest.raises(StructureError, match="is not a pytree class"):
         register_node(int)
-    with pytest.raises(StructureError, match="is no pytree class"):
+    with pytest.raises(StructureError, match="is not a pytree class"):
         register_node(dict)
 
 

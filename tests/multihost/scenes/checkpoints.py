@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from eformer._engine.processes import coordination
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.saving import agreement as _commit
 from eformer._engine.stores import local_files as files
@@ -248,4 +249,4 @@ def meet_often(times, nbytes):
 
 
 def count_entries():
-    return len(_hosts._client().key_value_dir_get_bytes("eformer"))
+    return len(coordination.service_client().key_value_dir_get_bytes("eformer"))

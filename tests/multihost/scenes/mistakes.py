@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from eformer._engine.processes import hosts as _hosts
+from eformer._engine.processes import coordination
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
 from eformer.checkpoint import SaveOptions, load, save, save_async
@@ -152,7 +152,7 @@ def load_on_some(path, processes):
 
 def interrupted(path, rank, version):
     """Ctrl-C in one process, right after it has said what it is about to do."""
-    wait, hosts = _hosts.Together._wait_for, _hosts.Together
+    wait, hosts = coordination.Together._wait_for, coordination.Together
 
     def interrupt(self, key, deadline, absent):
         if key.endswith("/1/answer"):

@@ -41,9 +41,7 @@ def find(path: str | os.PathLike[str]) -> Found:
         return _in_directory(store)
     if not store.exists(name):
         name = safetensors.by_base_name(store, name) or _missing(store, name)
-    where = store.local_path()
-    foreign = files.in_file(where / name) if where is not None else None
-    return foreign or safetensors.in_file(store, name)
+    return files.in_file(store, name) or safetensors.in_file(store, name)
 
 
 def look_at(path: str | os.PathLike[str], use: Callable[[Found], T]) -> T:

@@ -94,8 +94,8 @@ class LocalStore:
         descriptor = open_inside(self.path, name)
         try:
             status = os.fstat(descriptor)
-            wanted = status.st_size - start if nbytes is None else nbytes
-            data = read_range(descriptor, start, wanted)
+            rest = status.st_size - start
+            data = read_range(descriptor, start, rest if nbytes is None else min(nbytes, rest))
             return data, Entry(name, status.st_size, version_of(status))
         finally:
             os.close(descriptor)
