@@ -93,7 +93,7 @@ class Shardings(Backend):
         manager.save({"kernel": jnp.ones(8)}, path)
         with pytest.raises(ValueError, match=r"'kernels'.*nearest is 'kernel'"):
             manager.load(path, line(), {"kernels": P("model")})
-        with pytest.raises(ValueError, match=r"'kernel': 3 is no Sharding, PartitionSpec or callable"):
+        with pytest.raises(ValueError, match=r"'kernel': 3 is not a Sharding, PartitionSpec or callable"):
             manager.load(path, line(), {"kernel": 3})
 
     def test_the_example_of_the_documents_works_on_any_tree(self, manager, path):
@@ -157,7 +157,7 @@ class Shardings(Backend):
 
     def test_a_rule_that_is_no_pattern_is_named(self, manager, path):
         manager.save({"w": jnp.ones(8)}, path)
-        with pytest.raises(ValueError, match=r"'\(' is no regular expression"):
+        with pytest.raises(ValueError, match=r"'\(' is not a regular expression"):
             manager.load(path, grid(), partition_rules=[("(", P())])
 
     @pytest.mark.parametrize("after", [line, grid, tall])

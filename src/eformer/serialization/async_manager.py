@@ -18,7 +18,7 @@ from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.plain_arrays import discover
 from eformer._engine.loading.load import load_entry
-from eformer._engine.loading.select import Request
+from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import floating_dtype, raw_pieces
 from eformer._engine.record.options import SaveOptions
@@ -293,15 +293,17 @@ class AsyncCheckpointManager:
             prefix = _same(prefix, prefix_filter)
         request = Request(
             prefix=prefix,
-            mesh=mesh,
-            shardings=shardings,
-            every_leaf=not mismatch_allowed,
-            rules=None if partition_rules is None else tuple(partition_rules),
+            placement=PlacementRequest(
+                mesh=mesh,
+                rules=partition_rules,
+                shardings=shardings,
+                every_leaf=not mismatch_allowed,
+                rules_name="partition_rules",
+            ),
             dtype=dtype,
             callback=by_key(callback),
             batch=chunk_size,
             verify=validate is not False,
-            rules_are="partition_rules",
         )
         if not use_async:
             request = dataclasses.replace(request, batch=1, threads=1)
@@ -345,16 +347,18 @@ class AsyncCheckpointManager:
         request = Request(
             like=template,
             prefix=prefix,
-            mesh=mesh,
-            shardings=shardings,
-            rules=None if partition_rules is None else tuple(partition_rules),
+            placement=PlacementRequest(
+                mesh=mesh,
+                rules=partition_rules,
+                shardings=shardings,
+                replicate=True,
+                rules_name="partition_rules",
+            ),
             dtype=dtype,
             callback=by_key(callback),
             batch=chunk_size,
-            replicate=True,
             reshape=not strict_shapes,
-            rules_are="partition_rules",
-            like_is="template",
+            like_name="template",
         )
         return self._load(path, request, None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.loading.load import load_entry
-from eformer._engine.loading.select import Request
+from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.processes.hosts import TIMEOUT
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.saving.jax_manager import serialize_with
@@ -80,11 +80,10 @@ def tree_deserialize_leaves(
         finish()
     request = Request(
         prefix=prefix,
-        mesh=mesh,
-        rules=None if partition_rules is None else tuple(partition_rules),
-        shardings=shardings,
+        placement=PlacementRequest(
+            mesh=mesh, rules=partition_rules, shardings=shardings, rules_name="partition_rules"
+        ),
         callback=by_key(callback),
         batch=chunk_size,
-        rules_are="partition_rules",
     )
     return load_entry(checkpoint_dir, request)[0]

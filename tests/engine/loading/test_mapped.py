@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from eformer._engine.loading import read as _read
+from eformer._engine.loading.read import Reading
 from eformer._engine.stores import local_files as files
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError
@@ -36,11 +36,11 @@ def tree():
 def is_read(monkeypatch):
     """The names of the leaves that are read."""
     names = []
-    tasks = _read.Reading.tasks
+    tasks = Reading.tasks
     monkeypatch.setattr(
-        _read.Reading,
+        Reading,
         "tasks",
-        lambda self, items, **more: names.extend(i.name for i in items) or tasks(self, items, **more),
+        lambda self, targets, **more: names.extend(t.name for t in targets) or tasks(self, targets, **more),
     )
     return names
 

@@ -141,7 +141,7 @@ def test_memory_that_is_not_there_is_missed_by_name(tmp_path, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr("eformer._engine.loading.fetch.aligned", refuse)
-    with pytest.raises(MemoryError, match=r"leaf 'w', float64\[1048576, 2\]: there is not so much memory"):
+    with pytest.raises(MemoryError, match=r"not enough memory for leaf 'w', float64\[1048576, 2\]"):
         checkpoint.load(tmp_path / "c")
 
 

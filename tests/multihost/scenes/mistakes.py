@@ -212,7 +212,7 @@ def save_and_fail_at(path, rank, step):
         "write arrays": (LocalUpload, "put"),
         "seal": (LocalUpload, "publish"),
         "seal arrays": (LocalUpload, "swap"),
-        "place": (LocalStore, "make"),
+        "place": (LocalStore, "begin"),
     }[step]
     kept = getattr(module, name)
     if jax.process_index() == rank:

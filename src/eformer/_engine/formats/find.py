@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os  # noqa: TC003
 import re
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from eformer._engine.formats.markers import ORBAX_TREE
@@ -18,7 +19,7 @@ from eformer._engine.stores.locate import locate
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from eformer._engine.formats.found import Found
@@ -29,6 +30,7 @@ T = TypeVar("T")
 FOREIGN = (arrays.FOREIGN, safetensors.FOREIGN, orbax.FORMAT, *files.FORMATS)
 
 _MOST_SHOWN = 8
+_MOST_RESTARTS = 100  # saves that may replace a checkpoint, one after the other, while it is being read
 
 
 def find(path: str | os.PathLike[str]) -> Found:
@@ -63,6 +65,39 @@ def was_replaced(found: Found) -> bool:
     if find(found.path).manifest.digest != found.manifest.digest:
         return True
     return any(_version(found, name) != seen for name, seen in found.versions.items())
+
+
+class ReplacedError(Exception):
+    """Raise inside `reread` to start again with the newer checkpoint. Never reaches the caller."""
+
+
+def reread(path: str | os.PathLike[str], use: Callable[[Found], T]) -> T:
+    """Return what `use` makes of the checkpoint at `path`, and start again each time it raises `ReplacedError`."""
+    for _ in range(_MOST_RESTARTS):
+        try:
+            return use(find(path))
+        except ReplacedError:
+            continue
+    raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while it was being read; try again later")
+
+
+@contextmanager
+def reading(found: Found) -> Iterator[None]:
+    """Turn errors of reading a checkpoint that has been replaced meanwhile into `ReplacedError`.
+
+    Wrap only the reading itself: errors of the caller's own functions must pass as they are. If the checkpoint is
+    still in place, a file that is missing is a CorruptionError, and any other error is raised unchanged.
+    """
+    try:
+        yield
+    except NotFoundError:
+        raise
+    except (FileNotFoundError, CorruptionError) as error:
+        if was_replaced(found):
+            raise ReplacedError from error
+        if isinstance(error, CorruptionError):
+            raise
+        raise CorruptionError(f"{found.path}: the manifest names a file that is gone: {error}") from error
 
 
 def _version(found: Found, name: str) -> Version | None:

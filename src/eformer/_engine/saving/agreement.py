@@ -265,7 +265,7 @@ def join(fmt: WriteFormat, store: Store, agreed: Agreed) -> Upload:
     while True:
         try:
             return fmt.begin(store, agreed.token)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             if time.monotonic() > deadline:
                 raise ProcessError(
                     f"{store.url} is not the directory that the first process saves to ({agreed.path}): what that one "
