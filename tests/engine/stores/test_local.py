@@ -11,8 +11,10 @@ import threading
 import numpy as np
 import pytest
 
+from contracts.store import StoreContract
 from eformer._engine.stores import durable, local_upload
 from eformer._engine.stores.durable import replacing
+from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
 
 
@@ -293,3 +295,12 @@ def test_a_write_that_ends_early_goes_on(passing, tmp_path, monkeypatch):
     data = np.random.default_rng(0).bytes(2**20)
     passing.write(data, 0)
     assert written(tmp_path) == data
+
+
+# ----------------------------------------------------------------------------------------------- store
+
+
+class TestStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path):
+        return LocalStore(tmp_path)

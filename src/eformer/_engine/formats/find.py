@@ -1,4 +1,4 @@
-"""The checkpoint at a path, whatever its format and whoever wrote it."""
+"""Find the checkpoint at a path, whatever its format and whoever wrote it."""
 
 from __future__ import annotations
 
@@ -45,23 +45,17 @@ def find(path: str | os.PathLike[str]) -> Found:
 
 
 def look_at(path: str | os.PathLike[str], use: Callable[[Found], T]) -> T:
-    """What `use` makes of the checkpoint at `path`; of the newer one, if that is replaced meanwhile."""
-    while True:
-        found = find(path)
-        try:
+    """Return what `use` makes of the checkpoint at `path`; of the newer one, if it is replaced meanwhile."""
+
+    def attempt(found: Found) -> T:
+        with reading(found):
             return use(found)
-        except NotFoundError:
-            raise
-        except (FileNotFoundError, CorruptionError) as error:
-            if was_replaced(found):
-                continue
-            if isinstance(error, CorruptionError):
-                raise
-            raise CorruptionError(f"{path}: the manifest names a file that is gone: {error}") from error
+
+    return reread(path, attempt)
 
 
 def was_replaced(found: Found) -> bool:
-    """Whether a newer save has taken the place of what was found, and so perhaps of its files."""
+    """Tell whether a newer save has replaced the checkpoint that was found, and so perhaps its files."""
     if find(found.path).manifest.digest != found.manifest.digest:
         return True
     return any(_version(found, name) != seen for name, seen in found.versions.items())

@@ -312,6 +312,10 @@ class MemoryUpload:
     def close(self) -> None:
         self._new.clear()
         _bucket.remove([self._lease_key])
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of the upload as a process does that dies."""
         _bucket.alive.discard(self.token)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +27,12 @@ def discover(store: Store) -> Iterator[Listed]:
     """List all arrays below a directory, in order.
 
     Links are not followed, other checkpoints are not entered. Directories that may not be listed, such as lost+found,
-    are left out.
+    are left out. Where nothing is, there are none.
     """
     todo = [("", 0)]
     while todo:
         path, depth = todo.pop()
-        with suppress(PermissionError) if path else nullcontext():
+        with suppress(PermissionError if path else FileNotFoundError):
             kinds = store.kinds(path)
             if ZARRAY in kinds and path:
                 yield Listed(path)
