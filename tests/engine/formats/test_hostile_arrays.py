@@ -15,7 +15,7 @@ import pytest
 
 from eformer import checkpoint
 from eformer._engine.record.digests import stamp_digest
-from eformer._engine.stores.local_upload import Journal
+from eformer._engine.stores.journal import Journal
 from eformer._engine.stores.removal import Moved
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError, FormatError, NotFoundError

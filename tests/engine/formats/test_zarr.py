@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 from contracts.checkpoint import DirectoryContract, OnDisk, layouts, meshes, model
 from eformer import checkpoint
 from eformer._engine.stores.directory import Directory
-from eformer._engine.stores.local_upload import Journal, LocalUpload
+from eformer._engine.stores.journal import Journal
+from eformer._engine.stores.local_upload import LocalUpload
 from eformer._engine.stores.ocdbt import DatabaseUpload
 from eformer._engine.stores.removal import Moved
 from eformer.checkpoint import SaveOptions, load, save
@@ -185,7 +186,7 @@ def contents(path):
 def test_a_file_is_never_written_again_once_the_index_names_it(tmp_path, weights, monkeypatch, prefix):
     arrays_save(weights, tmp_path, prefix)
     before = contents(tmp_path)
-    monkeypatch.setattr("eformer._engine.stores.local_upload.remove_moved", lambda place, moved: None)
+    monkeypatch.setattr("eformer._engine.stores.journal.remove_moved", lambda place, moved: None)
     arrays_save(jax.tree.map(lambda x: x + 1, weights), tmp_path, prefix)
     after = contents(tmp_path)
     changed = {path for path, data in before.items() if after.get(path) != data}

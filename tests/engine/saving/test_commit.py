@@ -28,8 +28,9 @@ from eformer._engine.saving import record as _record
 from eformer._engine.saving.run import carry_out
 from eformer._engine.saving.save import start
 from eformer._engine.stores.directory import Directory
+from eformer._engine.stores.journal import sweep_uploads
 from eformer._engine.stores.local import LocalStore
-from eformer._engine.stores.local_upload import LocalUpload, sweep_uploads
+from eformer._engine.stores.local_upload import LocalUpload
 from eformer.checkpoint import SaveOptions, load, save, save_async
 from eformer.errors import CorruptionError, EformerError, FormatError, MismatchError
 from support.hosts import Crew

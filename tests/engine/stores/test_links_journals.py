@@ -10,7 +10,8 @@ import pytest
 
 from eformer import checkpoint
 from eformer._engine.stores.directory import Directory
-from eformer._engine.stores.local_upload import Journal, LocalUpload
+from eformer._engine.stores.journal import Journal
+from eformer._engine.stores.local_upload import LocalUpload
 from eformer._engine.stores.removal import Described, Moved
 from eformer.checkpoint import load, save
 from support.links import (

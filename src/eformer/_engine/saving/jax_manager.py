@@ -160,20 +160,17 @@ class _HandedOver:
         """Mark an array that TensorStore has written, for all processes, as ours; refuse it if it is not as planned."""
         path, shape = array_path(name), self.shapes[name]
         described = self.described[path]
-        with self.upload.folder(path) as folder:
-            origin = str(folder.path / ZARRAY)
-            check_alike(folder.read(ZARRAY, _MOST_ZARRAY), described, origin)
-            planned = parse_zarray(described, origin)
-            for chunk, _ in chunks_of(shape, planned.chunks):
-                status = folder.status(chunk)
-                nbytes = status.st_size if status else 0
-                if nbytes != planned.chunk_nbytes:
-                    raise CorruptionError(
-                        f"leaf {name!r}: TensorStore wrote {nbytes} bytes of chunk {chunk!r}, expected were "
-                        f"{planned.chunk_nbytes}"
-                    )
-            folder.unlink(ZARRAY)
-        self.upload.put([(f"{path}/{ZARRAY}", described)])
+        file = f"{path}/{ZARRAY}"
+        check_alike(self.upload.read_new(file, _MOST_ZARRAY), described, file)
+        planned = parse_zarray(described, file)
+        chunks = (chunk for chunk, _ in chunks_of(shape, planned.chunks))
+        for chunk, nbytes in self.upload.sizes_of_new(path, chunks).items():
+            if nbytes != planned.chunk_nbytes:
+                raise CorruptionError(
+                    f"leaf {name!r}: TensorStore wrote {nbytes} bytes of chunk {chunk!r}, expected "
+                    f"{planned.chunk_nbytes}"
+                )
+        self.upload.rewrite(file, described)
 
 
 def _never(_: Receipt) -> None:

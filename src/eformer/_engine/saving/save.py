@@ -161,11 +161,10 @@ def _prepare(
 
 def place_of(path: str | os.PathLike[str], format: Format) -> tuple[Store, str]:  # noqa: A002
     """Return the directory to save to and ""; or the directory of a file, and its name."""
-    where = absolute(path)
-    store, name = locate(where)
+    store, name = locate(absolute(path))
     if format == "safetensors" and name.endswith(SUFFIX):
         return store.real(), name
-    return store_at(where), ""
+    return store.at(name) if name else store, ""
 
 
 def _check_format(format: str, options: SaveOptions) -> None:  # noqa: A002

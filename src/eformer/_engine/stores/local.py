@@ -10,8 +10,9 @@ from eformer._engine.stores.base import Entry
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.durable import make_directories, replaceable_mode, sync_directory
 from eformer._engine.stores.inside import open_inside, read_range, version_of
+from eformer._engine.stores.journal import has_unfinished
 from eformer._engine.stores.local_files import LocalFiles
-from eformer._engine.stores.local_upload import LocalUpload, has_unfinished
+from eformer._engine.stores.local_upload import LocalUpload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.record.values import MALFORMED_JSON
-from eformer._engine.stores.directory import Directory, lock, try_lock, unlock
+from eformer._engine.stores.directory import Directory, lock, unlock
 from eformer._engine.stores.durable import (
     LARGE_WRITE,
-    SCRATCH,
     physical_memory,
     replaceable_mode,
     replacing_in,
@@ -32,7 +30,15 @@ from eformer._engine.stores.durable import (
     write_past_cache,
 )
 from eformer._engine.stores.inside import content_of, version_of, walk
-from eformer._engine.stores.removal import ZARRAY, Described, Moved, read_array, remove_moved
+from eformer._engine.stores.journal import (
+    JOURNAL,
+    Journal,
+    carry_out,
+    make_journal,
+    read_journal,
+    sweep_unpublished,
+    sweep_uploads,
+)
 from eformer._engine.tasks.pool import default_threads, run_all
 from eformer.errors import FormatError
 
@@ -55,16 +61,6 @@ _SYNCED_BY_SYNCFS = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x7
 _LARGE_PART = 1 / 16  # of the memory: a larger save does not stay in the page cache
 
 _DATA = "data"
-_JOURNAL = "journal.json"
-_MOST_JOURNAL = 2**27  # bytes
-
-
-class Journal(msgspec.Struct, frozen=True):
-    """The directories that a save moves into place and the ones it replaces, for whoever has to finish or undo it."""
-
-    save_id: str
-    new: tuple[Moved, ...]
-    old: tuple[Moved, ...]
 
 
 class LocalUpload:
@@ -183,7 +179,7 @@ class LocalUpload:
             while outer := outer.rpartition("/")[0]:
                 folders.setdefault(outer, [])
         tasks = [partial(self._sync_one, outer, name) for outer, names in folders.items() for name in names]
-        run_all(tasks, min(default_threads(), max(1, len(tasks))))
+        run_all(tasks, default_threads())
         for path in folders:
             if path:  # the data directory itself is synced if it is moved
                 with self.folder(path) as folder:
@@ -231,10 +227,8 @@ class LocalUpload:
     ) -> None:
         directories = [name for name in moves if not name or self.data.has_directory(name)]
         if directories or replaced:
-            mark = save_id if unmarked is None else ""
-            new = [self._moved(name, moves[name], mark, unmarked or ()) for name in directories]
-            old = filter(None, (_replaced(self.place, one) for one in replaced))
-            self._write_journal(Journal(save_id, tuple(new), tuple(old)))
+            moved = [(name, moves[name]) for name in directories]
+            self._write_journal(make_journal(save_id, self.place, self.data, moved, replaced, unmarked))
         if "" in moves:
             self.data.sync()
         for name, final in moves.items():
@@ -245,17 +239,9 @@ class LocalUpload:
                 self._move_file(name, final)
         self.place.sync()
 
-    def _moved(self, name: str, final: str, mark: str, unmarked: Sequence[str]) -> Moved:
-        status = self.data.status(name or ".")
-        assert status is not None
-        inner = [path for path in unmarked if not name or path.startswith(f"{name}/")]
-        start = f"{final}/" if not name else ""
-        described = (_described(self.data, path, start + path) for path in inner)
-        return Moved(final, status.st_ino, mark, tuple(filter(None, described)))
-
     def _write_journal(self, journal: Journal) -> None:
-        _write_new(self._folder, _JOURNAL, msgspec.json.encode(journal))
-        _sync(self._folder, _JOURNAL)
+        _write_new(self._folder, JOURNAL, msgspec.json.encode(journal))
+        _sync(self._folder, JOURNAL)
         self._folder.sync()
         self.place.sync()  # the journal is only there if the directory that it is in is
         self.must_stay = True
@@ -275,17 +261,41 @@ class LocalUpload:
     def withdraw(self) -> None:
         for name in self._published:
             self.place.unlink(name)
-        _carry_out(self.place, _read_journal(self._folder), None)
+        if self.must_stay:
+            carry_out(self.place, read_journal(self._folder), None)
         self.must_stay = False
 
     def finish(self) -> None:
-        journal = _read_journal(self._folder)
-        _carry_out(self.place, journal, {journal.save_id} if journal else None)
+        if self.must_stay and (journal := read_journal(self._folder)):
+            carry_out(self.place, journal, {journal.save_id})
         self.must_stay = False
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
             self.place.unlink(name)
+
+    # ------------------------------------------------------------- files that another program writes
+
+    def read_new(self, name: str, most: int) -> bytes:
+        """Read a small new file."""
+        outer, _, plain = name.rpartition("/")
+        with self.folder(outer) as folder:
+            return folder.read(plain, most)
+
+    def sizes_of_new(self, path: str, names: Iterable[str]) -> dict[str, int]:
+        """Return the lengths of new files in a directory; 0 for one that is missing."""
+        with self.folder(path) as folder:
+            statuses = {name: folder.status(name) for name in names}
+        return {name: status.st_size if status else 0 for name, status in statuses.items()}
+
+    def rewrite(self, name: str, data: bytes) -> None:
+        """Replace a new file."""
+        outer, _, plain = name.rpartition("/")
+        with self.folder(outer) as folder:
+            folder.unlink(plain)
+        LocalUpload.put(self, [(name, data)])
+
+    # ------------------------------------------------------------------------------------- the place
 
     def read(self, name: str, most: int) -> bytes:
         """Read a small file of the place, and never through a link."""
@@ -374,111 +384,6 @@ def appearing(path: Path) -> Iterator[Path]:
         upload.place.sync()
     finally:
         upload.close()
-
-
-# ---------------------------------------------------------------------------------------- what to remove
-
-
-def _described(directory: Directory, path: str, final: str) -> Described | None:
-    """Identify the file that describes an array or a database, unless a link leads there."""
-    outer, _, name = path.rpartition("/")
-    if not outer:
-        return Described.at(directory, name, final)
-    try:
-        with directory.enter(outer) as folder:
-            return Described.at(folder, name, final)
-    except OSError:
-        return None
-
-
-def _replaced(place: Directory, replaced: Replaced) -> Moved | None:
-    """Identify a directory that is replaced; of another program's, only the arrays that are as the index lists
-    them."""
-    try:
-        with place.enter(replaced.name) as top:
-            inode = top.inode
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        logger.warning("%s is replaced, but not removed: %s", place.path / replaced.name, error.strerror)
-        return None
-    described = (_listed(place, path, shape) for path, shape in replaced.arrays)
-    return Moved(replaced.name, inode, replaced.mark, tuple(filter(None, described)))
-
-
-def _listed(place: Directory, path: str, shape: Sequence[int]) -> Described | None:
-    try:
-        with place.enter(path) as folder:
-            array = read_array(folder, folder.kinds())
-            if array is None or array.shape != list(shape):
-                return None
-            return Described.at(folder, ZARRAY, f"{path}/{ZARRAY}")
-    except OSError:
-        return None
-
-
-# --------------------------------------------------------------------------------------------- sweep
-
-
-def has_unfinished(directory: Path) -> bool:
-    """Tell whether an upload is under way here, or was left by a writer that died."""
-    with Directory.open(directory) as place:
-        return bool(_scratch_names(place))
-
-
-def sweep_uploads(place: Directory, committed: Container[str]) -> None:
-    """Finish the saves in `committed` whose writers died, and undo all others."""
-    with suppress(OSError):  # the directory cannot be listed
-        for name in _scratch_names(place):
-            _sweep(place, name, committed)
-
-
-def sweep_unpublished(place: Directory) -> None:
-    """Remove the scratch directories of dead writers that had published nothing: no index here knows of them."""
-    with suppress(OSError):  # the directory cannot be listed
-        for name in _scratch_names(place):
-            _sweep(place, name, None, only_unpublished=True)
-
-
-def _scratch_names(place: Directory) -> list[str]:
-    return [name for name, kind in place.kinds().items() if kind == "directory" and SCRATCH.fullmatch(name)]
-
-
-def _sweep(
-    place: Directory, name: str, committed: Container[str] | None, *, only_unpublished: bool = False
-) -> None:
-    with suppress(OSError), place.enter(name) as scratch:  # unless its writer has just removed it
-        try_lock(scratch.descriptor)  # raises if the writer is alive
-        if only_unpublished and scratch.status(_JOURNAL):
-            return
-        _carry_out(place, _read_journal(scratch), committed)
-        place.remove_tree(name)
-
-
-def _read_journal(scratch: Directory) -> Journal | None:
-    try:
-        return msgspec.json.decode(scratch.read(_JOURNAL, _MOST_JOURNAL), type=Journal)
-    except (FileNotFoundError, FormatError, *MALFORMED_JSON):  # it died before it had one: nothing was moved
-        return None
-
-
-def _carry_out(place: Directory, journal: Journal | None, committed: Container[str] | None) -> None:
-    """Remove the new directories of a save that is not in `committed`, or else the old ones.
-
-    Old directories with a mark are removed in either case: other saves have committed since. Without `committed` only
-    the new ones are.
-    """
-    if journal is None:
-        return
-    if committed is None:
-        doomed = journal.new
-    elif journal.save_id in committed:
-        doomed = journal.old
-    else:
-        doomed = (*journal.new, *(moved for moved in journal.old if moved.mark))
-    for moved in doomed:
-        if committed is None or moved.mark not in committed:  # the index knows it, whatever the journal says
-            remove_moved(place, moved)
 
 
 # --------------------------------------------------------------------------------------------- sync

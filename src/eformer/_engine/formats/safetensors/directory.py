@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.planned import PlannedFile, Source
-    from eformer._engine.stores.base import Store, Upload, Version
+    from eformer._engine.stores.base import Kind, Store, Upload, Version
 
 FORMAT = "safetensors"
 
@@ -109,21 +109,22 @@ class SafetensorsDirectory:
         manifest, _ = read_manifest(store)
         if manifest is None or self.prefix not in manifest.trees:
             foreign = [MANIFEST] if manifest is None and MANIFEST in there else []
-            foreign += [name for name in self._foreign_files(store) if name in there]
+            foreign += [name for name in self._foreign_files(store, there) if name in there]
             if foreign:
                 raise FileExistsError(
                     f"{store.path_to(foreign[0])} was not written by eformer; save to another directory"
                 )
         return manifest is not None
 
-    def _foreign_files(self, store: Store) -> Iterator[str]:
+    def _foreign_files(self, store: Store, there: Mapping[str, Kind]) -> Iterator[str]:
         """List names that a new tree would use, where files of other programs have them."""
         base = base_name(self.prefix)
         yield ORBAX_TREE
-        if not is_marked(_metadata(store, base + SUFFIX)):
+        if base + SUFFIX in there and not is_marked(_metadata(store, base + SUFFIX)):
             yield base + SUFFIX
-        if save_of_index(store, base + INDEX_SUFFIX)[0] is None:
-            yield base + INDEX_SUFFIX
+        index = base + INDEX_SUFFIX
+        if save_of_index(store, index, there.get(index))[0] is None:
+            yield index
 
     def read_index(self, store: Store) -> _Index:
         manifest, version = read_manifest(store)

@@ -20,8 +20,10 @@ from eformer._engine.stores.base import read_whole
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from eformer._engine.record.manifest import Manifest, TreeEntry
-    from eformer._engine.stores.base import Store, Upload, Version
+    from eformer._engine.stores.base import Kind, Store, Upload, Version
 
 logger = logging.getLogger("eformer")
 
@@ -29,18 +31,19 @@ logger = logging.getLogger("eformer")
 def bring_up_to_date(store: Store, upload: Upload, manifest: Manifest) -> set[str]:
     """Write or remove the index of every tree. Return the names that their files begin with."""
     bases: set[str] = set()
+    there = store.kinds()
     for prefix, tree in sorted(manifest.trees.items()):  # the prefix "model" yields to no prefix at all
         if base_name(prefix) not in bases:
-            _update(store, upload, base_name(prefix), tree)
+            _update(store, upload, there, base_name(prefix), tree)
         bases.add(base_name(prefix))
     return bases
 
 
-def _update(store: Store, upload: Upload, base: str, tree: TreeEntry) -> None:
+def _update(store: Store, upload: Upload, there: Mapping[str, Kind], base: str, tree: TreeEntry) -> None:
     """Keep an index wherever it is not plain which file to read."""
     index = base + INDEX_SUFFIX
     names = [file.name for file in tree.files]
-    saved, version = save_of_index(store, index)
+    saved, version = save_of_index(store, index, there.get(index))
     if saved is None and version is not None:
         logger.warning("%s was not written by eformer, and was left as it is", store.path_to(index))
         return
@@ -78,13 +81,12 @@ class _IndexHead(msgspec.Struct):
     metadata: _IndexMetadata
 
 
-def save_of_index(store: Store, name: str) -> tuple[str | None, Version | None]:
+def save_of_index(store: Store, name: str, kind: Kind | None) -> tuple[str | None, Version | None]:
     """Return the save of ours that an index is of, and the version of its file.
 
     The save is "" for a damaged index of ours, and None for one of another program. Both are None if there is none,
     or only a link, which a new index replaces.
     """
-    kind = store.kinds().get(name)
     if kind is None:
         return None, None
     try:

@@ -93,10 +93,11 @@ def plan_extents(source: Source, block: int) -> Iterator[PlannedExtent]:
 
 def _extent(source: Source, region: Region | None, block: int) -> PlannedExtent:
     shape = region.shape if region else source.shape
-    nbytes = stored_nbytes(source.dtype, shape)
-    is_packed = source.dtype == "float4_e2m1fn" and 0 < 2 * nbytes == math.prod(shape)
-    digests = [NO_DIGEST] if is_packed else no_digests(shape, nbytes, source.itemsize, block)
-    return PlannedExtent(source, region, shape, nbytes, digests, is_packed=is_packed)
+    itemsize = source.itemsize
+    nbytes = math.prod(shape) * itemsize
+    if source.dtype == "float4_e2m1fn" and nbytes > 0 and nbytes % 2 == 0:
+        return PlannedExtent(source, region, shape, nbytes // 2, [NO_DIGEST], is_packed=True)
+    return PlannedExtent(source, region, shape, nbytes, no_digests(shape, nbytes, itemsize, block))
 
 
 def own_nbytes(source: Source) -> int:

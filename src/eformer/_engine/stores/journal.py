@@ -1,0 +1,164 @@
+"""Finish or undo the saves of writers that died, on this machine.
+
+An upload that moves whole directories says so first, in a journal in its scratch directory. Whoever comes later knows
+by its lock whether the writer is alive, and by the index whether the save was committed.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from eformer._engine.record.values import MALFORMED_JSON
+from eformer._engine.stores.directory import Directory, try_lock
+from eformer._engine.stores.durable import SCRATCH
+from eformer._engine.stores.removal import ZARRAY, Described, Moved, read_array, remove_moved
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Sequence
+    from pathlib import Path
+
+    from eformer._engine.stores.base import Replaced
+
+logger = logging.getLogger("eformer")
+
+JOURNAL = "journal.json"
+_MOST_JOURNAL = 2**27  # bytes
+
+
+class Journal(msgspec.Struct, frozen=True):
+    """The directories that a save moves into place and the ones it replaces, for whoever has to finish or undo it."""
+
+    save_id: str
+    new: tuple[Moved, ...]
+    old: tuple[Moved, ...]
+
+
+def make_journal(
+    save_id: str,
+    place: Directory,
+    data: Directory,
+    moves: Sequence[tuple[str, str]],
+    replaced: Sequence[Replaced],
+    unmarked: Sequence[str] | None,
+) -> Journal:
+    """Identify the directories of `data` that are about to be moved, and those of `place` that they replace."""
+    mark = save_id if unmarked is None else ""
+    new = tuple(_moved(data, name, final, mark, unmarked or ()) for name, final in moves)
+    old = tuple(filter(None, (_replaced(place, one) for one in replaced)))
+    return Journal(save_id, new, old)
+
+
+def _moved(data: Directory, name: str, final: str, mark: str, unmarked: Sequence[str]) -> Moved:
+    status = data.status(name or ".")
+    assert status is not None
+    inner = [path for path in unmarked if not name or path.startswith(f"{name}/")]
+    start = f"{final}/" if not name else ""
+    described = (_described(data, path, start + path) for path in inner)
+    return Moved(final, status.st_ino, mark, tuple(filter(None, described)))
+
+
+def _described(directory: Directory, path: str, final: str) -> Described | None:
+    """Identify the file that describes an array or a database, unless a link leads there."""
+    outer, _, name = path.rpartition("/")
+    if not outer:
+        return Described.at(directory, name, final)
+    try:
+        with directory.enter(outer) as folder:
+            return Described.at(folder, name, final)
+    except OSError:
+        return None
+
+
+def _replaced(place: Directory, replaced: Replaced) -> Moved | None:
+    """Identify a directory that is replaced; of another program's, only the arrays that are as the index lists
+    them."""
+    try:
+        with place.enter(replaced.name) as top:
+            inode = top.inode
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        logger.warning("%s is replaced, but not removed: %s", place.path / replaced.name, error.strerror)
+        return None
+    described = (_listed(place, path, shape) for path, shape in replaced.arrays)
+    return Moved(replaced.name, inode, replaced.mark, tuple(filter(None, described)))
+
+
+def _listed(place: Directory, path: str, shape: Sequence[int]) -> Described | None:
+    try:
+        with place.enter(path) as folder:
+            array = read_array(folder, folder.kinds())
+            if array is None or array.shape != list(shape):
+                return None
+            return Described.at(folder, ZARRAY, f"{path}/{ZARRAY}")
+    except OSError:
+        return None
+
+
+# --------------------------------------------------------------------------------------------- sweep
+
+
+def has_unfinished(directory: Path) -> bool:
+    """Tell whether an upload is under way here, or was left by a writer that died."""
+    with Directory.open(directory) as place:
+        return bool(_scratch_names(place))
+
+
+def sweep_uploads(place: Directory, committed: Container[str]) -> None:
+    """Finish the saves in `committed` whose writers died, and undo all others."""
+    with suppress(OSError):  # the directory cannot be listed
+        for name in _scratch_names(place):
+            _sweep(place, name, committed)
+
+
+def sweep_unpublished(place: Directory) -> None:
+    """Remove the scratch directories of dead writers that had published nothing: no index here knows of them."""
+    with suppress(OSError):  # the directory cannot be listed
+        for name in _scratch_names(place):
+            _sweep(place, name, None, only_unpublished=True)
+
+
+def _scratch_names(place: Directory) -> list[str]:
+    return [name for name, kind in place.kinds().items() if kind == "directory" and SCRATCH.fullmatch(name)]
+
+
+def _sweep(
+    place: Directory, name: str, committed: Container[str] | None, *, only_unpublished: bool = False
+) -> None:
+    with suppress(OSError), place.enter(name) as scratch:  # unless its writer has just removed it
+        try_lock(scratch.descriptor)  # raises if the writer is alive
+        if only_unpublished and scratch.status(JOURNAL):
+            return
+        carry_out(place, read_journal(scratch), committed)
+        place.remove_tree(name)
+
+
+def read_journal(scratch: Directory) -> Journal | None:
+    try:
+        return msgspec.json.decode(scratch.read(JOURNAL, _MOST_JOURNAL), type=Journal)
+    except (FileNotFoundError, FormatError, *MALFORMED_JSON):  # it died before it had one: nothing was moved
+        return None
+
+
+def carry_out(place: Directory, journal: Journal | None, committed: Container[str] | None) -> None:
+    """Remove the new directories of a save that is not in `committed`, or else the old ones.
+
+    Old directories with a mark are removed in either case: other saves have committed since. Without `committed` only
+    the new ones are.
+    """
+    if journal is None:
+        return
+    if committed is None:
+        doomed = journal.new
+    elif journal.save_id in committed:
+        doomed = journal.old
+    else:
+        doomed = (*journal.new, *(moved for moved in journal.old if moved.mark))
+    for moved in doomed:
+        if committed is None or moved.mark not in committed:  # the index knows it, whatever the journal says
+            remove_moved(place, moved)
