@@ -1,0 +1,122 @@
+"""Refuse a manifest whose numbers contradict each other, before anything is allocated or read because of them."""
+
+from __future__ import annotations
+
+import math
+from operator import le
+from typing import TYPE_CHECKING
+
+from eformer._engine.record.digests import DIGEST_DIGITS
+from eformer._engine.record.dtypes import DTYPES, dtype_from_name
+from eformer._engine.record.names import is_inside
+from eformer._engine.record.pieces import count_pieces, is_tiling
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from eformer._engine.record.manifest import Coding, Extent, LeafEntry, TreeEntry
+
+_MOST_BLOCK = 2**30  # a piece is read into memory as a whole
+_MOST_EXPANSION = 50_000  # no codec says more in fewer bytes: zstd repeats 2**17 of them in three
+_MOST_AXES = 64  # numpy's
+
+
+def check_tree(tree: TreeEntry) -> None:
+    names = [file.name for file in tree.files]
+    if not tree.has_digests or not 0 < tree.block <= _MOST_BLOCK:
+        raise FormatError(f"a tree of save {tree.save_id!r} with pieces of {tree.block} bytes")
+    if len(set(names)) < len(names):
+        raise FormatError("a file is named twice")
+    if tree.root and not is_inside(tree.root):
+        raise FormatError(f"the files are in {tree.root[:200]!r}, outside of the directory")
+    for file in tree.files:
+        if not 0 <= file.header_nbytes <= file.nbytes:
+            raise FormatError(
+                f"file {file.name!r} of {file.nbytes} bytes has a header of {file.header_nbytes}"
+            )
+
+
+def check_leaf(name: str, entry: LeafEntry, tree: TreeEntry) -> None:
+    """Refuses an entry whose numbers contradict each other, before anything is allocated for it."""
+    try:
+        _check_numbers(entry, tree)
+    except (FormatError, ValueError) as error:
+        raise FormatError(f"the manifest's entry for leaf {name[:200]!r} makes no sense: {error}") from error
+
+
+def is_plain(entry: LeafEntry, extent: Extent, rooms: list[int], block: int) -> bool:
+    """Whether the entry is in order, for the kind that most are: a small leaf in one place. Quicker than the check."""
+    nbytes, file = extent.nbytes, extent.file
+    return (
+        extent.region is None
+        and 0 < nbytes <= block
+        and len(extent.digests) == DIGEST_DIGITS
+        and file < len(rooms)
+        and extent.offset <= rooms[file] - nbytes
+        and entry.dtype in DTYPES
+        and nbytes == DTYPES[entry.dtype].itemsize * math.prod(entry.shape)
+        and entry.key is None
+        and extent.coding is None
+    )
+
+
+def _check_numbers(entry: LeafEntry, tree: TreeEntry) -> None:
+    itemsize = dtype_from_name(entry.dtype).itemsize
+    if len(entry.shape) > _MOST_AXES or itemsize * math.prod(max(1, size) for size in entry.shape) >= 2**62:
+        raise FormatError(f"{entry.dtype}{list(entry.shape)[:80]} is more than an array can be")
+    if entry.key and (entry.dtype != "uint32" or not entry.shape):
+        raise FormatError(f"{entry.dtype}{list(entry.shape)} are no keys")
+    if len(entry.extents) == 1 and entry.extents[0].region is None:
+        _check_extent(entry.extents[0], entry.shape, itemsize, entry, tree)
+        return
+    regions = [entry.region_of(extent) for extent in entry.extents]
+    for extent, region in zip(entry.extents, regions, strict=True):
+        if len(region.stop) != len(entry.shape) or not all(map(le, region.stop, entry.shape)):
+            raise FormatError(f"region {extent.region} lies outside shape {list(entry.shape)}")
+        _check_extent(extent, region.shape, itemsize, entry, tree)
+    if not is_tiling(regions, entry.shape):
+        raise FormatError(
+            f"its {len(regions)} extents overlap, or leave a part of shape {list(entry.shape)} out"
+        )
+
+
+def _check_extent(
+    extent: Extent, shape: tuple[int, ...], itemsize: int, entry: LeafEntry, tree: TreeEntry
+) -> None:
+    if extent.file >= len(tree.files):
+        raise FormatError(f"file {extent.file} of {len(tree.files)}")
+    nbytes = itemsize * math.prod(shape)
+    is_one = 0 < nbytes <= tree.block or is_whole(entry, extent)
+    if extent.coding:
+        _check_coding(extent, extent.coding, shape, itemsize, is_ours=tree.has_digests)
+    elif extent.nbytes != nbytes and not is_whole(entry, extent):
+        raise FormatError(f"{extent.nbytes} bytes for {entry.dtype}{list(shape)}, which takes {nbytes}")
+    file = tree.files[extent.file]
+    if extent.offset > file.nbytes - file.header_nbytes - extent.nbytes:
+        raise FormatError(f"{extent.nbytes} bytes at {extent.offset} are more than file {file.name!r} has")
+    if not tree.has_digests and not extent.digests:
+        return
+    expected = DIGEST_DIGITS * (1 if is_one else count_pieces(shape, itemsize, tree.block))
+    if len(extent.digests) != expected:
+        raise FormatError(f"{len(extent.digests)} digits of digests where {expected} are due")
+
+
+def _check_coding(
+    extent: Extent, coding: Coding, shape: tuple[int, ...], itemsize: int, *, is_ours: bool
+) -> None:
+    if coding.codec not in (("zstd",) if is_ours else ("", "zstd", "zarr")):
+        raise FormatError(f"the codec {coding.codec[:40]!r} is not known; please upgrade")
+    if len(coding.shape) != len(shape) or any(a > b for a, b in zip(shape, coding.shape, strict=True)):
+        raise FormatError(f"a box of {list(shape)} in a chunk of {list(coding.shape)}")
+    decoded = itemsize * math.prod(coding.shape)
+    most = extent.nbytes * _MOST_EXPANSION if coding.codec else extent.nbytes
+    if decoded > most:
+        raise FormatError(
+            f"{extent.nbytes} bytes cannot hold a chunk of {list(coding.shape)}, {decoded} bytes"
+        )
+
+
+def is_whole(entry: LeafEntry, extent: Extent) -> bool:
+    """Whether an extent can only be read as one: coded, or four-bit numbers of which two share a byte."""
+    if extent.coding:
+        return True
+    return entry.dtype == "float4_e2m1fn" and 0 < 2 * extent.nbytes == entry.region_of(extent).size
