@@ -168,7 +168,7 @@ def test_ctrl_c_on_a_terminal_leaves_nothing(tmp_path):
 
 
 def test_nothing_but_demo_needs_jax(model, tmp_path):
-    code = "import sys; from eformer.cli._command import main; main(sys.argv[1:], standalone_mode=False)"
+    code = "import sys; from eformer.cli.commands import main; main(sys.argv[1:], standalone_mode=False)"
     for arguments in (
         ["inspect", model],
         ["ls", model],

@@ -193,7 +193,7 @@ def test_help_has_examples(command):
 
 def test_commands_start_without_jax(model):
     code = (
-        "import sys; from eformer.cli._command import main\n"
+        "import sys; from eformer.cli.commands import main\n"
         f"main(['inspect', {str(model)!r}], standalone_mode=False)\n"
         f"main(['verify', {str(model)!r}], standalone_mode=False)\n"
         "assert 'jax' not in sys.modules"

@@ -125,22 +125,24 @@ def inspect(path: str, prefix: str | None, as_json: bool, svg: str | None) -> No
     eformer inspect ./checkpoint
     eformer inspect model.safetensors --json | jq .trees
     """
-    from eformer.cli import _facts  # late: `--help` should not wait for numpy
+    from eformer.cli.facts import checkpoint_facts, leaf_facts  # late: `--help` should not wait for numpy
 
     if svg and as_json:
         raise click.UsageError("--svg and --json are two ways to show it: choose one")
-    facts, trees = _facts.checkpoint_facts(path, prefix)
+    facts, trees = checkpoint_facts(path, prefix)
     if as_json:
         for name, tree in trees.items():
-            facts["trees"][name]["leaves"] = list(_facts.leaf_facts(tree))
+            facts["trees"][name]["leaves"] = list(leaf_facts(tree))
         _print_json(facts)
     else:
-        from eformer.cli import _show
+        from eformer.cli import terminal
 
         if svg:
-            Path(svg).write_text(_show.picture(facts, trees, f"eformer inspect {printable(path)}"), "utf-8")
+            Path(svg).write_text(
+                terminal.picture(facts, trees, f"eformer inspect {printable(path)}"), "utf-8"
+            )
         else:
-            _show.show_checkpoint(facts, trees, _show.console())
+            terminal.show_checkpoint(facts, trees, terminal.console())
     if facts["problems"]:
         sys.exit(1)
 
@@ -157,21 +159,21 @@ def list_leaves(path: str, glob: str, prefix: str | None, as_json: bool) -> None
     eformer ls ./checkpoint
     eformer ls ./checkpoint "layers.*.bias"
     """
-    from eformer.cli import _facts
+    from eformer.cli.facts import checkpoint_facts, leaf_facts
 
-    facts, trees = _facts.checkpoint_facts(path, prefix)
+    facts, trees = checkpoint_facts(path, prefix)
     leaves = [
         ({"prefix": name} if name else {}) | leaf
         for name, tree in trees.items()
-        for leaf in _facts.leaf_facts(tree)
+        for leaf in leaf_facts(tree)
         if fnmatch.fnmatchcase(leaf["name"], glob)
     ]
     if as_json:
         _print_json(leaves)
     else:
-        from eformer.cli import _show
+        from eformer.cli import terminal
 
-        _show.list_leaves(leaves, _show.console())
+        terminal.list_leaves(leaves, terminal.console())
     for name, problem in facts["problems"].items():
         _complain(f"{name or 'the tree'} cannot be read: {problem}")
     if facts["problems"]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from eformer._engine.record.manifest import TreeEntry
-    from eformer.cli._facts import Facts
+    from eformer.cli.facts import Facts
 
 _BAR, _SIZE, _INDENT = 10, 7, 4  # columns
 _MOST_ROWS = 400
