@@ -104,7 +104,7 @@ def test_convert_with_rules_from_a_file(model, tmp_path):
     plan = run("convert", model, tmp_path / "hf.safetensors", "--rename", rules, "--dry-run").stdout
     assert "  layers.0.w -> h.0.weight: float32[4, 8] (transpose)\n" in plan
     assert "! matches no leaf: line 4, stop (nearest is 'step')\n" in plan
-    assert "! no rule, keeps its name: step (nearest is line 4, stop)\n" in plan
+    assert "! no rule matches, name kept: step (nearest is line 4, stop)\n" in plan
     assert not (tmp_path / "hf.safetensors").exists()
     run("convert", model, tmp_path / "hf.safetensors", "--rename", rules)
     found = safetensors.numpy.load_file(tmp_path / "hf.safetensors")
@@ -132,7 +132,7 @@ def test_convert_for_programs(model, tmp_path):
         (["--to", "hdf5"], "is not one of", 2),
         (["--memory", "much"], "'much' is no size; write 500MB, 2GB or 1.5GiB", 2),
         (["--memory", "1MB"], "error: --memory 1 MB: the program itself takes", 1),
-        (["--dtype", "int3"], "error: 'int3' is no floating dtype", 1),
+        (["--dtype", "int3"], "error: 'int3' is not a floating dtype", 1),
         (["--rename", "nothing.txt"], "'nothing.txt' does not exist", 2),
         (["--prefix", "ema"], "has no prefix 'ema'", 1),
     ],

@@ -235,7 +235,7 @@ def test_a_tensor_is_read_sharded_called_back_and_cast(tmp_path, mesh):
         with pytest.raises(KeyError, match=r"no shard function for 'w'"):
             utils.read_process_array("w", {"v": np.asarray}, False, file)
         assert utils.read_process_array("i", None, False, file, dtype="bf16")[1].dtype == np.int64
-        with pytest.raises(ValueError, match="no floating dtype"):
+        with pytest.raises(ValueError, match="not a floating dtype"):
             utils.read_process_array("w", None, False, file, dtype="int32")
     with checkpoint.open(tmp_path / "x.safetensors") as view:
         assert isinstance(utils.read_process_array("w", None, False, view)[1], jax.Array)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from eformer._engine.record.outline import Node, outline
+from eformer._engine.record.outline import OutlineNode, outline
 from eformer._engine.record.text import bar, count, few, printable, shortened, size
 
 if TYPE_CHECKING:
@@ -115,13 +115,13 @@ def tree_of(tree: TreeEntry, on: Console) -> Tree:
     return shown
 
 
-def _rows(nodes: Sequence[Node], depth: int) -> Iterator[tuple[int, Node]]:
+def _rows(nodes: Sequence[OutlineNode], depth: int) -> Iterator[tuple[int, OutlineNode]]:
     for node in nodes:
         yield depth, node
         yield from _rows(node.children, depth + 1)
 
 
-def _label(node: Node, on: Console, room: int) -> Text:
+def _label(node: OutlineNode, on: Console, room: int) -> Text:
     text = Text(shortened(node.label, max(20, on.width // 2)), style="" if node.line else "bold")
     if node.count > 1:
         text.append(f" {'x' if on.options.ascii_only else '×'}{node.count}", style="cyan")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer._engine.record.display import About, as_html, as_text
+from eformer._engine.record.display import TreeSummary, as_html, as_text
 from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry, encode_leaves
-from eformer._engine.record.outline import Line
+from eformer._engine.record.outline import LeafLine
 from eformer.checkpoint import Manifest, save
 
 VOID = {"br", "hr", "img"}
@@ -140,7 +140,8 @@ def test_very_many_leaves_are_counted_and_not_shown():
 
 def test_very_many_trees_are_counted_and_not_shown():
     trees = [
-        About(f"t{i}", lines=[Line(f"w{j}x{j}", "x", 1) for j in range(9)], arrays=9) for i in range(500)
+        TreeSummary(f"t{i}", lines=[LeafLine(f"w{j}x{j}", "x", 1) for j in range(9)], arrays=9)
+        for i in range(500)
     ]
     shown = as_text("many", trees)
     assert shown.count("\n") < 100
@@ -163,15 +164,15 @@ def test_what_is_very_long_is_cut():
 def test_damage_is_told(entry):
     found = manifest({"good": leaf(), "bad": entry})
     assert "cannot be read" in repr(found)
-    assert "'bad' makes no sense" in repr(found)
-    assert "'bad' makes no sense" in Page(found._repr_html_()).text
+    assert "'bad' is invalid" in repr(found)
+    assert "'bad' is invalid" in Page(found._repr_html_()).text
     assert "somebody" in repr(found.trees[""])
 
 
 def test_leaves_that_are_no_json_are_told():
     found = manifest({})
     tree = msgspec.structs.replace(found.trees[""], raw_leaves=msgspec.Raw(b'{"a": 1'))
-    assert "list of leaves makes no sense" in repr(tree)
+    assert "list of leaves is invalid" in repr(tree)
 
 
 def test_values_that_cannot_be_read_are_told():

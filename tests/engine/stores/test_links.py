@@ -844,11 +844,11 @@ def test_prune_removes_links_and_not_what_they_lead_to(tmp_path, unchanged):
 
 
 def test_a_step_that_has_become_a_link_is_not_pruned(tmp_path, unchanged):
-    from eformer._engine.tools.prune import planned, remove
+    from eformer._engine.tools.prune import plan_removal, remove
 
     for step in (1, 2):
         save(TREE, tmp_path / "run" / f"step-{step}")
-    plan = planned(tmp_path / "run", 1)
+    plan = plan_removal(tmp_path / "run", 1)
     shutil.rmtree(tmp_path / "run" / "step-1")
     (tmp_path / "run" / "step-1").symlink_to(unchanged)
     with pytest.raises(ValueError, match="is not what it was when this was planned"):
@@ -875,11 +875,11 @@ def test_a_link_into_a_step_keeps_it(tmp_path):
 
 
 def test_a_step_that_took_the_name_of_another_is_not_pruned(tmp_path):
-    from eformer._engine.tools.prune import planned, remove
+    from eformer._engine.tools.prune import plan_removal, remove
 
     for step in (1, 2):
         save(TREE, tmp_path / f"step-{step}")
-    plan = planned(tmp_path, 1)
+    plan = plan_removal(tmp_path, 1)
     (tmp_path / "step-1").rename(tmp_path / "kept")
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / "thesis.txt").write_text("mine")

@@ -70,7 +70,7 @@ def test_what_the_program_prints_goes_where_it_went(tmp_path):
 
 @pytest.mark.parametrize("progress", [1, "yes", 0, []])
 def test_what_is_no_progress_is_refused_before_anything_is_done(tmp_path, progress):
-    with pytest.raises(TypeError, match="it is True for a bar, or a function"):
+    with pytest.raises(TypeError, match="expected True for a bar, or a function"):
         save({"w": 1}, tmp_path / "c", progress=progress)
     assert not (tmp_path / "c").exists()
 

@@ -66,7 +66,7 @@ class Calls(list):
 @pytest.fixture(autouse=True)
 def every_time(monkeypatch):
     """Nothing is left out because it was told so lately."""
-    monkeypatch.setattr(_progress, "_BETWEEN", 0)
+    monkeypatch.setattr(_progress, "_INTERVAL", 0)
 
 
 @pytest.fixture(params=HOW)
@@ -256,7 +256,7 @@ def test_a_meter_never_says_more_than_all():
 
 @pytest.mark.parametrize("uptime", [0, 10**7])
 def test_not_every_byte_is_told(monkeypatch, uptime):
-    monkeypatch.setattr(_progress, "_BETWEEN", 3600)
+    monkeypatch.setattr(_progress, "_INTERVAL", 3600)
     monkeypatch.setattr(_progress.time, "monotonic", lambda: uptime)
     calls = Calls()
     meter = Meter(100, calls)

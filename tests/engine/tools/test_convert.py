@@ -122,7 +122,7 @@ def test_msgpack_is_what_flax_restores(tmp_path):
 
 
 def test_large_arrays_in_msgpack_are_in_chunks_as_flax_has_them(tmp_path, monkeypatch):
-    monkeypatch.setattr("eformer._engine.tools.sequential_writers._MOST_CHUNK", 1000)
+    monkeypatch.setattr("eformer._engine.tools.sequential_writers._MAX_CHUNK", 1000)
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 1000)
     state = {"w": np.arange(900, dtype=np.float32).reshape(30, 30)}
     save(state, tmp_path / "old")
@@ -160,12 +160,14 @@ def test_npz_is_what_numpy_loads(tmp_path):
 def test_of_lists_it_is_said_that_they_become_dicts(tmp_path, tree, is_said):
     save(tree, tmp_path / "old")
     notes = convert(tmp_path / "old", tmp_path / "new.npz").notes
-    assert ("npz has names alone: lists and tuples come back as dicts" in notes) == is_said
+    assert ("npz stores names only: lists and tuples come back as dicts" in notes) == is_said
 
 
 def test_what_npz_has_no_types_for_is_refused_all_at_once(tmp_path):
     save({"a": jnp.ones(2, jnp.float8_e5m2), "b": jnp.ones(2, jnp.int4), "c": b"x"}, tmp_path / "old")
-    with pytest.raises(MismatchError, match="npz has no such types; cast floats with dtype=") as caught:
+    with pytest.raises(
+        MismatchError, match="npz cannot store these types; cast floats with dtype="
+    ) as caught:
         convert(tmp_path / "old", tmp_path / "new.npz")
     assert len(caught.value.problems) == 3
     assert not (tmp_path / "new.npz").exists()
@@ -241,8 +243,8 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(source, tmp_path):
     text = str(plan)
     assert "layers.0.w ... layers.2.w -> w: bfloat16[3, 4, 6] (stack of 3)" in text
     assert r"! matches no leaf: line 2, layer\.(\d+)\.b (nearest is 'layers.0.b')" in text
-    assert "! no rule, keeps its name: layers.1.b\n" in text
-    assert r"! no rule, keeps its name: layers.0.b (nearest is line 2, layer\.(\d+)\.b)" in text
+    assert "! no rule matches, name kept: layers.1.b\n" in text
+    assert r"! no rule matches, name kept: layers.0.b (nearest is line 2, layer\.(\d+)\.b)" in text
     assert "! left out: step" in text
     assert os.listdir(tmp_path) == ["old"]
 
@@ -254,7 +256,7 @@ def test_every_tree_keeps_its_prefix_and_one_alone_needs_none(tmp_path):
     assert [load(tmp_path / "all", prefix=p) for p in ("model", "ema")] == [{"w": 1}, {"w": 2}]
     convert(tmp_path / "old", tmp_path / "ema.npz", prefix="ema")
     assert load(tmp_path / "ema.npz")["w"] == 2
-    with pytest.raises(ValueError, match=r"one file holds one tree, and there are \['ema', 'model'\]"):
+    with pytest.raises(ValueError, match=r"one file holds one tree, and the source has \['ema', 'model'\]"):
         convert(tmp_path / "old", tmp_path / "both.npz")
 
 
@@ -274,11 +276,11 @@ def test_what_is_there_stays(source, tmp_path, there):
 @pytest.mark.parametrize(
     ("name", "options", "problem"),
     [
-        ("new", {}, "to which format"),
+        ("new", {}, "no format given"),
         ("new", {"to": "hdf5"}, "unknown format 'hdf5'"),
-        ("new.npz", {"to": "safetensors"}, "would be taken for npz"),
-        ("new", {"to": "safetensors", "dtype": "int8"}, "no floating dtype"),
-        ("new", {"to": "safetensors", "memory": 10**6}, "it needs at least"),
+        ("new.npz", {"to": "safetensors"}, "has the suffix of npz"),
+        ("new", {"to": "safetensors", "dtype": "int8"}, "not a floating dtype"),
+        ("new", {"to": "safetensors", "memory": 10**6}, "allow at least"),
         ("new", {"to": "safetensors", "prefix": "ema"}, "has no prefix 'ema'"),
     ],
 )
@@ -358,9 +360,7 @@ def test_a_conversion_stays_within_its_memory(large, tmp_path, form, rules):
 
 def test_a_chunk_that_does_not_fit_is_refused_with_what_it_needs(tmp_path):
     np.savez_compressed(tmp_path / "old.npz", w=np.zeros((300, 10**6), np.uint8))
-    with pytest.raises(
-        ValueError, match=r"a chunk of 300 MB has to be decoded as a whole; it needs at least \d"
-    ):
+    with pytest.raises(ValueError, match=r"a chunk of 300 MB has to be decoded whole; allow at least \d"):
         convert(tmp_path / "old.npz", tmp_path / "new", to="safetensors", memory=800_000_000)
 
 
@@ -437,7 +437,7 @@ def test_flax_reads_what_had_prng_keys(tmp_path):
     done = convert(tmp_path / "old", tmp_path / "new.msgpack")
     found = flax.serialization.msgpack_restore((tmp_path / "new.msgpack").read_bytes())
     np.testing.assert_array_equal(found["rng"], jax.random.key_data(jax.random.key(3)))
-    assert any("has no PRNG keys: rng are numbers" in note for note in done.notes)
+    assert any("has no PRNG keys: rng become numbers" in note for note in done.notes)
 
 
 def test_names_in_npz_are_those_of_the_keys(tmp_path):
@@ -449,7 +449,7 @@ def test_names_in_npz_are_those_of_the_keys(tmp_path):
     back = load(tmp_path / "new.npz")
     assert back["mlp/~/linear"]["w"].shape == (2,)
     assert back["a"]["b"].shape == (3,)
-    assert any("come back as others, for their dots or escapes: a.b" in note for note in done.notes)
+    assert any("names with dots or escapes come back changed: a.b" in note for note in done.notes)
 
 
 def test_a_bare_leaf_has_numpys_name_in_npz(tmp_path):
@@ -461,7 +461,7 @@ def test_a_bare_leaf_has_numpys_name_in_npz(tmp_path):
 
 def test_a_dry_run_refuses_what_the_real_one_would(tmp_path):
     save({"n": 2**70, "w": np.ones(2)}, tmp_path / "old")
-    with pytest.raises(MismatchError, match=r"msgpack has no such values.*leaf 'n'"):
+    with pytest.raises(MismatchError, match=r"msgpack cannot store these values.*leaf 'n'"):
         convert(tmp_path / "old", tmp_path / "new.msgpack", dry_run=True)
     with pytest.raises(ValueError, match="only a directory of safetensors files has shards"):
         convert(tmp_path / "old", tmp_path / "new.safetensors", max_shard_bytes=100, dry_run=True)
@@ -472,7 +472,7 @@ def test_rules_from_an_editor_that_marks_its_files(source, tmp_path):
     plan = convert(source, tmp_path / "new", to="safetensors", rename=tmp_path / "rules", dry_run=True)
     assert any(leaf.name == "steps" for leaf in plan.leaves[""])
     (tmp_path / "rules").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="rules is no text, and so no file of rules"):
+    with pytest.raises(ValueError, match="rules is not a text file of rules"):
         convert(source, tmp_path / "new", to="safetensors", rename=tmp_path / "rules")
 
 
@@ -541,7 +541,7 @@ def test_long_texts_go_to_msgpack_and_back(tmp_path):
 def test_a_name_inside_of_a_leaf_is_told(tmp_path):
     save({"a": np.ones(2), "b": np.ones((2, 2))}, tmp_path / "old")
     done = convert(tmp_path / "old", tmp_path / "new", to="safetensors", rename=["b -> a.{} | unstack"])
-    assert "a.0 is called a%2E0: a part of its name is a leaf, too" in done.notes
+    assert "a.0 is stored as a%2E0, because a part of its name is a leaf itself" in done.notes
 
 
 def test_what_has_to_be_decoded_stays_within_the_memory_too(tmp_path):

@@ -116,7 +116,7 @@ def test_containers_and_metadata_are_noted(tmp_path):
     found = diff(tmp_path / "a", tmp_path / "b")
     assert found.same
     assert found.notes == (
-        "the containers are not of the same kinds, such as lists for dicts",
+        "some containers are of different kinds, such as a list and a dict",
         "the metadata differs",
     )
 

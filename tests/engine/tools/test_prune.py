@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 
 from eformer._engine.stores.directory import Directory
-from eformer._engine.tools.prune import planned, remove
+from eformer._engine.tools.prune import plan_removal, remove
 from eformer.checkpoint import load, prune, save
 from eformer.errors import EformerError, NotFoundError
 
@@ -69,7 +69,7 @@ def test_those_that_stay_can_be_checked_first(run):
     with (run / "run-1000" / "model.safetensors").open("r+b") as file:
         file.seek(-10, 2)
         file.write(b"\xff")
-    with pytest.raises(EformerError, match="nothing was removed, because one that stays is damaged"):
+    with pytest.raises(EformerError, match="nothing was removed, because a checkpoint to keep is damaged"):
         prune(run, keep=1, check=True)
     assert len(os.listdir(run)) == 4
 
@@ -89,11 +89,11 @@ def test_a_link_is_not_followed(run, tmp_path):
 
 
 def test_errors(tmp_path):
-    with pytest.raises(NotFoundError, match="there is no directory"):
+    with pytest.raises(NotFoundError, match="is not a directory"):
         prune(tmp_path / "x", keep=1)
-    with pytest.raises(NotFoundError, match="no checkpoints that are called by their steps"):
+    with pytest.raises(NotFoundError, match="no checkpoints named by their steps"):
         prune(tmp_path, keep=1)
-    with pytest.raises(ValueError, match="at least one checkpoint has to stay"):
+    with pytest.raises(ValueError, match="at least one checkpoint must stay"):
         prune(tmp_path, keep=0)
 
 
@@ -101,7 +101,7 @@ def test_errors(tmp_path):
 def test_a_checkpoint_is_not_taken_for_a_run(tmp_path, form):
     for number in range(3):
         save({"w": np.ones(3)}, tmp_path / "c", prefix=f"m{number}", format=form)
-    with pytest.raises(ValueError, match=r"is a checkpoint itself: it has .*json"):
+    with pytest.raises(ValueError, match=r"is itself a checkpoint: it contains .*json"):
         prune(tmp_path / "c", keep=1)
     assert load(tmp_path / "c", prefix="m0")
 
@@ -111,7 +111,7 @@ def test_shards_are_no_steps(tmp_path):
         safetensors.numpy.save_file(
             {f"w{number}": np.ones(3)}, tmp_path / f"model-0000{number}-of-00002.safetensors"
         )
-    with pytest.raises(NotFoundError, match="no checkpoints that are called by their steps"):
+    with pytest.raises(NotFoundError, match="no checkpoints named by their steps"):
         prune(tmp_path, keep=1)
 
 
@@ -122,7 +122,7 @@ def test_single_files_are_steps_too(tmp_path):
 
 
 def test_what_was_planned_is_removed_and_nothing_else(run):
-    plan = planned(run, keep=1)
+    plan = plan_removal(run, keep=1)
     save({"w": 1}, run / "run-2000")
     remove(plan)
     assert sorted(os.listdir(run)) == ["run-1000", "run-2000"]

@@ -55,7 +55,7 @@ def test_files_of_others_have_no_digests(tmp_path):
     report = verify(tmp_path / "x.safetensors")
     assert report.ok
     assert not report.has_digests
-    assert "without digests nothing more is known" in str(report)
+    assert "there are no digests to check the bytes against" in str(report)
 
 
 def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Leaves that are to be saved: what each is, and where its elements are."""
+"""Describe leaves to be saved: their dtype and shape, and where their elements are."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ if TYPE_CHECKING:
     from eformer._engine.record.manifest import RecordedSharding
 
 ArrayBox = tuple[Region, Any]
-"""A box of a leaf and the array that holds it: in host memory, on a device, or `LazyArray`."""
+"""A box of a leaf, and the array that holds it: in host memory, on a device, or a `LazyArray`."""
 
 
 class Source(Struct, frozen=True, gc=False):
-    """A leaf to be saved: what it is, and this process's part of it.
+    """A leaf to be saved, and the part of it that this process holds.
 
-    `whole` is the host array of a leaf that lies in one place, which is nearly every leaf; else `parts` hold
-    its boxes, `regions` are those that this process writes, and `shard` is the shape of what a device holds.
-
-    A leaf that lies on the devices of one process, or in its memory, has an `owner`; -1 for one that lies on several.
-    `is_first` for the process that writes its beginning.
+    whole      the host array of a leaf that is in one place, which most leaves are
+    parts      otherwise, the boxes of the leaf and their arrays
+    regions    the boxes that this process writes
+    shard      the shape of what one device holds
+    owner      the process that holds the leaf alone; -1 if several hold it
+    is_first   whether this process writes the beginning of the leaf
     """
 
     name: str
@@ -44,15 +45,18 @@ class Source(Struct, frozen=True, gc=False):
 
 
 class LazyArray:
-    """An array that is somewhere else, and is read box by box. `in_order` if a box of rows takes no more than its own
-    bytes to read."""
+    """An array that is not in memory, and is read box by box.
+
+    `in_order` tells whether reading a box of rows reads no more than the bytes of that box.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     in_order: bool
 
     def read(self, region: Region) -> np.ndarray[Any, Any]:
+        """Read one box."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """What is kept for the next box, which there is none of."""
+        """Drop decoded chunks; no further box will be read."""
