@@ -93,7 +93,7 @@ def test_convert_draws_a_bar_on_a_terminal(model, tmp_path):
     assert code == 0
     assert "converting" in shown
     assert "100%" in shown or "432/432 bytes" in shown
-    assert "! npz has no digests, only checksums" in shown
+    assert "! npz has checksums but no digests" in shown
 
 
 def test_convert_with_rules_from_a_file(model, tmp_path):
@@ -130,8 +130,8 @@ def test_convert_for_programs(model, tmp_path):
     ("arguments", "problem", "code"),
     [
         (["--to", "hdf5"], "is not one of", 2),
-        (["--memory", "much"], "'much' is no size; write 500MB, 2GB or 1.5GiB", 2),
-        (["--memory", "1MB"], "error: --memory 1 MB: the program itself takes", 1),
+        (["--memory", "much"], "'much' is not a size; write 500MB, 2GB or 1.5GiB", 2),
+        (["--memory", "1MB"], "error: --memory 1 MB is not enough: 6 arrays and the program", 1),
         (["--dtype", "int3"], "error: 'int3' is not a floating dtype", 1),
         (["--rename", "nothing.txt"], "'nothing.txt' does not exist", 2),
         (["--prefix", "ema"], "has no prefix 'ema'", 1),
@@ -203,7 +203,7 @@ def test_prune_says_what_it_does(steps):
     done = run("prune", steps, "--keep", 2, "--yes", "--check")
     lines = done.stdout.splitlines()
     assert lines[:2] == ["keep    step-10", "keep    step-11"]
-    assert lines[2].startswith("leave   step-12, which is no whole checkpoint: ")
+    assert lines[2].startswith("leave   step-12, which is not a complete checkpoint: ")
     assert lines[3] == "remove  step-9"
     assert lines[4].startswith("removed 1 checkpoint, ")
     assert sorted(os.listdir(steps)) == ["step-10", "step-11", "step-12"]
@@ -235,7 +235,7 @@ def test_demo_keeps_its_files_where_it_is_told_to(tmp_path):
         assert part in shown
     assert checkpoint.verify(tmp_path / "d" / "step-100").ok
     assert "1 damaged" in run("verify", tmp_path / "d" / "damaged", code=1).stdout
-    assert "is there" in run("demo", tmp_path / "d", code=1).stderr
+    assert "already exists" in run("demo", tmp_path / "d", code=1).stderr
 
 
 def test_completion_completes(tmp_path):
@@ -320,7 +320,7 @@ def test_many_notes_are_counted(tmp_path):
         "convert", tmp_path / "many", tmp_path / "new", "--to", "npz", "--rename", tmp_path / "rules"
     ).stdout
     assert "! matches no leaf: line 1, x\n" in shown
-    assert "! 50 names that no rule matches are as they were\n" in shown
+    assert "! 50 names matched by no rule and kept\n" in shown
 
 
 def test_prune_for_programs(steps):
@@ -339,14 +339,14 @@ def test_prune_stops_at_a_damaged_checkpoint_that_would_stay(steps):
 
 
 def test_prune_for_programs_does_not_ask_and_does_not_guess(steps):
-    assert "say --yes, or --dry-run" in run("prune", steps, "--keep", 1, "--json", code=2).stderr
+    assert "add --yes or --dry-run" in run("prune", steps, "--keep", 1, "--json", code=2).stderr
     assert len(os.listdir(steps)) == 4
 
 
 def test_a_dry_run_may_be_made_where_something_is(model, tmp_path):
     (tmp_path / "new.npz").write_text("mine")
     run("convert", model, tmp_path / "new.npz", "--dry-run")
-    assert "is there" in run("convert", model, tmp_path / "new.npz", code=1).stderr
+    assert "already exists" in run("convert", model, tmp_path / "new.npz", code=1).stderr
 
 
 @pytest.mark.parametrize("kept", [False, True])

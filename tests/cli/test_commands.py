@@ -241,14 +241,14 @@ def test_nobody_has_to_listen(model):
 
 
 def test_two_ways_to_show_it_are_one_too_many(model, tmp_path):
-    assert "choose one" in run("inspect", model, "--json", "--svg", tmp_path / "x.svg", code=2).stderr
+    assert "cannot be combined" in run("inspect", model, "--json", "--svg", tmp_path / "x.svg", code=2).stderr
 
 
 def test_files_that_are_left_out_are_named(tmp_path):
     path = Path(shutil.copytree(ORBAX / "v1", tmp_path / "c"))
     (path / "data").mkdir()
     (path / "data" / "state").write_bytes(b"\0")
-    assert "data/: not read, and may hold leaves" in run("inspect", path).stdout
+    assert "data/: not read, may hold leaves" in run("inspect", path).stdout
     assert json.loads(run("inspect", path, "--json").stdout)["left_out"] == ["data/"]
     assert "1 file left out, which may hold leaves: data/" in run("verify", path, code=1).stdout
     report = json.loads(run("verify", path, "--json", code=1).stdout)

@@ -1,4 +1,4 @@
-"""`python -m eformer.cli`, for where scripts are not on the path."""
+"""Run the command as `python -m eformer.cli`, if scripts are not on the path."""
 
 from eformer.cli.commands import main
 
