@@ -217,7 +217,7 @@ def test_a_path_of_another_kind_is_refused_and_not_taken_for_a_directory(tmp_pat
     monkeypatch.chdir(tmp_path)
     for call in (ours.save_to_file, ours.load_from_file):
         for path in ("gs://bucket/x", "s3://bucket/x"):
-            with pytest.raises(ValueError, match=f"{path} is no local path"):
+            with pytest.raises(ValueError, match=f"{path} is not a local path"):
                 call({"a": 1}, path)
     assert os.listdir(tmp_path) == []
 

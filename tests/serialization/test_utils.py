@@ -277,7 +277,7 @@ def test_reshard_reaches_the_target_or_raises(mesh):
         np.testing.assert_array_equal(there, array)
     with pytest.raises(ValueError, match="divi"):
         utils.reshard(jnp.ones(7), NamedSharding(mesh, P("x")))
-    with pytest.raises(ValueError, match="cut int64 to 32 bits"):
+    with pytest.raises(ValueError, match="truncate int64 to 32 bits"):
         utils.reshard(np.array([2**40]), NamedSharding(mesh, P()))
 
 
