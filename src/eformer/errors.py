@@ -53,7 +53,7 @@ class Damage:
 
 
 class NotFoundError(EformerError, FileNotFoundError):
-    """There is no checkpoint at this path."""
+    """No checkpoint exists at this path."""
 
 
 class MismatchError(EformerError, ValueError):

@@ -1,4 +1,4 @@
-"""What `eformer` compares, converts and removes."""
+"""The commands diff, convert, prune, demo and completion."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_diff_of_the_same_ends_well(model):
     assert shown.endswith("the same, 7 unchanged\n")
 
 
-def test_diff_tells_what_is_different(model):
+def test_diff_shows_the_differences(model):
     shown = run("diff", model, changed_copy(model), code=1).stdout
     assert "different, 1 added, 1 removed, 1 changed, 5 unchanged" in shown
     assert "- step: 7\n+ new: 7\n" in shown
@@ -81,7 +81,7 @@ def test_diff_that_cannot_be_made_is_another_code(model):
 # ---------------------------------------------------------------------------------------------- convert
 
 
-def test_convert_and_what_it_says(model, tmp_path):
+def test_convert_prints_a_summary(model, tmp_path):
     done = run("convert", model, tmp_path / "hf", "--to", "safetensors", "--dtype", "bf16")
     assert done.stdout == f"{model} -> {tmp_path / 'hf'} (safetensors): 7 leaves, 216 B\n"
     assert load(tmp_path / "hf")["layers"][2]["w"].dtype.name == "bfloat16"
@@ -199,7 +199,7 @@ def steps(tmp_path):
     return tmp_path / "run"
 
 
-def test_prune_says_what_it_does(steps):
+def test_prune_prints_its_plan(steps):
     done = run("prune", steps, "--keep", 2, "--yes", "--check")
     lines = done.stdout.splitlines()
     assert lines[:2] == ["keep    step-10", "keep    step-11"]
@@ -220,7 +220,7 @@ def test_prune_asks_first(steps):
     assert len(os.listdir(steps)) == 4
 
 
-def test_demo_keeps_its_files_where_it_is_told_to(tmp_path):
+def test_demo_keeps_its_files_in_the_given_directory(tmp_path):
     shown = run("demo", tmp_path / "d").stdout
     for part in (
         "8 virtual devices",
@@ -288,7 +288,7 @@ def test_names_that_a_terminal_has_no_letters_for_are_spelled(tmp_path):
 
 
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_diff_is_no_answer(tmp_path, kill):
+def test_an_interrupted_diff_exits_with_130(tmp_path, kill):
     save({"w": np.zeros((60, 10**6))}, tmp_path / "c")
     process = subprocess.Popen(
         [EFORMER, "diff", str(tmp_path / "c"), str(tmp_path / "c")], stderr=subprocess.PIPE

@@ -157,7 +157,7 @@ def test_shapes_dtypes_and_keys_are_checked_against_the_target():
     assert len(caught.value.problems) == 3
 
 
-def test_what_cannot_be_read_back_is_refused_before_anything_is_written(tmp_path):
+def test_values_that_cannot_be_restored_are_refused_before_anything_is_written(tmp_path):
     path = tmp_path / "state"
     path.write_bytes(b"old")
     for bad in (np.array(["text"]), object(), {1, 2}, 2**70):

@@ -1,4 +1,4 @@
-"""The documented helpers: names, sizes, layouts, and arrays on their way."""
+"""The documented helpers: names, sizes, layouts, gathering and resharding."""
 
 import logging
 from pathlib import Path, PurePosixPath
@@ -44,7 +44,7 @@ def mesh():
         (PurePosixPath("m.safetensors"), "m"),
     ],
 )
-def test_the_base_of_a_path_is_what_its_files_have_in_common(path, base):
+def test_the_base_of_a_path_is_common_to_its_files(path, base):
     assert utils.derive_base_prefix_from_path(path) == base
 
 
@@ -64,7 +64,7 @@ def test_the_base_comes_back_out_of_every_name(base, total, data):
     assert utils.derive_base_prefix_from_path(utils.index_filename(base)) == base
 
 
-def test_paths_of_buckets_are_told_from_others():
+def test_paths_in_buckets_are_recognized():
     assert utils.is_gcs_path("gs://my-bucket/checkpoint")
     assert not any(
         map(utils.is_gcs_path, ["/local/path", "s3://b/x", "GS://b", None, b"gs://b", Path("gs://b")])
@@ -99,7 +99,7 @@ def test_sizes_are_known_without_looking_at_values(array, nbytes):
     assert utils.estimate_array_nbytes(array) == nbytes
 
 
-def test_what_is_no_array_has_no_size():
+def test_only_arrays_and_numbers_have_a_size():
     for thing in (None, "text", object()):
         with pytest.raises(TypeError, match=type(thing).__name__):
             utils.estimate_array_nbytes(thing)
@@ -136,7 +136,7 @@ def test_the_layout_is_the_one_that_a_save_writes(tmp_path):
     assert len(written) > 2
 
 
-def test_a_limit_that_is_no_limit_is_refused():
+def test_limits_must_be_positive():
     for call in (
         lambda n: utils.group_keys_by_shard_size({}, n),
         lambda n: utils.optimize_shard_layout({}, n),

@@ -1,4 +1,4 @@
-"""The manifest: JSON in and out, sealed, and checked before it is believed."""
+"""The manifest: JSON in and out, with a digest, and checked before use."""
 
 import msgspec
 import pytest
@@ -80,7 +80,7 @@ def test_adding_a_tree_leaves_the_others_as_they_were(tree, other):
     assert msgspec.json.encode(manifest.trees["a"]) == msgspec.json.encode(tree)
 
 
-def test_the_seal_names_the_file_and_says_what_to_do():
+def test_a_wrong_digest_names_the_file_and_says_what_to_do():
     sealed = stamp_digest(b'{"digest":"' + b"0" * 32 + b'","x":1}')
     check_own_digest(sealed, "here")
     with pytest.raises(CorruptionError, match=r"here is damaged.*restore"):
@@ -172,7 +172,7 @@ def test_a_name_is_an_array_or_a_value_but_not_both():
     "sharding",
     [{"spec": 5, "mesh": {}}, {"a": 1}, {"spec": [{}], "mesh": {}}, {"spec": [], "mesh": {"x": "y"}}, 3],
 )
-def test_a_sharding_is_what_it_should_be(sharding):
+def test_malformed_shardings_are_refused(sharding):
     leaf = ["float32", [4, 4], [[0, 0, 64, DIGEST, None]], "jax", None, sharding]
     tree = msgspec.structs.replace(a_tree({}), raw_leaves=msgspec.Raw(msgspec.json.encode({"w": leaf})))
     with pytest.raises(FormatError, match="list of leaves is invalid"):
@@ -182,7 +182,7 @@ def test_a_sharding_is_what_it_should_be(sharding):
 @pytest.mark.parametrize(
     "data", [b'{"digest":"\xff', b"\xff" * 99, b'{"digest":"' + b"0" * 32 + b'","format":"\xff"}']
 )
-def test_what_is_not_even_text_is_refused(data):
+def test_invalid_text_is_refused(data):
     with pytest.raises(FormatError):
         Manifest.from_json(data, "m")
     with pytest.raises(FormatError):

@@ -1,4 +1,4 @@
-"""Trees as people want to see them: what repeats is shown once, and nothing is lost."""
+"""Fold trees for display: repeated modules are shown once, and nothing is lost."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,7 +92,7 @@ def test_bars_are_as_long_as_they_should_be(part, width):
 
 
 @given(st.text(max_size=60), st.integers(3, 40))
-def test_what_is_too_long_keeps_its_ends(text, width):
+def test_a_shortened_text_keeps_its_ends(text, width):
     short = shortened(text, width)
     assert len(short) <= width or short == text
     assert short == text or (text.startswith(short.partition("…")[0]))

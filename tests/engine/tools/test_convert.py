@@ -1,4 +1,4 @@
-"""Checkpoints in other formats, under other names, in little memory."""
+"""Convert checkpoints to other formats and names, in bounded memory."""
 
 import os
 import signal
@@ -57,7 +57,7 @@ def source(tmp_path):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_format_of_ours_keeps_everything(source, tmp_path, target):
+def test_formats_of_eformer_keep_everything(source, tmp_path, target):
     new = tmp_path / TARGETS[target]
     convert(source, new, to="tensorstore" if target == "tensorstore" else "safetensors")
     assert_same(load(new), load(source))
@@ -94,7 +94,7 @@ def test_from_arrays_of_every_kind(tmp_path, form, options):
     ],
     ids=lambda path: path.name,
 )
-def test_from_what_others_wrote(tmp_path, path):
+def test_checkpoints_of_other_programs_can_be_converted(tmp_path, path):
     if path.is_dir() and not any(path.iterdir()):
         pytest.fail("an empty sample")
     convert(path, tmp_path / "new", to="safetensors")
@@ -112,7 +112,7 @@ def test_any_tree_goes_from_format_to_format_and_stays_the_same(tmp_path_factory
     assert_same(load(folder / "c.safetensors"), load(folder / "a"))
 
 
-def test_msgpack_is_what_flax_restores(tmp_path):
+def test_flax_restores_the_msgpack(tmp_path):
     state = {"params": [{"w": jnp.ones((2, 3), jnp.bfloat16)}], "count": 3, "m": Moments(jnp.zeros(2), None)}
     save(state, tmp_path / "old")
     convert(tmp_path / "old", tmp_path / "new.msgpack")
@@ -130,7 +130,7 @@ def test_large_arrays_in_msgpack_are_in_chunks_as_flax_has_them(tmp_path, monkey
     assert (tmp_path / "new.msgpack").read_bytes() == flax.serialization.to_bytes(state)
 
 
-def test_npz_is_what_numpy_loads(tmp_path):
+def test_numpy_loads_the_npz(tmp_path):
     state = {
         "a": {"w": np.arange(6.0).reshape(2, 3)},
         "b": np.ones(2, ml_dtypes.bfloat16),
@@ -157,13 +157,13 @@ def test_npz_is_what_numpy_loads(tmp_path):
         (np.ones(2), False),
     ],
 )
-def test_of_lists_it_is_said_that_they_become_dicts(tmp_path, tree, is_said):
+def test_a_note_says_that_lists_become_dicts(tmp_path, tree, is_said):
     save(tree, tmp_path / "old")
     notes = convert(tmp_path / "old", tmp_path / "new.npz").notes
     assert ("npz stores names only: lists and tuples come back as dicts" in notes) == is_said
 
 
-def test_what_npz_has_no_types_for_is_refused_all_at_once(tmp_path):
+def test_dtypes_that_npz_lacks_are_refused_in_one_error(tmp_path):
     save({"a": jnp.ones(2, jnp.float8_e5m2), "b": jnp.ones(2, jnp.int4), "c": b"x"}, tmp_path / "old")
     with pytest.raises(
         MismatchError, match="npz cannot store these types; cast floats with dtype="
@@ -219,7 +219,7 @@ def test_renamed_there_and_back(tmp_path):
     assert_same(safetensors.numpy.load_file(tmp_path / "back.safetensors"), hf)
 
 
-def test_large_leaves_are_turned_around_box_by_box(tmp_path, monkeypatch):
+def test_large_leaves_are_transposed_box_by_box(tmp_path, monkeypatch):
     monkeypatch.setattr("eformer._engine.tools.convert._SMALL", 0)
     monkeypatch.setattr("eformer._engine.saving.staging._IN_ORDER_BYTES", 512)
     monkeypatch.setattr("eformer._engine.tools.convert.PIECE_BYTES", 128)
@@ -232,12 +232,12 @@ def test_large_leaves_are_turned_around_box_by_box(tmp_path, monkeypatch):
         np.testing.assert_array_equal(found, np.stack([leaf.T for leaf in state.values()], 2))
 
 
-def test_prng_keys_cannot_be_turned_around(source, tmp_path):
+def test_prng_keys_cannot_be_transposed(source, tmp_path):
     with pytest.raises(MismatchError, match="leaf 'rng' holds PRNG keys"):
         convert(source, tmp_path / "new", to="safetensors", rename=["rng -> rng | transpose"])
 
 
-def test_a_dry_run_says_what_would_be_done_and_does_nothing(source, tmp_path):
+def test_a_dry_run_prints_the_plan_and_writes_nothing(source, tmp_path):
     rules = [r"layers\.(\d+)\.w -> w | stack \1", r"layer\.(\d+)\.b -> b.\1", ".*step.* ->"]
     plan = convert(source, tmp_path / "new", to="npz", rename=[*rules, "packed ->"], dry_run=True)
     text = str(plan)
@@ -261,7 +261,7 @@ def test_every_tree_keeps_its_prefix_and_one_alone_needs_none(tmp_path):
 
 
 @pytest.mark.parametrize("there", ["file", "directory", "link"])
-def test_what_is_there_stays(source, tmp_path, there):
+def test_an_existing_destination_is_left_alone(source, tmp_path, there):
     new = tmp_path / "new.safetensors"
     if there == "directory":
         new.mkdir()
@@ -284,7 +284,7 @@ def test_what_is_there_stays(source, tmp_path, there):
         ("new", {"to": "safetensors", "prefix": "ema"}, "has no prefix 'ema'"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_anything_is_written(source, tmp_path, name, options, problem):
+def test_impossible_requests_are_refused_before_anything_is_written(source, tmp_path, name, options, problem):
     with pytest.raises(ValueError, match=problem):
         convert(source, tmp_path / name, **options)
     assert os.listdir(tmp_path) == ["old"]
@@ -325,7 +325,7 @@ print(1024 * int(peak))
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """Leaves of 400 MB, and 300 MB in others."""
+    """A checkpoint with a leaf of 400 MB, and 300 MB in others."""
     path = tmp_path_factory.mktemp("large") / "old"
     rng = np.random.default_rng(0)
     block = rng.integers(0, 2**32, (10_000, 10_000), np.uint32)
@@ -358,7 +358,7 @@ def test_a_conversion_stays_within_its_memory(large, tmp_path, form, rules):
         assert diff(large, command[4]).changed == ()
 
 
-def test_a_chunk_that_does_not_fit_is_refused_with_what_it_needs(tmp_path):
+def test_a_chunk_that_does_not_fit_is_refused_with_the_memory_it_needs(tmp_path):
     np.savez_compressed(tmp_path / "old.npz", w=np.zeros((300, 10**6), np.uint8))
     with pytest.raises(ValueError, match=r"a chunk of 300 MB has to be decoded whole; allow at least \d"):
         convert(tmp_path / "old.npz", tmp_path / "new", to="safetensors", memory=800_000_000)
@@ -379,7 +379,7 @@ convert(sys.argv[1], sys.argv[2], to=sys.argv[3], progress=slowly)
 
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("form", ["safetensors", "tensorstore", "npz"])
-def test_who_is_interrupted_leaves_nothing_half_made(large, tmp_path, form, kill):
+def test_an_interrupted_conversion_leaves_nothing(large, tmp_path, form, kill):
     new = tmp_path / ("new.npz" if form == "npz" else "new")
     command = [sys.executable, "-c", _INTERRUPTED, large, new, form]
     process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -394,15 +394,15 @@ def test_who_is_interrupted_leaves_nothing_half_made(large, tmp_path, form, kill
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 
 
-def test_progress_is_told_to_the_end(source, tmp_path):
+def test_progress_is_reported_to_the_end(source, tmp_path):
     told = []
     done = convert(source, tmp_path / "new", to="safetensors", progress=lambda *said: told.append(said))
     assert told[-1] == (done.nbytes, done.nbytes)
     assert told == sorted(told)
 
 
-def test_what_dead_saves_have_committed_beside_it_stays(tmp_path):
-    """A save of arrays that died after its commit has a scratch directory that only the next save may clear up."""
+def test_committed_remains_of_dead_saves_stay(tmp_path):
+    """A save of arrays that died after its commit has a scratch directory that only the next save may remove."""
     save({"w": np.ones(4)}, tmp_path / "p", format="tensorstore")
     code = (
         "import os, sys, numpy as np, eformer._engine.stores.local_upload as many\n"
@@ -419,7 +419,7 @@ def test_what_dead_saves_have_committed_beside_it_stays(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["new", "new.safetensors", "new.npz", "new.msgpack"])
-def test_what_appears_meanwhile_is_not_replaced(tmp_path, name):
+def test_a_destination_that_appears_meanwhile_is_not_replaced(tmp_path, name):
     save({"w": np.ones(100)}, tmp_path / "old")
 
     def appear(done, total):
@@ -432,7 +432,7 @@ def test_what_appears_meanwhile_is_not_replaced(tmp_path, name):
     assert sorted(os.listdir(tmp_path)) == [name, "old"]
 
 
-def test_flax_reads_what_had_prng_keys(tmp_path):
+def test_flax_reads_converted_prng_keys(tmp_path):
     save({"rng": jax.random.key(3), "w": np.ones(2)}, tmp_path / "old")
     done = convert(tmp_path / "old", tmp_path / "new.msgpack")
     found = flax.serialization.msgpack_restore((tmp_path / "new.msgpack").read_bytes())
@@ -459,7 +459,7 @@ def test_a_bare_leaf_has_numpys_name_in_npz(tmp_path):
         assert list(found) == ["arr_0"]
 
 
-def test_a_dry_run_refuses_what_the_real_one_would(tmp_path):
+def test_a_dry_run_refuses_like_a_real_run(tmp_path):
     save({"n": 2**70, "w": np.ones(2)}, tmp_path / "old")
     with pytest.raises(MismatchError, match=r"msgpack cannot store these values.*leaf 'n'"):
         convert(tmp_path / "old", tmp_path / "new.msgpack", dry_run=True)
@@ -524,7 +524,7 @@ def test_leaves_that_are_made_of_one_do_not_disturb_each_other(tmp_path, monkeyp
         np.testing.assert_array_equal(found, bits)
 
 
-def test_elements_that_nobody_has_are_no_elements():
+def test_missing_elements_are_refused():
     part = (Region((0, 0), (1, 4)), np.ones((1, 4)))
     with pytest.raises(AssertionError, match="4 of the 8 elements"):
         contiguous([part], Region((0, 0), (2, 4)), "float64")
@@ -538,13 +538,13 @@ def test_long_texts_go_to_msgpack_and_back(tmp_path):
     assert {name: found[name] for name in tree if name != "w"} == {n: v for n, v in tree.items() if n != "w"}
 
 
-def test_a_name_inside_of_a_leaf_is_told(tmp_path):
+def test_a_name_inside_of_a_leaf_is_noted(tmp_path):
     save({"a": np.ones(2), "b": np.ones((2, 2))}, tmp_path / "old")
     done = convert(tmp_path / "old", tmp_path / "new", to="safetensors", rename=["b -> a.{} | unstack"])
     assert "a.0 is stored as a%2E0, because a part of its name is a leaf itself" in done.notes
 
 
-def test_what_has_to_be_decoded_stays_within_the_memory_too(tmp_path):
+def test_decoding_stays_within_the_memory(tmp_path):
     array = np.random.default_rng(0).integers(0, 256, (100, 10**6), np.uint8)
     options = SaveOptions(compression="zstd", max_chunk_bytes=2**30)
     save({"a": array, "b": array}, tmp_path / "old", format="tensorstore", options=options)

@@ -1,4 +1,4 @@
-"""Rules by which leaves get other names and shapes."""
+"""Rename and reshape leaves by rules."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def renamed(rules, leaves, plain=()):
     return apply(parse_rules("\n".join(rules), "rules.txt"), arrays, list(plain))
 
 
-def test_the_first_rule_that_matches_the_whole_name_is_the_one():
+def test_the_first_rule_that_matches_the_whole_name_is_applied():
     found = renamed([r"a\.(\w+) -> b.\1", r"a\..* -> c", r"w -> x"], {"a.w": 1, "ww": 2})
     assert list(found.arrays) == ["b.w", "ww"]
     assert found.kept == ["ww (nearest is line 3, w)"]
@@ -69,7 +69,7 @@ def test_unstacked_is_the_way_back():
 
 
 @given(data=st.data(), shape=st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple))
-def test_every_box_of_what_was_turned_around_is_what_numpy_says(data, shape):
+def test_every_box_of_a_transformed_array_equals_numpys(data, shape):
     arrays = [np.random.default_rng(i).integers(0, 99, shape) for i in range(3)]
     axis = data.draw(st.integers(0, len(shape)))
     axes = tuple(data.draw(st.permutations(range(len(shape) + 1))))
@@ -98,7 +98,7 @@ def test_every_box_of_what_was_turned_around_is_what_numpy_says(data, shape):
         ("a -> b | transpose x", "expected axes, counted from 0"),
     ],
 )
-def test_what_is_no_rule_is_refused_with_its_line(line, problem):
+def test_invalid_rules_are_refused_with_their_line(line, problem):
     with pytest.raises(FormatError) as caught:
         parse_rules(f"# rules\n{line}\n", "rules.txt")
     assert str(caught.value).startswith("rules.txt cannot be read as rules:\n  line 2, ")
@@ -125,13 +125,13 @@ def test_what_is_no_rule_is_refused_with_its_line(line, problem):
         (["a -> {} | unstack"], {"a": 1}, "axis 0 does not exist"),
     ],
 )
-def test_what_does_not_work_out_is_refused(rules, leaves, problem):
+def test_rules_that_do_not_fit_the_leaves_are_refused(rules, leaves, problem):
     with pytest.raises(MismatchError) as caught:
         renamed(rules, leaves)
     assert problem in str(caught.value)
 
 
-def test_plain_values_cannot_be_turned_around():
+def test_plain_values_cannot_be_transposed():
     with pytest.raises(
         MismatchError, match="'step', by line 1, step: transpose needs an array, and this is a plain value"
     ):

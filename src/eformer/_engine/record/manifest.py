@@ -332,7 +332,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
 
 class Receipt(Struct):
-    """What one process wrote: complete and synced files, under names that no manifest refers to yet.
+    """The receipt of one process: complete and synced files, under names that no manifest refers to yet.
 
     If several processes save together, the leaves are in a `ProcessRecord` instead, and the sum of the `weight`s tells
     whether they have written every element exactly once.
