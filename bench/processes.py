@@ -157,9 +157,12 @@ def simulate(count: int, leaves: int, cut: str, directory: Path) -> None:
     from jax.sharding import PartitionSpec as P
 
     from eformer._engine.record.manifest import weight_of
-    from eformer._engine.saving import agreement as _commit
-    from eformer._engine.saving import save as _save
-    from eformer.checkpoint import SaveOptions, load
+    from eformer._engine.saving import agreement
+    from eformer._engine.saving.commit import commit
+    from eformer._engine.saving.run import write_tree
+    from eformer._engine.saving.save import start as start_save
+    from eformer._engine.tasks.progress import SILENT
+    from eformer.checkpoint import load
 
     mesh = Mesh(np.array(jax.devices()), ("x",))
     sharding = NamedSharding(mesh, P("x") if cut == "sharded" else P())
@@ -177,32 +180,30 @@ def simulate(count: int, leaves: int, cut: str, directory: Path) -> None:
         return said["answered"]
 
     with ExitStack() as stack:
-        receipts, planned, jobs = [], [], []
+        receipts, planned, teams = [], [], []
         for index in range(count if has_all else min(count, 3)):  # the first, and two others
             hosts: Any = Simulated(index, count, order, first if index == 0 else lambda *_: said["answered"])
             start = time.perf_counter()
-            job = _save._prepare(
-                tree, directory, None, "safetensors", None, SaveOptions(), hosts, detach=True
-            )
-            job.agree(stack)
+            save = start_save(tree, directory, hosts=hosts, detach=True)
+            team = agreement.gather(save, stack)
             agreed = time.perf_counter() - start
-            wrote, receipt = timed(lambda job=job: job.write(stack))
+            wrote, receipt = timed(lambda team=team: write_tree(team, SILENT))
             receipts.append(receipt)
             planned.append((agreed, wrote))
-            jobs.append(job)
-        expected = sum(weight_of(name, count * 8) for name in jobs[0].bare) if count > 1 else 0
+            teams.append(team)
+        expected = sum(weight_of(name, count * 8) for name in teams[0].leaves) if count > 1 else 0
+        data = Path(teams[0].upload.data.path)
         missing = expected - sum(receipt.weight for receipt in receipts)
         for index in range(len(receipts), count):
             (like,) = receipts[-1].files
-            name = str(Path(like.name).with_name(f".eformer-{index:016x}.tmp"))
-            shutil.copy(directory / like.name, directory / name)
+            name = f"copy-{index}-{like.name}"
+            shutil.copy(data / like.name, data / name)
             part = msgspec.structs.replace(like, name=name)
             receipts.append(msgspec.structs.replace(receipts[-1], files=[part], weight=missing % 2**64))
             missing = 0
-        messages = [_commit._encode(receipt) for receipt in receipts]
-        sealed, _ = timed(
-            lambda: jobs[0].seal_directory(_commit.joined(list(map(_commit._decode_receipt, messages))))
-        )
+        messages = [msgspec.msgpack.encode(receipt) for receipt in receipts]
+        decode = msgspec.msgpack.Decoder(type(receipts[0])).decode
+        sealed, _ = timed(lambda: commit(teams[0], agreement.merged(list(map(decode, messages)))))
     if has_all:
         print(json.dumps({"load": timed(lambda: load(directory))[0]}))
         return

@@ -3,6 +3,7 @@
 import os
 
 import jax
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("quick", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -12,3 +13,13 @@ settings.register_profile("thorough", parent=settings.get_profile("quick"), max_
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 jax.config.update("jax_num_cpu_devices", 8)  # eight virtual devices, before any backend starts
+
+
+@pytest.fixture(scope="session")
+def trusted():
+    """Lets checkpoints build the namedtuples of the test trees."""
+    from eformer.checkpoint import register_node
+    from support.trees import Empty, Moments
+
+    register_node(Moments)
+    register_node(Empty)

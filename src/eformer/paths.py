@@ -14,7 +14,7 @@ from pathlib import PosixPath, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
-from eformer._engine.stores.local import replacing
+from eformer._engine.stores.durable import replacing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

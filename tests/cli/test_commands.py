@@ -14,6 +14,7 @@ import pytest
 
 from eformer import checkpoint
 from support.commands import EFORMER, on_terminal, run
+from support.damage import flip
 
 ORBAX = Path(__file__).parents[1] / "compat" / "orbax"
 
@@ -92,10 +93,7 @@ def test_verify_shows_a_bar_on_a_terminal(model):
 
 def test_verify_names_the_leaf_the_file_and_the_bytes(model, tmp_path):
     path = Path(shutil.copytree(model, tmp_path / "damaged"))
-    file = path / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-10] ^= 1
-    file.write_bytes(data)
+    flip(path / "model.safetensors", -10)
     shown = run("verify", path, code=1).stdout
     assert "1 damaged" in shown
     assert "leaf '" in shown

@@ -16,9 +16,10 @@ from eformer import checkpoint
 from eformer._engine.trees.flatten import flatten
 from eformer.errors import CorruptionError, FormatError, NotFoundError, StructureError
 from eformer.serialization.async_manager import AsyncCheckpointManager
+from support.damage import flip
+from support.original import DATA
 from support.trees import assert_same
 
-DATA = Path(__file__).parent / "data"
 SAMPLES = {
     name: sample
     for name, sample in json.loads((DATA / "manifest.json").read_text("utf-8"))["samples"].items()
@@ -108,9 +109,7 @@ def test_checksums_of_the_original_are_checked(tmp_path):
     path = shutil.copy(DATA / "validated.safetensors", tmp_path)
     _, metadata = manager.load(path, None)
     assert metadata["checksum"]
-    data = bytearray(Path(path).read_bytes())
-    data[-1] ^= 1
-    Path(path).write_bytes(data)
+    flip(Path(path), -1)
     with pytest.raises(
         ValueError, match=r"validation failed: leaf '.*' in validated.safetensors has SHA-256"
     ):

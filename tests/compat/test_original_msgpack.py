@@ -2,15 +2,14 @@
 
 import hashlib
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from eformer._engine.trees.flatten import flatten
 from eformer.pytree import _serialization as ours
+from support.original import DATA
 
-DATA = Path(__file__).parent / "data"
 SAMPLES = {
     name: sample
     for name, sample in json.loads((DATA / "manifest.json").read_text("utf-8"))["samples"].items()

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import eformer.serialization
 from eformer import checkpoint
 from eformer.checkpoint import SaveOptions, dry_run, load, save
 from eformer.paths import LocalPath
+from support.meshes import grid, line, on
 
 
 @pytest.fixture
@@ -22,20 +23,8 @@ def path(tmp_path):
     return tmp_path / "checkpoint"
 
 
-def line():
-    return Mesh(np.array(jax.devices()), ("model",))
-
-
-def grid():
-    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
-
-
 def half():
     return Mesh(np.array(jax.devices()[:4]), ("model",))
-
-
-def on(mesh, *spec):
-    return NamedSharding(mesh, P(*spec))
 
 
 def params():

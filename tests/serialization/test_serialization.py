@@ -1,170 +1,22 @@
-"""The documented functions for trees of arrays: names, zarr arrays under one index, and those of other writers."""
+"""The documented functions for trees of arrays: what is saved, under which index, and where it is loaded."""
 
-import asyncio
 import gc
-import json
 import shutil
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-import tensorstore
-from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from eformer import checkpoint
 from eformer.paths import LocalPath
-from eformer.serialization.async_manager import AsyncCheckpointManager
-from eformer.serialization.serialization import (
-    is_array_like,
-    join_key,
-    leaf_key_paths,
-    tree_deserialize_leaves,
-    tree_serialize_leaves,
-)
-from support.trees import HOSTILE, Layer, Moments, Pair, assert_same
-
-INDEX = "tensorstore_index.json"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _trusted():
-    checkpoint.register_node(Moments)
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "inner" / "checkpoint"
-
-
-def line():
-    return Mesh(np.array(jax.devices()), ("model",))
-
-
-def grid():
-    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
-
-
-def on(mesh, *spec):
-    return NamedSharding(mesh, P(*spec))
-
-
-def tree_of_all_kinds():
-    return {
-        "bits": {
-            "four": jnp.ones(5, jnp.int4),
-            "odd": jnp.ones(3, jnp.uint4),
-            "eight": jnp.ones(3, jnp.float8_e5m2),
-        },
-        "empty": {"array": jnp.zeros((0, 2)), "dict": {}, "list": [], "none": None},
-        "kernel": jnp.arange(64.0).reshape(8, 8),
-        "list": [jnp.ones(2, jnp.bfloat16), (jnp.int32(3), 5)],
-        "moments": Moments(jnp.ones(3, bool), "text"),
-        "numpy": np.arange(20)[::3],
-        "rng": jax.random.key(3),
-        "sharded": jax.device_put(jnp.arange(64.0).reshape(8, 8), on(grid(), "data", "model")),
-    }
-
-
-# ---------------------------------------------------------------------------------------------- names
-
-
-@pytest.mark.parametrize(
-    ("thing", "is_array"),
-    [
-        (jnp.ones(3), True),
-        (np.ones(3), True),
-        (np.float32(1), True),
-        (jax.ShapeDtypeStruct((3,), jnp.float32), True),
-        (jax.random.key(0), True),
-        (SimpleNamespace(shape=(), dtype="x"), True),
-        (SimpleNamespace(shape=()), False),
-        (SimpleNamespace(dtype="x"), False),
-        (3, False),
-        (0.5, False),
-        ([1, 2], False),
-        (None, False),
-        ("text", False),
-    ],
-    ids=repr,
-)
-def test_an_array_is_what_has_a_shape_and_a_dtype(thing, is_array):
-    assert is_array_like(thing) is is_array
-
-
-@pytest.mark.parametrize(
-    ("tree", "paths"),
-    [
-        ({"a": 1, "b": [2, {"c": 3}]}, {"a": "a", "b": ["b.0", {"c": "b.1.c"}]}),
-        ((1, (2,)), ("0", ("1.0",))),
-        (Moments(1, {"x": 2}), Moments("mu", {"x": "nu.x"})),
-        (Layer(1, None, "kept"), Layer("weight", None, "kept")),
-        ({0: 1, 1: {2: 3}}, {0: "0", 1: {2: "1.2"}}),
-        ({(1, 2): 3}, {(1, 2): "(1, 2)"}),
-        ({"a.b": 1, "a": {"b": 2}}, {"a.b": "a.b", "a": {"b": "a.b"}}),
-        ({"": 1}, {"": ""}),
-        ({"x": {"": 2}}, {"x": {"": "x."}}),
-        ({"a": None}, {"a": None}),
-        (1, ""),
-        ({}, {}),
-        ([], []),
-        (None, None),
-    ],
-    ids=str,
-)
-def test_every_leaf_is_replaced_by_its_path(tree, paths):
-    assert leaf_key_paths(tree) == leaf_key_paths(tree, "") == leaf_key_paths(tree, None) == paths
-
-
-@pytest.mark.parametrize(
-    ("tree", "paths"),
-    [
-        ({"a": 1, "b": [2, {"c": 3}]}, {"a": "root.a", "b": ["root.b.0", {"c": "root.b.1.c"}]}),
-        (1, "root"),
-        ({"": 1}, {"": "root"}),
-        ({}, {}),
-    ],
-    ids=str,
-)
-def test_a_prefix_stands_before_every_path(tree, paths):
-    assert leaf_key_paths(tree, "root") == leaf_key_paths(tree, prefix="root") == paths
-
-
-def test_is_leaf_decides_where_a_path_ends():
-    assert leaf_key_paths({"a": None}, is_leaf=lambda x: x is None) == {"a": "a"}
-    assert leaf_key_paths({"a": [1, 2]}, "p", is_leaf=lambda x: isinstance(x, list)) == {"a": "p.a"}
-
-
-def test_a_node_without_keys_has_paths_by_position():
-    paths = leaf_key_paths(Pair(1, {"q": 2}, "tag"))
-    assert (paths.left, paths.right, paths.tag) == ("0", {"q": "1.q"}, "tag")
-
-
-def test_the_state_of_an_optimizer_has_readable_paths():
-    names = leaf_key_paths(optax.adam(1e-3).init({"w": jnp.ones(2)}))
-    assert jax.tree.leaves(names) == ["0.count", "0.mu.w", "0.nu.w"]
-
-
-def test_keys_that_cannot_be_sorted_are_refused():
-    with pytest.raises(ValueError, match="sorting"):
-        leaf_key_paths({0: 1, "a": 2})
-
-
-@pytest.mark.parametrize(
-    ("prefix", "key", "joined"),
-    [("p", "k", "p.k"), ("", "k", "k"), (None, "k", "k"), ("p", "", "p"), ("p", None, "p"), (None, None, "")],
-)
-def test_keys_are_joined_by_a_dot_if_there_are_two(prefix, key, joined):
-    assert join_key(prefix, key) == joined
-
+from eformer.serialization.serialization import tree_deserialize_leaves, tree_serialize_leaves
+from support.arrays import INDEX, index_of, opened
+from support.meshes import grid, line, on, tall
+from support.states import tree_of_all_kinds
+from support.trees import HOSTILE, Layer, assert_same
 
 # ----------------------------------------------------------------------------------------- round trips
 
@@ -225,11 +77,13 @@ def test_several_threads_may_save_to_one_directory(path):
         assert_same(tree_deserialize_leaves(path, line(), prefix=f"p{i}"), {"w": jnp.full(9, i)})
 
 
-# ---------------------------------------------------------------------------------------------- index
+def test_a_directory_may_be_moved(path, tmp_path):
+    tree_serialize_leaves(path, tree_of_all_kinds(), prefix="model")
+    shutil.move(path, tmp_path / "elsewhere")
+    assert_same(tree_deserialize_leaves(tmp_path / "elsewhere", line()), tree_of_all_kinds())
 
 
-def index_of(path):
-    return json.loads((path / INDEX).read_text())
+# ----------------------------------------------------------------------------------------------- index
 
 
 def test_the_index_lists_the_arrays_of_every_prefix(path):
@@ -268,11 +122,6 @@ def test_after_a_second_save_the_index_leads_to_the_new_arrays(path):
     (listed,) = index_of(path)["prefixes"]["model"]
     assert listed["shape"] == [3, 3]
     np.testing.assert_array_equal(opened(path / listed["path"]).read().result(), np.ones((3, 3)))
-
-
-def opened(directory):
-    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": str(directory)}}
-    return tensorstore.open(spec, open=True, read=True).result()
 
 
 def test_a_prefix_is_asked_for_only_if_there_are_several(path):
@@ -350,124 +199,7 @@ def test_an_index_that_lists_a_prefix_is_not_left_behind(path):
     assert_same(tree_deserialize_leaves(path, line()), {"w": jnp.zeros(2)})
 
 
-# --------------------------------------------------------------------------------------- other writers
-
-
-def write(root, arrays, index=None, compressor="zstd"):
-    """Arrays as the original writes them: by TensorStore, one directory each."""
-    for name, array in arrays.items():
-        spec = {
-            "driver": "zarr",
-            "kvstore": {"driver": "file", "path": str(root / name)},
-            "metadata": {"compressor": compressor and {"id": compressor, "level": 1}},
-        }
-        dtype = tensorstore.dtype(array.dtype.name)
-        store = tensorstore.open(spec, create=True, dtype=dtype, shape=array.shape).result()
-        store.write(array).result()
-    if index is not None:
-        (root / INDEX).write_text(json.dumps({"format": "tensorstore"} | index))
-
-
-def listed(arrays):
-    return [{"path": p, "shape": list(a.shape), "dtype": a.dtype.name} for p, a in arrays.items()]
-
-
-ARRAYS = {
-    "model/layers/0/w": np.arange(6, dtype=np.float32).reshape(2, 3),
-    "model/b": np.ones(3, jnp.bfloat16),
-    "model/n": np.array(7, np.int32),
-}
-NESTED = {
-    "b": jnp.ones(3, jnp.bfloat16),
-    "layers": {"0": {"w": jnp.arange(6, dtype=jnp.float32).reshape(2, 3)}},
-    "n": jnp.int32(7),
-}
-
-
-@pytest.mark.parametrize("compressor", ["zstd", None])
-def test_an_index_of_version_1_is_read(path, compressor):
-    write(path, ARRAYS, {"version": "1.0", "arrays": listed(ARRAYS)}, compressor)
-    assert_same(tree_deserialize_leaves(path, line()), {"model": NESTED})
-
-
-def test_an_index_of_version_1_has_a_single_prefix(path):
-    write(path, ARRAYS, {"version": "1.0", "arrays": listed(ARRAYS)})
-    assert_same(tree_deserialize_leaves(path, line(), prefix="model"), NESTED)
-    with pytest.raises(ValueError, match="no prefix 'opt'"):
-        tree_deserialize_leaves(path, line(), prefix="opt")
-
-
-@pytest.mark.parametrize("version", ["2.0", "0.0.101"])
-def test_an_index_of_several_prefixes_is_read(path, version):
-    more = {"opt/mu": np.zeros(2, np.float32)}
-    prefixes = {"model": listed(ARRAYS), "opt": listed(more)}
-    write(path, ARRAYS | more, {"version": version, "prefixes": prefixes})
-    assert_same(tree_deserialize_leaves(path, line(), prefix="model"), NESTED)
-    assert_same(tree_deserialize_leaves(path, line(), prefix="opt"), {"mu": jnp.zeros(2)})
-    with pytest.raises(ValueError, match=r"\['model', 'opt'\]"):
-        tree_deserialize_leaves(path, line())
-    with pytest.raises(ValueError, match=r"no prefix 'zzz'.*\['model', 'opt'\]"):
-        tree_deserialize_leaves(path, line(), prefix="zzz")
-
-
-def test_one_prefix_of_others_need_not_be_said(path):
-    write(path, ARRAYS, {"version": "2.0", "prefixes": {"model": listed(ARRAYS)}})
-    assert_same(tree_deserialize_leaves(path, line()), NESTED)
-
-
-def test_arrays_of_others_without_an_index_are_discovered(path):
-    write(path, ARRAYS)
-    assert_same(tree_deserialize_leaves(path, line()), {"model": NESTED})
-    assert_same(tree_deserialize_leaves(path, line(), prefix="model"), NESTED)
-
-
-def test_a_missing_chunk_of_others_is_not_taken_for_zeros(path):
-    write(path, ARRAYS, {"version": "2.0", "prefixes": {"model": listed(ARRAYS)}})
-    (path / "model" / "b" / "0").unlink()
-    with pytest.raises(ValueError, match=r"'b'.*missing"):
-        tree_deserialize_leaves(path, line())
-
-
-def test_what_others_saved_stays_beside_what_we_save(path):
-    raw = {"raw": np.ones(2, np.float32)}
-    write(
-        path, ARRAYS | raw, {"version": "1.0", "arrays": listed(raw), "prefixes": {"model": listed(ARRAYS)}}
-    )
-    tree_serialize_leaves(path, {"w": jnp.ones(2)}, prefix="ours")
-    assert_same(tree_deserialize_leaves(path, line(), prefix="model"), NESTED)
-    assert_same(tree_deserialize_leaves(path, line(), prefix="ours"), {"w": jnp.ones(2)})
-    assert_same(tree_deserialize_leaves(path, line()), {"raw": jnp.ones(2)})
-    assert index_of(path)["prefixes"]["model"] == listed(ARRAYS)
-
-
-def test_what_others_saved_is_laid_out_as_it_is_asked_for(path):
-    arrays = {"kernel": np.arange(64, dtype=np.float32).reshape(8, 8), "bias": np.ones(8, np.float32)}
-    write(path, arrays, {"version": "1.0", "arrays": listed(arrays)})
-    with pytest.raises(ValueError, match=r"'kernel'.*partition_rules.*shardings"):
-        tree_deserialize_leaves(path, grid())
-    loaded = tree_deserialize_leaves(path, grid(), partition_rules=((".*kernel", P("data", "model")),))
-    assert loaded["kernel"].sharding == on(grid(), "data", "model")
-    np.testing.assert_array_equal(loaded["kernel"], arrays["kernel"])
-
-
-@pytest.mark.parametrize("is_right", [True, False])
-def test_the_metadata_of_the_original_is_read_and_its_checksums_are_checked(path, is_right):
-    write(path, ARRAYS, {"version": "0.0.101", "prefixes": {"model": listed(ARRAYS)}})
-    manager = AsyncCheckpointManager(enable_validation=True)
-    checksum = manager.compute_checksum(ARRAYS["model/b"]) if is_right else "0" * 64
-    record = {"version": "0.0.101", "timestamp": "t", "checksum": {"b": checksum}, "array_metadata": {}}
-    record |= {"framework_version": None, "custom_metadata": {"step": 3}}
-    (path / "checkpoint_metadata.json").write_text(json.dumps(record))
-    if is_right:
-        loaded, metadata = manager.load(path, line())
-        assert_same(loaded, NESTED)
-        assert (metadata["checksum"], metadata["custom_metadata"]) == ({"b": checksum}, {"step": 3})
-    else:
-        with pytest.raises(ValueError, match="validation failed: leaf 'b'"):
-            manager.load(path, line())
-
-
-# ------------------------------------------------------------------------------------------ placement
+# ------------------------------------------------------------------------------------------- placement
 
 
 @pytest.fixture
@@ -489,8 +221,7 @@ def test_on_a_mesh_of_several_axes_somebody_has_to_say(path, kernels):
 
 def test_arrays_lie_as_they_were_saved_if_the_mesh_has_their_axes(path):
     tree_serialize_leaves(path, {"w": jax.device_put(jnp.ones((8, 8)), on(grid(), "data", "model"))})
-    turned = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    assert tree_deserialize_leaves(path, turned)["w"].sharding == on(turned, "data", "model")
+    assert tree_deserialize_leaves(path, tall())["w"].sharding == on(tall(), "data", "model")
 
 
 def test_rules_are_searched_for_in_the_path_without_the_prefix(path, kernels):
@@ -548,7 +279,7 @@ def test_an_error_of_the_callback_is_the_callers(path, kernels):
         tree_deserialize_leaves(path, line(), callback=lambda array, key: 1 / 0)
 
 
-# ----------------------------------------------------------------------------------------- chunk size
+# ------------------------------------------------------------------------------------------ chunk size
 
 
 def most_in_flight(path, **arguments):
@@ -578,195 +309,3 @@ def test_the_chunk_size_does_not_change_the_tree(path, kernels, size):
 def test_a_chunk_size_that_is_none_is_refused(path, kernels, size):
     with pytest.raises(ValueError, match=f"a batch of {size} arrays"):
         tree_deserialize_leaves(path, line(), chunk_size=size)
-
-
-# -------------------------------------------------------------------------------------------- commits
-
-
-class Held(GlobalAsyncCheckpointManager):
-    """JAX's manager, which commits when it is told to."""
-
-    def __init__(self):
-        super().__init__(timeout_secs=60)
-        self.gate = threading.Event()
-        self.before = lambda: None
-
-    def serialize(self, arrays, tensorstore_specs, *, on_commit_callback):
-        def commit():
-            assert self.gate.wait(60)
-            self.before()
-            on_commit_callback()
-
-        super().serialize(arrays, tensorstore_specs, on_commit_callback=commit)
-
-    def commit(self):
-        self.gate.set()
-        self.wait_until_finished()
-
-
-@pytest.fixture
-def jax_manager():
-    manager = GlobalAsyncCheckpointManager(60)
-    yield manager
-    manager.wait_until_finished()
-
-
-@pytest.fixture
-def held():
-    manager = Held()
-    yield manager
-    with suppress(Exception):
-        manager.commit()
-
-
-def test_the_callback_runs_once_after_the_commit(path):
-    seen = []
-    tree_serialize_leaves(
-        path, {"w": jnp.ones(2)}, commit_callback=lambda: seen.append(tree_deserialize_leaves(path, line()))
-    )
-    assert_same(seen, [{"w": jnp.ones(2)}])
-
-
-def test_an_error_of_the_commit_callback_is_the_callers_and_the_tree_is_there(path):
-    with pytest.raises(ZeroDivisionError):
-        tree_serialize_leaves(path, {"w": jnp.ones(2)}, commit_callback=lambda: 1 / 0)
-    assert_same(tree_deserialize_leaves(path, line()), {"w": jnp.ones(2)})
-
-
-@pytest.mark.parametrize("prefix", [None, "model"])
-def test_the_manager_of_jax_writes_every_kind_of_tree(path, jax_manager, prefix):
-    tree_serialize_leaves(path, tree_of_all_kinds(), jax_manager, prefix=prefix)
-    assert_same(tree_deserialize_leaves(path, line(), jax_manager, prefix=prefix), tree_of_all_kinds())
-    assert checkpoint.verify(path).ok
-
-
-@pytest.mark.parametrize("tree", [{}, None, 3, jnp.arange(3), {"n": np.ones(2)}], ids=str)
-def test_the_manager_of_jax_writes_the_smallest_trees(path, jax_manager, tree):
-    tree_serialize_leaves(path, tree, jax_manager)
-    assert_same(tree_deserialize_leaves(path, line(), jax_manager), tree)
-
-
-def test_the_manager_of_ours_may_be_handed_over(path):
-    manager = AsyncCheckpointManager().global_manager
-    tree_serialize_leaves(path, {"w": jnp.ones(2)}, manager, prefix="m")
-    assert_same(tree_deserialize_leaves(path, line(), manager), {"w": jnp.ones(2)})
-
-
-def test_the_index_appears_only_once_the_arrays_are_committed(path, held):
-    tree_serialize_leaves(path, {"w": jnp.ones(2)}, held)
-    assert not (path / INDEX).exists()
-    with pytest.raises(FileNotFoundError):
-        tree_deserialize_leaves(path, line())
-    held.commit()
-    assert index_of(path)["arrays"] == [{"path": "w", "shape": [2], "dtype": "float32"}]
-    assert_same(tree_deserialize_leaves(path, line()), {"w": jnp.ones(2)})
-
-
-def test_until_the_commit_the_tree_before_is_there(path, held):
-    tree_serialize_leaves(path, {"w": jnp.zeros(2)})
-    tree_serialize_leaves(path, {"w": jnp.ones((3, 3))}, held)
-    assert_same(tree_deserialize_leaves(path, line()), {"w": jnp.zeros(2)})
-    held.commit()
-    assert_same(tree_deserialize_leaves(path, line()), {"w": jnp.ones((3, 3))})
-
-
-def test_a_held_commit_holds_no_other_save(path, held):
-    tree_serialize_leaves(path, {"w": jnp.zeros(2)}, held, prefix="slow")
-    tree_serialize_leaves(path, {"w": jnp.ones(2)}, prefix="quick")
-    assert_same(tree_deserialize_leaves(path, line()), {"w": jnp.ones(2)})
-    held.commit()
-    assert sorted(index_of(path)["prefixes"]) == ["quick", "slow"]
-
-
-def test_the_callback_of_a_managed_save_runs_once_after_the_commit(path, held):
-    seen = []
-    tree_serialize_leaves(
-        path, {"w": jnp.ones(2)}, held, commit_callback=lambda: seen.append((path / INDEX).exists())
-    )
-    assert seen == []
-    held.commit()
-    assert seen == [True]
-
-
-def test_an_error_of_a_managed_commit_callback_surfaces_when_one_waits(path):
-    manager = GlobalAsyncCheckpointManager(60)
-    tree_serialize_leaves(path, {"w": jnp.ones(2)}, manager, commit_callback=lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        manager.wait_until_finished()
-    manager.wait_until_finished()
-    assert_same(tree_deserialize_leaves(path, line()), {"w": jnp.ones(2)})
-
-
-def test_a_commit_that_fails_surfaces_when_one_waits_and_leaves_the_tree_before(path, held):
-    tree_serialize_leaves(path, {"w": jnp.zeros(2)})
-    seen = []
-    tree_serialize_leaves(path, {"w": jnp.ones(64)}, held, commit_callback=lambda: seen.append(1))
-
-    def cut_short():
-        (chunk,) = (p for p in path.rglob("0") if p.stat().st_size == 256)
-        chunk.write_bytes(b"cut short")
-
-    held.before = cut_short
-    with pytest.raises(ValueError, match="leaf 'w': TensorStore wrote 9 bytes"):
-        held.commit()
-    assert seen == []
-    assert_same(tree_deserialize_leaves(path, line()), {"w": jnp.zeros(2)})
-    held.before = lambda: None
-    tree_serialize_leaves(path, {"w": jnp.ones(3)}, held)
-    held.commit()
-    assert_same(tree_deserialize_leaves(path, line()), {"w": jnp.ones(3)})
-
-
-def test_an_error_of_the_save_before_leaves_nothing_behind(path):
-    manager = GlobalAsyncCheckpointManager(60)
-    tree_serialize_leaves(path / "first", {"w": jnp.ones(2)}, manager, commit_callback=lambda: 1 / 0)
-    with suppress(
-        ZeroDivisionError
-    ):  # JAX's manager waits for what it is writing, and raises what that raised
-        tree_serialize_leaves(path / "second", {"w": jnp.ones(2)}, manager)
-        manager.wait_until_finished()
-    second = path / "second"
-    assert not second.exists() or not [p for p in second.iterdir() if p.name.startswith(".")]
-    tree_serialize_leaves(second, {"w": jnp.ones(2)}, manager)
-    assert_same(tree_deserialize_leaves(second, line(), manager), {"w": jnp.ones(2)})
-
-
-def test_a_managed_save_may_leave_the_index_out(path, jax_manager):
-    tree_serialize_leaves(path, {"a": {"w": jnp.ones(2)}}, jax_manager, prefix="m", write_index=False)
-    jax_manager.wait_until_finished()
-    assert not (path / INDEX).exists()
-    assert_same(tree_deserialize_leaves(path, line(), prefix="m"), {"a": {"w": jnp.ones(2)}})
-
-
-def test_after_a_managed_save_returns_arrays_may_be_donated_and_changed(path, held):
-    tree = {"donated": jnp.arange(5000.0), "deleted": jnp.arange(5000), "numpy": np.arange(5000.0)}
-    expected = jax.tree.map(np.array, tree)
-    tree_serialize_leaves(path, tree, held)
-    jax.jit(lambda x: x * 0, donate_argnums=0)(tree["donated"]).block_until_ready()
-    tree["deleted"].delete()
-    tree["numpy"][:] = 0
-    held.commit()
-    assert_same(jax.tree.map(np.array, tree_deserialize_leaves(path, line())), expected)
-
-
-def test_a_managed_save_replaces_the_one_before(path, jax_manager):
-    for tree in ({"w": jnp.ones((8, 8))}, {"w": jnp.ones(3, jnp.int8)}, {"v": jnp.ones((2, 2))}):
-        tree_serialize_leaves(path, tree, jax_manager, prefix="m")
-        assert_same(tree_deserialize_leaves(path, line(), jax_manager), tree)
-    assert len(list(path.rglob(".zarray"))) == 1
-
-
-def test_everything_works_in_a_running_event_loop(path, jax_manager):
-    async def notebook():
-        tree_serialize_leaves(path, {"w": jnp.ones(2)}, prefix="a")
-        tree_serialize_leaves(path, {"w": jnp.zeros(2)}, jax_manager, prefix="b")
-        jax_manager.wait_until_finished()
-        return [tree_deserialize_leaves(path, line(), jax_manager, prefix=prefix) for prefix in "ab"]
-
-    assert_same(asyncio.run(notebook()), [{"w": jnp.ones(2)}, {"w": jnp.zeros(2)}])
-
-
-def test_a_directory_may_be_moved(path, tmp_path):
-    tree_serialize_leaves(path, tree_of_all_kinds(), prefix="model")
-    shutil.move(path, tmp_path / "elsewhere")
-    assert_same(tree_deserialize_leaves(tmp_path / "elsewhere", line()), tree_of_all_kinds())

@@ -29,9 +29,8 @@ import ml_dtypes
 import numpy as np
 
 from eformer._engine.processes import hosts as _hosts
-from eformer._engine.saving import save as _save
+from eformer._engine.saving import record as _record
 from eformer._engine.saving import write as _writing
-from eformer._engine.stores import local
 from eformer._engine.stores import local_upload as many
 from eformer.checkpoint import SaveOptions, load, save
 
@@ -111,7 +110,7 @@ class Layout:
             reuse=self.reuse,
         )
         with (
-            mock.patch.object(_save, "PIECE_BYTES", self.piece_bytes),
+            mock.patch.object(_record, "PIECE_BYTES", self.piece_bytes),
             mock.patch.object(many, "_FEW", self.few),
             mock.patch.object(_writing, "_WRITE_BYTES", self.piece_bytes),
         ):
@@ -275,11 +274,7 @@ def hooked(before: Hook = _nothing, after: Hook = _nothing) -> Iterator[None]:
 
     calls = {name: getattr(os, name) for name in STATE_CHANGING if hasattr(os, name)}
     hooks = {name: around(name, call) for name, call in calls.items()}
-    sync = hooks.get("fdatasync", hooks["fsync"])
-    with (
-        mock.patch.object(local, "_sync_data", sync),  # which is bound before anything is hooked
-        mock.patch.object(many, "_syncfs", around("syncfs", many._syncfs)),
-    ):
+    with mock.patch.object(many, "_syncfs", around("syncfs", many._syncfs)):
         vars(os).update(hooks)
         try:
             yield

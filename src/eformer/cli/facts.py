@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from eformer._engine.formats.find import find
 from eformer._engine.formats.others.orbax import steps_in
 from eformer._engine.record.values import value_from_json
-from eformer._engine.stores.local import list_names
+from eformer._engine.stores.local import LocalStore
 from eformer.errors import EformerError
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def checkpoint_facts(path: str, prefix: str | None = None) -> tuple[Facts, dict[
         "left_out": list(found.left_out()),
     }
     where = Path(path)
-    steps = steps_in(where, list_names(where)) if where.is_dir() else []
-    if steps and found.path.name == steps[-1]:
+    steps = steps_in(where, list(LocalStore(where).kinds())) if where.is_dir() else []
+    if steps and Path(found.path).name == steps[-1]:
         facts["steps"] = steps
     if found.find_damages:
         facts["checksums"] = True

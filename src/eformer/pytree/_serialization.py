@@ -18,7 +18,7 @@ import numpy as np
 from eformer._engine.formats.msgpack.views import unpack as _unpack
 from eformer._engine.formats.msgpack.writer import can_pack as _can_pack
 from eformer._engine.formats.msgpack.writer import pack as _pack
-from eformer._engine.stores.local import replacing as _replacing
+from eformer._engine.stores.durable import replacing as _replacing
 from eformer._engine.trees.state_dicts import (
     current_path,
     from_state_dict,

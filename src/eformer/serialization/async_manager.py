@@ -18,12 +18,14 @@ from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.plain_arrays import discover
 from eformer._engine.loading.load import load_entry
-from eformer._engine.loading.select import Request
+from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import floating_dtype, raw_pieces
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.saving.pending import Pending
+from eformer._engine.saving.run import carry_out, run_in_background
 from eformer._engine.saving.save import start
+from eformer._engine.stores.local import LocalStore
 from eformer._engine.trees.devices import is_key
 from eformer.paths import GCSPath, LocalPath, ePath
 from eformer.serialization._keys import by_key
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
     from jax.sharding import Mesh, PartitionSpec
 
-    from eformer._engine.saving.run import Format, Job
+    from eformer._engine.saving.run import Format, Save
 
 __all__ = ["AsyncCheckpointManager", "CheckpointMetadata"]
 
@@ -128,7 +130,7 @@ class AsyncCheckpointManager:
         if self._is_disabled(where):
             return where
         gather = partial(self._gather, mesh, gather_fns, do_all_gather, cpu_offload)
-        self._start(tree, where, prefix, metadata, float_dtype, cpu_offload, first=gather).carry_out()
+        carry_out(self._start(tree, where, prefix, metadata, float_dtype, cpu_offload, first=gather))
         if callback is not None:
             callback(where)
         return where
@@ -155,10 +157,10 @@ class AsyncCheckpointManager:
             pending.start(lambda: None)
             return pending
         gather = partial(self._gather, mesh, gather_fns, do_all_gather, cpu_offload)
-        job = self._start(tree, where, prefix, metadata, float_dtype, cpu_offload, first=gather, detach=True)
+        save = self._start(tree, where, prefix, metadata, float_dtype, cpu_offload, first=gather, detach=True)
         with self._lock:
             self._pending = [p for p in self._pending if not (p.done() and p.was_asked)] + [pending]
-        job.run_in_background(pending, after=None if callback is None else lambda: callback(where))
+        run_in_background(save, pending, after=None if callback is None else lambda: callback(where))
         return pending
 
     def save_pytree(
@@ -183,10 +185,10 @@ class AsyncCheckpointManager:
         if self._is_disabled(where):
             return where
         gather = partial(self._gather, mesh, None, do_all_gather, cpu_offload)
-        job = self._start(
+        save = self._start(
             pytree, where, prefix, extras, dtype, cpu_offload, first=gather, write_index=write_index
         )
-        job.carry_out()
+        carry_out(save)
         return where
 
     def wait_until_finished(self) -> None:
@@ -222,7 +224,7 @@ class AsyncCheckpointManager:
         first: Callable[[Any], Any],
         detach: bool = False,
         write_index: bool = True,
-    ) -> Job:
+    ) -> Save:
         dtype = self.float_dtype if dtype is None else dtype
         options = SaveOptions(
             dtype=None if dtype is None else floating_dtype(dtype),
@@ -300,15 +302,17 @@ class AsyncCheckpointManager:
             prefix = _same(prefix, prefix_filter)
         request = Request(
             prefix=prefix,
-            mesh=mesh,
-            shardings=shardings,
-            every_leaf=not mismatch_allowed,
-            rules=None if partition_rules is None else tuple(partition_rules),
+            placement=PlacementRequest(
+                mesh=mesh,
+                rules=partition_rules,
+                shardings=shardings,
+                every_leaf=not mismatch_allowed,
+                rules_name="partition_rules",
+            ),
             dtype=dtype,
             callback=by_key(callback),
             batch=chunk_size,
             verify=validate is not False,
-            rules_are="partition_rules",
         )
         if not use_async:
             request = dataclasses.replace(request, batch=1, threads=1)
@@ -352,16 +356,18 @@ class AsyncCheckpointManager:
         request = Request(
             like=template,
             prefix=prefix,
-            mesh=mesh,
-            shardings=shardings,
-            rules=None if partition_rules is None else tuple(partition_rules),
+            placement=PlacementRequest(
+                mesh=mesh,
+                rules=partition_rules,
+                shardings=shardings,
+                replicate=True,
+                rules_name="partition_rules",
+            ),
             dtype=dtype,
             callback=by_key(callback),
             batch=chunk_size,
-            replicate=True,
             reshape=not strict_shapes,
-            rules_are="partition_rules",
-            like_is="template",
+            like_name="template",
         )
         return self._load(path, request, None)
 
@@ -383,7 +389,7 @@ class AsyncCheckpointManager:
             return False
         if (where / INDEX).exists():
             return True
-        return isinstance(where, LocalPath) and next(discover(where), None) is not None
+        return isinstance(where, LocalPath) and next(discover(LocalStore(where)), None) is not None
 
     @staticmethod
     def safe_loadpath(path: Path) -> GCSPath | LocalPath:

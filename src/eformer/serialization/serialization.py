@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.loading.load import load_entry
-from eformer._engine.loading.select import Request
+from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.processes.hosts import TIMEOUT
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.saving.jax_manager import serialize_with
+from eformer._engine.saving.run import carry_out
 from eformer._engine.saving.save import start
 from eformer._engine.trees.key_paths import is_array_like, join_key, leaf_key_paths
 from eformer.serialization._keys import by_key
@@ -44,7 +45,7 @@ def tree_serialize_leaves(
         >>> tree_serialize_leaves("run", {"w": jnp.ones(2)}, prefix="model")
     """
     timeout = getattr(manager, "_timeout_secs", TIMEOUT)  # a manager has a timeout of its own
-    job = start(
+    save = start(
         pytree,
         checkpoint_dir,
         prefix=prefix,
@@ -54,9 +55,9 @@ def tree_serialize_leaves(
         detach=manager is not None,
     )
     if manager is not None:
-        serialize_with(manager, job, pytree, commit_callback)
+        serialize_with(manager, save, pytree, commit_callback)
         return
-    job.carry_out()
+    carry_out(save)
     if commit_callback is not None:
         commit_callback()
 
@@ -88,11 +89,10 @@ def tree_deserialize_leaves(
         finish()
     request = Request(
         prefix=prefix,
-        mesh=mesh,
-        rules=None if partition_rules is None else tuple(partition_rules),
-        shardings=shardings,
+        placement=PlacementRequest(
+            mesh=mesh, rules=partition_rules, shardings=shardings, rules_name="partition_rules"
+        ),
         callback=by_key(callback),
         batch=chunk_size,
-        rules_are="partition_rules",
     )
     return load_entry(checkpoint_dir, request)[0]

@@ -15,11 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from eformer._engine.formats.safetensors.layout import layout
+from eformer._engine.formats.safetensors.layout import group_by_file, stored_nbytes
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, shard_name, split_shard
 from eformer._engine.record.dtypes import dtype_from_name, floating_dtype, is_floating
 from eformer._engine.record.names import with_nearest
-from eformer._engine.saving.safetensors_writer import stored_nbytes
 from eformer._engine.trees.devices import is_key, on_host, resharded
 from eformer._engine.trees.key_paths import is_array_like, leaf_key_paths
 from eformer.paths import GCSPath
@@ -130,7 +129,7 @@ def optimize_shard_layout(state: dict[str, Any], max_shard_size_bytes: int) -> l
     is_nested = any(isinstance(value, dict) for value in state.values())
     flat = flatten_for_broadcast(state) if is_nested else state
     sizes = {key: _stored_nbytes(array) for key, array in flat.items() if is_array_like(array)}
-    return layout(sizes, max_shard_size_bytes)
+    return group_by_file(sizes, max_shard_size_bytes)
 
 
 def _stored_nbytes(array: Any) -> int:

@@ -12,7 +12,6 @@ import sys
 import msgspec
 import numpy as np
 import pytest
-import tensorstore as ts
 
 from eformer import checkpoint
 from eformer._engine.record.digests import stamp_digest
@@ -20,6 +19,8 @@ from eformer._engine.stores.local_upload import Journal
 from eformer._engine.stores.removal import Moved
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError, FormatError, NotFoundError
+from support.arrays import write_array
+from support.damage import flip
 from support.trees import assert_same
 
 TREE = {"w": np.arange(6, dtype=np.float32)}
@@ -142,9 +143,7 @@ def test_a_coding_that_we_never_write_is_refused(ours, coding):
 
 def foreign(path, **metadata):
     array = np.arange(10, dtype=np.float32).reshape(5, 2)
-    described = {"shape": [5, 2], "chunks": [5, 2], "dtype": "<f4", "compressor": None, **metadata}
-    spec = {"driver": "zarr", "kvstore": f"file://{path}/w", "metadata": described}
-    ts.open(spec, create=True).result().write(array).result()
+    write_array(path / "w", array, **{"chunks": [5, 2], "compressor": None} | metadata)
     return path
 
 
@@ -221,9 +220,7 @@ def test_an_index_of_nothing_holds_no_tree(tmp_path):
 @pytest.mark.parametrize("byte", range(0, 200, 3))
 def test_a_flipped_byte_in_a_description_is_an_error_of_ours_or_none(tmp_path, byte):
     file = foreign(tmp_path) / "w" / ".zarray"
-    data = bytearray(file.read_bytes())
-    data[byte % len(data)] ^= 0x80
-    file.write_bytes(data)
+    flip(file, byte % file.stat().st_size, 0x80)
     try:
         load(tmp_path)
     except (FormatError, NotFoundError) as error:

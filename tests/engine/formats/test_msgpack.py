@@ -225,8 +225,8 @@ def test_reading_and_writing_numpy_trees_does_not_import_jax():
         ("\ud800", "cannot be stored"),
         (jax.ShapeDtypeStruct((2,), jnp.float32), "can not serialize"),
         ({(1, 2): 3}, "a key of type tuple cannot be stored"),
-        ({"__msgpack_chunked_array__": True}, "has a meaning of its own"),
-        ({"__msgpack_tuple__": []}, "has a meaning of its own"),
+        ({"__msgpack_chunked_array__": True}, "is reserved in msgpack files"),
+        ({"__msgpack_tuple__": []}, "is reserved in msgpack files"),
     ],
     ids=lambda v: v if isinstance(v, str) else type(v).__name__,
 )
@@ -317,9 +317,9 @@ HOSTILE = {
     "nothing": (b"", "ends too early"),
     "unused tag": (b"\xc1", "0xc1"),
     "trailing": (b"\xc0\xc0", "1 bytes follow the end, at byte 1"),
-    "list of 2**32-1": (b"\xdd\xff\xff\xff\xff", "a container of 4294967295 elements, and only 0 bytes"),
+    "list of 2**32-1": (b"\xdd\xff\xff\xff\xff", "a container of 4294967295 elements, but only 0 bytes"),
     "map of 2**32-1": (b"\xdf\xff\xff\xff\xff\xc0", "a container of 8589934590 elements"),
-    "bytes of 4 GiB": (b"\xc6\xff\xff\xff\xff12", "4294967295 bytes announced, and only 2 left"),
+    "bytes of 4 GiB": (b"\xc6\xff\xff\xff\xff12", "4294967295 bytes announced, but only 2 left"),
     "text of 4 GiB": (b"\xdb\xff\xff\xff\xff12", "bytes announced"),
     "extension of 4 GiB": (b"\xc9\xff\xff\xff\xff\x0112", "bytes announced"),
     "half a number": (b"\xcb\0\0", "ends too early"),
@@ -367,7 +367,7 @@ HOSTILE = {
     "chunks of text": (msgpack.packb({"__msgpack_chunked_array__": True, "shape": {"0": 1}, "chunks": {"0": "x"}}), "shape and chunks"),
     "chunks none": (msgpack.packb({"__msgpack_chunked_array__": True, "shape": {"0": 0}, "chunks": {}}), "shape and chunks"),
     "chunks misnumbered": (msgpack.packb({"__msgpack_chunked_array__": True, "shape": {"1": 0}, "chunks": {"0": 1}}), "shape and chunks"),
-    "chunks and more": (msgpack.packb({"__msgpack_chunked_array__": True, "shape": {}, "chunks": {"0": 1}, "x": 1}), "nothing beside"),
+    "chunks and more": (msgpack.packb({"__msgpack_chunked_array__": True, "shape": {}, "chunks": {"0": 1}, "x": 1}), "nothing else"),
     "chunked shape of floats": (
         b"\x83\xb9__msgpack_chunked_array__\xc3\xa5shape" + msgpack.packb({"0": 2.0})
         + b"\xa6chunks\x81\xa10" + array_message([2], "float32", F4),
@@ -427,7 +427,7 @@ def test_a_large_broken_message_is_refused_before_anything_is_built_from_it(tail
 
 def test_a_large_broken_message_of_few_values_is_explained():
     message = packed({"layers": [{"w": np.zeros(10**5)}, {"w": np.zeros(10**5)}]})
-    with pytest.raises(FormatError, match=r"in 'layers/1/w': 800020 bytes announced, and only 799920 left"):
+    with pytest.raises(FormatError, match=r"in 'layers/1/w': 800020 bytes announced, but only 799920 left"):
         unpack(message[:-100])
     with pytest.raises(FormatError, match="3 bytes follow the end"):
         unpack(message + b"abc")

@@ -13,28 +13,25 @@ import tensorstore as ts
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from contracts.checkpoint import DirectoryContract, layouts, meshes, model
+from contracts.checkpoint import DirectoryContract, OnDisk, layouts, meshes, model
 from eformer import checkpoint
-from eformer._engine.saving.zarr_writer import ArraysWriter
 from eformer._engine.stores.directory import Directory
-from eformer._engine.stores.local_upload import Journal, ScratchTree
+from eformer._engine.stores.local_upload import Journal, LocalUpload
+from eformer._engine.stores.ocdbt import DatabaseUpload
 from eformer._engine.stores.removal import Moved
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 from eformer.serialization.serialization import tree_serialize_leaves
+from support.arrays import opened, write_array
+from support.damage import flip
 from support.trees import assert_same
 
 
-class TestArrays(DirectoryContract):
+class TestArrays(OnDisk, DirectoryContract):
     format = "tensorstore"
-    steps = ("write.xxh3_128", "zarr_writer.ArraysWriter._write_index")
 
     def place(self, folder):
         return folder / "checkpoint"
-
-    @pytest.fixture
-    def path(self, tmp_path):
-        return self.place(tmp_path / "inner")
 
     def data_file(self, path):
         return max((p for p in path.rglob("*") if p.is_file() and p.parent != path), key=os.path.getsize)
@@ -59,8 +56,8 @@ class TestArraysInChunks(TestArrays):
 class TestDatabase(TestArrays):
     """The same, in an OCDBT database."""
 
+    upload = DatabaseUpload
     options = SaveOptions(ocdbt=True)
-    steps = ("zarr_writer.xxh3_128", "zarr_writer.ArraysWriter._write_index")
 
     def name_in_errors(self, file):
         return "tree.ocdbt/bad/0"
@@ -74,9 +71,7 @@ class TestCompressedArrays(TestArrays):
 
     def test_a_flipped_bit_in_the_data_is_found_and_named(self, path):
         save({"good": jnp.ones(96), "bad": jnp.arange(1000.0)}, path)
-        data = bytearray((path / "bad" / "0").read_bytes())
-        data[len(data) // 2] ^= 1
-        (path / "bad" / "0").write_bytes(data)
+        flip(path / "bad" / "0", (path / "bad" / "0").stat().st_size // 2)
         for call in (lambda: load(path), lambda: checkpoint.open(path)["bad"][699:701]):
             with pytest.raises(CorruptionError, match=r"'bad': bytes 0 to \d+ of bad/0 are damaged"):
                 call()
@@ -97,16 +92,12 @@ def arrays_save(tree, path, prefix=None, **options):
     return save(tree, path, prefix=prefix, format="tensorstore", options=SaveOptions(**options))
 
 
-def opened(path, *parts):
-    return ts.open({"driver": "zarr", "kvstore": f"file://{path.joinpath(*parts)}"}).result()
-
-
 @pytest.mark.parametrize("options", [{}, {"compression": "zstd"}, {"max_chunk_bytes": 100}], ids=str)
 def test_plain_tensorstore_reads_the_arrays(tmp_path, weights, options):
     arrays_save(weights, tmp_path, "model", **options)
     arrays_save(weights, tmp_path, **options)
     for parts in (("model", "a", "w"), ("a", "w")):
-        np.testing.assert_array_equal(opened(tmp_path, *parts).read().result(), weights["a"]["w"])
+        np.testing.assert_array_equal(opened(tmp_path.joinpath(*parts)).read().result(), weights["a"]["w"])
 
 
 def test_plain_tensorstore_reads_the_database(tmp_path, weights):
@@ -128,7 +119,7 @@ def test_other_readers_see_a_dtype_they_know(tmp_path, dtype, tag):
     array = np.arange(4).astype(dtype if dtype[0] == "d" else np.dtype(dtype))
     arrays_save({"x": array}, tmp_path)
     assert json.loads((tmp_path / "x" / ".zarray").read_text())["dtype"] == tag
-    found = opened(tmp_path, "x").read().result()
+    found = opened(tmp_path / "x").read().result()
     np.testing.assert_array_equal(found.view(array.dtype), array)
 
 
@@ -145,24 +136,24 @@ def test_the_index_lists_every_array_by_prefix(tmp_path, weights):
 def test_a_chunk_is_a_shard(tmp_path):
     array = jax.device_put(jnp.arange(16 * 24.0).reshape(16, 24), layouts()["2x4"])
     arrays_save({"w": array}, tmp_path)
-    assert opened(tmp_path, "w").chunk_layout.read_chunk.shape == (8, 6)
+    assert opened(tmp_path / "w").chunk_layout.read_chunk.shape == (8, 6)
     assert len(list((tmp_path / "w").iterdir())) == 9
-    np.testing.assert_array_equal(opened(tmp_path, "w").read().result(), array)
+    np.testing.assert_array_equal(opened(tmp_path / "w").read().result(), array)
 
 
 def test_a_chunk_is_capped_by_rows_that_divide_a_shard(tmp_path):
     array = jax.device_put(jnp.arange(48 * 8.0).reshape(48, 8), layouts()["2x4"])
     arrays_save({"w": array}, tmp_path, max_chunk_bytes=9 * 2 * 4)
-    assert opened(tmp_path, "w").chunk_layout.read_chunk.shape == (8, 2)
+    assert opened(tmp_path / "w").chunk_layout.read_chunk.shape == (8, 2)
     np.testing.assert_array_equal(load(tmp_path)["w"], array)
 
 
 def test_the_last_chunk_is_filled_up_and_read_without_what_fills_it(tmp_path):
     array = np.arange(70.0).reshape(7, 10)
     arrays_save({"w": array}, tmp_path, max_chunk_bytes=240)
-    assert opened(tmp_path, "w").chunk_layout.read_chunk.shape == (3, 10)
+    assert opened(tmp_path / "w").chunk_layout.read_chunk.shape == (3, 10)
     assert (tmp_path / "w" / "2.0").stat().st_size == 240
-    np.testing.assert_array_equal(opened(tmp_path, "w").read().result(), array)
+    np.testing.assert_array_equal(opened(tmp_path / "w").read().result(), array)
     np.testing.assert_array_equal(load(tmp_path)["w"], array)
 
 
@@ -244,9 +235,9 @@ def test_arrays_of_a_save_that_died_are_no_checkpoint_and_go_with_the_next(tmp_p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ArraysWriter, "_write_index", die)
-        patch.setattr(ScratchTree, "finish", lambda *_, **__: None)
-        patch.setattr(ScratchTree, "discard", ScratchTree.close)
+        patch.setattr(LocalUpload, "swap", die)
+        patch.setattr(LocalUpload, "withdraw", lambda upload: None)
+        patch.setattr(LocalUpload, "close", LocalUpload.abandon)
         with pytest.raises(KeyboardInterrupt):
             arrays_save(weights, tmp_path)
     assert (tmp_path / "a" / "w" / ".zarray").exists()
@@ -279,12 +270,6 @@ def test_a_save_without_an_index_that_fails_leaves_no_half(tmp_path, weights, mo
 # -------------------------------------------------------------------------------------------- other writers
 
 
-def foreign(path, array, *, chunks, dtype="<f4", **metadata):
-    spec = {"driver": "zarr", "kvstore": f"file://{path}", "metadata": {"shape": array.shape, "chunks": chunks, "dtype": dtype, **metadata}}  # fmt: skip
-    ts.open(spec, create=True).result().write(array).result()
-    return path
-
-
 ODD = {
     "raw": {"compressor": None},
     "zstd": {"compressor": {"id": "zstd", "level": 3}},
@@ -301,7 +286,7 @@ ODD = {
 @pytest.mark.parametrize("chunks", [[7, 5], [3, 5], [2, 2], [10, 10]], ids=str)
 def test_arrays_of_any_kind_are_read(tmp_path, kind, chunks):
     array = np.arange(1, 36, dtype=np.float32).reshape(7, 5)
-    foreign(tmp_path / "m" / "w", array, chunks=chunks, **ODD[kind])
+    write_array(tmp_path / "m" / "w", array, chunks=chunks, **ODD[kind])
     assert_same(np.asarray(load(tmp_path)["m"]["w"]), array)
     assert_same(np.asarray(load(tmp_path, prefix="m")["w"]), array)
     np.testing.assert_array_equal(checkpoint.open(tmp_path)["m.w"][2:5, 1:3], array[2:5, 1:3])
@@ -312,7 +297,7 @@ def test_arrays_of_any_kind_are_read(tmp_path, kind, chunks):
 
 @pytest.mark.parametrize("kind", ODD)
 def test_a_missing_chunk_of_any_kind_is_an_error(tmp_path, kind):
-    foreign(tmp_path / "w", np.ones((4, 4), np.float32), chunks=[2, 4], **ODD[kind])
+    write_array(tmp_path / "w", np.ones((4, 4), np.float32), chunks=[2, 4], **ODD[kind])
     chunk = next(p for p in sorted((tmp_path / "w").rglob("*")) if p.is_file() and p.name != ".zarray")
     chunk.unlink()
     with pytest.raises(CorruptionError, match=r"'w'.*1 of 2 chunks are missing"):
@@ -323,7 +308,7 @@ def test_a_missing_chunk_of_any_kind_is_an_error(tmp_path, kind):
 def test_indexes_of_every_version_are_read(tmp_path, version):
     array = np.arange(6, dtype=np.float32)
     for name in ("model/w", "w"):
-        foreign(tmp_path / name, array, chunks=[6], compressor=None)
+        write_array(tmp_path / name, array, chunks=[6], compressor=None)
     entries = [{"path": name, "shape": [6], "dtype": "float32"} for name in ("w", "model/w")]
     index = {
         "format": "tensorstore",
@@ -367,7 +352,7 @@ def write_index(path, **changes):
 @pytest.fixture
 def one(tmp_path):
     """A directory of another writer with one array."""
-    foreign(tmp_path / "w", np.ones(4, np.float32), chunks=[2], compressor=None)
+    write_array(tmp_path / "w", np.ones(4, np.float32), chunks=[2], compressor=None)
     return tmp_path
 
 
@@ -381,7 +366,7 @@ def test_an_index_that_leads_out_of_the_directory_is_refused(one, path):
 @pytest.mark.parametrize("where", ["link", "inner/link"])
 def test_a_link_that_leads_out_is_refused(tmp_path_factory, one, where):
     outside = tmp_path_factory.mktemp("outside")
-    foreign(outside / "w", np.ones(4, np.float32), chunks=[4], compressor=None)
+    write_array(outside / "w", np.ones(4, np.float32), chunks=[4], compressor=None)
     (one / where).parent.mkdir(exist_ok=True)
     (one / where).symlink_to(outside / "w")
     write_index(one, arrays=[{"path": where, "shape": [4], "dtype": "float32"}])
@@ -430,7 +415,7 @@ def test_a_description_that_claims_what_cannot_be_is_refused_at_once(one, change
 
 def test_a_bomb_of_zeros_is_refused_before_it_is_unpacked(tmp_path):
     array = np.zeros(2**20, np.float32)
-    foreign(tmp_path / "w", array, chunks=[2**20], compressor={"id": "zstd"})
+    write_array(tmp_path / "w", array, chunks=[2**20], compressor={"id": "zstd"})
     file = tmp_path / "w" / ".zarray"
     file.write_text(file.read_text().replace(str(2**20), str(2**50)))
     with pytest.raises(FormatError, match="cannot decode to a chunk"):
@@ -478,8 +463,8 @@ def test_what_a_dead_save_left_is_removed_though_others_have_committed_since(tmp
     """Its lock may outlive it for a while; by then the index has forgotten it."""
     save({"a": np.ones(3)}, tmp_path, format="tensorstore")
     with monkeypatch.context() as patch:  # it dies right after its commit
-        patch.setattr(ScratchTree, "finish", lambda scratch, is_sealed: None)
-        patch.setattr(ScratchTree, "discard", ScratchTree.close)
+        patch.setattr(LocalUpload, "finish", lambda upload: None)
+        patch.setattr(LocalUpload, "close", LocalUpload.abandon)
         save({"b": np.ones(3)}, tmp_path, format="tensorstore")
     (scratch,) = tmp_path.glob(".eformer-*.tmp")
     holder = os.open(scratch, os.O_RDONLY)

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from eformer._engine.loading import device_put as _put
+from eformer._engine.loading import device_put
 from support.trees import assert_same
 
 
@@ -20,13 +20,13 @@ def way(request, monkeypatch):
     def gone():
         raise AttributeError("batched_device_put")
 
-    _put._is_usable.cache_clear()
+    device_put._is_usable.cache_clear()
     if request.param == "device_put":
-        monkeypatch.setattr(_put, "_batched_device_put", lambda: other)
+        monkeypatch.setattr(device_put, "_batched_device_put", lambda: other)
     if request.param == "gone":
-        monkeypatch.setattr(_put, "_batched_device_put", gone)
+        monkeypatch.setattr(device_put, "_batched_device_put", gone)
     yield request.param
-    _put._is_usable.cache_clear()
+    device_put._is_usable.cache_clear()
 
 
 DTYPES = [np.float32, np.int8, np.bool_, np.complex64, jnp.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4]
@@ -52,37 +52,37 @@ def same(ours, theirs):
 
 
 def test_on_the_default_device(arrays, way):
-    same(_put.put_on_default(arrays), jax.device_put(arrays))
-    assert _put._is_usable(jax.devices()[0]) == (way == "underneath")
+    same(device_put.put_on_default(arrays), jax.device_put(arrays))
+    assert device_put._is_usable(jax.devices()[0]) == (way == "underneath")
 
 
 def test_on_a_default_device_that_somebody_chose(arrays, way):
     with jax.default_device(jax.devices()[3]):
-        found = _put.put_on_default(arrays)
+        found = device_put.put_on_default(arrays)
         same(found, jax.device_put(arrays))
     assert found[0].devices() == {jax.devices()[3]}
 
 
 def test_each_on_its_own_device(arrays, way):
     devices = [jax.devices()[n % 4] for n in range(len(arrays))]
-    same(_put.put_on(arrays, devices), jax.device_put(arrays, devices))
+    same(device_put.put_on(arrays, devices), jax.device_put(arrays, devices))
 
 
 def test_in_a_memory_of_a_device(arrays, way):
     device = jax.devices()[0]
     place = jax.sharding.SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
     places = [place if n % 2 else device for n in range(len(arrays))]
-    same(_put.put_on(arrays, places), jax.device_put(arrays, places))
+    same(device_put.put_on(arrays, places), jax.device_put(arrays, places))
 
 
 def test_nothing_at_all(way):
-    assert _put.put_on_default([]) == []
-    assert _put.put_on([], []) == []
+    assert device_put.put_on_default([]) == []
+    assert device_put.put_on([], []) == []
 
 
 def test_aligned_memory_is_taken_as_it_is():
     memory = np.zeros(4096, np.uint8)
     aligned = memory[-memory.__array_interface__["data"][0] % 64 :][:1024]
     aligned.flags.writeable = False
-    (array,) = _put.put_on_default([aligned])
+    (array,) = device_put.put_on_default([aligned])
     assert array.unsafe_buffer_pointer() == aligned.__array_interface__["data"][0]

@@ -12,10 +12,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from eformer._engine.loading import read as _read
+from eformer._engine.loading.read import Reading
 from eformer._engine.stores import local_files as files
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError
+from support.damage import flip
 from support.trees import assert_same
 
 
@@ -35,11 +36,11 @@ def tree():
 def is_read(monkeypatch):
     """The names of the leaves that are read."""
     names = []
-    tasks = _read.Reading.tasks
+    tasks = Reading.tasks
     monkeypatch.setattr(
-        _read.Reading,
+        Reading,
         "tasks",
-        lambda self, items, **more: names.extend(i.name for i in items) or tasks(self, items, **more),
+        lambda self, targets, **more: names.extend(t.name for t in targets) or tasks(self, targets, **more),
     )
     return names
 
@@ -116,16 +117,10 @@ def test_a_file_system_that_cannot_map_is_read(tmp_path, tree, monkeypatch, is_r
     assert set(is_read) == {"big", "half", "host", "odd"}
 
 
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[-2_000_000] ^= 1
-    path.write_bytes(data)
-
-
 def test_digests_are_checked_if_asked_for(tmp_path, tree):
     save(tree, tmp_path)
     assert_same(load(tmp_path, mmap=True, verify=True), tree)
-    flip(tmp_path / "model.safetensors")
+    flip(tmp_path / "model.safetensors", -2_000_000)
     load(tmp_path, mmap=True)
     with pytest.raises(CorruptionError, match="damaged"):
         load(tmp_path, mmap=True, verify=True)

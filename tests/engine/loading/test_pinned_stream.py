@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer._engine.loading import fetch as _transfer
-from eformer._engine.loading import load as _load
-from eformer._engine.loading import pinned_stream as _streamed
-from eformer._engine.loading import placement as _placed
+from eformer._engine.loading import fetch, pinned_stream, placement
+from eformer._engine.loading import load as load_module
 from eformer.checkpoint import load, save
 from eformer.errors import CorruptionError
+from support.damage import flip
 from support.trees import assert_same
 
 
@@ -23,12 +22,12 @@ from support.trees import assert_same
 def slots(monkeypatch):
     """All CPU devices count as accelerators. Yields the slots that are made, with what they are locked for."""
     made = []
-    monkeypatch.setattr(_streamed, "_LOCKED_BYTES", 2**21)
-    monkeypatch.setattr(_streamed, "_SLOT_BYTES", 2**18)
-    monkeypatch.setattr(_streamed, "_WORTH_IT", 0)
-    is_numpy = lambda item: None if item.as_numpy else jax.devices()[0]  # noqa: E731
-    for module in (_load, _placed, _streamed):
-        monkeypatch.setattr(module, "accelerator_of", is_numpy)
+    monkeypatch.setattr(pinned_stream, "_LOCKED_BYTES", 2**21)
+    monkeypatch.setattr(pinned_stream, "_SLOT_BYTES", 2**18)
+    monkeypatch.setattr(pinned_stream, "_WORTH_IT", 0)
+    on_cpu = lambda target: None if target.as_numpy else jax.devices()[0]  # noqa: E731
+    for module in (load_module, placement, pinned_stream):
+        monkeypatch.setattr(module, "accelerator_of", on_cpu)
 
     def unaligned(nbytes):
         memory = np.empty(nbytes + 128, np.uint8)
@@ -36,7 +35,7 @@ def slots(monkeypatch):
         made.append(memory[start % 64 :][:nbytes])
         return made[-1]
 
-    monkeypatch.setattr(_streamed, "aligned", unaligned)
+    monkeypatch.setattr(pinned_stream, "aligned", unaligned)
     return made
 
 
@@ -104,10 +103,7 @@ def test_empty_leaves_need_a_turn_but_no_memory(tmp_path, slots, size):
 
 def test_damage_is_an_error_and_ends_every_lane(tmp_path, slots, tree):
     save(tree, tmp_path)
-    file = tmp_path / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-200_000] ^= 1
-    file.write_bytes(data)
+    flip(tmp_path / "model.safetensors", -200_000)
     with pytest.raises(CorruptionError, match="leaf 'layers"):
         load(tmp_path)
 
@@ -127,7 +123,7 @@ def test_an_interrupt_ends_every_thread(tmp_path, slots, tree, monkeypatch, mome
 
         return call
 
-    where = (_transfer.Fetching, "carry_out") if moment == "read" else (_streamed, "assemble")
+    where = (fetch.Fetching, "carry_out") if moment == "read" else (pinned_stream, "assemble")
     monkeypatch.setattr(*where, interrupted(getattr(*where)))
     with pytest.raises(KeyboardInterrupt):
         load(tmp_path)
@@ -147,19 +143,14 @@ def test_memory_is_locked_once_a_slot_and_unlocked_at_the_end(tmp_path, slots, t
     class Device:
         client = Client()
 
-    locked = _streamed.page_locked
-    monkeypatch.setattr(_streamed, "page_locked", lambda memory, device: locked(memory, Device()))
+    locked = pinned_stream.page_locked
+    monkeypatch.setattr(pinned_stream, "page_locked", lambda memory, device: locked(memory, Device()))
     save(tree, tmp_path)
     assert_same(load(tmp_path), tree)
     mapped = sorted(address for call, address in calls if call == "map")
     assert 0 < len(mapped) == len(set(mapped))
     assert set(mapped) <= {slot.__array_interface__["data"][0] for slot in slots}
     assert sorted(address for call, address in calls if call == "unmap") == mapped
-
-
-def test_what_a_cpu_device_holds_is_not_streamed():
-    assert _placed._accelerator(None, None) is None
-    assert _placed._accelerator(jax.sharding.SingleDeviceSharding(jax.devices()[0]), None) is None
 
 
 def test_progress_is_told_and_what_it_raises_stops_the_load(tmp_path, slots, tree):

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer._engine.formats.safetensors.layout import layout
+from eformer._engine.formats.safetensors.layout import group_by_file
 from eformer._engine.loading.read_plan import READ_BYTES, Want, plan_reads
 from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry
 from eformer._engine.record.pieces import count_pieces
@@ -88,7 +88,7 @@ def test_bytes_are_spread_evenly_over_those_who_hold_them():
 
 def test_a_header_never_grows_beyond_what_readers_allow(monkeypatch):
     monkeypatch.setattr("eformer._engine.formats.safetensors.layout.MAX_HEADER_BYTES", 1000)
-    files = layout({f"m.{i}": 1 for i in range(20)}, 10**9)
+    files = group_by_file({f"m.{i}": 1 for i in range(20)}, 10**9)
     assert [len(names) for names in files] == [6, 6, 6, 2]
-    files = layout({f"m.{i}": 1 for i in range(20)}, 10**9, has_parts=True)
+    files = group_by_file({f"m.{i}": 1 for i in range(20)}, 10**9, has_record=True)
     assert [len(names) for names in files] == [2] * 10

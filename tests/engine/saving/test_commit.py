@@ -1,6 +1,7 @@
 """A save under way, and several processes that save together."""
 
 import asyncio
+import dataclasses
 import gc
 import hashlib
 import logging
@@ -21,14 +22,14 @@ from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
 from eformer._engine.formats import find
-from eformer._engine.loading import load as _load
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.saving import agreement as _commit
-from eformer._engine.saving import run as _job
-from eformer._engine.saving import save as _save
-from eformer._engine.saving import write as _writing
+from eformer._engine.saving import record as _record
+from eformer._engine.saving.run import carry_out
+from eformer._engine.saving.save import start
 from eformer._engine.stores.directory import Directory
-from eformer._engine.stores.local_upload import ScratchTree, sweep_trees
+from eformer._engine.stores.local import LocalStore
+from eformer._engine.stores.local_upload import LocalUpload, sweep_uploads
 from eformer.checkpoint import SaveOptions, load, save, save_async
 from eformer.errors import CorruptionError, EformerError, FormatError, MismatchError
 from support.hosts import Crew
@@ -48,8 +49,8 @@ def test_a_pending_save_resolves_to_its_path(tmp_path):
 def hold(monkeypatch):
     """Lets no save go on until the event is set."""
     go = threading.Event()
-    make = _job.make_directories
-    monkeypatch.setattr(_job, "make_directories", lambda path: (go.wait(60), make(path)))
+    begin = LocalStore.begin
+    monkeypatch.setattr(LocalStore, "begin", lambda store, *how: go.wait(60) and begin(store, *how))
     return go
 
 
@@ -148,11 +149,12 @@ FORKS = """
 import os, signal, sys, threading
 from eformer.checkpoint import load, save, save_async
 from eformer._engine.processes import hosts as _hosts
-from eformer._engine.saving import commit as _sealing, run as _job
+from eformer._engine.stores.local import LocalStore
+from eformer._engine.stores.local_upload import LocalUpload
 
 _hosts.current = lambda *_: _hosts.Alone()  # else a backend of JAX would start, and those do not survive a fork
-path, go, make = sys.argv[1], threading.Event(), _job.make_directories
-_job.make_directories = lambda path: (go.wait(60), make(path))
+path, go, begin = sys.argv[1], threading.Event(), LocalStore.begin
+LocalStore.begin = lambda store, *how: go.wait(60) and begin(store, *how)
 pending = save_async({"w": 1}, path)
 child = os.fork()
 if child == 0:  # the parent's save is under way, and ends in the parent alone
@@ -163,16 +165,16 @@ assert os.waitpid(child, 0)[1] == 0 and load(path) == {"w": 2}
 go.set()
 pending.result()
 
-finish, children = _sealing._finish, []
+finish, children = LocalUpload.finish, []
 def fork_inside(*args):  # while the directory is locked
     children.append(os.fork())
     if children[-1] == 0:
         signal.pause()
     return finish(*args)
 
-_sealing._finish = fork_inside
+LocalUpload.finish = fork_inside
 save({"w": 3}, path)
-_sealing._finish = finish
+LocalUpload.finish = finish
 save({"w": 4}, path)
 assert load(path) == {"w": 4}
 os.kill(children[0], signal.SIGKILL)
@@ -194,7 +196,7 @@ def test_a_save_that_cannot_start_holds_nobody_up(tmp_path, monkeypatch):
 
 def test_a_failed_save_does_not_hold_up_the_next(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(_job.safetensors, "write_data", lambda *_: 1 / 0)
+        patch.setattr(LocalUpload, "sync", lambda upload: 1 / 0)
         pending = save_async({"w": np.ones(3)}, tmp_path / "a")
         pending.exception()
     save({"w": 2}, tmp_path / "a")
@@ -245,7 +247,7 @@ def test_arrays_of_an_accelerator_are_staged_within_the_budget(
 ):
     from eformer._engine.saving.staging import Staging
 
-    monkeypatch.setattr(_save, "PIECE_BYTES", 256)
+    monkeypatch.setattr(_record, "PIECE_BYTES", 256)
     most, fetch = [0], Staging.fetch
 
     def watched(self, parts, region):
@@ -306,8 +308,7 @@ def save_together(crew, tree_of, path, layout=("safetensors", {}), **options):
 
     def work(host):
         options_ = SaveOptions(**special, **options)
-        job = _save._prepare(tree_of(host), path, None, name, None, options_, host, detach=False)
-        job.carry_out()
+        carry_out(start(tree_of(host), path, format=name, options=options_, hosts=host))
 
     return crew.run(work)
 
@@ -329,7 +330,7 @@ def sharded_tree():
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_several_processes_write_one_checkpoint_and_meet_twice(tmp_path, monkeypatch, count, layout):
-    monkeypatch.setattr(_save, "PIECE_BYTES", 256)
+    monkeypatch.setattr(_record, "PIECE_BYTES", 256)
     tree, crew = sharded_tree(), Crew(count)
     assert save_together(crew, lambda host: tree, tmp_path, layout) == [None] * count
     assert len(crew.meetings) == (2 if count > 1 else 0)
@@ -357,12 +358,11 @@ def test_an_error_of_one_is_an_error_of_all(tmp_path):
     tree = sharded_tree()
 
     def work(host):
-        job = _save._prepare(tree, tmp_path, None, "safetensors", None, SaveOptions(), host, detach=False)
-        if host.index == 1:
-            job.options = SimpleNamespace(
-                max_chunk_bytes=None, compression=None, ocdbt=False
-            )  # no more to go by
-        job.carry_out()
+        prepared = start(tree, tmp_path, hosts=host)
+        if host.index == 1:  # no more to go by
+            few = SimpleNamespace(max_chunk_bytes=None, max_shard_bytes=2**30, compression=None, ocdbt=False)
+            prepared = dataclasses.replace(prepared, options=few)
+        carry_out(prepared)
 
     outcomes = Crew(3).run(work)
     assert isinstance(outcomes[1], AttributeError)
@@ -374,7 +374,7 @@ def test_an_error_of_one_is_an_error_of_all(tmp_path):
 
 
 def test_a_seal_that_fails_is_an_error_of_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(_job.sealing, "seal", lambda *_: 1 / 0)
+    monkeypatch.setattr(LocalUpload, "swap", lambda *_: 1 / 0)
     outcomes = save_together(Crew(2), lambda host: sharded_tree(), tmp_path)
     assert isinstance(outcomes[0], ZeroDivisionError)
     assert "process 0: ZeroDivisionError" in str(outcomes[1])
@@ -420,13 +420,12 @@ def test_what_each_process_has_for_itself_does_not_differ_without_a_word(tmp_pat
 
 def test_what_is_not_all_there_is_not_sealed(tmp_path, monkeypatch, layout):
     save({"old": 1}, tmp_path, format=layout[0])
-    weight = _writing.weight
+    weight = _record.weight
 
-    def less(slots):  # as if a process had not written one of its boxes
-        return weight([slot for slot in slots if slot.source.name != "both"])
+    def less(files):  # as if a process had not written one of its boxes
+        return weight([f for f in files if all(extent.source.name != "both" for extent in f.extents)])
 
-    monkeypatch.setattr(_job, "weight", less)
-    monkeypatch.setattr(_job.tensorstore, "weight", less)
+    monkeypatch.setattr(_record, "weight", less)
     for outcome in save_together(Crew(2), lambda host: sharded_tree(), tmp_path, layout):
         assert "have not written every element of every leaf once" in str(outcome)
     assert load(tmp_path) == {"old": 1}
@@ -524,15 +523,15 @@ def test_a_record_without_files_is_refused(tmp_path):
 
 
 def test_a_place_that_a_process_has_joined_is_not_swept(tmp_path):
-    made = ScratchTree(tmp_path)
-    joined = ScratchTree.join(tmp_path, made.path.name)
-    made.close()
+    made = LocalUpload(tmp_path)
+    joined = LocalUpload(tmp_path, made.token)
+    made.abandon()
     with Directory.open(tmp_path) as place:
-        sweep_trees(place, ())
-        assert made.path.exists()
+        sweep_uploads(place, ())
+        assert (tmp_path / made.token).exists()
         joined.close()
-        sweep_trees(place, ())
-    assert not made.path.exists()
+        sweep_uploads(place, ())
+    assert not (tmp_path / made.token).exists()
 
 
 def test_a_difference_in_a_large_tree_is_found(tmp_path, monkeypatch):
@@ -562,8 +561,7 @@ def test_a_tree_in_parts_that_is_replaced_while_it_is_looked_at_is_the_newer_one
     stale = [find.find(tmp_path)]
     assert save_together(Crew(2), lambda host: second, tmp_path, layout) == [None] * 2
     real = find.find
-    for module in (find, _load):
-        monkeypatch.setattr(module, "find", lambda path: stale.pop() if stale else real(path))
+    monkeypatch.setattr(find, "find", lambda path: stale.pop() if stale else real(path))
     if look == "inspect":
         assert list(checkpoint.inspect(tmp_path).trees[""].leaves) == ["new"]
     elif look == "open":

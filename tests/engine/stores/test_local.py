@@ -11,9 +11,9 @@ import threading
 import numpy as np
 import pytest
 
-from eformer._engine.stores import local
-from eformer._engine.stores.directory import Directory
-from eformer._engine.stores.local import Scratch, replacing
+from eformer._engine.stores import durable, local_upload
+from eformer._engine.stores.durable import replacing
+from eformer._engine.stores.local_upload import LocalUpload
 
 
 def write(path, data):
@@ -33,7 +33,7 @@ def let_directory_sync_fail(monkeypatch, code):
             raise OSError(code, os.strerror(code))
         fsync(fd)
 
-    monkeypatch.setattr(local.os, "fsync", fail)
+    monkeypatch.setattr(durable.os, "fsync", fail)
 
 
 def test_a_file_appears_with_its_parents(tmp_path):
@@ -240,24 +240,29 @@ def test_a_killed_writer_leaves_a_whole_file(tmp_path, wait):
 
 
 @pytest.fixture
-def passing(tmp_path):
-    with Directory.open(tmp_path) as place:
-        scratch = Scratch(place)
-        scratch.pass_by()
-        yield scratch
-        scratch.discard()
+def passing(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_upload, "_LARGE_PART", 0)
+    upload = LocalUpload(tmp_path)
+    yield upload.create("file", 1)
+    upload.close()
 
 
-def test_what_passes_the_page_cache_by_is_all_there(passing):
+def written(tmp_path):
+    (scratch,) = tmp_path.iterdir()
+    return (scratch / "data" / "file").read_bytes()
+
+
+def test_what_passes_the_page_cache_by_is_all_there(passing, tmp_path):
     data = np.random.default_rng(0).bytes(2**20 + 7)
     passing.write(data, 5)
     passing.write(b"small", 0)
-    passing.sync()
-    assert passing.path.read_bytes() == b"small" + data
+    assert written(tmp_path) == b"small" + data
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
-def test_a_file_system_that_cannot_do_without_the_page_cache_uses_it(passing, monkeypatch, caplog, code):
+def test_a_file_system_that_cannot_do_without_the_page_cache_uses_it(
+    passing, tmp_path, monkeypatch, caplog, code
+):
     calls = []
 
     def refuse(*arguments):
@@ -268,9 +273,9 @@ def test_a_file_system_that_cannot_do_without_the_page_cache_uses_it(passing, mo
     with caplog.at_level("DEBUG", "eformer"):
         passing.write(bytes(2**20), 0)
         passing.write(bytes(2**20), 2**20)
-    assert passing.path.read_bytes() == bytes(2**21)
+    assert written(tmp_path) == bytes(2**21)
     assert len(calls) == 1
-    assert "cannot do without" in caplog.text
+    assert "cannot write past the page cache" in caplog.text
 
 
 def test_a_full_disk_is_an_error_all_the_same(passing, monkeypatch):
@@ -282,9 +287,9 @@ def test_a_full_disk_is_an_error_all_the_same(passing, monkeypatch):
         passing.write(bytes(2**20), 0)
 
 
-def test_a_write_that_ends_early_goes_on(passing, monkeypatch):
+def test_a_write_that_ends_early_goes_on(passing, tmp_path, monkeypatch):
     whole = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda d, b, o, f: whole(d, [memoryview(b[0])[:1000]], o, 0))
     data = np.random.default_rng(0).bytes(2**20)
     passing.write(data, 0)
-    assert passing.path.read_bytes() == data
+    assert written(tmp_path) == data

@@ -178,16 +178,16 @@ def test_leaves_on_a_mesh_count_once(tmp_path):
 
 
 def test_of_a_part_of_a_leaf_only_that_part_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr("eformer._engine.saving.save.PIECE_BYTES", 1000)
+    monkeypatch.setattr("eformer._engine.saving.record.PIECE_BYTES", 1000)
     save({"a": np.ones((8, 250), np.float32)}, tmp_path)
-    place = _load.place_items
+    place = _load.place_targets
 
     def only_one_device(items, *more):
         place(items, *more)
         for item in items:
             item.regions, item.devices = item.regions[:1], item.devices[:1]
 
-    monkeypatch.setattr(_load, "place_items", only_one_device)
+    monkeypatch.setattr(_load, "place_targets", only_one_device)
     monkeypatch.setattr(_load, "assemble", lambda items: {item.name: item.arrays for item in items})
     calls = Calls()
     ((part,),) = load(tmp_path, mesh=mesh(), shardings=P("x"), progress=calls).values()

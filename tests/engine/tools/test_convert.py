@@ -19,19 +19,16 @@ from hypothesis import given, settings
 from eformer._engine.loading import fetch as _transfer
 from eformer._engine.record.regions import Region
 from eformer._engine.saving.staging import contiguous
-from eformer.checkpoint import SaveOptions, convert, diff, inspect, load, register_node, save, verify
+from eformer.checkpoint import SaveOptions, convert, diff, inspect, load, save, verify
 from eformer.errors import CorruptionError, MismatchError
 from support import trees
 from support.trees import Moments, assert_same
 
+pytestmark = pytest.mark.usefixtures("trusted")
+
 COMPAT = Path(__file__).parents[2] / "compat"
 
 TARGETS = {"safetensors": "new", "one file": "new.safetensors", "tensorstore": "new"}
-
-
-@pytest.fixture(autouse=True)
-def moments_may_be_built():
-    register_node(Moments)
 
 
 def tree():
@@ -222,7 +219,7 @@ def test_renamed_there_and_back(tmp_path):
 def test_large_leaves_are_transposed_box_by_box(tmp_path, monkeypatch):
     monkeypatch.setattr("eformer._engine.tools.convert._SMALL", 0)
     monkeypatch.setattr("eformer._engine.saving.staging._IN_ORDER_BYTES", 512)
-    monkeypatch.setattr("eformer._engine.tools.convert.PIECE_BYTES", 128)
+    monkeypatch.setattr("eformer._engine.saving.record.PIECE_BYTES", 128)
     state = {f"h.{i}": np.random.default_rng(i).standard_normal((33, 17)) for i in range(5)}
     save(state, tmp_path / "old")
     rules = [r"h%2E(\d) -> h | transpose | stack \1 2"]
@@ -407,7 +404,7 @@ def test_committed_remains_of_dead_saves_stay(tmp_path):
     code = (
         "import os, sys, numpy as np, eformer._engine.stores.local_upload as many\n"
         "from eformer.checkpoint import save\n"
-        "many.ScratchTree.finish = lambda *_, **__: os._exit(9)\n"
+        "many.LocalUpload.finish = lambda *_, **__: os._exit(9)\n"
         "save({'w': np.full(4, 7.0)}, sys.argv[1], format='tensorstore')"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "p")])
@@ -483,7 +480,7 @@ def test_rules_from_an_editor_that_marks_its_files(source, tmp_path):
 def test_a_large_chunk_is_decoded_once(tmp_path, monkeypatch, target, rules):
     monkeypatch.setattr("eformer._engine.tools.lazy_arrays._LARGE_CHUNKS", 1000)
     monkeypatch.setattr("eformer._engine.saving.staging._IN_ORDER_BYTES", 256)
-    monkeypatch.setattr("eformer._engine.tools.convert.PIECE_BYTES", 128)
+    monkeypatch.setattr("eformer._engine.saving.record.PIECE_BYTES", 128)
     tree = {f"l{i}": np.random.default_rng(i).standard_normal((6, 5, 7)) for i in range(3)}
     save(tree, tmp_path / "old", format="tensorstore", options=SaveOptions(compression="zstd"))
     decoded = []

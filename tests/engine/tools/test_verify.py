@@ -6,6 +6,7 @@ import safetensors.numpy
 
 from eformer import checkpoint
 from eformer.checkpoint import SaveOptions, save, verify
+from support.damage import flip
 
 
 @pytest.fixture
@@ -18,12 +19,6 @@ def path(tmp_path):
     return tmp_path
 
 
-def flip(file, at):
-    data = bytearray(file.read_bytes())
-    data[at] ^= 4
-    file.write_bytes(data)
-
-
 def test_a_sound_checkpoint_is_reported_so(path):
     report = verify(path)
     assert report.ok
@@ -33,8 +28,8 @@ def test_a_sound_checkpoint_is_reported_so(path):
 
 def test_all_damage_is_in_one_report(path):
     first, second, third = sorted(path.glob("*.safetensors"))
-    flip(first, -1)
-    flip(second, 10)
+    flip(first, -1, 4)
+    flip(second, 10, 4)
     third.unlink()
     report = verify(path)
     assert not report.ok
@@ -66,7 +61,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(path, mon
     def replace_first(*args):
         if not calls:
             calls.append(1)
-            flip(max(path.glob("*.safetensors")), -1)
+            flip(max(path.glob("*.safetensors")), -1, 4)
             save({"new": np.ones(3)}, path)
         check(*args)
 

@@ -19,11 +19,9 @@ ARRAY = np.arange(6 * 5 * 4, dtype=np.int16).reshape(6, 5, 4)
 
 @pytest.fixture(scope="module")
 def view(tmp_path_factory):
-    from eformer._engine.saving import save as _save
-
     path = tmp_path_factory.mktemp("view")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_save, "PIECE_BYTES", 16)
+        patch.setattr("eformer._engine.saving.record.PIECE_BYTES", 16)
         save({"a": ARRAY, "b": {"c": jnp.float32(2.5)}, "n": 3, "t": "x"}, path, metadata={"step": 1})
     with checkpoint.open(path) as view:
         yield view
@@ -143,7 +141,7 @@ def test_memory_that_is_not_there_is_missed_by_name(tmp_path, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr("eformer._engine.loading.fetch.aligned", refuse)
-    with pytest.raises(MemoryError, match=r"leaf 'w', float64\[1048576, 2\]: there is not so much memory"):
+    with pytest.raises(MemoryError, match=r"not enough memory for leaf 'w', float64\[1048576, 2\]"):
         checkpoint.load(tmp_path / "c")
 
 

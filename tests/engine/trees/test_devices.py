@@ -66,7 +66,7 @@ def test_what_cannot_be_compiled_is_copied_one_by_one(arrays, programs, monkeypa
 
 
 def test_programs_of_old_trees_are_forgotten(programs, monkeypatch):
-    monkeypatch.setattr(_device, "_MOST_PROGRAMS", 3)
+    monkeypatch.setattr(_device, "_MAX_PROGRAMS", 3)
     for size in range(1, 6):
         _device.copied([jnp.zeros(size)])
         _device.compile_copies()

@@ -33,11 +33,7 @@ from eformer._engine.trees.unflatten import unflatten, unflatten_like
 from eformer.errors import MismatchError, StructureError
 from support.trees import HOSTILE, Empty, Layer, Moments, Pair, Setting, Unregistered, any_trees, assert_same
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _trusted():
-    register_node(Moments)
-    register_node(Empty)
+pytestmark = pytest.mark.usefixtures("trusted")
 
 
 def through_json(structure):
@@ -368,9 +364,9 @@ def test_a_lazy_module_does_not_run_because_a_checkpoint_named_it(monkeypatch):
 
 
 def test_only_nodes_can_be_registered():
-    with pytest.raises(StructureError, match="is no pytree class"):
+    with pytest.raises(StructureError, match="is not a pytree class"):
         register_node(int)
-    with pytest.raises(StructureError, match="is no pytree class"):
+    with pytest.raises(StructureError, match="is not a pytree class"):
         register_node(dict)
 
 

@@ -19,14 +19,17 @@ if TYPE_CHECKING:
 
 
 def zstd_compress(data: Buffer) -> bytes:
-    """Level 1, which is faster than most disks; the weights of a model hardly get smaller with more."""
+    """Compress at level 1, which is faster than most disks; higher levels hardly shrink the weights of a model."""
     return zstandard.ZstdCompressor(level=1).compress(data)
 
 
 def decoded(
     codec: str, data: np.ndarray[Any, Any], shape: tuple[int, ...], itemsize: int, detail: str
 ) -> bytes | np.ndarray[Any, Any]:
-    """The bytes of a chunk of this shape that was stored by this codec; refuses what decodes to anything else."""
+    """Decode a chunk of this shape; raise a FormatError if it does not decode to as many bytes.
+
+    `codec` is "zstd", "zarr" (by TensorStore, with the array's metadata as `detail`), or "" for plain bytes.
+    """
     nbytes = itemsize * math.prod(shape)
     chunk: bytes | np.ndarray[Any, Any] = data
     if codec == "zstd":
@@ -34,17 +37,15 @@ def decoded(
     elif codec == "zarr":
         chunk = _decoded_by_tensorstore(data, shape, nbytes, detail)
     if len(chunk) != nbytes:
-        raise FormatError(f"{len(chunk)} bytes, expected are {nbytes}")
+        raise FormatError(f"{len(chunk)} bytes, expected {nbytes}")
     return chunk
 
 
 def _zstd_decompress(data: Buffer, nbytes: int) -> bytes:
     try:
-        if zstandard.frame_content_size(data) not in (
-            -1,
-            nbytes,
-        ):  # it would be allocated, however much it is
-            raise FormatError("it is of another length")
+        # Checked first, because zstd allocates as much as the frame says.
+        if zstandard.frame_content_size(data) not in (-1, nbytes):
+            raise FormatError(f"zstd that does not decompress to {nbytes} bytes")
         return zstandard.ZstdDecompressor().decompress(data, max_output_size=nbytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FormatError(f"not zstd, or damaged: {error}") from error
@@ -53,8 +54,8 @@ def _zstd_decompress(data: Buffer, nbytes: int) -> bytes:
 def _decoded_by_tensorstore(
     data: np.ndarray[Any, Any], shape: tuple[int, ...], nbytes: int, metadata: str
 ) -> np.ndarray[Any, Any]:
-    """A chunk of an array whose compressor, order or byte order is not ours: as an array of its own, in memory."""
-    import tensorstore as ts  # late: seldom needed, and slow to import
+    """Decode a chunk with any compressor, order and byte order that TensorStore knows, as an array in its memory."""
+    import tensorstore as ts  # late: rarely needed, and slow to import
 
     try:
         described = msgspec.json.decode(metadata) | {"shape": shape, "chunks": shape}
@@ -68,22 +69,25 @@ def _decoded_by_tensorstore(
         chunk = ts.open(spec, context=context, create=True).result().read().result()
     except FormatError:
         raise
-    except Exception as error:  # it may find anything wrong with what somebody else wrote
-        raise FormatError(f"TensorStore cannot read it: {error}") from error
+    except Exception as error:  # damaged chunks make TensorStore raise anything
+        raise FormatError(f"TensorStore cannot decode it: {error}") from error
     return np.frombuffer(np.ascontiguousarray(chunk).tobytes(), np.uint8)
 
 
-# What fails to allocate memory in there ends the process.
-_MOST_DECODED = 2**31
+# A failed allocation in TensorStore ends the process.
+_MAX_DECODED = 2**31  # bytes
 _BLOSC_HEADER = 16
 
 
 def _refuse_bomb(data: np.ndarray[Any, Any], nbytes: int, compressor: dict[str, Any] | None) -> None:
+    """Refuse a chunk that claims an impossible or excessive size, before TensorStore allocates memory for it."""
     codec = (compressor or {}).get("id", "")
-    is_wrong = nbytes > _MOST_DECODED
+    is_wrong = nbytes > _MAX_DECODED
     if codec == "":
         is_wrong = len(data) != nbytes
-    elif codec == "blosc":  # whose header says how long it is
+    elif codec == "blosc":  # its header has the decoded length
         is_wrong |= len(data) < _BLOSC_HEADER or int.from_bytes(data[4:8].tobytes(), "little") != nbytes
     if is_wrong:
-        raise FormatError(f"{len(data)} bytes, {codec or 'not compressed'}, are no chunk of {nbytes}")
+        raise FormatError(
+            f"{len(data)} bytes, {codec or 'not compressed'}, cannot be a chunk of {nbytes} bytes"
+        )

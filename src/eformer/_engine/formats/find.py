@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import os  # noqa: TC003
 import re
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from eformer._engine.formats.markers import ORBAX_TREE
 from eformer._engine.formats.others import orbax
@@ -14,33 +15,33 @@ from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SU
 from eformer._engine.formats.zarr import read as arrays
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.record.names import with_nearest
-from eformer._engine.stores.local import list_names, local_path, open_inside, stamp
+from eformer._engine.stores.locate import locate
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.stores.base import Store, Version
 
 T = TypeVar("T")
 
 FOREIGN = (arrays.FOREIGN, safetensors.FOREIGN, orbax.FORMAT, *files.FORMATS)
 
 _MOST_SHOWN = 8
+_MOST_RESTARTS = 100  # saves that may replace a checkpoint, one after the other, while it is being read
 
 
 def find(path: str | os.PathLike[str]) -> Found:
-    """The checkpoint at `path`: a directory, its index or manifest, one of its files, a file that stands alone, or
+    """Find the checkpoint at `path`: a directory, its index or manifest, one of its files, a file that stands alone, or
     the name that such files begin with."""
-    where = local_path(path)
-    if where.is_dir():
-        return _in_directory(where)
-    if where.name == INDEX and where.exists():
-        return _in_directory(where.parent)
-    if not where.exists():
-        where = safetensors.by_base_name(where) or _missing(where)
-    return files.in_file(where) or safetensors.in_file(where)
+    store, name = locate(path)
+    if not name or (name == INDEX and store.exists(name)):
+        return _in_directory(store)
+    if not store.exists(name):
+        name = safetensors.by_base_name(store, name) or _missing(store, name)
+    return files.in_file(store, name) or safetensors.in_file(store, name)
 
 
 def look_at(path: str | os.PathLike[str], use: Callable[[Found], T]) -> T:
@@ -63,46 +64,83 @@ def was_replaced(found: Found) -> bool:
     """Whether a newer save has taken the place of what was found, and so perhaps of its files."""
     if find(found.path).manifest.digest != found.manifest.digest:
         return True
-    return any(_stamp(found, name) != seen for name, seen in found.stamps.items())
+    return any(_version(found, name) != seen for name, seen in found.versions.items())
 
 
-def _stamp(found: Found, name: str) -> tuple[int, ...] | None:
+class ReplacedError(Exception):
+    """Raise inside `reread` to start again with the newer checkpoint. Never reaches the caller."""
+
+
+def reread(path: str | os.PathLike[str], use: Callable[[Found], T]) -> T:
+    """Return what `use` makes of the checkpoint at `path`, and start again each time it raises `ReplacedError`."""
+    for _ in range(_MOST_RESTARTS):
+        try:
+            return use(find(path))
+        except ReplacedError:
+            continue
+    raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while it was being read; try again later")
+
+
+@contextmanager
+def reading(found: Found) -> Iterator[None]:
+    """Turn errors of reading a checkpoint that has been replaced meanwhile into `ReplacedError`.
+
+    Wrap only the reading itself: errors of the caller's own functions must pass as they are. If the checkpoint is
+    still in place, a file that is missing is a CorruptionError, and any other error is raised unchanged.
+    """
     try:
-        descriptor = open_inside(found.directory, name)
+        yield
+    except NotFoundError:
+        raise
+    except (FileNotFoundError, CorruptionError) as error:
+        if was_replaced(found):
+            raise ReplacedError from error
+        if isinstance(error, CorruptionError):
+            raise
+        raise CorruptionError(f"{found.path}: the manifest names a file that is gone: {error}") from error
+
+
+def _version(found: Found, name: str) -> Version | None:
+    try:
+        return found.store.read(name, 0, 0)[1].version
     except (FileNotFoundError, FormatError):
         return None
+
+
+def _missing(store: Store, name: str) -> NoReturn:
     try:
-        return stamp(descriptor)
-    finally:
-        os.close(descriptor)
+        there = list(store.kinds())
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFoundError(
+            f"there is nothing at {store.path_to(name)}; not even {store.url} exists"
+        ) from None
+    _, hint = next(with_nearest([name], there))
+    raise NotFoundError(f"there is nothing at {store.path_to(name)}{hint}")
 
 
-def _missing(path: Path) -> Path:
-    if not path.parent.is_dir():
-        raise NotFoundError(f"there is nothing at {path}; not even {path.parent} exists")
-    _, hint = next(with_nearest([path.name], list_names(path.parent)))
-    raise NotFoundError(f"there is nothing at {path}{hint}")
-
-
-def _in_directory(directory: Path) -> Found:
-    if found := arrays.by_index(directory):
+def _in_directory(store: Store) -> Found:
+    if found := arrays.by_index(store):
         return found
-    names = list_names(directory)
+    names = list(store.kinds())
     has_files = any(name.endswith(SUFFIX) for name in names)
-    may_be_orbax = MANIFEST not in names and (not has_files or orbax.marks(directory))
-    if may_be_orbax and (found := orbax.in_directory(directory, names)):
+    directory = store.local_path()
+    may_be_orbax = (
+        directory is not None and MANIFEST not in names and (not has_files or orbax.marks(directory))
+    )
+    if directory is not None and may_be_orbax and (found := orbax.in_directory(directory, names)):
         return found
     if MANIFEST in names or has_files:
-        return safetensors.in_directory(directory)
-    return arrays.without_index(directory) or _nothing_in(directory, names)
+        return safetensors.in_directory(store)
+    return arrays.without_index(store) or _nothing_in(store, names)
 
 
-def _nothing_in(directory: Path, names: list[str]) -> Found:
-    inner = [name for name in names if _looks_like_one(directory / name)]
+def _nothing_in(store: Store, names: list[str]) -> NoReturn:
+    directory = store.local_path()
+    inner = [name for name in names if directory is not None and _looks_like_one(directory / name)]
     there = ", ".join(names[:_MOST_SHOWN]) or "nothing"
     hint = f". Is it one of {inner[:_MOST_SHOWN]}?" if inner else ""
     raise NotFoundError(
-        f"{directory} holds no checkpoint: looked for {INDEX}, {MANIFEST}, *{INDEX_SUFFIX}, *{SUFFIX}, Orbax's "
+        f"{store.url} holds no checkpoint: looked for {INDEX}, {MANIFEST}, *{INDEX_SUFFIX}, *{SUFFIX}, Orbax's "
         f"{ORBAX_TREE} or a tree in msgpack called checkpoint, and zarr arrays; there is {there}{hint}"
     )
 

@@ -1,4 +1,4 @@
-"""A checkpoint that was found: its manifest, and where its files are."""
+"""Describe a checkpoint that was found: its manifest, and where its files are."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from eformer._engine.record.names import with_nearest
-from eformer._engine.stores.local_files import Files, LocalFiles
 from eformer._engine.stores.ocdbt import DatabaseFiles
-from eformer.errors import NotFoundError
+from eformer.errors import FormatError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from eformer._engine.record.manifest import Manifest, TreeEntry
+    from eformer._engine.stores.base import Files, Store, Version
     from eformer.errors import Damage
 
 
 class Trees(Mapping[str, "TreeEntry"]):
-    """Trees by prefix. Those of others are described when they are asked for: one that is damaged harms no other.
+    """Trees by prefix. Trees of other programs are described when they are asked for: a damaged one harms no other.
 
-    What is `also` to be had, under a prefix that nobody gave it, is not counted.
+    Directories that can `also` be loaded, under prefixes that nobody gave them, are not counted.
     """
 
     def __init__(
@@ -52,23 +51,30 @@ class Trees(Mapping[str, "TreeEntry"]):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint: the directory that its files are in, and its manifest.
+    """A checkpoint that was found: the store that its files are in, and its manifest.
 
-    `trees` has those of the manifest, and others that are there. `only` is the tree that the path led to. `stamps` tell
-    the files that were looked at from later ones of the same name; those that a manifest names are never replaced.
-    `also` names directories that can be had as prefixes, too. `open_files` is for trees whose extents are in no files.
-    A file that stores one array after the other has no names: its leaves are called by their numbers. `find_damages`
-    reads what has checksums of a kind that reading a piece of it cannot check. `find_left_out` lists the files that are
-    not read and may hold leaves; a single file, and a checkpoint with a manifest of ours, leave none out.
+    path            the path by which to find it again
+    trees           the trees of the manifest, and others that are there, by prefix
+    only            the prefix of the tree that the path led to
+    also            directories that can be loaded as prefixes, too
+    versions        tell the files that were looked at from later ones of the same name; files that a manifest names
+                    are never replaced
+
+    and what only some formats of other programs need:
+
+    open_files      opens the bytes of trees whose extents are not files
+    has_names       False for a file that stores one array after the other: its leaves are called by their numbers
+    find_damages    checks checksums that reading a piece of a file cannot check
+    find_left_out   lists the files that are not read and may hold leaves
     """
 
-    path: Path
-    directory: Path
+    path: str
+    store: Store
     manifest: Manifest
     trees: Mapping[str, TreeEntry]
     only: str | None = None
     also: tuple[str, ...] = ()
-    stamps: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    versions: Mapping[str, Version] = field(default_factory=dict)
     open_files: Callable[[TreeEntry], Files] | None = None
     has_names: bool = True
     find_damages: Callable[[], Iterator[Damage]] | None = None
@@ -103,11 +109,14 @@ class Found:
         """What to read the tree's bytes from. The caller closes it."""
         if self.open_files:
             return self.open_files(tree)
-        return files_of(self.directory, tree, self.stamps)
+        return files_of(self.store, tree, self.versions)
 
 
-def files_of(directory: Path, tree: TreeEntry, stamps: Mapping[str, tuple[int, ...]]) -> Files:
+def files_of(store: Store, tree: TreeEntry, versions: Mapping[str, Version] | None = None) -> Files:
+    """Open the files of a tree, or the keys of its database."""
     if tree.is_database:
+        directory = store.local_path()
+        if directory is None:
+            raise FormatError(f"{store.url}: OCDBT databases can only be read from a local directory so far")
         return DatabaseFiles(directory / tree.root, [file.name for file in tree.files])
-    names = [tree.path_of(number) for number in range(len(tree.files))]
-    return LocalFiles(directory, names, stamps)
+    return store.open([tree.path_of(number) for number in range(len(tree.files))], versions)

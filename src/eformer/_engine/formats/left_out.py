@@ -7,7 +7,6 @@ that is known to hold no leaves, such as README.md, config.json or tokenizer.mod
 
 from __future__ import annotations
 
-import os
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -15,14 +14,14 @@ from eformer._engine.formats.safetensors.names import MANIFEST
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.zarray import ZARRAY
 from eformer._engine.record.digests import has_own_digest
-from eformer._engine.stores.local import read_range_of
-from eformer._engine.stores.ocdbt import MANIFEST as DATABASE
+from eformer._engine.stores.ocdbt import DATABASE_MANIFEST
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from collections.abc import Set as AbstractSet
-    from pathlib import Path
+
+    from eformer._engine.stores.base import Store
 
 _ZARR3 = "zarr.json"
 _MOST_DEPTH = 100
@@ -37,35 +36,34 @@ _WITHOUT_LEAVES = (
 )  # fmt: skip
 
 
-def left_out(directory: Path, read: AbstractSet[str]) -> tuple[str, ...]:
-    """List what is left out by its path below `directory`, a directory of arrays as a whole with a slash at its end.
+def left_out(store: Store, read: AbstractSet[str]) -> tuple[str, ...]:
+    """List what is left out by its path below the store, a directory of arrays as a whole with a slash at its end.
 
     `read` has paths, too; of a directory in it all is read.
     """
-    return tuple(sorted(_unread(directory, read)))
+    return tuple(sorted(_unread(store, read)))
 
 
-def _unread(directory: Path, read: AbstractSet[str]) -> Iterator[str]:
+def _unread(store: Store, read: AbstractSet[str]) -> Iterator[str]:
     todo = [("", 0)]
     while todo:
         path, depth = todo.pop()
         try:
-            with os.scandir(directory / path) as scan:
-                entries = {entry.name: entry for entry in scan}
+            kinds = store.kinds(path)
         except OSError:  # nobody knows what is in there
             yield f"{path}/"
             continue
-        if path and is_checkpoint(directory / path):
+        if path and is_checkpoint(store, path):
             continue
-        is_array = path and entries.keys() & {ZARRAY, _ZARR3, DATABASE}
+        is_array = path and kinds.keys() & {ZARRAY, _ZARR3, DATABASE_MANIFEST}
         if is_array and not any(name.startswith(f"{path}/") for name in read):
             yield f"{path}/"
             continue
-        for name, entry in entries.items():
+        for name, kind in kinds.items():
             below = f"{path}/{name}" if path else name
             if name.startswith(".") or below in read:
                 continue
-            if not entry.is_dir(follow_symlinks=False):
+            if kind != "directory":
                 if may_hold_leaves(name):
                     yield below
             elif depth < _MOST_DEPTH:
@@ -78,12 +76,12 @@ def may_hold_leaves(name: str) -> bool:
     return name == _ZARR3 or not any(fnmatchcase(name, pattern) for pattern in _WITHOUT_LEAVES)
 
 
-def is_checkpoint(directory: Path) -> bool:
-    """Tell whether the directory is a checkpoint of its own, by an index or a manifest of ours."""
+def is_checkpoint(store: Store, path: str) -> bool:
+    """Tell whether a directory is a checkpoint of its own, by an index or a manifest of eformer."""
     try:
-        return (directory / INDEX).is_file() or has_own_digest(
-            read_range_of(directory / MANIFEST, _BEGINNING)
-        )
+        if store.exists(f"{path}/{INDEX}"):
+            return True
+        return has_own_digest(store.read(f"{path}/{MANIFEST}", 0, _BEGINNING)[0])
     except (OSError, FormatError):
         return False
 

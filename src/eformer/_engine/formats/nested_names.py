@@ -1,4 +1,4 @@
-"""Dicts out of dotted names or paths, for checkpoints that do not say what their trees were."""
+"""Build nested dicts from dotted names or paths, for checkpoints that do not record their structure."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# A name of more parts keeps its last dots: nested dicts that deep are no model, and no tree of ours.
-_MOST_PARTS = 100
+# A name of more parts keeps its last dots: no model has dicts nested that deep.
+_MAX_PARTS = 100
 
 Parts = tuple[str, ...]
 
 
 def parts_of_name(name: str) -> Parts:
-    """What others join by dots."""
-    return tuple(escape(part) for part in name.split(".", _MOST_PARTS))
+    """Split a name that another program joined by dots into escaped parts."""
+    return tuple(escape(part) for part in name.split(".", _MAX_PARTS))
 
 
 def parts_of_path(path: str) -> Parts:
-    """What others, or we, have made directories of."""
-    components = path.split("/", _MOST_PARTS)
+    """Split the path of a directory that stands for a leaf into escaped parts."""
+    components = path.split("/", _MAX_PARTS)
     try:
         return split_name(path_to_name(components))
-    except FormatError:  # none that we would make
+    except FormatError:  # not a path that eformer would write
         return tuple(escape(part) for part in components)
 
 
 def nested(leaves: Mapping[str, Parts]) -> tuple[Any, dict[str, str]]:
-    """Dicts of the leaves, and the name that each got.
+    """Return the structure of nested dicts that holds the leaves, and the new name of each leaf.
 
-    Where "a" and "a.b" are both there, the latter keeps its dot: {"a": ..., "a.b": ...}.
+    If both "a" and "a.b" are leaves, the latter keeps its dot: {"a": ..., "a.b": ...}.
     """
     taken = set(leaves.values())
     root: dict[str, Any] = {}

@@ -17,33 +17,32 @@ from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.stores.local_files import Files
+    from eformer._engine.stores.base import Files, Store
 
 _MOST_BYTES = 2**30  # a few hundred bytes for a leaf
 CARRIED = "part"  # what it is called among the metadata of a safetensors file
 
 
 def joined_trees(
-    directory: Path,
+    store: Store,
     ours: Mapping[str, TreeEntry],
     others: Mapping[str, Callable[[], TreeEntry]] | None = None,
     also: Mapping[str, Callable[[], TreeEntry]] | None = None,
 ) -> Trees:
     """Trees by prefix; those in parts are put together when they are asked for."""
-    in_parts = {prefix: partial(_joined, directory, tree) for prefix, tree in ours.items() if tree.parts}
+    in_parts = {prefix: partial(_joined, store, tree) for prefix, tree in ours.items() if tree.parts}
     whole = {prefix: tree for prefix, tree in ours.items() if prefix not in in_parts}
     return Trees(whole, {**in_parts, **(others or {})}, also or {})
 
 
-def _joined(directory: Path, tree: TreeEntry) -> TreeEntry:
-    files = files_of(directory, tree, {})
+def _joined(store: Store, tree: TreeEntry) -> TreeEntry:
+    files = files_of(store, tree)
     parts = [ProcessRecord() for _ in tree.files]
 
     def read(number: int) -> None:
-        parts[number] = _read(tree, number, files, f"{directory}/{tree.path_of(number)}")
+        parts[number] = _read(tree, number, files, store.path_to(tree.path_of(number)))
 
     try:
         run_all([partial(read, number) for number in range(len(parts))], default_threads())
@@ -52,15 +51,15 @@ def _joined(directory: Path, tree: TreeEntry) -> TreeEntry:
     return with_process_records(tree, parts)
 
 
-def unreadable(directory: Path, tree: TreeEntry) -> list[tuple[str, str]]:
+def unreadable(store: Store, tree: TreeEntry) -> list[tuple[str, str]]:
     """The files whose part of the record cannot be read, and why."""
     problems = []
-    files = files_of(directory, tree, {})
+    files = files_of(store, tree)
     try:
         for number in range(len(tree.files)):
             name = tree.path_of(number)
             try:
-                _read(tree, number, files, f"{directory}/{name}")
+                _read(tree, number, files, store.path_to(name))
             except (OSError, FormatError) as error:
                 problems.append((name, str(error)))
     finally:

@@ -1,1 +1,1 @@
-"""A load: select, place, plan, fetch, assemble."""
+"""Load trees: select, place, plan, fetch, assemble."""

@@ -1,7 +1,7 @@
-"""Many arrays onto devices at once, without what `jax.device_put` does for each of them besides.
+"""Put many arrays on devices at once, without the overhead of `jax.device_put` for each of them.
 
-For an array of a few kilobytes that takes ten times as long as the transfer. The call underneath is JAX's own, but not
-public: whether it does the same is tried out, once, and if it does not, `jax.device_put` is called after all.
+For an array of a few kilobytes the overhead is ten times the transfer. The function underneath is JAX's own, but not
+public: its results are compared once with those of `jax.device_put`, which is used instead if they differ.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-_config: Any = jax.config  # whose attributes have no types
+_config: Any = jax.config  # its attributes have no types
 
-_WIDE = {
-    np.dtype(name) for name in ("float64", "int64", "uint64", "complex128")
-}  # unless JAX is told, it has them not
+# JAX has these only with jax_enable_x64.
+_WIDE = {np.dtype(name) for name in ("float64", "int64", "uint64", "complex128")}
 
 logger = logging.getLogger("eformer")
 
 
 def put_on_default(arrays: Sequence[Array]) -> list[Any]:
-    """The arrays on the default device, from where JAX may move them."""
+    """Put the arrays on the default device, uncommitted: JAX may move them."""
     default = _config.jax_default_device
     device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
     if not arrays or not _is_usable(device):
@@ -42,7 +41,7 @@ def put_on_default(arrays: Sequence[Array]) -> list[Any]:
 
 
 def put_on(arrays: Sequence[Array], places: Sequence[Any]) -> list[Any]:
-    """Each array on its device, or in that memory of one that a sharding says."""
+    """Put each array in its place: on a device, or in the memory of a device that a sharding names."""
     if not arrays or not all(isinstance(place, jax.Device) and _is_usable(place) for place in set(places)):
         return jax.device_put(list(arrays), list(places))  # type: ignore[no-any-return]
     shardings = {device: jax.sharding.SingleDeviceSharding(device) for device in set(places)}
@@ -51,15 +50,17 @@ def put_on(arrays: Sequence[Array], places: Sequence[Any]) -> list[Any]:
 
 
 class _Put:
+    """Put one array on one device by the function underneath, or by `jax.device_put` where that converts the data."""
+
     def __init__(self, *, committed: bool) -> None:
         self.committed = committed
-        self.others = PACKED if _config.jax_enable_x64 else PACKED | _WIDE
+        self.converted = PACKED if _config.jax_enable_x64 else PACKED | _WIDE
         self.avals: dict[Any, Any] = {}  # most arrays of a tree are alike
         self.put = _batched_device_put()
 
     def __call__(self, array: Array, sharding: Any, device: Any) -> Any:
         dtype = array.dtype
-        if dtype in self.others or not dtype.isnative:
+        if dtype in self.converted or not dtype.isnative:
             return jax.device_put(array, device if self.committed else None)
         key = (array.shape, dtype)
         aval = self.avals.get(key)
@@ -75,7 +76,7 @@ def _batched_device_put() -> Any:
 
 @lru_cache(64)
 def _is_usable(device: Any) -> bool:
-    """Whether what the call underneath makes cannot be told from what `jax.device_put` makes."""
+    """Tell whether the function underneath returns the same arrays as `jax.device_put`."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     try:
         for dtype in (np.float32, np.uint8, jax.numpy.bfloat16):
@@ -94,7 +95,7 @@ def _is_usable(device: Any) -> bool:
                 )
                 if not is_same:
                     raise TypeError(f"{ours!r} is not {theirs!r}")
-    except Exception as error:  # noqa: BLE001  whatever a later JAX makes of it
-        logger.debug("arrays are put on %s one by one, which takes longer: %s", device, error)
+    except Exception as error:  # noqa: BLE001  a later JAX may raise anything
+        logger.debug("arrays are put on %s by jax.device_put, which takes longer: %s", device, error)
         return False
     return True

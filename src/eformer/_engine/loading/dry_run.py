@@ -1,4 +1,4 @@
-"""What a load would put on which device, without reading any data."""
+"""Compute what a load would put on which device, without reading any data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 
 from eformer._engine.formats.find import look_at
 from eformer._engine.loading.placement import jax_holds, refuse_on_devices
-from eformer._engine.loading.rules import Leaf, PlacementRequest, Rules, place
+from eformer._engine.loading.request import PlacementRequest, Rules
+from eformer._engine.loading.rules import PlaceableLeaf, place
 from eformer._engine.record.dtypes import dtype_from_name, floating_dtype, is_floating
 from eformer._engine.trees.devices import is_key
 from eformer._engine.trees.flatten import flatten
@@ -20,7 +21,7 @@ from eformer._engine.trees.flatten import flatten
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from jax.sharding import Mesh
+    from jax.sharding import Mesh, Sharding
 
     from eformer._engine.record.manifest import RecordedSharding
 
@@ -29,7 +30,7 @@ _MOST_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A leaf as it would lie: `spec` is None for one that stays in host memory or goes to the default device."""
+    """A leaf as a load would place it; `spec` is None in host memory or on the default device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,7 +48,7 @@ class DryRun:
 
     def __str__(self) -> str:
         lines = [f"{device}: {nbytes:,} bytes" for device, nbytes in self.per_device.items()]
-        largest = sorted(self.leaves.items(), key=lambda item: -item[1].shard_nbytes)
+        largest = sorted(self.leaves.items(), key=lambda pair: -pair[1].shard_nbytes)
         lines += [
             f"  {name} {p.dtype}{list(p.shape)} as {p.spec}: {p.shard_nbytes:,} bytes of {list(p.shard)} a device"
             for name, p in largest[:_MOST_SHOWN]
@@ -58,8 +59,8 @@ class DryRun:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """What there is to know of a leaf. `itemsize` is that of what the user sees: a whole PRNG key, say."""
+class _LeafFacts:
+    """A leaf of a checkpoint or of a tree. `itemsize` is that of an element as the user sees it, such as a PRNG key."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -68,19 +69,19 @@ class _Known:
     recorded: RecordedSharding | None = None
     is_numpy: bool = False
 
-    def cast(self, dtype: str | None) -> _Known:
+    def cast(self, dtype: str | None) -> _LeafFacts:
         if dtype is None or not is_floating(self.dtype):
             return self
         return replace(self, dtype=dtype, itemsize=dtype_from_name(dtype).itemsize)
 
     @property
     def can_be_on_a_device(self) -> bool:
-        config: Any = jax.config  # whose attributes have no types
+        config: Any = jax.config  # its attributes have no types
         return self.dtype.startswith("key<") or jax_holds(self.dtype, config.jax_enable_x64)
 
-    def as_leaf(self) -> Leaf:
-        stays = self.is_numpy and not self.can_be_on_a_device
-        return Leaf(self.shape, self.like, self.recorded, self.is_numpy, stays)
+    def as_placeable(self) -> PlaceableLeaf:
+        is_host_only = self.is_numpy and not self.can_be_on_a_device
+        return PlaceableLeaf(self.shape, self.like, self.recorded, self.is_numpy, is_host_only)
 
 
 def dry_run(
@@ -92,21 +93,26 @@ def dry_run(
     prefix: str | None = None,
     dtype: Any = None,
 ) -> DryRun:
-    """How many bytes `load` with the same arguments would put on each device of the mesh. Reads no data.
+    """Compute how many bytes `load` with the same arguments would put on each device of the mesh.
 
-    `what` is the path of a checkpoint, or a tree of arrays or `ShapeDtypeStruct`s. What does not fit is the same
-    error as of `load`: all of it at once.
+    Reads no data. Raises the same errors as `load`: leaves that cannot be placed are listed all at once.
+    `what` is the path of a checkpoint, or a tree of arrays or `ShapeDtypeStruct`s.
     """
     is_path = isinstance(what, (str, os.PathLike))
     found = _of_checkpoint(what, prefix) if is_path else _of_tree(what)
     cast = None if dtype is None else floating_dtype(dtype)
-    known = {name: leaf.cast(cast) for name, leaf in found.items()}
-    said = PlacementRequest(mesh, None if rules is None else tuple(rules), shardings, prefix)
-    placed, _ = place({name: leaf.as_leaf() for name, leaf in known.items()}, said)
-    refuse_on_devices((n, known[n].dtype, known[n].shape) for n in placed if not known[n].can_be_on_a_device)
+    leaves = {name: leaf.cast(cast) for name, leaf in found.items()}
+    request = PlacementRequest(mesh=mesh, rules=rules, shardings=shardings)
+    placed, _ = place({name: leaf.as_placeable() for name, leaf in leaves.items()}, request, prefix=prefix)
+    on_devices = ((name, leaves[name]) for name in placed)
+    refuse_on_devices((n, leaf.dtype, leaf.shape) for n, leaf in on_devices if not leaf.can_be_on_a_device)
+    return _counted(leaves, placed, mesh)
+
+
+def _counted(leaves: Mapping[str, _LeafFacts], placed: Mapping[str, Sharding], mesh: Mesh) -> DryRun:
     per_device: dict[Any, int] = dict.fromkeys(mesh.devices.flat, 0)
     result = {}
-    for name, leaf in known.items():
+    for name, leaf in leaves.items():
         sharding = placed.get(name)
         shard = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
         nbytes = leaf.itemsize * math.prod(shard)
@@ -117,19 +123,19 @@ def dry_run(
     return DryRun(per_device, result)
 
 
-def _of_checkpoint(path: str | os.PathLike[str], prefix: str | None) -> dict[str, _Known]:
+def _of_checkpoint(path: str | os.PathLike[str], prefix: str | None) -> dict[str, _LeafFacts]:
     found = {}
     for name, entry in look_at(path, lambda found: found.tree(prefix).leaves).items():
         inner = math.prod(entry.shape[len(entry.logical_shape) :])  # the numbers inside of a PRNG key
         itemsize = dtype_from_name(entry.dtype).itemsize * inner
         is_numpy = entry.home == "numpy"
-        found[name] = _Known(
+        found[name] = _LeafFacts(
             entry.logical_dtype, entry.logical_shape, itemsize, None, entry.sharding, is_numpy
         )
     return found
 
 
-def _of_tree(tree: Any) -> dict[str, _Known]:
+def _of_tree(tree: Any) -> dict[str, _LeafFacts]:
     found = {}
     for name, leaf in flatten(tree)[0].items():
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
@@ -137,7 +143,7 @@ def _of_tree(tree: Any) -> dict[str, _Known]:
             itemsize = numbers.dtype.itemsize * math.prod(numbers.shape[len(leaf.shape) :])
             like = leaf.sharding if getattr(leaf, "committed", True) and hasattr(leaf, "sharding") else None
             is_numpy = isinstance(leaf, np.ndarray)
-            found[name] = _Known(str(leaf.dtype), tuple(leaf.shape), itemsize, like, None, is_numpy)
+            found[name] = _LeafFacts(str(leaf.dtype), tuple(leaf.shape), itemsize, like, None, is_numpy)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Bytes from files into memory, checked on the way."""
+"""Fetch planned reads from files into memory, and check their digests on the way."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from msgspec import Struct
 
 from eformer._engine.formats.codecs import decoded
 from eformer._engine.loading.read_plan import Read, StoredPiece, Want, plan_reads
-from eformer._engine.record.digests import xxh3_128
-from eformer._engine.record.dtypes import DTYPES, dtype_from_name, unpack_nibbles
-from eformer._engine.record.pieces import ALIGNMENT
+from eformer._engine.record.digests import sha256_of, xxh3_128
+from eformer._engine.record.dtypes import DTYPES, dtype_from_name, raw_pieces, unpack_nibbles
+from eformer._engine.record.pieces import ALIGNMENT, pieces
 from eformer._engine.record.regions import Region
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import SILENT, Meter
 from eformer.errors import CorruptionError, Damage, FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.stores.local_files import Files
+    from eformer._engine.formats.found import Found
+    from eformer._engine.record.manifest import LeafEntry, TreeEntry
+    from eformer._engine.stores.base import Files
 
 Array = np.ndarray[Any, Any]
 
@@ -31,7 +32,7 @@ Array = np.ndarray[Any, Any]
 def fetch(
     reads: Sequence[Read], wants: Sequence[Want], tree: TreeEntry, files: Files, threads: int
 ) -> list[Sequence[Array]]:
-    """For each want the arrays of its regions, or the one of the whole leaf. Raises at the first damage."""
+    """Return, for each want, the arrays of its regions or the one of the whole leaf. Raise at the first damage."""
     fetching = prepare(wants, tree, files)
     run_all([partial(fetching.carry_out, read) for read in reads], threads)
     return fetching.arrays
@@ -46,11 +47,10 @@ def prepare(
     memory: Array | None = None,
     meter: Meter = SILENT,
 ) -> Fetching:
-    """Reads of the wants can be carried out; after all of them the wants have their arrays.
+    """Allocate memory for the wants, so that their reads can be carried out; `Fetching.arrays` then has the arrays.
 
-    The memory of an array starts where XLA takes it as it is, if that can be had without a copy: large leaves have
-    memory of their own or share it with neighbours, in `memory` as far as that goes; small ones share what they were
-    read into.
+    Arrays are aligned so that XLA can alias them, unless that would need a copy: large leaves have memory of their own
+    or share it with neighbours, taken from `memory` while it lasts; small ones share the memory of their read.
     """
     fetching = Fetching(wants, tree, files, verify, raise_damage, meter)
     fetching.prepare(Arena(memory, has_neighbours=len(wants) > 1))
@@ -65,17 +65,14 @@ def check(
     on_damage: Callable[[Damage], None],
     meter: Meter = SILENT,
 ) -> None:
-    """Reads every piece of the wants, and keeps none."""
+    """Read and check every piece of the wants, keep none, and report damage to `on_damage`."""
     fetching = Fetching(wants, tree, files, True, on_damage, meter)
-    run_all([partial(fetching.look_at, read) for read in plan_reads(wants, tree)], threads)
+    run_all([partial(fetching.check, read) for read in plan_reads(wants, tree)], threads)
 
 
 def raise_damage(damage: Damage) -> None:
+    """Raise a CorruptionError for the damage; to be passed as `on_damage`."""
     raise CorruptionError(f"{damage}; restore the file from a copy, or load an older checkpoint")
-
-
-_ARENA_BYTES = 64 * 2**20
-_HUGE_PAGE = 2 * 2**20
 
 
 class _Target(Struct):
@@ -87,6 +84,11 @@ class _Target(Struct):
 
 
 class Fetching:
+    """Carry out reads in any order and from any thread; `arrays` is complete after the last one.
+
+    Call `prepare` once before the first `carry_out`. `check` needs no preparation.
+    """
+
     def __init__(
         self,
         wants: Sequence[Want],
@@ -102,7 +104,7 @@ class Fetching:
         self.arrays: list[Sequence[Array]] = [()] * len(wants)
 
     def prepare(self, arena: Arena) -> None:
-        """Memory for leaves that are put together, cast, or large. Others keep what they are read into."""
+        """Allocate memory for leaves that are joined, cast or large. Others keep the memory of their read."""
         block = self.tree.block
         for index, want in enumerate(self.wants):
             entry = want.entry
@@ -116,18 +118,19 @@ class Fetching:
             try:
                 self.targets[index] = targets = [arena.target(box, dtype) for box in boxes]
             except MemoryError as error:
-                what = f"{entry.dtype}{list(entry.shape)}"
-                raise MemoryError(f"leaf {want.name!r}, {what}: there is not so much memory") from error
+                leaf = f"leaf {want.name!r}, {entry.dtype}{list(entry.shape)}"
+                raise MemoryError(f"not enough memory for {leaf}") from error
             self.arrays[index] = [target.array for target in targets]
 
     # ------------------------------------------------------------------------------------------ reads
 
     def carry_out(self, read: Read) -> None:
-        straight = self.destination(read)
-        memory = aligned(read.nbytes, read.offset) if straight is None else straight
+        """Read the pieces, check them and bring them to their arrays."""
+        destination = self.destination(read)
+        memory = aligned(read.nbytes, read.offset) if destination is None else destination
         sound = self.sound_pieces(read, memory)
-        if straight is not None:
-            for _ in sound:  # they are where they belong, and only had to be looked at
+        if destination is not None:
+            for _ in sound:  # they are in place already, and only had to be checked
                 pass
             return
         wants, targets, arrays = self.wants, self.targets, self.arrays
@@ -135,36 +138,37 @@ class Fetching:
             if piece.want in targets:
                 self.deliver(piece, memory[start : start + piece.nbytes])
                 continue
-            # The memory that a whole leaf was read into becomes its array; but others' files put numbers at odd places.
+            # The memory that a whole leaf was read into becomes its array, unless the writer of the file misaligned it.
             want = wants[piece.want]
             dtype = DTYPES.get(want.dtype) or dtype_from_name(want.dtype)
             array: Array = np.ndarray(want.entry.shape, dtype, memory, start)
             arrays[piece.want] = (array if piece.offset % dtype.alignment == 0 else array.copy(),)
 
-    def look_at(self, read: Read) -> None:
+    def check(self, read: Read) -> None:
+        """Read the pieces and check them, without keeping them."""
         memory = np.empty(read.nbytes, np.uint8)
         for piece, start in self.sound_pieces(read, memory):
-            if piece.coding and not piece.digest:  # whether it can be decoded is all that can be known of it
+            if piece.coding and not piece.digest:  # decoding it is the only check there is
                 self.unpacked(piece, memory[start : start + piece.nbytes])
 
     def sound_pieces(self, read: Read, memory: Array) -> Iterator[tuple[StoredPiece, int]]:
-        """The pieces of the read whose bytes are those that were saved, and where in memory they begin."""
+        """Read into memory, and yield the undamaged pieces with their offsets in memory. Report the others."""
         view, first, verify = memory.data, read.offset, self.verify
         try:
             found = self.files.read_into(read.file, view, first)
-        except (FileNotFoundError, CorruptionError) as error:  # the latter of a database
-            how = "are gone" if isinstance(error, FileNotFoundError) else "cannot be read"
+        except (FileNotFoundError, CorruptionError) as error:  # databases raise the latter
+            problem = "are gone" if isinstance(error, FileNotFoundError) else "cannot be read"
             for piece in read.pieces:
-                self.report(piece, f"{how}: {error}")
+                self.report(piece, f"{problem}: {error}")
             return
         self.meter.add(read.nbytes)
         for piece in read.pieces:
             start = piece.offset - first
             stop = start + piece.nbytes
             if found < stop:
-                self.report(piece, "are not all there: the file was cut short")
+                self.report(piece, "are incomplete: the file was cut short")
             elif verify and piece.digest and (digest := xxh3_128(view[start:stop])) != piece.digest:
-                self.report(piece, f"are damaged: they digest to {digest}, recorded is {piece.digest}")
+                self.report(piece, f"are damaged: their digest is {digest}, expected {piece.digest}")
             else:
                 yield piece, start
 
@@ -175,14 +179,14 @@ class Fetching:
     # -------------------------------------------------------------------------------------- destinations
 
     def destination(self, read: Read) -> Array | None:
-        """The memory of a target, if all pieces of the read belong into it side by side as they are."""
+        """Return the memory to read into directly, if the pieces lie in one array side by side as in the file."""
         first = read.pieces[0]
         if first.at < 0:
             return None
         return self.targets[first.want][first.target].memory[first.at : first.at + read.nbytes]
 
     def deliver(self, piece: StoredPiece, data: Array) -> None:
-        """Copies the piece to where it is wanted, cast if it is wanted as another dtype."""
+        """Copy the piece into every array that wants a part of it, cast to the wanted dtype."""
         box = piece.region or Region.whole(self.wants[piece.want].entry.shape)
         stored = self.unpacked(piece, data)
         if stored is None:
@@ -198,7 +202,7 @@ class Fetching:
                 target.array[overlap.inside(target.region).slices] = stored[overlap.inside(box).slices]
 
     def unpacked(self, piece: StoredPiece, data: Array) -> Array | None:
-        """The numbers of a piece; None if they cannot be decoded, which is reported."""
+        """Decode a piece into an array; report it and return None if that fails."""
         entry, coding = self.wants[piece.want].entry, piece.coding
         shape = piece.region.shape if piece.region else entry.shape
         dtype = dtype_from_name(entry.dtype)
@@ -215,12 +219,16 @@ class Fetching:
         return chunk[tuple(slice(size) for size in shape)]
 
 
-class Arena:
-    """Memory for arrays, at addresses that XLA takes as they are.
+_ARENA_BYTES = 64 * 2**20
+_HUGE_PAGE = 2 * 2**20
 
-    Neighbours share an allocation: fresh memory is touched for the first time while it is read into, which takes
-    longer than reading unless it consists of whole huge pages. Half of one is lost at the end of an allocation, on
-    average, and what is kept keeps all of its allocation: so it is neither small nor large.
+
+class Arena:
+    """Allocate memory for arrays, at addresses that XLA can alias.
+
+    Neighbours share an allocation: the first access to fresh memory takes longer than the read itself, unless the
+    memory consists of whole huge pages. An allocation wastes half a huge page on average, and is freed only with the
+    last of its arrays: so it is neither small nor large.
     """
 
     def __init__(self, memory: Array | None = None, *, has_neighbours: bool = True) -> None:
@@ -228,6 +236,7 @@ class Arena:
         self.least = _ARENA_BYTES if has_neighbours else 0
 
     def target(self, region: Region, dtype: np.dtype[Any]) -> _Target:
+        """Return an uninitialised array for a box of a leaf."""
         nbytes = dtype.itemsize * region.size
         if nbytes > len(self.memory):
             self.memory = aligned(max(nbytes, self.least))
@@ -237,9 +246,44 @@ class Arena:
 
 
 def aligned(nbytes: int, offset: int = 0) -> Array:
-    """Memory that begins on a huge page, for which numpy asks the kernel, or as far behind it as `offset` is behind
-    an aligned one: what is aligned in the file is so here."""
-    to = _HUGE_PAGE if nbytes >= _HUGE_PAGE else ALIGNMENT
-    memory = np.empty(nbytes + to + ALIGNMENT, np.uint8)
-    start = -memory.__array_interface__["data"][0] % to + offset % ALIGNMENT
+    """Return memory that starts on a huge page or an aligned address, shifted by `offset` modulo the alignment.
+
+    Data that is aligned at `offset` of a file is then aligned in memory, too. numpy asks the kernel for huge pages.
+    """
+    unit = _HUGE_PAGE if nbytes >= _HUGE_PAGE else ALIGNMENT
+    memory = np.empty(nbytes + unit + ALIGNMENT, np.uint8)
+    start = -memory.__array_interface__["data"][0] % unit + offset % ALIGNMENT
     return memory[start : start + nbytes]
+
+
+# --------------------------------------------------------------------------------------------- SHA-256
+
+_SHA256_BYTES = 16 * 2**20  # hashed at a time
+
+
+def check_sha256(found: Found, tree: TreeEntry, expected: Mapping[str, str], threads: int) -> None:
+    """Compare the SHA-256 of leaves on disk with `expected`; raise a CorruptionError that lists all that differ."""
+    problems: list[str] = []
+    files = found.files(tree)
+
+    def check_leaf(name: str, entry: LeafEntry) -> None:
+        digest = sha256_of(_elements(name, entry, tree, files))
+        if digest != expected[name]:
+            where = ", ".join(sorted({tree.path_of(extent.file) for extent in entry.extents}))
+            problems.append(f"leaf {name!r} in {where} has SHA-256 {digest}, expected {expected[name]}")
+
+    try:
+        leaves = [(name, entry) for name, entry in tree.leaves.items() if name in expected]
+        run_all([partial(check_leaf, name, entry) for name, entry in leaves], threads)
+    finally:
+        files.close()
+    if problems:
+        raise CorruptionError(f"{found.path}: validation failed: {'; '.join(sorted(problems))}")
+
+
+def _elements(name: str, entry: LeafEntry, tree: TreeEntry, files: Files) -> Iterator[Any]:
+    """Yield the bytes of a leaf's elements in their order, a little at a time."""
+    for region in pieces(entry.shape, dtype_from_name(entry.dtype).itemsize, _SHA256_BYTES):
+        wants = [Want(name, entry, entry.dtype, [region])]
+        ((array,),) = fetch(plan_reads(wants, tree), wants, tree, files, 1)
+        yield from raw_pieces(array)

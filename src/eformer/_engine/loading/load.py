@@ -1,21 +1,25 @@
-"""Loading a tree: find, select, place, read, check, assemble."""
+"""Load a tree: find, select, place, plan, fetch, assemble."""
 
 from __future__ import annotations
 
 import logging
 import os  # noqa: TC003
 import time
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.formats.find import find, was_replaced
-from eformer._engine.loading.checksums import check_sha256
+from eformer._engine.formats.find import ReplacedError, reading, reread
+from eformer._engine.loading.assemble import assemble
+from eformer._engine.loading.fetch import check_sha256
 from eformer._engine.loading.pinned_stream import is_worth_streaming, stream
-from eformer._engine.loading.placement import accelerator_of, assemble, place_items, processes_of
+from eformer._engine.loading.placement import accelerator_of, place_targets, processes_of
 from eformer._engine.loading.read import nbytes_read, read
+from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.loading.scalars import as_scalar, fitted
-from eformer._engine.loading.select import LeafTarget, Request, items_of, select
+from eformer._engine.loading.select import LeafTarget, select, targets_of
 from eformer._engine.loading.unnamed_leaves import by_order, completed
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.processes.hosts import TIMEOUT
@@ -25,24 +29,21 @@ from eformer._engine.tasks.pool import default_threads, gc_paused
 from eformer._engine.tasks.progress import is_wanted, metered
 from eformer._engine.trees.flatten import flatten
 from eformer._engine.trees.unflatten import unflatten, unflatten_like
-from eformer.errors import CorruptionError, FormatError, NotFoundError, StructureError
+from eformer.errors import StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import jax
 
     from eformer._engine.formats.found import Found
-    from eformer._engine.loading.rules import Rules
+    from eformer._engine.loading.request import Rules
     from eformer._engine.processes.hosts import Hosts
     from eformer._engine.tasks.progress import Meter, Progress
 
 logger = logging.getLogger("eformer")
 
-# Another save may replace the files between the reading of a manifest and that of the data; each time it does,
-# a newer checkpoint is there to be read.
-_MOST_RESTARTS = 10
-_BETWEEN_RESTARTS = 0.2  # seconds, for the others to find the newer one, too
+_BETWEEN_RESTARTS = 0.2  # seconds, for all processes to find the newer checkpoint
 
 
 def load(
@@ -63,42 +64,45 @@ def load(
     broadcast: bool = False,
     timeout: float = TIMEOUT,
 ) -> Any:
-    """The tree that was saved at `path`, bit for bit; or an error that says what is wrong, and where.
+    """Load the tree that was saved at `path`, bit for bit.
 
-    Without `like` the tree has the structure it was saved with, jax arrays are jax arrays and numpy arrays are
-    numpy arrays. `like` is a tree of arrays, `ShapeDtypeStruct`s or shardings, whose structure, shapes, dtypes and
-    shardings the result has. A number goes into an array without axes and such an array into a number, as `like` has
-    it, if the kind is the same (bool, int, float, complex) and the value stays the same. A file of equinox has no
-    names, and needs `like`. `keys` are names of leaves or subtrees, or patterns such as "layers.*.bias"; without `like`
-    the result is then a flat dict by name.
+        state = load("run/100", like=state)
+        weights = load("run/100", keys="params", mesh=mesh, rules=[("kernel", PartitionSpec(None, "model"))])
 
-    `shardings` says where leaves go: one for all, or by name (nested or dotted, some or all), each a `Sharding`, a
-    `PartitionSpec` or a function that is called on the loaded array. `rules` are (regex, PartitionSpec) pairs,
-    searched for in names joined by "/". With a `mesh` and neither, leaves lie as they were saved.
+    Raises an error that names the leaf, the file and the problem if anything is missing, damaged or does not fit.
 
-    `dtype` casts floating leaves. `callback(array, name)` is called for every array, and returns what to have in its
-    place. `batch` is how many arrays are read at a time; None for all. `verify=False` skips the digests.
+    Without `like` the tree has the structure it was saved with: jax arrays are jax arrays and numpy arrays are numpy
+    arrays. `like` is a tree of arrays, `ShapeDtypeStruct`s or shardings; the result has its structure, shapes, dtypes
+    and shardings. A number and an array without axes become each other, as `like` has them, if they are of one kind
+    (bool, int, float, complex) and the value does not change. Files of equinox have no names, and need `like`.
+    `keys` are names of leaves or subtrees, or patterns such as "layers.*.bias"; without `like` the result is then a
+    flat dict by name.
 
-    `progress` is True for a bar on standard error, or is called with the bytes that were read and with all there are,
-    some times a second, from any thread; if a newer save replaces the checkpoint meanwhile, from the start again.
+    `shardings` place leaves: one for all, or by name (nested or dotted, for some leaves or all), each a `Sharding`, a
+    `PartitionSpec` or a function that is called on the loaded array. `rules` are pairs of a regex and a PartitionSpec;
+    the regex is searched for in names joined by "/". With a `mesh` and neither, leaves are placed as they were saved.
 
-    With `mmap` numpy arrays and arrays on CPUs are the bytes of the files, which are read when somebody looks at them:
-    the load takes no longer than it takes to make the arrays. So digests are only checked with `verify=True`, which
-    reads everything once. What others write into the files in place changes the arrays, and if they cut them short the
-    process dies; nothing here ever does either. Leaves that do not lie in the files as they are wanted are read.
+    `dtype` casts floating leaves. `callback(array, name)` is called for every array and returns its replacement.
+    `batch` is the number of arrays to read at a time; None reads all at once. `verify=False` skips the digests.
 
-    Leaves that go to devices of several processes are loaded by all of these, and an error of one is an error of all;
-    no other process has to take part. They wait for each other for `timeout` seconds. Each reads what its devices hold.
-    With `broadcast` what several of them hold is read once, each process a part, and travels between the devices; for
-    large leaves on a storage that is slower.
+    `progress` is True for a bar on standard error, or a function that is called with the bytes read so far and in
+    total, several times a second and from any thread; it starts again if a newer save replaces the checkpoint.
+
+    `mmap` maps numpy arrays and arrays on CPUs from the files, which are read when the arrays are used: the load takes
+    only as long as making the arrays. Digests are then checked only with `verify=True`, which reads everything once.
+    If another program writes to the files in place, the arrays change; if it truncates them, the process dies. eformer
+    never does either. Leaves that are not stored as they are wanted are read.
+
+    If leaves go to devices of several processes, all of these must call `load`; no other process has to take part. An
+    error in one is an error in all. They wait for each other for `timeout` seconds. Each process reads what its devices
+    hold. With `broadcast`, data that several processes hold is read once, a part by each, and sent between the devices;
+    this is faster for large leaves on slow storage.
     """
     request = Request(
         like=like,
         prefix=prefix,
         keys=None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys),
-        mesh=mesh,
-        rules=None if rules is None else tuple(rules),
-        shardings=shardings,
+        placement=PlacementRequest(mesh=mesh, rules=rules, shardings=shardings),
         dtype=dtype,
         callback=callback,
         batch=batch,
@@ -112,154 +116,153 @@ def load(
 
 
 def load_entry(path: str | os.PathLike[str], request: Request) -> tuple[Any, TreeEntry]:
-    """The tree, and what the manifest says of it."""
+    """Load what `request` asks for; return it with the record of the tree."""
     like = None if request.like is None else flatten(request.like)[0]
-    tree, arrays, selected = _read_together(path, request, like)
+    with _processes(request, like) as hosts:
+        loaded = reread(path, lambda found: _load_found(found, request, like, hosts))
+    return _rebuild(loaded, request, like), loaded.tree
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """The record of a tree, the names of the selected leaves, and those of them that are arrays."""
+
+    tree: TreeEntry
+    names: dict[str, None]
+    arrays: dict[str, Any]
+
+
+def _load_found(found: Found, request: Request, like: Mapping[str, Any] | None, hosts: Hosts) -> _Loaded:
+    """Load the arrays of one checkpoint, by name, or in the order of `like` if they have no names."""
+    with reading(found):
+        tree = found.tree(request.prefix)
+    if paths := found.left_out(request.prefix):
+        logger.warning("%s: not read, and may hold leaves: %s", found.path, few(paths))
+    if like is None or found.has_names:
+        return _load_arrays(found, tree, request, like, hosts)
+    tree, expected = by_order(tree, like, request.dtype)
+    loaded = _load_arrays(found, tree, request, expected, hosts)
+    return replace(loaded, arrays=completed(loaded.arrays, like))
+
+
+def _load_arrays(
+    found: Found, tree: TreeEntry, request: Request, like: Mapping[str, Any] | None, hosts: Hosts
+) -> _Loaded:
+    """Load the arrays of one tree: select, place, then plan, fetch and assemble."""
     with gc_paused():
-        values = {n: value for n, value in tree.values.items() if n in selected and n not in arrays}
+        names = select(tree, request.keys)
+        targets = targets_of(tree, names, request, like)
+        _require_classes(tree, request)
+        place_targets(targets, tree, request)
+    total = nbytes_read(tree, targets) if is_wanted(request.progress) else 0
+    with metered(request.progress, total, "loading") as meter:
+        arrays = _fetch_and_assemble(found, tree, targets, request, hosts, meter)
+    return _Loaded(tree, names, arrays)
+
+
+def _fetch_and_assemble(
+    found: Found, tree: TreeEntry, targets: list[LeafTarget], request: Request, hosts: Hosts, meter: Meter
+) -> dict[str, Any]:
+    """Read the arrays and hand them to the caller's functions, batch by batch."""
+    threads = request.threads or default_threads()
+    if request.sha256 is not None:
+        with reading(found):
+            check_sha256(found, tree, request.sha256(tree), threads)
+    arrays: dict[str, Any] = {}
+    end = max(1, len(targets))
+    size = request.batch or end
+    for start in range(0, end, size):
+        batch = targets[start : start + size]
+        streamed, others = _split(batch, request)
+        assembled: dict[str, Any] = {}
+        with reading(found):
+            if streamed:
+                assembled = stream(found, tree, streamed, threads, verify=request.verify, meter=meter)
+            read(found, tree, others, threads, verify=request.verify, mmap=request.mmap, meter=meter)
+        is_last = start + size >= end
+        if is_last or request.broadcast:  # a broadcast needs all processes
+            _agree(hosts, f"{tree.save_id} {start}", is_last=is_last)
+        with gc_paused():
+            assembled |= assemble(others)
+        _finish(batch, assembled, arrays, request)
+    return arrays
+
+
+def _split(targets: list[LeafTarget], request: Request) -> tuple[list[LeafTarget], list[LeafTarget]]:
+    """Split targets into those to stream to accelerators and the others, which are read into host memory first.
+
+    A broadcast streams nothing: all processes have to read all of a batch before the first array of it moves.
+    """
+    if request.broadcast:
+        return [], targets
+    streamed = [target for target in targets if target.is_stored and accelerator_of(target) is not None]
+    if not is_worth_streaming(streamed):
+        return [], targets
+    return streamed, [target for target in targets if not target.is_stored or accelerator_of(target) is None]
+
+
+def _finish(
+    batch: list[LeafTarget], assembled: dict[str, Any], arrays: dict[str, Any], request: Request
+) -> None:
+    """Move the assembled arrays of a batch to `arrays`, through the caller's functions."""
+    callback = request.callback
+    for target in batch:
+        leaf = assembled.pop(target.name)
+        leaf = target.transform(leaf) if target.transform else leaf
+        leaf = callback(leaf, target.name) if callback else leaf
+        arrays[target.name] = leaf if target.like_scalar is None else as_scalar(leaf, target.like_scalar)
+        target.arrays = ()  # memory that the caller's functions release is freed at once
+
+
+def _rebuild(loaded: _Loaded, request: Request, like: Mapping[str, Any] | None) -> Any:
+    """Return the loaded leaves in the structure of `like`, flat by name for `keys`, or in the recorded structure."""
+    tree, names, arrays = loaded.tree, loaded.names, loaded.arrays
+    with gc_paused():
+        values = {n: value for n, value in tree.values.items() if n in names and n not in arrays}
         if like is not None:
             values = {name: fitted(value, like[name], request.cast) for name, value in values.items()}
         leaves = arrays | values
         if like is not None:
-            return unflatten_like(request.like, leaves), tree
+            return unflatten_like(request.like, leaves)
         if request.keys is not None:
-            return {name: leaves[name] for name in selected}, tree
-        return unflatten(msgspec.json.decode(tree.structure), leaves), tree
+            return {name: leaves[name] for name in names}
+        return unflatten(msgspec.json.decode(tree.structure), leaves)
 
 
-Loaded = tuple[TreeEntry, "dict[str, Any]", "dict[str, None]"]
+def _require_classes(tree: TreeEntry, request: Request) -> None:
+    """Refuse a structure that cannot be rebuilt before its data is read: without a structure, or without a class."""
+    if request.like is not None or request.keys is not None:
+        return
+    structure = bytes(tree.structure)
+    if structure.startswith(b'{"%s":' % UNREADABLE.encode()):
+        raise StructureError(msgspec.json.decode(structure)[UNREADABLE])
+    if any(kind in structure for kind in (b'"namedtuple":', b'"dataclass":', b'"node":')):
+        names = [*tree.leaves, *tree.raw_values]
+        unflatten(msgspec.json.decode(structure), dict.fromkeys(names))
 
 
-def _read_together(path: str | os.PathLike[str], request: Request, like: Mapping[str, Any] | None) -> Loaded:
-    """The wanted leaves, in all processes whose devices are to have them of one and the same save."""
-    processes = processes_of(request, like)
-    hosts = _hosts.current("loads", processes, request.timeout) if processes else _hosts.Alone()
-    for _ in range(_MOST_RESTARTS):
-        try:
-            return _read_one(path, request, like, hosts)
-        except _Again:
-            time.sleep(_BETWEEN_RESTARTS)
-        except BaseException as error:
-            hosts.fail(error)
-            raise
-    raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while the processes were reading it")
+# ------------------------------------------------------------------------------------ several processes
 
 
-def _agree(hosts: Hosts, what: str, *, is_last: bool) -> None:
-    """No process goes on if another cannot, or has found another save."""
-    if hosts.meet(what.encode(), lambda messages: b"" if len(set(messages)) == 1 else b"again"):
-        raise _Again
+@contextmanager
+def _processes(request: Request, like: Mapping[str, Any] | None) -> Iterator[Hosts]:
+    """Yield the processes whose devices the leaves go to, and tell the others if this one fails."""
+    members = processes_of(request.placement, like)
+    hosts = _hosts.current("loads", members, request.timeout) if members else _hosts.Alone()
+    try:
+        yield hosts
+    except BaseException as error:
+        hosts.fail(error)
+        raise
+
+
+def _agree(hosts: Hosts, step: str, *, is_last: bool) -> None:
+    """Wait for all processes to reach the same step of the same save; start again if they have found different saves.
+
+    Raises if another process has failed.
+    """
+    if hosts.meet(step.encode(), lambda steps: b"" if len(set(steps)) == 1 else b"again"):
+        time.sleep(_BETWEEN_RESTARTS)
+        raise ReplacedError
     if is_last:
         hosts.end()
-
-
-class _Again(Exception):  # noqa: N818
-    """The processes have read different saves."""
-
-
-def _read_one(
-    path: str | os.PathLike[str], request: Request, like: Mapping[str, Any] | None, hosts: Hosts
-) -> Loaded:
-    """The wanted leaves of one whole checkpoint: if another save replaces it meanwhile, those of the newer one."""
-    for _ in range(_MOST_RESTARTS):
-        found = find(path)
-        try:
-            tree, wanted = _tree(found, request.prefix), like
-            if paths := found.left_out(request.prefix):
-                logger.warning("%s: not read, and may hold leaves: %s", path, few(paths))
-            if like is not None and not found.has_names:
-                tree, wanted = by_order(tree, like, request.dtype)
-            with gc_paused():
-                selected = select(tree, request.keys)
-                items = items_of(tree, selected, request, wanted)
-                if like is None and request.keys is None:
-                    _require_classes(tree)
-                place_items([item for item in items if item.number is None], tree, request)
-            stored = [item for item in items if item.is_stored]
-            total = nbytes_read(tree, stored) if is_wanted(request.progress) else 0
-            with metered(request.progress, total, "loading") as meter:
-                arrays = _arrays(found, tree, items, request, hosts, meter)
-        except _Unreadable as unreadable:
-            if was_replaced(found):
-                continue
-            error = unreadable.error
-            if isinstance(error, FileNotFoundError):
-                raise CorruptionError(f"{path}: the manifest names a file that is gone: {error}") from error
-            raise error from None
-        if like is not None and not found.has_names:
-            arrays = completed(arrays, like)
-        return tree, arrays, selected
-    raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while it was being read")
-
-
-def _tree(found: Found, prefix: str | None) -> TreeEntry:
-    try:
-        return found.tree(prefix)
-    except NotFoundError:
-        raise
-    except (FileNotFoundError, CorruptionError) as error:  # parts of it lie with the data
-        raise _Unreadable(error) from None
-
-
-def _arrays(
-    found: Found, tree: TreeEntry, items: list[LeafTarget], request: Request, hosts: Hosts, meter: Meter
-) -> dict[str, Any]:
-    """The arrays by name, read and handed to the caller's functions batch by batch."""
-    threads = request.threads or default_threads()
-    if request.sha256 is not None:
-        try:
-            check_sha256(found, tree, request.sha256(tree), threads)
-        except (FileNotFoundError, CorruptionError) as error:
-            raise _Unreadable(error) from None
-    arrays: dict[str, Any] = {}
-    batch, end = request.batch or max(1, len(items)), max(1, len(items))
-    for start in range(0, end, batch):
-        some = items[start : start + batch]
-        streamed, others = _divided(some, request)
-        try:
-            assembled = {}
-            if streamed:
-                assembled = stream(found, tree, streamed, threads, verify=request.verify, meter=meter)
-            stored = [item for item in others if item.is_stored]
-            read(found, tree, stored, threads, verify=request.verify, mmap=request.mmap, meter=meter)
-        except (FileNotFoundError, CorruptionError) as error:
-            raise _Unreadable(error) from None
-        is_last = start + batch >= end
-        if is_last or request.broadcast:  # what is broadcast needs all processes
-            _agree(hosts, f"{tree.save_id} {start}", is_last=is_last)
-        with gc_paused():
-            assembled |= assemble(others)
-        for item in some:
-            leaf = assembled.pop(item.name)
-            leaf = item.after(leaf) if item.after else leaf
-            leaf = request.callback(leaf, item.name) if request.callback else leaf
-            arrays[item.name] = as_scalar(leaf, item.number)
-            item.arrays = ()  # what the caller's functions let go of, is gone
-    return arrays
-
-
-def _divided(items: list[LeafTarget], request: Request) -> tuple[list[LeafTarget], list[LeafTarget]]:
-    """Those that go to accelerators, through a little memory at a time, and the others. What is broadcast has to be
-    read by all processes before the first piece of it moves."""
-    if request.broadcast:
-        return [], items
-    streamed = [item for item in items if item.is_stored and accelerator_of(item) is not None]
-    if not is_worth_streaming(streamed):
-        return [], items
-    return streamed, [item for item in items if not item.is_stored or accelerator_of(item) is None]
-
-
-class _Unreadable(Exception):  # noqa: N818
-    """What reading raised, told apart from what the caller's functions raise, which is not ours to interpret."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-def _require_classes(tree: TreeEntry) -> None:
-    """Refuses a structure that cannot be rebuilt before its data is read. Only classes can be missing, or all of it."""
-    if bytes(tree.structure).startswith(b'{"%s":' % UNREADABLE.encode()):
-        raise StructureError(msgspec.json.decode(tree.structure)[UNREADABLE])
-    if any(kind in bytes(tree.structure) for kind in (b'"namedtuple":', b'"dataclass":', b'"node":')):
-        names = [*tree.leaves, *tree.raw_values]
-        unflatten(msgspec.json.decode(tree.structure), dict.fromkeys(names))

@@ -1,4 +1,4 @@
-"""The bytes of leaves that a load has placed: planned, read and checked, in host memory."""
+"""Read the bytes of placed leaves into host memory: plan, allocate, fetch, check."""
 
 from __future__ import annotations
 
@@ -21,39 +21,41 @@ if TYPE_CHECKING:
     from eformer._engine.formats.found import Found
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.stores.local_files import Files
+    from eformer._engine.stores.base import Files
 
-_MUCH = 2**20  # bytes of one file
+_LARGE_FILE = 2**20
 
 
-def nbytes_read(tree: TreeEntry, items: Sequence[LeafTarget]) -> int:
-    """What `read` and `stream` read until the items have their arrays."""
-    return sum(read.nbytes for read in plan_reads([_want(item) for item in items], tree))
+def nbytes_read(tree: TreeEntry, targets: Sequence[LeafTarget]) -> int:
+    """Return how many bytes `read` and `stream` read for the targets."""
+    wants = [_want(target) for target in targets if target.is_stored]
+    return sum(read.nbytes for read in plan_reads(wants, tree))
 
 
 def read(
     found: Found,
     tree: TreeEntry,
-    items: Sequence[LeafTarget],
+    targets: Sequence[LeafTarget],
     threads: int,
     *,
     verify: bool,
     mmap: bool = False,
     meter: Meter = SILENT,
 ) -> None:
-    """The items have their arrays; with `mmap` those that can be are the files themselves."""
+    """Read the stored arrays of targets into host memory; with `mmap` map those that can be mapped instead."""
+    targets = [target for target in targets if target.is_stored]
     reading = Reading(found, tree, verify=verify, meter=meter)
     try:
         if mmap:
-            items = reading.map(items, threads)
-        run_all(reading.tasks(items), threads)
+            targets = reading.map(targets, threads)
+        run_all(reading.tasks(targets), threads)
         reading.require_unwritten()
     finally:
         reading.close()
 
 
 class Reading:
-    """Reads items of one tree, by and by. Whoever made it closes it."""
+    """Read targets of one tree, in several steps: `map` or `tasks` for some of them, `require_unwritten`, `close`."""
 
     def __init__(self, found: Found, tree: TreeEntry, *, verify: bool, meter: Meter = SILENT) -> None:
         self.tree, self.verify, self.meter = tree, verify, meter
@@ -64,21 +66,21 @@ class Reading:
         self.files.close()
 
     def require_unwritten(self) -> None:
-        """Refuses what was read while somebody wrote to the file, if there are no digests to tell by."""
+        """Raise if a file was written to while it was read, and has no digests that would have shown it."""
         if not self.tree.has_digests and (name := self.files.rewritten()):
-            raise FileNotFoundError(f"{name} was written to while it was read")
+            raise FileNotFoundError(f"{name} was written to while it was being read")
 
-    def map(self, items: Sequence[LeafTarget], threads: int) -> Sequence[LeafTarget]:
-        """Items that are in their files as they are wanted have their arrays; the others are returned."""
-        mapping, others, wants = MappedFiles(self.tree, self.files), [], []
-        for item in items:
-            want = _want(item)
-            # XLA takes only what is aligned; anything else it copies, which is slower than to read it.
-            found = mapping.arrays(want, 1 if item.as_numpy else ALIGNMENT)
-            if found is None:
-                others.append(item)
+    def map(self, targets: Sequence[LeafTarget], threads: int) -> Sequence[LeafTarget]:
+        """Map the targets that lie in their files as they are wanted; return the others, which have to be read."""
+        mapped, others, wants = MappedFiles(self.tree, self.files), [], []
+        for target in targets:
+            want = _want(target)
+            # XLA aliases aligned memory only, and copies anything else, which is slower than reading it.
+            arrays = mapped.arrays(want, 1 if target.as_numpy else ALIGNMENT)
+            if arrays is None:
+                others.append(target)
             else:
-                item.arrays = found
+                target.arrays = arrays
                 wants.append(want)
         if self.verify:
             check(wants, self.tree, self.files, threads, raise_damage, self.meter)
@@ -86,58 +88,64 @@ class Reading:
 
     def tasks(
         self,
-        items: Sequence[LeafTarget],
+        targets: Sequence[LeafTarget],
         *,
         memory: np.ndarray[Any, Any] | None = None,
         end: Callable[[], None] | None = None,
         read_bytes: int = READ_BYTES,
     ) -> list[Callable[[], None]]:
-        """What is to be done until the items have their arrays, large ones in `memory` as far as it goes; then `end` is
-        called. A read takes about `read_bytes`."""
-        wants = [_want(item) for item in items]
+        """Return tasks that read the targets, in about `read_bytes` each; the last one to finish calls `end`.
+
+        Large arrays are taken from `memory` while it lasts.
+        """
+        wants = [_want(target) for target in targets]
         reads = plan_reads(wants, self.tree, read_bytes)
         needed = {read.file for read in reads}
         self.files.hold(needed)
-        self.require_claims(reads)
-        _require_bytes(self.tree, items, needed, self.files)
+        self.require_space(reads)
+        _require_length(self.tree, targets, needed, self.files)
         fetching = prepare(wants, self.tree, self.files, verify=self.verify, memory=memory, meter=self.meter)
 
         def hand_over() -> None:
-            for item, arrays in zip(items, fetching.arrays, strict=True):
-                item.arrays = arrays
+            for target, arrays in zip(targets, fetching.arrays, strict=True):
+                target.arrays = arrays
             if end:
                 end()
 
         return in_turn([partial(fetching.carry_out, read) for read in reads], hand_over)
 
-    def require_claims(self, reads: Sequence[Read]) -> None:
-        """Refuses leaves that claim more bytes than the files have, before memory is allocated for them."""
+    def require_space(self, reads: Sequence[Read]) -> None:
+        """Refuse leaves that claim more bytes than their file has, before memory is allocated for them."""
         for read in reads:
             self.claimed[read.file] += read.nbytes
         for file, nbytes in zip(self.tree.files, self.claimed, strict=True):
             if nbytes > file.nbytes:
-                raise FormatError(f"the leaves in {file.name!r} claim {nbytes} bytes, it has {file.nbytes}")
+                raise FormatError(
+                    f"the leaves in {file.name!r} claim {nbytes} bytes, but it has {file.nbytes}"
+                )
 
 
-def _want(item: LeafTarget) -> Want:
-    return Want(item.name, item.entry, item.dtype, item.regions)
+def _want(target: LeafTarget) -> Want:
+    return Want(target.name, target.entry, target.dtype, target.regions)
 
 
-def _require_bytes(tree: TreeEntry, items: Sequence[LeafTarget], needed: Iterable[int], files: Files) -> None:
-    """Refuses files that are shorter than the leaves, before much memory is allocated for these."""
+def _require_length(
+    tree: TreeEntry, targets: Sequence[LeafTarget], needed: Iterable[int], files: Files
+) -> None:
+    """Refuse large files that are shorter than their leaves, before memory is allocated for these."""
     lengths = [file.nbytes for file in tree.files]
     for number in needed:
-        if lengths[number] > _MUCH and not tree.is_database:
+        if lengths[number] > _LARGE_FILE and not tree.is_database:
             lengths[number] = files.nbytes(number)
     if all(length >= file.nbytes for length, file in zip(lengths, tree.files, strict=True)):
         return
-    for item in items:
-        for extent in item.entry.extents:
+    for target in targets:
+        for extent in target.entry.extents:
             file = tree.files[extent.file]
             stop = file.header_nbytes + extent.offset + extent.nbytes
             if stop > lengths[extent.file]:
                 raise CorruptionError(
-                    f"leaf {item.name!r}: {tree.path_of(extent.file)} was cut short: it ends after "
+                    f"leaf {target.name!r}: {tree.path_of(extent.file)} was cut short: it ends after "
                     f"{lengths[extent.file]} bytes, the leaf after {stop}; restore the file from a copy, or load "
                     "an older checkpoint"
                 )

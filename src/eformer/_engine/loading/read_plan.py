@@ -1,4 +1,4 @@
-"""Plan which bytes to read for the boxes that are wanted."""
+"""Plan which bytes of which files to read for the boxes of leaves that are wanted. Pure: reads nothing."""
 
 from __future__ import annotations
 
@@ -18,18 +18,15 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.manifest import Coding, Extent, LeafEntry, TreeEntry
 
-
-# -------------------------------------------------------------------------------------------- reads
-
 # One read is one system call's worth: large enough for the disk, small enough to stay in the processor's cache.
 READ_BYTES = 4 * 2**20
 
-# Up to so many bytes of a leaf that is in parts are read with what lies beside them, and then copied to their place.
+# Boxes of a leaf up to this size are read together with their neighbours in the file, and then copied into place.
 _SMALL_BOX = 2**16
 
 
 class Want(Struct, frozen=True, gc=False):
-    """A leaf that is wanted, as what dtype, and which boxes of it; None for the whole."""
+    """A leaf that is wanted, its dtype after a cast, and the wanted boxes; None for the whole leaf."""
 
     name: str
     entry: LeafEntry
@@ -38,10 +35,12 @@ class Want(Struct, frozen=True, gc=False):
 
 
 class StoredPiece(Struct, frozen=True, gc=False):
-    """A piece of a leaf as it lies in a file. `region` is None where the piece is the whole leaf.
+    """A piece of a leaf as it lies in a file.
 
-    `target` is the number of the wanted box that the piece belongs into, and `at` the byte of it where it goes as it
-    is; -1 if it has to be taken apart or cast, for which there is its `region`.
+    want      number of the want that it belongs to
+    region    box of the leaf that the piece is; None for the whole leaf
+    target    number of the wanted box that contains the piece
+    at        byte of that box where the piece goes unchanged; -1 if it has to be cut or cast, according to `region`
     """
 
     file: int
@@ -65,8 +64,7 @@ class Read(Struct, frozen=True, gc=False):
 
 
 def plan_reads(wants: Sequence[Want], tree: TreeEntry, read_bytes: int = READ_BYTES) -> list[Read]:
-    """The fewest bytes that contain what is wanted and can be checked, in the order in which they lie, in reads of
-    about `read_bytes`."""
+    """Return reads of about `read_bytes`, in file order, for the fewest pieces that cover the wants."""
     found: list[StoredPiece] = []
     starts = [file.header_nbytes for file in tree.files]
     for index, want in enumerate(wants):
@@ -92,7 +90,7 @@ def plan_reads(wants: Sequence[Want], tree: TreeEntry, read_bytes: int = READ_BY
 def _whole_pieces(
     index: int, entry: LeafEntry, extent: Extent, start: int, block: int
 ) -> Iterator[StoredPiece]:
-    """The pieces of a leaf that is wanted whole and as it is."""
+    """Yield the pieces of a leaf that is wanted whole and unchanged."""
     at = digits = 0
     for nbytes in piece_sizes(entry.shape, dtype_from_name(entry.dtype).itemsize, block):
         digest = extent.digests[digits : digits + DIGEST_DIGITS]
@@ -115,7 +113,7 @@ def _coded(index: int, want: Want, extent: Extent, start: int) -> Iterator[Store
 
 
 def _stored_pieces(index: int, want: Want, extent: Extent, start: int, block: int) -> Iterator[StoredPiece]:
-    """The pieces of which a part is wanted."""
+    """Yield the pieces of an extent that overlap a wanted box."""
     entry = want.entry
     box = entry.region_of(extent)
     itemsize = dtype_from_name(entry.dtype).itemsize
@@ -131,13 +129,13 @@ def _stored_pieces(index: int, want: Want, extent: Extent, start: int, block: in
     for number, piece in zip(found, shifted(found.values(), box.start), strict=True):
         before = offset_within(piece, box) or 0  # elements of the extent; a piece is one run of them
         digest = extent.digests[DIGEST_DIGITS * number : DIGEST_DIGITS * (number + 1)]
-        target, at = _place_of(piece, regions, itemsize) if want.dtype == entry.dtype else (-1, -1)
+        target, at = _position(piece, regions, itemsize) if want.dtype == entry.dtype else (-1, -1)
         nbytes = itemsize * piece.size
         yield StoredPiece(extent.file, start + before * itemsize, nbytes, index, digest, piece, target, at)
 
 
-def _place_of(piece: Region, regions: Sequence[Region], itemsize: int) -> tuple[int, int]:
-    """Which of the boxes the piece goes into as it is, and where; (-1, -1) if it is not as simple as that."""
+def _position(piece: Region, regions: Sequence[Region], itemsize: int) -> tuple[int, int]:
+    """Return the number of the box that the piece goes into unchanged, and the byte; (-1, -1) if it has to be cut."""
     touched = [number for number, region in enumerate(regions) if piece.overlap(region)]
     if len(touched) == 1:
         before = offset_within(piece, regions[touched[0]])
@@ -147,13 +145,14 @@ def _place_of(piece: Region, regions: Sequence[Region], itemsize: int) -> tuple[
 
 
 def _go_together(a: StoredPiece, b: StoredPiece) -> bool:
-    """Small leaves share what they are read into; pieces of large ones are read to where they belong."""
+    """Tell whether two adjacent pieces can share a read: small leaves can, and pieces that are adjacent in memory."""
     if a.at < 0 or b.at < 0:
         return a.at == b.at and (a.region is None) == (b.region is None)
     return a.want == b.want and a.target == b.target and a.at + a.nbytes == b.at
 
 
 def _adjacent(found: Sequence[StoredPiece], read_bytes: int) -> Iterator[Read]:
+    """Join neighbours in a file into reads of at most `read_bytes`, or of one piece."""
     start = 0
     for i in range(1, len(found) + 1):
         if i < len(found):

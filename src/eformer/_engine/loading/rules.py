@@ -1,9 +1,8 @@
-"""Where leaves go: from shardings by name, partition rules, or what was recorded when they were saved."""
+"""Decide where leaves go: by shardings per name, by partition rules, by `like`, or as recorded at the save."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,35 +14,80 @@ from eformer._engine.trees.flatten import flatten
 from eformer.errors import MismatchError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Container, Mapping, Sequence
+
+    from eformer._engine.loading.request import PlacementRequest
     from eformer._engine.record.manifest import RecordedSharding
 
-PartitionSpec: Any = _PartitionSpec  # whose constructor has no types
-
-Rules = Sequence[tuple[str, _PartitionSpec]]
+PartitionSpec: Any = _PartitionSpec  # its constructor has no types
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
-    """What a placement is decided by: the shape that the user sees, what `like` says, and what was recorded.
+class PlaceableLeaf:
+    """The facts that decide where a leaf goes.
 
-    A numpy array goes to a device only if somebody says so; one that JAX cannot hold, only if it is meant.
+    shape           as the user sees it
+    like            sharding that `like` asks for
+    recorded        sharding at the time of the save
+    is_numpy        goes to a device only if an argument asks for it
+    is_host_only    JAX cannot hold it: goes to a device only if `shardings` or `like` name it, which is an error later
     """
 
     shape: tuple[int, ...]
     like: Any = None
     recorded: RecordedSharding | None = None
     is_numpy: bool = False
-    is_for_numpy_only: bool = False
+    is_host_only: bool = False
+
+
+def place(
+    leaves: Mapping[str, PlaceableLeaf],
+    request: PlacementRequest,
+    *,
+    prefix: str | None = None,
+    ignored: Collection[str] = (),
+) -> tuple[dict[str, Sharding], dict[str, Callable[[Any], Any]]]:
+    """Return a sharding for every leaf that a request, `like` or a record is about, and functions for loaded arrays.
+
+    Shardings by name win over rules, rules over `like`, `like` over the record. Raises a MismatchError that lists all
+    leaves that cannot be placed. Names in the shardings may start with `prefix`, and may be those of `ignored` leaves.
+    """
+    if request.rules is not None and request.mesh is None:
+        raise ValueError(f"{request.rules_name}= need a mesh= to place leaves on")
+    problems: list[str] = []
+    named, functions = _by_shardings(leaves, request, prefix, ignored, problems)
+    if request.every_leaf and request.shardings is not None:
+        _require_every_leaf(leaves, named.keys() | functions.keys())
+    specs = {name: leaf.like for name, leaf in leaves.items() if leaf.like is not None}
+    specs |= _by_rules(leaves, request) | named
+    if request.mesh is not None:
+        others = {name: leaf for name, leaf in leaves.items() if name not in specs}
+        specs |= _by_default(others, request, request.mesh, problems)
+    placed = {}
+    for name, spec in specs.items():
+        sharding = _sharding_or_problem(spec, request.mesh, leaves[name].shape)
+        if isinstance(sharding, str):
+            problems.append(f"leaf {name!r} {list(leaves[name].shape)}: {sharding}")
+        else:
+            placed[name] = sharding
+    if problems:
+        raise MismatchError(problems, context="leaves cannot be placed as requested")
+    return placed, functions
+
+
+# ----------------------------------------------------------------------------------- shardings by name
 
 
 def by_name(shardings: Any, leaves: Container[str], prefix: str | None = None) -> dict[str, Any]:
-    """Shardings in a tree of any kind, or flat by dotted name, as {escaped name: value}. Names may begin with the
-    prefix of the tree."""
-    said, _ = flatten(shardings)
-    return {_name_of(name, leaves, prefix): value for name, value in said.items()}
+    """Flatten shardings in a tree of any kind, or in a flat dict by dotted name, to {name of a leaf: value}.
+
+    Names may start with the prefix of the tree.
+    """
+    given, _ = flatten(shardings)
+    return {_leaf_name(name, leaves, prefix): value for name, value in given.items()}
 
 
-def _name_of(name: str, leaves: Container[str], prefix: str | None) -> str:
+def _leaf_name(name: str, leaves: Container[str], prefix: str | None) -> str:
     # In a flat dict a whole path is one key, whose dots were escaped.
     names = [name, name.replace("%2E", ".")]
     if prefix:
@@ -51,96 +95,60 @@ def _name_of(name: str, leaves: Container[str], prefix: str | None) -> str:
     return next((n for n in names if n in leaves), names[1])
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
-    """What a caller says about where leaves go.
-
-    prefix         of the tree: names in `shardings` may begin with it
-    every_leaf     `shardings` have to name every leaf, else KeyError
-    replicate      a leaf that nothing is said about goes to every device of the mesh
-    rules_are      what the caller's argument for the rules is called
-    """
-
-    mesh: Mesh | None = None
-    rules: Rules | None = None
-    shardings: Any = None
-    prefix: str | None = None
-    every_leaf: bool = False
-    replicate: bool = False
-    rules_are: str = "rules"
-
-
-def place(
-    leaves: Mapping[str, Leaf], said: PlacementRequest, ignored: Collection[str] = ()
-) -> tuple[dict[str, Sharding], dict[str, Callable[[Any], Any]]]:
-    """A sharding for every leaf that something is said about, and what to call on the loaded arrays.
-
-    Shardings by name win over rules, rules over `like`, `like` over what was recorded. Whatever does not fit is
-    reported at once. Shardings of `ignored` leaves are nobody's business here.
-    """
-    if said.rules is not None and said.mesh is None:
-        raise ValueError(f"{said.rules_are}= need a mesh= to lay leaves out on")
-    problems: list[str] = []
-    named, after = _named(leaves, said, ignored, problems)
-    if said.every_leaf and said.shardings is not None:
-        _require_all(leaves, named.keys() | after.keys())
-    specs = {name: leaf.like for name, leaf in leaves.items() if leaf.like is not None}
-    specs |= _matched(leaves, said) | named
-    if said.mesh is not None:
-        unsaid = {name: leaf for name, leaf in leaves.items() if name not in specs}
-        specs |= _rest(unsaid, said, said.mesh, problems)
-    placed = {}
-    for name, spec in specs.items():
-        sharding = _fit(spec, said.mesh, leaves[name].shape)
-        if isinstance(sharding, str):
-            problems.append(f"leaf {name!r} {list(leaves[name].shape)}: {sharding}")
-        else:
-            placed[name] = sharding
-    if problems:
-        raise MismatchError(problems, context="the leaves cannot be placed so")
-    return placed, after
-
-
-def _named(
-    leaves: Mapping[str, Leaf], said: PlacementRequest, ignored: Collection[str], problems: list[str]
+def _by_shardings(
+    leaves: Mapping[str, PlaceableLeaf],
+    request: PlacementRequest,
+    prefix: str | None,
+    ignored: Collection[str],
+    problems: list[str],
 ) -> tuple[dict[str, Any], dict[str, Callable[[Any], Any]]]:
-    shardings = said.shardings
+    shardings = request.shardings
     if shardings is None:
         return {}, {}
     if isinstance(shardings, (Sharding, PartitionSpec)) or callable(shardings):
         by_leaf = dict.fromkeys(leaves, shardings)
     else:
-        by_leaf = by_name(shardings, {*leaves, *ignored}, said.prefix)
+        by_leaf = by_name(shardings, {*leaves, *ignored}, prefix)
     unknown = [name for name in by_leaf if name not in leaves and name not in ignored]
     problems += [
-        f"shardings name {n!r}, which is not an array of the checkpoint{hint}"
-        for n, hint in with_nearest(unknown, leaves)
+        f"shardings name {name!r}, which is not an array of the checkpoint{hint}"
+        for name, hint in with_nearest(unknown, leaves)
     ]
-    specs, after = {}, {}
+    specs, functions = {}, {}
     for name, value in by_leaf.items():
         if name not in leaves:
             continue
         if isinstance(value, (Sharding, PartitionSpec)):
             specs[name] = value
         elif callable(value):
-            after[name] = value
+            functions[name] = value
         else:
-            problems.append(f"leaf {name!r}: {value!r} is no Sharding, PartitionSpec or callable")
-    return specs, after
+            problems.append(f"leaf {name!r}: {value!r} is not a Sharding, PartitionSpec or callable")
+    return specs, functions
+
+
+def _require_every_leaf(leaves: Mapping[str, PlaceableLeaf], named: Collection[str]) -> None:
+    missing = [name for name in leaves if name not in named]
+    if missing:
+        hints = ", ".join(f"{name!r}{hint}" for name, hint in with_nearest(missing, named))
+        raise KeyError(f"shardings= must name every leaf if mismatches are not allowed; missing: {hints}")
+
+
+# ----------------------------------------------------------------------------------------------- rules
+
+
+def _by_rules(leaves: Mapping[str, PlaceableLeaf], request: PlacementRequest) -> dict[str, Any]:
+    """Return the spec of the first rule that matches, by leaf. Scalars match none: they have no axis to cut."""
+    patterns = [(_compiled(pattern, request.rules_name), spec) for pattern, spec in request.rules or ()]
+    found = {name: _first_match(name, patterns) for name, leaf in leaves.items() if leaf.shape}
+    return {name: spec for name, spec in found.items() if spec is not None}
 
 
 def _compiled(pattern: str, argument: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{argument}=: {pattern!r} is no regular expression: {error}") from error
-
-
-def _matched(leaves: Mapping[str, Leaf], said: PlacementRequest) -> dict[str, Any]:
-    """For each leaf that a rule is for, the spec of the first. A scalar has no axis to be cut along."""
-    patterns = [(_compiled(pattern, said.rules_are), spec) for pattern, spec in said.rules or ()]
-    found = {name: _first_match(name, patterns) for name, leaf in leaves.items() if leaf.shape}
-    return {name: spec for name, spec in found.items() if spec is not None}
+        raise ValueError(f"{argument}=: {pattern!r} is not a regular expression: {error}") from error
 
 
 def _first_match(name: str, patterns: Sequence[tuple[re.Pattern[str], Any]]) -> Any:
@@ -148,42 +156,40 @@ def _first_match(name: str, patterns: Sequence[tuple[re.Pattern[str], Any]]) -> 
     return next((spec for pattern, spec in patterns if pattern.search(key)), None)
 
 
-def _rest(
-    leaves: Mapping[str, Leaf], said: PlacementRequest, mesh: Mesh, problems: list[str]
+# -------------------------------------------------------------------------------------------- defaults
+
+
+def _by_default(
+    leaves: Mapping[str, PlaceableLeaf], request: PlacementRequest, mesh: Mesh, problems: list[str]
 ) -> dict[str, Any]:
-    """What nothing else is said about: with rules it goes everywhere, unless JAX cannot hold it."""
-    if said.rules is not None:
-        return {name: PartitionSpec() for name, leaf in leaves.items() if not leaf.is_for_numpy_only}
-    return _recorded({n: leaf for n, leaf in leaves.items() if not leaf.is_numpy}, said, mesh, problems)
+    """Place leaves that nothing else places: with rules, replicate what JAX can hold; otherwise follow the record."""
+    if request.rules is not None:
+        return {name: PartitionSpec() for name, leaf in leaves.items() if not leaf.is_host_only}
+    on_devices = {name: leaf for name, leaf in leaves.items() if not leaf.is_numpy}
+    return _by_record(on_devices, request, mesh, problems)
 
 
-def _require_all(leaves: Mapping[str, Leaf], said: Collection[str]) -> None:
-    missing = [f"{name!r}{hint}" for name, hint in with_nearest((n for n in leaves if n not in said), said)]
-    if missing:
-        raise KeyError(f"no sharding is given for {', '.join(missing)}, and mismatches are not allowed")
-
-
-def _recorded(
-    leaves: Mapping[str, Leaf], said: PlacementRequest, mesh: Mesh, problems: list[str]
+def _by_record(
+    leaves: Mapping[str, PlaceableLeaf], request: PlacementRequest, mesh: Mesh, problems: list[str]
 ) -> dict[str, _PartitionSpec]:
     specs = {}
     for name, leaf in leaves.items():
         spec = PartitionSpec(*leaf.recorded.spec) if leaf.recorded else None
-        if spec is not None and not isinstance(_fit(spec, mesh, leaf.shape), str):
+        if spec is not None and not isinstance(_sharding_or_problem(spec, mesh, leaf.shape), str):
             specs[name] = spec
-        elif said.replicate or len(mesh.axis_names) == 1 or not leaf.shape:
+        elif request.replicate or len(mesh.axis_names) == 1 or not leaf.shape:
             specs[name] = PartitionSpec()
         else:
-            was = f"; it was saved as {spec}, which this mesh cannot do" if spec is not None else ""
+            saved = f"; it was saved as {spec}, which does not fit this mesh" if spec is not None else ""
             problems.append(
-                f"leaf {name!r}: no sharding is said for it on a mesh of axes {mesh.axis_names}{was}; "
-                f"pass {said.rules_are}= or shardings="
+                f"leaf {name!r}: no sharding is given for it on a mesh with axes {mesh.axis_names}{saved}; "
+                f"pass {request.rules_name}= or shardings="
             )
     return specs
 
 
-def _fit(spec: Any, mesh: Mesh | None, shape: tuple[int, ...]) -> Sharding | str:
-    """The sharding, or why there is none."""
+def _sharding_or_problem(spec: Any, mesh: Mesh | None, shape: tuple[int, ...]) -> Sharding | str:
+    """Return the sharding for a spec, or the reason why it does not fit."""
     try:
         if isinstance(spec, PartitionSpec):
             if mesh is None:
@@ -192,7 +198,7 @@ def _fit(spec: Any, mesh: Mesh | None, shape: tuple[int, ...]) -> Sharding | str
         if isinstance(spec, NamedSharding) and len(spec.spec) > len(shape):
             return f"{spec.spec} does not fit: it is for {len(spec.spec)} axes, the leaf has {len(shape)}"
         spec.shard_shape(shape)
-    except Exception as error:  # noqa: BLE001  JAX has its own for unknown axes, axes named twice, sizes that do not divide
+    except Exception as error:  # noqa: BLE001  JAX raises its own for unknown axes, axes named twice, sizes that do not divide
         return f"{getattr(spec, 'spec', spec)} does not fit: {(str(error) or repr(error)).splitlines()[0]}"
     sharding: Sharding = spec
     return sharding

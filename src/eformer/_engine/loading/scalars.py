@@ -1,4 +1,4 @@
-"""Plain numbers, scalars of numpy and arrays without axes: each becomes the other that `like` has, exactly or not."""
+"""Convert between plain numbers, numpy scalars and arrays without axes, as `like` has them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def kind_of(number: Any) -> type | None:
 
 @lru_cache
 def kind_of_dtype(name: str) -> type | None:
-    """Return the kind of Python number that holds every element of this dtype; None if there is none."""
+    """Return the kind of Python number that can hold every element of this dtype; None if no kind can."""
     kind = type(np.zeros((), DTYPES[name]).item()) if name in DTYPES else None
     return kind if kind in _KINDS else None
 
 
 def is_scalar(leaf: Any) -> bool:
-    """Tell numbers that lie on no device from arrays, even from those without axes."""
+    """Tell plain numbers and numpy scalars from arrays, including arrays without axes."""
     return isinstance(leaf, (*_KINDS, np.generic))
 
 
 def as_array(value: Any, dtype: str, cast: str | None = None) -> np.ndarray[Any, Any] | None:
-    """Make an array without axes of a number; None if `dtype` is for another kind, or cannot hold the number.
+    """Convert a number to an array without axes; return None if `dtype` is of another kind or cannot hold the number.
 
-    A scalar of numpy has a dtype already, which has to be this one. `cast` is what floating numbers may be rounded to.
+    A numpy scalar must have this dtype already. `cast` is the dtype that floating numbers may be rounded to.
     """
     if isinstance(value, np.generic):
         own = value.dtype.name
@@ -48,20 +48,20 @@ def as_array(value: Any, dtype: str, cast: str | None = None) -> np.ndarray[Any,
             array = np.array(value, DTYPES[dtype])
     except OverflowError:
         return None
-    # As text, because nan is not nan, and -0.0 is 0.0.
+    # Compared as text, because nan is not equal to nan, and -0.0 is equal to 0.0.
     is_exact = repr(array.item()) == repr(value)
     return array if is_exact or (kind is float and cast == dtype) else None
 
 
 def as_scalar(array: Any, leaf: Any) -> Any:
-    """Make of an array without axes the number that `leaf` is; anything else stays what it is."""
+    """Convert an array without axes to a number of the same type as `leaf`; return anything else unchanged."""
     if not is_scalar(leaf) or not isinstance(array, np.ndarray) or array.shape:
         return array
     return array.astype(leaf.dtype)[()] if isinstance(leaf, np.generic) else array.item()
 
 
 def fitted(value: Any, leaf: Any, cast: str | None = None) -> Any:
-    """Make of a stored value what the plain `leaf` is; None if that is another kind, or cannot hold it."""
+    """Convert a stored value to the type of the plain `leaf`; return None if that is of another kind or too small."""
     if isinstance(leaf, np.generic):
         array = as_array(value, leaf.dtype.name, cast)
         return None if array is None else array[()]

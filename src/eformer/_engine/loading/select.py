@@ -1,4 +1,4 @@
-"""What a load is asked for: which leaves of a tree, and what each of them is to become."""
+"""Select the leaves to load, compare them with `like`, and describe what each of them is to become."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import fnmatch
 import logging
 import math
 import reprlib
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +14,9 @@ import msgspec
 import numpy as np
 from jax.sharding import Sharding
 
-from eformer._engine.loading.rules import PartitionSpec, Rules
+from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.loading.scalars import as_array, fitted, is_scalar, kind_of, kind_of_dtype
-from eformer._engine.processes.hosts import TIMEOUT
-from eformer._engine.record.dtypes import floating_dtype, is_floating
+from eformer._engine.record.dtypes import is_floating
 from eformer._engine.record.manifest import LeafEntry
 from eformer._engine.record.names import with_nearest
 from eformer.errors import MismatchError
@@ -26,63 +24,15 @@ from eformer.errors import MismatchError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from eformer._engine.loading.request import Request
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.regions import Region
-    from eformer._engine.tasks.progress import Progress
 
 logger = logging.getLogger("eformer")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What the caller asked for; beyond what `load` takes,
-
-    every_leaf, replicate, rules_are    see `PlacementRequest`
-    like_is        what the caller's argument for `like` is called
-    reshape        a leaf may have another shape than in `like` if it has as many elements
-    threads        that read; None for one a core, 2 to 16
-    sha256         says which leaves of a tree should have which SHA-256, which is checked first
-    """
-
-    like: Any = None
-    prefix: str | None = None
-    keys: tuple[str, ...] | None = None
-    mesh: jax.sharding.Mesh | None = None
-    rules: Rules | None = None
-    shardings: Any = None
-    dtype: Any = None
-    callback: Callable[[Any, str], Any] | None = None
-    batch: int | None = None
-    verify: bool = True
-    mmap: bool = False
-    progress: Progress = None
-    broadcast: bool = False
-    timeout: float = TIMEOUT
-    every_leaf: bool = False
-    replicate: bool = False
-    reshape: bool = False
-    threads: int | None = None
-    sha256: Callable[[TreeEntry], Mapping[str, str]] | None = None
-    rules_are: str = "rules"
-    like_is: str = "like"
-
-    def __post_init__(self) -> None:
-        if self.batch is not None and self.batch <= 0:
-            raise ValueError(
-                f"a batch of {self.batch} arrays: it has to be positive, or None for all at once"
-            )
-
-    @property
-    def cast(self) -> str | None:
-        """The name of the dtype that floating leaves are cast to."""
-        return None if self.dtype is None else floating_dtype(self.dtype)
-
-
-# -------------------------------------------------------------------------------------------- select
-
-
 def select(tree: TreeEntry, keys: Iterable[str] | None) -> dict[str, None]:
-    """The names of the leaves that `keys` name or match, or that lie below a name."""
+    """Return the names of the leaves that `keys` name, match or lie above, in the order of the tree; all for None."""
     names = dict.fromkeys([*tree.leaves, *tree.raw_values])
     if keys is None:
         return names
@@ -97,21 +47,30 @@ def select(tree: TreeEntry, keys: Iterable[str] | None) -> dict[str, None]:
         if not below:
             unknown.append(key)
     if unknown:
-        there = dict.fromkeys(start for name in names for start in (name, name.rpartition(".")[0]) if start)
-        hints = (
+        known = dict.fromkeys(start for name in names for start in (name, name.rpartition(".")[0]) if start)
+        problems = [
             f"no leaf is named {key!r}, matches it or lies below it{hint}"
-            for key, hint in with_nearest(unknown, there)
-        )
-        raise MismatchError(list(hints), context="keys")
+            for key, hint in with_nearest(unknown, known)
+        ]
+        raise MismatchError(problems, context="keys")
     return {name: None for name in names if name in chosen}
 
 
 class LeafTarget(msgspec.Struct, gc=False):
-    """A leaf on its way: what is stored, what it is to become, and where.
+    """A leaf on its way: what is stored, what it is to become, and where it goes.
 
-    `spread` is a sharding in which no two processes hold the same, for one that is read so and then broadcast.
-    `number` is the leaf of `like` if that is a plain number, which the array becomes in the end. Not `is_stored` is one
-    that was a plain number: it has its array already.
+    entry            the record of the stored leaf
+    dtype            of the array to load, after a cast
+    sharding         where the array goes; None for the default device, or for host memory if `as_numpy`
+    is_explicit      an argument asks for the sharding
+    transform        function of the caller, from `shardings`, to call on the loaded array
+    regions          distinct boxes that this process reads; None for the whole leaf
+    devices          pairs of a device of this process and the number of its region
+    arrays           host memory of the regions, once they are read
+    new_shape        shape to change to, if it is another than the stored one
+    read_sharding    sharding to read with before the array is broadcast: no two processes hold the same box
+    like_scalar      the leaf of `like`, if the array becomes a plain number in the end
+    is_stored        False for a plain value that becomes an array: nothing has to be read
     """
 
     name: str
@@ -120,110 +79,65 @@ class LeafTarget(msgspec.Struct, gc=False):
     sharding: Any = None
     as_numpy: bool = False
     is_explicit: bool = False
-    after: Callable[[Any], Any] | None = None
+    transform: Callable[[Any], Any] | None = None
     regions: list[Region] | None = None
     devices: list[Any] = []
     arrays: Sequence[Any] = ()
     new_shape: tuple[int, ...] | None = None
-    spread: Any = None
-    number: Any = None
+    read_sharding: Any = None
+    like_scalar: Any = None
     is_stored: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that the user sees."""
+        """Return the shape that the user sees."""
         return self.entry.logical_shape if self.new_shape is None else self.new_shape
 
 
-def items_of(
-    tree: TreeEntry, selected: Mapping[str, None], request: Request, like: Mapping[str, Any] | None
+def targets_of(
+    tree: TreeEntry, names: Mapping[str, None], request: Request, like: Mapping[str, Any] | None
 ) -> list[LeafTarget]:
-    """The arrays among the selected leaves, and the numbers that are arrays in `like`, if all is what it expects; else
-    every difference at once."""
+    """Describe the arrays to make: those among the selected leaves, and plain values that are arrays in `like`.
+
+    Raises a MismatchError that lists every difference between the selected leaves and `like`.
+    """
     cast = request.cast
     entries = tree.leaves
-    items = []
-    for name in selected:
+    targets = []
+    for name in names:
         if name in entries:
             entry = entries[name]
             dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
-            items.append(LeafTarget(name, entry, dtype, as_numpy=entry.home == "numpy"))
+            targets.append(LeafTarget(name, entry, dtype, as_numpy=entry.home == "numpy"))
     if like is not None:
         if request.reshape:
-            for item in items:
-                _take_shape(item, like.get(item.name))
-        values = {name: value for name, value in tree.values.items() if name in selected}
-        problems = list(_differences(items, selected, values, like, cast))
+            for target in targets:
+                _reshape(target, like.get(target.name))
+        values = {name: value for name, value in tree.values.items() if name in names}
+        problems = list(_mismatches(targets, names, values, like, cast))
         if problems:
-            raise MismatchError(problems, context=f"the checkpoint does not fit `{request.like_is}`")
-        items += _numbers_as_arrays(values, like, cast)
-        for item in items:
-            _follow(item, like[item.name])
-    return items
+            raise MismatchError(problems, context=f"the checkpoint does not fit `{request.like_name}`")
+        targets += _values_as_arrays(values, like, cast)
+        for target in targets:
+            _imitate(target, like[target.name])
+    return targets
 
 
-def _take_shape(item: LeafTarget, leaf: Any) -> None:
-    """Lets the item have the shape that `like` says, if it has as many elements."""
+def _reshape(target: LeafTarget, leaf: Any) -> None:
+    """Give the target the shape of the leaf of `like`, if that has as many elements."""
     shape = getattr(leaf, "shape", None)
-    stored = item.entry.shape
+    stored = target.entry.shape
     if not isinstance(shape, tuple) or shape == stored or math.prod(shape) != math.prod(stored):
         return
-    if not item.entry.key:
-        item.new_shape = shape
-        logger.warning("leaf %r is reshaped from %s to %s", item.name, list(stored), list(shape))
+    if not target.entry.key:
+        target.new_shape = shape
+        logger.warning("leaf %r is reshaped from %s to %s", target.name, list(stored), list(shape))
 
 
-def _differences(
-    items: Sequence[LeafTarget],
-    selected: Mapping[str, None],
-    values: Mapping[str, Any],
-    like: Mapping[str, Any],
-    cast: str | None,
-) -> Iterable[str]:
-    missing = [name for name in like if name not in selected]
-    unexpected = [name for name in selected if name not in like]
-    for name, hint in with_nearest(missing, selected):
-        yield f"missing leaf {name!r}{hint}: `like` has it, the checkpoint does not"
-    for name, hint in with_nearest(unexpected, like):
-        yield f"unexpected leaf {name!r}{hint}: the checkpoint has it, `like` does not"
-    for item in items:
-        if item.name in like:
-            yield from _array_difference(item, like[item.name])
-    for name, value in values.items():
-        if name in like:
-            yield from _value_difference(name, value, like[name], cast)
-
-
-def _value_difference(name: str, value: Any, leaf: Any, cast: str | None) -> Iterable[str]:
-    found = f"found the {type(value).__name__} {_shown(value)}"
-    if isinstance(leaf, (Sharding, PartitionSpec)):
-        yield f"leaf {name!r}: expected an array, {found}; a ShapeDtypeStruct would say of which dtype"
-    elif not _has_shape(leaf):
-        if fitted(value, leaf) is None:
-            yield f"leaf {name!r}: expected {_plain(leaf)}, {found}"
-    elif leaf.shape or as_array(value, _dtype_name(leaf.dtype), cast) is None:
-        dtype, is_python = _dtype_name(leaf.dtype), not isinstance(value, np.generic)
-        expected, same_kind = (
-            _described(dtype, leaf.shape),
-            kind_of(value) is kind_of_dtype(dtype) is not None,
-        )
-        why = f", which {dtype} cannot hold exactly" if same_kind and is_python and not leaf.shape else ""
-        how = "; dtype= casts" if same_kind and is_floating(dtype) and not leaf.shape else ""
-        yield f"leaf {name!r}: expected {expected}, {found}{why}{how}"
-
-
-def _plain(leaf: Any) -> str:
-    return f"a plain {type(leaf).__name__} such as {_shown(leaf)}"
-
-
-def _shown(value: Any) -> str:
-    return reprlib.repr(value.item() if isinstance(value, np.generic) else value)
-
-
-def _numbers_as_arrays(
+def _values_as_arrays(
     values: Mapping[str, Any], like: Mapping[str, Any], cast: str | None
 ) -> Iterable[LeafTarget]:
-    """The numbers among the plain values that are arrays without axes in `like`."""
+    """Yield targets for the plain numbers that are arrays without axes in `like`."""
     for name, value in values.items():
         if _has_shape(leaf := like[name]) and not is_scalar(leaf):
             dtype = _dtype_name(leaf.dtype)
@@ -231,29 +145,91 @@ def _numbers_as_arrays(
             yield LeafTarget(name, LeafEntry(dtype, (), ()), dtype, arrays=[array], is_stored=False)
 
 
-def _has_shape(leaf: Any) -> bool:
-    """Whether it is an array, describes one, or is a scalar of numpy."""
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+def _imitate(target: LeafTarget, leaf: Any) -> None:
+    """Make the target the kind of array or number that the leaf of `like` is, and place it likewise."""
+    if isinstance(leaf, (Sharding, PartitionSpec)):
+        target.as_numpy, target.sharding, target.is_explicit = False, leaf, True
+    elif is_scalar(leaf):
+        target.as_numpy, target.like_scalar = True, leaf
+    elif isinstance(leaf, np.ndarray):
+        target.as_numpy = True
+    else:
+        target.as_numpy = False
+        if (sharding := getattr(leaf, "sharding", None)) is not None and getattr(leaf, "committed", True):
+            target.sharding, target.is_explicit = sharding, True
 
 
-def _array_difference(item: LeafTarget, leaf: Any) -> Iterable[str]:
+# ----------------------------------------------------------------------------------------- mismatches
+
+
+def _mismatches(
+    targets: Sequence[LeafTarget],
+    names: Mapping[str, None],
+    values: Mapping[str, Any],
+    like: Mapping[str, Any],
+    cast: str | None,
+) -> Iterable[str]:
+    missing = [name for name in like if name not in names]
+    unexpected = [name for name in names if name not in like]
+    for name, hint in with_nearest(missing, names):
+        yield f"missing leaf {name!r}{hint}: `like` has it, the checkpoint does not"
+    for name, hint in with_nearest(unexpected, like):
+        yield f"unexpected leaf {name!r}{hint}: the checkpoint has it, `like` does not"
+    for target in targets:
+        if target.name in like:
+            yield from _array_mismatch(target, like[target.name])
+    for name, value in values.items():
+        if name in like:
+            yield from _value_mismatch(name, value, like[name], cast)
+
+
+def _array_mismatch(target: LeafTarget, leaf: Any) -> Iterable[str]:
     if isinstance(leaf, (Sharding, PartitionSpec)):
         return
-    found = _described(_key_dtype(item.entry.key) if item.entry.key else item.dtype, item.shape)
+    found = _array_text(_key_dtype(target.entry.key) if target.entry.key else target.dtype, target.shape)
     if not _has_shape(leaf):
-        kind = None if item.shape or item.entry.key else kind_of_dtype(item.dtype)
+        kind = None if target.shape or target.entry.key else kind_of_dtype(target.dtype)
         if kind is None or kind is not kind_of(leaf):
-            yield f"leaf {item.name!r}: expected {_plain(leaf)}, found {found}"
+            yield f"leaf {target.name!r}: expected {_plain_text(leaf)}, found {found}"
         return
-    expected = _described(_dtype_name(leaf.dtype), tuple(leaf.shape))
-    same_shape = tuple(leaf.shape) == item.shape
+    expected = _array_text(_dtype_name(leaf.dtype), tuple(leaf.shape))
+    same_shape = tuple(leaf.shape) == target.shape
     if expected != found:
         cast = "; dtype= casts" if is_floating(expected) and is_floating(found) else ""
-        yield f"leaf {item.name!r}: expected {expected}, found {found}{cast if same_shape else ''}"
+        yield f"leaf {target.name!r}: expected {expected}, found {found}{cast if same_shape else ''}"
 
 
-def _described(dtype: str, shape: tuple[int, ...]) -> str:
+def _value_mismatch(name: str, value: Any, leaf: Any, cast: str | None) -> Iterable[str]:
+    found = f"found the {type(value).__name__} {_short_repr(value)}"
+    if isinstance(leaf, (Sharding, PartitionSpec)):
+        yield f"leaf {name!r}: expected an array, {found}; pass a ShapeDtypeStruct to give its dtype"
+    elif not _has_shape(leaf):
+        if fitted(value, leaf) is None:
+            yield f"leaf {name!r}: expected {_plain_text(leaf)}, {found}"
+    elif leaf.shape or as_array(value, _dtype_name(leaf.dtype), cast) is None:
+        dtype, is_python = _dtype_name(leaf.dtype), not isinstance(value, np.generic)
+        expected = _array_text(dtype, leaf.shape)
+        same_kind = kind_of(value) is kind_of_dtype(dtype) is not None
+        why = f", which {dtype} cannot hold exactly" if same_kind and is_python and not leaf.shape else ""
+        how = "; dtype= casts" if same_kind and is_floating(dtype) and not leaf.shape else ""
+        yield f"leaf {name!r}: expected {expected}, {found}{why}{how}"
+
+
+def _plain_text(leaf: Any) -> str:
+    return f"a plain {type(leaf).__name__} such as {_short_repr(leaf)}"
+
+
+def _short_repr(value: Any) -> str:
+    return reprlib.repr(value.item() if isinstance(value, np.generic) else value)
+
+
+def _array_text(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype}{list(shape)}"
+
+
+def _has_shape(leaf: Any) -> bool:
+    """Tell arrays, descriptions of arrays and numpy scalars from other leaves."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -262,19 +238,5 @@ def _dtype_name(dtype: Any) -> str:
 
 @lru_cache
 def _key_dtype(impl: str) -> str:
-    """What JAX calls the dtype of the keys of a generator."""
+    """Return JAX's name for the dtype of PRNG keys of this implementation."""
     return str(jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype)
-
-
-def _follow(item: LeafTarget, leaf: Any) -> None:
-    """Makes the item what this leaf of `like` is."""
-    if isinstance(leaf, (Sharding, PartitionSpec)):
-        item.as_numpy, item.sharding, item.is_explicit = False, leaf, True
-    elif is_scalar(leaf):
-        item.as_numpy, item.number = True, leaf
-    elif isinstance(leaf, np.ndarray):
-        item.as_numpy = True
-    else:
-        item.as_numpy = False
-        if (sharding := getattr(leaf, "sharding", None)) is not None and getattr(leaf, "committed", True):
-            item.sharding, item.is_explicit = sharding, True

@@ -1,6 +1,6 @@
-"""Leaves of a file without names: they get those of the tree that they are to be like, in its order.
+"""Name the leaves of a file without names after the leaves of `like`, in their order.
 
-equinox stores arrays and numbers, and of a tree's other leaves, such as functions, nothing.
+equinox stores arrays and numbers of a tree, and skips other leaves, such as functions.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct, Sharding, PartitionSpec)
 
 
 def by_order(tree: TreeEntry, like: Mapping[str, Any], dtype: Any) -> tuple[TreeEntry, dict[str, Any]]:
-    """The tree with the names of `like`, and what `like` expects of it. Numbers are stored as arrays without axes.
+    """Return the tree with the names of `like`, and the leaves to compare it with.
 
-    Arrays that `like` has no leaf for get names that no leaf can have, so that they are seen to be too many.
+    Numbers are stored as arrays without axes. Surplus arrays get impossible names, so the mismatch report lists them
+    as unexpected.
     """
     wanted = {name: leaf for name, leaf in like.items() if _is_stored(leaf)}
     spare = (f"%array {number}" for number in itertools.count(len(wanted)))
@@ -40,21 +41,21 @@ def by_order(tree: TreeEntry, like: Mapping[str, Any], dtype: Any) -> tuple[Tree
 
 
 def completed(arrays: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves for the whole of `like`: scalars of numpy as it has them, and its own where nothing is stored."""
+    """Return leaves for all of `like`: numpy scalars in its dtypes, and its own leaf where none is stored."""
     return {
         **{name: leaf for name, leaf in like.items() if not _is_stored(leaf)},
-        **{name: _of_size(leaf, like.get(name)) for name, leaf in arrays.items()},
+        **{name: _in_dtype_of(like.get(name), leaf) for name, leaf in arrays.items()},
     }
 
 
 def _is_stored(leaf: Any) -> bool:
-    if isinstance(leaf, np.flexible):  # numpy's text and bytes, which JAX has not
+    if isinstance(leaf, np.flexible):  # numpy's text and bytes, which JAX does not have
         return False
     return isinstance(leaf, _ARRAYS) or is_scalar(leaf) or hasattr(leaf, "__jax_array__")
 
 
 def _expected(leaf: Any, entry: LeafEntry | None, dtype: Any) -> Any:
-    """For a scalar of numpy one of whatever size of its kind; 64 bits become 32 where JAX has no others."""
+    """Return the leaf to compare an entry with: numpy scalars may be of any size, as JAX stores 64 bits as 32."""
     if not isinstance(leaf, np.generic) or entry is None or entry.shape:
         return leaf
     if kind_of(leaf) is None or kind_of(leaf) is not kind_of_dtype(entry.dtype):
@@ -63,7 +64,7 @@ def _expected(leaf: Any, entry: LeafEntry | None, dtype: Any) -> Any:
     return np.zeros((), dtype_from_name(floating_dtype(dtype) if is_cast else entry.dtype))[()]
 
 
-def _of_size(found: Any, leaf: Any) -> Any:
-    """What a caller's function has made of it stays."""
-    is_scalar_of_numpy = isinstance(leaf, np.generic) and isinstance(found, np.generic)
-    return found.astype(leaf.dtype) if is_scalar_of_numpy else found
+def _in_dtype_of(leaf: Any, found: Any) -> Any:
+    """Cast a numpy scalar to the dtype of the leaf of `like`; return anything else unchanged."""
+    are_scalars = isinstance(leaf, np.generic) and isinstance(found, np.generic)
+    return found.astype(leaf.dtype) if are_scalars else found

@@ -1,1 +1,1 @@
-"""Who takes part in a save or a load, and how they meet."""
+"""The processes that take part in a save or a load, and how they communicate."""

@@ -182,6 +182,10 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
                 check_leaf(name, entry, self)
         return entries
 
+    def check_leaves(self) -> None:
+        """Parse and check every leaf; raise a FormatError for the first that makes no sense."""
+        _ = self.leaves
+
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.leaves.values())

@@ -1,15 +1,24 @@
-"""Describe leaves to be saved: their dtype and shape, and where their elements are."""
+"""Describe leaves to be saved, and the files that will hold them.
+
+A format lays sources out in planned files. When these are written and their digests are known, they become the
+record: a `PlannedFile` becomes a `DataFile`, a `PlannedExtent` an `Extent`.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from eformer._engine.record.digests import NO_DIGEST, xxh3_128
+from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.manifest import Coding, DataFile, Extent, LeafEntry, ProcessRecord, weight_of
+from eformer._engine.record.pieces import count_pieces
 from eformer._engine.record.regions import Region
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import numpy as np
 
@@ -17,6 +26,24 @@ if TYPE_CHECKING:
 
 ArrayBox = tuple[Region, Any]
 """A box of a leaf, and the array that holds it: in host memory, on a device, or a `LazyArray`."""
+
+
+class LazyArray:
+    """An array that is not in memory, and is read box by box.
+
+    `in_order` tells whether reading a box of rows reads no more than the bytes of that box.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    in_order: bool
+
+    def read(self, region: Region) -> np.ndarray[Any, Any]:
+        """Read one box."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drop decoded chunks; no further box will be read."""
 
 
 class Source(Struct, frozen=True, gc=False):
@@ -43,20 +70,108 @@ class Source(Struct, frozen=True, gc=False):
     owner: int = 0
     is_first: bool = True
 
+    @property
+    def itemsize(self) -> int:
+        return dtype_from_name(self.dtype).itemsize
 
-class LazyArray:
-    """An array that is not in memory, and is read box by box.
+    @property
+    def boxes(self) -> Sequence[ArrayBox]:
+        """Return the boxes that this process holds."""
+        return self.parts if self.whole is None else [(Region.whole(self.shape), self.whole)]
 
-    `in_order` tells whether reading a box of rows reads no more than the bytes of that box.
+    @property
+    def own_regions(self) -> Sequence[Region]:
+        """Return the regions that this process writes."""
+        return self.regions if self.whole is None else [Region.whole(self.shape)]
+
+    @property
+    def is_all_here(self) -> bool:
+        """Tell whether this process holds every element of the leaf."""
+        if self.whole is not None:
+            return True
+        return sum(region.size for region, _ in self.parts) == math.prod(self.shape)
+
+    def entry(self, extents: Sequence[Extent] = (), sha256: str | None = None) -> LeafEntry:
+        return LeafEntry(self.dtype, self.shape, tuple(extents), self.home, self.key, self.sharding, sha256)
+
+
+class PlannedExtent(Struct, gc=False):
+    """A box of a leaf on its way into a file. `region` is None for the whole leaf.
+
+    `digests` has one entry for each piece. `is_packed` marks four-bit numbers that are stored two to a byte.
     """
 
+    source: Source
+    region: Region | None
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    in_order: bool
+    nbytes: int
+    digests: list[str]
+    offset: int = 0
+    coding: Coding | None = None
+    is_packed: bool = False
 
-    def read(self, region: Region) -> np.ndarray[Any, Any]:
-        """Read one box."""
-        raise NotImplementedError
+    @property
+    def box(self) -> Region:
+        return self.region or Region.whole(self.source.shape)
 
-    def forget(self) -> None:
-        """Drop decoded chunks; no further box will be read."""
+    def extent(self, file: int) -> Extent:
+        region = (self.region.start, self.region.stop) if self.region else None
+        return Extent(file, self.offset, self.nbytes, "".join(self.digests), region, self.coding)
+
+
+class PlannedFile(Struct, gc=False):
+    """A file to be written: a header that belongs to no leaf, followed by boxes of leaves.
+
+    `is_there` marks a file that is linked to one of an earlier checkpoint, and is not written.
+    """
+
+    name: str
+    extents: list[PlannedExtent]
+    nbytes: int
+    header: bytes = b""
+    is_there: bool = False
+
+
+def no_digests(shape: tuple[int, ...], nbytes: int, itemsize: int, block: int) -> list[str]:
+    """Return one empty digest for each piece of a box of this shape."""
+    return [NO_DIGEST] * (1 if 0 < nbytes <= block else count_pieces(shape, itemsize, block))
+
+
+# --------------------------------------------------------------------------------------------- record
+
+
+def data_files(files: Iterable[PlannedFile]) -> list[DataFile]:
+    """Record the files, with the digests of their headers."""
+    digests: dict[bytes, str] = {b"": ""}  # most headers are alike
+    found = []
+    for file in files:
+        header = file.header
+        if header not in digests:
+            digests[header] = xxh3_128(header)
+        found.append(DataFile(file.name, file.nbytes, len(header), digests[header]))
+    return found
+
+
+def leaf_entries(files: Iterable[PlannedFile], sha256: Mapping[str, str]) -> dict[str, LeafEntry]:
+    """Record the leaves that are in the files."""
+    sources: dict[str, Source] = {}
+    extents: dict[str, list[Extent]] = {}
+    for number, file in enumerate(files):
+        for planned in file.extents:
+            name = planned.source.name
+            sources[name] = planned.source
+            extents.setdefault(name, []).append(planned.extent(number))
+    return {name: source.entry(extents[name], sha256.get(name)) for name, source in sources.items()}
+
+
+def process_record(files: Sequence[PlannedFile], sha256: Mapping[str, str]) -> ProcessRecord:
+    """Record the extents that one of several processes wrote into these files."""
+    entries = leaf_entries(files, sha256)
+    extents = {name: entry.extents for name, entry in entries.items()}
+    return ProcessRecord(extents, {name: sha256[name] for name in extents if name in sha256})
+
+
+def weight(files: Iterable[PlannedFile]) -> int:
+    """Add up the weights of all elements in the files; see `weight_of`."""
+    extents = (extent for file in files for extent in file.extents)
+    return sum(weight_of(e.source.name, math.prod(e.shape)) for e in extents) % 2**64

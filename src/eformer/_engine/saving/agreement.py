@@ -1,14 +1,14 @@
-"""Several processes make one checkpoint: they agree on what to write and where, each writes, the first one seals.
+"""Let several processes make one checkpoint: they agree on what to write and where, each writes, the first commits.
 
-That is two meetings. What is large never goes through them: who wrote which bytes, with which digests, lies with the
-bytes (`Part`), and the first process only hears under which names.
+That is two meetings. Nothing large goes through them: which process wrote which bytes, with which digests, lies with
+the bytes (`ProcessRecord`), and the first process only hears under which names.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
@@ -16,13 +16,22 @@ from msgspec import Struct
 from eformer._engine.processes.hosts import LostError
 from eformer._engine.record.digests import xxh3_128_of
 from eformer._engine.record.manifest import Receipt
+from eformer._engine.saving.staging import on_host
 from eformer.errors import MismatchError, ProcessError, ProcessTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
+    from contextlib import ExitStack
 
+    import numpy as np
+
+    from eformer._engine.formats.write_format import WriteFormat
     from eformer._engine.processes.hosts import Hosts
+    from eformer._engine.record.manifest import LeafEntry
+    from eformer._engine.record.planned import Source
+    from eformer._engine.saving.run import Save
+    from eformer._engine.stores.base import Store, Upload
+    from eformer._engine.tasks.progress import Meter
 
 logger = logging.getLogger("eformer")
 
@@ -31,9 +40,33 @@ VISIBLE_WITHIN = 10.0
 
 # A tree that differs is described to the process that has it: so many characters of it.
 _MOST_DESCRIBED = 2**24
+_MOST_SHOWN = 200  # characters of a plain value, where it is described
 
 
 # ------------------------------------------------------------------------------------------ agreement
+
+
+class Compared:
+    """What the processes of one save compare with each other.
+
+    Replicas have to be the same. If they are not, one of the processes is at another step, or has gone astray, and the
+    checkpoint would be a mixture. Arrays that each process has for itself may differ.
+    """
+
+    def __init__(self, replicas: Sequence[Source], own: Any) -> None:
+        self._replicas, self._own = replicas, own
+
+    def replicas(self) -> list[str]:
+        return [f"{source.name}: {_host_copy(source).tolist()}" for source in self._replicas]
+
+    def own(self, more: bytes) -> str:
+        self._own.update(more)
+        return str(self._own.hexdigest())
+
+
+def _host_copy(source: Source) -> np.ndarray[Any, Any]:
+    ((region, array),) = source.parts
+    return on_host(array, region)
 
 
 class Brought(Struct):
@@ -46,14 +79,14 @@ class Brought(Struct):
 
 
 class Agreed(Struct):
-    """What all go by: under which name they write and where; which leaves the first process does not have.
+    """What all go by: the save's id, the place, the upload to join, and which leaves the first process does not have.
 
-    `differing` are processes whose tree is not that of the first, whose own is then described.
+    `differing` are processes whose tree is not that of the first, which is then described.
     """
 
     save_id: str = ""
     path: str = ""
-    scratch: str = ""
+    token: str = ""
     elsewhere: list[int] = []
     differing: list[int] = []
     described: str = ""
@@ -133,59 +166,174 @@ def _differences(mine: Sequence[str], first: Sequence[str]) -> list[str]:
     ]
 
 
-def require_visible(path: Path, agreed: Agreed, is_there: Callable[[Path], bool]) -> None:
-    """Refuses a directory that is not the one the first process sees. A network file system may need a moment."""
+# ----------------------------------------------------------------------------------------------- team
+
+
+class Team:
+    """The processes that make one save, seen from one of them. One process alone is a team, too."""
+
+    def __init__(self, save: Save, agreed: Agreed | None, upload: Upload | None, stack: ExitStack) -> None:
+        self.save, self.upload = save, upload
+        self._agreed, self._stack = agreed, stack
+        save_id = agreed.save_id if agreed else save.tree.save_id
+        self.tree = msgspec.structs.replace(save.tree, save_id=save_id)
+        self.format = save.format(save_id)
+        self.leaves: dict[str, LeafEntry] = {}
+
+    @property
+    def is_several(self) -> bool:
+        return self.save.hosts.count > 1
+
+    def enter(self, meter: Meter) -> Upload:
+        """Begin the upload, or join that of the first process."""
+        save = self.save
+        if self._agreed is None:
+            make_place(save.store, self.format)
+            self.upload = self.format.begin(save.store)
+            self._stack.callback(self.upload.close)
+            return self.upload
+        own = own_sources(save.sources, save.hosts, self._agreed.elsewhere)
+        theirs = (old for old, new in zip(save.sources, own, strict=True) if old is not new)
+        meter.add(sum(map(self.format.own_nbytes, theirs)))  # the first process writes these
+        save.sources[:] = own
+        if self.upload is None:
+            self.upload = join(self.format, save.store, self._agreed)
+            self._stack.callback(self.upload.close)
+        else:
+            self.leaves = {source.name: source.entry() for source in save.sources}
+        return self.upload
+
+    def meet(self, write: Callable[[], Receipt], commit: Callable[[Receipt], None]) -> None:
+        """Write in every process, then commit in the first. An error anywhere is an error everywhere."""
+        together(self.save.hosts, write, commit, self.is_committed)
+
+    def is_committed(self) -> bool:
+        return self.format.is_committed(self.save.store, self.tree.save_id)
+
+
+def gather(save: Save, stack: ExitStack) -> Team:
+    """Agree with the other processes on one tree, under one id, in one place that the first one makes."""
+    if save.hosts.count == 1:
+        return Team(save, None, None, stack)
+    uploads: list[Upload] = []
+
+    def propose() -> Agreed:
+        fmt = save.format(save.tree.save_id)
+        make_place(save.store, fmt)
+        upload = fmt.begin(save.store)
+        stack.callback(upload.close)
+        upload.announce()
+        uploads.append(upload)
+        elsewhere = [number for number, source in enumerate(save.sources) if source.owner > 0]
+        return Agreed(save.tree.save_id, save.store.url, upload.token, elsewhere)
+
+    agreed = agree(save.hosts, lambda: summary(save), propose)
+    return Team(save, agreed, uploads[0] if uploads else None, stack)
+
+
+def summary(save: Save) -> SaveSummary:
+    """Describe what has to be the same in all processes."""
+    assert save.compared
+    how = {name: getattr(save.options, name) for name in ("max_chunk_bytes", "compression", "ocdbt")}
+    what = f"saves the prefix {save.prefix!r} as {save.kind} with {how | {'write_index': save.has_index}}"
+    lines = [
+        f"{s.name}: {s.dtype}{list(s.shape)} of {s.home}"
+        + (f", keys of {s.key}" if s.key else "")
+        + (f", {s.sharding.spec} on {s.sharding.mesh}" if s.sharding else "")
+        for s in save.sources
+    ]
+    values = [f"{name}: {json}"[:_MOST_SHOWN] for name, json in save.tree.raw_values.items()]
+    structure = msgspec.json.encode(msgspec.json.decode(save.tree.structure), order="sorted")
+    whole = msgspec.json.encode(save.tree.raw_values, order="sorted")
+    metadata = msgspec.json.encode(save.tree.raw_metadata, order="sorted")
+    lines += values + save.compared.replicas()
+    return SaveSummary(what, lines, structure + whole, save.compared.own(metadata))
+
+
+def make_place(store: Store, fmt: WriteFormat) -> None:
+    """Refuse what must not be replaced, and make the place if there is no checkpoint yet."""
+    if not fmt.check_place(store):
+        store.make()
+
+
+def join(fmt: WriteFormat, store: Store, agreed: Agreed) -> Upload:
+    """Join the upload of the first process; refuse a place that is not the one it sees.
+
+    A network file system may need a moment to show it.
+    """
     deadline = time.monotonic() + VISIBLE_WITHIN
-    while not is_there(path / agreed.scratch):
-        if time.monotonic() > deadline:
-            raise ProcessError(
-                f"{path} is not the directory that the first process saves to ({agreed.path}): what that one has made "
-                f"there, {agreed.scratch}, is not to be seen here. Several processes save to one directory, on a file "
-                "system that all of them share"
-            )
-        time.sleep(0.05)
+    while True:
+        try:
+            return fmt.begin(store, agreed.token)
+        except (FileNotFoundError, NotADirectoryError):
+            if time.monotonic() > deadline:
+                raise ProcessError(
+                    f"{store.url} is not the directory that the first process saves to ({agreed.path}): what that one "
+                    f"has made there, {agreed.token}, is not to be seen here. Several processes save to one directory, "
+                    "on a file system that all of them share"
+                ) from None
+            time.sleep(0.05)
+
+
+def own_sources(sources: Sequence[Source], hosts: Hosts, elsewhere: Sequence[int]) -> list[Source]:
+    """Return the sources as this process writes them, once it is known which leaves the first process does not have.
+
+    A leaf that lies in one process alone looks there like one that every process has a copy of. Copies are written by
+    the first process.
+    """
+    if not hosts.index:
+        return list(sources)
+    theirs = set(elsewhere)
+    return [
+        source if source.owner != hosts.index or number in theirs else _not_ours(source)
+        for number, source in enumerate(sources)
+    ]
+
+
+def _not_ours(source: Source) -> Source:
+    return msgspec.structs.replace(source, whole=None, parts=(), regions=(), is_first=False)
 
 
 # --------------------------------------------------------------------------------------------- commit
 
 
-def commit(
+def together(
     hosts: Hosts,
     write: Callable[[], Receipt],
-    seal: Callable[[Receipt], None],
-    is_sealed: Callable[[], bool],
+    commit: Callable[[Receipt], None],
+    is_committed: Callable[[], bool],
 ) -> None:
-    """Every process writes; the first one seals what all have written. An error anywhere is an error everywhere.
+    """Write in every process; commit in the first what all have written. An error anywhere is an error everywhere.
 
-    `is_sealed` tells whether an error of the seal came before or after its point of no return.
+    `is_committed` tells whether an error of the commit came before or after its point of no return.
     """
     if hosts.count == 1:
-        seal(write())
+        commit(write())
         return
     try:
         receipt = write()
     except BaseException as error:
         first = hosts.fail(error, after_all=True)
-        # The first one takes the place away that all write to: then its error is the one that matters.
+        # The first process removes the place that all write to: then its error is the one that matters.
         if first and isinstance(error, FileNotFoundError):
             raise ProcessError(f"{_NOTHING}: {first}") from error
         raise
 
     def answer(messages: Sequence[bytes]) -> bytes:
-        whole = joined([_decode_receipt(message) for message in messages])
+        whole = merged([_decode_receipt(message) for message in messages])
         try:
-            seal(whole)
+            commit(whole)
         except BaseException as error:
-            raise _SealError(
-                f"{_IN_PLACE if is_sealed() else _NOTHING}: {hosts.name(0)}: {error!r}", error
+            raise _CommitError(
+                f"{_IN_PLACE if is_committed() else _NOTHING}: {hosts.name(0)}: {error!r}", error
             ) from error
         return b""
 
     try:
         hosts.meet(_encode(receipt), answer)
-    except _SealError as error:
+    except _CommitError as error:
         if isinstance(error.cause, FileNotFoundError):
-            error.cause.add_note("a process that stops waiting for the others takes away what it has written")
+            error.cause.add_note("a process that stops waiting for the others removes what it has written")
         raise error.cause from None
     except (ProcessTimeoutError, LostError) as error:
         if hosts.index:
@@ -202,7 +350,7 @@ _NOTHING = "the save failed, nothing was committed"
 _IN_PLACE = "the save failed after the new tree was put in place, which may not be on stable storage"
 
 
-class _SealError(ProcessError):
+class _CommitError(ProcessError):
     """What the others hear of an error of the first process."""
 
     def __init__(self, text: str, cause: BaseException) -> None:
@@ -210,7 +358,7 @@ class _SealError(ProcessError):
         self.cause = cause
 
 
-def joined(receipts: Sequence[Receipt]) -> Receipt:
+def merged(receipts: Sequence[Receipt]) -> Receipt:
     """All files, in the order of the processes, and all leaves that the receipts name."""
     whole = Receipt()
     for receipt in receipts:

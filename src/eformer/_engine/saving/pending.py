@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
-    from pathlib import Path
 
 logger = logging.getLogger("eformer")
 
@@ -119,23 +118,22 @@ class _Turns:
         self._lock = threading.Lock()
         self._last: dict[tuple[str, str], threading.Event] = {}
 
-    def take(self, path: Path, host: str) -> Turn:
-        place = (os.path.realpath(path), host)
+    def take(self, key: str, host: str) -> Turn:
+        place = (key, host)
         with self._lock:
             before = self._last.get(place)
             after = self._last[place] = threading.Event()
         return Turn(before, after, lambda: self._forget(place, after))
 
-    def last(self, path: Path, host: str) -> threading.Event | None:
-        """What is set when the last save to a place that has been called so far is over; None if it is."""
+    def last(self, key: str, host: str) -> threading.Event | None:
+        """Return the event that is set when the last save to a place so far is over; None if it is."""
         with self._lock:
-            return self._last.get((os.path.realpath(path), host))
+            return self._last.get((key, host))
 
-    def are_awaited(self, path: Path) -> bool:
-        """Whether there is a save under way to that place."""
-        place = os.path.realpath(path)
+    def are_awaited(self, key: str) -> bool:
+        """Tell whether a save to a place is under way."""
         with self._lock:
-            return any(where == place for where, _ in self._last)
+            return any(where == key for where, _ in self._last)
 
     def _forget(self, place: tuple[str, str], event: threading.Event) -> None:
         with self._lock:

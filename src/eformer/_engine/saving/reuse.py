@@ -1,97 +1,222 @@
-"""What an earlier checkpoint holds of a tree already, so that it need not be written again."""
+"""Use leaves again that an earlier checkpoint holds already, so that they need not be written."""
 
 from __future__ import annotations
 
-import os
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from eformer._engine.formats.find import find
-from eformer._engine.record.digests import DIGEST_DIGITS
+from eformer._engine.formats.safetensors.header import open_header
+from eformer._engine.formats.safetensors.layout import plan_extents
+from eformer._engine.formats.safetensors.names import own_name, save_of
+from eformer._engine.record.digests import DIGEST_DIGITS, xxh3_128
+from eformer._engine.saving.staging import released
 from eformer._engine.saving.write import digests_of
-from eformer._engine.stores.local import logger, open_inside
 from eformer._engine.tasks.pool import run_all
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
-    from eformer._engine.record.manifest import Extent, TreeEntry
+    from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry
+    from eformer._engine.record.planned import PlannedExtent, PlannedFile, Source
     from eformer._engine.saving.staging import Staging
-    from eformer._engine.saving.write import Slot
+    from eformer._engine.stores.base import Store, Upload
+
+logger = logging.getLogger("eformer")
+
+_MOST_KEPT = 64  # files, the largest: many small ones are written into one again
+_MOST_GROUPS = 16
 
 
 class Earlier:
-    """An earlier tree of ours: where it is, and what is recorded of it."""
+    """An earlier tree of ours: the store that it is in, and its record."""
 
-    def __init__(self, directory: Path, tree: TreeEntry) -> None:
-        self.directory, self.tree = directory, tree
-
-    def path_of(self, file: int) -> Path:
-        """Refuses what leads out of its directory: whoever wrote the manifest could have any file linked."""
-        name = self.tree.path_of(file)
-        os.close(open_inside(self.directory, name))
-        return self.directory / name
+    def __init__(self, store: Store, tree: TreeEntry) -> None:
+        self.store, self.tree = store, tree
 
     def unchanged(
-        self, leaves: Mapping[str, Sequence[Slot]], staging: Staging, threads: int
+        self, leaves: Mapping[str, Sequence[PlannedExtent]], staging: Staging, threads: int
     ) -> dict[str, list[Extent]]:
-        """The leaves that it has as they are, with the extent of each of their slots."""
-        found = {name: extents for name, slots in leaves.items() if (extents := self._alike(name, slots))}
+        """Find the leaves that it has as they are now, with the extent of each of their boxes."""
+        found = {name: extents for name, planned in leaves.items() if (extents := self._alike(name, planned))}
         same: dict[str, list[Extent]] = {}
 
         def compare(name: str) -> None:
-            if all(_is_same(*pair, self.tree.block, staging) for pair in _pairs(leaves[name], found[name])):
+            pairs = zip(leaves[name], found[name], strict=True)
+            if all(_is_same(planned, extent, self.tree.block, staging) for planned, extent in pairs):
                 same[name] = found[name]
 
         run_all([partial(compare, name) for name in found], threads)
         return same
 
-    def _alike(self, name: str, slots: Sequence[Slot]) -> list[Extent] | None:
-        """Extents that lie as the slots do, if there is one for each."""
+    def _alike(self, name: str, planned: Sequence[PlannedExtent]) -> list[Extent] | None:
+        """Return the extents that lie as the planned ones do, if there is one for each."""
         entry = self.tree.leaves.get(name)
-        if (
-            entry is None
-            or not slots
-            or (entry.dtype, entry.shape) != (slots[0].source.dtype, slots[0].source.shape)
-        ):
+        if entry is None or not planned:
+            return None
+        if (entry.dtype, entry.shape) != (planned[0].source.dtype, planned[0].source.shape):
             return None
         there = {entry.region_of(extent): extent for extent in entry.extents if not extent.coding}
         extents = [
-            extent
-            for slot in slots
-            if (extent := there.get(slot.box)) and not (slot.is_packed or slot.coding)
+            extent for one in planned if (extent := there.get(one.box)) and not (one.is_packed or one.coding)
         ]
-        return extents if len(extents) == len(slots) else None
+        return extents if len(extents) == len(planned) else None
 
 
-def _pairs(slots: Sequence[Slot], extents: Sequence[Extent]) -> list[tuple[Slot, Extent]]:
-    return list(zip(slots, extents, strict=True))
-
-
-def _is_same(slot: Slot, extent: Extent, block: int, staging: Staging) -> bool:
-    """Whether every digest is the same. What has changed has mostly changed in its first piece."""
-    if slot.nbytes != extent.nbytes or len(extent.digests) != DIGEST_DIGITS * len(slot.digests):
+def _is_same(planned: PlannedExtent, extent: Extent, block: int, staging: Staging) -> bool:
+    """Tell whether every digest is the same. A leaf that has changed mostly has in its first piece."""
+    if planned.nbytes != extent.nbytes or len(extent.digests) != DIGEST_DIGITS * len(planned.digests):
         return False
-    for number, digest in enumerate(digests_of(slot, block, staging)):
+    for number, digest in enumerate(digests_of(planned, block, staging)):
         if digest != extent.digests[DIGEST_DIGITS * number : DIGEST_DIGITS * (number + 1)]:
             return False
-        slot.digests[number] = digest
+        planned.digests[number] = digest
     return True
 
 
-def earlier(path: Path, prefix: str, kind: str, block: int) -> Earlier | None:
-    """The tree of that prefix at `path`, if bytes of it can be used again."""
+def find_earlier(path: str, prefix: str, kind: str, block: int) -> Earlier | None:
+    """Find the tree of that prefix at `path`, if bytes of it can be used again."""
     try:
         found = find(path)
         tree = found.tree(prefix if prefix in found.trees else None)
-        usable = found.manifest.format == kind and found.directory == found.path and not tree.is_database
-        if usable and tree.save_id and tree.block == block and tree.leaves:
-            return Earlier(found.directory, tree)
-        logger.info("%s has nothing that could be used again: everything is written", path)
+        usable = found.manifest.format == kind and found.path == found.store.url and not tree.is_database
+        if usable and tree.has_digests and tree.block == block and tree.leaves:
+            return Earlier(found.store, tree)
+        logger.info("reuse: nothing reusable in %s; writing all leaves", path)
     except NotFoundError:  # this save is the first
         pass
     except (OSError, ValueError, CorruptionError, FormatError) as error:
-        logger.warning("%s cannot be used again, everything is written: %s", path, error)
+        logger.warning("reuse: cannot read %s; writing all leaves: %s", path, error)
     return None
+
+
+# ---------------------------------------------------------------------------------------- whole files
+
+
+@dataclass(slots=True)
+class Kept:
+    """Files of an earlier checkpoint that this one uses, too, and the leaves that are in them."""
+
+    files: list[DataFile] = field(default_factory=list)
+    leaves: dict[str, tuple[Source, list[Extent]]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(extent.nbytes for _, extents in self.leaves.values() for extent in extents)
+
+    def entries(self, first: int, sha256: Mapping[str, str]) -> dict[str, LeafEntry]:
+        """Record the leaves, if the files are numbered from `first` on."""
+        return {
+            name: source.entry(
+                [msgspec.structs.replace(e, file=first + e.file) for e in extents], sha256.get(name)
+            )
+            for name, (source, extents) in self.leaves.items()
+        }
+
+
+def keep_files(
+    earlier: Earlier, sources: Sequence[Source], upload: Upload, staging: Staging, threads: int
+) -> tuple[Kept, list[list[Source]]]:
+    """Link the safetensors files that hold unchanged leaves. Return them, and the leaves that have to be written in two
+    groups, unchanged and changed, so that the next save can keep the files of the former as a whole.
+
+    A file is kept if at least half of it is still needed. Leaves in it that are not part of the tree any more keep
+    their room; because other readers take all that a file holds, it is hidden from them.
+    """
+    kept, tree = Kept(), earlier.tree
+    planned = {source.name: list(plan_extents(source, tree.block)) for source in sources}
+    same = earlier.unchanged(planned, staging, threads)
+    needed = Counter[int]()
+    for extents in same.values():
+        for extent in extents:
+            needed[extent.file] += extent.nbytes
+    outdated = {
+        extent.file for name, entry in tree.leaves.items() if name not in same for extent in entry.extents
+    }
+    numbers: dict[int, int] = {}
+    for number, nbytes in needed.most_common(_MOST_KEPT):
+        file = tree.files[number]
+        is_worth_it = 2 * nbytes >= file.nbytes - file.header_nbytes
+        if is_worth_it and (name := _link_file(earlier, file, upload, is_outdated=number in outdated)):
+            numbers[number] = len(kept.files)
+            kept.files.append(msgspec.structs.replace(file, name=name))
+    for source in sources:
+        extents = same.get(source.name, [])
+        if extents and all(extent.file in numbers for extent in extents):
+            numbered = [msgspec.structs.replace(extent, file=numbers[extent.file]) for extent in extents]
+            kept.leaves[source.name] = (released(source), numbered)
+    left = [source for source in sources if source.name not in kept.leaves]
+    return kept, [[s for s in left if s.name in same], [s for s in left if s.name not in same]]
+
+
+def _link_file(earlier: Earlier, file: DataFile, upload: Upload, *, is_outdated: bool) -> str | None:
+    """Return the name that a linked file has now, and is to have in the end."""
+    try:
+        opened = open_header(earlier.store, file.name)
+        header, entry = earlier.store.read(file.name, 0, opened.header.start)
+        save_id = save_of(opened.header.metadata)
+        if not save_id:
+            raise FormatError("it does not say which save wrote it")
+        if xxh3_128(header) != file.header or entry.nbytes != file.nbytes:
+            raise FormatError("it is not the file that was written")
+    except (OSError, FormatError) as error:
+        logger.warning("reuse: cannot link %s, writing it again: %s", earlier.store.path_to(file.name), error)
+        return None
+    name = own_name(file.name, save_id, is_private=is_outdated)
+    return name if upload.link(name, earlier.store, entry) else None
+
+
+def apart(sources: Sequence[Source]) -> list[list[Source]]:
+    """Group leaves by the outermost part of their names: such a group is likely to change, or to stay, as a whole.
+
+    All are together if there would be too many groups.
+    """
+    groups: dict[str, list[Source]] = {}
+    for source in sources:
+        outermost, dot, _ = source.name.partition(".")
+        groups.setdefault(outermost if dot else "", []).append(source)
+    return list(groups.values()) if len(groups) <= _MOST_GROUPS else [list(sources)]
+
+
+# ------------------------------------------------------------------------------------------- chunks
+
+
+def keep_chunks(
+    earlier: Earlier, files: Sequence[PlannedFile], upload: Upload, staging: Staging, threads: int
+) -> int:
+    """Link the planned chunks that an earlier checkpoint has as a file of their own. Return how many bytes these are.
+
+    The files that describe arrays are written anew: they say of which save an array is.
+    """
+    chunks: dict[str, list[PlannedFile]] = {}
+    for file in files:
+        for planned_extent in file.extents:
+            chunks.setdefault(planned_extent.source.name, []).append(file)
+    planned = {name: [file.extents[0] for file in some] for name, some in chunks.items()}
+    nbytes = 0
+    for name, extents in earlier.unchanged(planned, staging, threads).items():
+        for file, extent in zip(chunks[name], extents, strict=True):
+            file.is_there = _link_chunk(earlier, extent, file, upload)
+            if not file.is_there:
+                return nbytes  # the next one will not be linked either
+            nbytes += extent.nbytes
+            file.extents[0].source = released(file.extents[0].source)
+    return nbytes
+
+
+def _link_chunk(earlier: Earlier, extent: Extent, file: PlannedFile, upload: Upload) -> bool:
+    path = earlier.tree.path_of(extent.file)
+    try:
+        _, entry = earlier.store.read(path, 0, 0)
+        if earlier.tree.files[extent.file].nbytes != file.nbytes or entry.nbytes != file.nbytes:
+            raise FormatError("it has another length")
+    except (OSError, FormatError) as error:
+        logger.warning("reuse: cannot link %s, writing it again: %s", earlier.store.path_to(path), error)
+        return False
+    return upload.link(file.name, earlier.store, entry)

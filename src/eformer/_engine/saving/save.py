@@ -1,28 +1,23 @@
-"""Saving a tree: what the caller has is taken, and a `Job` does the rest."""
+"""Save a tree: take what the caller has, and carry out the save."""
 
 from __future__ import annotations
 
 import dataclasses
-import datetime as dt
 import os
-import secrets
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import jax
-import msgspec
 
 from eformer._engine.formats.safetensors.names import SUFFIX, base_name
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.dtypes import floating_dtype
-from eformer._engine.record.manifest import TreeEntry
 from eformer._engine.record.options import SaveOptions
-from eformer._engine.record.pieces import PIECE_BYTES
 from eformer._engine.record.values import is_recorded, value_to_json
 from eformer._engine.saving.pending import Pending, turns
-from eformer._engine.saving.run import Format, Job
+from eformer._engine.saving.record import new_tree
+from eformer._engine.saving.run import Format, Save, carry_out, run_in_background, told_to_all
 from eformer._engine.saving.snapshot import snapshot
-from eformer._engine.stores.local import local_path
+from eformer._engine.stores.locate import absolute, locate, store_at
 from eformer._engine.tasks.pool import gc_paused
 from eformer._engine.trees.flatten import flatten
 from eformer._version import __version__
@@ -32,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from eformer._engine.processes.hosts import Hosts
+    from eformer._engine.stores.base import Store
     from eformer._engine.tasks.progress import Progress
 
 _DEFAULT = SaveOptions()
@@ -50,23 +46,30 @@ def save(
     options: SaveOptions = _DEFAULT,
     progress: Progress = None,
 ) -> str:
-    """The tree is at `path`, whole and on stable storage, when this returns; else what was there before still is.
+    """Save `tree` to `path`, atomically and durably. On any error the previous checkpoint is left intact.
 
-    `path` is a directory, which holds one tree for each `prefix`, or one file if it ends in ".safetensors". The format
-    "tensorstore" writes zarr arrays. Returns the path as text. `metadata` is a dict of plain values that `inspect`
-    gives back. Nobody may write to the tree's numpy arrays meanwhile; for that there is `save_async`, which copies
-    them.
+    Args:
+        tree: any pytree. Nobody may write to its numpy arrays meanwhile; `save_async` copies them.
+        path: a directory, which holds one tree for each prefix, or one file if it ends in ".safetensors".
+        prefix: the name of the tree in the directory.
+        format: "safetensors", or "tensorstore" for zarr arrays.
+        metadata: a dict of plain values that `inspect` gives back.
+        options: see `SaveOptions`.
+        progress: True for a bar on standard error; or a function that is called with the bytes of leaves written so
+            far and in all, several times a second, from any thread. If it raises, the save fails with that error.
 
-    `progress` is True for a bar on standard error, or is called with the bytes of leaves that were written and with all
-    there are, some times a second, from any thread. What it raises, is an error of the save.
+    Several processes all make this call, with the same tree and a directory that all see. Each writes its own part of
+    arrays that lie on devices of several. Arrays and metadata that each process has for itself (numpy arrays, arrays on
+    its own devices) are stored as the first process has them.
 
-    Of several processes all make this call, with the same tree and a directory that all see. Each writes its own part
-    of arrays that lie on devices of several; what each has for itself (numpy arrays, arrays of its own devices,
-    metadata) is stored as the first process has it.
+    Returns the path as text.
+
+    Example:
+        >>> checkpoint.save({"params": params, "step": 100}, "run/step-100")
+        'run/step-100'
     """
-    job = start(tree, path, prefix=prefix, format=format, metadata=metadata, options=options)
-    job.progress = progress
-    job.carry_out()
+    save = start(tree, path, prefix=prefix, format=format, metadata=metadata, options=options)
+    carry_out(save, progress)
     return os.fspath(path)
 
 
@@ -79,10 +82,17 @@ def save_async(
     metadata: Mapping[str, Any] | None = None,
     options: SaveOptions = _DEFAULT,
 ) -> Pending:
-    """Like `save`, but returns as soon as the caller may donate or change every array of the tree."""
-    job = start(tree, path, prefix=prefix, format=format, metadata=metadata, options=options, detach=True)
+    """Save like `save`, but return as soon as the caller may donate or change every array of the tree.
+
+    Example:
+        >>> pending = checkpoint.save_async(state, "run/step-200")
+        >>> state = train_step(state, batch)
+        >>> pending.result()
+        'run/step-200'
+    """
+    save = start(tree, path, prefix=prefix, format=format, metadata=metadata, options=options, detach=True)
     pending = Pending(os.fspath(path))
-    job.run_in_background(pending)
+    run_in_background(save, pending)
     return pending
 
 
@@ -97,25 +107,22 @@ def start(
     detach: bool = False,
     write_index: bool = True,
     first: Callable[[Any], Any] | None = None,
-) -> Job:
-    """A save that only has to be carried out; with `detach` it needs nothing of the caller's any more.
+    hosts: Hosts | None = None,
+) -> Save:
+    """Prepare a save that only has to be carried out; with `detach` it needs nothing of the caller's any more.
 
-    Without an index arrays lie there as if somebody else had written them. `first` is called on the tree: an error of
-    it is one of the save, of which other processes hear.
+    Without an index, arrays lie there as if another program had written them. `first` is called on the tree: if it
+    raises, the save fails with that error, and other processes hear of it. `hosts` are the processes that save
+    together, if the caller knows better.
     """
-    hosts = _hosts.current("saves", options.processes, options.timeout)
-    try:
+    hosts = hosts or _hosts.current("saves", options.processes, options.timeout)
+    with told_to_all(hosts):
         if not write_index and format != "tensorstore":
             raise ValueError(
                 f"write_index=False is for the format 'tensorstore'; {format} needs its manifest"
             )
         tree = first(tree) if first else tree
-        job = _prepare(tree, path, prefix, format, metadata, options, hosts, detach=detach)
-    except BaseException as error:
-        hosts.fail(error)
-        raise
-    job.write_index = write_index
-    return job
+        return _prepare(tree, path, prefix, format, metadata, options, hosts, detach, write_index)
 
 
 def _prepare(
@@ -126,37 +133,39 @@ def _prepare(
     metadata: Mapping[str, Any] | None,
     options: SaveOptions,
     hosts: Hosts,
-    *,
     detach: bool,
-) -> Job:
-    """All that looks at the caller's objects; afterwards the save depends on none of them."""
+    write_index: bool,
+) -> Save:
+    """Do all that looks at the caller's objects; afterwards the save depends on none of them."""
     _check_format(format, options)
-    where = local_path(path).absolute()  # whatever the current directory is later
-    if hosts.count > 1 and format == "safetensors" and where.suffix == SUFFIX and not where.is_dir():
-        raise ValueError(f"{where}: several processes save to a directory, not to one file")
+    store, file = place_of(path, format)
+    if hosts.count > 1 and file:
+        raise ValueError(f"{store.path_to(file)}: several processes save to a directory, not to one file")
     _check_prefix(prefix)
-    options = _with_checked_reuse(options, where, format)
+    options = _with_checked_reuse(options, store, file)
     if options.dtype is not None:
         options = dataclasses.replace(options, dtype=floating_dtype(options.dtype))
     recorded = _metadata_to_json(metadata)
     with gc_paused():
         leaves, structure = flatten(tree)
-        sources, values, shared = snapshot(leaves, options, hosts, detach=detach)
-    entry = TreeEntry(
-        save_id=secrets.token_hex(8),
-        saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        written_by=f"eformer {__version__}, jax {jax.__version__}",
-        block=PIECE_BYTES,
-        files=(),
-        raw_metadata=recorded,
-        raw_values=values,
-        structure=msgspec.Raw(msgspec.json.encode(structure)),
-    )
+        sources, values, compared = snapshot(leaves, options, hosts, detach=detach)
+    entry = new_tree(f"eformer {__version__}, jax {jax.__version__}", structure, recorded, values)
     host = hosts.name(hosts.index)
-    place = where if isinstance(options.reuse, bool) else Path(options.reuse)
-    before = turns.last(place, host) if options.reuse else None
-    turn = turns.take(where, host)
-    return Job(where, prefix or "", format, sources, entry, options, hosts, turn, shared, before)
+    earlier = store.key if isinstance(options.reuse, bool) else store_at(options.reuse).key
+    before = turns.last(earlier, host) if options.reuse else None
+    turn = turns.take(store.at(file).key if file else store.key, host)
+    return Save(
+        store, file, prefix or "", format, sources, entry, options, hosts, turn, compared, before, write_index
+    )
+
+
+def place_of(path: str | os.PathLike[str], format: Format) -> tuple[Store, str]:  # noqa: A002
+    """Return the directory to save to and ""; or the directory of a file, and its name."""
+    where = absolute(path)
+    store, name = locate(where)
+    if format == "safetensors" and name.endswith(SUFFIX):
+        return store.real(), name
+    return store_at(where), ""
 
 
 def _check_format(format: str, options: SaveOptions) -> None:  # noqa: A002
@@ -170,19 +179,21 @@ def _check_format(format: str, options: SaveOptions) -> None:  # noqa: A002
                 )
 
 
-def _with_checked_reuse(options: SaveOptions, where: Path, format: str) -> SaveOptions:  # noqa: A002
-    """Refuses what is not there, or cannot be done: better now than after a day of writing everything."""
+def _with_checked_reuse(options: SaveOptions, store: Store, file: str) -> SaveOptions:
+    """Refuse what is not there, or cannot be done: better now than after a day of writing everything."""
     if options.reuse is False:
         return options
-    if format == "safetensors" and where.suffix == SUFFIX and not where.is_dir():
-        raise ValueError(f"SaveOptions.reuse is for directories; {where} is one file")
+    if file:
+        raise ValueError(f"SaveOptions.reuse is for directories; {store.path_to(file)} is one file")
     if options.ocdbt or options.compression:
         raise ValueError("SaveOptions.reuse is for arrays as they are, without ocdbt and compression")
     if isinstance(options.reuse, bool):
         return options
-    place = local_path(options.reuse).absolute()
-    if not place.exists() and not turns.are_awaited(place):
-        raise NotFoundError(f"there is nothing at {place}, whose leaves SaveOptions.reuse wants to use again")
+    place = absolute(options.reuse)
+    earlier, name = locate(place)
+    is_there = not name or earlier.exists(name)
+    if not is_there and not turns.are_awaited(store_at(place).key):
+        raise NotFoundError(f"SaveOptions.reuse: no checkpoint at {place}")
     return dataclasses.replace(options, reuse=place)
 
 

@@ -16,7 +16,8 @@ from eformer._engine.record.pieces import merged
 from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
 from eformer._engine.record.values import is_recorded, value_to_json
-from eformer._engine.saving.staging import on_host, to_bytes
+from eformer._engine.saving.agreement import Compared
+from eformer._engine.saving.staging import to_bytes
 from eformer._engine.trees.devices import PACKED, copied, is_host_memory
 from eformer._engine.trees.shardings import recorded_sharding
 from eformer.errors import LeafError
@@ -28,12 +29,6 @@ if TYPE_CHECKING:
     from eformer._engine.record.manifest import RecordedSharding
     from eformer._engine.record.options import SaveOptions
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-
 _Facts = tuple[str | None, int, "RecordedSharding | None"]
 
 # Larger arrays that each process has for itself are not compared: this is the caller's time.
@@ -42,29 +37,6 @@ _COMPARED_BYTES = 2**16
 # Of arrays that all processes have a copy of, a few small ones are.
 _REPLICA_BYTES = 64
 _MOST_REPLICAS = 256
-
-
-class Compared:
-    """What processes that save one tree compare with each other.
-
-    Replicas have to be the same. If they are not, one of the processes is at another step, or has gone astray; what is
-    stored would be a mixture. What each process has for itself may differ.
-    """
-
-    def __init__(self, replicas: Sequence[Source], own: Any) -> None:
-        self._replicas, self._own = replicas, own
-
-    def replicas(self) -> list[str]:
-        return [f"{source.name}: {_host_copy(source).tolist()}" for source in self._replicas]
-
-    def own(self, more: bytes) -> str:
-        self._own.update(more)
-        return str(self._own.hexdigest())
-
-
-def _host_copy(source: Source) -> np.ndarray[Any, Any]:
-    ((region, array),) = source.parts
-    return on_host(array, region)
 
 
 # ------------------------------------------------------------------------------------------ snapshot

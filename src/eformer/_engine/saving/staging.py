@@ -11,38 +11,19 @@ import msgspec
 import numpy as np
 
 from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.planned import LazyArray
 from eformer._engine.trees.devices import staged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from eformer._engine.processes.hosts import Hosts
+    from eformer._engine.record.planned import ArrayBox, Source
     from eformer._engine.record.regions import Region
-from eformer._engine.record.planned import ArrayBox, LazyArray, Source
 
 
 def released(source: Source) -> Source:
     """The same leaf, without its array."""
     return msgspec.structs.replace(source, whole=None, parts=())
-
-
-def settled(sources: Sequence[Source], hosts: Hosts, elsewhere: Sequence[int]) -> list[Source]:
-    """The sources once it is known which leaves the first process does not have, by number.
-
-    A leaf that lies in one process alone looks there like one that every process has a copy of. The latter is the
-    first process's to write.
-    """
-    if not hosts.index:
-        return list(sources)
-    theirs = set(elsewhere)
-    return [
-        source if source.owner != hosts.index or number in theirs else _not_ours(source)
-        for number, source in enumerate(sources)
-    ]
-
-
-def _not_ours(source: Source) -> Source:
-    return msgspec.structs.replace(source, whole=None, parts=(), regions=(), is_first=False)
 
 
 # ------------------------------------------------------------------------------------------- staging

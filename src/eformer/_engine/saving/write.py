@@ -1,47 +1,166 @@
-"""Bytes of leaves on their way into files, each box with its digests."""
+"""Write planned files into an upload: small ones many at a time, large ones piece by piece, digests on the way."""
 
 from __future__ import annotations
 
-import math
 import threading
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from msgspec import Struct
 
-from eformer._engine.record.digests import DIGEST_DIGITS, xxh3_128
-from eformer._engine.record.dtypes import dtype_from_name, pack_nibbles
-from eformer._engine.record.manifest import Coding, Extent, LeafEntry, weight_of
-from eformer._engine.record.pieces import bounding, count_pieces, joined, pieces, shifted
-from eformer._engine.record.regions import Region
-from eformer._engine.saving.staging import Staging, contiguous, released, to_bytes
+from eformer._engine.formats.codecs import zstd_compress
+from eformer._engine.record.digests import sha256_of, xxh3_128
+from eformer._engine.record.dtypes import pack_nibbles
+from eformer._engine.record.pieces import bounding, joined, piece_sizes, pieces, shifted
+from eformer._engine.saving.staging import contiguous, released, to_bytes
+from eformer._engine.tasks.pool import run_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from eformer._engine.record.planned import ArrayBox, Source
+    from eformer._engine.record.planned import ArrayBox, PlannedExtent, PlannedFile, Source
+    from eformer._engine.record.regions import Region
+    from eformer._engine.saving.staging import Staging
+    from eformer._engine.stores.base import Sink, Upload
     from eformer._engine.tasks.progress import Meter
 
 # One write: large enough for the disk, small enough to stay in the processor's cache.
 _WRITE_BYTES = 4 * 2**20
 
-NO_DIGEST = "0" * DIGEST_DIGITS
+_BATCH = 128  # small files to a task
 
 
-def weight(slots: Iterable[Slot]) -> int:
-    """Of all elements in the slots; see `weight_of`."""
-    return sum(weight_of(slot.source.name, math.prod(slot.shape)) for slot in slots) % 2**64
+def write(
+    files: Sequence[PlannedFile],
+    upload: Upload,
+    block: int,
+    staging: Staging,
+    *,
+    threads: int,
+    meter: Meter,
+    header: Callable[[PlannedFile], bytes] | None = None,
+) -> None:
+    """Write the files, with the digests of their pieces, and return when they are on stable storage.
+
+    The arrays of a file are released as it is written. With `header`, the header of a file that has extents is made
+    when their digests are known.
+    """
+    with ExitStack() as sinks:  # closes what is still open if the save fails
+        run_all(_Writer(upload, block, staging, meter, header, sinks).tasks(files), threads)
+    upload.sync()
 
 
-class Sink(Protocol):
-    """A file under way."""
+class _Writer:
+    def __init__(
+        self,
+        upload: Upload,
+        block: int,
+        staging: Staging,
+        meter: Meter,
+        header: Callable[[PlannedFile], bytes] | None,
+        sinks: ExitStack,
+    ) -> None:
+        self.upload, self.block, self.staging, self.meter = upload, block, staging, meter
+        self.header, self.sinks = header, sinks
 
+    def tasks(self, files: Iterable[PlannedFile]) -> Iterator[Callable[[], None]]:
+        small: list[PlannedFile] = []
+        for file in files:
+            if file.is_there:
+                continue
+            if _is_small(file, self.block):
+                small.append(file)
+                if len(small) == _BATCH:
+                    yield partial(self.put_small, small)
+                    small = []
+            elif self.upload.takes_whole_files or file.extents[0].coding:
+                yield partial(self.put_whole, file)
+            else:
+                yield from self.pieces_of(file)
+        if small:
+            yield partial(self.put_small, small)
+
+    # ---------------------------------------------------------------------------------- whole files
+
+    def put_small(self, files: Sequence[PlannedFile]) -> None:
+        """Write files that are all header, or one small box that lies in host memory."""
+        data, nbytes = [], 0
+        for file in files:
+            if not file.extents:
+                data.append((file.name, file.header))
+                continue
+            (extent,) = file.extents
+            content = small_bytes(extent)
+            nbytes += len(content)  # those of the leaf, without padding and before compression
+            if extent.coding:
+                content = _encoded(file, content)
+            elif len(content) < file.nbytes:
+                content = content.ljust(file.nbytes, b"\0")
+            data.append((file.name, content))
+        self.upload.put(data)
+        self.meter.add(nbytes)
+
+    def put_whole(self, file: PlannedFile) -> None:
+        """Write a chunk that is encoded, or goes into a database: both take it as a whole."""
+        (extent,) = file.extents
+        boxes, held = self.staging.fetch(extent.source.boxes, extent.box)
+        try:
+            data = bytes(bytes_of(contiguous(boxes, extent.box, extent.source.dtype)))
+        finally:
+            self.staging.release(held)
+        extent.source = released(extent.source)
+        if not extent.coding:
+            _digest_pieces(extent, data, self.block)
+        padded = data.ljust(file.nbytes, b"\0")
+        self.upload.put([(file.name, _encoded(file, padded) if extent.coding else padded)])
+        self.meter.add(len(data))
+
+    # --------------------------------------------------------------------------------------- pieces
+
+    def pieces_of(self, file: PlannedFile) -> Iterator[Callable[[], None]]:
+        """Write small neighbours together and large boxes piece by piece; the last task closes the file."""
+        sink = self.upload.create(file.name, file.nbytes)
+        self.sinks.callback(sink.close)
+        last = Countdown(partial(self.finish, file, sink))
+        for task in self.extent_tasks(file, sink):
+            yield last.after(task)
+        yield last.close
+
+    def finish(self, file: PlannedFile, sink: Sink) -> None:
+        if self.header and file.extents:
+            file.header = self.header(file)
+        if file.header:
+            sink.write(file.header, 0)
+        sink.close()
+
+    def extent_tasks(self, file: PlannedFile, sink: Sink) -> Iterator[Callable[[], None]]:
+        counted, start = _Counted(sink, self.meter), len(file.header)
+        small: list[PlannedExtent] = []
+        room = self.block
+        for extent in file.extents:
+            nbytes = extent.nbytes
+            is_small = nbytes <= self.block and not extent.is_packed and in_one_place(extent) is not None
+            if small and (not is_small or nbytes > room):
+                yield partial(_write_small, counted, start, small)
+                small, room = [], self.block
+            if is_small:
+                small.append(extent)
+                room -= nbytes
+            elif extent.is_packed:
+                yield partial(_write_packed, counted, start, extent, self.staging)
+            else:
+                yield from _piece_tasks(counted, start, extent, self.block, self.staging)
+        if small:
+            yield partial(_write_small, counted, start, small)
+
+
+class _BytesSink(Protocol):
     def write(self, data: Any, offset: int) -> None: ...
 
 
-class Counted:
-    """A file under way whose bytes somebody counts."""
+class _Counted:
+    """A file whose bytes are reported as they are written."""
 
     __slots__ = ("_meter", "_sink")
 
@@ -53,177 +172,172 @@ class Counted:
         self._meter.add(len(data))
 
 
-class Slot(Struct, gc=False):
-    """A box of a leaf on its way into a file. `region` is None for the whole leaf, `name` is what others call it."""
-
-    name: str
-    source: Source
-    region: Region | None
-    shape: tuple[int, ...]
-    nbytes: int
-    is_packed: bool
-    digests: list[str]
-    offset: int = 0
-    coding: Coding | None = None
-
-    @property
-    def box(self) -> Region:
-        return self.region or Region.whole(self.source.shape)
-
-    def extent(self, file: int) -> Extent:
-        region = (self.region.start, self.region.stop) if self.region else None
-        return Extent(file, self.offset, self.nbytes, "".join(self.digests), region, self.coding)
+def _is_small(file: PlannedFile, block: int) -> bool:
+    if not file.extents:
+        return True
+    if file.header or len(file.extents) > 1 or file.nbytes > block:
+        return False
+    return in_one_place(file.extents[0]) is not None
 
 
-def entry_of(source: Source, extents: Sequence[Extent], sha256: str | None = None) -> LeafEntry:
-    return LeafEntry(
-        source.dtype, source.shape, tuple(extents), source.home, source.key, source.sharding, sha256
-    )
-
-
-def no_digests(shape: tuple[int, ...], nbytes: int, itemsize: int, block: int) -> list[str]:
-    """Room for as many digests as a box of this shape has pieces."""
-    return [NO_DIGEST] * (1 if 0 < nbytes <= block else count_pieces(shape, itemsize, block))
-
-
-def itemsize_of(source: Source) -> int:
-    return dtype_from_name(source.dtype).itemsize
-
-
-def own_shapes(source: Source) -> list[tuple[int, ...]]:
-    """Of the boxes that this process writes."""
-    return [source.shape] if source.whole is not None else [region.shape for region in source.regions]
-
-
-def parts_of(source: Source) -> Sequence[ArrayBox]:
-    return source.parts if source.whole is None else [(Region.whole(source.shape), source.whole)]
-
-
-# --------------------------------------------------------------------------------------------- tasks
-
-
-def in_one_place(slot: Slot) -> np.ndarray[Any, Any] | None:
-    """The array in host memory that is the slot's box, if there is one."""
-    source = slot.source
+def in_one_place(extent: PlannedExtent) -> np.ndarray[Any, Any] | None:
+    """Return the array in host memory that is the extent's box, if there is one."""
+    source = extent.source
     if source.whole is not None:  # which nearly every leaf has
-        return source.whole if slot.region is None else None
+        return source.whole if extent.region is None else None
     if len(source.parts) != 1:
         return None
     ((box, array),) = source.parts
-    return array if isinstance(array, np.ndarray) and box.shape == slot.shape else None
+    return array if isinstance(array, np.ndarray) and box.shape == extent.shape else None
 
 
-def small_bytes(slot: Slot) -> bytes:
-    """All of a small box that lies in one place, with its digest."""
-    whole = slot.source.whole
-    data = to_bytes(in_one_place(slot) if whole is None else whole, slot.source.dtype)  # type: ignore[arg-type]
+def small_bytes(extent: PlannedExtent) -> bytes:
+    """Return all of a small box that lies in one place, and set its digest."""
+    whole = extent.source.whole
+    data = to_bytes(in_one_place(extent) if whole is None else whole, extent.source.dtype)  # type: ignore[arg-type]
     if data:
-        slot.digests[0] = xxh3_128(data)
+        extent.digests[0] = xxh3_128(data)
     return data
 
 
-def write_packed(sink: Sink, start: int, slot: Slot, staging: Staging) -> None:
-    """Four-bit numbers, two to a byte."""
-    parts, held = staging.fetch(parts_of(slot.source), slot.box)
+def _write_small(sink: _BytesSink, start: int, extents: Sequence[PlannedExtent]) -> None:
+    sink.write(b"".join(map(small_bytes, extents)), start + extents[0].offset)
+
+
+def _write_packed(sink: _BytesSink, start: int, extent: PlannedExtent, staging: Staging) -> None:
+    """Write four-bit numbers, two to a byte."""
+    boxes, held = staging.fetch(extent.source.boxes, extent.box)
     try:
-        data = pack_nibbles(contiguous(parts, slot.box, slot.source.dtype))
-        slot.digests[0] = xxh3_128(data)
-        sink.write(data, start + slot.offset)
+        data = pack_nibbles(contiguous(boxes, extent.box, extent.source.dtype))
+        extent.digests[0] = xxh3_128(data)
+        sink.write(data, start + extent.offset)
     finally:
         staging.release(held)
-    slot.source = released(slot.source)
+    extent.source = released(extent.source)
 
 
-def piece_tasks(
-    sink: Sink, start: int, slot: Slot, block: int, staging: Staging, end: Callable[[], None] | None = None
+def _piece_tasks(
+    sink: _BytesSink, start: int, extent: PlannedExtent, block: int, staging: Staging
 ) -> Iterator[Callable[[], None]]:
-    """Tasks that write the slot, a few pieces each; `end` is called after the last."""
-    itemsize = itemsize_of(slot.source)
-    inside = shifted(pieces(slot.box.shape, itemsize, block), slot.box.start)
-    offset, number = start + slot.offset, 0
-    all_of_it = Lease(end, len(inside))
-    for group in joined(inside, itemsize, max(block, staging.batch_bytes(slot.source.parts))):
-        parts, held = staging.fetch(parts_of(slot.source), bounding(group))
-        lease = Lease(partial(staging.release, held), len(group), all_of_it)
+    """Write a large box, a few pieces to a task."""
+    itemsize = extent.source.itemsize
+    inside = shifted(pieces(extent.box.shape, itemsize, block), extent.box.start)
+    offset, number = start + extent.offset, 0
+    for group in joined(inside, itemsize, max(block, staging.batch_bytes(extent.source.parts))):
+        boxes, held = staging.fetch(extent.source.boxes, bounding(group))
+        lease = Countdown(partial(staging.release, held), len(group))
         for run in joined(group, itemsize, max(block, _WRITE_BYTES)):
-            yield partial(_write_run, sink, slot, number, parts, run, offset, lease)
+            yield partial(_write_run, sink, extent, number, boxes, run, offset, lease)
             offset += itemsize * sum(region.size for region in run)
             number += len(run)
-    slot.source = released(slot.source)  # the tasks hold what they need, and let go of it one by one
+    extent.source = released(extent.source)  # the tasks hold what they need, and let go of it one by one
 
 
-def digests_of(slot: Slot, block: int, staging: Staging) -> Iterator[str]:
-    """The digests of the slot's pieces, each computed when it is asked for."""
-    itemsize, dtype = itemsize_of(slot.source), slot.source.dtype
-    inside = shifted(pieces(slot.box.shape, itemsize, block), slot.box.start)
-    for group in joined(inside, itemsize, max(block, staging.batch_bytes(slot.source.parts))):
-        parts, held = staging.fetch(parts_of(slot.source), bounding(group))
+def _write_run(
+    sink: _BytesSink,
+    extent: PlannedExtent,
+    number: int,
+    boxes: Sequence[ArrayBox],
+    run: Sequence[Region],
+    offset: int,
+    lease: Countdown,
+) -> None:
+    """Write pieces that make up a box, the first of which has this number."""
+    try:
+        data = bytes_of(contiguous(boxes, bounding(run), extent.source.dtype))
+        at, itemsize = 0, extent.source.itemsize
+        for region in run:
+            stop = at + region.size * itemsize
+            extent.digests[number] = xxh3_128(data[at:stop])
+            at, number = stop, number + 1
+        sink.write(data, offset)  # right after its digests, while it is in the cache
+    finally:
+        lease.count_down(len(run))
+
+
+class Countdown:
+    """Calls a function when a number of tasks is done."""
+
+    _lock = threading.Lock()
+
+    def __init__(self, end: Callable[[], None], count: int = 1) -> None:
+        self._end, self._count = end, count
+
+    def after(self, task: Callable[[], None]) -> Callable[[], None]:
+        """Return the task, counted: if it fails, the end is never reached."""
+        with self._lock:
+            self._count += 1
+
+        def counted() -> None:
+            task()
+            self.count_down()
+
+        return counted
+
+    def close(self) -> None:
+        """Count down for the one who made it: no more tasks will come."""
+        self.count_down()
+
+    def count_down(self, count: int = 1) -> None:
+        with self._lock:
+            self._count -= count
+            is_last = self._count == 0
+        if is_last:
+            self._end()
+
+
+# ------------------------------------------------------------------------------------------- digests
+
+
+def digests_of(extent: PlannedExtent, block: int, staging: Staging) -> Iterator[str]:
+    """Compute the digests of a box's pieces, each when it is asked for."""
+    itemsize, dtype = extent.source.itemsize, extent.source.dtype
+    inside = shifted(pieces(extent.box.shape, itemsize, block), extent.box.start)
+    for group in joined(inside, itemsize, max(block, staging.batch_bytes(extent.source.parts))):
+        boxes, held = staging.fetch(extent.source.boxes, bounding(group))
         try:
             for region in group:
-                yield xxh3_128(bytes_of(contiguous(parts, region, dtype)))
+                yield xxh3_128(bytes_of(contiguous(boxes, region, dtype)))
         finally:
             staging.release(held)
 
 
-def _write_run(
-    sink: Sink,
-    slot: Slot,
-    number: int,
-    parts: Sequence[ArrayBox],
-    run: Sequence[Region],
-    offset: int,
-    lease: Lease,
-) -> None:
-    """Pieces that make up a box, the first of which has this number."""
-    try:
-        data = bytes_of(contiguous(parts, bounding(run), slot.source.dtype))
-        at, itemsize = 0, itemsize_of(slot.source)
-        for region in run:
-            stop = at + region.size * itemsize
-            slot.digests[number] = xxh3_128(data[at:stop])
-            at, number = stop, number + 1
-        sink.write(data, offset)  # right after its digests, while it is in the cache
-    finally:
-        lease.end(len(run))
+def _digest_pieces(extent: PlannedExtent, data: bytes, block: int) -> None:
+    start, view = 0, memoryview(data)
+    for number, nbytes in enumerate(piece_sizes(extent.shape, extent.source.itemsize, block)):
+        extent.digests[number] = xxh3_128(view[start : start + nbytes])
+        start += nbytes
+
+
+def _encoded(file: PlannedFile, data: bytes) -> bytes:
+    """Compress a chunk; only now is it known how long the file is."""
+    (extent,) = file.extents
+    encoded = zstd_compress(data)
+    file.nbytes = extent.nbytes = len(encoded)
+    extent.digests[0] = xxh3_128(encoded)
+    return encoded
+
+
+def compute_sha256(sources: Sequence[Source], staging: Staging, threads: int) -> dict[str, str]:
+    """Compute the SHA-256 of every leaf that this process has as a whole."""
+    found: dict[str, str] = {}
+
+    def compute(source: Source) -> None:
+        found[source.name] = sha256_of(elements_of(source, staging))
+
+    run_all([partial(compute, source) for source in sources if source.is_all_here], threads)
+    return found
+
+
+def elements_of(source: Source, staging: Staging) -> Iterator[memoryview]:
+    """Read the elements of a leaf in their order, as bytes, a little at a time."""
+    for region in pieces(source.shape, source.itemsize, staging.batch_bytes(source.parts)):
+        boxes, held = staging.fetch(source.boxes, region)
+        try:
+            yield bytes_of(contiguous(boxes, region, source.dtype))
+        finally:
+            staging.release(held)
 
 
 def bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
-
-
-class Lease:
-    """What several tasks share; the last one to end gives it back."""
-
-    _lock = threading.Lock()
-
-    def __init__(self, give_back: Callable[[], None] | None, tasks: int, outer: Lease | None = None) -> None:
-        self.give_back, self.tasks, self.outer = give_back, tasks, outer
-
-    def end(self, tasks: int = 1) -> None:
-        with self._lock:
-            self.tasks -= tasks
-            is_last = self.tasks == 0
-        if is_last and self.give_back:
-            self.give_back()
-        if self.outer:
-            self.outer.end(tasks)
-
-
-# ------------------------------------------------------------------------------------------- in order
-
-
-def elements_of(source: Source, staging: Staging) -> Iterator[memoryview]:
-    """The elements of a leaf in their order, as bytes, a little at a time."""
-    for region in pieces(source.shape, itemsize_of(source), staging.batch_bytes(source.parts)):
-        parts, held = staging.fetch(parts_of(source), region)
-        try:
-            yield bytes_of(contiguous(parts, region, source.dtype))
-        finally:
-            staging.release(held)
-
-
-def is_all_here(source: Source) -> bool:
-    """Whether this process has every element of a leaf."""
-    if source.whole is not None:
-        return True
-    return sum(region.size for region, _ in source.parts) == math.prod(source.shape)

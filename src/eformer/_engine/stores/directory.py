@@ -16,7 +16,7 @@ import stat
 import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Self
 
 from eformer._engine.record.names import is_inside
 from eformer.errors import FormatError
@@ -24,9 +24,9 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-logger = logging.getLogger("eformer")
+    from eformer._engine.stores.base import Kind
 
-Kind = Literal["file", "directory", "other"]
+logger = logging.getLogger("eformer")
 
 # Errors of a directory that cannot be synced: some network file systems.
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM}

@@ -1,56 +1,37 @@
-"""Files that are read by number: those of a directory, or the keys of a database in one."""
+"""Read files of a local directory by number, within a budget of open descriptors."""
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import resource
 import threading
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eformer._engine.stores.local import logger, open_below, open_inside, read_into, stamp
+from eformer._engine.stores.inside import content_of, open_below, open_inside, read_into, version_of
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from eformer._engine.stores.base import Version
+
+logger = logging.getLogger("eformer")
+
 _WORTH_MAPPING = 2**16  # bytes; less is read in the time that it takes to map them
 
-# So many, and a quarter of what the process may have open, are held at once; others are opened one by one.
+# At most this many, and a quarter of what the process may have open, are held at once; others are opened one by one.
 _MOST_HELD = 256
-
-_CONTENT = 4  # what comes first in a stamp: device, number, size and time of the last write
-
-
-class Files(Protocol):
-    """What a checkpoint's bytes are read from, by any number of threads."""
-
-    def read_into(self, number: int, memory: memoryview, offset: int) -> int:
-        """Fills `memory` from `offset` on; returns how many bytes there were, less only at the end."""
-
-    def nbytes(self, number: int) -> int: ...
-
-    def map(self, number: int) -> np.ndarray[Any, Any] | None:
-        """The bytes of the file as memory that cannot be written to; None if that is not possible. It outlives this,
-        and the file's name."""
-
-    def hold(self, numbers: Iterable[int]) -> None:
-        """Keeps these, too, as they are now, if not too many; else raises FileNotFoundError when one is gone."""
-
-    def rewritten(self) -> str | None:
-        """The name of a file that somebody has written to since it was looked at, so that what was read may be a
-        mixture. Only of others' files is that known, and only they need it: ours are never written to."""
-
-    def close(self) -> None: ...
 
 
 class _Budget:
-    """Files that are held open, by all readers of the process."""
+    """Counts the files that all readers of the process hold open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,12 +55,12 @@ _budget = _Budget()
 
 
 class LocalFiles:
-    """Files of a directory, by their names. `stamps` tell those that were looked at from later ones of that name."""
+    """Files of a directory, by their names. A file in `versions` is refused if it is another one by now."""
 
     def __init__(
-        self, directory: Path, names: Sequence[str], stamps: Mapping[str, tuple[int, ...]] | None = None
+        self, directory: Path, names: Sequence[str], versions: Mapping[str, Version] | None = None
     ) -> None:
-        self.directory, self.names, self.stamps = directory, names, stamps or {}
+        self.directory, self.names, self.versions = directory, names, versions or {}
         self.real = os.path.realpath(directory)
         self.held: dict[int, int] = {}
         self.budgeted = 0
@@ -121,22 +102,22 @@ class LocalFiles:
 
     def rewritten(self) -> str | None:
         for number, name in enumerate(self.names):
-            if name not in self.stamps:
+            if name not in self.versions:
                 continue
             held = self.held.get(number)
             try:
-                now = self._stamp(name) if held is None else stamp(held)
+                now = self._version(name) if held is None else version_of(os.fstat(held))
             except (FileNotFoundError, FormatError):
                 return name
-            # One that was replaced as a whole is still what it was; only its links are fewer.
-            if now[:_CONTENT] != self.stamps[name][:_CONTENT]:
+            # A file that was replaced as a whole is still what it was; it only has fewer links.
+            if content_of(now) != content_of(self.versions[name]):
                 return name
         return None
 
-    def _stamp(self, name: str) -> tuple[int, ...]:
+    def _version(self, name: str) -> Version:
         descriptor = open_inside(self.directory, name)
         try:
-            return stamp(descriptor)
+            return version_of(os.fstat(descriptor))
         finally:
             os.close(descriptor)
 
@@ -161,7 +142,7 @@ class LocalFiles:
     def _open(self, number: int) -> int:
         name = self.names[number]
         descriptor = open_below(self.real, name) if "/" in name else open_inside(self.directory, name)
-        if name in self.stamps and self.stamps[name] != stamp(descriptor):
+        if name in self.versions and self.versions[name] != version_of(os.fstat(descriptor)):
             os.close(descriptor)
             raise FileNotFoundError(f"{self.directory / name} was replaced")
         return descriptor

@@ -1,4 +1,9 @@
-"""Very many files at once: written into a directory that nobody looks for, synced together, published by renames."""
+"""The new files of a save on this machine: written into a locked scratch directory, synced together, moved into place.
+
+The scratch directory lies beside the files that it will become. It is locked as long as its writers live, so that a
+later save can tell what a dead one left behind. Before whole directories are moved, a journal in it says which, so that
+whoever comes later can finish or undo the save.
+"""
 
 from __future__ import annotations
 
@@ -6,69 +11,89 @@ import ctypes
 import logging
 import os
 import re
-import secrets
 import threading
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from eformer._engine.record.values import MALFORMED_JSON
 from eformer._engine.stores.directory import Directory, lock, try_lock, unlock
-from eformer._engine.stores.local import SCRATCH, walk, write_all
-from eformer._engine.stores.removal import Moved, remove_moved
+from eformer._engine.stores.durable import (
+    LARGE_WRITE,
+    SCRATCH,
+    physical_memory,
+    replaceable_mode,
+    replacing_in,
+    scratch_name,
+    sweep_files,
+    write_all,
+    write_past_cache,
+)
+from eformer._engine.stores.inside import content_of, version_of, walk
+from eformer._engine.stores.removal import ZARRAY, Described, Moved, read_array, remove_moved
+from eformer._engine.tasks.pool import default_threads, run_all
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
+
+    from eformer._engine.stores.base import Entry, Replaced, Store, Version
 
 logger = logging.getLogger("eformer")
 
-# Up to so many files are synced one by one, so that nobody waits for what others have written.
+# Up to this many files are synced one by one, so that nobody waits for what others have written.
 _FEW = 32
 
-# File systems that are known to write everything on syncfs, and to say if they could not: ext2-4, xfs, btrfs, f2fs,
-# tmpfs, overlayfs, zfs. On others, such as those in user space, it may do nothing.
+# File systems that are known to write everything on syncfs, and to report errors: ext2-4, xfs, btrfs, f2fs, tmpfs,
+# overlayfs, zfs. On others, such as those in user space, it may do nothing.
 _SYNCED_BY_SYNCFS = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x794C7630, 0x2FC12FC1}
 
+_LARGE_PART = 1 / 16  # of the memory: a larger save does not stay in the page cache
+
+_DATA = "data"
 _JOURNAL = "journal.json"
 _MOST_JOURNAL = 2**27  # bytes
 
 
 class Journal(msgspec.Struct, frozen=True):
-    """What a save does after its data is written: for whoever has to finish or undo it."""
+    """The directories that a save moves into place and the ones it replaces, for whoever has to finish or undo it."""
 
     save_id: str
     new: tuple[Moved, ...]
     old: tuple[Moved, ...]
 
 
-_DATA = "data"
+class LocalUpload:
+    """A scratch directory: `place` is the directory that it lies in, `data` the one that new files are written to.
 
-
-class ScratchTree:
-    """A new directory whose contents become visible by `publish`. It is locked as long as its writers live.
-
-    `place` is the directory that it is in, and `data` the one to write to. Other processes `join` it; who has made it
-    also removes it.
+    Other processes join it by its name; the process that made it removes it.
     """
 
-    def __init__(self, directory: Path, name: str | None = None) -> None:
-        self.is_finished = True
-        self.is_owner = name is None
+    takes_whole_files = False
+
+    def __init__(self, directory: Path, token: str = "") -> None:
+        self.is_owner = not token
+        self.must_stay = False  # because its journal is needed
         self.place = Directory.open(directory)
         self.data = self._folder = Directory(directory, -1)
+        self._made: set[str] = set()
+        self._unsynced: list[str] = []
+        self._published: list[str] = []
+        self._expected = 0
         try:
             while self._folder.descriptor < 0:
-                self._enter(name or f".eformer-{secrets.token_hex(8)}.tmp")
+                self._enter(token or scratch_name())
         except BaseException:
-            self.close()
+            self.abandon()
             raise
 
     def _enter(self, name: str) -> None:
         """Make the directory, or open the one that another process has made, and lock it."""
-        self.name = name
+        self.token = name
         if self.is_owner:
             self.place.make(name)
         try:
@@ -82,69 +107,100 @@ class ScratchTree:
             if not self.is_owner or not self.place.path.is_dir():
                 raise
         except BaseException:
-            self.discard()
+            self.close()
             raise
 
-    @classmethod
-    def join(cls, directory: Path, name: str) -> ScratchTree:
-        """The one that another process has made."""
-        return cls(directory, name)
-
-    @property
-    def path(self) -> Path:
-        return self.place.path / self.name
+    def announce(self) -> None:
+        self.place.sync()
 
     # --------------------------------------------------------------------------------------- write
 
-    def make_folders(self, paths: Iterable[str]) -> Generator[Directory, None, None]:
-        """Make directories in others that are there, and open each until the next one is asked for."""
-        last, parent = "", self.folder("")
-        try:
-            for path in paths:
-                outer, _, name = path.rpartition("/")
-                if outer != last:  # neighbours have the same
-                    parent.close()
-                    last, parent = outer, self.folder(outer)
-                with suppress(FileExistsError):  # another process may have been first
-                    parent.make(name)
-                with parent.enter(name) as folder:
-                    yield folder
-        finally:
-            parent.close()
+    def create(self, name: str, nbytes: int) -> NewFile:
+        self._expected += nbytes
+        self._unsynced.append(name)
+        return NewFile(self, name, nbytes)
 
-    @contextmanager
-    def make_folder(self, path: str) -> Iterator[Directory]:
-        """Make a directory in one that is there, and open it."""
-        yield from self.make_folders([path])
+    @property
+    def is_large(self) -> bool:
+        """Whether so much is written that it should not stay in the page cache."""
+        return self._expected > physical_memory() * _LARGE_PART
+
+    def put(self, files: Sequence[tuple[str, bytes]]) -> None:
+        last, folder = "", self.folder("")
+        try:
+            for path, data in files:
+                outer, _, name = path.rpartition("/")
+                if outer != last:
+                    folder.close()
+                    last, folder = outer, self.made_folder(outer)
+                _write_new(folder, name, data)
+        finally:
+            folder.close()
+        self._unsynced += [path for path, _ in files]
+
+    def link(self, name: str, source: Store, entry: Entry) -> bool:
+        outer, _, plain = name.rpartition("/")
+        try:
+            target = source.local_path(entry.name)
+            if target is None:
+                return False
+            with self.made_folder(outer) as folder:
+                folder.link(plain, target, entry.nbytes)
+                _require_same(folder, plain, entry)
+        except (
+            OSError,
+            FormatError,
+        ) as error:  # another file system, or one without links; or it was just removed
+            logger.warning("reuse: cannot link %s, writing it again: %s", source.path_to(entry.name), error)
+            return False
+        self._unsynced.append(name)
+        return True
 
     def folder(self, path: str) -> Directory:
         """Open a directory of the data; "" is the data itself. The caller closes it."""
         return self.data.enter(path) if path else Directory(self.data.path, os.dup(self.data.descriptor))
 
-    def write_new(self, path: str, data: bytes) -> None:
-        outer, _, name = path.rpartition("/")
-        with self.folder(outer) as folder:
-            write_new(folder, name, data)
+    def made_folder(self, path: str) -> Directory:
+        """Open a directory of the data, made if it is not there."""
+        if path and path not in self._made:
+            outer, _, name = path.rpartition("/")
+            with self.made_folder(outer) as parent, suppress(FileExistsError):  # perhaps by another process
+                parent.make(name)
+            self._made.add(path)
+        return self.folder(path)
 
-    def sync(self, files: Iterable[str]) -> None:
-        """These files of the data, and the directories that they are in, are on stable storage."""
-        files = list(files)
+    def sync(self) -> None:
+        files, self._unsynced = self._unsynced, []
+        self.sync_files(files)
+
+    def sync_files(self, files: Sequence[str]) -> None:
         if len(files) >= _FEW and _syncfs(self.data.descriptor):
             return
-        folders: dict[str, list[str]] = {"": []}
+        folders: dict[str, list[str]] = {}
         for path in files:
             outer, _, name = path.rpartition("/")
             folders.setdefault(outer, []).append(name)
             while outer := outer.rpartition("/")[0]:
                 folders.setdefault(outer, [])
-        for path, names in folders.items():
-            with self.folder(path) as folder:
-                for name in names:
-                    _sync(folder, name)
-                folder.sync()
+        tasks = [partial(self._sync_one, outer, name) for outer, names in folders.items() for name in names]
+        run_all(tasks, min(default_threads(), max(1, len(tasks))))
+        for path in folders:
+            if path:  # the data directory itself is synced if it is moved
+                with self.folder(path) as folder:
+                    folder.sync()
+
+    def _sync_one(self, outer: str, name: str) -> None:
+        with self.folder(outer) as folder:
+            _sync(folder, name)
+
+    def names(self) -> list[str]:
+        return list(self.data.kinds())
+
+    def is_published(self, name: str, final: str) -> bool:
+        return _is_same(self.data.status(name), self.place.status(final))
 
     def files(self, below: str = "") -> list[str]:
-        """All files of the data, in and below a directory of it."""
+        """List all files of the data, in and below a directory of it."""
         start = self.data.path / below
         entries = walk(start) if start.is_dir() else ()
         return [
@@ -155,45 +211,135 @@ class ScratchTree:
 
     # ------------------------------------------------------------------------------------- publish
 
-    def publish(self, journal: Journal, moves: Sequence[tuple[str, str]]) -> None:
-        """Moves directories of the data, "" for all of it, to names that are free; the journal says so first, for the
-        case that we die meanwhile."""
-        write_new(self._folder, _JOURNAL, msgspec.json.encode(journal))
-        _sync(self._folder, _JOURNAL)
-        self._folder.sync()
-        self.place.sync()  # the journal is only there if the directory it is in is
-        self.is_finished = False  # from here on it has to stay, for a later save to go by
-        for name, final in moves:
-            source = self.data if name else self._folder
-            source.rename(name or _DATA, self.place, final)
+    def exclusive(self) -> AbstractContextManager[None]:
+        return self.place.locked()
+
+    def sweep(self, committed: Container[str] | None) -> None:
+        if committed is None:
+            sweep_unpublished(self.place)
+        else:
+            sweep_uploads(self.place, committed)
+        sweep_files(self.place)
+
+    def publish(
+        self,
+        moves: Mapping[str, str],
+        replaced: Sequence[Replaced] = (),
+        *,
+        save_id: str,
+        unmarked: Sequence[str] | None = None,
+    ) -> None:
+        directories = [name for name in moves if not name or self.data.has_directory(name)]
+        if directories or replaced:
+            mark = save_id if unmarked is None else ""
+            new = [self._moved(name, moves[name], mark, unmarked or ()) for name in directories]
+            old = filter(None, (_replaced(self.place, one) for one in replaced))
+            self._write_journal(Journal(save_id, tuple(new), tuple(old)))
+        if "" in moves:
+            self.data.sync()
+        for name, final in moves.items():
+            if name in directories:
+                source = self.data if name else self._folder
+                source.rename(name or _DATA, self.place, final)
+            elif not self.is_published(name, final):
+                self._move_file(name, final)
         self.place.sync()
 
-    def finish(self, is_sealed: bool) -> None:
-        """Away with what is no longer needed: the old if the save is committed, else the new."""
+    def _moved(self, name: str, final: str, mark: str, unmarked: Sequence[str]) -> Moved:
+        status = self.data.status(name or ".")
+        assert status is not None
+        inner = [path for path in unmarked if not name or path.startswith(f"{name}/")]
+        start = f"{final}/" if not name else ""
+        described = (_described(self.data, path, start + path) for path in inner)
+        return Moved(final, status.st_ino, mark, tuple(filter(None, described)))
+
+    def _write_journal(self, journal: Journal) -> None:
+        _write_new(self._folder, _JOURNAL, msgspec.json.encode(journal))
+        _sync(self._folder, _JOURNAL)
+        self._folder.sync()
+        self.place.sync()  # the journal is only there if the directory that it is in is
+        self.must_stay = True
+
+    def _move_file(self, name: str, final: str) -> None:
+        mode = replaceable_mode(self.place, final)
+        if mode is not None:
+            os.chmod(name, mode, dir_fd=self.data.descriptor)
+        else:
+            self._published.append(final)
+        self.data.rename(name, self.place, final)
+
+    def swap(self, name: str, data: bytes, expected: Version | None) -> None:
+        with replacing_in(self.place, name) as file:  # `exclusive` makes sure that it is the one expected
+            file.write(data)
+
+    def withdraw(self) -> None:
+        for name in self._published:
+            self.place.unlink(name)
+        _carry_out(self.place, _read_journal(self._folder), None)
+        self.must_stay = False
+
+    def finish(self) -> None:
         journal = _read_journal(self._folder)
-        _carry_out(self.place, journal, {journal.save_id} if is_sealed and journal else None)
-        self.is_finished = True
+        _carry_out(self.place, journal, {journal.save_id} if journal else None)
+        self.must_stay = False
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.place.unlink(name)
+
+    def read(self, name: str, most: int) -> bytes:
+        """Read a small file of the place, and never through a link."""
+        return self.place.read(name, most)
 
     def close(self) -> None:
+        try:
+            if self.is_owner and not self.must_stay and self.place.descriptor >= 0:
+                with suppress(OSError):  # left to the next save
+                    self.place.remove_tree(self.token)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of the upload as a process does that dies: what it has written stays."""
         if self._folder.descriptor >= 0:
             unlock(self._folder.descriptor)
         for directory in (self.data, self._folder, self.place):
             directory.close()
 
-    def discard(self) -> None:
-        try:
-            if self.is_finished and self.is_owner and self.place.descriptor >= 0:
-                self._remove()
-        finally:
-            self.close()
 
-    def _remove(self) -> None:
-        with suppress(OSError):  # what cannot be removed is left to the next save
-            self.place.remove_tree(self.name)
+class NewFile:
+    """A new file of known length that several threads write; open from the first write on until it is closed."""
+
+    def __init__(self, upload: LocalUpload, path: str, nbytes: int) -> None:
+        self._upload, self._path, self._nbytes = upload, path, nbytes
+        self._lock = threading.Lock()
+        self._descriptor = -1
+        self._passes_cache = True
+
+    def write(self, data: Any, offset: int) -> None:
+        if self._descriptor < 0:
+            self._open()
+        if self._passes_cache and len(data) >= LARGE_WRITE and self._upload.is_large:
+            self._passes_cache = write_past_cache(self._descriptor, data, offset)
+        else:
+            write_all(self._descriptor, data, offset)
+
+    def _open(self) -> None:
+        with self._lock:
+            if self._descriptor < 0:
+                outer, _, name = self._path.rpartition("/")
+                with self._upload.made_folder(outer) as folder:
+                    self._descriptor = folder.create(name)
+                os.ftruncate(self._descriptor, self._nbytes)
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
-def write_new(directory: Directory, name: str, data: bytes) -> None:
-    """A new file. Thousands of times: hence no objects."""
+def _write_new(directory: Directory, name: str, data: bytes) -> None:
+    """Write a new file. Thousands of times: hence no objects."""
     descriptor = directory.create(name)
     try:
         view = memoryview(data)
@@ -203,49 +349,93 @@ def write_new(directory: Directory, name: str, data: bytes) -> None:
         os.close(descriptor)
 
 
-class NewFile:
-    """A new file of known length, that several threads write; open from the first write on until it is closed."""
+def _require_same(folder: Directory, name: str, entry: Entry) -> None:
+    status = folder.status(name)
+    if status is None or content_of(version_of(status)) != content_of(entry.version):
+        folder.unlink(name)
+        raise FormatError("it is not the file that was looked at")
 
-    def __init__(self, scratch: ScratchTree, path: str, nbytes: int) -> None:
-        self.scratch, self.path, self.length = scratch, path, nbytes
-        self._lock = threading.Lock()
-        self._descriptor = -1
 
-    def write(self, data: Any, offset: int) -> None:
-        with self._lock:
-            if self._descriptor < 0:
-                outer, _, name = self.path.rpartition("/")
-                with self.scratch.folder(outer) as folder:
-                    self._descriptor = folder.create(name)
-                os.ftruncate(self._descriptor, self.length)
-        write_all(self._descriptor, data, offset)
+def _is_same(a: os.stat_result | None, b: os.stat_result | None) -> bool:
+    """Tell whether both are names of one file."""
+    return a is not None and b is not None and os.path.samestat(a, b)
 
-    def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """Yield a path for a new file or directory, which is at `path` when the block ends well and gone when it does
+    not."""
+    with Directory.open(path.parent) as place:
+        sweep_unpublished(place)  # remains of others that died
+    upload = LocalUpload(path.parent)
+    try:
+        yield upload.data.path / path.name
+        upload.data.put(path.name, upload.place, path.name)
+        upload.place.sync()
+    finally:
+        upload.close()
+
+
+# ---------------------------------------------------------------------------------------- what to remove
+
+
+def _described(directory: Directory, path: str, final: str) -> Described | None:
+    """Identify the file that describes an array or a database, unless a link leads there."""
+    outer, _, name = path.rpartition("/")
+    if not outer:
+        return Described.at(directory, name, final)
+    try:
+        with directory.enter(outer) as folder:
+            return Described.at(folder, name, final)
+    except OSError:
+        return None
+
+
+def _replaced(place: Directory, replaced: Replaced) -> Moved | None:
+    """Identify a directory that is replaced; of another program's, only the arrays that are as the index lists
+    them."""
+    try:
+        with place.enter(replaced.name) as top:
+            inode = top.inode
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        logger.warning("%s is replaced, but not removed: %s", place.path / replaced.name, error.strerror)
+        return None
+    described = (_listed(place, path, shape) for path, shape in replaced.arrays)
+    return Moved(replaced.name, inode, replaced.mark, tuple(filter(None, described)))
+
+
+def _listed(place: Directory, path: str, shape: Sequence[int]) -> Described | None:
+    try:
+        with place.enter(path) as folder:
+            array = read_array(folder, folder.kinds())
+            if array is None or array.shape != list(shape):
+                return None
+            return Described.at(folder, ZARRAY, f"{path}/{ZARRAY}")
+    except OSError:
+        return None
 
 
 # --------------------------------------------------------------------------------------------- sweep
 
 
 def has_unfinished(directory: Path) -> bool:
-    """Whether a save is under way here, or has died."""
+    """Tell whether an upload is under way here, or was left by a writer that died."""
     with Directory.open(directory) as place:
         return bool(_scratch_names(place))
 
 
-def sweep_trees(place: Directory, sealed: Container[str] | None) -> None:
-    """Finishes what saves that died left undone: those in `sealed`, which are all that are known of, were committed,
-    others never happened, or are replaced by now. None if that is not known: then only what is new is removed."""
-    with suppress(OSError):  # which cannot be listed
+def sweep_uploads(place: Directory, committed: Container[str]) -> None:
+    """Finish the saves in `committed` whose writers died, and undo all others."""
+    with suppress(OSError):  # the directory cannot be listed
         for name in _scratch_names(place):
-            _sweep(place, name, sealed)
+            _sweep(place, name, committed)
 
 
 def sweep_unpublished(place: Directory) -> None:
-    """Away with what dead writers have left that had published nothing: it is no business of any index here."""
-    with suppress(OSError):  # which cannot be listed
+    """Remove the scratch directories of dead writers that had published nothing: no index here knows of them."""
+    with suppress(OSError):  # the directory cannot be listed
         for name in _scratch_names(place):
             _sweep(place, name, None, only_unpublished=True)
 
@@ -255,13 +445,13 @@ def _scratch_names(place: Directory) -> list[str]:
 
 
 def _sweep(
-    place: Directory, name: str, sealed: Container[str] | None, *, only_unpublished: bool = False
+    place: Directory, name: str, committed: Container[str] | None, *, only_unpublished: bool = False
 ) -> None:
-    with suppress(OSError), place.enter(name) as scratch:  # unless it has just been removed by its writer
-        try_lock(scratch.descriptor)  # raises if that is alive
+    with suppress(OSError), place.enter(name) as scratch:  # unless its writer has just removed it
+        try_lock(scratch.descriptor)  # raises if the writer is alive
         if only_unpublished and scratch.status(_JOURNAL):
             return
-        _carry_out(place, _read_journal(scratch), sealed)
+        _carry_out(place, _read_journal(scratch), committed)
         place.remove_tree(name)
 
 
@@ -272,19 +462,22 @@ def _read_journal(scratch: Directory) -> Journal | None:
         return None
 
 
-def _carry_out(place: Directory, journal: Journal | None, sealed: Container[str] | None) -> None:
-    """Away with the new directories if their save is not among those that are `sealed`, else with the old; and with old
-    ones that nobody knows of any more, because others have committed since. Nothing but the new if that is None."""
+def _carry_out(place: Directory, journal: Journal | None, committed: Container[str] | None) -> None:
+    """Remove the new directories of a save that is not in `committed`, or else the old ones.
+
+    Old directories with a mark are removed in either case: other saves have committed since. Without `committed` only
+    the new ones are.
+    """
     if journal is None:
         return
-    if sealed is None:
+    if committed is None:
         doomed = journal.new
-    elif journal.save_id in sealed:
+    elif journal.save_id in committed:
         doomed = journal.old
     else:
         doomed = (*journal.new, *(moved for moved in journal.old if moved.mark))
     for moved in doomed:
-        if sealed is None or moved.mark not in sealed:  # which the index knows, whatever the journal says
+        if committed is None or moved.mark not in committed:  # the index knows it, whatever the journal says
             remove_moved(place, moved)
 
 
@@ -294,7 +487,7 @@ def _carry_out(place: Directory, journal: Journal | None, sealed: Container[str]
 def _sync(directory: Directory, name: str) -> None:
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.descriptor)
     try:
-        os.fsync(descriptor)
+        (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)
     finally:
         os.close(descriptor)
 

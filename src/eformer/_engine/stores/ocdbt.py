@@ -1,20 +1,24 @@
-"""A database of TensorStore's in a directory: many small files in few."""
+"""Put many small files into few: an OCDBT database of TensorStore in a directory."""
 
 from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from eformer._engine.record.names import is_text
-from eformer._engine.stores.local import walk
+from eformer._engine.stores.inside import walk
+from eformer._engine.stores.local_upload import LocalUpload
+from eformer._engine.stores.removal import DATABASE_MARK
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-MANIFEST = "manifest.ocdbt"
+    from eformer._engine.stores.base import Entry, Replaced, Store
+
+DATABASE_MANIFEST = "manifest.ocdbt"
 
 # What is written is held in memory until it is committed.
 _COMMIT_BYTES = 8 * 2**20
@@ -22,9 +26,7 @@ _COMMIT_KEYS = 20_000
 
 _CACHE_BYTES = 32 * 2**20
 
-BRANCH = (
-    "process-"  # what the directory begins with, below, where another process has written its own database
-)
+_BRANCH = "process-"  # how the directories begin in which other processes have written databases of their own
 
 
 def _context() -> Any:
@@ -52,8 +54,8 @@ def require_plain_files(directory: Path, *, is_database: bool = True) -> None:
     """TensorStore would wait for a pipe, and follow a link to anywhere."""
     if directory.is_symlink():
         raise FormatError(f"{directory} is a link, and no database of the checkpoint")
-    if is_database and not (directory / MANIFEST).is_file():
-        raise FileNotFoundError(f"{directory} holds no OCDBT database: {MANIFEST} is missing")
+    if is_database and not (directory / DATABASE_MANIFEST).is_file():
+        raise FileNotFoundError(f"{directory} holds no OCDBT database: {DATABASE_MANIFEST} is missing")
     for entry in walk(directory):
         if not entry.is_file(follow_symlinks=False) and not entry.is_dir(follow_symlinks=False):
             raise FormatError(f"{entry.path} is not a regular file")
@@ -72,7 +74,48 @@ def list_arrays(directory: Path) -> list[str]:
     return sorted(path for path, _, name in paths if name in (".zarray", "zarr.json"))
 
 
-class DatabaseWriter:
+class DatabaseUpload(LocalUpload):
+    """New files as keys of a database. Each process writes one of its own; the first one's becomes that of all."""
+
+    takes_whole_files = True
+
+    def __init__(self, directory: Path, token: str = "", *, mark: str, process: int = 0) -> None:
+        super().__init__(directory, token)
+        self._mark, self._branch = mark, f"{_BRANCH}{process}" if process else ""
+        self._database = _Database(self.data.path / self._branch)
+
+    def create(self, name: str, nbytes: int) -> NoReturn:
+        raise NotImplementedError("a database takes files as a whole")
+
+    def put(self, files: Sequence[tuple[str, bytes]]) -> None:
+        for name, data in files:
+            self._database.put(name, data)
+
+    def link(self, name: str, source: Store, entry: Entry) -> bool:
+        return False
+
+    def sync(self) -> None:
+        self._database.finish()
+        written = self.files(self._branch)
+        self.sync_files([name for name in written if self._branch or not name.startswith(_BRANCH)])
+
+    def publish(
+        self,
+        moves: Mapping[str, str],
+        replaced: Sequence[Replaced] = (),
+        *,
+        save_id: str,
+        unmarked: Sequence[str] | None = None,
+    ) -> None:
+        if moves:
+            _join_branches(self.data.path)
+            super().put([(DATABASE_MARK, self._mark.encode())])
+            self.sync()
+        described = None if unmarked is None else [DATABASE_MARK]
+        super().publish(moves, replaced, save_id=save_id, unmarked=described)
+
+
+class _Database:
     """Values by key. Several threads may write."""
 
     def __init__(self, directory: Path) -> None:
@@ -101,18 +144,19 @@ class DatabaseWriter:
             raise OSError(str(error)) from error
 
     def finish(self) -> None:
-        """What was put is in the files."""
+        """Write everything that was put into the files."""
         with self._lock:
             self._commit()
             self._begin()
 
 
-def join_branches(directory: Path) -> None:
-    """The database knows all that other processes have written into databases below it. Their files stay where they
-    are, their manifests go."""
+def _join_branches(directory: Path) -> None:
+    """Take over the databases of other processes: their files stay where they are, their manifests are removed."""
     import tensorstore as ts
 
-    branches = sorted(path for path in directory.glob(f"{BRANCH}*") if (path / MANIFEST).exists())
+    branches = sorted(path for path in directory.glob(f"{_BRANCH}*") if (path / DATABASE_MANIFEST).exists())
+    if not branches:
+        return
     context = _context()
     whole = _open(directory, context)
     for branch in branches:
@@ -122,7 +166,7 @@ def join_branches(directory: Path) -> None:
             transaction.commit_sync()
         except ValueError as error:
             raise OSError(str(error)) from error
-        os.unlink(branch / MANIFEST)
+        os.unlink(branch / DATABASE_MANIFEST)
 
 
 class DatabaseFiles:

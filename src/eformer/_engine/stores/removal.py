@@ -18,13 +18,16 @@ import msgspec
 
 from eformer._engine.record.names import is_inside
 from eformer._engine.record.values import MALFORMED_JSON
+from eformer._engine.stores.directory import Directory
+from eformer._engine.stores.durable import scratch_name
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
-    from eformer._engine.stores.directory import Directory, Kind
+    from eformer._engine.stores.base import Kind
 
 logger = logging.getLogger("eformer")
 
@@ -263,3 +266,40 @@ def _remove_database_files(folder: Directory, kinds: Mapping[str, Kind]) -> None
         folder.remove_if_empty(_DATABASE_FILES)
     if kinds.get(_DATABASE_MANIFEST) == "file":
         folder.unlink(_DATABASE_MANIFEST)
+
+
+# --------------------------------------------------------------------------------------- checkpoints
+
+Identity = tuple[int, int, int]
+
+
+def identity_of(path: Path) -> Identity:
+    """Return by what to know a file or a directory again; inodes are given anew."""
+    return _identity(path.lstat())
+
+
+def _identity(status: os.stat_result) -> Identity:
+    return status.st_mode, status.st_ino, status.st_mtime_ns
+
+
+def remove_checkpoint(directory: Path, name: str, identity: Identity) -> None:
+    """Remove a whole checkpoint, if it is still the one that was meant.
+
+    It is hidden first: a checkpoint that is half removed is never taken for one.
+    """
+    with Directory.open(directory) as place:
+        status = place.status(name)
+        if status is None or _identity(status) != identity:
+            raise ValueError(
+                f"{place.path / name} is not what it was when this was planned; it was left as it is"
+            )
+        is_directory = stat.S_ISDIR(status.st_mode)
+        if is_directory:
+            place.require_removable(name)
+        hidden = scratch_name()
+        place.rename(name, place, hidden)
+        place.sync()
+        if is_directory:
+            place.remove_tree(hidden)
+        else:
+            place.unlink(hidden)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from eformer._engine.stores.local_files import Files
+    from eformer._engine.stores.base import Files
 
 ReadInto = Callable[[memoryview, int], int]
 """Fills memory from an offset of the file on; returns how many bytes there were, less only at the end."""

@@ -16,7 +16,6 @@ from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
 from eformer._engine.record.text import few, shortened, size
 from eformer._engine.record.values import value_from_json
-from eformer._engine.saving.write import itemsize_of
 from eformer._engine.tools.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.tools.rename import Renamed, Rule, apply, origins
 from eformer._engine.tools.sequential_writers import has_sequences, names_as_structure, renamed_in_npz
@@ -228,7 +227,7 @@ def summarize(
 
 def _describe_array(tree: ConvertedTree, source: Source) -> ConvertedLeaf:
     ((_, array),) = source.parts
-    nbytes = itemsize_of(source) * Region.whole(source.shape).size
+    nbytes = source.itemsize * Region.whole(source.shape).size
     (first, *_) = stored_leaves(array)
     changes = [tree.transforms.get(source.name, "")]
     if first.entry.dtype != source.dtype:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import math
 import os
 import re
-import secrets
 import shutil
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -17,16 +15,16 @@ import msgspec
 from eformer._engine.formats.find import find
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.processes.hosts import Alone
-from eformer._engine.record.manifest import TreeEntry
 from eformer._engine.record.options import SaveOptions
-from eformer._engine.record.pieces import PIECE_BYTES
 from eformer._engine.record.text import count, few, size
 from eformer._engine.saving.pending import turns
-from eformer._engine.saving.run import Job
+from eformer._engine.saving.record import new_tree
+from eformer._engine.saving.run import Save, carry_out
 from eformer._engine.saving.staging import Staging
-from eformer._engine.stores.directory import Directory
-from eformer._engine.stores.local import list_names, local_path, make_directories, replacing
-from eformer._engine.stores.local_upload import ScratchTree, sweep_unpublished
+from eformer._engine.stores.durable import make_directories, replacing
+from eformer._engine.stores.local import LocalStore
+from eformer._engine.stores.local_upload import appearing
+from eformer._engine.stores.locate import local_path
 from eformer._engine.tasks.pool import default_threads
 from eformer._engine.tasks.progress import metered
 from eformer._engine.tools import sequential_writers
@@ -39,7 +37,7 @@ from eformer._version import __version__
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from eformer._engine.record.planned import Source
     from eformer._engine.tasks.progress import Meter, Progress
@@ -215,7 +213,7 @@ def _resident() -> int:
 
 def _require_free_place(where: Path, nbytes: int) -> None:
     """Refuse a destination that exists, or a disk without enough space."""
-    is_empty = where.is_dir() and not where.is_symlink() and not where.is_mount() and not list_names(where)
+    is_empty = where.is_dir() and not where.is_symlink() and not where.is_mount() and not any(where.iterdir())
     if os.path.lexists(where) and not is_empty:
         raise FileExistsError(
             f"{where} already exists; a conversion creates a new checkpoint: choose another path"
@@ -233,8 +231,8 @@ def _require_free_place(where: Path, nbytes: int) -> None:
 
 def _write(
     where: Path,
-    form: TargetFormat,
-    made: Mapping[str, ConvertedTree],
+    target: TargetFormat,
+    trees: Mapping[str, ConvertedTree],
     budget: int,
     max_shard_bytes: int | None,
     meter: Meter,
@@ -242,16 +240,17 @@ def _write(
     options = SaveOptions(staging_bytes=budget)
     if max_shard_bytes is not None:
         options = SaveOptions(staging_bytes=budget, max_shard_bytes=max_shard_bytes)
-    with _appearing(where) as path:
-        for prefix, one in made.items():
-            one.sources = _with_small_ones(one, budget // 4)
-            if form in ("npz", "msgpack"):
-                _write_stream(path, form, one, Staging(budget), meter)
+    make_directories(where.parent)
+    with appearing(where) as path:
+        for prefix, tree in trees.items():
+            tree.sources = _with_small_leaves_read(tree, budget // 4)
+            if target in ("npz", "msgpack"):
+                _write_stream(path, target, tree, Staging(budget), meter)
             else:
-                _job(path, prefix, form, one, options, meter).carry_out()
+                carry_out(_save(path, prefix, target, tree, options), meter=meter)
 
 
-def _with_small_ones(tree: ConvertedTree, room: int) -> list[Source]:
+def _with_small_leaves_read(tree: ConvertedTree, room: int) -> list[Source]:
     """Read small leaves ahead in one batch, as many as fit into `room`; return the sources with these in memory."""
     chosen: list[str] = []
     for source in tree.sources:
@@ -283,39 +282,17 @@ def _write_stream(
             sequential_writers.write_msgpack(file, tree.structure, tree.sources, tree.values, staging, meter)
 
 
-def _job(path: Path, prefix: str, form: Any, made: ConvertedTree, options: SaveOptions, meter: Meter) -> Job:
-    hosts, before = Alone(), made.view.tree
-    tree = TreeEntry(
-        save_id=secrets.token_hex(8),
-        saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        written_by=f"eformer {__version__}, converted from {_first_writer(made.view)}",
-        block=PIECE_BYTES,
-        files=(),
-        raw_metadata=before.raw_metadata,
-        raw_values=made.raw_values,
-        structure=msgspec.Raw(msgspec.json.encode(made.structure)),
-    )
-    turn = turns.take(path, hosts.name(0))
-    sources, made.sources = made.sources, []  # the job lets go of each leaf when it is written
-    return Job(path, prefix, form, sources, tree, options, hosts, turn, meter=meter)
+def _save(path: Path, prefix: str, target: Any, converted: ConvertedTree, options: SaveOptions) -> Save:
+    hosts, view = Alone(), converted.view
+    written_by = f"eformer {__version__}, converted from {_first_writer(view)}"
+    tree = new_tree(written_by, converted.structure, view.tree.raw_metadata, converted.raw_values)
+    store, file = (LocalStore(path.parent), path.name) if path.suffix == SUFFIX else (LocalStore(path), "")
+    turn = turns.take(str(path), hosts.name(0))
+    sources, converted.sources = converted.sources, []  # the save drops each leaf when it is written
+    return Save(store, file, prefix, target, sources, tree, options, hosts, turn)
 
 
 def _first_writer(view: View) -> str:
     """Name the program that first wrote the checkpoint, before any conversion."""
     writer = view.tree.written_by
     return re.sub(r".*converted from ", "", writer) if writer else view.format
-
-
-@contextmanager
-def _appearing(where: Path) -> Iterator[Path]:
-    """A path for a new file or directory, which is at `where` when the block ends well, and gone when it does not."""
-    make_directories(where.parent)
-    with Directory.open(where.parent) as place:
-        sweep_unpublished(place)  # away with what conversions that died have left
-        scratch = ScratchTree(where.parent)
-        try:
-            yield scratch.data.path / where.name
-            scratch.data.put(where.name, place, where.name)
-        finally:
-            scratch.discard()
-        place.sync()

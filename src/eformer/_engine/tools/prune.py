@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-import stat
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,15 +14,14 @@ from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SU
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
 from eformer._engine.formats.zarr.zarray import ZARRAY
-from eformer._engine.stores.directory import Directory
-from eformer._engine.stores.local import list_names, local_path, walk
+from eformer._engine.stores.inside import walk
+from eformer._engine.stores.local import LocalStore
+from eformer._engine.stores.locate import local_path
+from eformer._engine.stores.removal import Identity, identity_of, remove_checkpoint
 from eformer._engine.tools.verify import verify
 from eformer.errors import CorruptionError, EformerError, NotFoundError
 
 _STEP = re.compile(r"(?P<before>.*?)(?P<step>\d+)(?P<after>\.(safetensors|npz|msgpack|eqx))?")
-
-
-Identity = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +85,7 @@ def plan_removal(directory: str | os.PathLike[str], keep: int) -> Pruned:
     if not removed and not kept:
         raise NotFoundError(f"{where} has no checkpoints named by their steps, such as run-100")
     nbytes = sum(_nbytes(where / name) for name in removed)
-    identities = tuple(_identity((where / name).lstat()) for name in removed)
+    identities = tuple(identity_of(where / name) for name in removed)
     return Pruned(str(where), tuple(removed), tuple(kept), left, nbytes, identities)
 
 
@@ -101,14 +98,13 @@ def _linked(where: Path) -> set[str]:
 
 def remove(plan: Pruned) -> None:
     """Delete exactly the planned checkpoints. Raise if one has been replaced since."""
-    with Directory.open(Path(plan.directory)) as place:
-        for name, identity in zip(plan.removed, plan.identities, strict=True):
-            _remove(place, name, identity)
+    for name, identity in zip(plan.removed, plan.identities, strict=True):
+        remove_checkpoint(Path(plan.directory), name, identity)
 
 
 def _refuse_checkpoint(where: Path) -> None:
     """Refuse a directory that is one checkpoint, whose files may be numbered like steps."""
-    names = list_names(where)
+    names = list(LocalStore(where).kinds())
     marks = (MANIFEST, INDEX, ZARRAY, *orbax.marks(where))
     if index := [name for name in names if name in marks or name.endswith(INDEX_SUFFIX)]:
         raise ValueError(
@@ -120,7 +116,7 @@ def _series(where: Path) -> tuple[list[list[str]], dict[str, str]]:
     """List the names of complete checkpoints by series, in order of their steps; and other entries with the reason."""
     steps: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)
     left: dict[str, str] = {}
-    for name in list_names(where):
+    for name in list(LocalStore(where).kinds()):
         match = _STEP.fullmatch(name)
         is_shard = split_shard(name.removesuffix(SUFFIX)) is not None
         if not match or is_shard or name.startswith(".") or (where / name).is_symlink():
@@ -135,10 +131,10 @@ def _series(where: Path) -> tuple[list[list[str]], dict[str, str]]:
 def _problem(path: Path) -> str | None:
     """Say why this is not a complete checkpoint, or return None. Digests are not checked."""
     try:
-        if path.is_dir() and ZARRAY in list_names(path):
+        if path.is_dir() and (path / ZARRAY).exists():
             return "it is a single array"
         found = find(path)
-        if found.manifest.format == ARRAYS and INDEX not in list_names(path):
+        if found.manifest.format == ARRAYS and not (path / INDEX).exists():
             return "it contains arrays without an index, and perhaps other data"
         for tree in found.trees.values():
             files = found.files(tree)
@@ -165,27 +161,3 @@ def _nbytes(path: Path) -> int:
         return path.stat().st_size
     files = (entry for entry in walk(path) if entry.is_file(follow_symlinks=False))
     return sum(entry.stat(follow_symlinks=False).st_size for entry in files)
-
-
-def _identity(status: os.stat_result) -> Identity:
-    """Identify a file or directory. Inode numbers are reused, so the mode and the time of change count too."""
-    return status.st_mode, status.st_ino, status.st_mtime_ns
-
-
-def _remove(place: Directory, name: str, identity: Identity) -> None:
-    """First out of sight: what is half removed is never taken for a checkpoint."""
-    status = place.status(name)
-    if status is None or _identity(status) != identity:
-        raise ValueError(
-            f"{place.path / name} is not what it was when this was planned; it was left as it is"
-        )
-    is_directory = stat.S_ISDIR(status.st_mode)
-    if is_directory:
-        place.require_removable(name)
-    hidden = f".eformer-{secrets.token_hex(8)}.tmp"
-    place.rename(name, place, hidden)
-    place.sync()
-    if is_directory:
-        place.remove_tree(hidden)
-    else:
-        place.unlink(hidden)

@@ -14,7 +14,7 @@ from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.names import BARE_LEAF, join_name, split_name, unescape
 from eformer._engine.record.planned import LazyArray
 from eformer._engine.record.values import value_from_json
-from eformer._engine.saving.write import elements_of, itemsize_of
+from eformer._engine.saving.write import elements_of
 from eformer.errors import LeafError, MismatchError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def write_msgpack(
 
     def streamed(source: Source) -> Streamed:
         elements = _elements(source, staging, meter)
-        return Streamed(source.dtype, source.shape, itemsize_of(source), elements)
+        return Streamed(source.dtype, source.shape, source.itemsize, elements)
 
     leaves = {source.name: streamed(source) for source in sources} | dict(values)
     pack(state_of(structure, leaves), file.write, max_chunk=_MAX_CHUNK, sort_keys=False)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.formats.found import Found
     from eformer._engine.record.manifest import Extent, TreeEntry
-    from eformer._engine.stores.local_files import Files
+    from eformer._engine.stores.base import Files
     from eformer._engine.tasks.progress import Meter, Progress
 
 
@@ -115,7 +115,7 @@ def _readable_trees(found: Found) -> tuple[list[TreeEntry], list[Damage]]:
             try:
                 found.trees[prefix].leaves  # noqa: B018
             except (OSError, FormatError) as error:
-                problems = unreadable(found.directory, record) or [(str(found.path), str(error))]
+                problems = unreadable(found.store, record) or [(str(found.path), str(error))]
                 damages += [
                     Damage("", name, 0, 0, f"cannot be read: {problem}") for name, problem in problems
                 ]

@@ -1,1 +1,1 @@
-"""Trees of JAX: their leaves, nodes and structure, state dicts, and arrays on devices."""
+"""Pytrees of JAX: their leaves, nodes and structure, state dicts, and arrays on devices."""

@@ -1,4 +1,4 @@
-"""Where the bytes of a jax.Array are, and how to see them from the host without leaving a copy behind."""
+"""Access to the bytes of jax.Arrays from the host, copies on devices, and transfers between shardings."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
-# XLA keeps these in less than a byte, so that numpy has to unpack them.
+# XLA packs these into less than a byte, so numpy cannot view them.
 PACKED = {
     dtype for name, dtype in DTYPES.items() if name in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")
 }
 
 
 def is_host_memory(array: Any) -> bool:
-    """Whether numpy can look at the memory of this array of one device as it is."""
+    """Tell whether numpy can view the memory of an array that is on one device."""
     (device,) = array.devices()
     return device.platform == "cpu" and array.dtype not in PACKED
 
 
 def on_host(array: Any) -> np.ndarray[Any, Any]:
-    """The elements in host memory: where they are if on one CPU device, else in a copy that does not stay.
+    """Return the elements in host memory: a view if they are on one CPU device, else a copy.
 
-    numpy's own conversion would leave its copy on the array, in host memory for as long as that lives.
+    numpy's own conversion would cache its copy on the array, in host memory for as long as the array lives.
     """
     if not array.is_fully_addressable or (len(array.devices()) == 1 and is_host_memory(array)):
         return np.asarray(array)
@@ -51,12 +51,13 @@ def _host_copy(array: Any) -> Any:
         (cpu, *_) = jax.local_devices(backend="cpu")
     except RuntimeError:  # JAX was started without a CPU backend
         return array
-    # device_put does not copy what is there already.
+    # device_put does not copy an array that is already on the device.
     return array.copy() if cpu in array.devices() else jax.device_put(array, cpu)
 
 
 def staged(array: Any) -> np.ndarray[Any, Any]:
-    """A copy in page-locked host memory, which accelerators fill at full speed. It stays as long as the result."""
+    """Copy an array to page-locked host memory, which accelerators fill at full speed. The copy lives as long as the
+    result."""
     import jax
 
     if array.sharding.memory_kind != "pinned_host":
@@ -67,8 +68,10 @@ def staged(array: Any) -> np.ndarray[Any, Any]:
 
 @lru_cache(64)
 def takes_host_memory(device: Any) -> bool:
-    """Whether an array that is put on the device is the host memory it was put from, if that is aligned: no copy is
-    made, but the memory may not be written to again. So it is with CPUs; found out by trying, for JAX may change it."""
+    """Tell whether `device_put` of aligned host memory uses that memory itself instead of a copy.
+
+    The memory must then not be written to again. This holds for CPUs; it is found by trying, as JAX may change it.
+    """
     import jax  # late, as above
 
     memory = np.zeros(256, np.uint8)
@@ -80,14 +83,14 @@ def takes_host_memory(device: Any) -> bool:
 
 @contextmanager
 def page_locked(memory: np.ndarray[Any, Any], device: Any) -> Iterator[None]:
-    """An accelerator copies from this memory by itself meanwhile, several times as fast; if it can be arranged.
+    """Page-lock host memory during the block, so that an accelerator copies from it several times as fast.
 
-    Memory that was touched before is locked in a tenth of the time.
+    If the device does not support it, do nothing. Memory that was touched before is locked in a tenth of the time.
     """
     address = memory.__array_interface__["data"][0]
     try:
         device.client.dma_map(address, memory.nbytes)
-    except Exception as error:  # noqa: BLE001  whatever a backend raises that cannot: it only takes longer
+    except Exception as error:  # noqa: BLE001  a backend may raise anything; the copy only takes longer
         logger.debug("host memory cannot be page-locked for %s, loading takes longer: %s", device, error)
         yield
         return
@@ -99,17 +102,17 @@ def page_locked(memory: np.ndarray[Any, Any], device: Any) -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------------- copies
 
-_MOST_COPIED = 4096  # arrays in one program: its compilation takes half a millisecond for each
-_MOST_PROGRAMS = 64
+_MAX_COPIED = 4096  # arrays in one program, which takes half a millisecond to compile for each
+_MAX_PROGRAMS = 64
 
-_programs: dict[Any, Any] = {}  # None for one that is wanted
+_programs: dict[Any, Any] = {}  # None for one that is not compiled yet
 
 
 def copied(arrays: Sequence[Any]) -> list[Any]:
-    """Copies on the same devices, of arrays that lie on one device each, under way when this returns.
+    """Begin to copy arrays, each of which is on one device, on the same devices; return the copies.
 
-    One program that copies them all starts in a tenth of the time of so many copies. It takes longer to compile than
-    to copy, so the first time does without; see `compile_copies`.
+    One program that copies them all starts in a tenth of the time of as many single copies. It takes longer to compile
+    than to copy, so the first call does without it; see `compile_copies`.
     """
     groups: dict[Any, list[int]] = defaultdict(list)
     for number, array in enumerate(arrays):
@@ -124,15 +127,15 @@ def copied(arrays: Sequence[Any]) -> list[Any]:
 
 
 def _copied_together(arrays: list[Any], sharding: Any) -> Sequence[Any] | None:
-    """By one program, if there is one that fits; else it is noted that one is wanted."""
-    if len(arrays) > _MOST_COPIED or sharding.memory_kind not in (None, _default_memory(sharding)):
+    """Copy by one program, if it is compiled; else note that it is needed and return None."""
+    if len(arrays) > _MAX_COPIED or sharding.memory_kind not in (None, _default_memory(sharding)):
         return None
     key = (sharding, tuple((array.shape, array.dtype) for array in arrays))
     program = _programs.setdefault(key, None)
     try:
         return program(arrays) if program else None
-    except (TypeError, ValueError) as error:  # compiled for another layout in the device's memory
-        logger.debug("%d arrays do not fit the program that copies such: %s", len(arrays), error)
+    except (TypeError, ValueError) as error:  # compiled for another memory layout
+        logger.debug("%d arrays do not fit the program that copies their shapes: %s", len(arrays), error)
         return None
 
 
@@ -147,38 +150,42 @@ def _default_memory(sharding: Any) -> str:
 
 
 def compile_copies() -> None:
-    """Compiles what `copied` has done without; takes a fraction of a second, and belongs into the background."""
+    """Compile the programs that `copied` did without. Takes a fraction of a second; call it in the background."""
     import jax  # late, as above
 
     copy_all = jax.jit(lambda arrays: [array.copy() for array in arrays])
     for key in [key for key, program in list(_programs.items()) if program is None]:
         sharding, kinds = key
-        described: Any = jax.ShapeDtypeStruct  # which has no types
+        described: Any = jax.ShapeDtypeStruct  # it has no type annotations
         shapes = [described(shape, dtype, sharding=sharding) for shape, dtype in kinds]
         try:
             _programs[key] = copy_all.lower(shapes).compile()
-        except Exception as error:  # noqa: BLE001  whatever a compiler raises: copies one by one do as well
+        except Exception as error:  # noqa: BLE001  a compiler may raise anything; single copies do as well
             logger.debug("%d arrays cannot be copied by one program: %s", len(kinds), error)
             _programs[key] = partial(_copied_singly, sharding=sharding)
-    while len(_programs) > _MOST_PROGRAMS:
+    while len(_programs) > _MAX_PROGRAMS:
         _programs.pop(next(iter(_programs)), None)
 
 
 def bits_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """As what numbers travel between devices, bit for bit: XLA may compute with floats on the way, and a nan is not the
-    nan it was. Others as they are."""
+    """Return the dtype as which elements travel between devices: floats as unsigned integers of the same size.
+
+    XLA may compute with floats on the way, which changes the bits of a nan.
+    """
     is_float = dtype.kind == "f" or (dtype.kind == "V" and dtype not in PACKED)
     return np.dtype(f"u{dtype.itemsize}") if is_float and dtype.itemsize <= 8 else dtype
 
 
 def resharded(array: Any, sharding: Any, dtype: np.dtype[Any] | None = None) -> Any:
-    """The array under another sharding, by a collective of all processes that hold it; as `dtype` if these are the
-    `bits_of` it."""
+    """Move an array to another sharding, by a collective of all processes that hold it.
+
+    If the array holds the `bits_of` another `dtype`, the result is of that dtype.
+    """
     dtype = dtype or array.dtype
     array = _as(bits_of(dtype), array.sharding)(array)
-    # One after the other: CPUs that begin several collectives at once, each in its own order, wait for ever.
+    # One at a time: CPUs that begin several collectives in different orders deadlock.
     array = _as(bits_of(dtype), sharding)(array).block_until_ready()
-    return _as(dtype, sharding)(array)  # not in one go with the line before: then floats would travel
+    return _as(dtype, sharding)(array)  # not in one program with the line before: then floats would travel
 
 
 @lru_cache(1024)
@@ -193,7 +200,7 @@ def _as(dtype: np.dtype[Any], sharding: Any) -> Any:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is a typed PRNG key, which numpy does not know."""
+    """Tell whether a leaf is a typed PRNG key, which numpy does not support."""
     import jax  # late, as above
 
     return hasattr(leaf, "dtype") and bool(jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key))

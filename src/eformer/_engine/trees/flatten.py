@@ -1,4 +1,4 @@
-"""A pytree as {escaped name: leaf} plus its structure in JSON, and back exactly.
+"""Flatten a pytree into {escaped name: leaf} and its structure as JSON, from which it can be rebuilt exactly.
 
 The structure, by kind of node (`docs/format/structure.md` has the whole grammar):
 
@@ -31,8 +31,8 @@ from eformer.errors import StructureError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# JSON readers stop near a thousand levels, and a level of the tree is up to three of JSON. Nothing here
-# recurses, so that this is the only limit.
+# JSON readers stop near a thousand levels, and a level of the tree takes up to three of JSON. Nothing here recurses,
+# so this is the only limit.
 MAX_DEPTH = 250
 
 FACTORIES = {
@@ -41,7 +41,10 @@ FACTORIES = {
 
 
 def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
-    """The leaves by escaped name, in JAX's order, and the structure as JSON."""
+    """Return the leaves by escaped name, in JAX's order, and the structure as JSON.
+
+    A node that cannot be described raises a StructureError that says where it is.
+    """
     leaves: dict[str, Any] = {}
     describers: dict[type, _Describe | None] = {}  # one decision for each type met
     root = [None]
@@ -66,12 +69,12 @@ def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
 
 
 _Todo = tuple[Any, Any, Any, str, int]
-"""Where the JSON of a node goes, the node, its name and how deep it lies."""
+"""The container and the key for the JSON of a node; the node, its name and its depth."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Described:
-    """A node's JSON, whose `slots` wait for the JSON of its children, in JAX's order."""
+    """A node's JSON, with empty `slots` for that of its children; their keys, and the children in JAX's order."""
 
     document: Any
     slots: Sequence[tuple[Any, Any]] = ()
@@ -79,7 +82,7 @@ class _Described:
     children: Sequence[Any] = ()
 
     def children_below(self, name: str, depth: int) -> list[_Todo]:
-        """Each child with its slot and a name that no sibling has, the last one first."""
+        """Return each child with its slot and a name that no sibling has, the last child first."""
         if self.children and depth >= MAX_DEPTH:
             raise StructureError(f"the tree is nested more than {MAX_DEPTH} deep, or contains itself")
         start = f"{name}." if depth else ""
@@ -93,7 +96,7 @@ class _Described:
 
 
 def _describer(kind: type) -> _Describe | None:
-    """How to describe nodes of this type; None for leaves."""
+    """Return the function that describes nodes of this type, or None for leaves."""
     if not is_node(kind):
         return None
     return _BUILTIN.get(kind) or (_namedtuple if is_namedtuple(kind) else _custom)
@@ -114,10 +117,10 @@ def _keys_of(node: dict[Any, Any]) -> list[Any]:
 
 def _sorted_pairs(tag: str, node: dict[Any, Any]) -> _Described:
     try:
-        # JAX's own order: where keys have none of their own (nan, sets) Python's sort gives another.
+        # JAX's own order: of keys that are not totally ordered (nan, sets), Python's sort gives another.
         keys = _keys_of(dict.fromkeys(node, 0))
     except (TypeError, ValueError) as error:
-        raise StructureError(f"JAX cannot sort the keys of the dict, {reprlib.repr(list(node))}") from error
+        raise StructureError(f"JAX cannot sort the keys of the dict: {reprlib.repr(list(node))}") from error
     pairs = {key: [value_to_json(key), None] for key in node}
     document = {tag: list(pairs.values())}
     return _Described(document, [(pairs[k], 1) for k in keys], keys, [node[k] for k in keys])
@@ -170,7 +173,7 @@ def _custom(node: Any) -> _Described:
 
 
 def _static_fields(node: Any, level: Level) -> dict[str, Any] | None:
-    """The fields, as JSON, that say all about a dataclass node that its children do not; None if none do.
+    """Return the fields, as JSON, that suffice to rebuild a dataclass node from its children; None if none do.
 
     Fields that cannot be recorded are left out if JAX does not keep them either.
     """
@@ -187,12 +190,12 @@ def _static_fields(node: Any, level: Level) -> dict[str, Any] | None:
 
 
 def _fields_suffice(node: Any, level: Level, static: dict[str, Any]) -> bool:
-    """Whether the class derives from these fields what else JAX needs to rebuild the node."""
+    """Tell whether these fields and the children are all that JAX needs to rebuild the node."""
     children = dict(zip(level.keys, level.children, strict=True))
     try:
         again = dataclass_level(type(node), static, children)
         return again.keys == level.keys and bool(again.treedef == level.treedef)
-    except Exception:  # noqa: BLE001  the class's own functions may raise anything: then it does not
+    except Exception:  # noqa: BLE001  the class's own functions may raise anything
         return False
 
 

@@ -1,4 +1,4 @@
-"""Questions that people ask about a tree."""
+"""Dotted paths of leaves, and other helpers for trees in the documented API."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 
 def is_array_like(x: Any) -> bool:
-    """Whether `x` has both a shape and a dtype."""
+    """Tell whether `x` has both a shape and a dtype."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def join_key(prefix: str | None, k: str | None) -> str:
-    """`prefix.k`, or whichever of the two is not empty."""
+    """Join `prefix` and `k` by a dot, or return the one that is not empty."""
     return ".".join(part for part in (prefix, k) if part)
 
 
 def leaf_key_paths(
     pytree: Any, prefix: str | None = "", *, is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
-    """A tree of the same structure whose leaves are their own dotted paths, for people to read.
+    """Return a tree of the same structure whose leaves are their own dotted paths, for display.
 
-    Unlike the names under which leaves are stored, these are not escaped: {"a.b": x, "a": {"b": y}} has
-    the path "a.b" twice.
+    Unlike the names under which leaves are stored, the paths are not escaped: {"a.b": x, "a": {"b": y}} has the path
+    "a.b" twice.
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(pytree, is_leaf=is_leaf)
     paths = (".".join(str(plain_key(entry)) for entry in path) for path, _ in pairs)

@@ -1,4 +1,4 @@
-"""One level of a pytree, as JAX sees it; and the classes of nodes, by name, from those we may trust."""
+"""One level of a pytree, as JAX sees it, and the trusted classes of nodes by name."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def is_namedtuple(kind: type) -> bool:
 
 
 def is_node(kind: type) -> bool:
-    """Whether objects of this type are containers to JAX. None is one, of no children."""
+    """Tell whether objects of this type are containers to JAX. None is a container without children."""
     return jax.tree_util.is_tree_node(kind)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Level:
-    """A node taken apart: its children with the keys that lead to them, and how to put it together."""
+    """A node taken apart: its children, the keys that lead to them, and JAX's definition to rebuild it."""
 
     keys: tuple[Any, ...]
     children: tuple[Any, ...]
@@ -52,14 +52,14 @@ class Level:
 
 
 def take_apart(node: Any) -> Level:
-    """`node` by one level. Its type must be a node to JAX."""
+    """Take a node apart by one level. Its type must be a container to JAX."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     keys = tuple(plain_key(path[0]) for path, _ in pairs)
     return Level(keys, tuple(child for _, child in pairs), treedef)
 
 
 def plain_key(entry: Any) -> Any:
-    """What a step of a JAX key path is called: a dict's key, an index, or the name of an attribute."""
+    """Return the key of a step in a JAX key path: a dict's key, an index, or the name of an attribute."""
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return getattr(entry, attribute)
@@ -74,18 +74,20 @@ def class_name(kind: type) -> str:
 
 
 def register_node(kind: type) -> type:
-    """Let checkpoints that name this class rebuild it. Usable as a decorator; the last of a name wins."""
+    """Allow checkpoints to rebuild this class by name. Usable as a decorator; the last class of a name wins."""
     if kind in BUILTIN_NODES or not is_node(kind):
-        raise StructureError(f"{class_name(kind)} is no pytree class: register it with jax.tree_util first")
+        raise StructureError(
+            f"{class_name(kind)} is not a pytree class: register it with jax.tree_util first"
+        )
     _registered[class_name(kind)] = kind
     return kind
 
 
 def resolve_class(name: str) -> type:
-    """The node class called `name`, from three places and no other.
+    """Return the node class called `name`, from one of three places; raise a StructureError for any other class.
 
-    1. `register_node`. 2. The classes that the running program has itself registered with JAX: looked up
-    among the modules already imported. 3. The node classes of `TRUSTED_PACKAGES`, imported when needed.
+    1. `register_node`. 2. The classes that the running program itself has registered with JAX, looked up among the
+    modules already imported. 3. The node classes of `TRUSTED_PACKAGES`, which are imported when needed.
     """
     kind = _registered.get(name) or _known_class(name)
     if kind is None:
@@ -112,7 +114,7 @@ def _known_class(name: str) -> type | None:
 def _look_up(module: Any, qualname: str) -> type | None:
     found = module
     for part in qualname.split("."):
-        # vars(), not getattr(): a lazy module or a property must not run because a checkpoint named it.
+        # vars(), not getattr(): a checkpoint must not be able to run a lazy module or a property by naming it.
         if found is None or not hasattr(found, "__dict__"):
             return None
         found = vars(found).get(part)
@@ -120,10 +122,10 @@ def _look_up(module: Any, qualname: str) -> type | None:
 
 
 def dataclass_level(kind: type, static: Mapping[str, Any], children: Mapping[str, Any]) -> Level:
-    """How the class itself takes apart an object of these fields. Such an object is never handed out."""
+    """Take apart an object of these fields, as the class itself does. The object is not used otherwise."""
     names = {field.name for field in dataclasses.fields(kind)}
-    if strange := sorted((static.keys() | children.keys()) - names):
-        raise StructureError(f"{class_name(kind)} has no field {', '.join(strange)}; it has {sorted(names)}")
+    if unknown := sorted((static.keys() | children.keys()) - names):
+        raise StructureError(f"{class_name(kind)} has no field {', '.join(unknown)}; it has {sorted(names)}")
     prototype: Any = object.__new__(kind)
     for name, value in (*static.items(), *children.items()):
         object.__setattr__(prototype, name, value)
@@ -131,20 +133,22 @@ def dataclass_level(kind: type, static: Mapping[str, Any], children: Mapping[str
 
 
 def build_dataclass(kind: type, static: Mapping[str, Any], children: Mapping[str, Any]) -> Any:
-    """A dataclass node from its static fields and its children, by the class's own unflatten function."""
+    """Build a dataclass node from its static fields and its children, by the class's own unflatten function."""
     level = dataclass_level(kind, static, children)
     if set(level.keys) != children.keys():
-        raise StructureError(f"{class_name(kind)} was saved with {list(children)}, it has {list(level.keys)}")
+        raise StructureError(
+            f"{class_name(kind)} was saved with the children {list(children)}, it now has {list(level.keys)}"
+        )
     return level.rebuild([children[key] for key in level.keys])
 
 
 def build_node(kind: type, aux: Any, children: Sequence[Any]) -> Any:
-    """Any other node from its auxiliary data and its children, by the class's own unflatten function."""
+    """Build any other node from its auxiliary data and its children, by the class's own unflatten function."""
     if hasattr(kind, "tree_unflatten"):
         node = kind.tree_unflatten(aux, tuple(children))
     elif kind in BUILTIN_NODES or is_namedtuple(kind) or dataclasses.is_dataclass(kind):
-        # JAX builds these in native code, which reads past the end of what it is given.
-        raise StructureError(f"{class_name(kind)} is not built from auxiliary data")
+        # JAX builds these in native code, which does not check the number of children.
+        raise StructureError(f"{class_name(kind)} cannot be built from auxiliary data")
     else:
         leaf = jax.tree_util.tree_structure(0)
         treedef = jax.tree_util.PyTreeDef.from_node_data_and_children(
@@ -152,5 +156,5 @@ def build_node(kind: type, aux: Any, children: Sequence[Any]) -> Any:
         )
         node = jax.tree_util.tree_unflatten(treedef, children)
     if type(node) is not kind or len(take_apart(node).children) != len(children):
-        raise StructureError(f"{class_name(kind)} made something else of what was saved")
+        raise StructureError(f"{class_name(kind)} does not rebuild the node that was saved")
     return node

@@ -1,4 +1,4 @@
-"""Shardings of JAX, as a checkpoint records them."""
+"""Shardings of JAX, in the form that a checkpoint records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from eformer._engine.record.manifest import RecordedSharding
 
 
 def recorded_sharding(sharding: Sharding) -> RecordedSharding | None:
-    """How an array lies on its mesh; None for one that lies on none."""
+    """Return the record of a sharding, or None if it is not a mesh with a plain partition spec."""
     if not isinstance(sharding, NamedSharding):
         return None
     spec = tuple(sharding.spec)

@@ -1,4 +1,4 @@
-"""Objects as nested dicts ("state dicts") and back, by type: builtin, registered, or a node to JAX."""
+"""Convert objects to nested dicts ("state dicts") and back, by type: builtin, registered, or a node to JAX."""
 
 from __future__ import annotations
 
@@ -25,35 +25,38 @@ FromState = Callable[[Any, Any], Any]
 
 _registered: dict[type, tuple[ToState, FromState]] = {}
 
-# The way from the root to where from_state_dict is now. A context variable: each thread has its own.
+# The path at which from_state_dict is now. A context variable, so that each thread has its own.
 _path: ContextVar[tuple[str, ...]] = ContextVar("path", default=())
 
 
 def register_serialization_state(
     ty: type, ty_to_state_dict: ToState, ty_from_state_dict: FromState, override: bool = False
 ) -> None:
-    """Convert objects of exactly this type by these two functions."""
+    """Convert objects of exactly this type by these two functions.
+
+    Raises a ValueError if the type has functions already, unless `override` is set.
+    """
     if not override and (ty in _registered or ty in (dict, list, tuple, Partial)):
         raise ValueError(f'a serialization handler for "{ty.__name__}" is already registered')
     _registered[ty] = (ty_to_state_dict, ty_from_state_dict)
 
 
 def is_serializable(target: Any) -> bool:
-    """Whether `target`, an object or a type, is one that `to_state_dict` takes apart."""
+    """Tell whether `to_state_dict` takes `target`, an object or a type, apart."""
     kind = target if isinstance(target, type) else type(target)
     return kind in _registered or (is_node(kind) and kind is not type(None))
 
 
 def current_path() -> str:
-    """Where `from_state_dict` is now, joined by slashes; empty outside of it."""
+    """Return the path at which `from_state_dict` is now, joined by slashes; empty outside of it."""
     return "/".join(_path.get())
 
 
-# ------------------------------------------------------------------------------------------ to a state
+# ------------------------------------------------------------------------------------------ to a state dict
 
 
 def to_state_dict(target: Any) -> Any:
-    """Nested dicts of string keys for `target`; whatever is not a container is returned as it is."""
+    """Convert `target` to nested dicts with string keys. Objects that are not containers are returned unchanged."""
     try:
         return _to_state(target, (".",))
     except RecursionError as error:
@@ -63,14 +66,14 @@ def to_state_dict(target: Any) -> Any:
 def _to_state(target: Any, path: tuple[str, ...]) -> Any:
     kind = type(target)
     if kind in _registered:
-        return _checked(_registered[kind][0](target), kind)
+        return _require_string_keys(_registered[kind][0](target), kind)
     if target is None or not is_node(kind):
         return target
     parts = _parts(target, path)
     return {key: _to_state(parts.children[key], (*path, key)) for key in parts.order}
 
 
-def _checked(state: Any, kind: type) -> Any:
+def _require_string_keys(state: Any, kind: type) -> Any:
     if isinstance(state, dict):
         for key in state:
             if not isinstance(key, str):
@@ -82,7 +85,7 @@ def _checked(state: Any, kind: type) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """A container's children in the order in which it is rebuilt, and the order in which it is written."""
+    """A container's children in the order in which `rebuild` takes them, and the order in which they are written."""
 
     children: dict[str, Any]
     order: list[str]
@@ -106,7 +109,7 @@ def _take_parts(node: Any) -> _Parts:
         level = take_apart(node)
     except (TypeError, ValueError) as error:  # keys that cannot be sorted
         raise StructureError(f"JAX cannot take this {kind.__name__} apart: {error}") from error
-    # JAX hands out a mapping's children sorted; people and flax expect them in the mapping's own order.
+    # JAX returns the children of a mapping sorted; users and flax expect them in the mapping's own order.
     order = list(node) if isinstance(node, Mapping) and set(node) == set(level.keys) else level.keys
     return _named(node, level.keys, level.children, level.rebuild, order)
 
@@ -148,13 +151,13 @@ _BUILTIN: dict[type, Callable[[Any], _Parts]] = {
 }
 
 
-# ---------------------------------------------------------------------------------------- from a state
+# ---------------------------------------------------------------------------------------- from a state dict
 
 
 def from_state_dict(target: Any, state: Any, name: str = ".") -> Any:
-    """A copy of `target` that holds the leaves of `state`; every mismatch is listed in one MismatchError.
+    """Return a copy of `target` that holds the leaves of `state`; list every mismatch in one MismatchError.
 
-    Of the target's leaves only shapes and dtypes matter. A target of None takes the state as it is.
+    Of the target's leaves only shapes and dtypes matter. For a target of None the state is returned unchanged.
     """
     problems: list[str] = []
     restored = _restore(target, state, (*_path.get(), str(name)), problems)
@@ -164,7 +167,7 @@ def from_state_dict(target: Any, state: Any, name: str = ".") -> Any:
 
 
 def _restore(target: Any, state: Any, path: tuple[str, ...], problems: list[str]) -> Any:
-    """`from_state_dict` that notes what does not fit and goes on, with the target in its place."""
+    """Restore one node. A mismatch is added to `problems`, and the target is returned in its place."""
     kind = type(target)
     if kind in _registered:
         return _restore_registered(target, state, path, problems)
@@ -205,7 +208,7 @@ def _restore_node(target: Any, state: Any, path: tuple[str, ...], problems: list
     try:
         return parts.rebuild(children)
     except Exception:
-        if problems:  # a class that checks its fields has met what is about to be reported
+        if problems:  # a class that checks its fields met a mismatch that is about to be reported
             return target
         raise
 
@@ -221,7 +224,7 @@ def _key_problems(wanted: list[str], found: Mapping[Any, Any]) -> Iterator[str]:
 
 
 def _from_legacy_namedtuple(target: Any, state: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Old flax files hold a namedtuple as {"name", "fields", "values"}."""
+    """Convert the state of a namedtuple from {"name", "fields", "values"}, as old flax files hold it."""
     legacy = state.keys() == {"name", "fields", "values"} and is_namedtuple(type(target))
     if not legacy or set(target._fields) == state.keys():
         return state
@@ -260,7 +263,7 @@ _SCALARS = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.com
 
 
 def _dtype_name(leaf: Any) -> str:
-    return getattr(leaf.dtype, "name", None) or str(leaf.dtype)  # the name is the same in any byte order
+    return getattr(leaf.dtype, "name", None) or str(leaf.dtype)  # a name does not depend on the byte order
 
 
 def _describe(leaf: Any) -> str:

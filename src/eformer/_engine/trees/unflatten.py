@@ -1,4 +1,4 @@
-"""From leaves by name and a structure, as JSON or as a tree to be like, back to a tree."""
+"""Rebuild a tree from its leaves by name and its structure, given as JSON or as a tree like it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def unflatten(structure: Any, leaves: Mapping[str, Any]) -> Any:
-    """The tree that `flatten` was given. Builds classes only as `resolve_class` allows."""
+    """Rebuild the tree that `flatten` was given. Only classes that `resolve_class` allows are built."""
     containers, names = _containers(structure)
-    _require_all(names, leaves)
+    _require_same_names(names, leaves)
 
     built: list[Any] = []
-    for container in reversed(containers):  # parents came first, so that now each finds its children built
+    for container in reversed(containers):  # children before their parents
         children = [
             leaves[child] if type(child) is str else None if child is None else built.pop()
             for child in container.children
@@ -38,15 +38,15 @@ def unflatten(structure: Any, leaves: Mapping[str, Any]) -> Any:
 
 
 def unflatten_like(like: Any, leaves: Mapping[str, Any]) -> Any:
-    """A tree of the structure of `like`, whose own leaves only mark places."""
+    """Build a tree of the structure of `like`, whose own leaves are not used."""
     wanted, _ = flatten(like)
-    _require_all(list(wanted), leaves)
+    _require_same_names(list(wanted), leaves)
     treedef = jax.tree_util.tree_structure(like)
     return jax.tree_util.tree_unflatten(treedef, [leaves[name] for name in wanted])
 
 
-def _require_all(names: list[str], leaves: Mapping[str, Any]) -> None:
-    """Refuses unless each leaf is named once."""
+def _require_same_names(names: list[str], leaves: Mapping[str, Any]) -> None:
+    """Refuse leaves that are missing, unexpected, or named twice."""
     if len(names) == len(leaves) and leaves.keys() == set(names):
         return
     known = Counter(names)
@@ -67,7 +67,7 @@ class _Container(Struct, gc=False):
 
 
 def _containers(structure: Any) -> tuple[list[_Container], list[str]]:
-    """The JSON of every node that is no leaf and not None, each before those inside it; and the names of the leaves."""
+    """Return the containers of a structure, parents before their children, and the names of the leaves."""
     containers = []
     names = [structure] if isinstance(structure, str) else []
     todo: list[tuple[Any, Place, int]] = [(structure, None, 0)]
@@ -110,7 +110,7 @@ def _at(place: Place) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Kind:
-    """How one kind of container is read: its children with the steps to them, then itself."""
+    """A kind of container: how to list its children with the steps to them, and how to build it."""
 
     children: Callable[[Any], list[tuple[Any, Any]]]
     build: Callable[[Any, list[Any]], Any]
@@ -201,7 +201,7 @@ def _recorded(value: Any, where: str) -> Any:
         raise StructureError(f"{where}: {error}; pass like= with a tree of that structure") from error
 
 
-# By the keys of their JSON.
+# The kinds of containers, by the keys of their JSON.
 _KINDS = {
     frozenset({"dict"}): _Kind(_of_dict, _build_dict),
     frozenset({"list"}): _Kind(_listed("list"), lambda document, children: children),

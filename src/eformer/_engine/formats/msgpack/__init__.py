@@ -1,1 +1,1 @@
-"""Trees in flax's msgpack."""
+"""Trees in the msgpack format of flax."""

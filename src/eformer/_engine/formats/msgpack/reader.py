@@ -1,4 +1,4 @@
-"""A msgpack message to a tree, whatever its arrays become; or what is wrong with it, and where."""
+"""Read a msgpack message into a tree. An error says what is wrong and at which byte of the message."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# Above this size a message's framing is checked in C before anything is built from it, so that a broken one
-# is refused in milliseconds and in no memory, however many small values it begins with. The reader then
-# explains what is wrong if it finds the place among the first values: building those is cheap.
-_CHECK_FRAMING_ABOVE = 2**16
-_MOST_TO_EXPLAIN = 20_000
-_MOST_AXES = 64
+# The framing of a larger message is checked in C before anything is built from it, so that a broken one is
+# refused in milliseconds and without memory, however many small values it begins with. The reader then explains
+# the problem if it is among the first values: building those is cheap.
+_CHECK_FRAMING_ABOVE = 2**16  # bytes
+_MAX_VALUES_TO_EXPLAIN = 20_000
+_MAX_AXES = 64
 _NO_ARRAYS: Any = None
 
 PRNG_KEY = re.compile(r"key<(\w{1,64})>")
@@ -35,7 +35,7 @@ _decode_complex = msgspec.msgpack.Decoder(tuple[float, float]).decode
 
 
 class Message(Protocol):
-    """Bytes in memory, or in a file. Of a long slice of those in a file nothing is read."""
+    """Bytes in memory or in a file. A long slice of a file may be a Message too, which is not read yet."""
 
     def __len__(self) -> int: ...
 
@@ -46,35 +46,38 @@ class Message(Protocol):
     def __getitem__(self, at: slice, /) -> Any: ...
 
 
-class Arrays(Protocol):
-    """What the arrays of a message become."""
+class ArrayMaker(Protocol):
+    """The leaves to put into the tree for the arrays of a message."""
 
-    def array(self, payload: Any, at: int) -> Any:
-        """For an array whose extension has this payload, which begins at byte `at` of the message."""
+    def make(self, payload: Any, at: int) -> Any:
+        """Make the leaf of an array from the payload of its extension, which begins at byte `at` of the message."""
 
-    def joined(self, shape: list[int], chunks: Sequence[Any]) -> Any:
-        """For an array in flat chunks, of one dtype, that have as many elements together."""
+    def join(self, shape: list[int], chunks: Sequence[Any]) -> Any:
+        """Make the leaf of an array from flat chunks of one dtype that together have as many elements."""
 
 
-def read(view: memoryview, arrays: Arrays) -> Any:
-    """The tree in a view that does not change."""
+def read(view: memoryview, arrays: ArrayMaker) -> Any:
+    """Read the tree in a view, which must not change meanwhile."""
     if len(view) > _CHECK_FRAMING_ABOVE and (problem := _framing_problem(view)):
-        return _Reader(view, arrays).message(most=_MOST_TO_EXPLAIN, beyond=problem)
+        return _Reader(view, arrays).message(most=_MAX_VALUES_TO_EXPLAIN, beyond=problem)
     return _Reader(view, arrays).message()
 
 
-def read_some(message: Message, arrays: Arrays, most: int) -> Any:
-    """The tree in a message of which not all should be in memory; refuses one of more than `most` values."""
+def read_at_most(most: int, message: Message, arrays: ArrayMaker) -> Any:
+    """Read the tree in a message that need not be in memory; refuse one of more than `most` values."""
     return _Reader(message, arrays).message(most, f"more than {most:,} values")
 
 
-def read_head(head: memoryview) -> tuple[Any, Any, int, int]:
-    """What an array's extension begins with: its shape, the name of its dtype, and where its bytes begin and end."""
+def read_array_head(head: memoryview) -> tuple[Any, Any, int, int]:
+    """Read the beginning of an array's payload: shape, name of the dtype, and where its bytes start and stop."""
     reader = _Reader(head, _NO_ARRAYS)
     try:
         if reader.number(_U8) != _THREE_VALUES:
-            raise FormatError("no array")
-        shape, name = reader.tree(_MOST_AXES + 2, "a shape of too many axes"), reader.tree(1, "no name")
+            raise FormatError("not an array")
+        shape, name = (
+            reader.tree(_MAX_AXES + 2, "a shape of too many axes"),
+            reader.tree(1, "a dtype without a name"),
+        )
         nbytes = reader.number(_LENGTHS[reader.number(_U8)])
     except (ValueError, struct.error, IndexError, KeyError) as error:
         raise FormatError(f"wrong payload of an extension: {_reason(error)}") from error
@@ -85,7 +88,7 @@ def _framing_problem(view: memoryview) -> str | None:
     try:
         return _decode_problem(view)
     except RecursionError:
-        # The message may be deep, or only the caller's stack: a thread begins with an empty one.
+        # Either the message is deep or the caller's stack: a new thread has an empty stack.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(_too_deep, view).result()
 
@@ -106,7 +109,7 @@ def _too_deep(view: memoryview) -> str | None:
 
 
 class _List:
-    """A list being read."""
+    """A list that is being read."""
 
     __slots__ = ("items", "left")
 
@@ -118,7 +121,7 @@ class _List:
         self.items.append(value)
         self.left -= 1
 
-    def finish(self, arrays: Arrays) -> Any:
+    def finish(self, arrays: ArrayMaker) -> Any:
         return self.items
 
     @property
@@ -130,7 +133,7 @@ _NO_KEY: Any = object()
 
 
 class _Map:
-    """A map being read: keys and values in turn."""
+    """A map that is being read: keys and values in turn."""
 
     __slots__ = ("items", "key", "left")
 
@@ -151,10 +154,10 @@ class _Map:
             self.key = value
         self.left -= 1
 
-    def finish(self, arrays: Arrays) -> Any:
+    def finish(self, arrays: ArrayMaker) -> Any:
         if TUPLE in self.items:
-            return _tuple(self.items)
-        return _unchunked(self.items, arrays) if CHUNKED in self.items else self.items
+            return _make_tuple(self.items)
+        return _join_chunks(self.items, arrays) if CHUNKED in self.items else self.items
 
     @property
     def step(self) -> str:
@@ -162,17 +165,17 @@ class _Map:
 
 
 class _Reader:
-    """Reads one message, without recursion: depth costs memory, never the interpreter's stack."""
+    """A reader of one message. It does not recurse: depth costs memory, never the interpreter's stack."""
 
     __slots__ = ("arrays", "at", "open", "view")
 
-    def __init__(self, view: Message, arrays: Arrays) -> None:
+    def __init__(self, view: Message, arrays: ArrayMaker) -> None:
         self.view, self.arrays = view, arrays
         self.at = 0
         self.open: list[_List | _Map] = []
 
     def message(self, most: int = sys.maxsize, beyond: str = "") -> Any:
-        """The one value in the view; gives up after `most` parts of it with the reason `beyond`."""
+        """Read the one value in the view; give up after `most` parts of it, with the reason `beyond`."""
         try:
             value = self.tree(most, beyond)
         except (ValueError, struct.error, IndexError) as error:
@@ -209,10 +212,10 @@ class _Reader:
         raise FormatError(f"{beyond}, further on")
 
     def enter(self, container: _List | _Map) -> None:
-        # Each element takes a byte at least: a claim that cannot be true is refused before it is believed.
+        # Each element takes at least one byte, so that false claims are refused before memory is allocated.
         left = len(self.view) - self.at
         if container.left > left:
-            raise FormatError(f"a container of {container.left} elements, and only {left} bytes")
+            raise FormatError(f"a container of {container.left} elements, but only {left} bytes are left")
         if len(self.open) == MAX_DEPTH:
             raise FormatError(f"nested more than {MAX_DEPTH} deep")
         self.open.append(container)
@@ -225,7 +228,7 @@ class _Reader:
     def take(self, size: int) -> Any:
         end = self.at + size
         if end > len(self.view):
-            raise FormatError(f"{size} bytes announced, and only {len(self.view) - self.at} left")
+            raise FormatError(f"{size} bytes announced, but only {len(self.view) - self.at} left")
         taken = self.view[self.at : end]
         self.at = end
         return taken
@@ -260,18 +263,18 @@ def _extension(reader: _Reader, size: int) -> Any:
     payload = reader.take(size)
     try:
         if code == ARRAY:
-            return reader.arrays.array(payload, reader.at - size)
+            return reader.arrays.make(payload, reader.at - size)
         if code == SCALAR:
             return _scalar(memoryview(bytes(payload)))
         if code == COMPLEX:
             return complex(*_decode_complex(bytes(payload)))
     except msgspec.DecodeError as error:
         raise FormatError(f"wrong payload of an extension: {error}") from error
-    raise FormatError(f"unknown extension type {code}; 1 (array), 2 (complex) and 3 (scalar) are known")
+    raise FormatError(f"unknown extension type {code}; known are 1 (array), 2 (complex) and 3 (scalar)")
 
 
 def _unused(reader: _Reader) -> Any:
-    raise FormatError(f"0xc1 at byte {reader.at - 1}, which msgpack never uses")
+    raise FormatError(f"0xc1 at byte {reader.at - 1}, which is not valid msgpack")
 
 
 _I8, _U8 = struct.Struct(">b"), struct.Struct(">B")
@@ -283,7 +286,7 @@ _F32, _F64 = struct.Struct(">f"), struct.Struct(">d")
 _THREE_VALUES = 0x93
 _LENGTHS = {0xC4: _U8, 0xC5: _U16, 0xC6: _U32}
 
-# What to do at each of the 256 tags.
+# The functions that read a value, by its tag.
 _READERS: tuple[Callable[[_Reader], Any], ...] = (
     *map(_constant, range(128)),
     *(lambda reader, size=size: _Map(size) for size in range(16)),
@@ -303,36 +306,36 @@ _READERS: tuple[Callable[[_Reader], Any], ...] = (
 
 def _reason(error: Exception) -> str:
     if isinstance(error, KeyError):
-        return "no bytes where those of an array should be"
+        return "the bytes of an array are missing"
     return "the input ends too early" if isinstance(error, (IndexError, struct.error)) else str(error)
 
 
 def _scalar(payload: memoryview) -> Any:
     shape, name, data = decode_array(payload)
     if shape:
-        raise FormatError("an array with axes where a numpy scalar was announced")
+        raise FormatError("an array with axes where a numpy scalar was expected")
     return from_raw(data, name, shape)[()]
 
 
-def _tuple(items: dict[Any, Any]) -> tuple[Any, ...]:
+def _make_tuple(items: dict[Any, Any]) -> tuple[Any, ...]:
     content = items[TUPLE]
     if len(items) != 1 or not isinstance(content, list):
-        raise FormatError(f"{TUPLE} needs one list and nothing beside it")
+        raise FormatError(f"{TUPLE} needs one list and nothing else")
     return tuple(content)
 
 
-def _unchunked(items: dict[Any, Any], arrays: Arrays) -> Any:
+def _join_chunks(items: dict[Any, Any], arrays: ArrayMaker) -> Any:
     try:
-        shape, chunks = _in_order(items["shape"]), _in_order(items["chunks"])
+        shape, chunks = _by_number(items["shape"]), _by_number(items["chunks"])
         if len(items) == 3 and chunks and all(type(n) is int and n >= 0 for n in shape):
             _require_flat(shape, chunks)
-            return arrays.joined(shape, chunks)
+            return arrays.join(shape, chunks)
     except (KeyError, AttributeError, TypeError) as error:
         raise FormatError(f"{CHUNKED} needs a shape and chunks") from error
-    raise FormatError(f"{CHUNKED} needs a shape and chunks, and nothing beside them")
+    raise FormatError(f"{CHUNKED} needs a shape and chunks, and nothing else")
 
 
-def _in_order(numbered: dict[str, Any]) -> list[Any]:
+def _by_number(numbered: dict[str, Any]) -> list[Any]:
     return [numbered[str(index)] for index in range(len(numbered.keys()))]
 
 
@@ -341,5 +344,5 @@ def _require_flat(shape: list[int], chunks: Sequence[Any]) -> None:
         raise FormatError(f"the chunks of an array of shape {shape} are not flat, or not of one dtype")
     if sum(chunk.size for chunk in chunks) != math.prod(shape):
         raise FormatError(
-            f"the chunks hold {sum(c.size for c in chunks)} elements, shape {shape} needs others"
+            f"the chunks hold {sum(c.size for c in chunks)} elements, but shape {shape} has {math.prod(shape)}"
         )

@@ -1,4 +1,4 @@
-"""A msgpack message to a tree, whose arrays are views of the message."""
+"""Read a msgpack message into a tree whose arrays are views of the message."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:
-    """The tree in `data`. Arrays are views of it when it is read-only, and of a copy when it is not."""
+    """Read the tree in `data`. Its arrays are views of `data` if that is read-only, else of a copy."""
     view = memoryview(data).cast("B")
     if not view.readonly:
         view = memoryview(bytes(view))
-    return read(view, _Views())
+    return read(view, _ViewMaker())
 
 
-class _Views:
-    def array(self, payload: memoryview, at: int) -> Any:
+class _ViewMaker:
+    def make(self, payload: memoryview, at: int) -> Any:
         shape, name, data = decode_array(payload)
         if name.startswith("key<") and (key := PRNG_KEY.fullmatch(name)):
             return _prng_key(from_raw(data, "uint32", shape), key[1])
         return from_raw(data, name, shape)
 
-    def joined(self, shape: list[int], chunks: Sequence[Any]) -> np.ndarray[Any, Any]:
+    def join(self, shape: list[int], chunks: Sequence[Any]) -> np.ndarray[Any, Any]:
         array = np.concatenate(chunks).reshape(shape)
-        array.flags.writeable = False  # as all others are
+        array.flags.writeable = False  # like the views
         return array
 
 

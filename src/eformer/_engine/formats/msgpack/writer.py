@@ -1,11 +1,11 @@
-"""A tree to a msgpack message, in pieces, without copying large arrays."""
+"""Write a tree as a msgpack message, in pieces, without copying large arrays."""
 
 from __future__ import annotations
 
 import math
 import struct
 import sys
-from collections.abc import Iterator  # noqa: TC003  msgspec looks at it
+from collections.abc import Iterator  # noqa: TC003  msgspec evaluates it
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.names import Place
 
-    # A value to write, where it stands, and whether a list stands above it.
+    # A value to write, its place in the tree, and whether it is below a list.
     Item = tuple[Any, Place, bool]
 
 # An array's extension holds its shape and the name of its dtype beside the bytes.
@@ -42,7 +42,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Streamed(msgspec.Struct, frozen=True):
-    """An array whose bytes come piece by piece when they are written."""
+    """An array whose bytes are produced piece by piece while they are written."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -55,9 +55,10 @@ class Streamed(msgspec.Struct, frozen=True):
 
 
 def pack(tree: Any, write: Callable[[Any], Any], *, max_chunk: int, sort_keys: bool) -> None:
-    """Hands the message to `write`, piece by piece; large arrays as views of their own memory, not copied.
+    """Pass the message to `write` piece by piece. Large arrays are passed as views of their memory, not copied.
 
-    Arrays of more than `max_chunk` bytes are split; `sort_keys` writes every dict in the order of its keys.
+    Arrays of more than `max_chunk` bytes are split. `sort_keys` writes every dict in the order of its keys. A leaf
+    that msgpack cannot hold raises a LeafError that says where it is.
     """
     packer = _Packer(write, max_chunk, sort_keys)
     unfinished: list[tuple[Iterator[Item], int]] = [(iter([(tree, None, False)]), 0)]
@@ -75,7 +76,7 @@ def pack(tree: Any, write: Callable[[Any], Any], *, max_chunk: int, sort_keys: b
 
 
 def can_pack(leaf: Any) -> bool:
-    """Whether `pack` takes this leaf; an array is judged by its dtype, its data is not touched."""
+    """Tell whether `pack` accepts a leaf. An array is judged by its dtype; its data is not read."""
     if _is_jax_array(leaf) and not isinstance(leaf.dtype, np.dtype):
         return True  # an extended dtype: a typed PRNG key
     try:
@@ -91,7 +92,7 @@ def _where(place: Place) -> str:
 
 
 class _Packer:
-    """Writes values by type: a leaf whole, of a container the head, whose children it then returns."""
+    """A writer of values by type: of leaves as a whole, of containers the head, whose children it returns."""
 
     def __init__(self, write: Callable[[Any], Any], max_chunk: int, sort_keys: bool) -> None:
         self.write = write
@@ -115,7 +116,7 @@ class _Packer:
         for reserved in (CHUNKED, TUPLE):
             if reserved in value:
                 raise LeafError(
-                    f"{_where(place)}: the key {reserved!r} has a meaning of its own in msgpack files"
+                    f"{_where(place)}: the key {reserved!r} is reserved in msgpack files; rename it"
                 )
         self.write(_head(len(value), 0x80, 0xDE))
         return self.dict_items(value, place, below_list)
@@ -131,11 +132,11 @@ class _Packer:
     def ordered(self, value: dict[Any, Any]) -> list[Any]:
         try:
             return sorted(value) if self.sort_keys else list(value)
-        except TypeError:  # keys of several types have no order but their own
+        except TypeError:  # keys of several types cannot be sorted
             return list(value)
 
     def begin_list(self, value: list[Any], place: Place, below_list: bool) -> Iterator[Item]:
-        # flax looks for large arrays to split in dicts alone, not below a list; its bytes are the standard.
+        # flax splits large arrays in dicts only, not below a list, and the bytes have to be the same.
         self.write(_head(len(value), 0x90, 0xDC))
         return ((child, (place, index), True) for index, child in enumerate(value))
 
@@ -152,7 +153,7 @@ class _Packer:
     def write_bytes(self, value: Any, place: Place, below_list: bool) -> None:
         size = memoryview(value).nbytes
         if size > MAX_LENGTH:
-            raise LeafError(f"{_where(place)}: {size} bytes in one piece; msgpack holds at most {MAX_LENGTH}")
+            raise LeafError(f"{_where(place)}: {size} bytes in one value; msgpack holds at most {MAX_LENGTH}")
         self.write(_long_head(size, 0xC4))
         self.write(value)
 
@@ -232,14 +233,14 @@ class _Packer:
 
 
 class _Pieces:
-    """Pieces of bytes that are passed on in other portions than they come in."""
+    """Pieces of bytes, to be written in portions of other sizes."""
 
     def __init__(self, pieces: Iterator[bytes | memoryview]) -> None:
         self.pieces = pieces
         self.rest = memoryview(b"")
 
     def copy(self, nbytes: int, write: Callable[[Any], Any]) -> None:
-        """Writes the next `nbytes`."""
+        """Write the next `nbytes`."""
         while nbytes:
             if not self.rest:
                 self.rest = memoryview(next(self.pieces))
@@ -249,7 +250,7 @@ class _Pieces:
 
 
 def _is_jax_array(value: Any) -> bool:
-    jax = sys.modules.get("jax")  # where nobody has imported jax there are none of its arrays
+    jax = sys.modules.get("jax")  # without jax imported, there are no jax arrays
     return jax is not None and isinstance(value, jax.Array)
 
 
@@ -260,19 +261,19 @@ def _array_head(code: int, shape: tuple[int, ...], name: str, nbytes: int) -> by
 
 
 def _extension_head(code: int, size: int) -> bytes:
-    # msgpack has short forms for 1, 2, 4 and 8 bytes too, but no payload of ours is that small.
+    # msgpack has short forms for 1, 2, 4 and 8 bytes too, but no payload here is that small.
     return bytes([0xD8, code]) if size == 16 else _long_head(size, 0xC7) + bytes([code])
 
 
 def _head(size: int, short: int, long: int) -> bytes:
-    """The head of a map or a list."""
+    """Encode the head of a map or a list."""
     if size < 16:
         return bytes([short | size])
     return struct.pack(">BH", long, size) if size < 2**16 else struct.pack(">BI", long + 1, size)
 
 
 def _long_head(size: int, tag: int) -> bytes:
-    """The head of bytes or of an extension: a length of one, two or four bytes."""
+    """Encode the head of bytes or of an extension, with a length of one, two or four bytes."""
     if size < 2**8:
         return struct.pack(">BB", tag, size)
     return struct.pack(">BH", tag + 1, size) if size < 2**16 else struct.pack(">BI", tag + 2, size)

@@ -1,1 +1,1 @@
-"""Checkpoints of other programs, read as if they were ours."""
+"""Readers of checkpoints that other programs wrote."""

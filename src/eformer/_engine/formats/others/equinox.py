@@ -1,6 +1,6 @@
-"""Files of `equinox.tree_serialise_leaves`: one array of numpy's behind the other, without names.
+"""Files of `equinox.tree_serialise_leaves`: numpy arrays one after the other, without names.
 
-People put a line of JSON before them, which tells how to make the model. A single .npy file looks alike.
+Many programs put a line of JSON first, with the hyperparameters of the model. A single .npy file has the same form.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.formats.others.npy import MAGIC, Record, UnsupportedError, parse_npy
-from eformer._engine.formats.others.single_file import StoredArray, describe
+from eformer._engine.formats.others.npy import MAGIC, NpyRecord, UnsupportedError, parse_npy_header
+from eformer._engine.formats.others.single_file import ArrayInFile, describe_file
 from eformer._engine.record.manifest import UNREADABLE
 from eformer._engine.record.text import few
 from eformer._engine.record.values import value_to_json
@@ -17,94 +17,94 @@ from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from eformer._engine.formats.found import Found
-    from eformer._engine.formats.others.npy import Npy
+    from eformer._engine.formats.others.npy import NpyHeader
     from eformer._engine.formats.others.single_file import SingleFile
 
 FORMAT = "equinox"
 
-_MOST_LINE = 2**20
+_MAX_LINE = 2**20  # bytes
 
 
 def in_equinox(file: SingleFile) -> Found | None:
-    """Leaves that are called by their numbers; None if the file does not begin with an array, or a line of JSON and an
-    array."""
-    line = _line(file)
+    """Find the arrays of an equinox file, named by their numbers.
+
+    Return None if the file does not begin with an array, or with a line of JSON and an array.
+    """
+    line = _read_first_line(file)
     if line is None:
         return None
-    records = _records(file, len(line))
-    arrays = {str(number): _stored(record) for number, record in enumerate(records)}
-    return describe(
+    records = _read_records(file, len(line))
+    arrays = {str(number): _to_array_in_file(record) for number, record in enumerate(records)}
+    return describe_file(
         file,
         FORMAT,
         arrays,
-        "0" if len(arrays) == 1 else {UNREADABLE: _no_names(file, len(arrays))},
-        metadata=_metadata(file, line),
+        "0" if len(arrays) == 1 else {UNREADABLE: _why_no_structure(file, len(arrays))},
+        metadata=_parse_metadata(file, line),
         has_names=False,
     )
 
 
-def _no_names(file: SingleFile, count: int) -> str:
+def _why_no_structure(file: SingleFile, count: int) -> str:
     return (
         f"{file.path} holds {count} arrays without names, one after the other, as equinox writes them: pass like= with "
         "the tree that was saved, or one of its structure; or keys=, of '0', '1', ..., for arrays by number"
     )
 
 
-def _line(file: SingleFile) -> bytes | None:
-    """What stands before the arrays, with its end of line; None if no arrays come."""
+def _read_first_line(file: SingleFile) -> bytes | None:
+    """Read the line before the arrays, with its newline; return None if no array follows."""
     first = file.read(0, len(MAGIC))
     if first == MAGIC:
         return b""
     if first[:1] not in (b"{", b"["):
         return None
-    line, newline, _ = file.read(0, _MOST_LINE).partition(b"\n" + MAGIC)
+    line, newline, _ = file.read(0, _MAX_LINE).partition(b"\n" + MAGIC)
     return line + b"\n" if newline else None
 
 
-def _metadata(file: SingleFile, line: bytes) -> dict[str, Any]:
+def _parse_metadata(file: SingleFile, line: bytes) -> dict[str, Any]:
     try:
-        said = json.loads(line or b"{}")
-        return {name: value_to_json(value) for name, value in _as_dict(said).items()}
+        parsed = json.loads(line or b"{}")
+        metadata = parsed if isinstance(parsed, dict) else {"hyperparameters": parsed}
+        return {name: value_to_json(value) for name, value in metadata.items()}
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{file.path}: what stands before its arrays is no JSON: {error}") from error
+        raise FormatError(f"{file.path}: the line before the arrays is not JSON: {error}") from error
 
 
-def _as_dict(said: Any) -> dict[str, Any]:
-    return said if isinstance(said, dict) else {"hyperparameters": said}
-
-
-def _records(file: SingleFile, offset: int) -> list[Record]:
-    records: list[Record] = []
+def _read_records(file: SingleFile, offset: int) -> list[NpyRecord]:
+    """Read the headers of all arrays; list all arrays that are not supported in one error."""
+    records: list[NpyRecord] = []
     problems = []
     while offset < file.nbytes:
         where = f"array {len(records)}, at byte {offset}"
-        npy = _header(file, offset, where)
-        nbytes = npy.header_nbytes + npy.nbytes
+        header = _read_header(file, offset, where)
+        nbytes = header.header_nbytes + header.nbytes
         if nbytes > file.nbytes - offset:
             raise FormatError(
-                f"{file.path}: {where}, takes {nbytes} bytes, and the file has {file.nbytes - offset} left: it was "
-                "cut short, or is damaged"
+                f"{file.path}: {where}, takes {nbytes} bytes, but only {file.nbytes - offset} are left: the file was "
+                "cut short or is damaged"
             )
         try:
-            npy.dtype  # noqa: B018  refuses what is none of ours
+            header.require_supported()
         except UnsupportedError as error:
             problems.append(f"{where}: {error}")
-        records.append(Record(str(len(records)), offset, nbytes, npy))
+        records.append(NpyRecord(str(len(records)), offset, nbytes, header))
         offset += nbytes
     if problems:
         raise FormatError(f"{file.path} cannot be read: {few(problems)}")
     return records
 
 
-def _header(file: SingleFile, offset: int, where: str) -> Npy:
+def _read_header(file: SingleFile, offset: int, where: str) -> NpyHeader:
     try:
-        return parse_npy(lambda nbytes: file.read(offset, nbytes))
+        return parse_npy_header(lambda nbytes: file.read(offset, nbytes))
     except FormatError as error:
         raise FormatError(f"{file.path}: {where}: {error}") from error
 
 
-def _stored(record: Record) -> StoredArray:
-    npy = record.npy
-    if npy.is_straight:
-        return StoredArray(npy.dtype, npy.shape, npy.nbytes, record.offset + npy.header_nbytes)
-    return StoredArray(npy.dtype, npy.shape, npy.nbytes, part=record, is_coded=True)
+def _to_array_in_file(record: NpyRecord) -> ArrayInFile:
+    header = record.header
+    if header.is_native:
+        return ArrayInFile(header.dtype, header.shape, header.nbytes, record.offset + header.header_nbytes)
+    return ArrayInFile(header.dtype, header.shape, header.nbytes, virtual_file=record, is_encoded=True)

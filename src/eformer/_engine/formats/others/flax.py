@@ -1,11 +1,11 @@
-"""Files of `flax.serialization`, and of ours that writes the same: a tree as one message of msgpack."""
+"""Files of `flax.serialization`, and of `eformer.pytree`, which writes the same: a tree as one msgpack message."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.formats.msgpack.locations import Located, locate
-from eformer._engine.formats.others.single_file import StoredArray, Window, describe
+from eformer._engine.formats.msgpack.locations import ArrayLocation, locate_arrays
+from eformer._engine.formats.others.single_file import ArrayInFile, Window, describe_file
 from eformer._engine.record.names import BARE_LEAF, escape_siblings
 from eformer._engine.record.values import is_recorded, value_to_json
 from eformer._engine.stores.virtual_files import JoinedRanges
@@ -18,62 +18,70 @@ if TYPE_CHECKING:
     from eformer._engine.formats.others.single_file import SingleFile
 
 FORMAT = "msgpack, of flax"
-# Maps, arrays of msgpack, and extensions: a tree that is one array.
+# First bytes of maps, of msgpack arrays, and of extensions, which are trees of one array.
 BEGINNINGS = frozenset({*range(0x80, 0xA0), *range(0xC7, 0xCA), *range(0xD4, 0xD9), *range(0xDC, 0xE0)})
 
-# What a text begins with that stands in the place of an array: Orbax's, and that of flax.training.checkpoints.
+# Texts that begin like this stand for an array elsewhere: of Orbax, and of flax.training.checkpoints.
 ORBAX_ARRAY = "PLACEHOLDER://"
 _FLAX_ARRAY = "//GDAPlaceholder:"
 
-_MOST_DEPTH = 250  # that of our own trees
+_MAX_DEPTH = 250  # as of trees that eformer saves
 
 
 def in_msgpack(file: SingleFile) -> Found:
-    """The tree with the structure that was written. Of its arrays not a byte is read."""
+    """Find the tree in a msgpack file, with the structure that was written. No bytes of arrays are read."""
     try:
-        tree = locate(Window(file))
-        structure, leaves = flattened(tree, is_leaf=is_t5x_array)
-        _refuse_arrays_elsewhere(leaves)
-        arrays = {name: stored(leaf, name) for name, leaf in leaves.items() if isinstance(leaf, Located)}
-        values = {name: recorded(leaf, name) for name, leaf in leaves.items() if name not in arrays}
+        structure, leaves = flatten_message(locate_arrays(Window(file)), is_leaf=is_t5x_array)
+        _refuse_external_arrays(leaves)
+        arrays = {
+            name: to_array_in_file(leaf, name)
+            for name, leaf in leaves.items()
+            if isinstance(leaf, ArrayLocation)
+        }
+        values = {
+            name: plain_value_to_json(leaf, name) for name, leaf in leaves.items() if name not in arrays
+        }
     except FormatError as error:
         raise FormatError(f"{file.path} begins like msgpack, but cannot be read: {error}") from error
-    return describe(file, FORMAT, arrays, structure, values=values)
+    return describe_file(file, FORMAT, arrays, structure, values=values)
 
 
 def is_t5x_array(node: Any) -> bool:
-    """Tell whether T5X has put this in the place of an array: a specification for TensorStore."""
+    """Tell whether a dict stands for an array elsewhere, as T5X writes it: a TensorStore specification."""
     return isinstance(node, dict) and node.keys() >= {"driver", "kvstore", "metadata"}
 
 
-def _refuse_arrays_elsewhere(leaves: Mapping[str, Any]) -> None:
-    """Refuse a file that is a part of a checkpoint: strings in the place of arrays are not leaves."""
+def _refuse_external_arrays(leaves: Mapping[str, Any]) -> None:
+    """Refuse a file that is only a part of a checkpoint: its texts and dicts that stand for arrays are not leaves."""
     for name, leaf in leaves.items():
         if isinstance(leaf, dict) or (isinstance(leaf, str) and leaf.startswith(ORBAX_ARRAY)):
             raise FormatError(
-                f"leaf {name[:200]!r} is an array in the directory of the file, which is a part of a checkpoint of "
-                "Orbax or T5X: pass the path of the directory"
+                f"leaf {name[:200]!r} is an array beside the file, which is a part of an Orbax or T5X checkpoint: "
+                "pass the path of the directory"
             )
         if isinstance(leaf, str) and leaf.startswith(_FLAX_ARRAY):
             raise FormatError(
-                f"leaf {name[:200]!r} is an array of several processes, which flax stores in a directory beside the "
-                "file, called *_gda: such checkpoints are not read. flax.training.checkpoints reads them"
+                f"leaf {name[:200]!r} is an array of several processes, which flax stores in a *_gda directory beside "
+                "the file; eformer cannot read it, load it with flax.training.checkpoints"
             )
 
 
-def flattened(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[Any, dict[str, Any]]:
-    """The structure as JSON, and the leaves by name: what `flatten` says of such a tree, which needs jax."""
+def flatten_message(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[Any, dict[str, Any]]:
+    """Flatten nested dicts, lists and tuples into the structure as JSON and the leaves by name.
+
+    The result equals that of `trees.flatten`, which needs jax.
+    """
     leaves: dict[str, Any] = {}
     root: list[Any] = [None]
     todo: list[tuple[Any, Any, Any, tuple[str, ...]]] = [(root, 0, tree, ())]
     while todo:
         holder, slot, node, parts = todo.pop()
         if isinstance(node, (dict, list, tuple)) and not is_leaf(node):
-            if node and len(parts) >= _MOST_DEPTH:
-                raise FormatError(f"at {'.'.join(parts)[:200]!r}: nested more than {_MOST_DEPTH} deep")
-            document, below = _opened(node)
+            if node and len(parts) >= _MAX_DEPTH:
+                raise FormatError(f"at {'.'.join(parts)[:200]!r}: nested more than {_MAX_DEPTH} deep")
+            document, children = _container_to_json(node)
             holder[slot] = document
-            todo += reversed([(inner, key, child, (*parts, part)) for inner, key, child, part in below])
+            todo += reversed([(inner, key, child, (*parts, part)) for inner, key, child, part in children])
         elif node is not None:
             holder[slot] = name = ".".join(parts) or BARE_LEAF
             leaves[name] = node
@@ -81,11 +89,11 @@ def flattened(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[Any, dict[str,
 
 
 _Child = tuple[Any, Any, Any, str]
-"""Where the JSON of a child goes, and at what key there; the child, and its part of the name."""
+"""The container and the key for the JSON of a child, the child, and its part of the name."""
 
 
-def _opened(node: Any) -> tuple[Any, Iterator[_Child]]:
-    """The JSON of a container, with room for that of its children."""
+def _container_to_json(node: Any) -> tuple[Any, Iterator[_Child]]:
+    """Return the JSON of a container, in which that of its children is missing, and the children."""
     if not isinstance(node, dict):
         content: Any = [None] * len(node)
         return {type(node).__name__: content}, ((content, i, child, str(i)) for i, child in enumerate(node))
@@ -99,15 +107,21 @@ def _opened(node: Any) -> tuple[Any, Iterator[_Child]]:
     return {"dict": content}, ((pair, 1, child, part) for pair, (child, part) in pairs)
 
 
-def stored(leaf: Located, name: str) -> StoredArray:
-    nbytes = sum(nbytes for _, nbytes in leaf.ranges)
-    if len(leaf.ranges) == 1:
-        return StoredArray(leaf.dtype, leaf.shape, nbytes, leaf.ranges[0][0], key=leaf.key)
-    return StoredArray(leaf.dtype, leaf.shape, nbytes, part=JoinedRanges(name, leaf.ranges), key=leaf.key)
+def to_array_in_file(location: ArrayLocation, name: str) -> ArrayInFile:
+    """Describe an array of the message; one in several ranges becomes a virtual file."""
+    nbytes = sum(nbytes for _, nbytes in location.ranges)
+    if len(location.ranges) == 1:
+        (offset, _) = location.ranges[0]
+        return ArrayInFile(location.dtype, location.shape, nbytes, offset, key=location.key)
+    joined = JoinedRanges(name, location.ranges)
+    return ArrayInFile(location.dtype, location.shape, nbytes, virtual_file=joined, key=location.key)
 
 
-def recorded(leaf: Any, name: str) -> Any:
+def plain_value_to_json(leaf: Any, name: str) -> Any:
+    """Encode a leaf that is not an array; refuse one that is not a plain value."""
     document = value_to_json(leaf)
     if not is_recorded(document):
-        raise FormatError(f"leaf {name[:200]!r} is a single {type(leaf).__name__}, which is no plain value")
+        raise FormatError(
+            f"leaf {name[:200]!r} is a single {type(leaf).__name__}, which is not a plain value"
+        )
     return document

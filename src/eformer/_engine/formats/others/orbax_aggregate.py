@@ -1,43 +1,45 @@
-"""The msgpack file in which old versions of Orbax, flax over it and T5X keep a tree: the structure, small leaves, and
-for each other leaf the array beside the file that holds it.
+"""The msgpack file in which Orbax up to 0.5.20, flax on top of it, and T5X keep a tree.
 
-    {"step": 3, "w": "PLACEHOLDER://params.w"}                                      Orbax up to 0.5.20
+It holds the structure and the small leaves. For every other leaf it names the array beside the file that holds it:
+
+    {"step": 3, "w": "PLACEHOLDER://params.w"}                                      Orbax
     {"w": {"driver": "zarr", "kvstore": {"path": "target.w"}, "metadata": ...}}     T5X
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from eformer._engine.formats.msgpack.locations import Located, locate
-from eformer._engine.formats.others import flax as msgpack
-from eformer._engine.formats.others.single_file import SingleFile, StoredArray, Window
-from eformer._engine.stores.local import open_inside, stamp
+from eformer._engine.formats.msgpack.locations import ArrayLocation, locate_arrays
+from eformer._engine.formats.others import flax
+from eformer._engine.formats.others.single_file import ArrayInFile, Window, open_single_file
+from eformer._engine.stores.local import LocalStore
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from eformer._engine.stores.base import Version
+
 NAME = "checkpoint"
 
-_PICKLE = 0x80  # of protocol 2 and above; alone, an empty dict
+_PICKLE = 0x80  # the first byte of protocol 2 and above; in msgpack, an empty dict
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
-    """A number, a text or another plain value, as JSON."""
+class PlainValue:
+    """A leaf that is a number, a text or another plain value, as JSON."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """An array beside the file. T5X says its driver and its shape, too."""
+class ExternalArray:
+    """An array beside the file. T5X records its driver and its shape."""
 
     path: str
     driver: str | None = None
@@ -46,68 +48,58 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """What the file says: the structure as JSON, and of each leaf by its name where it is."""
+    """The contents of the file: the structure as JSON, and the place of each leaf by name."""
 
     nbytes: int
-    stamp: tuple[int, ...]
+    version: Version
     structure: Any
-    leaves: Mapping[str, StoredArray | Plain | Named]
+    leaves: Mapping[str, ArrayInFile | PlainValue | ExternalArray]
 
 
 def is_aggregate(directory: Path) -> bool:
-    """Tell whether the directory has such a file: one of that name that begins like a tree in msgpack."""
+    """Tell whether the directory has such a file: one of its name that begins like a tree in msgpack."""
     try:
-        file = _opened(directory)
+        first, entry = LocalStore(directory).read(NAME, 0, 32)
     except (OSError, FormatError):
         return False
-    try:
-        first = file.read(0, 32)
-    finally:
-        os.close(file.descriptor)
-    if not first or (first[0] == _PICKLE and file.nbytes > 1):
+    if not first or (first[0] == _PICKLE and entry.nbytes > 1):
         return False
-    return first[0] in msgpack.BEGINNINGS or msgpack.ORBAX_ARRAY.encode() in first
+    return first[0] in flax.BEGINNINGS or flax.ORBAX_ARRAY.encode() in first
 
 
 def read_aggregate(directory: Path) -> Aggregate:
-    """Read the structure, the plain values, and where the arrays lie. No array is read."""
-    file = _opened(directory)
-    try:
-        structure, leaves = msgpack.flattened(locate(Window(file)), is_leaf=msgpack.is_t5x_array)
-        found = {name: _found(leaf, name) for name, leaf in leaves.items()}
-        _require_one_leaf_each({name: leaf for name, leaf in found.items() if isinstance(leaf, Named)})
-    except FormatError as error:
-        raise FormatError(f"{file.path} cannot be read: {error}") from error
-    finally:
-        os.close(file.descriptor)
-    return Aggregate(file.nbytes, file.stamp, structure, found)
+    """Read the structure, the plain values and the places of the arrays, without the arrays themselves."""
+    with open_single_file(LocalStore(directory), NAME) as file:
+        try:
+            structure, leaves = flax.flatten_message(locate_arrays(Window(file)), is_leaf=flax.is_t5x_array)
+            placed = {name: _place(leaf, name) for name, leaf in leaves.items()}
+            arrays = {name: leaf for name, leaf in placed.items() if isinstance(leaf, ExternalArray)}
+            _refuse_shared_arrays(arrays)
+        except FormatError as error:
+            raise FormatError(f"{file.path} cannot be read: {error}") from error
+    return Aggregate(file.nbytes, file.version, structure, placed)
 
 
-def _opened(directory: Path) -> SingleFile:
-    descriptor = open_inside(directory, NAME)
-    return SingleFile(directory / NAME, descriptor, os.fstat(descriptor).st_size, stamp(descriptor))
-
-
-def _found(leaf: Any, name: str) -> StoredArray | Plain | Named:
-    if isinstance(leaf, Located):
-        return msgpack.stored(leaf, name)
+def _place(leaf: Any, name: str) -> ArrayInFile | PlainValue | ExternalArray:
+    if isinstance(leaf, ArrayLocation):
+        return flax.to_array_in_file(leaf, name)
     if isinstance(leaf, dict):
-        return _of_t5x(leaf, name)
-    if isinstance(leaf, str) and leaf.startswith(msgpack.ORBAX_ARRAY):
-        return Named(leaf.removeprefix(msgpack.ORBAX_ARRAY))
-    return Plain(msgpack.recorded(leaf, name))
+        return _parse_t5x_array(leaf, name)
+    if isinstance(leaf, str) and leaf.startswith(flax.ORBAX_ARRAY):
+        return ExternalArray(leaf.removeprefix(flax.ORBAX_ARRAY))
+    return PlainValue(flax.plain_value_to_json(leaf, name))
 
 
-class _Place(msgspec.Struct):
+class _KvStore(msgspec.Struct):
     path: str
 
 
-class _About(msgspec.Struct):
+class _ArrayMetadata(msgspec.Struct):
     shape: tuple[int, ...]
 
 
 class _Transform(msgspec.Struct, forbid_unknown_fields=True):
-    """The domain of an array; with more members than these it is of a part, or of something else."""
+    """The domain of a whole array. Other members mean a part of an array, or something else."""
 
     input_exclusive_max: list[int | tuple[int]] = []
     input_inclusive_min: list[int] = []
@@ -115,38 +107,41 @@ class _Transform(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Spec(msgspec.Struct, forbid_unknown_fields=True):
     driver: Literal["zarr", "zarr3"]
-    kvstore: _Place
-    metadata: _About
+    kvstore: _KvStore
+    metadata: _ArrayMetadata
     dtype: str = ""
     path: str = ""
     transform: _Transform | None = None
 
     @property
     def is_whole(self) -> bool:
+        """Tell whether the specification is of a whole array."""
         if self.transform is None:
             return True
         ends = [end[0] if isinstance(end, tuple) else end for end in self.transform.input_exclusive_max]
         return ends in ([], list(self.metadata.shape)) and not any(self.transform.input_inclusive_min)
 
 
-def _of_t5x(document: Mapping[Any, Any], name: str) -> Named:
-    """Name the array of a specification for TensorStore; refuse one of a part, or with members that are not known."""
+def _parse_t5x_array(document: Mapping[Any, Any], name: str) -> ExternalArray:
+    """Parse a TensorStore specification; refuse one of a part of an array, or with unknown members."""
     try:
         spec = msgspec.convert(document, _Spec)
     except msgspec.ValidationError as error:
         raise FormatError(
-            f"leaf {name[:200]!r} is a specification for TensorStore that is not known: {error}"
+            f"leaf {name[:200]!r} is a specification for TensorStore with unknown members: {error}"
         ) from error
     if not spec.is_whole:
-        raise FormatError(f"leaf {name[:200]!r} is a part of an array: {document['transform']!r:.200}")
+        raise FormatError(
+            f"leaf {name[:200]!r} is a part of an array, which is not supported: {document['transform']!r:.200}"
+        )
     path = "/".join(part.removesuffix("/") for part in (spec.kvstore.path, spec.path) if part)
-    return Named(path, spec.driver, spec.metadata.shape)
+    return ExternalArray(path, spec.driver, spec.metadata.shape)
 
 
-def _require_one_leaf_each(named: Mapping[str, Named]) -> None:
-    seen: dict[str, str] = {}
-    for name, array in named.items():
-        if (other := seen.setdefault(array.path, name)) != name:
+def _refuse_shared_arrays(arrays: Mapping[str, ExternalArray]) -> None:
+    leaf_of: dict[str, str] = {}
+    for name, array in arrays.items():
+        if (other := leaf_of.setdefault(array.path, name)) != name:
             raise FormatError(
                 f"the leaves {other[:200]!r} and {name[:200]!r} are both the array {array.path[:200]!r}"
             )

@@ -1,22 +1,27 @@
-"""Arrays that TensorStore reads, each chunk as if it were a file: by whatever codec, in whatever database."""
+"""Chunks of arrays that TensorStore reads, each as if it were a file, whatever its codec and its database."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
 
-from eformer.errors import CorruptionError
+from eformer._engine.formats.zarr.zarray import chunks_of, count_chunks
+from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from eformer._engine.record.regions import Region
 
+_MAX_CHUNKS = 2**16  # of one array
+_MAX_NBYTES_BEYOND = 2**26  # of a chunk that is larger than its array
+
 
 class Chunk(Struct, frozen=True):
-    """A box of an array."""
+    """A box of an array of TensorStore."""
 
     name: str
     array: Any
@@ -24,20 +29,49 @@ class Chunk(Struct, frozen=True):
     nbytes: int
 
 
+def split_into_chunks(path: str, array: Any, itemsize: int) -> list[Chunk]:
+    """Split an array into the boxes to read: its chunks, or several together if there are very many."""
+    shape = tuple(array.shape)
+    chunk_shape = tuple(max(1, size) for size in array.chunk_layout.read_chunk.shape or ())
+    _refuse_bomb(path, shape, chunk_shape, itemsize)
+    return [
+        Chunk(f"{path}/{where}", array, box, itemsize * math.prod(box.shape))
+        for where, box in chunks_of(shape, _merged(shape, chunk_shape))
+    ]
+
+
+def _merged(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:
+    while count_chunks(shape, chunk_shape) > _MAX_CHUNKS:
+        counts = [-(-size // part) for size, part in zip(shape, chunk_shape, strict=True)]
+        axis = counts.index(max(counts))
+        chunk_shape = (*chunk_shape[:axis], 2 * chunk_shape[axis], *chunk_shape[axis + 1 :])
+    return chunk_shape
+
+
+def _refuse_bomb(path: str, shape: tuple[int, ...], chunk_shape: tuple[int, ...], itemsize: int) -> None:
+    """Refuse chunks far larger than their array: TensorStore decodes whole chunks, and a failed allocation in it ends
+    the process."""
+    is_larger = any(part > max(1, size) for part, size in zip(chunk_shape, shape, strict=True))
+    if is_larger and itemsize * math.prod(chunk_shape) > _MAX_NBYTES_BEYOND:
+        raise FormatError(
+            f"leaf {path!r}: an array of shape {list(shape)} cannot have chunks of shape {list(chunk_shape)}"
+        )
+
+
 class ChunkFiles:
-    """Chunks by number. Each is decoded as a whole, so it should be read at once."""
+    """Chunks by number, as `Files`. Each read decodes a whole chunk, so a chunk should be read at once."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._chunks = chunks
 
     def hold(self, numbers: Iterable[int]) -> None:
-        """TensorStore opens what it needs when it needs it."""
+        """Do nothing: TensorStore opens files when it reads them."""
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
         chunk = self._chunks[number]
         try:
             found = chunk.array[chunk.box.slices].read().result()
-        except Exception as error:  # it may find anything wrong with what somebody else wrote
+        except Exception as error:  # damaged files make TensorStore raise anything
             raise CorruptionError(brief(error)) from error
         data = np.ascontiguousarray(found).reshape(-1).view(np.uint8)[offset : offset + len(memory)]
         memory[: len(data)] = data.data
@@ -47,15 +81,16 @@ class ChunkFiles:
         return self._chunks[number].nbytes
 
     def map(self, number: int) -> None:
-        """What has to be decoded cannot be mapped."""
+        """Return None: a chunk has to be decoded."""
 
-    def rewritten(self) -> None:
-        """TensorStore replaces chunks as a whole."""
+    def rewritten(self) -> str | None:
+        """Return None: TensorStore replaces a chunk as a whole, so a read never mixes two."""
+        return None
 
     def close(self) -> None:
         self._chunks = ()
 
 
 def brief(error: Exception) -> str:
-    """What TensorStore says, without the specification of everything that it was doing."""
+    """Shorten an error of TensorStore to its message, without the specification that follows."""
     return str(error).partition(" [")[0][:300]

@@ -1,11 +1,13 @@
-"""One file that holds a whole tree: opened for a look, and described as if it were ours."""
+"""A checkpoint that is one file, by another program: opened, and described as eformer records its own."""
 
 from __future__ import annotations
 
+import errno
+import io
 import os
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import IO, TYPE_CHECKING, Any, overload
 
 from eformer._engine.formats.found import Found
 from eformer._engine.record.manifest import (
@@ -17,43 +19,102 @@ from eformer._engine.record.manifest import (
     TreeEntry,
     foreign_tree,
 )
-from eformer._engine.stores.local import open_regular, read_into, read_range, stamp
-from eformer._engine.stores.local_files import LocalFiles
 from eformer._engine.stores.virtual_files import VirtualFiles
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
+    from eformer._engine.stores.base import Entry, Files, Store, Version
     from eformer._engine.stores.virtual_files import VirtualFile
     from eformer.errors import Damage
 
 
-_AHEAD = 2**16  # bytes that are read at once
-_MOST_PLAIN = 2**28
+_READ_AHEAD = 2**16  # bytes
+_MAX_PLAIN_VALUE = 2**28  # bytes
+_MAX_ATTEMPTS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class SingleFile:
-    """A file that is open."""
+    """An open file, which stays what it is even if another takes its place."""
 
-    path: Path
-    descriptor: int
+    store: Store
+    name: str
     nbytes: int
-    stamp: tuple[int, ...]
+    version: Version
+    files: Files
+
+    @property
+    def path(self) -> str:
+        return self.store.path_to(self.name)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        return read_range(self.descriptor, offset, nbytes)
+        """Read up to `nbytes` from `offset` on; less only at the end of the file."""
+        memory = bytearray(max(0, min(nbytes, self.nbytes - offset)))
+        return bytes(memory[: self.read_into(memoryview(memory), offset)])
 
     def read_into(self, memory: memoryview, offset: int) -> int:
-        return read_into(self.descriptor, memory, offset)
+        """Fill `memory` from `offset` on; return the number of bytes, less only at the end of the file."""
+        return self.files.read_into(0, memory, offset)
+
+    def as_binary_file(self) -> IO[bytes]:
+        """Return it as a file object that can be read and sought."""
+        return io.BufferedReader(_Seekable(self))
+
+
+@contextmanager
+def open_single_file(store: Store, name: str) -> Iterator[SingleFile]:
+    """Open a regular file, and close it at the end of the block."""
+    entry, files = _hold(store, name)
+    with closing(files):
+        yield SingleFile(store, name, entry.nbytes, entry.version, files)
+
+
+def _hold(store: Store, name: str) -> tuple[Entry, Files]:
+    """Open a file; if another takes its place meanwhile, that one."""
+    attempts = 0
+    while True:
+        _, entry = store.read(name, 0, 0)
+        files = store.open([name], {name: entry.version})
+        try:
+            files.hold([0])
+        except FileNotFoundError:
+            files.close()
+            attempts += 1
+            if attempts == _MAX_ATTEMPTS:
+                raise
+        else:
+            return entry, files
+
+
+class _Seekable(io.RawIOBase):
+    def __init__(self, file: SingleFile) -> None:
+        super().__init__()
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.nbytes}[whence]
+        if self._at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return self._at
+
+    def readinto(self, memory: Any) -> int:
+        found = self._file.read_into(memoryview(memory).cast("B"), self._at)
+        self._at += found
+        return found
 
 
 class Window:
-    """The bytes of a file, as if they were in memory. Long slices are windows, too, of which nothing is read yet.
+    """Bytes of a file, indexed as if they were in memory. A long slice is a window too, and is not read yet.
 
-    A file that is mapped ends the process when somebody else cuts it short; this one only comes to its end.
+    A mapped file would end the process if another program cut it short; a window only comes to its end early.
     """
 
     def __init__(self, file: SingleFile, start: int = 0, stop: int | None = None) -> None:
@@ -65,8 +126,8 @@ class Window:
         return self._stop - self._start
 
     def __bytes__(self) -> bytes:
-        if len(self) > _MOST_PLAIN:
-            raise FormatError(f"a plain value of {len(self)} bytes")
+        if len(self) > _MAX_PLAIN_VALUE:
+            raise FormatError(f"a plain value of {len(self)} bytes; at most {_MAX_PLAIN_VALUE} are read")
         return self._file.read(self._start, len(self))
 
     @overload
@@ -79,7 +140,7 @@ class Window:
         if isinstance(at, int):
             return self._read(at, at + 1)[0]
         start, stop, _ = at.indices(len(self))
-        if stop - start > _AHEAD:
+        if stop - start > _READ_AHEAD:
             return Window(self._file, self._start + start, self._start + stop)
         return self._read(start, stop)
 
@@ -87,87 +148,83 @@ class Window:
         stop = min(stop, len(self))
         if not self._ahead_at <= start <= stop <= self._ahead_at + len(self._ahead):
             self._ahead_at = start
-            self._ahead = self._file.read(self._start + start, min(_AHEAD, len(self) - start))
+            self._ahead = self._file.read(self._start + start, min(_READ_AHEAD, len(self) - start))
         return self._ahead[start - self._ahead_at : stop - self._ahead_at]
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[SingleFile]:
-    descriptor = open_regular(path)
-    try:
-        yield SingleFile(path, descriptor, os.fstat(descriptor).st_size, stamp(descriptor))
-    finally:
-        os.close(descriptor)
-
-
 @dataclass(frozen=True, slots=True)
-class StoredArray:
-    """An array of the file. It lies there as it is at `offset`, or it is a `part`, which is decoded as a whole if it
-    `is_coded`."""
+class ArrayInFile:
+    """An array in the file: its bytes lie at `offset`, or are the content of a `virtual_file` made of parts of it.
+
+    `is_encoded` marks a virtual file that has to be decoded as a whole. `key` names the generator of a PRNG key.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     offset: int = 0
-    part: VirtualFile | None = None
-    is_coded: bool = False
+    virtual_file: VirtualFile | None = None
+    is_encoded: bool = False
     key: str | None = None
 
 
-def describe(
+def describe_file(
     file: SingleFile,
-    form: str,
-    arrays: Mapping[str, StoredArray],
+    format_name: str,
+    arrays: Mapping[str, ArrayInFile],
     structure: Any,
     *,
-    home: str = "jax",
+    library: str = "jax",
     values: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
     has_names: bool = True,
     find_damages: Callable[[], Iterator[Damage]] | None = None,
 ) -> Found:
-    """The checkpoint that a file is. `values` and `metadata` are JSON already."""
-    parts: list[VirtualFile] = []
+    """Describe the checkpoint that a file is. `structure`, `values` and `metadata` are JSON.
+
+    A leaf that makes no sense raises a FormatError that names the file.
+    """
+    virtual: list[VirtualFile] = []
     entries = {}
-    for name, array in arrays.items():
-        entries[name] = entry_of(array, home, len(parts) + 1)
-        if array.part:
-            parts.append(array.part)
-    name = file.path.name
+    for leaf, array in arrays.items():
+        if array.virtual_file:
+            virtual.append(array.virtual_file)
+        entries[leaf] = describe_array(array, library, len(virtual) if array.virtual_file else 0)
+    name = file.name
     tree = foreign_tree(
-        files=(DataFile(name, file.nbytes), *(DataFile(f"{name}/{p.name}", p.nbytes) for p in parts)),
+        files=(DataFile(name, file.nbytes), *(DataFile(f"{name}/{v.name}", v.nbytes) for v in virtual)),
         metadata=metadata,
         values=values,
         structure=structure,
         leaves=entries,
     )
     try:
-        tree.leaves  # noqa: B018  parsed and checked
+        tree.check_leaves()
     except FormatError as error:
         raise FormatError(f"{file.path}: {error}") from error
     return Found(
         file.path,
-        file.path.parent,
-        Manifest(format=form, trees={"": tree}),
+        file.store,
+        Manifest(format=format_name, trees={"": tree}),
         {"": tree},
-        stamps={name: file.stamp},
-        open_files=_opener(file, parts) if parts else None,
+        versions={name: file.version},
+        open_files=_opener(file, virtual) if virtual else None,
         has_names=has_names,
         find_damages=find_damages,
     )
 
 
-def entry_of(array: StoredArray, home: str, number: int) -> LeafEntry:
-    """Describe an array that lies in file 0, or is the part of this number."""
-    coding = Coding("", array.shape) if array.is_coded else None  # so that it is read as a whole
-    extent = Extent(number if array.part else 0, array.offset, array.nbytes, "", None, coding)
-    return LeafEntry(array.dtype, array.shape, (extent,), home, array.key)
+def describe_array(array: ArrayInFile, library: str, file_number: int) -> LeafEntry:
+    """Describe an array whose bytes are in the file of this number: 0, or that of its virtual file."""
+    coding = Coding("", array.shape) if array.is_encoded else None  # so that it is read as a whole
+    extent = Extent(file_number, array.offset, array.nbytes, "", None, coding)
+    return LeafEntry(array.dtype, array.shape, (extent,), home=library, key=array.key)
 
 
-def _opener(file: SingleFile, parts: Sequence[VirtualFile]) -> Callable[[TreeEntry], VirtualFiles]:
-    directory, name, seen = file.path.parent, file.path.name, file.stamp
+def _opener(file: SingleFile, virtual: Sequence[VirtualFile]) -> Callable[[TreeEntry], VirtualFiles]:
+    store, name, version = file.store, file.name, file.version
 
     def open_files(_: TreeEntry) -> VirtualFiles:
-        return VirtualFiles(LocalFiles(directory, [name], {name: seen}), parts)
+        return VirtualFiles(store.open([name], {name: version}), virtual)
 
     return open_files

@@ -1,61 +1,63 @@
-"""Single files of others, known by how they begin and not by what they are called."""
+"""Single files of other programs, recognised by their first bytes and not by their names."""
 
 from __future__ import annotations
 
-import os
 import struct
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eformer._engine.formats.others import equinox, npz
-from eformer._engine.formats.others import flax as msgpack
-from eformer._engine.formats.others.single_file import opened
+from eformer._engine.formats.others import equinox, flax, npz
+from eformer._engine.formats.others.single_file import open_single_file
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.others.single_file import SingleFile
+    from eformer._engine.stores.base import Store
 
-FORMATS = (msgpack.FORMAT, npz.FORMAT, equinox.FORMAT)
+FORMATS = (flax.FORMAT, npz.FORMAT, equinox.FORMAT)
 SUFFIXES = (".msgpack", ".npz", ".eqx")  # the usual ones, for hints
 
 
-def in_file(path: Path) -> Found | None:
-    """The checkpoint that a file is; None for what is safetensors', by its name or by how it begins."""
-    if path.name == MANIFEST or path.name.endswith((SUFFIX, INDEX_SUFFIX)):
+def in_file(store: Store, name: str) -> Found | None:
+    """Find the checkpoint that a file is; return None for safetensors, known by name or by the first bytes."""
+    if name == MANIFEST or name.endswith((SUFFIX, INDEX_SUFFIX)):
         return None
-    with opened(Path(os.path.realpath(path))) as file:  # a link that the caller names may lead anywhere
+    with open_single_file(*store.resolve(name)) as file:  # the caller's path may be a link
         first = file.read(0, 9)
         if _is_safetensors(first, file.nbytes):
             return None
-        if other := _something_else(file, first):
-            raise FormatError(f"{file.path} is no checkpoint that can be read here, but {other}")
+        if other := _name_other_format(file, first):
+            raise FormatError(f"{file.path} is not a checkpoint that eformer can read, but {other}")
         if first.startswith(npz.BEGINNINGS):
             return npz.in_npz(file)
         if found := equinox.in_equinox(file):
             return found
-        if first and first[0] in msgpack.BEGINNINGS:
-            return msgpack.in_msgpack(file)
-        return _none_of_these(file, first)
+        if first and first[0] in flax.BEGINNINGS:
+            return flax.in_msgpack(file)
+        raise FormatError(
+            f"{file.path} is not a checkpoint: it is not called *{SUFFIX}, and begins with {first!r}, unlike "
+            "safetensors, npz, arrays of numpy or equinox, and trees in msgpack"
+        )
 
 
-_OTHERS = {
+_OTHER_FORMATS = {
     b"": "an empty file",
     b"\x89PNG": "a picture",
-    b"\x89HDF": "an HDF5 file; where it was written, numpy.savez or safetensors write what can",
-    b"GGUF": "a GGUF file; safetensors of the same model can be read",
+    b"\x89HDF": "an HDF5 file; write it with numpy.savez or safetensors instead",
+    b"GGUF": "a GGUF file; use the safetensors files of the same model",
     b"\x1f\x8b": "compressed by gzip; unpack it first",
     b"\x28\xb5\x2f\xfd": "compressed by zstd; unpack it first",
 }
-_PICKLE = 0x80  # of protocol 2 and above; as msgpack it would be an empty dict
+_PICKLE = 0x80  # the first byte of protocol 2 and above; in msgpack, an empty dict
 
 
-def _something_else(file: SingleFile, first: bytes) -> str | None:
-    """What people have that begins like nothing of ours, and what to do with it."""
+def _name_other_format(file: SingleFile, first: bytes) -> str | None:
+    """Name a common format that eformer does not read, with what to do; return None for other bytes."""
     if first[:1] == bytes([_PICKLE]) and file.nbytes > 1:
-        return f"a pickle, which is not run, perhaps of PyTorch; {npz.PYTORCH}"
-    return next((what for start, what in _OTHERS.items() if first[: len(start) or 1] == start), None)
+        return f"a pickle, which eformer never runs, perhaps of PyTorch; {npz.PYTORCH_HINT}"
+    names = (name for start, name in _OTHER_FORMATS.items() if first[: len(start) or 1] == start)
+    return next(names, None)
 
 
 def _is_safetensors(first: bytes, file_nbytes: int) -> bool:
@@ -63,10 +65,3 @@ def _is_safetensors(first: bytes, file_nbytes: int) -> bool:
         return False
     (length,) = struct.unpack("<Q", first[:8])
     return first[8:] == b"{" and length <= file_nbytes - 8
-
-
-def _none_of_these(file: SingleFile, first: bytes) -> Found:
-    raise FormatError(
-        f"{file.path} is no checkpoint: it is not called *{SUFFIX}, and begins with {first!r}, which is how neither "
-        "safetensors do, nor npz, arrays of numpy or equinox, or a tree in msgpack"
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import struct
 from typing import TYPE_CHECKING
@@ -13,14 +12,15 @@ import msgspec
 from eformer._engine.record.dtypes import DTYPES
 from eformer._engine.record.pieces import ALIGNMENT
 from eformer._engine.record.values import MALFORMED_JSON, parse_json
-from eformer._engine.stores.local import open_inside, read_range, stamp
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
+
+    from eformer._engine.stores.base import Entry, Store, Version
 
 MAX_JSON_BYTES = 100_000_000  # other readers refuse more
+_HEADER_AHEAD = 2**16  # bytes that are read at once: most headers are shorter
 
 _TAGS = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16",
@@ -79,30 +79,31 @@ def header_bytes(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> 
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A file whose header was read: what it says, the file's length, and by what to know it again."""
+    """A file whose header was read: what it says, the length of the file, and its version."""
 
     header: Header
     nbytes: int
-    stamp: tuple[int, ...]
+    version: Version
 
 
-def open_header(directory: Path, name: str) -> Opened:
-    """Reads and checks the header of a safetensors file of this very directory."""
+def open_header(store: Store, name: str) -> Opened:
+    """Read and check the header of a safetensors file of this very directory."""
     if "/" in name:
-        raise FormatError(f"{name[:200]!r} is not the name of a file in {directory}")
-    descriptor = open_inside(directory, name)
-    try:
-        raw, nbytes, seen = read_header(descriptor, str(directory / name))
-    finally:
-        os.close(descriptor)
-    return Opened(parse_header(raw, nbytes, str(directory / name)), nbytes, seen)
+        raise FormatError(f"{name[:200]!r} is not the name of a file in {store.url}")
+    raw, entry = read_header(store, name)
+    return Opened(parse_header(raw, entry.nbytes, store.path_to(name)), entry.nbytes, entry.version)
 
 
-def read_header(descriptor: int, origin: str) -> tuple[bytes, int, tuple[int, ...]]:
-    """The bytes of the header, not yet looked at; the length of the file; its stamp."""
-    nbytes = os.fstat(descriptor).st_size
-    length = header_length(read_range(descriptor, 0, 8), nbytes, origin)
-    return read_range(descriptor, 0, length), nbytes, stamp(descriptor)
+def read_header(store: Store, name: str) -> tuple[bytes, Entry]:
+    """Read the bytes of a header, which are not looked at yet."""
+    data, entry = store.read(name, 0, _HEADER_AHEAD)
+    length = header_length(data, entry.nbytes, store.path_to(name))
+    if length <= len(data):
+        return data[:length], entry
+    rest, now = store.read(name, len(data), length - len(data))
+    if now.version != entry.version:
+        raise FileNotFoundError(f"{store.path_to(name)} was replaced")
+    return data + rest, entry
 
 
 def header_length(first: bytes, file_nbytes: int, origin: str) -> int:

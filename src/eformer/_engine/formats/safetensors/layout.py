@@ -1,21 +1,51 @@
-"""Decide which leaves share a safetensors file."""
+"""Plan safetensors files: which leaves share one, and where they lie in it."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+from eformer._engine.formats.safetensors.header import Tensor, header_bytes, tensor
+from eformer._engine.formats.safetensors.names import tensor_name
+from eformer._engine.record.digests import NO_DIGEST
+from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.pieces import ALIGNMENT
+from eformer._engine.record.planned import PlannedExtent, PlannedFile, no_digests
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from eformer._engine.record.planned import Source
+    from eformer._engine.record.regions import Region
 
 # safetensors readers refuse a header of more than 100 MB.
 MAX_HEADER_BYTES = 90_000_000
 _HEADER_BYTES_A_LEAF = 150
-_PART_BYTES_A_LEAF = 250  # its extent, digest and SHA-256, which the files of several processes carry
+_RECORD_BYTES_A_LEAF = 250  # its extent, digest and SHA-256, which the files of several processes carry
 
 
-def layout(sizes: Mapping[str, int], limit: int, *, has_parts: bool = False) -> list[list[str]]:
-    """Which leaves share a file of at most `limit` bytes: those of one module, in their order, while they fit.
+def plan_files(
+    sources: Sequence[Source], max_bytes: int, block: int, *, has_record: bool = False
+) -> list[PlannedFile]:
+    """Decide what goes into which file at which offset, counted from where the data of the file begins.
+
+    The files have no names and no headers yet.
+    """
+    extents = {tensor_of(extent): extent for source in sources for extent in plan_extents(source, block)}
+    files = []
+    sizes = {name: extent.nbytes for name, extent in extents.items()}
+    for names in group_by_file(sizes, max_bytes, has_record=has_record):
+        inside = sorted((extents[name] for name in names), key=_order)
+        offset = 0
+        for extent in inside:
+            extent.offset = offset
+            offset += extent.nbytes
+        files.append(PlannedFile("", inside, offset))
+    return files
+
+
+def group_by_file(sizes: Mapping[str, int], limit: int, *, has_record: bool = False) -> list[list[str]]:
+    """Decide which leaves share a file of at most `limit` bytes: those of one module, in their order, while they fit.
 
     A module that fits a file is not torn; a leaf larger than the limit has a file of its own.
     """
@@ -27,8 +57,8 @@ def layout(sizes: Mapping[str, int], limit: int, *, has_parts: bool = False) -> 
             used = limit + 1  # the next file takes it whole
         for name in module:
             nbytes = len(name.encode()) + _HEADER_BYTES_A_LEAF
-            if has_parts:
-                nbytes += 2 * len(name.encode()) + _PART_BYTES_A_LEAF
+            if has_record:
+                nbytes += 2 * len(name.encode()) + _RECORD_BYTES_A_LEAF
             header += nbytes
             if not files or used + sizes[name] > limit or header > MAX_HEADER_BYTES:
                 files.append([])
@@ -39,8 +69,54 @@ def layout(sizes: Mapping[str, int], limit: int, *, has_parts: bool = False) -> 
 
 
 def _modules(names: Iterable[str]) -> Iterable[list[str]]:
-    """The names by what stands before their last dot, modules in order of their first leaf."""
+    """Group names by the part before their last dot, modules in order of their first leaf."""
     modules: dict[str, list[str]] = {}
     for name in names:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
     return modules.values()
+
+
+def _order(extent: PlannedExtent) -> tuple[bool, int]:
+    """Put first those whose length keeps the next one aligned for XLA, then those that keep it aligned for numpy: the
+    format allows no gaps."""
+    return extent.nbytes % ALIGNMENT != 0, -extent.source.itemsize
+
+
+def plan_extents(source: Source, block: int) -> Iterator[PlannedExtent]:
+    """Plan the boxes of a leaf that this process writes."""
+    if source.whole is not None:
+        yield _extent(source, None, block)
+        return
+    for box in source.regions:
+        yield _extent(source, None if box.shape == source.shape else box, block)
+
+
+def _extent(source: Source, region: Region | None, block: int) -> PlannedExtent:
+    shape = region.shape if region else source.shape
+    nbytes = stored_nbytes(source.dtype, shape)
+    is_packed = source.dtype == "float4_e2m1fn" and 0 < 2 * nbytes == math.prod(shape)
+    digests = [NO_DIGEST] if is_packed else no_digests(shape, nbytes, source.itemsize, block)
+    return PlannedExtent(source, region, shape, nbytes, digests, is_packed=is_packed)
+
+
+def own_nbytes(source: Source) -> int:
+    """Return how many bytes of a leaf this process writes."""
+    return sum(stored_nbytes(source.dtype, region.shape) for region in source.own_regions)
+
+
+def stored_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return what an array takes in a file: as much as in memory, except for four-bit floats, which share bytes."""
+    nbytes = math.prod(shape) * dtype_from_name(dtype).itemsize
+    return nbytes // 2 if dtype == "float4_e2m1fn" and nbytes % 2 == 0 else nbytes
+
+
+def header_of(file: PlannedFile, metadata: Mapping[str, str]) -> bytes:
+    tensors: dict[str, Tensor] = {
+        tensor_of(e): tensor(e.source.dtype, e.shape, e.offset, e.nbytes) for e in file.extents
+    }
+    return header_bytes(metadata, tensors)
+
+
+def tensor_of(extent: PlannedExtent) -> str:
+    """Return what a box is called in its file."""
+    return tensor_name(extent.source.name, extent.region)

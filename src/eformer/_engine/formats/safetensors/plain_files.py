@@ -13,28 +13,29 @@ from eformer._engine.formats.safetensors.header import Opened, dtype_of, open_he
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX, is_marked, split_shard
 from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry, foreign_tree
 from eformer._engine.record.values import parse_json
-from eformer._engine.stores.local import list_names, read_small
+from eformer._engine.stores.base import read_whole
 from eformer.errors import FormatError, MismatchError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
-Files = dict[str, Opened]
+    from eformer._engine.stores.base import Store
+
+Headers = dict[str, Opened]
 """Opened headers by file name."""
 
 
-def files_of_directory(directory: Path) -> dict[str, Files]:
+def files_of_directory(store: Store) -> dict[str, Headers]:
     """The safetensors files of a directory by base name; alone, a base is no prefix."""
-    names = list_names(directory)
+    names = store.kinds()
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     stems = [name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX)]
     if not stems:
         raise NotFoundError(
-            f"{directory} holds no checkpoint: {MANIFEST} is not ours, and there is no *{SUFFIX}"
+            f"{store.url} holds no checkpoint: {MANIFEST} is not ours, and there is no *{SUFFIX}"
         )
-    groups: dict[str, Files] = {
-        index.removesuffix(INDEX_SUFFIX): indexed_files(directory, index) for index in indexes
+    groups: dict[str, Headers] = {
+        index.removesuffix(INDEX_SUFFIX): indexed_files(store, index) for index in indexes
     }
     named = {name for files in groups.values() for name in files}
     alone: dict[str, list[str]] = defaultdict(list)
@@ -43,39 +44,39 @@ def files_of_directory(directory: Path) -> dict[str, Files]:
             shard = split_shard(stem)
             alone[shard[0] if shard else stem].append(stem + SUFFIX)
     for base, members in alone.items():
-        groups[base] = groups.get(base, {}) | {name: open_header(directory, name) for name in members}
-    _refuse_unfinished(directory, groups)
+        groups[base] = groups.get(base, {}) | {name: open_header(store, name) for name in members}
+    _refuse_unfinished(store, groups)
     for base, members in alone.items():
-        _require_all_shards(directory, base, members)
+        _require_all_shards(store, base, members)
     return groups if len(groups) > 1 else {"": next(iter(groups.values()))}
 
 
-def _require_all_shards(directory: Path, base: str, names: Sequence[str]) -> None:
+def _require_all_shards(store: Store, base: str, names: Sequence[str]) -> None:
     shards = [shard for name in names if (shard := split_shard(name.removesuffix(SUFFIX)))]
     for total in {total for _, _, total in shards}:
         there = {index for _, index, count in shards if count == total}
         missing = [str(index) for index in range(1, min(total, len(there) + 20) + 1) if index not in there]
         if missing:
             raise FormatError(
-                f"{directory}: of the {total} shards of {base!r} these are missing: {', '.join(missing)}"
+                f"{store.url}: of the {total} shards of {base!r} these are missing: {', '.join(missing)}"
             )
 
 
-def _refuse_unfinished(directory: Path, groups: Mapping[str, Files]) -> None:
+def _refuse_unfinished(store: Store, groups: Mapping[str, Headers]) -> None:
     marked = [n for files in groups.values() for n, file in files.items() if is_marked(file.header.metadata)]
     if marked:
         raise NotFoundError(
-            f"{directory} holds no checkpoint: {marked[0]} belongs to a save that has not finished, or whose "
+            f"{store.url} holds no checkpoint: {marked[0]} belongs to a save that has not finished, or whose "
             f"{MANIFEST} is gone. To read what is in it as plain safetensors, pass the path of that file"
         )
 
 
-def marked_file(directory: Path) -> str | None:
+def marked_file(store: Store) -> str | None:
     """The name of a file that we wrote, if there is one."""
-    for name in list_names(directory):
+    for name in store.kinds():
         if name.endswith(SUFFIX):
             with suppress(FormatError, OSError):
-                if is_marked(open_header(directory, name).header.metadata):
+                if is_marked(open_header(store, name).header.metadata):
                     return name
     return None
 
@@ -84,13 +85,13 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def indexed_files(directory: Path, index: str) -> Files:
+def indexed_files(store: Store, index: str) -> Headers:
     """The files that an index names; refuses an index that says something else than they do."""
-    data = read_small(directory, index) or b""
+    data, _ = read_whole(store, index)
     weight_map = parse_json(
-        data, _Index, f"{directory / index} is not an index of safetensors files"
+        data, _Index, f"{store.path_to(index)} is not an index of safetensors files"
     ).weight_map
-    files = {name: open_header(directory, name) for name in sorted(set(weight_map.values()))}
+    files = {name: open_header(store, name) for name in sorted(set(weight_map.values()))}
     there = {tensor: name for name, file in files.items() for tensor in file.header.tensors}
     problems = [
         f"tensor {tensor!r} should be in {weight_map.get(tensor, 'no file')}, and is in {there.get(tensor, 'none')}"
@@ -98,11 +99,11 @@ def indexed_files(directory: Path, index: str) -> Files:
         if weight_map.get(tensor) != there.get(tensor)
     ]
     if problems:
-        raise MismatchError(problems, context=f"{directory / index} and the files disagree")
+        raise MismatchError(problems, context=f"{store.path_to(index)} and the files disagree")
     return files
 
 
-def tree_of(files: Files) -> TreeEntry:
+def tree_of(files: Headers) -> TreeEntry:
     """A tree of dicts, by the dots in the tensors' names. It has no digests."""
     tensors = {
         name: LeafEntry(dtype_of(found), found.shape, (_extent(number, found.data_offsets),))

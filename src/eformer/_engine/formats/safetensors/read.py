@@ -1,11 +1,9 @@
-"""Checkpoints in safetensors files: ours by their manifest, others' by the headers of the files."""
+"""Find checkpoints in safetensors files: by a manifest of eformer, or by the headers of the files."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,7 +21,7 @@ from eformer._engine.formats.safetensors.names import (
     split_shard,
 )
 from eformer._engine.formats.safetensors.plain_files import (
-    Files,
+    Headers,
     files_of_directory,
     indexed_files,
     marked_file,
@@ -32,32 +30,35 @@ from eformer._engine.formats.safetensors.plain_files import (
 from eformer._engine.record.digests import check_own_digest, has_own_digest
 from eformer._engine.record.manifest import DataFile, Manifest, TreeEntry
 from eformer._engine.record.values import parse_json
-from eformer._engine.stores.local import list_names, open_regular, read_small
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from eformer._engine.stores.base import Store, Version
+
 FOREIGN = "safetensors, of another writer"
 
-
-def in_file(path: Path) -> Found:
-    """What a path leads to that is no directory: an index, a file of a checkpoint, or one that stands alone."""
-    if path.name == MANIFEST:
-        return in_directory(path.parent)
-    if path.name.endswith(INDEX_SUFFIX):
-        return _find_by_index(path)
-    return _find_file(Path(os.path.realpath(path)))  # a link that the caller names may lead anywhere
+_MOST_MANIFEST = 2**29  # bytes
 
 
-def by_base_name(path: Path) -> Path | None:
-    """The file, index or first shard that a path without its suffix means, if it means one."""
-    there = list_names(path.parent) if path.parent.is_dir() else []
-    shards = [name for name in there if name.endswith(SUFFIX) and _base_of_shard(name) == path.name]
-    for name in (path.name + INDEX_SUFFIX, path.name + SUFFIX, *shards):
-        if name in there:
-            return path.with_name(name)
-    return None
+def in_file(store: Store, name: str) -> Found:
+    """Find the checkpoint that a file belongs to: an index, a file of a checkpoint, or one that stands alone."""
+    if name == MANIFEST:
+        return in_directory(store)
+    if name.endswith(INDEX_SUFFIX):
+        return _find_by_index(store, name)
+    return _find_file(*store.resolve(name))  # a link that the caller names may lead anywhere
+
+
+def by_base_name(store: Store, name: str) -> str | None:
+    """Return the file, index or first shard that a name without its suffix means, if it means one."""
+    try:
+        there = store.kinds()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    shards = [shard for shard in there if shard.endswith(SUFFIX) and _base_of_shard(shard) == name]
+    return next((found for found in (name + INDEX_SUFFIX, name + SUFFIX, *shards) if found in there), None)
 
 
 def _base_of_shard(name: str) -> str | None:
@@ -65,43 +66,46 @@ def _base_of_shard(name: str) -> str | None:
     return shard[0] if shard else None
 
 
-def in_directory(directory: Path, only: str | None = None) -> Found:
-    """The checkpoint of a directory, ours or of another writer."""
-    manifest = read_manifest(directory)
+def in_directory(store: Store, only: str | None = None) -> Found:
+    """Find the checkpoint of a directory, whoever wrote it."""
+    manifest, _ = read_manifest(store)
     if manifest is None:
-        groups = files_of_directory(directory)
+        groups = files_of_directory(store)
         read = {name for files in groups.values() for name in files}
-        found = _foreign(directory, directory, groups)
-        return replace(found, find_left_out=partial(left_out, directory, read))
-    return Found(directory, directory, manifest, joined_trees(directory, manifest.trees), only)
+        found = _foreign(store.url, store, groups)
+        return replace(found, find_left_out=partial(left_out, store, read))
+    return Found(store.url, store, manifest, joined_trees(store, manifest.trees), only)
 
 
-def _find_by_index(path: Path) -> Found:
-    manifest = read_manifest(path.parent)
+def _find_by_index(store: Store, name: str) -> Found:
+    manifest, _ = read_manifest(store)
     if manifest is None:
-        return _foreign(path, path.parent, {"": indexed_files(path.parent, path.name)})
-    prefixes = [prefix for prefix in sorted(manifest.trees) if base_name(prefix) + INDEX_SUFFIX == path.name]
-    return in_directory(path.parent, next(iter(prefixes), None))
+        return _foreign(store.path_to(name), store, {"": indexed_files(store, name)})
+    prefixes = [prefix for prefix in sorted(manifest.trees) if base_name(prefix) + INDEX_SUFFIX == name]
+    return in_directory(store, next(iter(prefixes), None))
 
 
-def read_manifest(directory: Path) -> Manifest | None:
-    """The manifest of a directory of ours; None where there is none, or one of something else."""
-    origin = str(directory / MANIFEST)
+def read_manifest(store: Store) -> tuple[Manifest | None, Version | None]:
+    """Read the manifest of a directory and its version; None where there is none, or one of something else."""
     try:
-        data = read_small(directory, MANIFEST, has_own_digest)
+        data, entry = store.read(MANIFEST, 0, _MOST_MANIFEST)
     except FileNotFoundError:
-        return None
-    if data is None:
-        if ours := marked_file(directory):
-            raise FormatError(f"{origin} is damaged, or of something else; but {ours} was written by eformer")
-        return None
-    return Manifest.from_json(data, origin)
+        return None, None
+    if not has_own_digest(data):
+        if ours := marked_file(store):
+            raise FormatError(
+                f"{store.path_to(MANIFEST)} is damaged, or of something else; but {ours} was written by eformer"
+            )
+        return None, entry.version
+    if entry.nbytes > _MOST_MANIFEST:
+        raise FormatError(f"{store.path_to(MANIFEST)} is {entry.nbytes} bytes long, too long for a manifest")
+    return Manifest.from_json(data, store.path_to(MANIFEST)), entry.version
 
 
-def _foreign(path: Path, directory: Path, groups: Mapping[str, Files]) -> Found:
+def _foreign(path: str, store: Store, groups: Mapping[str, Headers]) -> Found:
     trees = {prefix: tree_of(files) for prefix, files in groups.items()}
-    stamps = {name: file.stamp for files in groups.values() for name, file in files.items()}
-    return Found(path, directory, Manifest(format=FOREIGN, trees=trees), trees, stamps=stamps)
+    versions = {name: file.version for files in groups.values() for name, file in files.items()}
+    return Found(path, store, Manifest(format=FOREIGN, trees=trees), trees, versions=versions)
 
 
 # --------------------------------------------------------------------------------------- single files
@@ -116,47 +120,44 @@ class _Outer(msgspec.Struct):
     metadata: _Ours = msgspec.field(name="__metadata__")
 
 
-def _find_file(path: Path) -> Found:
-    descriptor = open_regular(path)
-    try:
-        raw, nbytes, seen = read_header(descriptor, str(path))
-    finally:
-        os.close(descriptor)
-    if manifest := _own_manifest(raw, str(path)):
-        trees = {prefix: _own_file(tree, path, len(raw)) for prefix, tree in manifest.trees.items()}
-        return Found(path, path.parent, manifest, trees, stamps={path.name: seen})
-    header = parse_header(raw, nbytes, str(path))
+def _find_file(store: Store, name: str) -> Found:
+    path = store.path_to(name)
+    raw, entry = read_header(store, name)
+    if manifest := _own_manifest(raw, path):
+        trees = {prefix: _own_file(tree, path, name, len(raw)) for prefix, tree in manifest.trees.items()}
+        return Found(path, store, manifest, trees, versions={name: entry.version})
+    header = parse_header(raw, entry.nbytes, path)
     if header.metadata.get("manifest", "").startswith('{"digest":"'):
         raise CorruptionError(f"{path} carries a manifest, but the beginning of its header is damaged")
-    opened = Opened(header, nbytes, seen)
-    return _in_checkpoint(path, opened) or _foreign(path, path.parent, {"": {path.name: opened}})
+    opened = Opened(header, entry.nbytes, entry.version)
+    return _in_checkpoint(store, name, opened) or _foreign(path, store, {"": {name: opened}})
 
 
-def _in_checkpoint(path: Path, opened: Opened) -> Found | None:
-    """The checkpoint whose manifest, beside the file, names it. A manifest that cannot be read matters only to a
-    file of ours."""
+def _in_checkpoint(store: Store, name: str, opened: Opened) -> Found | None:
+    """Find the checkpoint whose manifest, beside the file, names it. A manifest that cannot be read matters only to a
+    file that eformer wrote."""
     try:
-        manifest = read_manifest(path.parent)
+        manifest, _ = read_manifest(store)
     except FormatError:
         if is_marked(opened.header.metadata):
             raise
         return None
     for prefix, tree in manifest.trees.items() if manifest else ():
-        if any(file.name == path.name for file in tree.files):
-            return in_directory(path.parent, prefix)
+        if any(file.name == name for file in tree.files):
+            return in_directory(store, prefix)
     return None
 
 
-def _own_file(tree: TreeEntry, path: Path, header_nbytes: int) -> TreeEntry:
-    """The file cannot know its name, nor the length of the header that the manifest is in."""
+def _own_file(tree: TreeEntry, path: str, name: str, header_nbytes: int) -> TreeEntry:
+    """Fill in what the file cannot know: its name, and the length of the header that the manifest is in."""
     if len(tree.files) != 1:
         raise FormatError(f"{path}: the manifest of a single file names {len(tree.files)}")
-    file = DataFile(path.name, header_nbytes + tree.files[0].nbytes, header_nbytes)
+    file = DataFile(name, header_nbytes + tree.files[0].nbytes, header_nbytes)
     return msgspec.structs.replace(tree, files=(file,))
 
 
 def _own_manifest(header: bytes, origin: str) -> Manifest | None:
-    """The manifest that a file carries in its metadata, if it was written with one."""
+    """Return the manifest that a file carries in its metadata, if it was written with one."""
     if not header[8:].startswith(b'{"__metadata__":{"digest":"'):
         return None
     check_own_digest(header, origin)

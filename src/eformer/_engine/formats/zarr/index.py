@@ -10,11 +10,11 @@ from eformer._engine.record.digests import check_own_digest, has_own_digest, sta
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.names import is_inside
 from eformer._engine.record.values import parse_json
-from eformer._engine.stores.local import read_small
+from eformer._engine.stores.base import read_whole
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from eformer._engine.stores.base import Store, Version
 
 INDEX = "tensorstore_index.json"
 FORMAT = "tensorstore"
@@ -68,18 +68,18 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
         return stamp_digest(msgspec.json.encode(self))
 
 
-def read_index(directory: Path) -> Index | None:
-    """The index of a directory, whoever wrote it; None where there is none."""
-    origin = str(directory / INDEX)
+def read_index(store: Store) -> tuple[Index | None, Version | None]:
+    """Read the index of a directory, whoever wrote it, and its version; None where there is none."""
+    origin = store.path_to(INDEX)
     try:
-        data = read_small(directory, INDEX) or b""
+        data, entry = read_whole(store, INDEX)
     except FileNotFoundError:
-        return None
+        return None, None
     if has_own_digest(data):
         check_own_digest(data, origin)
     index = parse_json(data, Index, f"{origin} is not an index of arrays")
     _check(index, origin, is_sealed=has_own_digest(data))
-    return index
+    return index, entry.version
 
 
 def _check(index: Index, origin: str, *, is_sealed: bool) -> None:

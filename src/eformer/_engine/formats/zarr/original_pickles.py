@@ -1,4 +1,4 @@
-"""Pickles as data: what trees and plain values need of the pickle machine, and nothing that runs or imports."""
+"""Read pickles as data: the opcodes that trees and plain values need, and none that run or import anything."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-INSTEAD = "; pass template= (a tree of the same structure)"
+_HINT = "; pass template= (a tree of the same structure)"
 
 _MAX_VALUE_DEPTH = 64
 
 
 def refuse(problem: str) -> NoReturn:
+    """Raise a FormatError."""
     raise FormatError(problem)
 
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A class or function that a pickle refers to: only its name."""
+    """The name of a class or function that a pickle refers to. It is never imported."""
 
     module: str
     name: str
@@ -37,14 +38,14 @@ class Global:
 
 @dataclass(slots=True, eq=False)
 class Object:
-    """What a pickle would have had made by a call."""
+    """A call that a pickle asks for, with the state it sets afterwards. It is never made."""
 
     made_by: Global
     arguments: tuple[Any, ...]
     state: Any = None
 
 
-# Lists, because the hash of a hostile nest of tuples takes all the time, or all the stack, there is.
+# Lists, because hashing a hostile nest of tuples can take unlimited time or overflow the stack.
 class _Set(list[Any]): ...
 
 
@@ -56,9 +57,11 @@ class _Dict(list[Any]):
 
 
 class NotPlainError(FormatError):
+    """A pickle holds an object that is not a plain value, made by `found`."""
+
     def __init__(self, found: Global) -> None:
         super().__init__(
-            f"it holds {str(found)[:200]}, which is no plain value, and is neither imported nor run{INSTEAD}"
+            f"it holds {str(found)[:200]}, which is not a plain value, and is neither imported nor run{_HINT}"
         )
         self.found = found
 
@@ -69,9 +72,9 @@ FACTORIES = {f"builtins:{kind.__name__}" for kind in _PLAIN_TYPES} | {"collectio
 
 
 def _global(module: Any, name: Any) -> Global:
-    """Refuses, though it would be a mere name, what attacks are made of and trees are not."""
+    """Return the name of a class; refuse the names that attacks use and trees do not, though none is imported."""
     if type(module) is not str or type(name) is not str:
-        refuse("a pickle refers to something by what is no name")
+        refuse("a pickle refers to a class by a name that is not text")
     found = Global(module, name)
     is_tool = module.partition(".")[0] in sys.stdlib_module_names or module.startswith("numpy.")
     if is_tool and str(found) not in FACTORIES | {"collections:defaultdict"}:
@@ -81,9 +84,9 @@ def _global(module: Any, name: Any) -> Global:
 
 @dataclass(slots=True)
 class _Machine:
-    """What of the pickle machine trees and plain values need, in protocol 4.
+    """The part of the pickle machine of protocol 4 that trees and plain values need.
 
-    `pickle.Unpickler` can be kept from importing, but not from a memo of 2**32 entries, nor from hashing.
+    `pickle.Unpickler` can be kept from importing, but not from filling a memo of 2**32 entries or from hashing.
     """
 
     stack: list[Any] = field(default_factory=list)
@@ -110,19 +113,19 @@ class _Machine:
 
     def extend(self, kind: type[list[Any]], items: list[Any]) -> None:
         if type(self.stack[-1]) is not kind:
-            refuse("a pickle adds items to what cannot have them")
+            refuse("a pickle adds items to a value that cannot have them")
         self.stack[-1].extend(items)
 
     def make(self) -> None:
         made_by, arguments = self.pop(2)
         if type(made_by) is not Global or type(arguments) is not tuple:
-            refuse("a pickle makes something of what is no class")
+            refuse("a pickle calls something that is not a class")
         self.push(Object(made_by, arguments))
 
     def build(self) -> None:
         (state,) = self.pop(1)
         if type(self.stack[-1]) is not Object or self.stack[-1].state is not None:
-            refuse("a pickle gives a state to what cannot have one")
+            refuse("a pickle gives a state to a value that cannot have one")
         self.stack[-1].state = state
 
 
@@ -160,6 +163,7 @@ _ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
 
 
 def unpickle(encoded: str) -> Any:
+    """Read a pickle, in base64, into plain values, `Global`s and `Object`s. Nothing is imported or called."""
     data = base64.b64decode(encoded, validate=True)
     machine = _Machine()
     end = 0
@@ -168,7 +172,7 @@ def unpickle(encoded: str) -> Any:
             end = (position or 0) + 1
         elif opcode.name not in _ACTIONS:
             shown = f"{opcode.name} {argument or ''!s:.200}".strip()
-            refuse(f"a pickle has the opcode {shown}, which neither trees nor plain values need{INSTEAD}")
+            refuse(f"a pickle has the opcode {shown}, which neither trees nor plain values need{_HINT}")
         else:
             _ACTIONS[opcode.name](machine, argument)
     if end != len(data) or len(machine.stack) != 1 or machine.below_marks:
@@ -191,30 +195,34 @@ _CONTAINERS: dict[type, Callable[[list[Any]], Any]] = {
 
 
 @dataclass(slots=True)
-class Plain:
-    """Makes values of what pickles hold, while there is room: references let a short pickle mean a huge value."""
+class PlainDecoder:
+    """A decoder of plain values from the contents of pickles.
 
-    room: int
+    It stops when the values have used up `budget`: references let a short pickle stand for a huge value.
+    """
 
-    def __call__(self, found: Any, depth: int = 0) -> Any:
-        self.room -= 1 + sys.getsizeof(found) // 64
-        if self.room < 0 or depth > _MAX_VALUE_DEPTH:
+    budget: int
+
+    def decode(self, found: Any, depth: int = 0) -> Any:
+        """Return the plain value; raise a NotPlainError if it is not one."""
+        self.budget -= 1 + sys.getsizeof(found) // 64
+        if self.budget < 0 or depth > _MAX_VALUE_DEPTH:
             refuse("a value is far larger than its pickle, nested too deep, or contains itself")
         kind = type(found)
         if kind in _ATOMS:
             return found
         if kind in _CONTAINERS:
-            return _CONTAINERS[kind]([self(item, depth + 1) for item in found])
+            return _CONTAINERS[kind]([self.decode(item, depth + 1) for item in found])
         if kind is Object and str(found.made_by) == _COMPLEX:
-            return complex(*self(found.arguments, depth + 1))
+            return complex(*self.decode(found.arguments, depth + 1))
         raise NotPlainError(found if kind is Global else found.made_by)
 
     def to_json(self, found: Any) -> Any:
-        """JSON of auxiliary data, which unlike a leaf or a key may be opaque: then the tree needs a `like`."""
+        """Encode auxiliary data. Unlike a leaf or a key it may be opaque; the tree then needs a `like`."""
         if type(found) is Global and found.module in _DTYPE_MODULES and found.name in DTYPES:
             return {found.module: found.name}
         try:
-            return value_to_json(self(found))
+            return value_to_json(self.decode(found))
         except NotPlainError as error:
             return {"opaque": str(error.found)[:200]}
 

@@ -1,11 +1,6 @@
-"""The original's `<prefix>_structure.json`. Its pickles are read as data: nothing in them is run or imported.
+"""Parse the original's `<prefix>_structure.json`: the structure of a tree, its leaves and their names.
 
-The treedef is a pickle of JAX's own list of nodes, children before parents:
-
-    (kind, arity, data, class or None, how many leaves, how many nodes)
-
-    0 leaf      2 tuple                         4 list                           6 custom, data: auxiliary data
-    1 None      3 namedtuple, data: the class   5 dict, data: the sorted keys    7 dataclass, data: static values
+Its pickles are read as data: nothing in them is run or imported.
 """
 
 from __future__ import annotations
@@ -21,12 +16,12 @@ import msgspec
 from eformer._engine.formats.zarr.original_pickles import (
     FACTORIES,
     Global,
-    NotPlainError,
     Object,
-    Plain,
+    PlainDecoder,
     refuse,
     unpickle,
 )
+from eformer._engine.formats.zarr.original_treedef import LEAF, Node, parse_treedef
 from eformer._engine.record.names import escape, escape_siblings, join_name
 from eformer._engine.record.values import value_to_json
 from eformer.errors import FormatError, StructureError
@@ -34,15 +29,13 @@ from eformer.errors import FormatError, StructureError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-_MAX_DEPTH = 250  # as of every tree: docs/format/structure.md
-
 
 @dataclass(frozen=True, slots=True)
 class OriginalStructure:
-    """A tree that the original saved, described as if it were ours.
+    """A tree that the original saved, described as eformer records its own.
 
-    `document` is its structure. Of the leaves that this names, `arrays` has the paths, below the directory of
-    the checkpoint, and `values` has those that are no arrays, as JSON.
+    `document` is its structure. Of the leaves that this names, `arrays` has the paths below the directory of the
+    checkpoint, and `values` has the JSON of those that are not arrays.
     """
 
     prefix: str
@@ -53,20 +46,21 @@ class OriginalStructure:
 
 
 def parse_structure(data: bytes, origin: str) -> OriginalStructure:
-    """What the bytes of the file `origin` describe; a FormatError if they are not of that format."""
+    """Parse the bytes of the file `origin`; raise a FormatError that names it if they are not of this format."""
     try:
-        # Not msgspec's reader: Python writes NaN and lone surrogates, which are no JSON, and extras may hold.
+        # Not msgspec's reader: extras may hold NaN and lone surrogates, which Python writes and msgspec refuses.
         file = msgspec.convert(json.loads(data), _File)
-        plain = Plain(room=8 * len(data))
-        root = _assemble(_node_list(unpickle(file.treedef_b64)))
-        leaves = list(_leaves(file, plain))
+        plain = PlainDecoder(budget=8 * len(data))
+        root = parse_treedef(file.treedef_b64)
+        leaves = list(_parse_leaves(file, plain))
         if root.leaves != len(leaves):
             refuse(f"the tree has {root.leaves} leaves, leaf_keys_full has {len(leaves)}")
-        tree = _Tree(file.prefix, leaves, plain)
-        return OriginalStructure(file.prefix, tree.describe(root), tree.arrays, tree.values, file.extras)
+        translator = _Translator(file.prefix, leaves, plain)
+        document = translator.translate(root)
+        return OriginalStructure(file.prefix, document, translator.arrays, translator.values, file.extras)
     except FormatError as error:
         raise FormatError(f"{origin}: {error}") from error
-    except Exception as error:  # bytes that are no such file may raise anything where they are taken for one
+    except Exception as error:  # hostile bytes may raise anything
         raise FormatError(f"{origin} is damaged, or not the structure of a tree: {error!r}") from error
 
 
@@ -87,129 +81,72 @@ class _File(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """The original's key of a leaf; then the path of an array, or the JSON of a value. None has neither."""
+    """The original's key of a leaf, and the path of an array or the JSON of a value; neither for None."""
 
     key: str
     path: str | None = None
     value: Any = None
 
 
-def _leaves(file: _File, plain: Plain) -> Iterator[_Leaf]:
+def _parse_leaves(file: _File, plain: PlainDecoder) -> Iterator[_Leaf]:
     if len(file.leaf_keys_full) != len(file.arr_mask):
         refuse(f"leaf_keys_full has {len(file.leaf_keys_full)} entries, arr_mask has {len(file.arr_mask)}")
-    _check_arrays(file)
+    _require_consistent(file)
     paths = iter(file.array_relpaths)
     for index, (key, is_array) in enumerate(zip(file.leaf_keys_full, file.arr_mask, strict=True)):
         if is_array:
-            yield _Leaf(key, path=_inside(next(paths)))
+            yield _Leaf(key, path=_require_inside(next(paths)))
         else:
-            yield _Leaf(key, value=value_to_json(plain(unpickle(file.nonarray_payload[str(index)]))))
+            yield _Leaf(key, value=value_to_json(plain.decode(unpickle(file.nonarray_payload[str(index)]))))
 
 
-def _check_arrays(file: _File) -> None:
+def _require_consistent(file: _File) -> None:
     if file.array_keys != [k for k, array in zip(file.leaf_keys_full, file.arr_mask, strict=True) if array]:
         refuse("array_keys are not the leaf_keys_full of the arrays in arr_mask")
     if len(file.array_keys) != len(file.array_relpaths):
         refuse(f"array_keys has {len(file.array_keys)} entries, array_relpaths {len(file.array_relpaths)}")
     if file.nonarray_payload.keys() != {str(i) for i, array in enumerate(file.arr_mask) if not array}:
-        refuse("nonarray_payload does not have exactly the leaves that are no arrays in arr_mask")
+        refuse("nonarray_payload does not have exactly the leaves that are not arrays in arr_mask")
     if len(set(file.array_relpaths)) < len(file.array_relpaths):
         refuse("two leaves have one path in array_relpaths: one was overwritten when they were saved")
 
 
-def _inside(path: str) -> str:
+def _require_inside(path: str) -> str:
     if any(part in ("", ".", "..") for part in path.split("/")) or any(c in path for c in "\\:\0"):
         refuse(f"{path[:200]!r} does not lead into the checkpoint")
     return path
 
 
-# --------------------------------------------------------------------------------------- the treedef
-
-_LEAF = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Node:
-    kind: int
-    data: Any
-    node_class: Any
-    children: Sequence[_Node]
-    first_leaf: int
-    leaves: int
-    depth: int
-
-
-def _node_list(treedef: Any) -> list[Any]:
-    if type(treedef) is not Object:
-        refuse("treedef_b64 holds no tree definition")
-    if not treedef.made_by.module.startswith("jaxlib.") or treedef.made_by.name != "PyTreeDef":
-        raise NotPlainError(treedef.made_by)
-    registry, nodes = treedef.state
-    if not registry.module.startswith(("jax.", "jaxlib.")) or not registry.name.endswith("registry"):
-        raise NotPlainError(registry)
-    if treedef.arguments or type(nodes) is not list:
-        refuse("treedef_b64 holds no list of nodes")
-    return nodes
-
-
-def _assemble(nodes: list[Any]) -> _Node:
-    waiting: list[_Node] = []
-    leaf_count = 0
-    for kind, arity, data, node_class, leaves, _ in nodes:
-        if not type(kind) is type(arity) is type(leaves) is int:
-            refuse("a node has something else where its numbers are")
-        if not 0 <= arity <= len(waiting):
-            refuse(f"a node wants {arity} children, there are {len(waiting)}")
-        start = len(waiting) - arity
-        children, waiting[start:] = waiting[start:], []
-        waiting.append(_node(kind, data, node_class, children, leaf_count))
-        leaf_count += kind == _LEAF
-        if leaves != waiting[-1].leaves:
-            refuse(f"a node of {waiting[-1].leaves} leaves says that it has {leaves!r}")
-    if len(waiting) != 1:
-        refuse(f"treedef_b64 holds {len(waiting)} trees")
-    return waiting[0]
-
-
-def _node(kind: Any, data: Any, node_class: Any, children: list[_Node], leaf_count: int) -> _Node:
-    depth = 1 + max((child.depth for child in children), default=-1)
-    if depth > _MAX_DEPTH:
-        refuse(f"the tree is nested more than {_MAX_DEPTH} deep")
-    if kind == _LEAF and children:
-        refuse("a leaf has children")
-    leaves = 1 if kind == _LEAF else sum(child.leaves for child in children)
-    first_leaf = children[0].first_leaf if children else leaf_count
-    return _Node(kind, data, node_class, children, first_leaf, leaves, depth)
-
-
-# ------------------------------------------------------------------------------------------- our JSON
+# ------------------------------------------------------------------------------------------- the structure
 
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """A node's JSON, whose `slots` wait for its children; the keys of these, and what the original calls them."""
+    """A node's JSON, with empty `slots` for its children; the keys of these, and how the original writes them."""
 
     document: Any
     slots: Sequence[tuple[Any, Any]] = ()
     keys: Sequence[Any] = ()
-    texts: Sequence[str] | None = None
+    original_keys: Sequence[str] | None = None
 
-    def below(self, children: Sequence[_Node], texts: _Path, parts: _Path) -> Iterator[_Todo]:
+    def children_below(self, children: Sequence[Node], original_keys: _Path, parts: _Path) -> Iterator[_Todo]:
         if len(children) != len(self.keys):
             refuse(f"a node of {len(children)} children has {len(self.keys)} keys")
-        own_texts = self.texts or [str(key) for key in self.keys]
+        own_keys = self.original_keys or [str(key) for key in self.keys]
         own_parts = escape_siblings(self.keys)
-        for (holder, slot), child, text, part in zip(self.slots, children, own_texts, own_parts, strict=True):
-            yield holder, slot, child, (*texts, text), (*parts, part)
+        for (holder, slot), child, text, part in zip(self.slots, children, own_keys, own_parts, strict=True):
+            yield holder, slot, child, (*original_keys, text), (*parts, part)
 
 
 _Path = tuple[str, ...]
-_Todo = tuple[Any, Any, _Node, _Path, _Path]
+_Todo = tuple[Any, Any, Node, _Path, _Path]
 
 
-def _in_list(document: Any, tag: str, keys: Sequence[Any], texts: Sequence[str] | None = None) -> _Level:
+def _in_list(
+    document: Any, tag: str, keys: Sequence[Any], original_keys: Sequence[str] | None = None
+) -> _Level:
     content = document[tag] = [None] * len(keys)
-    return _Level(document, [(content, index) for index in range(len(keys))], keys, texts)
+    return _Level(document, [(content, index) for index in range(len(keys))], keys, original_keys)
 
 
 def _in_dict(document: Any, tag: str, keys: Sequence[str]) -> _Level:
@@ -222,100 +159,103 @@ def _in_pairs(document: Any, tag: str, keys: Sequence[Any]) -> _Level:
     return _Level(document, [(pair, 1) for pair in pairs], keys)
 
 
-# What JAX calls a child that its class gives no key.
+# The name that JAX gives to a child for which its class has no key.
 _FLAT_INDEX = re.compile(r"<flat index (\d+)>")
 
 
 @dataclass(slots=True)
-class _Tree:
-    """Gives the nodes our JSON, and the leaves our names."""
+class _Translator:
+    """A translator of nodes into JSON, and of leaves into their names in eformer."""
 
     prefix: str
     leaves: list[_Leaf]
-    plain: Plain
+    plain: PlainDecoder
     arrays: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
-    def describe(self, root: _Node) -> Any:
+    def translate(self, root: Node) -> Any:
+        """Return the structure as JSON, and fill `arrays` and `values`."""
         top = [None]
         todo: list[_Todo] = [(top, 0, root, (), ())]
         while todo:
-            holder, slot, node, texts, parts = todo.pop()
-            if node.kind == _LEAF:
-                holder[slot] = self.leaf(self.leaves[node.first_leaf], texts, join_name(parts))
+            holder, slot, node, original_keys, parts = todo.pop()
+            if node.kind == LEAF:
+                holder[slot] = self.name_leaf(self.leaves[node.first_leaf], original_keys, join_name(parts))
             else:
-                level = self.level(node, texts)
+                level = self.translate_node(node, original_keys)
                 holder[slot] = level.document
-                todo.extend(reversed(list(level.below(node.children, texts, parts))))
+                todo.extend(reversed(list(level.children_below(node.children, original_keys, parts))))
         return top[0]
 
-    def leaf(self, leaf: _Leaf, texts: _Path, name: str) -> str | None:
-        key = ".".join(text for text in (self.prefix, ".".join(texts)) if text)
+    def name_leaf(self, leaf: _Leaf, original_keys: _Path, name: str) -> str | None:
+        key = ".".join(text for text in (self.prefix, ".".join(original_keys)) if text)
         if key != leaf.key:
             refuse(f"leaf_keys_full has {leaf.key[:200]!r} where the tree has {key[:200]!r}")
         if leaf.path is not None:
             self.arrays[name] = leaf.path
         elif leaf.value is not None:
             self.values[name] = leaf.value
-        else:  # None is a leaf to the original, and a node to us
+        else:  # None is a leaf in the original, and a node in eformer
             return None
         return name
 
-    def level(self, node: _Node, texts: _Path) -> _Level:
+    def translate_node(self, node: Node, original_keys: _Path) -> _Level:
         if node.kind not in _LEVELS:
             refuse(f"the tree has a node of the unknown kind {node.kind!r}")
-        return _LEVELS[node.kind](self, node, texts)
+        return _LEVELS[node.kind](self, node, original_keys)
 
-    def of_dict(self, node: _Node, texts: _Path) -> _Level:
-        keys = self.keys(node.data)
+    def translate_dict(self, node: Node, original_keys: _Path) -> _Level:
+        keys = self.decode_keys(node.data)
         return (_in_dict if all(type(key) is str for key in keys) else _in_pairs)({}, "dict", keys)
 
-    def of_namedtuple(self, node: _Node, texts: _Path) -> _Level:
+    def translate_namedtuple(self, node: Node, original_keys: _Path) -> _Level:
         name = _class_name(node.data)
-        names = self.child_names(node, texts, getattr(_resolve(name), "_fields", ()))
+        names = self.child_names(node, original_keys, getattr(_resolve(name), "_fields", ()))
         return _in_dict({"namedtuple": name}, "children", names)
 
-    def of_custom(self, node: _Node, texts: _Path) -> _Level:
+    def translate_custom(self, node: Node, original_keys: _Path) -> _Level:
         name = _class_name(node.node_class)
         if name == "collections:OrderedDict":
-            return _in_pairs({}, "OrderedDict", self.keys(node.data))
+            return _in_pairs({}, "OrderedDict", self.decode_keys(node.data))
         if name == "collections:defaultdict":
             factory, keys = node.data
-            return _in_pairs({"factory": self.factory(factory)}, "defaultdict", self.keys(keys))
-        return self.of_class(node, texts, name)
+            return _in_pairs(
+                {"factory": self.factory_to_json(factory)}, "defaultdict", self.decode_keys(keys)
+            )
+        return self.translate_class(node, original_keys, name)
 
-    def of_class(self, node: _Node, texts: _Path, name: str) -> _Level:
+    def translate_class(self, node: Node, original_keys: _Path, name: str) -> _Level:
         known, aux = _prototype(name)
-        names = self.child_names(node, texts, known)
+        names = self.child_names(node, original_keys, known)
         static = self.static_fields(aux, node.data) if names == known else None
         if static is not None:
             return _in_dict({"dataclass": name, "static": static}, "children", names)
         keys = [_FLAT_INDEX.sub(r"\1", text) for text in names]
         return _in_list({"node": name, "aux": self.plain.to_json(node.data)}, "children", keys, names)
 
-    def keys(self, found: Any) -> Sequence[Any]:
-        keys: Sequence[Any] = self.plain(found)
+    def decode_keys(self, found: Any) -> Sequence[Any]:
+        keys: Sequence[Any] = self.plain.decode(found)
         if len(dict.fromkeys(keys)) < len(keys):
             refuse("a dict has one key twice")
         return keys
 
-    def factory(self, found: Any) -> Any:
+    def factory_to_json(self, found: Any) -> Any:
         is_known = type(found) is Global and str(found) in FACTORIES
         return found.name if is_known else self.plain.to_json(found)
 
     def static_fields(self, names: Any, values: Any) -> dict[str, Any] | None:
-        """A dataclass's auxiliary data by field; None if there is anything else in it."""
+        """Return a dataclass's auxiliary data by field, or None if there is anything else in it."""
         if type(names) is not tuple or type(values) is not tuple or len(names) != len(values):
             return None
         pairs = list(zip(names, values, strict=True))
-        if not all(type(name) is _Field or _is_bare(value, type(name)) for name, value in pairs):
+        if not all(type(name) is _Field or _is_empty_instance(value, type(name)) for name, value in pairs):
             return None
         return {str(name): self.plain.to_json(value) for name, value in pairs if type(name) is _Field}
 
-    def child_names(self, node: _Node, texts: _Path, known: Sequence[str]) -> list[str]:
-        """As leaf_keys_full calls the children; those without leaves as their class does, else by position."""
+    def child_names(self, node: Node, original_keys: _Path, known: Sequence[str]) -> list[str]:
+        """Return the names of the children by leaf_keys_full; for those without leaves, by their class or position."""
         others = known if len(known) == len(node.children) else range(len(node.children))
-        above = ".".join((*filter(None, [self.prefix]), *texts, "")) if node.leaves else ""
+        above = ".".join((*filter(None, [self.prefix]), *original_keys, "")) if node.leaves else ""
         names = [
             self.next_part(child, above) if child.leaves else str(other)
             for child, other in zip(node.children, others, strict=True)
@@ -324,22 +264,22 @@ class _Tree:
             refuse(f"two children have the same name, below {above[:200]!r}")
         return names
 
-    def next_part(self, child: _Node, above: str) -> str:
+    def next_part(self, child: Node, above: str) -> str:
         key = self.leaves[child.first_leaf].key
         if not key.startswith(above):
             refuse(f"leaf_keys_full has {key[:200]!r} where the tree has something below {above[:200]!r}")
         below = key[len(above) :]
-        return below if child.kind == _LEAF else below.partition(".")[0]
+        return below if child.kind == LEAF else below.partition(".")[0]
 
 
-_LEVELS: dict[Any, Callable[[_Tree, _Node, _Path], _Level]] = {
-    1: lambda tree, node, texts: _Level(None),
-    2: lambda tree, node, texts: _in_list({}, "tuple", range(len(node.children))),
-    3: _Tree.of_namedtuple,
-    4: lambda tree, node, texts: _in_list({}, "list", range(len(node.children))),
-    5: _Tree.of_dict,
-    6: _Tree.of_custom,
-    7: _Tree.of_custom,
+_LEVELS: dict[Any, Callable[[_Translator, Node, _Path], _Level]] = {
+    1: lambda translator, node, original_keys: _Level(None),
+    2: lambda translator, node, original_keys: _in_list({}, "tuple", range(len(node.children))),
+    3: _Translator.translate_namedtuple,
+    4: lambda translator, node, original_keys: _in_list({}, "list", range(len(node.children))),
+    5: _Translator.translate_dict,
+    6: _Translator.translate_custom,
+    7: _Translator.translate_custom,
 }
 
 
@@ -347,7 +287,7 @@ _LEVELS: dict[Any, Callable[[_Tree, _Node, _Path], _Level]] = {
 
 
 class _Field(str):
-    """The name of a field, in the place of its value."""
+    """The name of a field, in place of its value."""
 
     __slots__ = ()
 
@@ -359,8 +299,8 @@ def _class_name(found: Any) -> str:
 
 
 def _resolve(name: str) -> Any:
-    """The class that a tree may be built of under that name; None if there is none, or no tree is being built."""
-    # What only looks at files runs without jax, and so without this module; what loads trees has it.
+    """Return the class of this name if a tree may contain it, or None. Without jax imported, return None."""
+    # Tools that only look at files run without jax, and so without this module; a load has imported it.
     nodes = sys.modules.get("eformer._engine.trees.nodes")
     try:
         return nodes and nodes.resolve_class(name)
@@ -369,7 +309,7 @@ def _resolve(name: str) -> Any:
 
 
 def _prototype(name: str) -> tuple[list[str], Any]:
-    """Which fields of a dataclass are children, and its auxiliary data with the names of the others in it."""
+    """Return the fields of a dataclass that are children, and its auxiliary data with names in place of values."""
     kind = _resolve(name)
     if not is_dataclass(kind):
         return [], None
@@ -377,11 +317,11 @@ def _prototype(name: str) -> tuple[list[str], Any]:
     try:
         level = sys.modules["eformer._engine.trees.nodes"].dataclass_level(kind, names, {})
         return list(level.keys), level.aux
-    except Exception:  # noqa: BLE001  the class's own functions may raise anything: then nobody knows
+    except Exception:  # noqa: BLE001  the class's own functions may raise anything
         return [], None
 
 
-def _is_bare(found: Any, kind: type) -> bool:
-    """Whether a pickle made `found` of this class, and of nothing else."""
+def _is_empty_instance(found: Any, kind: type) -> bool:
+    """Tell whether a pickle makes `found` of this class, without arguments and state."""
     is_of_kind = type(found) is Object and str(found.made_by) == f"{kind.__module__}:{kind.__qualname__}"
     return is_of_kind and not found.arguments and found.state is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,52 +11,52 @@ from eformer._engine.formats.nested_names import nested, parts_of_path
 from eformer._engine.formats.zarr.index import INDEX, Listed
 from eformer._engine.formats.zarr.zarray import ZARRAY, ZArray, chunks_of, count_chunks, parse_zarray
 from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry, foreign_tree
-from eformer._engine.stores.local import open_inside, read_range, stamp
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
+
+    from eformer._engine.stores.base import Store, Version
 
 _MOST_DEPTH = 100
 _CHECKPOINTS = {INDEX, ORBAX_TREE, ORBAX_CHECKPOINT}  # what another checkpoint has at its top
 _MOST_DESCRIPTION = 2**20
 
 
-def discover(directory: Path) -> Iterator[Listed]:
-    """All arrays below a directory, in order. Links are not followed, nor are other checkpoints; directories that may
-    not be listed, such as lost+found, are left out."""
+def discover(store: Store) -> Iterator[Listed]:
+    """List all arrays below a directory, in order.
+
+    Links are not followed, other checkpoints are not entered. Directories that may not be listed, such as lost+found,
+    are left out.
+    """
     todo = [("", 0)]
     while todo:
         path, depth = todo.pop()
-        below, names = [], set()
-        with suppress(PermissionError) if path else nullcontext(), os.scandir(directory / path) as entries:
-            for entry in entries:
-                names.add(entry.name)
-                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
-                    below.append(f"{path}/{entry.name}" if path else entry.name)
-        if ZARRAY in names and path:
-            yield Listed(path)
-        elif depth < _MOST_DEPTH and not (path and _CHECKPOINTS & names):
-            todo += [(name, depth + 1) for name in sorted(below, reverse=True)]
+        with suppress(PermissionError) if path else nullcontext():
+            kinds = store.kinds(path)
+            if ZARRAY in kinds and path:
+                yield Listed(path)
+            elif depth < _MOST_DEPTH and not (path and _CHECKPOINTS & kinds.keys()):
+                below = [name for name, kind in kinds.items() if kind == "directory" and name[0] != "."]
+                todo += [(f"{path}/{name}" if path else name, depth + 1) for name in reversed(below)]
 
 
 @dataclass(slots=True)
 class _Arrays:
     """Files and leaves, as they are found."""
 
-    directory: Path
-    stamps: dict[str, tuple[int, ...]]
+    store: Store
+    versions: dict[str, Version]
     files: list[DataFile] = field(default_factory=list)
 
     def add(self, listed: Listed) -> LeafEntry:
         path, name = listed.path, f"{listed.path}/{ZARRAY}"
         raw = self._description(name)
-        array = parse_zarray(raw, str(self.directory / name))
+        array = parse_zarray(raw, self.store.path_to(name))
         _check_listed(listed, array)
         if array.eformer:
             raise NotFoundError(
-                f"{self.directory} holds no checkpoint: the array {path} belongs to a save that has not finished, or "
+                f"{self.store.url} holds no checkpoint: the array {path} belongs to a save that has not finished, or "
                 f"whose {INDEX} is gone. Read it with TensorStore if you want it nevertheless"
             )
         self.files.append(DataFile(name, len(raw), len(raw)))
@@ -66,32 +65,28 @@ class _Arrays:
 
     def _description(self, name: str) -> bytes:
         try:
-            descriptor = open_inside(self.directory, name)
+            data, entry = self.store.read(name, 0, _MOST_DESCRIPTION)
         except FileNotFoundError:
-            raise CorruptionError(f"{self.directory / name} is missing: there is no such array") from None
-        try:
-            self.stamps[name] = stamp(descriptor)
-            return read_range(descriptor, 0, _MOST_DESCRIPTION)
-        finally:
-            os.close(descriptor)
+            raise CorruptionError(f"{self.store.path_to(name)} is missing: there is no such array") from None
+        self.versions[name] = entry.version
+        return data
 
     def _extents(self, path: str, array: ZArray, raw: str) -> Iterator[Extent]:
-        sizes = _chunk_sizes(self.directory / path, array)
+        sizes = _chunk_sizes(self.store, path, array)
         expected = count_chunks(array.shape, array.chunks)
         if expected > len(sizes):
             raise CorruptionError(
-                f"{self.directory / path}: {expected - len(sizes)} of {expected} chunks are missing, the first is "
+                f"{self.store.path_to(path)}: {expected - len(sizes)} of {expected} chunks are missing, the first is "
                 f"{_first_missing(array, sizes)!r}; they are not taken for zeros"
             )
         for name, box in chunks_of(array.shape, array.chunks) if expected else ():
             name = name.replace(".", array.dimension_separator)
+            where = self.store.path_to(f"{path}/{name}")
             if name not in sizes:
-                raise CorruptionError(f"{self.directory / path / name} is missing; it is not taken for zeros")
+                raise CorruptionError(f"{where} is missing; it is not taken for zeros")
             coding = array.coding(box.shape, raw)
             if not array.compressor and sizes[name] != array.chunk_nbytes:
-                raise CorruptionError(
-                    f"{self.directory / path / name} has {sizes[name]} bytes, a chunk has {array.chunk_nbytes}"
-                )
+                raise CorruptionError(f"{where} has {sizes[name]} bytes, a chunk has {array.chunk_nbytes}")
             nbytes = sizes[name] if coding else array.nbytes_of(box.shape)
             region = None if box.shape == array.shape else (box.start, box.stop)
             yield Extent(len(self.files), 0, nbytes, "", region, coding)
@@ -109,20 +104,11 @@ def _check_listed(listed: Listed, array: ZArray) -> None:
         )
 
 
-def _chunk_sizes(directory: Path, array: ZArray) -> dict[str, int]:
-    """The lengths of the files that may be chunks, by name."""
+def _chunk_sizes(store: Store, path: str, array: ZArray) -> dict[str, int]:
+    """Return the lengths of the files that may be chunks, by name."""
     depth = len(array.shape) if array.dimension_separator == "/" else 1
-    sizes: dict[str, int] = {}
-    for folder, folders, names in os.walk(directory):
-        inner = os.path.relpath(folder, directory)
-        level = 0 if inner == "." else inner.count("/") + 1
-        if level + 1 >= depth:
-            folders.clear()
-        for name in names:
-            if name[0] != ".":
-                path = name if inner == "." else f"{inner}/{name}"
-                sizes[path] = os.lstat(f"{folder}/{name}").st_size
-    return sizes
+    sizes = store.sizes(path, max(1, depth))
+    return {name: nbytes for name, nbytes in sizes.items() if name.rpartition("/")[2][0] != "."}
 
 
 def _first_missing(array: ZArray, sizes: Mapping[str, int]) -> str:
@@ -131,19 +117,19 @@ def _first_missing(array: ZArray, sizes: Mapping[str, int]) -> str:
 
 
 def tree_of_arrays(
-    directory: Path,
+    store: Store,
     paths: Mapping[str, Listed],
-    stamps: dict[str, tuple[int, ...]],
+    versions: dict[str, Version],
     *,
     structure: Any = None,
     values: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> TreeEntry:
-    """The arrays at these paths as one tree; the stamps of their descriptions are added to those there are.
+    """Describe the arrays at these paths as one tree; add the versions of their descriptions to `versions`.
 
     With a `structure` the keys are the names of its leaves, else paths that dicts are made of.
     """
-    arrays = _Arrays(directory, stamps)
+    arrays = _Arrays(store, versions)
     entries = {}
     for name, listed in paths.items():
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,75 +16,66 @@ from eformer._engine.formats.zarr.plain_arrays import counted_from, discover, tr
 from eformer._engine.record.manifest import UNREADABLE, Manifest
 from eformer._engine.record.names import is_inside
 from eformer._engine.record.values import parse_json, value_to_json
-from eformer._engine.stores.local import open_inside, read_small, stamp
-from eformer._engine.stores.local_upload import has_unfinished
+from eformer._engine.stores.base import read_whole
 from eformer.errors import FormatError, NotFoundError, StructureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from eformer._engine.record.manifest import TreeEntry
+    from eformer._engine.stores.base import Store, Version
 
 FOREIGN = "tensorstore, of another writer"
 
 _METADATA = "checkpoint_metadata.json"
 
-Stamps = dict[str, tuple[int, ...]]
+Versions = dict[str, "Version"]
 
 
-def by_index(directory: Path) -> Found | None:
+def by_index(store: Store) -> Found | None:
     """The checkpoint that the index of a directory tells of; None if it has no index."""
-    index = read_index(directory)
-    if index is None:
+    index, version = read_index(store)
+    if index is None or version is None:
         return None
-    manifest = index.manifest(str(directory / INDEX))
-    stamps = _stamps(directory)
+    manifest = index.manifest(store.path_to(INDEX))
+    versions = {INDEX: version}
     others = {prefix: listed for prefix, listed in index.listed().items() if prefix not in manifest.trees}
     describe = {
-        prefix: partial(_listed_tree, directory, prefix, arrays, stamps) for prefix, arrays in others.items()
+        prefix: partial(_listed_tree, store, prefix, arrays, versions) for prefix, arrays in others.items()
     }
     also = {}
     if list(others) == [""]:  # version 1.0 had no prefixes: they were directories
-        also = _directories(directory, others[""], stamps)
+        also = _directories(store, others[""], versions)
     if not index.is_ours:
         manifest = Manifest(format=FOREIGN)
-    trees = joined_trees(directory, manifest.trees, describe, also)
-    unread = partial(left_out, directory, {array.path for arrays in others.values() for array in arrays})
+    trees = joined_trees(store, manifest.trees, describe, also)
+    unread = partial(left_out, store, {array.path for arrays in others.values() for array in arrays})
     return Found(
-        directory,
-        directory,
+        store.url,
+        store,
         manifest,
         trees,
         also=tuple(also),
-        stamps=stamps,
+        versions=versions,
         find_left_out=tuple if index.is_ours else unread,
     )
 
 
-def _stamps(directory: Path) -> Stamps:
-    descriptor = open_inside(directory, INDEX)
-    try:
-        return {INDEX: stamp(descriptor)}
-    finally:
-        os.close(descriptor)
-
-
-def _listed_tree(directory: Path, prefix: str, listed: list[Listed], stamps: Stamps) -> TreeEntry:
+def _listed_tree(store: Store, prefix: str, listed: list[Listed], versions: Versions) -> TreeEntry:
     """A tree of the original: nested dicts, or what its structure file says."""
-    metadata = _metadata(directory)
+    metadata = _metadata(store)
     unreadable = None
     try:
-        if found := _structure(directory, prefix):
+        if found := _structure(store, prefix):
             metadata["custom_metadata"] = value_to_json(found.extras)
             arrays = _by_leaf(found, listed)
             return tree_of_arrays(
-                directory, arrays, stamps, structure=found.document, values=found.values, metadata=metadata
+                store, arrays, versions, structure=found.document, values=found.values, metadata=metadata
             )
     except StructureError as error:  # the arrays can still be had, into a tree that the caller gives
         unreadable = {UNREADABLE: str(error)}
     below = prefix.replace(".", "/")  # as the original made directories of it
-    tree = tree_of_arrays(directory, counted_from(below, listed), stamps, metadata=metadata)
+    tree = tree_of_arrays(store, counted_from(below, listed), versions, metadata=metadata)
     if unreadable is not None:
         tree = msgspec.structs.replace(tree, structure=msgspec.Raw(msgspec.json.encode(unreadable)))
     return tree
@@ -96,56 +86,56 @@ def _by_leaf(structure: OriginalStructure, listed: list[Listed]) -> dict[str, Li
     return {name: by_path.get(path, Listed(path)) for name, path in structure.arrays.items()}
 
 
-def _structure(directory: Path, prefix: str) -> OriginalStructure | None:
+def _structure(store: Store, prefix: str) -> OriginalStructure | None:
     name = f"{prefix}_structure.json"
-    if not prefix or not is_inside(name) or "/" in name or not (directory / name).exists():
+    if not prefix or not is_inside(name) or "/" in name or not store.exists(name):
         return None
     try:
-        found = parse_structure(read_small(directory, name) or b"", str(directory / name))
+        found = parse_structure(read_whole(store, name)[0], store.path_to(name))
     except FormatError as error:
         raise StructureError(str(error)) from error
     if found.prefix != prefix:
-        raise StructureError(f"{directory / name} is of the prefix {found.prefix!r}, not of {prefix!r}")
+        raise StructureError(f"{store.path_to(name)} is of the prefix {found.prefix!r}, not of {prefix!r}")
     return found
 
 
-def _metadata(directory: Path) -> dict[str, Any]:
+def _metadata(store: Store) -> dict[str, Any]:
     """What the original recorded beside its index: one record for all prefixes."""
     try:
-        data = read_small(directory, _METADATA) or b""
+        data, _ = read_whole(store, _METADATA)
     except FileNotFoundError:
         return {}
-    document = parse_json(data, dict[str, Any], f"{directory / _METADATA} is damaged")
+    document = parse_json(data, dict[str, Any], f"{store.path_to(_METADATA)} is damaged")
     return {name: value_to_json(value) for name, value in document.items()}
 
 
-def without_index(directory: Path) -> Found | None:
+def without_index(store: Store) -> Found | None:
     """The arrays of a directory that has no index, as one tree; and each of its directories as a prefix."""
-    listed = list(discover(directory))
+    listed = list(discover(store))
     if not listed:
         return None
-    if has_unfinished(directory):
+    if store.has_unfinished():
         raise NotFoundError(
-            f"{directory} holds no checkpoint: there are arrays, but they belong to a save that has not finished; "
+            f"{store.url} holds no checkpoint: there are arrays, but they belong to a save that has not finished; "
             "save again to clean up"
         )
-    stamps: Stamps = {}
-    describe = {"": partial(tree_of_arrays, directory, counted_from("", listed), stamps)}
-    also = _directories(directory, listed, stamps)
+    versions: Versions = {}
+    describe = {"": partial(tree_of_arrays, store, counted_from("", listed), versions)}
+    also = _directories(store, listed, versions)
     trees = Trees({}, describe, also)
     return Found(
-        directory,
-        directory,
+        store.url,
+        store,
         Manifest(format=FOREIGN),
         trees,
         also=tuple(also),
-        stamps=stamps,
-        find_left_out=partial(left_out, directory, {array.path for array in listed}),
+        versions=versions,
+        find_left_out=partial(left_out, store, {array.path for array in listed}),
     )
 
 
 def _directories(
-    directory: Path, listed: Sequence[Listed], stamps: Stamps
+    store: Store, listed: Sequence[Listed], versions: Versions
 ) -> dict[str, Callable[[], TreeEntry]]:
     """Each outer directory of the arrays as a tree."""
     inner: dict[str, list[Listed]] = {}
@@ -154,6 +144,6 @@ def _directories(
         if slash:
             inner.setdefault(top, []).append(array)
     return {
-        top: partial(tree_of_arrays, directory, counted_from(top, arrays), stamps)
+        top: partial(tree_of_arrays, store, counted_from(top, arrays), versions)
         for top, arrays in inner.items()
     }

@@ -1,0 +1,84 @@
+"""The directories of an Orbax checkpoint that hold trees: items, and steps of a `CheckpointManager`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
+from eformer._engine.formats.others.orbax_aggregate import is_aggregate
+from eformer._engine.formats.zarr.zarray import ZARRAY
+from eformer._engine.stores.local import LocalStore
+from eformer._engine.stores.ocdbt import DATABASE_MANIFEST
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a directory while it is being saved
+ARRAY_NAME = "checkpoint"  # of the only leaf of an item that is one array
+
+_JAX_KEY, _NUMPY_KEY = "jax_random_key", "np_random_key"
+_ARRAY_HANDLER = ".ArrayCheckpointHandler"
+
+
+@dataclass(frozen=True, slots=True)
+class TreeDirectory:
+    """A directory that holds one tree.
+
+    Orbax stores an item that is a single array or PRNG key as a dict with one leaf; `is_single_array` marks it.
+    `key_metadata` names the directory beside it that describes a PRNG key.
+    """
+
+    directory: Path
+    is_single_array: bool = False
+    key_metadata: str | None = None
+
+
+def holds_tree(path: Path) -> bool:
+    """Tell whether a directory holds a tree itself, not only in its items."""
+    return (path / ORBAX_TREE).is_file() or is_aggregate(path)
+
+
+def find_item(path: Path, handlers: Mapping[str, Any]) -> TreeDirectory | None:
+    """Find the tree of the item at `path`; return None if it is unfinished or holds no tree.
+
+    `handlers` has the class names of the handlers that wrote the items, by item.
+    """
+    if UNFINISHED in path.name or path.is_symlink() or not path.is_dir():
+        return None
+    is_array = str(handlers.get(path.name)).endswith(_ARRAY_HANDLER)
+    if holds_tree(path) or (is_array and _holds_array(path)):
+        return TreeDirectory(path, is_single_array=is_array)
+    for name in (_JAX_KEY, _NUMPY_KEY):
+        key, is_jax = path / name, name == _JAX_KEY
+        if not key.is_symlink() and (holds_tree(key) or (is_jax and _holds_array(key))):
+            return TreeDirectory(key, is_single_array=is_jax, key_metadata=f"{name}_metadata")
+    return None
+
+
+def _holds_array(path: Path) -> bool:
+    """Tell whether an item is one array, as Orbax before 0.12 stored it."""
+    return (path / ARRAY_NAME / ZARRAY).is_file() or (path / DATABASE_MANIFEST).is_file()
+
+
+def steps_in(directory: Path, names: Sequence[str]) -> list[str]:
+    """List the directories of finished steps among `names`, the last step last.
+
+    A step that is being saved has another name and is not listed.
+    """
+    steps = []
+    for name in names:
+        before, _, digits = name.rpartition("_")
+        if digits.isdecimal() and _is_step(directory / name, may_be_item=before not in ("", "checkpoint")):
+            steps.append((int(digits), name))
+    return [name for _, name in sorted(steps)]
+
+
+def _is_step(path: Path, *, may_be_item: bool) -> bool:
+    """Tell whether a directory with the name of a step is one, and not an item, which is a tree itself."""
+    if path.is_symlink() or not path.is_dir():
+        return (path / ORBAX_CHECKPOINT).is_file()
+    if (path / ORBAX_CHECKPOINT).is_file() or (not may_be_item and holds_tree(path)):
+        return True
+    return not holds_tree(path) and any(find_item(path / name, {}) for name in LocalStore(path).kinds())

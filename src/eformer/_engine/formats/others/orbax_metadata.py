@@ -1,0 +1,224 @@
+"""The JSON files of an Orbax checkpoint, parsed and checked.
+
+_CHECKPOINT_METADATA         of a checkpoint: when it was saved, which handlers wrote it, the user's metadata
+_METADATA                    of a tree: the keys and the kind of every leaf
+_sharding                    the shardings of its arrays
+_strings.json                the leaves that are texts
+array_metadatas/process_N    the generators of its PRNG keys
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import json
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
+from eformer._engine.record.manifest import RecordedSharding
+from eformer._engine.record.names import escape, join_name
+from eformer._engine.record.values import MALFORMED_JSON, parse_json
+from eformer._engine.stores.base import read_whole
+from eformer._engine.stores.local import LocalStore
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SHARDINGS = "_sharding"
+STRINGS = "_strings.json"
+ARRAY_METADATAS = "array_metadatas"
+
+_BEGINNING = 64  # bytes
+_COMMITTED = "commit_success.txt"  # an empty file that marks a finished item
+
+# ------------------------------------------------------------------------------------------- a checkpoint
+
+
+class CheckpointMetadata(msgspec.Struct):
+    """The members of `_CHECKPOINT_METADATA` that are used here."""
+
+    commit_timestamp_nsecs: int | None = None
+    custom_metadata: dict[str, Any] | None = None
+    raw_item_handlers: Any = msgspec.field(name="item_handlers", default=None)
+
+    @property
+    def item_handlers(self) -> dict[str, Any]:
+        """Return the handler that wrote each item, by the item's name; empty if the file does not say."""
+        return self.raw_item_handlers if isinstance(self.raw_item_handlers, dict) else {}
+
+    @property
+    def saved_at(self) -> str:
+        """Return the time of the save in ISO format, or "" if it is missing or out of range."""
+        with suppress(OverflowError, OSError, TypeError, ValueError):
+            return dt.datetime.fromtimestamp(self.commit_timestamp_nsecs // 10**9, dt.UTC).isoformat()  # type: ignore[operator]
+        return ""
+
+
+def read_checkpoint_metadata(directory: Path) -> CheckpointMetadata:
+    """Read `_CHECKPOINT_METADATA`; return an empty one if the file is missing."""
+    try:
+        found: CheckpointMetadata | None = _read_optional(directory, ORBAX_CHECKPOINT, CheckpointMetadata)
+    except FormatError:  # Python's json writes NaN and Infinity, which msgspec refuses
+        with suppress(ValueError, RecursionError, msgspec.ValidationError):
+            document = json.loads(read_whole(LocalStore(directory), ORBAX_CHECKPOINT)[0])
+            return msgspec.convert(document, CheckpointMetadata)
+        raise
+    return found or CheckpointMetadata()
+
+
+# --------------------------------------------------------------------------------------------- a tree
+
+
+class KeyMetadata(msgspec.Struct):
+    """One step on the way from the root to a leaf."""
+
+    key: str
+    key_type: int = 2
+
+    @property
+    def is_index(self) -> bool:
+        """Tell whether the key is an index into a sequence."""
+        return self.key_type == 1
+
+
+class ValueMetadata(msgspec.Struct):
+    """The kind of a leaf: "jax.Array", "np.ndarray", "scalar", "string", or an empty container."""
+
+    value_type: str = "jax.Array"
+    skip_deserialize: bool = False
+
+
+class LeafMetadata(msgspec.Struct):
+    """The entry of a leaf in `_METADATA`."""
+
+    key_metadata: list[KeyMetadata]
+    value_metadata: ValueMetadata
+
+    @property
+    def stored_name(self) -> str:
+        """Return the name under which Orbax stores the leaf: its keys, joined by dots and not escaped."""
+        return ".".join(key.key for key in self.key_metadata)
+
+    @property
+    def name(self) -> str:
+        """Return the leaf's name in eformer: its keys, escaped and joined by dots."""
+        return join_name(escape(key.key) for key in self.key_metadata)
+
+
+class TreeMetadata(msgspec.Struct):
+    """The members of `_METADATA` that are used here."""
+
+    tree_metadata: dict[str, LeafMetadata]
+    use_ocdbt: bool | None = None
+    use_zarr3: bool = False
+    store_array_data_equal_to_fill_value: bool = False
+    custom_metadata: Any = None
+
+    @property
+    def leaves(self) -> list[LeafMetadata]:
+        return list(self.tree_metadata.values())
+
+
+def metadata_of_single_array(name: str) -> TreeMetadata:
+    """Make the metadata of a tree that has one array and no `_METADATA`."""
+    return TreeMetadata({name: LeafMetadata([KeyMetadata(name)], ValueMetadata())})
+
+
+def read_tree_metadata(directory: Path) -> TreeMetadata | None:
+    """Read `_METADATA`; return None if the file is missing."""
+    found: TreeMetadata | None = _read_optional(directory, ORBAX_TREE, TreeMetadata)
+    return found
+
+
+def read_strings(directory: Path) -> dict[str, str]:
+    """Read the leaves that are texts, by stored name."""
+    return _read_optional(directory, STRINGS, dict[str, str]) or {}
+
+
+class _Sharding(msgspec.Struct):
+    sharding_type: str = ""
+    shape: list[int] = []
+    axis_names: list[str] = []
+    partition_spec: list[str | list[str] | None] = []
+
+
+def read_shardings(directory: Path) -> dict[str, RecordedSharding]:
+    """Read the shardings of arrays, by stored name.
+
+    A sharding that cannot be parsed is skipped: an array can be loaded under any sharding.
+    """
+    found: dict[str, RecordedSharding] = {}
+    for name, text in (_read_optional(directory, SHARDINGS, dict[str, str]) or {}).items():
+        with suppress(*MALFORMED_JSON, ValueError):
+            sharding = msgspec.json.decode(text, type=_Sharding)
+            if sharding.sharding_type == "NamedSharding":
+                spec = tuple(
+                    tuple(axis) if isinstance(axis, list) else axis for axis in sharding.partition_spec
+                )
+                mesh = dict(zip(sharding.axis_names, sharding.shape, strict=True))
+                found[base64.b64decode(name, validate=True).decode()] = RecordedSharding(spec, mesh)
+    return found
+
+
+class _ArrayMetadata(msgspec.Struct):
+    param_name: str
+    ext_metadata: dict[str, Any] | None = None
+
+
+class _ArrayEntry(msgspec.Struct):
+    array_metadata: _ArrayMetadata
+
+
+class _ArrayMetadatas(msgspec.Struct):
+    array_metadatas: list[_ArrayEntry]
+
+
+def read_key_generators(directory: Path) -> dict[str, str]:
+    """Read the generators of the PRNG keys, by stored name."""
+    below = directory / ARRAY_METADATAS
+    found: dict[str, str] = {}
+    for name in LocalStore(below).kinds() if below.is_dir() else []:
+        for entry in _read(below, name, _ArrayMetadatas).array_metadatas:
+            generator = (entry.array_metadata.ext_metadata or {}).get("random_key_impl")
+            if isinstance(generator, str):
+                found[entry.array_metadata.param_name] = generator
+    return found
+
+
+# ----------------------------------------------------------------------------------- items that are JSON
+
+
+def read_json_item(directory: Path) -> Any:
+    """Read the JSON in the only file of a directory."""
+    (name,) = (name for name in LocalStore(directory).kinds() if name != _COMMITTED)
+    store = LocalStore(directory)
+    if store.read(name, 0, _BEGINNING)[0].lstrip()[:1] not in (b"{", b"["):
+        raise ValueError(f"{directory / name} is not a document")
+    return json.loads(read_whole(store, name)[0])
+
+
+def read_is_typed(directory: Path) -> bool:
+    """Read whether a PRNG key is typed from the JSON item beside it."""
+    try:
+        return bool(read_json_item(directory)["typed"])
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise FormatError(f"{directory} does not say whether the PRNG key is typed: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def _read(directory: Path, name: str, kind: Any) -> Any:
+    problem = f"{directory / name} is damaged, or was written by an unknown version of Orbax"
+    return parse_json(read_whole(LocalStore(directory), name)[0], kind, problem)
+
+
+def _read_optional(directory: Path, name: str, kind: Any) -> Any:
+    try:
+        return _read(directory, name, kind)
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,217 @@
+"""One tree of an Orbax checkpoint, described as eformer records its own, with the files to read it from."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from eformer._engine.formats.markers import ORBAX_TREE
+from eformer._engine.formats.others.orbax_aggregate import NAME as AGGREGATE
+from eformer._engine.formats.others.orbax_aggregate import PlainValue, is_aggregate, read_aggregate
+from eformer._engine.formats.others.orbax_arrays import (
+    array_store,
+    describe_leaf,
+    open_arrays,
+    read_scalar,
+    split_leaf,
+)
+from eformer._engine.formats.others.orbax_chunks import ChunkFiles
+from eformer._engine.formats.others.orbax_items import ARRAY_NAME
+from eformer._engine.formats.others.orbax_leaves import (
+    AggregateArray,
+    ZarrArray,
+    leaves_in_aggregate,
+    leaves_in_metadata,
+)
+from eformer._engine.formats.others.orbax_metadata import (
+    ARRAY_METADATAS,
+    SHARDINGS,
+    STRINGS,
+    metadata_of_single_array,
+    read_is_typed,
+    read_tree_metadata,
+)
+from eformer._engine.formats.others.orbax_structure import build_structure
+from eformer._engine.formats.others.single_file import describe_array
+from eformer._engine.record.manifest import DataFile, foreign_tree
+from eformer._engine.record.names import BARE_LEAF
+from eformer._engine.record.values import value_to_json
+from eformer._engine.stores.local import LocalStore
+from eformer._engine.stores.ocdbt import DATABASE_MANIFEST, list_arrays, require_plain_files
+from eformer._engine.stores.virtual_files import ChainedFiles, VirtualFiles
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from eformer._engine.formats.others.orbax_aggregate import Aggregate
+    from eformer._engine.formats.others.orbax_arrays import ArrayStore
+    from eformer._engine.formats.others.orbax_chunks import Chunk
+    from eformer._engine.formats.others.orbax_items import TreeDirectory
+    from eformer._engine.formats.others.orbax_leaves import Leaf
+    from eformer._engine.record.manifest import LeafEntry, TreeEntry
+    from eformer._engine.stores.base import Files, Version
+    from eformer._engine.stores.virtual_files import VirtualFile
+
+# The files of an array that lies in the tree's own directory: chunks, and the metadata of zarr 3.
+_FILE_OF_ARRAY = re.compile(r"\d+(\.\d+)*|c|zarr\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """The leaves of a tree: arrays as `entries`, plain values as JSON, and the files that the entries refer to.
+
+    The msgpack file comes first, then `virtual_files`, which are parts of it, then `chunks`.
+    """
+
+    entries: Mapping[str, LeafEntry]
+    values: Mapping[str, Any]
+    virtual_files: list[VirtualFile]
+    chunks: list[Chunk]
+    array_paths: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class OrbaxTree:
+    """A tree in the directory `root` of a checkpoint, with its record."""
+
+    checkpoint: Path
+    root: str
+    record: TreeEntry
+    store: ArrayStore
+    aggregate: Aggregate | None
+    contents: _Contents
+
+    @property
+    def versions(self) -> dict[str, Version]:
+        """Return the versions of the files that were read, by their paths in the checkpoint."""
+        return {self._path(AGGREGATE): self.aggregate.version} if self.aggregate else {}
+
+    def open_files(self) -> Files:
+        """Open the files that the record refers to. The caller closes them."""
+        chunks = ChunkFiles(self.contents.chunks)
+        if not self.aggregate:
+            return chunks
+        virtual = self.contents.virtual_files
+        file = LocalStore(self.checkpoint).open([self._path(AGGREGATE)], self.versions)
+        return ChainedFiles(VirtualFiles(file, virtual), 1 + len(virtual), chunks)
+
+    def list_own_paths(self) -> list[str]:
+        """List the files and directories that belong to the tree, by their paths in the checkpoint."""
+        directory = self.store.directory
+        names = [ORBAX_TREE, SHARDINGS, STRINGS, ARRAY_METADATAS]
+        if self.aggregate:
+            names.append(AGGREGATE)
+        if self.store.is_database:
+            names += [DATABASE_MANIFEST, "d"]
+            names += [name for name in LocalStore(directory).kinds() if name.startswith("ocdbt.process_")]
+        else:
+            names += filter(None, self.contents.array_paths)
+        if "" in self.contents.array_paths:
+            names += [name for name in LocalStore(directory).kinds() if _FILE_OF_ARRAY.fullmatch(name)]
+        return [self._path(name) for name in names]
+
+    def list_unused_arrays(self) -> list[str]:
+        """List the arrays of the database that are not leaves, by their paths in the checkpoint."""
+        if not self.store.is_database:
+            return []
+        require_plain_files(Path(os.path.realpath(self.store.directory)))
+        paths = list_arrays(self.store.directory)
+        return [
+            self._path(f"{DATABASE_MANIFEST}/{path}")
+            for path in paths
+            if path not in self.contents.array_paths
+        ]
+
+    def _path(self, name: str) -> str:
+        return f"{self.root}/{name}" if self.root else name
+
+
+def read_tree(
+    checkpoint: Path, place: TreeDirectory, *, metadata: Mapping[str, Any], saved_at: str
+) -> OrbaxTree:
+    """Read a tree of a checkpoint, without the elements of its arrays.
+
+    `metadata`, as JSON, and `saved_at` become part of its record.
+    """
+    directory = place.directory
+    root = "" if directory == checkpoint else directory.relative_to(checkpoint).as_posix()
+    tree = read_tree_metadata(directory)
+    aggregate = read_aggregate(directory) if is_aggregate(directory) else None
+    if place.is_single_array and not aggregate:
+        tree = tree or metadata_of_single_array(ARRAY_NAME)
+    store = array_store(directory, tree)
+    if tree:
+        leaves = leaves_in_metadata(directory, tree, aggregate)
+        structure = build_structure(tree.leaves, str(directory))
+    else:
+        assert aggregate  # a directory without either does not hold a tree
+        leaves, structure = leaves_in_aggregate(directory, aggregate), aggregate.structure
+    contents = _describe(store, leaves, has_aggregate=aggregate is not None)
+    entries = contents.entries
+    if place.is_single_array:
+        entries, structure = _unwrap(place, contents), BARE_LEAF
+    record = foreign_tree(
+        saved_at=saved_at,
+        written_by="orbax",
+        files=tuple(_data_files(aggregate, contents)),
+        root=root,
+        metadata=metadata,
+        values=contents.values,
+        structure=structure,
+        leaves=dict(entries),
+    )
+    return OrbaxTree(checkpoint, root, record, store, aggregate, contents)
+
+
+def _describe(store: ArrayStore, leaves: Mapping[str, Leaf], *, has_aggregate: bool) -> _Contents:
+    arrays = open_arrays(store, {name: leaf for name, leaf in leaves.items() if isinstance(leaf, ZarrArray)})
+    virtual = {
+        name: leaf.array.virtual_file
+        for name, leaf in leaves.items()
+        if isinstance(leaf, AggregateArray) and leaf.array.virtual_file
+    }
+    file_numbers = {name: number for number, name in enumerate(virtual, 1)}
+    first_chunk = 1 + len(virtual) if has_aggregate else 0
+    entries: dict[str, LeafEntry] = {}
+    values: dict[str, Any] = {}
+    chunks: list[Chunk] = []
+    for name, leaf in leaves.items():
+        if isinstance(leaf, PlainValue):
+            values[name] = leaf.value
+        elif isinstance(leaf, AggregateArray):
+            entries[name] = describe_array(leaf.array, leaf.library, file_numbers.get(name, 0))
+        elif leaf.is_scalar:
+            values[name] = value_to_json(read_scalar(store, leaf.path, arrays[leaf.path]))
+        else:
+            own = split_leaf(leaf, arrays[leaf.path])
+            entries[name] = describe_leaf(leaf, arrays[leaf.path], own, first_chunk + len(chunks))
+            chunks += own
+    return _Contents(entries, values, list(virtual.values()), chunks, frozenset(arrays))
+
+
+def _unwrap(place: TreeDirectory, contents: _Contents) -> dict[str, LeafEntry]:
+    """Return the only array of an item under the name of a bare leaf, as a PRNG key if it was one."""
+    count = len(contents.entries) + len(contents.values)
+    if len(contents.entries) != 1 or count != 1:
+        raise FormatError(f"{place.directory} should hold one array, but holds {count} leaves")
+    (entry,) = contents.entries.values()
+    is_typed = place.key_metadata and read_is_typed(place.directory.parent / place.key_metadata)
+    if is_typed and entry.dtype == "uint32" and entry.shape[-1:] == (2,):
+        # Orbax does not record the generator and uses JAX's default, the only one whose keys are two numbers.
+        entry = msgspec.structs.replace(entry, key="threefry2x32", sharding=None)
+    return {BARE_LEAF: entry}
+
+
+def _data_files(aggregate: Aggregate | None, contents: _Contents) -> Iterator[DataFile]:
+    if aggregate:
+        yield DataFile(AGGREGATE, aggregate.nbytes)
+    for part in contents.virtual_files:
+        yield DataFile(f"{AGGREGATE}/{part.name}", part.nbytes)
+    for chunk in contents.chunks:
+        yield DataFile(chunk.name, chunk.nbytes)

@@ -1,0 +1,207 @@
+"""Write a directory of safetensors files under one manifest.
+
+A data file is never touched again once a manifest names it; what no manifest names any more is removed last.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from eformer._engine.formats.markers import ORBAX_TREE
+from eformer._engine.formats.process_records import CARRIED
+from eformer._engine.formats.safetensors.header import open_header
+from eformer._engine.formats.safetensors.hf_index import bring_up_to_date, save_of_index
+from eformer._engine.formats.safetensors.layout import header_of, own_nbytes, plan_files
+from eformer._engine.formats.safetensors.names import (
+    INDEX_SUFFIX,
+    MANIFEST,
+    PRIVATE,
+    SUFFIX,
+    base_name,
+    is_leftover,
+    is_marked,
+    marks,
+    plain_names,
+    renumbered,
+    unique_names,
+)
+from eformer._engine.formats.safetensors.read import read_manifest
+from eformer._engine.formats.write_format import Commit
+from eformer._engine.formats.zarr.index import INDEX as ZARR_INDEX
+from eformer._engine.record.manifest import Manifest
+from eformer._engine.record.planned import process_record
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from eformer._engine.record.manifest import TreeEntry
+    from eformer._engine.record.planned import PlannedFile, Source
+    from eformer._engine.stores.base import Store, Upload, Version
+
+FORMAT = "safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsDirectory:
+    """The format of one save to a directory. `several` processes put what they record into their own headers."""
+
+    name: ClassVar = FORMAT
+    keeps_records: ClassVar = True
+    index_name: ClassVar = MANIFEST
+
+    prefix: str
+    save_id: str
+    block: int
+    max_shard_bytes: int
+    several: bool = False
+    process: int = 0
+
+    @property
+    def header_needs_digests(self) -> bool:
+        return self.several
+
+    def own_nbytes(self, source: Source) -> int:
+        return own_nbytes(source)
+
+    def begin(self, store: Store, token: str = "") -> Upload:
+        return store.begin("", token)
+
+    # ---------------------------------------------------------------------------------------- plan
+
+    def layout(self, groups: Sequence[Sequence[Source]], sha256: Mapping[str, str]) -> list[PlannedFile]:
+        plan = partial(plan_files, max_bytes=self.max_shard_bytes, block=self.block, has_record=self.several)
+        files = [file for sources in groups for file in plan(sources)]
+        names = unique_names(plain_names(base_name(self.prefix), len(files)), self.save_id)
+        for file, name in zip(files, names, strict=True):
+            file.name = f"process-{self.process}-{name}" if self.several else name
+            file.header = self.header(file, sha256)
+            file.nbytes += len(file.header)
+        return files
+
+    def header(self, file: PlannedFile, sha256: Mapping[str, str]) -> bytes:
+        metadata = marks(self.save_id, base_name(self.prefix))
+        if self.several:
+            metadata[CARRIED] = process_record([file], sha256).to_json().decode()
+        return header_of(file, metadata)
+
+    def process_file(self, files: Sequence[PlannedFile], sha256: Mapping[str, str]) -> None:
+        """The headers of the files carry it."""
+
+    # -------------------------------------------------------------------------------------- commit
+
+    def check_place(self, store: Store) -> bool:
+        """A damaged manifest is not replaced either: it may name files that can still be saved."""
+        try:
+            there = store.kinds()  # before the manifest is read: a concurrent save may put one there
+        except FileNotFoundError:
+            return False
+        if ZARR_INDEX in there:
+            raise FileExistsError(
+                f"{store.path_to(ZARR_INDEX)} is there: the directory holds a checkpoint of another format, or "
+                "something else. Save to another directory, or with format='tensorstore'"
+            )
+        manifest, _ = read_manifest(store)
+        if manifest is None or self.prefix not in manifest.trees:
+            foreign = [MANIFEST] if manifest is None and MANIFEST in there else []
+            foreign += [name for name in self._foreign_files(store) if name in there]
+            if foreign:
+                raise FileExistsError(
+                    f"{store.path_to(foreign[0])} was not written by eformer; save to another directory"
+                )
+        return manifest is not None
+
+    def _foreign_files(self, store: Store) -> Iterator[str]:
+        """List names that a new tree would use, where files of other programs have them."""
+        base = base_name(self.prefix)
+        yield ORBAX_TREE
+        if not is_marked(_metadata(store, base + SUFFIX)):
+            yield base + SUFFIX
+        if save_of_index(store, base + INDEX_SUFFIX)[0] is None:
+            yield base + INDEX_SUFFIX
+
+    def read_index(self, store: Store) -> _Index:
+        manifest, version = read_manifest(store)
+        return _Index(self.prefix, manifest or Manifest(format=FORMAT), version)
+
+    def is_committed(self, store: Store, save_id: str) -> bool:
+        try:
+            manifest, _ = read_manifest(store)
+        except (OSError, FormatError):
+            return True  # nothing is removed that might be named
+        return manifest is not None and any(tree.save_id == save_id for tree in manifest.trees.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    prefix: str
+    manifest: Manifest
+    version: Version | None
+
+    @property
+    def save_ids(self) -> set[str]:
+        return {tree.save_id for tree in self.manifest.trees.values()}
+
+    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Commit:
+        finals = self._final_names(tree, store, upload)
+        moves = {file.name: final for file, final in zip(tree.files, finals, strict=True)}
+        files = tuple(msgspec.structs.replace(file, name=moves[file.name]) for file in tree.files)
+        manifest = self.manifest.with_tree(self.prefix, msgspec.structs.replace(tree, files=files))
+        old = self.manifest.trees.get(self.prefix)
+        replaced = {file.name for file in old.files} if old else set()
+        return Commit(moves, manifest.to_json(), tidy=partial(_tidy, manifest, replaced))
+
+    def _final_names(self, tree: TreeEntry, store: Store, upload: Upload) -> list[str]:
+        """Give plain names to a first save that is all there is. A name that a manifest ever gave is not given to
+        another file."""
+        new = [file.name for file in tree.files if f".{tree.save_id}{SUFFIX}" in file.name]
+        kept = [file.name for file in tree.files if file.name not in new]
+        names = plain_names(base_name(self.prefix), len(new))
+        is_first = not kept and self.prefix not in self.manifest.trees
+        if not (store.can_rename and is_first and store.kinds().keys().isdisjoint(names)):
+            names = unique_names(names, tree.save_id)
+        if any(name.endswith(PRIVATE) for name in kept):  # nobody shall take the rest for the whole
+            names = [name + PRIVATE for name in names]
+        finals = dict(zip(new, names, strict=True)) | {name: _free_name(store, upload, name) for name in kept}
+        return [finals[file.name] for file in tree.files]
+
+
+def _free_name(store: Store, upload: Upload, planned: str) -> str:
+    """Return the name for a file that is kept; another one if the place has another file of that name, as a copy of the
+    directory that it is kept from does."""
+    taken, name = store.kinds(), planned
+    while name in taken and not upload.is_published(planned, name):
+        name = renumbered(name)
+    return name
+
+
+def _tidy(manifest: Manifest, replaced: set[str], store: Store, upload: Upload) -> None:
+    bases = bring_up_to_date(store, upload, manifest)
+    named = {file.name for tree in manifest.trees.values() for file in tree.files}
+    upload.remove(replaced - named)
+    if store.can_rename:  # else files that no manifest names may belong to a save that is under way
+        upload.remove(_leftovers(store, named, bases))
+
+
+def _leftovers(store: Store, named: set[str], bases: set[str]) -> list[str]:
+    """List the files of earlier saves of the trees that the manifest has. Those of other trees stay: people copy single
+    files."""
+    return [
+        name
+        for name in store.kinds()
+        if name.endswith((SUFFIX, PRIVATE))
+        and name not in named
+        and is_leftover(name, _metadata(store, name), bases)
+    ]
+
+
+def _metadata(store: Store, name: str) -> Mapping[str, str]:
+    """Return what a file says of itself; nothing if it is not a safetensors file."""
+    with suppress(FormatError, OSError):
+        return open_header(store, name).header.metadata
+    return {}

@@ -1,0 +1,99 @@
+"""Write `model.safetensors.index.json`, for readers that know safetensors and not the manifest."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from eformer._engine.formats.safetensors.header import open_header
+from eformer._engine.formats.safetensors.names import (
+    INDEX_SUFFIX,
+    PRIVATE,
+    base_name,
+    plain_names,
+    tensor_name,
+)
+from eformer._engine.record.values import MALFORMED_JSON
+from eformer._engine.stores.base import read_whole
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from eformer._engine.record.manifest import Manifest, TreeEntry
+    from eformer._engine.stores.base import Store, Upload, Version
+
+logger = logging.getLogger("eformer")
+
+
+def bring_up_to_date(store: Store, upload: Upload, manifest: Manifest) -> set[str]:
+    """Write or remove the index of every tree. Return the names that their files begin with."""
+    bases: set[str] = set()
+    for prefix, tree in sorted(manifest.trees.items()):  # the prefix "model" yields to no prefix at all
+        if base_name(prefix) not in bases:
+            _update(store, upload, base_name(prefix), tree)
+        bases.add(base_name(prefix))
+    return bases
+
+
+def _update(store: Store, upload: Upload, base: str, tree: TreeEntry) -> None:
+    """Keep an index wherever it is not plain which file to read."""
+    index = base + INDEX_SUFFIX
+    names = [file.name for file in tree.files]
+    saved, version = save_of_index(store, index)
+    if saved is None and version is not None:
+        logger.warning("%s was not written by eformer, and was left as it is", store.path_to(index))
+        return
+    is_of_use = tree.parts != "torn" and not any(name.endswith(PRIVATE) for name in names)
+    if names == plain_names(base, 1) or not names or not is_of_use:
+        if saved is not None:
+            upload.remove([index])
+    elif saved != tree.save_id:
+        upload.swap(index, _index(store, tree), version)
+
+
+def _index(store: Store, tree: TreeEntry) -> bytes:
+    if tree.parts:  # only the headers of the files say what is in them
+        opened = ((open_header(store, file.name).header.tensors, file.name) for file in tree.files)
+        weight_map = {tensor: name for tensors, name in opened for tensor in tensors}
+        total = sum(file.nbytes - file.header_nbytes for file in tree.files)
+    else:  # files of earlier saves may hold tensors that are not part of the tree any more
+        weight_map = {
+            tensor_name(leaf, entry.region_of(extent) if extent.region else None): tree.files[
+                extent.file
+            ].name
+            for leaf, entry in tree.leaves.items()
+            for extent in entry.extents
+        }
+        total = tree.nbytes
+    index = {"metadata": {"total_size": total, "eformer": tree.save_id}, "weight_map": weight_map}
+    return msgspec.json.format(msgspec.json.encode(index), indent=2)
+
+
+class _IndexMetadata(msgspec.Struct):
+    eformer: str
+
+
+class _IndexHead(msgspec.Struct):
+    metadata: _IndexMetadata
+
+
+def save_of_index(store: Store, name: str) -> tuple[str | None, Version | None]:
+    """Return the save of ours that an index is of, and the version of its file.
+
+    The save is "" for a damaged index of ours, and None for one of another program. Both are None if there is none,
+    or only a link, which a new index replaces.
+    """
+    kind = store.kinds().get(name)
+    if kind is None:
+        return None, None
+    try:
+        data, entry = read_whole(store, name)
+    except (OSError, FormatError):
+        return None, None if kind == "other" else ""
+    try:
+        return msgspec.json.decode(data, type=_IndexHead).metadata.eformer, entry.version
+    except msgspec.ValidationError:  # it is sound, and says something else
+        return None, entry.version
+    except MALFORMED_JSON:
+        return ("" if b'"eformer"' in data else None), entry.version

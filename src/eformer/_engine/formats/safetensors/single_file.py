@@ -1,0 +1,137 @@
+"""Write one safetensors file that carries its own manifest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from eformer._engine.formats.find import FOREIGN, find
+from eformer._engine.formats.safetensors.directory import FORMAT
+from eformer._engine.formats.safetensors.layout import header_of, own_nbytes, plan_files
+from eformer._engine.formats.safetensors.read import read_manifest
+from eformer._engine.formats.write_format import Commit
+from eformer._engine.record.digests import stamp_digest
+from eformer._engine.record.manifest import DataFile, Manifest, encode_leaves
+from eformer._engine.record.planned import PlannedFile, leaf_entries
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from eformer._engine.record.manifest import TreeEntry
+    from eformer._engine.record.planned import Source
+    from eformer._engine.stores.base import Store, Upload
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsFile:
+    """The format of one save to a file. `names` are those of the leaves, in the order of the tree.
+
+    The header has the manifest in it. Digests have a fixed width, so its length is known before they are.
+    """
+
+    name: ClassVar = FORMAT
+    keeps_records: ClassVar = True
+    header_needs_digests: ClassVar = True
+
+    index_name: str
+    prefix: str
+    tree: TreeEntry
+    names: Sequence[str]
+
+    def own_nbytes(self, source: Source) -> int:
+        return own_nbytes(source)
+
+    def begin(self, store: Store, token: str = "") -> Upload:
+        return store.begin("", token)
+
+    # ---------------------------------------------------------------------------------------- plan
+
+    def layout(self, groups: Sequence[Sequence[Source]], sha256: Mapping[str, str]) -> list[PlannedFile]:
+        sources = [source for group in groups for source in group]
+        file, *others = plan_files(sources, 2**63, self.tree.block) or [PlannedFile("", [], 0)]
+        if others:
+            raise FormatError(
+                f"{self.index_name}: too many leaves for the header of one file; save to a directory"
+            )
+        file.name = self.index_name
+        file.header = self.header(file, sha256)
+        file.nbytes += len(file.header)
+        return [file]
+
+    def header(self, file: PlannedFile, sha256: Mapping[str, str]) -> bytes:
+        entries = leaf_entries([file], sha256)
+        leaves = {name: entries[name] for name in self.names}
+        data_nbytes = sum(extent.nbytes for extent in file.extents)
+        tree = msgspec.structs.replace(
+            self.tree, files=(DataFile("", data_nbytes),), raw_leaves=encode_leaves(leaves)
+        )
+        manifest = Manifest(format=FORMAT).with_tree(self.prefix, tree)
+        text = msgspec.json.encode(manifest).decode()
+        return stamp_digest(header_of(file, {"digest": manifest.digest, "format": "pt", "manifest": text}))
+
+    def process_file(self, files: Sequence[PlannedFile], sha256: Mapping[str, str]) -> None:
+        """One process alone writes a file."""
+
+    # -------------------------------------------------------------------------------------- commit
+
+    def check_place(self, store: Store) -> bool:
+        """Refuse to replace a file of a checkpoint, or one that holds another tree than this save. Of a link only
+        itself is replaced, never its target."""
+        path = store.path_to(self.index_name)
+        try:
+            kind = store.kinds().get(self.index_name)
+        except FileNotFoundError:
+            return False
+        if kind is None:
+            return True
+        store.check_replaceable(self.index_name)
+        if kind == "other":
+            if _is_named(store, self.index_name):
+                raise ValueError(f"{path} belongs to the checkpoint {store.url}; save there")
+            return True
+        try:
+            found = find(path)
+        except (FileNotFoundError, FormatError):  # the caller has named it, and it is not a checkpoint
+            return True
+        if found.path != path:
+            raise ValueError(f"{path} belongs to the checkpoint {found.path}; save there, or to another file")
+        others = set(found.trees) - {self.prefix}
+        if others and found.manifest.format not in FOREIGN:
+            raise ValueError(
+                f"{path} holds the tree {sorted(others)}, and one file holds one tree; save to a directory to keep "
+                "several"
+            )
+        return True
+
+    def read_index(self, store: Store) -> _NoIndex:
+        return _NoIndex()
+
+    def is_committed(self, store: Store, save_id: str) -> bool:
+        try:
+            trees = find(store.path_to(self.index_name)).manifest.trees
+        except (OSError, FormatError):
+            return True
+        return any(tree.save_id == save_id for tree in trees.values())
+
+
+class _NoIndex:
+    """The file itself is all there is to swap."""
+
+    version = None
+    save_ids = None
+
+    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Commit:
+        return Commit({file.name: file.name for file in tree.files})
+
+
+def _is_named(store: Store, name: str) -> bool:
+    """Tell whether a manifest names this file of the directory."""
+    try:
+        manifest, _ = read_manifest(store)
+    except FormatError:
+        return False
+    trees = manifest.trees.values() if manifest else ()
+    return any(file.name == name for tree in trees for file in tree.files)

@@ -1,0 +1,268 @@
+"""Write a directory of zarr arrays under one index; or without one, as another program would."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from eformer._engine.formats.markers import ORBAX_TREE
+from eformer._engine.formats.safetensors.names import MANIFEST
+from eformer._engine.formats.write_format import Commit
+from eformer._engine.formats.zarr.index import FORMAT, INDEX, Index, Listed, read_index
+from eformer._engine.formats.zarr.layout import array_path, own_nbytes, plan_arrays
+from eformer._engine.formats.zarr.original_structure import parse_structure
+from eformer._engine.formats.zarr.plain_arrays import discover
+from eformer._engine.formats.zarr.zarray import ZARRAY
+from eformer._engine.record.manifest import Manifest
+from eformer._engine.record.names import escape, is_inside, is_text
+from eformer._engine.record.planned import PlannedFile, data_files, process_record
+from eformer._engine.record.values import parse_json
+from eformer._engine.stores.base import Replaced
+from eformer._engine.stores.ocdbt import DatabaseUpload
+from eformer._engine.stores.removal import DATABASE_MARK
+from eformer.errors import FormatError, StructureError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from eformer._engine.record.manifest import TreeEntry
+    from eformer._engine.record.options import SaveOptions
+    from eformer._engine.record.planned import Source
+    from eformer._engine.stores.base import Store, Upload, Version
+
+_MOST_STRUCTURE = 2**29  # bytes
+_MOST_PATH = 4096
+_MOST_ZARRAY = 2**20  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrArrays:
+    """The format of one save of arrays. `leaves` has the shape and dtype of every leaf, in the order of the tree.
+
+    Without an index (`has_index=False`) the arrays carry no mark, and look like those of any other program.
+    """
+
+    name: ClassVar = FORMAT
+    index_name: ClassVar = INDEX
+    header_needs_digests: ClassVar = False
+
+    prefix: str
+    save_id: str
+    block: int
+    options: SaveOptions
+    leaves: Mapping[str, tuple[tuple[int, ...], str]]
+    has_index: bool = True
+    several: bool = False
+    process: int = 0
+
+    @property
+    def keeps_records(self) -> bool:
+        return self.has_index
+
+    @property
+    def mark(self) -> str:
+        return self.save_id if self.has_index else ""
+
+    @property
+    def base(self) -> str:
+        return escape(self.prefix) if self.prefix else "tree"
+
+    @property
+    def root(self) -> str:
+        """The directory of a tree whose plain name is taken. Leaves have no dots in their names, so it is never in the
+        way of one."""
+        return f"{self.base}.ocdbt.{self.save_id}" if self.options.ocdbt else f"{self.base}.{self.save_id}"
+
+    def own_nbytes(self, source: Source) -> int:
+        return own_nbytes(source)
+
+    def begin(self, store: Store, token: str = "") -> Upload:
+        directory = store.local_path()
+        if not self.options.ocdbt:
+            return store.begin(self.root, token)
+        if directory is None:
+            raise ValueError(f"{store.url}: SaveOptions.ocdbt needs a local directory")
+        return DatabaseUpload(directory, token, mark=self.mark, process=self.process)
+
+    # ---------------------------------------------------------------------------------------- plan
+
+    def layout(self, groups: Sequence[Sequence[Source]], sha256: Mapping[str, str]) -> list[PlannedFile]:
+        sources = [source for group in groups for source in group]
+        return list(plan_arrays(sources, self.options, self.block, self.mark))
+
+    def header(self, file: PlannedFile, sha256: Mapping[str, str]) -> bytes:
+        return file.header
+
+    def process_file(self, files: Sequence[PlannedFile], sha256: Mapping[str, str]) -> PlannedFile | None:
+        """The record of a process may be long: it lies beside the first array that the process writes."""
+        if not files:
+            return None
+        record = process_record(files, sha256)
+        record.files = tuple(data_files(files))
+        data = record.to_json()
+        path = files[0].name.rpartition("/")[0]
+        return PlannedFile(f"{path}/{DATABASE_MARK}-{self.process}", [], len(data), data)
+
+    # -------------------------------------------------------------------------------------- commit
+
+    def check_place(self, store: Store) -> bool:
+        self._require_short_paths(store)
+        index, _ = read_index(store)
+        if index is not None:
+            return True
+        try:
+            there = store.kinds()
+        except FileNotFoundError:
+            return False
+        if MANIFEST in there:
+            raise FileExistsError(
+                f"{store.path_to(MANIFEST)} is there: the directory holds a checkpoint of another format, or something "
+                "else. Save to another directory, or with format='safetensors'"
+            )
+        if ORBAX_TREE in there:
+            raise FileExistsError(
+                f"{store.path_to(ORBAX_TREE)} was not written by eformer; save to another directory"
+            )
+        return False
+
+    def _require_short_paths(self, store: Store) -> None:
+        """Refuse paths that could be written, by names below an open directory, and not be read again as a whole."""
+        if store.local_path() is None or self.options.ocdbt:
+            return
+        longest = max(map(array_path, self.leaves), key=len, default="")
+        path = store.path_to(f"{self.root}/{longest}/{'0' * 20}")
+        if len(os.fsencode(path)) >= _MOST_PATH:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), path)
+
+    def read_index(self, store: Store) -> _ArraysIndex:
+        index, version = read_index(store)
+        manifest = index.manifest(store.path_to(INDEX)) if index else Manifest(format=FORMAT)
+        return _ArraysIndex(self, index, manifest, version)
+
+    def is_committed(self, store: Store, save_id: str) -> bool:
+        if not self.has_index:
+            return False
+        try:
+            index, _ = read_index(store)
+            trees = index.manifest(store.path_to(INDEX)).trees if index else {}
+        except (OSError, FormatError):
+            return True  # nothing is removed that might be named
+        return any(tree.save_id == save_id for tree in trees.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _ArraysIndex:
+    format: ZarrArrays
+    found: Index | None
+    manifest: Manifest
+    version: Version | None
+
+    @property
+    def save_ids(self) -> set[str]:
+        return {tree.save_id for tree in self.manifest.trees.values()}
+
+    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Commit:
+        fmt = self.format
+        if self.found is not None and not fmt.has_index:
+            raise ValueError(
+                f"{store.path_to(INDEX)} is there: beside it, arrays that it does not list would not be found"
+            )
+        index = self.found or self._of_others(store)
+        root, moves = self._final_places(index, store, upload)
+        if not fmt.has_index:
+            unmarked = [f"{array_path(name)}/{ZARRAY}" for name in fmt.leaves]
+            return Commit(moves, unmarked=unmarked)
+        tree = msgspec.structs.replace(
+            tree,
+            raw_root=root or msgspec.UNSET,
+            ocdbt=True if root and fmt.options.ocdbt else msgspec.UNSET,
+        )
+        manifest = msgspec.structs.replace(self.manifest.with_tree(fmt.prefix, tree), digest=Index().digest)
+        start = f"{root}/" if root else ""
+        listed = [Listed(start + array_path(name), *leaf) for name, leaf in fmt.leaves.items()]
+        data = index.with_tree(fmt.prefix, listed, manifest).to_json()
+        tidy = None
+        if not index.is_ours and fmt.prefix in index.prefixes:
+            tidy = partial(_remove_structure, fmt.prefix)
+        return Commit(moves, data, tuple(self._replaced(index)), tidy=tidy)
+
+    def _of_others(self, store: Store) -> Index:
+        """Make an index of the arrays that another program has put here: they stay a tree without a prefix, unless
+        this save is one."""
+        is_beside = self.format.has_index and self.format.prefix
+        found = [array for array in discover(store) if _is_of_others(store, array.path)] if is_beside else []
+        for array in found:
+            if not is_text(array.path):
+                raise FormatError(
+                    f"{store.url} holds the array {array.path!r}, whose name is not UTF-8; no index can list it. "
+                    "Rename it, or save to another directory"
+                )
+        return Index(arrays=found) if found else Index()
+
+    def _final_places(self, index: Index, store: Store, upload: Upload) -> tuple[str, dict[str, str]]:
+        """Choose plain names for a first save; a name that an index ever gave is not given twice."""
+        fmt, contents = self.format, upload.names()
+        if not contents:
+            return "", {}
+        if not store.can_rename:
+            return fmt.root, {"": fmt.root}
+        there = store.kinds().keys()
+        is_first = fmt.prefix not in index.listed()
+        if is_first and not fmt.prefix and not fmt.options.ocdbt and there.isdisjoint(contents):
+            return "", {name: name for name in contents}
+        if not fmt.has_index and (not fmt.prefix or fmt.base in there):
+            raise FileExistsError(
+                f"{store.url} has {sorted(there & {fmt.base, *contents})[:8]}; without an index nothing could tell "
+                "which arrays are the new ones. Save to another directory, or with an index"
+            )
+        plain = f"{fmt.base}.ocdbt" if fmt.options.ocdbt else fmt.base
+        root = plain if is_first and plain not in there and plain != "tree" else fmt.root
+        return root, {"": root}
+
+    def _replaced(self, index: Index) -> Iterator[Replaced]:
+        """List the directories that nobody will look for any more."""
+        prefix, listed = self.format.prefix, index.listed()
+        tops = {p: {array.path.split("/")[0] for array in arrays} for p, arrays in listed.items()}
+        kept = {name for p, names in tops.items() if p != prefix for name in names}
+        tree = self.manifest.trees.get(prefix)
+        mark = tree.save_id if tree else ""
+        arrays: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        for array in listed.get(prefix, ()) if not mark else ():
+            if array.shape is not None:  # else a save of ours has only found it here: nobody may remove it
+                arrays.setdefault(array.path.split("/")[0], []).append((array.path, array.shape))
+        for name in sorted(tops.get(prefix, set()) - kept):
+            yield Replaced(name, mark, tuple(arrays.get(name, ())))
+
+
+class _Described(msgspec.Struct):
+    """What a `.zarray` has to say to be one; `eformer` is the mark of a save of ours."""
+
+    shape: list[int]
+    chunks: list[int]
+    eformer: str = ""
+
+
+def _is_of_others(store: Store, path: str) -> bool:
+    """Tell whether a directory is an array without the mark of a save of ours."""
+    try:
+        data, _ = store.read(f"{path}/{ZARRAY}", 0, _MOST_ZARRAY)
+        return not parse_json(data, _Described, path).eformer
+    except (OSError, FormatError):
+        return False
+
+
+def _remove_structure(prefix: str, _: Store, upload: Upload) -> None:
+    """Remove the original's record of the structure of a tree that is gone."""
+    name = f"{prefix}_structure.json"
+    if not is_inside(name) or "/" in name:
+        return
+    try:
+        if parse_structure(upload.read(name, _MOST_STRUCTURE), name).prefix == prefix:
+            upload.remove([name])
+    except (FileNotFoundError, FormatError, StructureError):  # it is something else
+        pass

@@ -1,0 +1,102 @@
+"""Assemble loaded bytes into arrays: put them on their devices, join shards, wrap PRNG keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import NamedSharding, Sharding
+
+from eformer._engine.loading.device_put import put_on, put_on_default
+from eformer._engine.loading.rules import PartitionSpec
+from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.trees.devices import bits_of, resharded
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from eformer._engine.loading.select import LeafTarget
+
+
+def assemble(targets: Sequence[LeafTarget]) -> dict[str, Any]:
+    """Return the arrays by name. JAX may alias the buffers of the targets, so nothing else may write to them."""
+    buffers: list[Any] = []
+    devices: list[Any] = []
+    plain: list[Any] = []
+    for target in targets:
+        if target.new_shape is not None:
+            target.arrays = [target.arrays[0].reshape(target.new_shape)]
+        if target.as_numpy or target.new_shape is not None:
+            continue
+        if target.read_sharding is not None:
+            target.arrays = [array.view(bits_of(array.dtype)) for array in target.arrays]
+        for array in target.arrays:
+            array.flags.writeable = False
+        if target.sharding is None:
+            plain.append(target.arrays[0])
+        else:
+            buffers += [target.arrays[number] for _, number in target.devices]
+            devices += [_memory_of(device, target.sharding) for device, _ in target.devices]
+    on_default = iter(put_on_default(plain))
+    on_devices = iter(put_on(buffers, devices))
+    leaves = {}
+    for target in targets:
+        if target.as_numpy:
+            leaf = target.arrays[0]
+        elif target.new_shape is not None:
+            leaf = _put_reshaped(target)
+        elif target.sharding is None:
+            leaf = next(on_default)
+        else:
+            leaf = _joined([next(on_devices) for _ in target.devices], target)
+        if target.entry.key and not target.as_numpy:
+            leaf = _as_keys(leaf, target)
+        leaves[target.name] = leaf
+    return leaves
+
+
+def _memory_of(device: Any, sharding: Any) -> Any:
+    """Return the device, or the memory of it that the sharding asks for."""
+    kind = sharding.memory_kind
+    if kind is None or kind == device.default_memory().kind:
+        return device
+    return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+
+
+def _joined(shards: list[Any], target: LeafTarget) -> Any:
+    """Make one array of its shards; broadcast it if it was read with another sharding."""
+    sharding = target.read_sharding or target.sharding
+    assert sharding is not None
+    if target.entry.key:
+        sharding = _of_key_data(sharding, len(target.entry.logical_shape))
+    dtype = shards[0].dtype if shards else dtype_from_name(target.dtype)
+    array = jax.make_array_from_single_device_arrays(target.entry.shape, sharding, shards, dtype=dtype)
+    if target.read_sharding is None:
+        return array
+    return resharded(array, target.sharding, dtype_from_name(target.dtype))
+
+
+def _put_reshaped(target: LeafTarget) -> Any:
+    """Put a reshaped leaf on its devices. Across processes by a callback: device_put would compare their arrays."""
+    whole = target.arrays[0]
+    if target.sharding is None or target.sharding.is_fully_addressable:
+        return jax.device_put(whole, target.sharding)
+    return jax.make_array_from_callback(whole.shape, target.sharding, lambda index: whole[index])
+
+
+def _of_key_data(sharding: Sharding, ndim: int) -> Sharding:
+    """Return the sharding of the numbers inside of PRNG keys, which have one axis more than the keys."""
+    if isinstance(sharding, NamedSharding):
+        spec = (*sharding.spec, *(None for _ in range(ndim - len(sharding.spec))), None)
+        return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
+    return sharding
+
+
+def _as_keys(array: Any, target: LeafTarget) -> Any:
+    try:
+        return jax.random.wrap_key_data(array, impl=target.entry.key)
+    except (TypeError, ValueError) as error:
+        raise FormatError(
+            f"leaf {target.name!r}: JAX cannot make PRNG keys of kind {target.entry.key!r}: {error}"
+        ) from error

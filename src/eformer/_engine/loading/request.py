@@ -1,0 +1,80 @@
+"""The arguments of a load, as records that every step reads and none changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from eformer._engine.processes.hosts import TIMEOUT
+from eformer._engine.record.dtypes import floating_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from jax.sharding import Mesh, PartitionSpec
+
+    from eformer._engine.record.manifest import TreeEntry
+    from eformer._engine.tasks.progress import Progress
+
+Rules = Sequence[tuple[str, "PartitionSpec"]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRequest:
+    """Arguments of `load` that say where leaves go, plus options that only the documented doors use:
+
+    every_leaf     require `shardings` to name every leaf; raise KeyError otherwise
+    replicate      replicate leaves over the mesh if no argument and no record says where they go
+    rules_name     name of the caller's argument for the rules, used in messages
+    """
+
+    mesh: Mesh | None = None
+    rules: Rules | None = None
+    shardings: Any = None
+    every_leaf: bool = False
+    replicate: bool = False
+    rules_name: str = "rules"
+
+    def __post_init__(self) -> None:
+        if self.rules is not None:  # an iterator would be used up by the first attempt
+            object.__setattr__(self, "rules", tuple(self.rules))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Arguments of `load`, plus options that only the documented doors use:
+
+    like_name      name of the caller's argument for `like`, used in messages
+    reshape        accept a leaf of another shape than in `like` if it has as many elements
+    threads        number of threads that read; None for one per core, 2 to 16
+    sha256         function that returns the recorded SHA-256 of leaves, which are checked before the load
+    """
+
+    like: Any = None
+    prefix: str | None = None
+    keys: tuple[str, ...] | None = None
+    placement: PlacementRequest = field(default_factory=PlacementRequest)
+    dtype: Any = None
+    callback: Callable[[Any, str], Any] | None = None
+    batch: int | None = None
+    verify: bool = True
+    mmap: bool = False
+    progress: Progress = None
+    broadcast: bool = False
+    timeout: float = TIMEOUT
+    like_name: str = "like"
+    reshape: bool = False
+    threads: int | None = None
+    sha256: Callable[[TreeEntry], Mapping[str, str]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch is not None and self.batch <= 0:
+            raise ValueError(
+                f"a batch of {self.batch} arrays: batch must be positive, or None for all at once"
+            )
+
+    @property
+    def cast(self) -> str | None:
+        """Return the name of the dtype that floating leaves are cast to; None if they are not cast."""
+        return None if self.dtype is None else floating_dtype(self.dtype)

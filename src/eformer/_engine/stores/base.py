@@ -1,0 +1,243 @@
+"""The seam between checkpoints and the places that hold them: read by name, written by an upload.
+
+A store is one place: a directory of this machine, a prefix of a bucket. Names in it are relative, with slashes. Reading
+needs no preparation; everything that writes goes through an `Upload`, whose files nobody sees before they are published
+and whose save nobody sees before its index is swapped:
+
+    upload = store.begin(root)
+    upload.put(...); sink = upload.create(...); sink.write(...); sink.close()
+    upload.sync()                                  # the new files are complete and durable
+    with upload.exclusive():
+        ...                                        # read the index, choose final names
+        upload.publish(moves, replaced)            # the new files have their final names
+        upload.swap(index, data, version)          # the commit
+        upload.finish()                            # remove replaced files
+    upload.close()                                 # remove whatever was not published
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from msgspec import Struct
+
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    import numpy as np
+
+Version = str
+"""Tells a file from a later one of the same name: identity and times of a local file, the ETag of an object."""
+
+Kind = Literal["file", "directory", "other"]
+
+_MOST_WHOLE = 2**29  # bytes
+
+
+class Entry(Struct, frozen=True):
+    """A file as it was seen: its name in the store, its length and its version."""
+
+    name: str
+    nbytes: int
+    version: Version = ""
+
+
+class Replaced(Struct, frozen=True):
+    """A directory that the index stops naming, and the save that wrote it.
+
+    Without a save (`mark` is empty) another program wrote it: then only the listed arrays, (path, shape) each, may be
+    removed from it.
+    """
+
+    name: str
+    mark: str
+    arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+
+class SwapError(Exception):
+    """The index is not the one that was expected: another save has committed meanwhile."""
+
+
+class Files(Protocol):
+    """Files of a checkpoint, read by number from any thread."""
+
+    def read_into(self, number: int, memory: memoryview, offset: int) -> int:
+        """Fill `memory` from `offset` on. Return how many bytes there were: fewer only at the end of the file."""
+
+    def nbytes(self, number: int) -> int: ...
+
+    def map(self, number: int) -> np.ndarray[Any, Any] | None:
+        """Return the file as read-only memory that outlives this object and the file's name; None if it cannot be
+        mapped."""
+
+    def hold(self, numbers: Iterable[int]) -> None:
+        """Keep these files readable as they are now, if there are not too many. Raise FileNotFoundError if one is
+        gone."""
+
+    def rewritten(self) -> str | None:
+        """Return the name of a file that was written to in place since it was first looked at.
+
+        Only files of other programs are watched: ours are never written to again.
+        """
+
+    def close(self) -> None: ...
+
+
+class Sink(Protocol):
+    """A new file of known length."""
+
+    def write(self, data: Any, offset: int) -> None:
+        """Write bytes at an offset, from any thread, in any order."""
+
+    def close(self) -> None: ...
+
+
+class Store(Protocol):
+    """One place that holds a checkpoint. Safe to use from any thread."""
+
+    @property
+    def url(self) -> str:
+        """The place, for messages."""
+
+    @property
+    def key(self) -> str:
+        """The same text for every store of the same place."""
+
+    @property
+    def can_rename(self) -> bool:
+        """Whether `publish` can give files other names than they were created with."""
+
+    def path_to(self, name: str) -> str:
+        """Return where a file is, for messages."""
+
+    def at(self, below: str) -> Store:
+        """Return the store of a directory below this one."""
+
+    def real(self) -> Store:
+        """Return the store of the same place, without links on the way to it."""
+
+    def resolve(self, name: str) -> tuple[Store, str]:
+        """Follow a link that the caller named. Return the place and the name of the file itself."""
+
+    def kinds(self, below: str = "") -> dict[str, Kind]:
+        """List one level, sorted: what each name is. Links are "other". Raise FileNotFoundError if nothing is there."""
+
+    def sizes(self, below: str, depth: int = 1) -> dict[str, int]:
+        """Return the lengths of the files in a directory, and `depth` levels down, by path from there."""
+
+    def exists(self, name: str) -> bool: ...
+
+    def read(self, name: str, start: int = 0, nbytes: int | None = None) -> tuple[bytes, Entry]:
+        """Read a range of a file, to its end at most, and say which version it was of.
+
+        Raise FileNotFoundError if there is no such file, FormatError for a name that leads out of the store and for
+        anything but a regular file.
+        """
+
+    def open(self, names: Sequence[str], versions: Mapping[str, Version] | None = None) -> Files:
+        """Open files for reading by number. A file in `versions` that is another one by now raises
+        FileNotFoundError."""
+
+    def has_unfinished(self) -> bool:
+        """Tell whether an upload is under way here, or was left by a writer that died."""
+
+    def local_path(self, name: str = "") -> Path | None:
+        """Return where a file or the place itself is on this machine; None if it is somewhere else."""
+
+    def make(self) -> None:
+        """Make the place, if it is not there, so that it survives a crash."""
+
+    def check_replaceable(self, name: str) -> None:
+        """Raise OSError if something is there that a file cannot replace: a directory, a pipe, a device."""
+
+    def begin(self, root: str = "", token: str = "") -> Upload:
+        """Begin an upload, or join the one of another process by its `token`.
+
+        `root` is the directory that the files will be in, unless `publish` moves them somewhere else; a store that
+        cannot rename writes there at once.
+        """
+
+
+class Upload(Protocol):
+    """The new files of one save. Nobody sees them before `publish`; without it `close` removes them."""
+
+    @property
+    def token(self) -> str:
+        """By which another process joins."""
+
+    @property
+    def takes_whole_files(self) -> bool:
+        """Whether files can only be `put`, in one piece."""
+
+    def announce(self) -> None:
+        """Let other processes find the upload by its token."""
+
+    def create(self, name: str, nbytes: int) -> Sink: ...
+
+    def put(self, files: Sequence[tuple[str, bytes]]) -> None:
+        """Write many small files. Neighbours of one directory should follow each other."""
+
+    def link(self, name: str, source: Store, entry: Entry) -> bool:
+        """Use a file of another checkpoint again under a new name. Return False if it has to be written."""
+
+    def sync(self) -> None:
+        """Return when all files written so far are complete and on stable storage."""
+
+    def names(self) -> list[str]:
+        """List the new files and directories of all processes, one level."""
+
+    def is_published(self, name: str, final: str) -> bool:
+        """Tell whether a linked file is in place already under this name."""
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Keep other saves to the place waiting, where the store has locks."""
+
+    def sweep(self, committed: Container[str] | None) -> None:
+        """Remove the remains of writers that died, while the index names the saves in `committed`; None if that is
+        not known."""
+
+    def publish(
+        self,
+        moves: Mapping[str, str],
+        replaced: Sequence[Replaced] = (),
+        *,
+        save_id: str,
+        unmarked: Sequence[str] | None = None,
+    ) -> None:
+        """Give new files and directories their final names ("" stands for the directory of all of them).
+
+        `finish` will remove what is `replaced`. Arrays carry the mark of their save; `unmarked` are the files that
+        describe arrays without one, by which a later save can tell them from others.
+        """
+
+    def withdraw(self) -> None:
+        """Remove what was published: the save has failed before its commit."""
+
+    def swap(self, name: str, data: bytes, expected: Version | None) -> None:
+        """Replace a small file, the index, if its version is still the one expected (None: it does not exist).
+
+        Raise SwapError if it is not; a store with locks need not look.
+        """
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files of the place, if they are there."""
+
+    def read(self, name: str, most: int) -> bytes:
+        """Read a small file of the place. Raise FormatError for a link, and for more than `most` bytes."""
+
+    def finish(self) -> None:
+        """Remove what was replaced: the save is committed."""
+
+    def close(self) -> None: ...
+
+
+def read_whole(store: Store, name: str, most: int = _MOST_WHOLE) -> tuple[bytes, Entry]:
+    """Read a small file; refuse one that is far too long to be what it should be."""
+    data, entry = store.read(name, 0, most)
+    if entry.nbytes > most:
+        raise FormatError(f"{store.path_to(name)} is {entry.nbytes} bytes long, at most {most} are expected")
+    return data, entry

@@ -1,0 +1,25 @@
+"""Files whose bytes change behind the program's back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def change(file: Path, how: Callable[[bytearray], bytes | None]) -> None:
+    """Writes what `how` returns of the file's bytes or, if that is nothing, what it has made of them in place."""
+    data = bytearray(file.read_bytes())
+    changed = how(data)
+    file.write_bytes(data if changed is None else changed)
+
+
+def flip(file: Path, at: int, mask: int = 1) -> None:
+    """Flips bits of the byte at a position, which may be counted from the end."""
+
+    def flipped(data: bytearray) -> None:
+        data[at] ^= mask
+
+    change(file, flipped)

@@ -1,0 +1,31 @@
+"""Safetensors files as others read them, and as nobody should write them."""
+
+import json
+
+import numpy as np
+import safetensors
+
+F32 = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+
+
+def read_by_index(folder):
+    """What transformers does: the index says which file a tensor is in."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] > 0
+    tensors = {}
+    for name, file in index["weight_map"].items():
+        with safetensors.safe_open(folder / file, "np") as opened:
+            assert opened.metadata()["format"] == "pt"
+            tensors[name] = opened.get_tensor(name)
+    return tensors
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_array_equal(np.asarray(found[name]), expected[name])
+
+
+def header(tensors, data=b"", length=None):
+    text = tensors if isinstance(tensors, bytes) else json.dumps(tensors).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
