@@ -1,4 +1,4 @@
-"""Paths of this machine, and names in buckets: these against a small server that speaks the protocol of the real one."""
+"""Local paths, and names in buckets, tested against a small server with the protocol of Google Cloud Storage."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def test_the_factory_is_an_instance_of_the_documented_class():
 
 @pytest.mark.parametrize("path", ["s3://bucket/x", "http://host/x", Path("s3://bucket/x")])
 def test_another_scheme_is_refused_and_the_known_are_named(path):
-    with pytest.raises(ValueError, match="only gs:// and file:// are known"):
+    with pytest.raises(ValueError, match="only gs:// and file:// are supported"):
         ePath(path)
 
 
@@ -89,7 +89,7 @@ def test_a_local_path_is_a_pathlib_path_and_stays_ours(tmp_path):
     assert os.fspath(path) == str(path)
 
 
-def test_a_local_path_lists_what_is_there(tmp_path):
+def test_a_local_path_lists_its_directory(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.json").touch()
     assert list(ePath(tmp_path).iterdir()) == [LocalPath(tmp_path / "a")]
@@ -165,7 +165,7 @@ def test_equal_names_are_equal_keys_and_names_have_an_order():
     ],
 )
 def test_a_name_that_leads_out_is_refused(join):
-    with pytest.raises(ValueError, match=r"has '\.\.' in it"):
+    with pytest.raises(ValueError, match=r"contains '\.\.'"):
         join()
 
 
@@ -190,7 +190,7 @@ def test_a_name_in_a_bucket_is_not_taken_for_a_file():
 
 
 class Service(BaseHTTPRequestHandler):
-    """What TensorStore asks of Google Cloud Storage, over the objects that its server holds."""
+    """Answer the requests that TensorStore makes to Google Cloud Storage, from objects in memory."""
 
     def do_GET(self):
         if not self.key:
@@ -272,7 +272,7 @@ def test_an_object_is_written_and_read(bucket, service):
     assert path.read_bytes() == b"new"
 
 
-def test_an_object_is_a_file_and_what_is_above_it_a_directory(bucket):
+def test_an_object_is_a_file_and_the_names_above_are_directories(bucket):
     (bucket / "a/b").write_bytes(b"")
     assert (bucket / "a/b").is_file()
     assert not (bucket / "a/b").is_dir()
@@ -288,7 +288,7 @@ def test_a_longer_name_is_not_below_a_shorter(bucket):
     assert not (bucket / "a").exists()
 
 
-def test_a_directory_lists_what_is_directly_below_it_once_and_in_order(bucket):
+def test_a_directory_lists_its_entries_once_and_in_order(bucket):
     for name in ("a/d/1", "a/d/2", "a/c", "ab"):
         (bucket / name).write_bytes(b"")
     assert list((bucket / "a").iterdir()) == [bucket / "a/c", bucket / "a/d"]

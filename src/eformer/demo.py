@@ -1,4 +1,4 @@
-"""What `eformer demo` shows: a training state saved, loaded on another mesh, converted, and a flipped bit caught."""
+"""Demonstrate eformer: save a training state, load it on another mesh, convert it, and detect a flipped bit."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class AdamState(NamedTuple):
     nu: Any
 
 
-checkpoint.register_node(AdamState)  # a namedtuple of ours: checkpoints may build it again by its name
+checkpoint.register_node(AdamState)  # lets checkpoints rebuild this namedtuple by its name
 
 
 def run(folder: Path) -> None:
-    """Leaves `step-100` and `step-200`, the former in `hf` under other names, and `damaged`, in the folder."""
+    """Write `step-100`, `step-200`, `hf` (with other names) and `damaged` to the folder, and print what happens."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     devices = np.array(jax.devices())
@@ -50,7 +50,7 @@ def run(folder: Path) -> None:
 
 
 def training_state(mesh: Mesh) -> dict[str, Any]:
-    """Layers in float32, sharded by rows; a bfloat16 embedding; an optimizer state, a random key, plain values."""
+    """Create float32 layers sharded by rows, a bfloat16 embedding, an optimizer state, a PRNG key and plain values."""
     keys = jax.random.split(jax.random.key(0), 6)
     params = {
         "embedding": jax.random.normal(keys[0], (32_000, 256), jnp.bfloat16),
@@ -73,7 +73,7 @@ def introduce(state: Any) -> None:
 def save(state: Any, path: Path) -> None:
     pending, returned = timed(checkpoint.save_async, state, path, metadata={"run": "demo"})
     _, finished = timed(pending.result)
-    echo(f"save      {returned} until training may go on, then {finished.strip()} until it is on the disk")
+    echo(f"save      {returned} until training may continue, then {finished.strip()} until it is on disk")
 
 
 def load(state: Any, path: Path, line: Mesh, grid: Mesh) -> None:
@@ -115,14 +115,14 @@ def convert(path: Path, hf: Path) -> None:
 def refuse_another_model(state: Any, path: Path) -> None:
     like = jax.tree.map(lambda x: x, state) | {"steps": 0}
     like["params"]["embedding"] = jax.ShapeDtypeStruct((50_000, 256), jnp.float16)
-    echo("\nInto a model of other shapes:")
+    echo("\nLoad into a model with other shapes:")
     echo("  " + refusal(checkpoint.load, path, like=like))
 
 
 def catch_a_flipped_bit(path: Path, damaged: Path) -> None:
     checkpoint.convert(path, damaged, to="safetensors")
     flip_a_bit(damaged / "model.safetensors")
-    echo("\nA copy in which one bit is flipped:")
+    echo("\nLoad and verify a copy with one flipped bit:")
     echo("  load:   " + refusal(checkpoint.load, damaged))
     echo("  verify: " + str(checkpoint.verify(damaged)).splitlines()[-1].strip())
 

@@ -1,16 +1,16 @@
-"""What can go wrong, as a tree. Every error is also the builtin that people already catch.
+"""The error tree. Every error also inherits the builtin that callers already catch.
 
 EformerError
-├── FormatError      (ValueError)   these bytes are not what their format says
-│   └── CorruptionError             these bytes are not what was saved
-├── NotFoundError    (FileNotFound- there is no checkpoint at this path
+├── FormatError      (ValueError)   bytes do not follow their format
+│   └── CorruptionError             bytes are not what was saved
+├── NotFoundError    (FileNotFound- no checkpoint at this path
 │                     Error)
-├── MismatchError    (ValueError)   the data and the target disagree; lists every disagreement
+├── MismatchError    (ValueError)   the data and the target disagree; lists every difference
 ├── StructureError   (ValueError)   a tree's structure cannot be recorded or rebuilt
 ├── LeafError        (TypeError,    a leaf cannot be stored, because of its type
-│                     ValueError)   or of its value
-└── ProcessError     (RuntimeError) another process failed, or does something else
-    └── ProcessTimeoutError         ... or did not come in time; also a TimeoutError
+│                     ValueError)   or its value
+└── ProcessError     (RuntimeError) another process failed, or made a different call
+    └── ProcessTimeoutError         another process did not answer in time; also a TimeoutError
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _MOST_SHOWN = 50
 
 
 class EformerError(Exception):
-    """The root of all errors that eformer raises on its own account."""
+    """The base class of all errors that eformer raises itself."""
 
 
 class FormatError(EformerError, ValueError):
-    """These bytes are not what their format says."""
+    """The bytes do not follow their format."""
 
 
 class CorruptionError(FormatError):
-    """These bytes are not what was saved: they changed, or are missing."""
+    """The bytes are not what was saved: they changed, or are missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Bytes that are not what was saved, or are not there. `leaf` is empty for bytes that belong to none."""
+    """A range of damaged or missing bytes. `leaf` is empty if they belong to no leaf."""
 
     leaf: str
     file: str
@@ -53,11 +53,11 @@ class Damage:
 
 
 class NotFoundError(EformerError, FileNotFoundError):
-    """There is no checkpoint at this path."""
+    """No checkpoint exists at this path."""
 
 
 class MismatchError(EformerError, ValueError):
-    """The data and the target disagree; `problems` holds one line for each disagreement."""
+    """The data and the target disagree. `problems` has one line for each difference."""
 
     def __init__(self, problems: Sequence[str], context: str = "") -> None:
         super().__init__(tuple(problems), context)  # as arguments, so that the error survives being pickled
@@ -79,12 +79,12 @@ class StructureError(EformerError, ValueError):
 
 
 class LeafError(EformerError, TypeError, ValueError):
-    """A leaf cannot be stored, because of its type or of its value."""
+    """A leaf cannot be stored, because of its type or its value."""
 
 
 class ProcessError(EformerError, RuntimeError):
-    """Of several processes that work together, another one failed or does something else."""
+    """Another of the processes that work together failed, or made a different call."""
 
 
 class ProcessTimeoutError(ProcessError, TimeoutError):
-    """Of several processes that work together, another one did not come in time."""
+    """Another of the processes that work together did not answer in time."""

@@ -1,4 +1,4 @@
-"""Where checkpoints live, as names shaped like pathlib: on this machine, or in a bucket of Google Cloud Storage."""
+"""Paths in the style of pathlib: on this machine, or in a bucket of Google Cloud Storage."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ __all__ = ["GCSPath", "LocalPath", "MLUtilPath", "ePath"]
 
 T = TypeVar("T")
 
-# One slash is enough: pathlib makes gs:/bucket of gs://bucket. Two letters at least: C:/ is a drive elsewhere.
+# One slash is enough: pathlib turns gs://bucket into gs:/bucket. At least two letters: C:/ is a drive.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 _GCS_ADDRESS = re.compile(r"gs://([^/]+)/*(.*)", re.DOTALL)
 
 
 class MLUtilPath:
-    """Makes paths from text. `ePath` is one; it is a class because documented annotations name it."""
+    """Create paths from text. `ePath` is the instance; the class exists because documented annotations name it."""
 
     def __call__(self, path: str | os.PathLike[str] | GCSPath) -> LocalPath | GCSPath:
-        """A GCSPath of gs://bucket/name, a LocalPath of a path or a file:/// URL; ours stay as they are."""
+        """Return a GCSPath for gs://bucket/name, and a LocalPath for a path or a file:/// URL.
+
+        A GCSPath or LocalPath is returned unchanged.
+        """
         if isinstance(path, (LocalPath, GCSPath)):
             return path
         text = os.fspath(path)
@@ -49,8 +52,8 @@ class MLUtilPath:
         if scheme[1] == "file":
             return _from_file_url(text)
         raise ValueError(
-            f"{text!r} is of the scheme {scheme[1]!r}, and only gs:// and file:// are known; "
-            "for a directory of this machine that is called so, use LocalPath"
+            f"{text!r}: unknown scheme {scheme[1]!r}, only gs:// and file:// are supported; "
+            "use LocalPath for a local directory of this name"
         )
 
 
@@ -59,12 +62,12 @@ ePath = MLUtilPath()  # noqa: N816  the documented name
 
 def _from_file_url(url: str) -> LocalPath:
     if not url.startswith(("file:///", "file://localhost/")):
-        raise ValueError(f"{url!r} does not say where it is on this machine: expected file:///absolute/path")
+        raise ValueError(f"{url!r} is not a local path: expected file:///absolute/path")
     return LocalPath(os.fsdecode(unquote_to_bytes(url.removeprefix("file://").removeprefix("localhost"))))
 
 
 class LocalPath(PosixPath):
-    """A pathlib path whose `write_bytes` and `write_text` create parents, and are atomic and durable."""
+    """A pathlib path whose `write_bytes` and `write_text` create parent directories, and are atomic and durable."""
 
     def write_bytes(self, data: ReadableBuffer) -> int:
         with replacing(self) as file:
@@ -79,12 +82,12 @@ class LocalPath(PosixPath):
 
 @dataclass(frozen=True, order=True, slots=True, init=False, repr=False)
 class GCSPath:
-    """A name in a bucket: gs://bucket/name. It is no os.PathLike, so that nothing takes it for a local file.
+    """A name in a bucket: gs://bucket/name. It is not an os.PathLike, so that nothing mistakes it for a local file.
 
-    Names are joined and taken apart without a network. What reads or writes goes through TensorStore, with Google's
-    default credentials, and raises OSError if the service refuses. A bucket has objects and no directories: one is
-    there as long as an object is below it, and asking for it lists all of these. There is no `rename`, because
-    nothing renames an object in one step.
+    Joining and splitting names needs no network. Reading and writing uses TensorStore with Google's default
+    credentials, and raises OSError if the service refuses. Buckets have objects but no directories: a directory exists
+    as long as an object is below it, and testing for it lists these objects. There is no `rename`, because objects
+    cannot be renamed atomically.
     """
 
     bucket: str
@@ -93,11 +96,11 @@ class GCSPath:
     def __init__(self, path: str | GCSPath) -> None:
         address = _GCS_ADDRESS.fullmatch(str(path))
         if address is None:
-            raise ValueError(f"{path!r} is no name in a bucket: expected gs://bucket/name")
+            raise ValueError(f"{path!r} is not a name in a bucket: expected gs://bucket/name")
         bucket, key = address[1], PurePosixPath(address[2])
         if ".." in (bucket, *key.parts):
-            raise ValueError(f"{path!r} has '..' in it, which would mean another object than it says")
-        object.__setattr__(self, "bucket", bucket)  # the only way to fill what is frozen
+            raise ValueError(f"{path!r} contains '..', which has no meaning in a bucket")
+        object.__setattr__(self, "bucket", bucket)  # the class is frozen
         object.__setattr__(self, "_key", key)
 
     # ----------------------------------------------------------------------------------------- names
@@ -148,7 +151,7 @@ class GCSPath:
         return GCSPath(self.anchor + str(self._key.with_suffix(suffix)))
 
     def relative_to(self, other: str | GCSPath) -> PurePosixPath:
-        """The rest of the name behind `other`; as a plain name, for an address is never relative."""
+        """Return the part of the name after `other`, as a plain name."""
         base = GCSPath(other)
         if self.bucket != base.bucket:
             raise ValueError(f"{self} is not below {base}")
@@ -166,11 +169,11 @@ class GCSPath:
         return bool(self._keys_below())
 
     def iterdir(self) -> Iterator[GCSPath]:
-        """What is directly below, in order; nothing if nothing is there."""
+        """Iterate over the objects and directories directly below, in order."""
         return self.glob("*")
 
     def glob(self, pattern: str) -> Iterator[GCSPath]:
-        """What is below and matches, in order: objects, and the directories that they are in."""
+        """Iterate over the objects below that match the pattern and their directories, in order."""
         if not pattern or pattern != pattern.strip("/"):
             raise ValueError(f"Unacceptable pattern: {pattern!r}; expected one like '**/*.json'")
         names = sorted(_with_directories(self._keys_below()))
@@ -201,7 +204,7 @@ class GCSPath:
         self._answer(self._store().write(self._object, None))
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
-        """Nothing to do: the first object below makes it a directory."""
+        """Do nothing, or raise if the path exists: the first object below it makes it a directory."""
         if not exist_ok and self.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self))
 
@@ -216,7 +219,7 @@ class GCSPath:
         prefix = f"{self._object}/" if self._object else ""
         keys = self._answer((self._store() + prefix).list())
         if not keys:
-            # TensorStore 0.1.86 takes a refused listing for an empty one. A refused read it reports.
+            # TensorStore 0.1.86 returns an empty listing if the service refuses; a refused read raises.
             self._has(prefix or "/")
         return [key.decode() for key in keys]
 
@@ -224,14 +227,14 @@ class GCSPath:
         try:
             return future.result()
         except ValueError as error:
-            # TensorStore's only class for what a service refuses, and it does not say which object.
+            # TensorStore raises only this class for a refusal, and does not name the object.
             raise OSError(f"{self}: {error}") from error
 
     def _not_found(self) -> FileNotFoundError:
         return FileNotFoundError(errno.ENOENT, "No such object", str(self))
 
     def _store(self) -> tensorstore.KvStore:
-        import tensorstore  # late: it takes a while, and names do without it
+        import tensorstore  # late: importing it takes a while, and names do not need it
 
         return tensorstore.KvStore.open(self._spec()).result()
 
@@ -240,9 +243,9 @@ class GCSPath:
 
 
 def _with_directories(keys: list[str]) -> set[tuple[str, ...]]:
-    """The parts of every key and of every directory above it; a key that ends in / stands for a directory itself."""
+    """Return the parts of every key and of every directory above it. A key that ends in / is a directory."""
     names = [tuple(key.removesuffix("/").split("/")) for key in keys]
-    plain = [name for name in names if not {"", ".", ".."} & set(name)]  # the others no path can say
+    plain = [name for name in names if not {"", ".", ".."} & set(name)]  # a path cannot express the others
     return {name[:length] for name in plain for length in range(len(name) + 1)}
 
 

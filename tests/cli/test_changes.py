@@ -1,4 +1,4 @@
-"""What `eformer` compares, converts and removes."""
+"""The commands diff, convert, prune, demo and completion."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_diff_of_the_same_ends_well(model):
     assert shown.endswith("the same, 7 unchanged\n")
 
 
-def test_diff_tells_what_is_different(model):
+def test_diff_shows_the_differences(model):
     shown = run("diff", model, changed_copy(model), code=1).stdout
     assert "different, 1 added, 1 removed, 1 changed, 5 unchanged" in shown
     assert "- step: 7\n+ new: 7\n" in shown
@@ -81,7 +81,7 @@ def test_diff_that_cannot_be_made_is_another_code(model):
 # ---------------------------------------------------------------------------------------------- convert
 
 
-def test_convert_and_what_it_says(model, tmp_path):
+def test_convert_prints_a_summary(model, tmp_path):
     done = run("convert", model, tmp_path / "hf", "--to", "safetensors", "--dtype", "bf16")
     assert done.stdout == f"{model} -> {tmp_path / 'hf'} (safetensors): 7 leaves, 216 B\n"
     assert load(tmp_path / "hf")["layers"][2]["w"].dtype.name == "bfloat16"
@@ -93,7 +93,7 @@ def test_convert_draws_a_bar_on_a_terminal(model, tmp_path):
     assert code == 0
     assert "converting" in shown
     assert "100%" in shown or "432/432 bytes" in shown
-    assert "! npz has no digests, only checksums" in shown
+    assert "! npz has checksums but no digests" in shown
 
 
 def test_convert_with_rules_from_a_file(model, tmp_path):
@@ -104,7 +104,7 @@ def test_convert_with_rules_from_a_file(model, tmp_path):
     plan = run("convert", model, tmp_path / "hf.safetensors", "--rename", rules, "--dry-run").stdout
     assert "  layers.0.w -> h.0.weight: float32[4, 8] (transpose)\n" in plan
     assert "! matches no leaf: line 4, stop (nearest is 'step')\n" in plan
-    assert "! no rule, keeps its name: step (nearest is line 4, stop)\n" in plan
+    assert "! no rule matches, name kept: step (nearest is line 4, stop)\n" in plan
     assert not (tmp_path / "hf.safetensors").exists()
     run("convert", model, tmp_path / "hf.safetensors", "--rename", rules)
     found = safetensors.numpy.load_file(tmp_path / "hf.safetensors")
@@ -130,9 +130,9 @@ def test_convert_for_programs(model, tmp_path):
     ("arguments", "problem", "code"),
     [
         (["--to", "hdf5"], "is not one of", 2),
-        (["--memory", "much"], "'much' is no size; write 500MB, 2GB or 1.5GiB", 2),
-        (["--memory", "1MB"], "error: --memory 1 MB: the program itself takes", 1),
-        (["--dtype", "int3"], "error: 'int3' is no floating dtype", 1),
+        (["--memory", "much"], "'much' is not a size; write 500MB, 2GB or 1.5GiB", 2),
+        (["--memory", "1MB"], "error: --memory 1 MB is not enough: 6 arrays and the program", 1),
+        (["--dtype", "int3"], "error: 'int3' is not a floating dtype", 1),
         (["--rename", "nothing.txt"], "'nothing.txt' does not exist", 2),
         (["--prefix", "ema"], "has no prefix 'ema'", 1),
     ],
@@ -168,7 +168,7 @@ def test_ctrl_c_on_a_terminal_leaves_nothing(tmp_path):
 
 
 def test_nothing_but_demo_needs_jax(model, tmp_path):
-    code = "import sys; from eformer.cli._command import main; main(sys.argv[1:], standalone_mode=False)"
+    code = "import sys; from eformer.cli.commands import main; main(sys.argv[1:], standalone_mode=False)"
     for arguments in (
         ["inspect", model],
         ["ls", model],
@@ -199,11 +199,11 @@ def steps(tmp_path):
     return tmp_path / "run"
 
 
-def test_prune_says_what_it_does(steps):
+def test_prune_prints_its_plan(steps):
     done = run("prune", steps, "--keep", 2, "--yes", "--check")
     lines = done.stdout.splitlines()
     assert lines[:2] == ["keep    step-10", "keep    step-11"]
-    assert lines[2].startswith("leave   step-12, which is no whole checkpoint: ")
+    assert lines[2].startswith("leave   step-12, which is not a complete checkpoint: ")
     assert lines[3] == "remove  step-9"
     assert lines[4].startswith("removed 1 checkpoint, ")
     assert sorted(os.listdir(steps)) == ["step-10", "step-11", "step-12"]
@@ -220,7 +220,7 @@ def test_prune_asks_first(steps):
     assert len(os.listdir(steps)) == 4
 
 
-def test_demo_keeps_its_files_where_it_is_told_to(tmp_path):
+def test_demo_keeps_its_files_in_the_given_directory(tmp_path):
     shown = run("demo", tmp_path / "d").stdout
     for part in (
         "8 virtual devices",
@@ -235,7 +235,7 @@ def test_demo_keeps_its_files_where_it_is_told_to(tmp_path):
         assert part in shown
     assert checkpoint.verify(tmp_path / "d" / "step-100").ok
     assert "1 damaged" in run("verify", tmp_path / "d" / "damaged", code=1).stdout
-    assert "is there" in run("demo", tmp_path / "d", code=1).stderr
+    assert "already exists" in run("demo", tmp_path / "d", code=1).stderr
 
 
 def test_completion_completes(tmp_path):
@@ -288,7 +288,7 @@ def test_names_that_a_terminal_has_no_letters_for_are_spelled(tmp_path):
 
 
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_diff_is_no_answer(tmp_path, kill):
+def test_an_interrupted_diff_exits_with_130(tmp_path, kill):
     save({"w": np.zeros((60, 10**6))}, tmp_path / "c")
     process = subprocess.Popen(
         [EFORMER, "diff", str(tmp_path / "c"), str(tmp_path / "c")], stderr=subprocess.PIPE
@@ -320,7 +320,7 @@ def test_many_notes_are_counted(tmp_path):
         "convert", tmp_path / "many", tmp_path / "new", "--to", "npz", "--rename", tmp_path / "rules"
     ).stdout
     assert "! matches no leaf: line 1, x\n" in shown
-    assert "! 50 names that no rule matches are as they were\n" in shown
+    assert "! 50 names matched by no rule and kept\n" in shown
 
 
 def test_prune_for_programs(steps):
@@ -339,14 +339,14 @@ def test_prune_stops_at_a_damaged_checkpoint_that_would_stay(steps):
 
 
 def test_prune_for_programs_does_not_ask_and_does_not_guess(steps):
-    assert "say --yes, or --dry-run" in run("prune", steps, "--keep", 1, "--json", code=2).stderr
+    assert "add --yes or --dry-run" in run("prune", steps, "--keep", 1, "--json", code=2).stderr
     assert len(os.listdir(steps)) == 4
 
 
 def test_a_dry_run_may_be_made_where_something_is(model, tmp_path):
     (tmp_path / "new.npz").write_text("mine")
     run("convert", model, tmp_path / "new.npz", "--dry-run")
-    assert "is there" in run("convert", model, tmp_path / "new.npz", code=1).stderr
+    assert "already exists" in run("convert", model, tmp_path / "new.npz", code=1).stderr
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -1,4 +1,4 @@
-"""The command `eformer` as a program: what it prints, and how it ends."""
+"""The command `eformer` as a program: its output and exit codes."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def model(tmp_path_factory):
     return path
 
 
-def test_inspect_tells_what_it_is(model):
+def test_inspect_shows_the_format_and_the_tree(model):
     shown = run("inspect", model).stdout
     for part in (
         "safetensors",
@@ -61,7 +61,7 @@ def test_ls_has_one_line_a_leaf(model):
     }  # fmt: skip
 
 
-def test_ls_does_not_cut_what_a_program_reads(tmp_path):
+def test_ls_does_not_shorten_piped_output(tmp_path):
     name = "x" * 300
     checkpoint.save({name: np.ones(2)}, tmp_path / "c")
     assert name in run("ls", tmp_path / "c", COLUMNS="40").stdout
@@ -110,7 +110,7 @@ def test_checkpoints_of_orbax_are_shown(layout):
     assert ("steps" in shown) == (layout == "manager")
 
 
-def test_a_path_without_a_checkpoint_says_what_lies_there(tmp_path):
+def test_a_path_without_a_checkpoint_is_an_error_that_lists_its_files(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
     error = run("inspect", tmp_path, code=1).stderr
     assert error.startswith("error: ")
@@ -150,7 +150,7 @@ def test_names_cannot_command_the_terminal(tmp_path):
         assert "new\nline" not in shown
 
 
-def test_leaves_of_several_trees_are_told_apart(tmp_path):
+def test_leaves_of_several_trees_are_listed_with_their_prefixes(tmp_path):
     for prefix in ("model", "ema"):
         checkpoint.save({"w": np.ones(2)}, tmp_path / "c", prefix=prefix)
     assert sorted(line.split()[0] for line in run("ls", tmp_path / "c").stdout.splitlines()) == [
@@ -159,14 +159,14 @@ def test_leaves_of_several_trees_are_told_apart(tmp_path):
     ]
 
 
-def test_json_is_what_every_reader_takes(tmp_path):
+def test_json_is_strict(tmp_path):
     checkpoint.save({"a": float("inf"), "b": b"bytes", "c": 1j}, tmp_path / "c", metadata={"x": {(1, 2): 3}})
     for command in ("inspect", "ls"):
         shown = run(command, tmp_path / "c", "--json").stdout
         json.loads(shown, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-def test_what_is_not_shown_is_counted(tmp_path):
+def test_hidden_rows_are_counted(tmp_path):
     checkpoint.save({f"{c}{i}x": np.ones(i + 1) for c in "ab" for i in range(300)}, tmp_path / "c")
     shown = run("inspect", tmp_path / "c").stdout
     assert "and 200 more rows" in shown
@@ -191,7 +191,7 @@ def test_help_has_examples(command):
 
 def test_commands_start_without_jax(model):
     code = (
-        "import sys; from eformer.cli._command import main\n"
+        "import sys; from eformer.cli.commands import main\n"
         f"main(['inspect', {str(model)!r}], standalone_mode=False)\n"
         f"main(['verify', {str(model)!r}], standalone_mode=False)\n"
         "assert 'jax' not in sys.modules"
@@ -199,7 +199,7 @@ def test_commands_start_without_jax(model):
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_shardings_are_told(tmp_path):
+def test_shardings_are_shown(tmp_path):
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     checkpoint.save({"w": jax.device_put(np.ones((4, 2)), rows)}, tmp_path / "c")
@@ -232,28 +232,28 @@ def test_sizes_stand_in_one_column_on_any_terminal(model, columns):
     assert len(ends) <= 2  # kB and B, which are of two lengths
 
 
-def test_nobody_has_to_listen(model):
+def test_a_closed_standard_output_is_no_error(model):
     for command in ("inspect", "ls", "verify"):
         done = subprocess.run(f"{EFORMER} {command} {model} >&-", shell=True, capture_output=True, text=True)
         assert "Traceback" not in done.stderr, done.stderr
 
 
 def test_two_ways_to_show_it_are_one_too_many(model, tmp_path):
-    assert "choose one" in run("inspect", model, "--json", "--svg", tmp_path / "x.svg", code=2).stderr
+    assert "cannot be combined" in run("inspect", model, "--json", "--svg", tmp_path / "x.svg", code=2).stderr
 
 
 def test_files_that_are_left_out_are_named(tmp_path):
     path = Path(shutil.copytree(ORBAX / "v1", tmp_path / "c"))
     (path / "data").mkdir()
     (path / "data" / "state").write_bytes(b"\0")
-    assert "data/: not read, and may hold leaves" in run("inspect", path).stdout
+    assert "data/: not read, may hold leaves" in run("inspect", path).stdout
     assert json.loads(run("inspect", path, "--json").stdout)["left_out"] == ["data/"]
     assert "1 file left out, which may hold leaves: data/" in run("verify", path, code=1).stdout
     report = json.loads(run("verify", path, "--json", code=1).stdout)
     assert (report["ok"], report["left_out"], report["damages"]) == (False, ["data/"], [])
 
 
-def test_a_conversion_has_to_be_told_that_files_may_be_left_out(tmp_path):
+def test_a_conversion_that_leaves_files_out_needs_allow_missing(tmp_path):
     path = Path(shutil.copytree(ORBAX / "v1", tmp_path / "c"))
     (path / "more.bin").write_bytes(b"\0")
     for how in ([], ["--dry-run"]):

@@ -44,7 +44,7 @@ def test_the_command_line_shows_it(sample):
     leaves = json.loads(run("ls", sample, "--json").stdout)
     (tree,) = checkpoint.inspect(sample).trees.values()
     assert [leaf["name"] for leaf in leaves] == [*tree.leaves, *tree.values]
-    expected = "every checksum matches" if sample.suffix == ".npz" else "all there"
+    expected = "every checksum matches" if sample.suffix == ".npz" else "complete"
     assert expected in run("verify", sample).stdout
     sample.write_bytes(sample.read_bytes()[:-20])
     assert sample.name in run("inspect", sample, code=1).stderr
@@ -124,7 +124,7 @@ def test_a_view_notices_that_its_file_was_written_to(tmp_path):
         assert view["l0"][0] == 0
         time.sleep(0.02)  # the clock of files is coarse
         rewrite(tmp_path / "a.npz", 1)
-        with pytest.raises(FileNotFoundError, match="was written to meanwhile; open it again"):
+        with pytest.raises(FileNotFoundError, match="has been written to since it was opened; open it again"):
             view["l0"][0]
 
 

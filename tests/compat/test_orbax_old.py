@@ -395,5 +395,5 @@ def test_a_key_whose_kind_is_not_known_is_an_error_of_that_item_alone(copy):
 
 
 def test_a_run_is_not_pruned_from_within_a_checkpoint(samples):
-    with pytest.raises(ValueError, match="is a checkpoint itself: it has checkpoint"):
+    with pytest.raises(ValueError, match="is itself a checkpoint: it contains checkpoint"):
         checkpoint.prune(samples / "orbax-0.2.7" / "pt_base", keep=1)

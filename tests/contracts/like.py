@@ -245,7 +245,7 @@ class Like(Contract):
     def test_an_unknown_dtype_is_refused_with_the_known(self, path):
         save(model(), path)
         for dtype in ("int8", "nonsense", 3):
-            with pytest.raises(ValueError, match=r"no floating dtype.*bfloat16"):
+            with pytest.raises(ValueError, match=r"not a floating dtype.*bfloat16"):
                 load(path, dtype=dtype)
 
     def test_like_is_compared_with_what_dtype_makes(self, path):

@@ -157,7 +157,7 @@ def test_shapes_dtypes_and_keys_are_checked_against_the_target():
     assert len(caught.value.problems) == 3
 
 
-def test_what_cannot_be_read_back_is_refused_before_anything_is_written(tmp_path):
+def test_values_that_cannot_be_restored_are_refused_before_anything_is_written(tmp_path):
     path = tmp_path / "state"
     path.write_bytes(b"old")
     for bad in (np.array(["text"]), object(), {1, 2}, 2**70):
@@ -217,7 +217,7 @@ def test_a_path_of_another_kind_is_refused_and_not_taken_for_a_directory(tmp_pat
     monkeypatch.chdir(tmp_path)
     for call in (ours.save_to_file, ours.load_from_file):
         for path in ("gs://bucket/x", "s3://bucket/x"):
-            with pytest.raises(ValueError, match=f"{path} is no local path"):
+            with pytest.raises(ValueError, match=f"{path} is not a local path"):
                 call({"a": 1}, path)
     assert os.listdir(tmp_path) == []
 

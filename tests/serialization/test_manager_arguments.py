@@ -104,7 +104,7 @@ class Arguments(Backend):
             lambda: manager.load_tree_parallel(path, dtype=dtype),
             lambda: manager.load_pytree(path, line(), prefix="m", dtype=dtype),
         ):
-            with pytest.raises(ValueError, match=r"no floating dtype; known are .*bfloat16.*bf16"):
+            with pytest.raises(ValueError, match=r"not a floating dtype; known dtypes: .*bfloat16.*bf16"):
                 call()
         assert_same(manager.load(path, line())[0], state())
 

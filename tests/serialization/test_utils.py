@@ -1,4 +1,4 @@
-"""The documented helpers: names, sizes, layouts, and arrays on their way."""
+"""The documented helpers: names, sizes, layouts, gathering and resharding."""
 
 import logging
 from pathlib import Path, PurePosixPath
@@ -44,7 +44,7 @@ def mesh():
         (PurePosixPath("m.safetensors"), "m"),
     ],
 )
-def test_the_base_of_a_path_is_what_its_files_have_in_common(path, base):
+def test_the_base_of_a_path_is_common_to_its_files(path, base):
     assert utils.derive_base_prefix_from_path(path) == base
 
 
@@ -64,7 +64,7 @@ def test_the_base_comes_back_out_of_every_name(base, total, data):
     assert utils.derive_base_prefix_from_path(utils.index_filename(base)) == base
 
 
-def test_paths_of_buckets_are_told_from_others():
+def test_paths_in_buckets_are_recognized():
     assert utils.is_gcs_path("gs://my-bucket/checkpoint")
     assert not any(
         map(utils.is_gcs_path, ["/local/path", "s3://b/x", "GS://b", None, b"gs://b", Path("gs://b")])
@@ -99,7 +99,7 @@ def test_sizes_are_known_without_looking_at_values(array, nbytes):
     assert utils.estimate_array_nbytes(array) == nbytes
 
 
-def test_what_is_no_array_has_no_size():
+def test_only_arrays_and_numbers_have_a_size():
     for thing in (None, "text", object()):
         with pytest.raises(TypeError, match=type(thing).__name__):
             utils.estimate_array_nbytes(thing)
@@ -136,7 +136,7 @@ def test_the_layout_is_the_one_that_a_save_writes(tmp_path):
     assert len(written) > 2
 
 
-def test_a_limit_that_is_no_limit_is_refused():
+def test_limits_must_be_positive():
     for call in (
         lambda n: utils.group_keys_by_shard_size({}, n),
         lambda n: utils.optimize_shard_layout({}, n),
@@ -235,7 +235,7 @@ def test_a_tensor_is_read_sharded_called_back_and_cast(tmp_path, mesh):
         with pytest.raises(KeyError, match=r"no shard function for 'w'"):
             utils.read_process_array("w", {"v": np.asarray}, False, file)
         assert utils.read_process_array("i", None, False, file, dtype="bf16")[1].dtype == np.int64
-        with pytest.raises(ValueError, match="no floating dtype"):
+        with pytest.raises(ValueError, match="not a floating dtype"):
             utils.read_process_array("w", None, False, file, dtype="int32")
     with checkpoint.open(tmp_path / "x.safetensors") as view:
         assert isinstance(utils.read_process_array("w", None, False, view)[1], jax.Array)
@@ -277,7 +277,7 @@ def test_reshard_reaches_the_target_or_raises(mesh):
         np.testing.assert_array_equal(there, array)
     with pytest.raises(ValueError, match="divi"):
         utils.reshard(jnp.ones(7), NamedSharding(mesh, P("x")))
-    with pytest.raises(ValueError, match="cut int64 to 32 bits"):
+    with pytest.raises(ValueError, match="truncate int64 to 32 bits"):
         utils.reshard(np.array([2**40]), NamedSharding(mesh, P()))
 
 

@@ -1,14 +1,18 @@
-"""Save trees of arrays to checkpoints, load them onto any mesh, and look after them.
+"""Save trees of arrays to checkpoints, load them onto any mesh, and maintain them.
 
-save, save_async         write a tree; SaveOptions says how, Pending is a save that is under way
-load                     read a tree, onto any mesh
-open, inspect            look at the leaves of a checkpoint without loading it: View, Manifest
-verify                   check every byte against its digest: Report
-diff                     compare two checkpoints: Diff
-convert                  write a checkpoint in another format: Conversion
-prune                    delete all but the last checkpoints of a run: Pruned
-dry_run                  compute how many bytes a load would put on each device: DryRun
-register_node            let trees with nodes of a class come back without `like`
+save, save_async         save a tree, with SaveOptions; save_async returns a Pending
+load                     load a tree onto any mesh
+open, inspect            look at the leaves of a checkpoint without loading it; return a View, a Manifest
+verify                   check every byte against its digest; return a Report
+diff                     compare two checkpoints; return a Diff
+convert                  write a checkpoint in another format; return a Conversion
+prune                    delete all but the last checkpoints of a run; return a Pruned
+dry_run                  compute how many bytes a load would put on each device; return a DryRun
+register_node            allow trees with nodes of a class to be rebuilt without `like`
+
+    >>> from eformer import checkpoint
+    >>> checkpoint.save(state, "run/step-100")
+    >>> state = checkpoint.load("run/step-100")
 """
 
 from importlib import import_module
@@ -84,7 +88,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Late, because some of these modules import jax, and what only reads files should start without it.
+    # Late, because some of these modules import jax, which tools that only read files do not need.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"eformer._engine.{_HOME[name]}"), name)

@@ -1,1 +1,1 @@
-"""The command `eformer`: looks at checkpoints, whoever wrote them, without jax and without code."""
+"""The command `eformer`: inspect, verify, compare, convert and prune checkpoints, without jax."""

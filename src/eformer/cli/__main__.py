@@ -1,5 +1,5 @@
-"""`python -m eformer.cli`, for where scripts are not on the path."""
+"""Run the command as `python -m eformer.cli`, if scripts are not on the path."""
 
-from eformer.cli._command import main
+from eformer.cli.commands import main
 
 main(prog_name="eformer")

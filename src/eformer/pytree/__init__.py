@@ -1,1 +1,1 @@
-"""Front door 2: the documented msgpack and state-dict API, as thin functions over the engine."""
+"""The documented msgpack and state-dict API, as thin functions over the engine."""

@@ -1,8 +1,8 @@
-"""State dicts and msgpack: bytes equal to flax's, and what flax cannot write.
+"""Convert trees to state dicts and msgpack. The bytes are equal to flax's, and each reads the other's files.
 
-Each reads the other's files. Beyond flax: tuples keep their type through `msgpack_serialize`, typed PRNG keys
-come back, big-endian arrays are right, keys, shapes and dtypes are checked against the target, every class
-registered with JAX is taken apart, and truncated, malformed or hostile bytes are a ValueError.
+Beyond flax: tuples keep their type through `msgpack_serialize`, typed PRNG keys and big-endian arrays are supported,
+keys, shapes and dtypes are checked against the target, every class registered with JAX works, and truncated,
+malformed or hostile bytes raise a ValueError.
 """
 
 from __future__ import annotations
@@ -50,15 +50,19 @@ __all__ = [
     "to_state_dict",
 ]
 
-# Arrays of more bytes than this are split into chunks, as flax does.
+# Larger arrays, in bytes, are split into chunks, as flax does.
 MAX_CHUNK_SIZE = 2**30
 
 
 def msgpack_serialize(pytree: Any, in_place: bool = False) -> bytes:
-    """The message for a tree of dict, list, tuple, plain values and arrays. Costs one copy of the arrays.
+    """Serialize a tree of dicts, lists, tuples, plain values and arrays to msgpack. Makes one copy of the arrays.
 
-    Dicts are written in the order of their keys, or with `in_place` in their own. The tree is never
-    modified: there is nothing to gain from it here.
+    Dicts are sorted by key; `in_place=True` keeps their own order. The tree is never modified.
+
+    Example:
+
+        >>> msgpack_restore(msgpack_serialize({"w": np.ones(2), "step": 3}))
+        {'w': array([1., 1.]), 'step': 3}
     """
     message = io.BytesIO()
     _pack(pytree, message.write, max_chunk=MAX_CHUNK_SIZE, sort_keys=not in_place)
@@ -66,52 +70,51 @@ def msgpack_serialize(pytree: Any, in_place: bool = False) -> bytes:
 
 
 def msgpack_restore(encoded_pytree: bytes) -> Any:
-    """The tree in a message. Arrays are read-only views of `encoded_pytree`: their bytes are not copied.
+    """Restore the tree in a message. Arrays are read-only views of `encoded_pytree`, without a copy.
 
-    A buffer that may change (a bytearray) is copied first; one that is read-only (a mapped file) is taken at
-    its word. Arrays that were split into chunks are joined, which copies them.
+    A writable buffer, such as a bytearray, is copied first; a read-only one, such as a mapped file, must not change.
+    Arrays that were split into chunks are joined, which copies them.
     """
     return _unpack(encoded_pytree)
 
 
 def to_bytes(target: Any) -> bytes:
-    """The message for the state dict of `target`: any tree, or object of a registered type."""
+    """Serialize the state dict of `target`, which is any tree or an object of a registered type."""
     return msgpack_serialize(to_state_dict(target), in_place=True)
 
 
 def from_bytes(target: Any, encoded_bytes: bytes) -> Any:
-    """An object like `target` with the leaves of the message; for a target of None, the state dict itself.
+    """Restore an object like `target` with the leaves of the message; for None, return the state dict itself.
 
-    Keys, shapes and dtypes must be the target's, else one ValueError lists all differences. Arrays are numpy.
+    Keys, shapes and dtypes must match the target, else one ValueError lists all differences. Arrays are numpy arrays.
     """
     return from_state_dict(target, msgpack_restore(encoded_bytes))
 
 
 def compress_bytes(data: bytes) -> bytes:
-    """`data` as gzip; equal input gives equal output."""
+    """Compress `data` with gzip. Equal input gives equal output."""
     return _gzip_compress(data)
 
 
 def decompress_bytes(data: bytes) -> bytes:
-    """What was gzipped; a ValueError when `data` is damaged or no gzip."""
+    """Decompress gzip. Raises a ValueError if `data` is damaged or not gzip."""
     return _gzip_decompress(data)
 
 
 def to_compressed_bytes(target: Any) -> bytes:
-    """`to_bytes`, gzipped."""
+    """Serialize with `to_bytes`, and compress with gzip."""
     return compress_bytes(to_bytes(target))
 
 
 def from_compressed_bytes(target: Any, compressed_data: bytes) -> Any:
-    """`from_bytes` of what was gzipped."""
+    """Decompress gzip, and restore with `from_bytes`."""
     return from_bytes(target, decompress_bytes(compressed_data))
 
 
 def save_to_file(target: Any, filepath: str) -> None:
-    """Puts `to_bytes(target)` into a file that appears whole or not at all, and is durable on return.
+    """Write `to_bytes(target)` to a file, atomically and durably. On any error the previous file is left intact.
 
-    Arrays on the CPU go to the file from where they are; those of other devices, or spread over several,
-    through a copy of one array at a time.
+    Arrays on the CPU are written without a copy; arrays on other devices, or on several, are copied one at a time.
     """
     state = to_state_dict(target)
     with _replacing(_local(filepath)) as file:
@@ -119,7 +122,7 @@ def save_to_file(target: Any, filepath: str) -> None:
 
 
 def load_from_file(target: Any, filepath: str) -> Any:
-    """`from_bytes` of a file; errors name the file."""
+    """Restore with `from_bytes` from a file. Errors name the file."""
     path = _local(filepath)
     try:
         return from_bytes(target, path.read_bytes())
@@ -132,12 +135,12 @@ def load_from_file(target: Any, filepath: str) -> Any:
 def _local(filepath: str | os.PathLike[str]) -> Path:
     text = os.fsdecode(filepath)
     if "://" in text:
-        raise ValueError(f"{text} is no local path; to_bytes gives the bytes to put there")
+        raise ValueError(f"{text} is not a local path; use to_bytes, and write the bytes there yourself")
     return Path(text)
 
 
 def get_serialization_info(pytree: Any) -> dict[str, Any]:
-    """Counts of a tree: leaves, elements, bytes in memory, dtypes, and whether `to_bytes` takes them."""
+    """Count the leaves, elements and bytes of a tree, list its dtypes, and tell whether `to_bytes` accepts it."""
     leaves = jax.tree_util.tree_leaves(to_state_dict(pytree))
     return {
         "num_leaves": len(leaves),

@@ -1,4 +1,4 @@
-"""Front door 1: the documented serialization API, as thin functions over the engine."""
+"""The documented serialization API, as thin functions over the engine."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ __all__ = ["async_manager", "dry_run", "serialization", "utils"]
 
 
 def __getattr__(name: str) -> Any:
-    # Late: a submodule may be imported without what the others need.
+    # Late, so that importing one submodule does not import the others.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "dry_run":

@@ -1,4 +1,4 @@
-"""Keys as people write them: dotted, nothing escaped."""
+"""Turn leaf names into the keys of the documented API: dotted, without escapes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 def dotted(name: str) -> str:
-    """A leaf's name as the documents write keys."""
+    """Return the dotted key of a leaf's name."""
     return ".".join(unescape(part) for part in split_name(name))
 
 
 def keys_of(names: Iterable[str]) -> dict[str, str]:
-    """The key of each leaf by its name; where dotted keys would be alike, the name, in which they are not."""
+    """Map names to dotted keys; a name whose dotted key would be ambiguous maps to itself."""
     keys = {name: dotted(name) for name in names}
     count = Counter(keys.values())
     return {name: key if count[key] == 1 else name for name, key in keys.items()}
 
 
 def by_key(callback: Callable[[Any, str], Any] | None) -> Callable[[Any, str], Any] | None:
-    """The caller's function, for who calls it with a leaf's name."""
+    """Wrap a callback that takes a dotted key, so that it can be called with a leaf's name."""
     return None if callback is None else lambda array, name: callback(array, dotted(name))

@@ -1,4 +1,4 @@
-"""What is known of a saved tree, in the documented shape."""
+"""Describe a saved tree as the documented `CheckpointMetadata`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class CheckpointMetadata:
-    """When a checkpoint was saved, by what, and what is in it. What is not said is filled in when it is made."""
+    """When and by what a checkpoint was saved, and what it contains. Fields that are None are filled in."""
 
     version: str = "0.0.90"
     timestamp: str | None = None
@@ -37,25 +37,25 @@ class CheckpointMetadata:
         self.custom_metadata = {} if self.custom_metadata is None else self.custom_metadata
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, of plain values."""
+        """Return the fields by name, as plain values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CheckpointMetadata:
-        """Fields that there are none of are left out."""
+        """Create an instance from a dict. Unknown fields are ignored."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in data.items() if name in known})
 
 
 def metadata_of(tree: TreeEntry) -> CheckpointMetadata:
-    """Of a tree that we saved, or of somebody else's."""
+    """Return the metadata of a tree, saved by eformer or by another program."""
     keys = keys_of(tree.leaves)
     arrays = {
         keys[name]: {"dtype": entry.logical_dtype, "shape": list(entry.logical_shape)}
         for name, entry in tree.leaves.items()
     }
     if not tree.has_digests:
-        return _of_others(tree.metadata, arrays)
+        return _foreign_metadata(tree.metadata, arrays)
     return CheckpointMetadata(
         timestamp=tree.saved_at,
         checksum={keys[name]: sha256 for name, sha256 in checksums_of(tree).items()},
@@ -66,15 +66,15 @@ def metadata_of(tree: TreeEntry) -> CheckpointMetadata:
 
 
 def checksums_of(tree: TreeEntry) -> dict[str, str]:
-    """The recorded SHA-256 by the names of the leaves."""
+    """Return the recorded SHA-256 of each leaf, by name."""
     if tree.has_digests:
         return {name: entry.sha256 for name, entry in tree.leaves.items() if entry.sha256}
-    recorded = _of_others(tree.metadata, {}).checksum or {}
+    recorded = _foreign_metadata(tree.metadata, {}).checksum or {}
     return {name: recorded[key] for name, key in keys_of(tree.leaves).items() if key in recorded}
 
 
-def _of_others(found: dict[str, Any], arrays: dict[str, dict[str, Any]]) -> CheckpointMetadata:
-    """The original's record, whose fields are JSON in the header of a file; else all that is there is the user's."""
+def _foreign_metadata(found: dict[str, Any], arrays: dict[str, dict[str, Any]]) -> CheckpointMetadata:
+    """Parse the metadata of the original eFormer, or take all of it for the user's."""
     if "timestamp" not in found or "custom_metadata" not in found:
         return CheckpointMetadata(
             timestamp="", array_metadata=arrays, framework_version="", custom_metadata=found

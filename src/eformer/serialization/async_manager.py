@@ -1,4 +1,4 @@
-"""The documented manager: its arguments, translated into what `eformer.checkpoint` does."""
+"""The documented manager: translates its arguments into saves and loads of the engine."""
 
 from __future__ import annotations
 
@@ -46,24 +46,30 @@ Path = GCSPath | LocalPath | str | os.PathLike[str]
 Callback = Callable[[jax.Array, str], jax.Array]
 Rules = Sequence[tuple[str, "PartitionSpec"]]
 
-_DEFAULT_TIMEOUT = 400  # seconds; GLOBAL_CHECKPOINT_TIMEOUT says another
+_DEFAULT_TIMEOUT = 400  # seconds; GLOBAL_CHECKPOINT_TIMEOUT overrides it
 
 
 class AsyncCheckpointManager:
-    """Saves and loads trees, as zarr arrays or as safetensors files.
+    """Save and load trees as zarr arrays or as safetensors files.
 
-    enable                 False turns saving off; it is logged
-    float_dtype            floating leaves are stored as this dtype; None, the default, stores them as they are
-    verbose                logs what is saved and loaded
-    gcs_bucket             where relative paths lead to, with `gcs_credentials_path`; as long as there are no stores but
-                           the local disk, a save or load that leads there says so
-    enable_validation      records the SHA-256 of every array, and checks it on load, beside the digests that are
-                           always written and always checked
-    enable_compression     compresses arrays by zstd; safetensors files cannot be
+    enable                 False turns saving off; each skipped save is logged
+    float_dtype            store floating leaves as this dtype; None, the default, stores them as they are
+    verbose                log every save and load
+    gcs_bucket             the bucket of relative paths, with `gcs_credentials_path`; saves to buckets and loads from
+                           them are not supported yet, and raise
+    enable_validation      record the SHA-256 of every array and check it on load, in addition to the digests, which are
+                           always recorded and checked
+    enable_compression     compress arrays with zstd; not possible for safetensors
     use_tensorstore        False writes safetensors; so does a path that ends in ".safetensors"
 
-    Every method may be called in a running event loop and from several threads. As a context manager, and by
-    `wait_until_finished`, it waits for its `save_async`s.
+    Every method may be called from several threads and inside a running event loop. `wait_until_finished`, or leaving
+    the manager as a context manager, waits for all `save_async` calls.
+
+    Example:
+
+        >>> manager = AsyncCheckpointManager()
+        >>> manager.save(state, "run", prefix="model")
+        >>> state, metadata = manager.load("run", mesh, prefix="model")
     """
 
     def __init__(
@@ -84,7 +90,7 @@ class AsyncCheckpointManager:
                 "enable_compression=True needs use_tensorstore=True: safetensors cannot be compressed"
             )
         if gcs_credentials_path is not None and not os.path.isfile(gcs_credentials_path):  # noqa: PTH113
-            raise FileNotFoundError(f"gcs_credentials_path={gcs_credentials_path!r}: there is no such file")
+            raise FileNotFoundError(f"gcs_credentials_path={gcs_credentials_path!r}: no such file")
         self.enable = enable
         self.float_dtype = float_dtype
         self.verbose = verbose
@@ -112,17 +118,18 @@ class AsyncCheckpointManager:
         do_all_gather: bool = False,
         cpu_offload: bool = False,
     ) -> str:
-        """The tree is at `path`, durably, when this returns; returns the path.
+        """Save `tree` to `path`, atomically and durably, and return the path.
 
-        `gather_fns` are called on leaves before they are saved: by dotted key or nested, or True for `jax.device_get`
-        on all. `do_all_gather` puts every array together first, on all devices of the mesh, or of its own; with
-        `cpu_offload` on the CPU. Without a gather `cpu_offload` keeps what waits to be written in host memory.
-        `callback(path)` is called afterwards. Apart from a gather there is no need of a mesh: arrays know their own.
+        gather_fns      functions called on leaves before saving, by dotted key or nested; True for `jax.device_get`
+        do_all_gather   gather every array first: on all devices of the mesh, or with `cpu_offload` on the CPU
+        cpu_offload     without a gather: keep arrays that wait to be written in host memory
+        callback        called with the path afterwards
+        mesh            only needed for a gather
         """
-        where = self._where(path)
-        if self._is_off(where):
+        where = self._resolve(path)
+        if self._is_disabled(where):
             return where
-        gather = partial(self._gathered, mesh, gather_fns, do_all_gather, cpu_offload)
+        gather = partial(self._gather, mesh, gather_fns, do_all_gather, cpu_offload)
         carry_out(self._start(tree, where, prefix, metadata, float_dtype, cpu_offload, first=gather))
         if callback is not None:
             callback(where)
@@ -143,13 +150,13 @@ class AsyncCheckpointManager:
         do_all_gather: bool = False,
         cpu_offload: bool = False,
     ) -> Pending:
-        """Like `save`, but returns as soon as the caller may donate or change every array of the tree."""
-        where = self._where(path)
+        """Start a `save`, and return as soon as the caller may donate or change every array of the tree."""
+        where = self._resolve(path)
         pending = Pending(where)
-        if self._is_off(where):
+        if self._is_disabled(where):
             pending.start(lambda: None)
             return pending
-        gather = partial(self._gathered, mesh, gather_fns, do_all_gather, cpu_offload)
+        gather = partial(self._gather, mesh, gather_fns, do_all_gather, cpu_offload)
         save = self._start(tree, where, prefix, metadata, float_dtype, cpu_offload, first=gather, detach=True)
         with self._lock:
             self._pending = [p for p in self._pending if not (p.done() and p.was_asked)] + [pending]
@@ -169,15 +176,15 @@ class AsyncCheckpointManager:
         extras: dict[str, Any] | None = None,
         write_index: bool = True,
     ) -> str:
-        """Like `save`, under a prefix, which it needs. `extras` are its metadata.
+        """Save like `save`, under a required prefix. `extras` become the metadata.
 
-        `write_index=False` leaves the arrays without an index, and so without digests and structure.
+        `write_index=False` writes the arrays alone, without digests and structure.
         """
         _require_prefix(prefix)
-        where = self._where(path)
-        if self._is_off(where):
+        where = self._resolve(path)
+        if self._is_disabled(where):
             return where
-        gather = partial(self._gathered, mesh, None, do_all_gather, cpu_offload)
+        gather = partial(self._gather, mesh, None, do_all_gather, cpu_offload)
         save = self._start(
             pytree, where, prefix, extras, dtype, cpu_offload, first=gather, write_index=write_index
         )
@@ -185,7 +192,7 @@ class AsyncCheckpointManager:
         return where
 
     def wait_until_finished(self) -> None:
-        """Waits for every `save_async` of this manager; raises the first error that nobody has asked for yet."""
+        """Wait for every `save_async` of this manager. Raises the first error that has not been raised yet."""
         with self._lock:
             pending, self._pending = self._pending, []
         failed = [p for p in pending if not p.was_asked and p.exception() is not None]
@@ -203,7 +210,7 @@ class AsyncCheckpointManager:
         except Exception:
             if kind is None:
                 raise
-            logger.exception("a save failed, too")  # the error of the block is the one to raise
+            logger.exception("a save failed, too")  # the error of the block is raised
 
     def _start(
         self,
@@ -225,7 +232,7 @@ class AsyncCheckpointManager:
             checksums=self.enable_validation,
             compression="zstd" if self.enable_compression else None,
         )
-        self._say("saving to %s", where)
+        self._log("saving to %s", where)
         return start(
             tree,
             where,
@@ -242,7 +249,7 @@ class AsyncCheckpointManager:
         is_file = where.endswith(SUFFIX)
         return "tensorstore" if self.use_tensorstore and not is_file else "safetensors"
 
-    def _gathered(
+    def _gather(
         self,
         mesh: Mesh | None,
         gather_fns: dict[str, Any] | bool | None,
@@ -254,11 +261,11 @@ class AsyncCheckpointManager:
             tree = apply_gather_functions(tree, gather_fns, mismatch_allowed=True, verbose=self.verbose)
         if not do_all_gather:
             return tree
-        return jax.tree.map(lambda leaf: _whole(leaf, mesh, cpu_offload), tree)
+        return jax.tree.map(lambda leaf: _gather_leaf(leaf, mesh, cpu_offload), tree)
 
-    def _is_off(self, where: str) -> bool:
+    def _is_disabled(self, where: str) -> bool:
         if self.enable is False:
-            logger.warning("saving is turned off (enable=False): nothing is written to %s", where)
+            logger.warning("saving is turned off (enable=False): not writing %s", where)
         return self.enable is False
 
     # -------------------------------------------------------------------------------------------- load
@@ -278,15 +285,17 @@ class AsyncCheckpointManager:
         use_async: bool = True,
         chunk_size: int | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """The tree at `path`, and its `CheckpointMetadata` as a dict.
+        """Load the tree at `path`, and return it with its `CheckpointMetadata` as a dict.
 
-        `path` is a directory, its index, a safetensors file, any shard of several, or what their names begin with.
-        Leaves go where `shardings` say (by key, nested or flat: a Sharding, a PartitionSpec or a function), else the
-        `partition_rules`, else as they were saved. `mismatch_allowed=False` is a KeyError for a leaf that the shardings
-        do not name. `callback(array, key)` returns what to have in the array's place.
-
-        Digests are always checked, unless `validate=False`. `validate=True`, or None with `enable_validation`, checks
-        the recorded SHA-256 of every array, too. `use_async=False` reads one array after the other.
+        path               a directory, its index, a safetensors file, one shard of several, or the common beginning of
+                           their names
+        shardings          where leaves go, by key, nested or flat: a Sharding, a PartitionSpec or a function
+        partition_rules    where leaves go that `shardings` does not name; others are placed as they were saved
+        mismatch_allowed   False raises a KeyError for leaves that `shardings` does not name
+        callback           called with each array and its key; returns the replacement
+        validate           False skips the digests; True also checks the recorded SHA-256 of every array; None does so
+                           if `enable_validation` is set
+        use_async          False reads one array at a time
         """
         if prefix_filter is not None:
             warnings.warn("prefix_filter is deprecated; use prefix", DeprecationWarning, stacklevel=2)
@@ -319,7 +328,7 @@ class AsyncCheckpointManager:
         validate: bool | None = None,
         prefix_filter: str | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Like `load`, without a mesh: leaves go to the default device unless `shardings` say otherwise."""
+        """Load like `load`, without a mesh: leaves without a sharding go to the default device."""
         return self.load(
             path, None, shardings, mismatch_allowed, callback, None, dtype, validate, prefix=prefix_filter
         )
@@ -338,10 +347,10 @@ class AsyncCheckpointManager:
         callback: Callback | None = None,
         chunk_size: int | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Like `load`, of one prefix; a leaf that nothing is said about is replicated.
+        """Load one prefix like `load`; leaves without a sharding or rule are replicated.
 
-        `template` is a tree of arrays or `ShapeDtypeStruct`s, whose structure, shapes, dtypes and shardings the result
-        has; its values are never used. With `strict_shapes=False` a leaf of as many elements is reshaped.
+        `template` is a tree of arrays or `ShapeDtypeStruct`s that gives the structure, shapes, dtypes and shardings;
+        its values are not used. `strict_shapes=False` reshapes leaves with the same number of elements.
         """
         _require_prefix(prefix)
         request = Request(
@@ -363,8 +372,8 @@ class AsyncCheckpointManager:
         return self._load(path, request, None)
 
     def _load(self, path: Path, request: Request, validate: bool | None) -> tuple[Any, dict[str, Any]]:
-        where = self._where(path)
-        self._say("loading from %s", where)
+        where = self._resolve(path)
+        self._log("loading from %s", where)
         if self.enable_validation if validate is None else validate:
             request = dataclasses.replace(request, sha256=checksums_of)
         tree, entry = load_entry(where, request)
@@ -374,7 +383,7 @@ class AsyncCheckpointManager:
 
     @staticmethod
     def is_tensorstore(path: Path) -> bool:
-        """Whether there is a checkpoint of zarr arrays at the path, or it is the index of one."""
+        """Tell whether the path is a checkpoint of zarr arrays, or the index of one."""
         where = AsyncCheckpointManager.safe_loadpath(path)
         if not where.is_dir():
             return False
@@ -384,11 +393,11 @@ class AsyncCheckpointManager:
 
     @staticmethod
     def safe_loadpath(path: Path) -> GCSPath | LocalPath:
-        """The directory of a checkpoint, by its own path or by that of its index."""
+        """Return the directory of a checkpoint, given its path or the path of its index."""
         where = ePath(path)
         return where.parent if where.name == INDEX else where
 
-    def _where(self, path: Path) -> str:
+    def _resolve(self, path: Path) -> str:
         text = str(path) if isinstance(path, GCSPath) else os.fsdecode(path)
         if text.startswith("file://"):
             text = str(ePath(text))
@@ -400,23 +409,23 @@ class AsyncCheckpointManager:
 
     @staticmethod
     def compute_checksum(array: Any) -> str:
-        """The SHA-256 of the elements in C order, little endian."""
+        """Compute the SHA-256 of the elements in C order, little endian."""
         numbers = jax.random.key_data(array) if is_key(array) else array
         return sha256_of(raw_pieces(np.asarray(numbers)))
 
     @property
     def global_manager(self) -> GlobalAsyncCheckpointManager:
-        """JAX's own manager, one for each of ours; for those who want to hand it to `tree_serialize_leaves`."""
+        """Return JAX's own manager, created once, to pass to `tree_serialize_leaves`."""
         from jax.experimental.array_serialization import serialization  # late: it imports TensorStore
 
         with self._lock:
             if self._global_manager is None:
                 timeout = int(os.environ.get("GLOBAL_CHECKPOINT_TIMEOUT", _DEFAULT_TIMEOUT))
-                manager: Any = serialization.GlobalAsyncCheckpointManager  # which has no types
+                manager: Any = serialization.GlobalAsyncCheckpointManager  # untyped
                 self._global_manager = manager(timeout)
             return self._global_manager
 
-    def _say(self, message: str, *arguments: object) -> None:
+    def _log(self, message: str, *arguments: object) -> None:
         logger.log(logging.INFO if self.verbose else logging.DEBUG, message, *arguments)
 
 
@@ -431,11 +440,11 @@ def _same(prefix: str | None, prefix_filter: str) -> str:
     return prefix_filter
 
 
-def _whole(leaf: Any, mesh: Mesh | None, cpu_offload: bool) -> Any:
-    """An array put together, on all devices of a mesh or on the CPU; other leaves as they are."""
+def _gather_leaf(leaf: Any, mesh: Mesh | None, cpu_offload: bool) -> Any:
+    """Gather an array on all devices of a mesh, or on the CPU; return other leaves unchanged."""
     if not isinstance(leaf, jax.Array):
         return leaf
-    if jax.process_count() > 1 and leaf.is_fully_addressable:  # each process has its own, whole
+    if jax.process_count() > 1 and leaf.is_fully_addressable:  # every process has a whole array of its own
         return jax.device_put(leaf, jax.local_devices(backend="cpu")[0]) if cpu_offload else leaf
     mesh = mesh or getattr(leaf.sharding, "mesh", None)
     if mesh is None:

@@ -1,4 +1,4 @@
-"""The documented functions for trees of arrays: their names, and arrays by TensorStore."""
+"""The documented functions that save and load trees as zarr arrays."""
 
 from __future__ import annotations
 
@@ -34,13 +34,17 @@ def tree_serialize_leaves(
     commit_callback: Callable[[], None] | None = None,
     write_index: bool = True,
 ) -> None:
-    """The tree is in the directory as zarr arrays, under one index of all prefixes, durably when this returns.
+    """Save a tree to a directory as zarr arrays, atomically and durably. All prefixes share one index.
 
-    With a `manager` of JAX that one writes the arrays, this returns as soon as they may be changed, and its
-    `wait_until_finished` waits for the commit. `commit_callback()` is called once, after the commit. Without an index
-    there are no digests and no structure, only arrays.
+    With JAX's `manager`, the manager writes the arrays: this function returns as soon as they may be changed, and
+    `manager.wait_until_finished` waits for the commit. `commit_callback()` is called once, after the commit.
+    `write_index=False` writes the arrays alone, without digests and structure.
+
+    Example:
+
+        >>> tree_serialize_leaves("run", {"w": jnp.ones(2)}, prefix="model")
     """
-    timeout = getattr(manager, "_timeout_secs", TIMEOUT)  # with a manager its own counts
+    timeout = getattr(manager, "_timeout_secs", TIMEOUT)  # a manager has a timeout of its own
     save = start(
         pytree,
         checkpoint_dir,
@@ -69,14 +73,19 @@ def tree_deserialize_leaves(
     callback: Callable[[jax.Array, str], jax.Array] | None = None,
     chunk_size: int | None = None,
 ) -> Any:
-    """The tree of the prefix, as it was saved; as nested dicts if nobody recorded what it was.
+    """Load the tree with this prefix, in its recorded structure, or as nested dicts if none was recorded.
 
-    Leaves go where `shardings` say, else the `partition_rules`, else as they were saved; on a mesh of several axes
-    somebody has to say. `callback(array, key)` returns what to have in the array's place. At most `chunk_size` arrays
-    are in flight. If a `manager` is given, it finishes first what it is writing.
+    Leaves are placed by `shardings`, else by `partition_rules`, else as they were saved; on a mesh of several axes, one
+    of the two is required. `callback(array, key)` returns a replacement for each array. At most `chunk_size` arrays are
+    in flight. A `manager` finishes its pending writes first.
+
+    Example:
+
+        >>> tree_deserialize_leaves("run", mesh, prefix="model")
+        {'w': Array([1., 1.], dtype=float32)}
     """
     if manager is not None:
-        finish: Any = manager.wait_until_finished  # which has no types
+        finish: Any = manager.wait_until_finished  # untyped
         finish()
     request = Request(
         prefix=prefix,

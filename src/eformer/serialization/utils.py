@@ -1,4 +1,4 @@
-"""The documented helpers around saving and loading: sizes, names, layouts, and arrays on their way."""
+"""The documented helpers for saving and loading: names, sizes, shard layouts, gathering and resharding."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ __all__ = [
 
 logger = logging.getLogger("eformer")
 
-_SAVE_ID = re.compile(r"\.[0-9a-f]{16}$")  # behind the base name of a file that a later save wrote
+_SAVE_ID = re.compile(r"\.[0-9a-f]{16}$")  # follows the base name in files of later saves
 
 
 # --------------------------------------------------------------------------------------------- names
 
 
 def is_gcs_path(path: Any) -> bool:
-    """Whether the path, as text or as an object, is one of Google Cloud Storage."""
+    """Tell whether the path, as text or as an object, is in Google Cloud Storage."""
     return isinstance(path, (str, os.PathLike, GCSPath)) and str(path).startswith("gs://")
 
 
 def parse_gcs_path(gcs_path: str) -> tuple[str, str]:
-    """The bucket and the name inside of it."""
+    """Split a gs:// path into the bucket and the name inside it."""
     bucket, _, name = str(gcs_path).removeprefix("gs://").partition("/")
     if not is_gcs_path(gcs_path) or not bucket:
         raise ValueError(f"Invalid GCS path: {gcs_path}; expected gs://bucket/name")
@@ -67,19 +67,19 @@ def parse_gcs_path(gcs_path: str) -> tuple[str, str]:
 
 
 def shard_filename(base_prefix: str, idx: int, total: int) -> str:
-    """The name of shard `idx`, counted from 1, of `total`."""
+    """Return the file name of shard `idx`, counted from 1, of `total`."""
     if not 1 <= idx <= total:
-        raise ValueError(f"shard {idx} of {total}: shards are counted from 1 to their total")
+        raise ValueError(f"shard {idx} of {total}: shards are counted from 1 to the total")
     return shard_name(_text(base_prefix), idx, total)
 
 
 def index_filename(base_prefix: str) -> str:
-    """The name of the index that says which shard a tensor is in."""
+    """Return the file name of the index that maps tensors to shards."""
     return _text(base_prefix) + INDEX_SUFFIX
 
 
 def derive_base_prefix_from_path(path_str: str) -> str:
-    """The path without what a safetensors file, a shard of several or their index has behind its base name."""
+    """Strip the suffix of a safetensors file, a shard or an index from a path."""
     text = _text(path_str)
     if text.endswith(INDEX_SUFFIX):
         return text.removesuffix(INDEX_SUFFIX)
@@ -89,7 +89,7 @@ def derive_base_prefix_from_path(path_str: str) -> str:
 
 
 def _text(path: Any) -> str:
-    """Paths of a bucket are objects, too, and have no place in the file system."""
+    """Return a path as text. Paths in a bucket are not os.PathLike."""
     return path if isinstance(path, str) else str(path)
 
 
@@ -97,19 +97,19 @@ def _text(path: Any) -> str:
 
 
 def estimate_array_nbytes(array: Any) -> int:
-    """The bytes of an array, a ShapeDtypeStruct, a typed PRNG key or a number, without looking at its values."""
+    """Compute the bytes of an array, a ShapeDtypeStruct, a typed PRNG key or a number, without reading its values."""
     if is_array_like(array):
         if is_key(array):
             array = jax.eval_shape(jax.random.key_data, array)
         return int(math.prod(array.shape) * np.dtype(array.dtype).itemsize)
     found = np.asarray(array)
     if found.dtype.kind not in "biufc":
-        raise TypeError(f"a {type(array).__name__} has no size as an array")
+        raise TypeError(f"a {type(array).__name__} is not an array or a number")
     return found.nbytes
 
 
 def group_keys_by_shard_size(flat_state: dict[str, Any], max_shard_size_bytes: int) -> list[list[str]]:
-    """The keys in their order, in groups that fit; a tensor that does not fit anywhere is a group of its own."""
+    """Group keys in their order into shards of a maximal size. A larger tensor gets a shard of its own."""
     _require_positive(max_shard_size_bytes, "max_shard_size_bytes")
     groups: list[list[str]] = []
     used = 0
@@ -124,7 +124,7 @@ def group_keys_by_shard_size(flat_state: dict[str, Any], max_shard_size_bytes: i
 
 
 def optimize_shard_layout(state: dict[str, Any], max_shard_size_bytes: int) -> list[list[str]]:
-    """The keys of the arrays in groups that fit, those of one module together: the layout that `save` writes."""
+    """Group the keys of arrays into shards as `save` does: tensors of one module stay together."""
     _require_positive(max_shard_size_bytes, "max_shard_size_bytes")
     is_nested = any(isinstance(value, dict) for value in state.values())
     flat = flatten_for_broadcast(state) if is_nested else state
@@ -138,7 +138,7 @@ def _stored_nbytes(array: Any) -> int:
 
 
 def estimate_available_memory() -> int:
-    """The bytes that can be had now: of this machine, of the control group we run in, and of the devices."""
+    """Estimate the available memory in bytes: the least of the machine, the control group and the devices."""
     limits = [*_machine_memory(), *_group_memory(), *_device_memory()]
     return max(0, min(limits, default=0))
 
@@ -155,7 +155,7 @@ def _machine_memory() -> Iterator[int]:
 def _group_memory(
     root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")
 ) -> Iterator[int]:
-    """What each control group above us still allows, in either version of their interface."""
+    """Yield the memory that each enclosing control group still allows, in version 1 or 2."""
     try:
         lines = groups.read_text().splitlines()
     except OSError:
@@ -171,10 +171,10 @@ def _group_memory(
         inner = base / path.lstrip("/")
         for directory in (inner, *inner.parents):
             if directory.is_relative_to(base):
-                yield from _room(directory / limit, directory / usage)
+                yield from _remaining(directory / limit, directory / usage)
 
 
-def _room(limit: Path, usage: Path) -> Iterator[int]:
+def _remaining(limit: Path, usage: Path) -> Iterator[int]:
     try:
         yield int(limit.read_text()) - int(usage.read_text())
     except (OSError, ValueError):  # no such group, or no limit: "max"
@@ -197,7 +197,7 @@ def _require_positive(limit: int, name: str) -> None:
 
 
 def flatten_for_broadcast(state: dict[Any, Any]) -> dict[Any, Any]:
-    """The leaves by dotted key; a state whose keys are tuples is flat already, and returned as it is."""
+    """Flatten a state to leaves by dotted key. A state with tuples as keys is already flat, and returned unchanged."""
     if any(isinstance(key, tuple) for key in state):
         return state
     keys, leaves = jax.tree.leaves(leaf_key_paths(state)), jax.tree.leaves(state)
@@ -211,10 +211,10 @@ def flatten_for_broadcast(state: dict[Any, Any]) -> dict[Any, Any]:
 def apply_gather_functions(
     state: Any, gather_fns: dict[str, Any] | bool, mismatch_allowed: bool, verbose: bool
 ) -> Any:
-    """The state with each leaf as its function returns it. True gathers every leaf to the host, False none.
+    """Replace each leaf of the state by the result of its function. True gathers every leaf to the host, False none.
 
-    Functions may be flat by dotted key or nested, and so may the state, whose structure stays. A leaf without a
-    function stays as it is, or is a KeyError that names all of them.
+    Functions and state may be nested, or flat by dotted key; the structure of the state is kept. Leaves without a
+    function are kept with `mismatch_allowed`; else a KeyError names all of them.
     """
     if gather_fns is True:
         return jax.tree.map(_on_host, state)
@@ -232,8 +232,7 @@ def apply_gather_functions(
 
 
 def _on_host(x: Any) -> Any:
-    """A numpy array, put together if other processes have parts of it; but a typed key, which numpy cannot hold, as it
-    is."""
+    """Return a numpy array, gathered if other processes hold parts of it. A typed PRNG key is returned unchanged."""
     if is_key(x):
         return x
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -246,7 +245,7 @@ def _mesh_of(array: jax.Array) -> jax.sharding.Mesh:
     mesh = getattr(array.sharding, "mesh", None)
     if isinstance(mesh, jax.sharding.Mesh):
         return mesh
-    devices: set[Any] = array.sharding.device_set  # whose elements have no types
+    devices: set[Any] = array.sharding.device_set  # untyped
     return jax.sharding.Mesh(np.array(sorted(devices, key=lambda device: device.id)), ("all",))
 
 
@@ -262,11 +261,11 @@ def read_process_array(
     callback: Callable[[Any, str], Any] | None = None,
     dtype: Any = None,
 ) -> tuple[str, Any, int]:
-    """Reads one tensor of an open checkpoint and passes it through its shard function, the callback and the cast.
+    """Read one tensor of an open checkpoint, and apply its shard function, the callback and the cast.
 
-    `manager` is what is open: an object with `get_tensor`, such as a safetensors file, or a mapping, such as
-    `eformer.checkpoint.open` returns. The last of the three results is 1 if there are shard functions and none is
-    for this key. An error of the caller's functions is the caller's to see.
+    `manager` is the open checkpoint: an object with `get_tensor`, such as a safetensors file, or a mapping, such as
+    `eformer.checkpoint.open` returns. Returns the key, the tensor, and 1 if there are shard functions but none for this
+    key, else 0. Errors of the caller's functions are raised unchanged.
     """
     tensor = manager.get_tensor(key) if hasattr(manager, "get_tensor") else manager[key]
     tensor, mismatch = _as_array(tensor), 0
@@ -288,8 +287,8 @@ def read_process_array(
 
 
 def _as_array(x: Any) -> Any:
-    """A jax.Array; but what JAX would cut to 32 bits stays a numpy array."""
-    if isinstance(x, (jax.Array, bool, int, float, complex)):  # Python's numbers have no width to lose
+    """Convert to a jax.Array, or to a numpy array if JAX would truncate it to 32 bits."""
+    if isinstance(x, (jax.Array, bool, int, float, complex)):  # Python's numbers have no fixed width
         return jnp.asarray(x)
     host = np.asarray(x)
     return host if jax.dtypes.canonicalize_dtype(host.dtype) != host.dtype else jnp.asarray(host)
@@ -298,12 +297,14 @@ def _as_array(x: Any) -> Any:
 def _as_jax(x: Any) -> jax.Array:
     array = _as_array(x)
     if not isinstance(array, jax.Array):
-        raise ValueError(f"JAX would cut {array.dtype} to 32 bits; set jax_enable_x64, or cast it yourself")
+        raise ValueError(
+            f"JAX would truncate {array.dtype} to 32 bits; set jax_enable_x64, or cast the array first"
+        )
     return array
 
 
 def _cast(x: Any, dtype: Any) -> Any:
-    """Floating leaves as `dtype`; all others as they are."""
+    """Cast floating arrays to `dtype`; return others unchanged."""
     name = floating_dtype(dtype)
     return (
         x.astype(dtype_from_name(name)) if isinstance(x.dtype, np.dtype) and is_floating(x.dtype.name) else x
@@ -311,24 +312,26 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 
 def reshard(x: Any, target_sharding: Any) -> jax.Array:
-    """`x` under the target sharding; raises if it cannot lie so."""
+    """Move `x` to the target sharding. Raises if the array cannot be sharded that way."""
     if isinstance(x, jax.core.Tracer):
-        constrain: Any = jax.lax.with_sharding_constraint  # which has no types
+        constrain: Any = jax.lax.with_sharding_constraint  # untyped
         return jnp.asarray(constrain(x, target_sharding))
     array = _as_jax(x)
-    with jax.enable_x64(True):  # else it would cut arrays that were made so to 32 bits, and say nothing
+    with jax.enable_x64(True):  # else 64-bit arrays would silently be truncated to 32 bits
         if isinstance(target_sharding, Sharding) and _are_shared(array, target_sharding):
             array = resharded(array, target_sharding)
         else:
             array = jnp.asarray(jax.device_put(array, target_sharding))
     reached = array.sharding
     if isinstance(target_sharding, Sharding) and not reached.is_equivalent_to(target_sharding, array.ndim):
-        raise ValueError(f"asked for {target_sharding}, the array of shape {array.shape} lies as {reached}")
+        raise ValueError(
+            f"an array of shape {array.shape} cannot be sharded as {target_sharding}; JAX placed it as {reached}"
+        )
     return array
 
 
 def _are_shared(array: jax.Array, sharding: Sharding) -> bool:
-    """Whether several processes have a part in this, all of them with the same devices."""
+    """Tell whether several processes hold the array, on the same devices before and after."""
     return (
         not array.is_fully_addressable
         and array.sharding.device_set == sharding.device_set
@@ -337,7 +340,7 @@ def _are_shared(array: jax.Array, sharding: Sharding) -> bool:
 
 
 def to_host(x: Any, float_dtype: Any, mesh: jax.sharding.Mesh, cpu_offload: bool) -> jax.Array:
-    """`x` whole on every device of the mesh, floats cast if a dtype is given; or on a CPU device, with the offload."""
+    """Replicate `x` on every device of the mesh, or put it on a CPU device. Floats are cast if a dtype is given."""
     array = _as_jax(x)
     if float_dtype is not None:
         array = _cast(array, float_dtype)
@@ -350,7 +353,7 @@ def to_host(x: Any, float_dtype: Any, mesh: jax.sharding.Mesh, cpu_offload: bool
 
 
 def chunk_tensor_by_memory(tensor: Any, memory_limit: int) -> list[Any]:
-    """Slices along the first axis, each within the limit, or a single row that is larger; together they are it."""
+    """Split a tensor along its first axis into slices within the limit. A slice has at least one row."""
     _require_positive(memory_limit, "memory_limit")
     nbytes = estimate_array_nbytes(tensor)
     if not tensor.shape or nbytes <= memory_limit:
@@ -362,19 +365,19 @@ def chunk_tensor_by_memory(tensor: Any, memory_limit: int) -> list[Any]:
 def broadcast_tensor(
     tensor: Any, memory_limit_bytes: int, target_sharding: NamedSharding | None = None
 ) -> jax.Array:
-    """The tensor of the first process on all of them, under the target sharding if there is one.
+    """Send the tensor of the first process to all processes, and apply the target sharding if there is one.
 
-    It travels in chunks within the limit. In one process there is nobody to send it to.
+    The tensor is sent in chunks within the limit. A single process sends nothing.
     """
     array = _as_jax(tensor)
     _require_positive(memory_limit_bytes, "memory_limit_bytes")
-    if jax.process_count() > 1 and array.is_fully_addressable:  # else they share it already
+    if jax.process_count() > 1 and array.is_fully_addressable:  # else they already share it
         array = _of_first_process(array, memory_limit_bytes)
     return array if target_sharding is None else reshard(array, target_sharding)
 
 
 def _of_first_process(array: jax.Array, limit: int) -> jax.Array:
-    """As bytes: JAX adds up what the processes send, zeros but for one, and -0.0 + 0.0 is another number."""
+    """Broadcast the array as bytes: JAX broadcasts by a sum with zeros, which would turn -0.0 into 0.0."""
     from jax.experimental import multihost_utils
 
     if is_key(array):

@@ -1,4 +1,4 @@
-"""What a prompt or a notebook shows of a checkpoint."""
+"""Show checkpoints at a prompt and in a notebook."""
 
 from html.parser import HTMLParser
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer._engine.record.display import About, as_html, as_text
+from eformer._engine.record.display import TreeSummary, as_html, as_text
 from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry, encode_leaves
-from eformer._engine.record.outline import Line
+from eformer._engine.record.outline import LeafLine
 from eformer.checkpoint import Manifest, save
 
 VOID = {"br", "hr", "img"}
@@ -25,7 +25,7 @@ def path(tmp_path_factory):
 
 
 class Page(HTMLParser):
-    """The tags of a snippet, all of which it closes, and its text."""
+    """Parse a snippet of HTML; every tag must be closed."""
 
     def __init__(self, snippet):
         super().__init__()
@@ -64,7 +64,7 @@ def leaf(elements=2, **more):
     return msgspec.structs.replace(LeafEntry("float32", (elements,), (extent,)), **more)
 
 
-def test_a_manifest_says_what_there_is(path):
+def test_a_manifest_shows_its_trees(path):
     shown = repr(checkpoint.inspect(path))
     title, *lines = shown.split("\n")
     assert title == "checkpoint (safetensors)"
@@ -93,13 +93,13 @@ def test_a_view_says_where_it_is(path):
     assert str(path) in Page(view._repr_html_()).text
 
 
-def test_a_tree_says_what_it_is(path):
+def test_a_tree_shows_its_leaves(path):
     tree = checkpoint.inspect(path).trees[""]
     assert repr(tree).startswith("tree\n  written by")
     assert "×12" in Page(tree._repr_html_()).text
 
 
-def test_trees_are_told_apart(tmp_path):
+def test_several_trees_are_shown_with_their_prefixes(tmp_path):
     for prefix in ("ema", "model"):
         save({"w": np.ones(2)}, tmp_path, prefix=prefix)
     shown = repr(checkpoint.inspect(tmp_path))
@@ -116,7 +116,7 @@ def test_modules_fold_in_a_notebook(path):
     assert "0-11 ×12" in page.text
 
 
-def test_names_are_no_tags_and_command_no_terminal(tmp_path):
+def test_names_are_escaped_for_html_and_terminals(tmp_path):
     evil = "<script>alert(1)</script>"
     tree = {evil: {"a": np.ones(2), '"><b>': f"{evil}&amp;"}, "\x1b[31mred": np.ones(3), "new\nline": 1}
     save(tree, tmp_path / "<i>x", prefix=evil)
@@ -140,7 +140,8 @@ def test_very_many_leaves_are_counted_and_not_shown():
 
 def test_very_many_trees_are_counted_and_not_shown():
     trees = [
-        About(f"t{i}", lines=[Line(f"w{j}x{j}", "x", 1) for j in range(9)], arrays=9) for i in range(500)
+        TreeSummary(f"t{i}", lines=[LeafLine(f"w{j}x{j}", "x", 1) for j in range(9)], arrays=9)
+        for i in range(500)
     ]
     shown = as_text("many", trees)
     assert shown.count("\n") < 100
@@ -149,7 +150,7 @@ def test_very_many_trees_are_counted_and_not_shown():
     assert "... and 492 more trees" in Page(as_html("many", trees)).text
 
 
-def test_what_is_very_long_is_cut():
+def test_very_long_output_is_cut():
     found = manifest({"x" * 10_000: leaf(), ".".join("a" * 3000): leaf()}, {"y": "z" * 10_000})
     assert max(map(len, repr(found).split("\n"))) < 250
     assert len(found._repr_html_()) < 50_000
@@ -160,21 +161,21 @@ def test_what_is_very_long_is_cut():
     [leaf(shape=(3,)), leaf(dtype="nonsense"), leaf(extents=()), leaf(shape=(2**62,))],
     ids=["shape", "dtype", "extents", "huge"],
 )
-def test_damage_is_told(entry):
+def test_damage_is_shown(entry):
     found = manifest({"good": leaf(), "bad": entry})
     assert "cannot be read" in repr(found)
-    assert "'bad' makes no sense" in repr(found)
-    assert "'bad' makes no sense" in Page(found._repr_html_()).text
+    assert "'bad' is invalid" in repr(found)
+    assert "'bad' is invalid" in Page(found._repr_html_()).text
     assert "somebody" in repr(found.trees[""])
 
 
-def test_leaves_that_are_no_json_are_told():
+def test_malformed_leaves_are_shown():
     found = manifest({})
     tree = msgspec.structs.replace(found.trees[""], raw_leaves=msgspec.Raw(b'{"a": 1'))
-    assert "list of leaves makes no sense" in repr(tree)
+    assert "list of leaves is invalid" in repr(tree)
 
 
-def test_values_that_cannot_be_read_are_told():
+def test_unreadable_values_are_shown():
     values = {"unknown": {"what": 1}, "opaque": {"opaque": "<lock>"}, "digits": {"int": hex(10**5000)}}
     shown = repr(manifest({"w": leaf()}, values))
     assert "unknown  not a recorded value" in shown

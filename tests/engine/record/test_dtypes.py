@@ -78,7 +78,7 @@ def test_dtypes_that_could_not_be_read_back_are_refused(dtype):
         "x" * 99,
     ],
 )
-def test_a_name_that_is_no_dtype_is_refused_without_asking_numpy(name):
+def test_unknown_dtype_names_never_reach_numpy(name):
     with pytest.raises(FormatError, match="unknown dtype"):
         dtype_from_name(name)
 

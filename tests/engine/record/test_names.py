@@ -60,7 +60,7 @@ def test_which_sibling_has_which_part_does_not_depend_on_their_order(some, rando
     assert dict(zip(some, escape_siblings(some), strict=True)) == parts
 
 
-def test_siblings_that_read_the_same_are_told_apart_by_type():
+def test_siblings_that_read_the_same_get_their_types():
     assert escape_siblings([1, "1", "2"]) == ["1%+int", "1", "2"]
     assert escape_siblings(["a", "a", "a"]) == ["a", "a%#1", "a%#2"]
     odd = type("1", (), {"__str__": lambda self: "a"})
@@ -100,7 +100,7 @@ def test_ordinary_names_stay_as_people_know_them():
     "path", [(), ("..", "etc"), ("a", ""), ("a.b",), ("a/b",), ("x" * 300,), ("a%-",), ("a%-", "b")], ids=repr
 )
 def test_a_path_that_no_leaf_has_is_refused(path):
-    with pytest.raises(FormatError, match=r"is no leaf's path|cannot be part"):
+    with pytest.raises(FormatError, match=r"is not the path of a leaf|cannot be part"):
         path_to_name(path)
 
 
@@ -182,7 +182,7 @@ def test_a_box_of_size_zero_overlaps_nothing_not_even_itself():
 
 
 @pytest.mark.parametrize(("start", "stop"), [((1,), (0,)), ((0,), (1, 1)), ((-1,), (1,))])
-def test_what_is_no_box_is_refused(start, stop):
+def test_invalid_boxes_are_refused(start, stop):
     with pytest.raises(ValueError, match="not a box"):
         Region(start, stop)
 

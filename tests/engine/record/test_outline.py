@@ -1,18 +1,18 @@
-"""Trees as people want to see them: what repeats is shown once, and nothing is lost."""
+"""Fold trees for display: repeated modules are shown once, and nothing is lost."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer._engine.record.outline import Line, Node, outline
+from eformer._engine.record.outline import LeafLine, OutlineNode, outline
 from eformer._engine.record.text import bar, count, shortened, size
 
 
-def labels(node: Node):
+def labels(node: OutlineNode):
     return [(child.label, child.count, labels(child)) for child in node.children]
 
 
 def lines(*names, what="f32[2]"):
-    return [Line(name, what, 8) for name in names]
+    return [LeafLine(name, what, 8) for name in names]
 
 
 def test_layers_that_are_alike_are_one():
@@ -25,7 +25,7 @@ def test_layers_that_are_alike_are_one():
 
 
 def test_layers_that_differ_are_not():
-    different = [*lines("layers.0.w", "layers.1.w"), Line("layers.2.w", "f32[3]", 12)]
+    different = [*lines("layers.0.w", "layers.1.w"), LeafLine("layers.2.w", "f32[3]", 12)]
     (layers,) = outline(different).children
     assert [(child.label, child.count) for child in layers.children] == [("0-1.w", 2), ("2.w", 1)]
 
@@ -47,7 +47,7 @@ def test_numbers_are_in_their_own_order_and_not_in_that_of_the_alphabet():
 
 
 def test_a_leaf_without_a_name_is_shown():
-    root = outline([Line("", "f32[2]", 8)])
+    root = outline([LeafLine("", "f32[2]", 8)])
     assert root.line
     assert root.nbytes == 8
 
@@ -63,7 +63,7 @@ names = st.lists(
 
 @given(names)
 def test_nothing_is_lost(found):
-    root = outline([Line(".".join(parts), "x", 3) for parts in found])
+    root = outline([LeafLine(".".join(parts), "x", 3) for parts in found])
     assert root.leaves == len(found)
     assert root.nbytes == 3 * len(found)
 
@@ -92,7 +92,7 @@ def test_bars_are_as_long_as_they_should_be(part, width):
 
 
 @given(st.text(max_size=60), st.integers(3, 40))
-def test_what_is_too_long_keeps_its_ends(text, width):
+def test_a_shortened_text_keeps_its_ends(text, width):
     short = shortened(text, width)
     assert len(short) <= width or short == text
     assert short == text or (text.startswith(short.partition("…")[0]))

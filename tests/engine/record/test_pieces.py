@@ -77,7 +77,7 @@ def test_the_offset_of_a_run_is_where_its_bytes_are(boxes):
     assert (offset is not None) or not is_run or not len(flat)
 
 
-def test_what_lies_outside_has_no_offset():
+def test_a_box_outside_has_no_offset():
     assert offset_within(Region((0,), (3,)), Region((1,), (5,))) is None
 
 
@@ -99,7 +99,7 @@ def test_pieces_tile_and_no_longer_if_one_is_moved_doubled_or_left_out(shape, li
         assert len(boxes) == 1 or not is_tiling([*boxes[1:], boxes[1]], shape)
 
 
-def test_boxes_that_are_no_grid_can_tile_too():
+def test_boxes_that_do_not_form_a_grid_can_tile():
     pinwheel = [((0, 0), (1, 2)), ((0, 2), (2, 3)), ((2, 1), (3, 3)), ((1, 0), (3, 1)), ((1, 1), (2, 2))]
     boxes = [Region(*box) for box in pinwheel]
     assert is_tiling(boxes, (3, 3))

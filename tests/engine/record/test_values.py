@@ -113,12 +113,12 @@ def test_these_come_back_too(value):
     ],
     ids=type,
 )
-def test_what_json_cannot_say_is_marked_and_refused_when_read(value):
+def test_values_that_json_cannot_express_are_marked_and_refused_when_read(value):
     document = value_to_json(value)
     assert "opaque" in json.dumps(document)
     assert len(json.dumps(document)) < 500
     assert not is_recorded(document)
-    with pytest.raises(StructureError, match="this value was not recorded, only what it looked like"):
+    with pytest.raises(StructureError, match="this value was not recorded, only its repr"):
         value_from_json(document)
 
 

@@ -518,7 +518,7 @@ def test_a_record_without_files_is_refused(tmp_path):
     (tmp_path / "manifest.json").write_bytes(
         raw.with_tree("", msgspec.structs.replace(tree, files=())).to_json()
     )
-    with pytest.raises(FormatError, match="leave a part of shape"):
+    with pytest.raises(FormatError, match="do not cover the shape"):
         load(tmp_path)
     assert not checkpoint.verify(tmp_path).ok
 

@@ -24,11 +24,11 @@ def test_prune_removes_links_and_not_what_they_lead_to(tmp_path, unchanged):
 
 
 def test_a_step_that_has_become_a_link_is_not_pruned(tmp_path, unchanged):
-    from eformer._engine.tools.prune import planned, remove
+    from eformer._engine.tools.prune import plan_removal, remove
 
     for step in (1, 2):
         save(TREE, tmp_path / "run" / f"step-{step}")
-    plan = planned(tmp_path / "run", 1)
+    plan = plan_removal(tmp_path / "run", 1)
     shutil.rmtree(tmp_path / "run" / "step-1")
     (tmp_path / "run" / "step-1").symlink_to(unchanged)
     with pytest.raises(ValueError, match="is not what it was when this was planned"):
@@ -55,11 +55,11 @@ def test_a_link_into_a_step_keeps_it(tmp_path):
 
 
 def test_a_step_that_took_the_name_of_another_is_not_pruned(tmp_path):
-    from eformer._engine.tools.prune import planned, remove
+    from eformer._engine.tools.prune import plan_removal, remove
 
     for step in (1, 2):
         save(TREE, tmp_path / f"step-{step}")
-    plan = planned(tmp_path, 1)
+    plan = plan_removal(tmp_path, 1)
     (tmp_path / "step-1").rename(tmp_path / "kept")
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / "thesis.txt").write_text("mine")
@@ -83,7 +83,7 @@ def test_a_step_with_something_mounted_in_it_is_not_pruned(tmp_path, unchanged, 
 @pytest.mark.parametrize("to", ["safetensors", "npz"])
 def test_a_conversion_into_nowhere_is_refused(tmp_path, to):
     save(TREE, tmp_path / "run")
-    with pytest.raises(ValueError, match="names nothing that a conversion could make"):
+    with pytest.raises(ValueError, match="does not name a file or directory to create"):
         convert(tmp_path / "run", tmp_path / "absent" / "..", to=to)
 
 
@@ -95,7 +95,7 @@ def test_a_conversion_to_a_link_is_refused_before_anything_is_read(tmp_path, out
     name = {"npz": "new.npz", "msgpack": "new.msgpack"}.get(to, "new")
     (tmp_path / name).symlink_to(outside / target)
     told = []
-    with pytest.raises(FileExistsError, match="is there"):
+    with pytest.raises(FileExistsError, match="already exists"):
         convert(outside / "plain", tmp_path / name, to=to, progress=lambda *said: told.append(said))
     assert not told
     assert contents(outside) == before

@@ -1,4 +1,4 @@
-"""What is shown to who waits; and that nothing depends on it."""
+"""Progress bars, and that nothing depends on them."""
 
 import os
 import pty
@@ -48,7 +48,7 @@ def ends(path, stdout, stderr):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
-def test_a_bar_that_cannot_be_drawn_is_nobodys_error(tmp_path):
+def test_errors_of_a_bar_are_ignored(tmp_path):
     with open("/dev/full", "w") as full:
         assert ends(tmp_path / "a", subprocess.DEVNULL, full) == 0
     read, write = os.pipe()
@@ -58,7 +58,7 @@ def test_a_bar_that_cannot_be_drawn_is_nobodys_error(tmp_path):
     assert load(tmp_path / "b")["w"][-1] == 999_999
 
 
-def test_what_the_program_prints_goes_where_it_went(tmp_path):
+def test_a_bar_does_not_redirect_piped_output(tmp_path):
     master, terminal = pty.openpty()
     with open(tmp_path / "printed", "w") as printed:
         assert ends(tmp_path / "c", printed, terminal) == 0
@@ -69,8 +69,8 @@ def test_what_the_program_prints_goes_where_it_went(tmp_path):
 
 
 @pytest.mark.parametrize("progress", [1, "yes", 0, []])
-def test_what_is_no_progress_is_refused_before_anything_is_done(tmp_path, progress):
-    with pytest.raises(TypeError, match="it is True for a bar, or a function"):
+def test_an_invalid_progress_is_refused_before_anything_is_done(tmp_path, progress):
+    with pytest.raises(TypeError, match="expected True for a bar, or a function"):
         save({"w": 1}, tmp_path / "c", progress=progress)
     assert not (tmp_path / "c").exists()
 

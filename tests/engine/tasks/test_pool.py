@@ -107,7 +107,7 @@ class TestUncollected:
         assert garbage() is None
         assert len(kept) == 50_000
 
-    def test_what_the_caller_has_frozen_stays_so(self):
+    def test_objects_that_the_caller_froze_stay_frozen(self):
         gc.freeze()
         try:
             frozen = gc.get_freeze_count()
@@ -129,7 +129,7 @@ class TestUncollected:
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_an_interrupt_while_a_thread_starts_is_what_is_raised(monkeypatch, begins):
+def test_an_interrupt_while_a_thread_starts_is_raised(monkeypatch, begins):
     """The thread may or may not run by then; to join it is an error if it has not said so yet."""
 
     class Interrupted(threading.Thread):

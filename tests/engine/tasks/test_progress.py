@@ -1,4 +1,4 @@
-"""How far a save or a load has come, told to a callback or drawn as a bar."""
+"""Report the progress of saves and loads to a callback or a bar."""
 
 import os
 import pty
@@ -46,7 +46,7 @@ def tree():
 
 
 class Calls(list):
-    """What a callback was called with; it may raise at one of the calls."""
+    """Record the calls of a callback, which may raise at one of them."""
 
     def __init__(self, error=None):
         self.error = error
@@ -65,8 +65,8 @@ class Calls(list):
 
 @pytest.fixture(autouse=True)
 def every_time(monkeypatch):
-    """Nothing is left out because it was told so lately."""
-    monkeypatch.setattr(_progress, "_BETWEEN", 0)
+    """Report every call, without a minimal interval."""
+    monkeypatch.setattr(_progress, "_INTERVAL", 0)
 
 
 @pytest.fixture(params=HOW)
@@ -81,7 +81,7 @@ def mesh():
 # ---------------------------------------------------------------------------------------------- save
 
 
-def test_a_save_tells_what_it_has_written(kind):
+def test_a_save_reports_the_bytes_written(kind):
     path, how = kind
     calls = Calls()
     save(tree(), path, progress=calls, **how)
@@ -90,7 +90,7 @@ def test_a_save_tells_what_it_has_written(kind):
     assert_same(load(path), tree())
 
 
-def test_what_is_cast_counts_as_it_is_stored(tmp_path):
+def test_cast_leaves_count_with_their_stored_size(tmp_path):
     calls = Calls()
     save({"a": np.ones(100)}, tmp_path, options=SaveOptions(dtype="float16"), progress=calls)
     calls.assert_complete(200)
@@ -111,7 +111,7 @@ def test_arrays_on_several_devices_are_counted_once(tmp_path):
 
 
 @pytest.mark.parametrize("how", [HOW["directory"], HOW["tensorstore"]], ids=["directory", "tensorstore"])
-def test_what_is_used_again_counts_as_done(tmp_path, how):
+def test_reused_leaves_count_as_done(tmp_path, how):
     save(tree(), tmp_path, **how)
     calls = Calls()
     save(tree(), tmp_path, **how, options=SaveOptions(reuse=True), progress=calls)
@@ -149,7 +149,7 @@ def test_a_callback_that_raises_at_the_end_fails_the_save(tmp_path):
 
 
 @pytest.mark.parametrize("more", [{}, {"batch": 1}, {"mmap": True}, {"mmap": True, "verify": True}], ids=str)
-def test_a_load_tells_what_it_has_read(kind, more):
+def test_a_load_reports_the_bytes_read(kind, more):
     path, how = kind
     save(tree(), path, **how)
     calls = Calls()
@@ -157,7 +157,7 @@ def test_a_load_tells_what_it_has_read(kind, more):
     calls.assert_complete(checkpoint.inspect(path).trees[""].nbytes)
 
 
-def test_only_what_is_asked_for_counts(tmp_path):
+def test_only_selected_leaves_count(tmp_path):
     save(tree(), tmp_path, prefix="a")
     save({"other": np.ones(5)}, tmp_path, prefix="b")
     for arguments, total in (
@@ -212,8 +212,8 @@ def test_a_load_that_starts_again_counts_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, FileNotFoundError, KeyboardInterrupt])
-def test_what_a_callback_raises_reaches_the_caller(kind, error):
-    """As it is: a file that the callback does not find is none of the checkpoint's."""
+def test_errors_of_a_callback_reach_the_caller(kind, error):
+    """A FileNotFoundError of the callback is not taken for a missing file of the checkpoint."""
     path, how = kind
     save(tree(), path, **how)
     calls = Calls(error("mine"))
@@ -255,8 +255,8 @@ def test_a_meter_never_says_more_than_all():
 
 
 @pytest.mark.parametrize("uptime", [0, 10**7])
-def test_not_every_byte_is_told(monkeypatch, uptime):
-    monkeypatch.setattr(_progress, "_BETWEEN", 3600)
+def test_callbacks_are_rate_limited(monkeypatch, uptime):
+    monkeypatch.setattr(_progress, "_INTERVAL", 3600)
     monkeypatch.setattr(_progress.time, "monotonic", lambda: uptime)
     calls = Calls()
     meter = Meter(100, calls)
@@ -265,7 +265,7 @@ def test_not_every_byte_is_told(monkeypatch, uptime):
     assert calls == [(1, 100), (100, 100)]
 
 
-def test_the_cause_of_what_a_callback_raises_is_kept():
+def test_the_cause_of_a_callbacks_error_is_kept():
     def callback(done, total):
         raise ValueError("outer") from KeyError("inner")
 
@@ -275,7 +275,7 @@ def test_the_cause_of_what_a_callback_raises_is_kept():
 
 
 @pytest.mark.parametrize("progress", [None, False])
-def test_nothing_is_told_to_nobody(progress):
+def test_without_progress_nothing_is_reported(progress):
     with metered(progress, 5, "x") as meter:
         meter.add(5)
     SILENT.add(5)
@@ -286,7 +286,7 @@ def test_nothing_is_told_to_nobody(progress):
 
 
 def on_terminal(code):
-    """What a program writes to a terminal as its standard error, and to its standard output."""
+    """Return what a program writes to a terminal as standard error, and to standard output."""
     master, slave = pty.openpty()
     environment = {**os.environ, "COLUMNS": "120", "TERM": "xterm-256color"}
     process = subprocess.Popen(
@@ -311,7 +311,7 @@ def test_true_draws_a_bar_on_standard_error(tmp_path):
         assert part in shown
 
 
-def test_true_is_quiet_where_nobody_looks(tmp_path):
+def test_true_writes_no_escapes_without_a_terminal(tmp_path):
     code = (
         "import numpy as np; from eformer import checkpoint as c\n"
         f"c.save({{'a': np.ones(9)}}, {str(tmp_path / 'x')!r}, progress=True)"

@@ -1,4 +1,4 @@
-"""Checkpoints in other formats, under other names, in little memory."""
+"""Convert checkpoints to other formats and names, in bounded memory."""
 
 import os
 import signal
@@ -54,7 +54,7 @@ def source(tmp_path):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_format_of_ours_keeps_everything(source, tmp_path, target):
+def test_formats_of_eformer_keep_everything(source, tmp_path, target):
     new = tmp_path / TARGETS[target]
     convert(source, new, to="tensorstore" if target == "tensorstore" else "safetensors")
     assert_same(load(new), load(source))
@@ -91,7 +91,7 @@ def test_from_arrays_of_every_kind(tmp_path, form, options):
     ],
     ids=lambda path: path.name,
 )
-def test_from_what_others_wrote(tmp_path, path):
+def test_checkpoints_of_other_programs_can_be_converted(tmp_path, path):
     if path.is_dir() and not any(path.iterdir()):
         pytest.fail("an empty sample")
     convert(path, tmp_path / "new", to="safetensors")
@@ -109,7 +109,7 @@ def test_any_tree_goes_from_format_to_format_and_stays_the_same(tmp_path_factory
     assert_same(load(folder / "c.safetensors"), load(folder / "a"))
 
 
-def test_msgpack_is_what_flax_restores(tmp_path):
+def test_flax_restores_the_msgpack(tmp_path):
     state = {"params": [{"w": jnp.ones((2, 3), jnp.bfloat16)}], "count": 3, "m": Moments(jnp.zeros(2), None)}
     save(state, tmp_path / "old")
     convert(tmp_path / "old", tmp_path / "new.msgpack")
@@ -119,7 +119,7 @@ def test_msgpack_is_what_flax_restores(tmp_path):
 
 
 def test_large_arrays_in_msgpack_are_in_chunks_as_flax_has_them(tmp_path, monkeypatch):
-    monkeypatch.setattr("eformer._engine.tools.sequential_writers._MOST_CHUNK", 1000)
+    monkeypatch.setattr("eformer._engine.tools.sequential_writers._MAX_CHUNK", 1000)
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 1000)
     state = {"w": np.arange(900, dtype=np.float32).reshape(30, 30)}
     save(state, tmp_path / "old")
@@ -127,7 +127,7 @@ def test_large_arrays_in_msgpack_are_in_chunks_as_flax_has_them(tmp_path, monkey
     assert (tmp_path / "new.msgpack").read_bytes() == flax.serialization.to_bytes(state)
 
 
-def test_npz_is_what_numpy_loads(tmp_path):
+def test_numpy_loads_the_npz(tmp_path):
     state = {
         "a": {"w": np.arange(6.0).reshape(2, 3)},
         "b": np.ones(2, ml_dtypes.bfloat16),
@@ -154,15 +154,17 @@ def test_npz_is_what_numpy_loads(tmp_path):
         (np.ones(2), False),
     ],
 )
-def test_of_lists_it_is_said_that_they_become_dicts(tmp_path, tree, is_said):
+def test_a_note_says_that_lists_become_dicts(tmp_path, tree, is_said):
     save(tree, tmp_path / "old")
     notes = convert(tmp_path / "old", tmp_path / "new.npz").notes
-    assert ("npz has names alone: lists and tuples come back as dicts" in notes) == is_said
+    assert ("npz stores names only: lists and tuples come back as dicts" in notes) == is_said
 
 
-def test_what_npz_has_no_types_for_is_refused_all_at_once(tmp_path):
+def test_dtypes_that_npz_lacks_are_refused_in_one_error(tmp_path):
     save({"a": jnp.ones(2, jnp.float8_e5m2), "b": jnp.ones(2, jnp.int4), "c": b"x"}, tmp_path / "old")
-    with pytest.raises(MismatchError, match="npz has no such types; cast floats with dtype=") as caught:
+    with pytest.raises(
+        MismatchError, match="npz cannot store these types; cast floats with dtype="
+    ) as caught:
         convert(tmp_path / "old", tmp_path / "new.npz")
     assert len(caught.value.problems) == 3
     assert not (tmp_path / "new.npz").exists()
@@ -214,7 +216,7 @@ def test_renamed_there_and_back(tmp_path):
     assert_same(safetensors.numpy.load_file(tmp_path / "back.safetensors"), hf)
 
 
-def test_large_leaves_are_turned_around_box_by_box(tmp_path, monkeypatch):
+def test_large_leaves_are_transposed_box_by_box(tmp_path, monkeypatch):
     monkeypatch.setattr("eformer._engine.tools.convert._SMALL", 0)
     monkeypatch.setattr("eformer._engine.saving.staging._IN_ORDER_BYTES", 512)
     monkeypatch.setattr("eformer._engine.saving.record.PIECE_BYTES", 128)
@@ -227,19 +229,19 @@ def test_large_leaves_are_turned_around_box_by_box(tmp_path, monkeypatch):
         np.testing.assert_array_equal(found, np.stack([leaf.T for leaf in state.values()], 2))
 
 
-def test_prng_keys_cannot_be_turned_around(source, tmp_path):
+def test_prng_keys_cannot_be_transposed(source, tmp_path):
     with pytest.raises(MismatchError, match="leaf 'rng' holds PRNG keys"):
         convert(source, tmp_path / "new", to="safetensors", rename=["rng -> rng | transpose"])
 
 
-def test_a_dry_run_says_what_would_be_done_and_does_nothing(source, tmp_path):
+def test_a_dry_run_prints_the_plan_and_writes_nothing(source, tmp_path):
     rules = [r"layers\.(\d+)\.w -> w | stack \1", r"layer\.(\d+)\.b -> b.\1", ".*step.* ->"]
     plan = convert(source, tmp_path / "new", to="npz", rename=[*rules, "packed ->"], dry_run=True)
     text = str(plan)
     assert "layers.0.w ... layers.2.w -> w: bfloat16[3, 4, 6] (stack of 3)" in text
     assert r"! matches no leaf: line 2, layer\.(\d+)\.b (nearest is 'layers.0.b')" in text
-    assert "! no rule, keeps its name: layers.1.b\n" in text
-    assert r"! no rule, keeps its name: layers.0.b (nearest is line 2, layer\.(\d+)\.b)" in text
+    assert "! no rule matches, name kept: layers.1.b\n" in text
+    assert r"! no rule matches, name kept: layers.0.b (nearest is line 2, layer\.(\d+)\.b)" in text
     assert "! left out: step" in text
     assert os.listdir(tmp_path) == ["old"]
 
@@ -251,12 +253,12 @@ def test_every_tree_keeps_its_prefix_and_one_alone_needs_none(tmp_path):
     assert [load(tmp_path / "all", prefix=p) for p in ("model", "ema")] == [{"w": 1}, {"w": 2}]
     convert(tmp_path / "old", tmp_path / "ema.npz", prefix="ema")
     assert load(tmp_path / "ema.npz")["w"] == 2
-    with pytest.raises(ValueError, match=r"one file holds one tree, and there are \['ema', 'model'\]"):
+    with pytest.raises(ValueError, match=r"one file holds one tree, and the source has \['ema', 'model'\]"):
         convert(tmp_path / "old", tmp_path / "both.npz")
 
 
 @pytest.mark.parametrize("there", ["file", "directory", "link"])
-def test_what_is_there_stays(source, tmp_path, there):
+def test_an_existing_destination_is_left_alone(source, tmp_path, there):
     new = tmp_path / "new.safetensors"
     if there == "directory":
         new.mkdir()
@@ -271,15 +273,15 @@ def test_what_is_there_stays(source, tmp_path, there):
 @pytest.mark.parametrize(
     ("name", "options", "problem"),
     [
-        ("new", {}, "to which format"),
+        ("new", {}, "no format given"),
         ("new", {"to": "hdf5"}, "unknown format 'hdf5'"),
-        ("new.npz", {"to": "safetensors"}, "would be taken for npz"),
-        ("new", {"to": "safetensors", "dtype": "int8"}, "no floating dtype"),
-        ("new", {"to": "safetensors", "memory": 10**6}, "it needs at least"),
+        ("new.npz", {"to": "safetensors"}, "has the suffix of npz"),
+        ("new", {"to": "safetensors", "dtype": "int8"}, "not a floating dtype"),
+        ("new", {"to": "safetensors", "memory": 10**6}, "allow at least"),
         ("new", {"to": "safetensors", "prefix": "ema"}, "has no prefix 'ema'"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_anything_is_written(source, tmp_path, name, options, problem):
+def test_impossible_requests_are_refused_before_anything_is_written(source, tmp_path, name, options, problem):
     with pytest.raises(ValueError, match=problem):
         convert(source, tmp_path / name, **options)
     assert os.listdir(tmp_path) == ["old"]
@@ -320,7 +322,7 @@ print(1024 * int(peak))
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """Leaves of 400 MB, and 300 MB in others."""
+    """A checkpoint with a leaf of 400 MB, and 300 MB in others."""
     path = tmp_path_factory.mktemp("large") / "old"
     rng = np.random.default_rng(0)
     block = rng.integers(0, 2**32, (10_000, 10_000), np.uint32)
@@ -353,11 +355,9 @@ def test_a_conversion_stays_within_its_memory(large, tmp_path, form, rules):
         assert diff(large, command[4]).changed == ()
 
 
-def test_a_chunk_that_does_not_fit_is_refused_with_what_it_needs(tmp_path):
+def test_a_chunk_that_does_not_fit_is_refused_with_the_memory_it_needs(tmp_path):
     np.savez_compressed(tmp_path / "old.npz", w=np.zeros((300, 10**6), np.uint8))
-    with pytest.raises(
-        ValueError, match=r"a chunk of 300 MB has to be decoded as a whole; it needs at least \d"
-    ):
+    with pytest.raises(ValueError, match=r"a chunk of 300 MB has to be decoded whole; allow at least \d"):
         convert(tmp_path / "old.npz", tmp_path / "new", to="safetensors", memory=800_000_000)
 
 
@@ -376,7 +376,7 @@ convert(sys.argv[1], sys.argv[2], to=sys.argv[3], progress=slowly)
 
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("form", ["safetensors", "tensorstore", "npz"])
-def test_who_is_interrupted_leaves_nothing_half_made(large, tmp_path, form, kill):
+def test_an_interrupted_conversion_leaves_nothing(large, tmp_path, form, kill):
     new = tmp_path / ("new.npz" if form == "npz" else "new")
     command = [sys.executable, "-c", _INTERRUPTED, large, new, form]
     process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -391,15 +391,15 @@ def test_who_is_interrupted_leaves_nothing_half_made(large, tmp_path, form, kill
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 
 
-def test_progress_is_told_to_the_end(source, tmp_path):
+def test_progress_is_reported_to_the_end(source, tmp_path):
     told = []
     done = convert(source, tmp_path / "new", to="safetensors", progress=lambda *said: told.append(said))
     assert told[-1] == (done.nbytes, done.nbytes)
     assert told == sorted(told)
 
 
-def test_what_dead_saves_have_committed_beside_it_stays(tmp_path):
-    """A save of arrays that died after its commit has a scratch directory that only the next save may clear up."""
+def test_committed_remains_of_dead_saves_stay(tmp_path):
+    """A save of arrays that died after its commit has a scratch directory that only the next save may remove."""
     save({"w": np.ones(4)}, tmp_path / "p", format="tensorstore")
     code = (
         "import os, sys, numpy as np, eformer._engine.stores.local_upload as many\n"
@@ -416,7 +416,7 @@ def test_what_dead_saves_have_committed_beside_it_stays(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["new", "new.safetensors", "new.npz", "new.msgpack"])
-def test_what_appears_meanwhile_is_not_replaced(tmp_path, name):
+def test_a_destination_that_appears_meanwhile_is_not_replaced(tmp_path, name):
     save({"w": np.ones(100)}, tmp_path / "old")
 
     def appear(done, total):
@@ -429,12 +429,12 @@ def test_what_appears_meanwhile_is_not_replaced(tmp_path, name):
     assert sorted(os.listdir(tmp_path)) == [name, "old"]
 
 
-def test_flax_reads_what_had_prng_keys(tmp_path):
+def test_flax_reads_converted_prng_keys(tmp_path):
     save({"rng": jax.random.key(3), "w": np.ones(2)}, tmp_path / "old")
     done = convert(tmp_path / "old", tmp_path / "new.msgpack")
     found = flax.serialization.msgpack_restore((tmp_path / "new.msgpack").read_bytes())
     np.testing.assert_array_equal(found["rng"], jax.random.key_data(jax.random.key(3)))
-    assert any("has no PRNG keys: rng are numbers" in note for note in done.notes)
+    assert any("has no PRNG keys: rng become numbers" in note for note in done.notes)
 
 
 def test_names_in_npz_are_those_of_the_keys(tmp_path):
@@ -446,7 +446,7 @@ def test_names_in_npz_are_those_of_the_keys(tmp_path):
     back = load(tmp_path / "new.npz")
     assert back["mlp/~/linear"]["w"].shape == (2,)
     assert back["a"]["b"].shape == (3,)
-    assert any("come back as others, for their dots or escapes: a.b" in note for note in done.notes)
+    assert any("names with dots or escapes come back changed: a.b" in note for note in done.notes)
 
 
 def test_a_bare_leaf_has_numpys_name_in_npz(tmp_path):
@@ -456,9 +456,9 @@ def test_a_bare_leaf_has_numpys_name_in_npz(tmp_path):
         assert list(found) == ["arr_0"]
 
 
-def test_a_dry_run_refuses_what_the_real_one_would(tmp_path):
+def test_a_dry_run_refuses_like_a_real_run(tmp_path):
     save({"n": 2**70, "w": np.ones(2)}, tmp_path / "old")
-    with pytest.raises(MismatchError, match=r"msgpack has no such values.*leaf 'n'"):
+    with pytest.raises(MismatchError, match=r"msgpack cannot store these values.*leaf 'n'"):
         convert(tmp_path / "old", tmp_path / "new.msgpack", dry_run=True)
     with pytest.raises(ValueError, match="only a directory of safetensors files has shards"):
         convert(tmp_path / "old", tmp_path / "new.safetensors", max_shard_bytes=100, dry_run=True)
@@ -469,7 +469,7 @@ def test_rules_from_an_editor_that_marks_its_files(source, tmp_path):
     plan = convert(source, tmp_path / "new", to="safetensors", rename=tmp_path / "rules", dry_run=True)
     assert any(leaf.name == "steps" for leaf in plan.leaves[""])
     (tmp_path / "rules").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="rules is no text, and so no file of rules"):
+    with pytest.raises(ValueError, match="rules is not a text file of rules"):
         convert(source, tmp_path / "new", to="safetensors", rename=tmp_path / "rules")
 
 
@@ -521,7 +521,7 @@ def test_leaves_that_are_made_of_one_do_not_disturb_each_other(tmp_path, monkeyp
         np.testing.assert_array_equal(found, bits)
 
 
-def test_elements_that_nobody_has_are_no_elements():
+def test_missing_elements_are_refused():
     part = (Region((0, 0), (1, 4)), np.ones((1, 4)))
     with pytest.raises(AssertionError, match="4 of the 8 elements"):
         contiguous([part], Region((0, 0), (2, 4)), "float64")
@@ -535,13 +535,13 @@ def test_long_texts_go_to_msgpack_and_back(tmp_path):
     assert {name: found[name] for name in tree if name != "w"} == {n: v for n, v in tree.items() if n != "w"}
 
 
-def test_a_name_inside_of_a_leaf_is_told(tmp_path):
+def test_a_name_inside_of_a_leaf_is_noted(tmp_path):
     save({"a": np.ones(2), "b": np.ones((2, 2))}, tmp_path / "old")
     done = convert(tmp_path / "old", tmp_path / "new", to="safetensors", rename=["b -> a.{} | unstack"])
-    assert "a.0 is called a%2E0: a part of its name is a leaf, too" in done.notes
+    assert "a.0 is stored as a%2E0, because a part of its name is a leaf itself" in done.notes
 
 
-def test_what_has_to_be_decoded_stays_within_the_memory_too(tmp_path):
+def test_decoding_stays_within_the_memory(tmp_path):
     array = np.random.default_rng(0).integers(0, 256, (100, 10**6), np.uint8)
     options = SaveOptions(compression="zstd", max_chunk_bytes=2**30)
     save({"a": array, "b": array}, tmp_path / "old", format="tensorstore", options=options)

@@ -1,4 +1,4 @@
-"""What two checkpoints have different."""
+"""Compare two checkpoints."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def compared(tmp_path, a, b, **options):
     return diff(tmp_path / "a", tmp_path / "b")
 
 
-def test_what_is_the_same_is_the_same_in_any_format_and_sharding(tmp_path):
+def test_equal_trees_are_equal_in_any_format_and_sharding(tmp_path):
     mesh = jax.make_mesh((1,), ("x",))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     tree = {"w": jnp.arange(30.0).reshape(5, 6), "rng": jax.random.key(1), "step": 1, "n": np.full(3, np.nan)}
@@ -35,7 +35,7 @@ def test_what_is_the_same_is_the_same_in_any_format_and_sharding(tmp_path):
     assert str(found).endswith("the same, 4 unchanged")
 
 
-def test_added_removed_and_changed_are_told_apart(tmp_path):
+def test_leaves_are_added_removed_or_changed(tmp_path):
     a = {
         "both": np.ones((2, 2)),
         "old": np.zeros(3),
@@ -88,7 +88,7 @@ def test_every_dtype_can_be_compared(dtype):
     assert not tally.largest <= 0  # float8_e8m0fnu has no zero: there it is NaN
 
 
-def test_bits_decide_and_not_what_floats_call_equal():
+def test_bits_decide_not_the_equality_of_floats():
     zeros = np.array([0.0, np.nan, np.inf])
     tally = _Tally().add(zeros, np.array([-0.0, np.nan, np.inf]))
     assert (tally.differing, tally.largest) == (1, 0.0)
@@ -116,7 +116,7 @@ def test_containers_and_metadata_are_noted(tmp_path):
     found = diff(tmp_path / "a", tmp_path / "b")
     assert found.same
     assert found.notes == (
-        "the containers are not of the same kinds, such as lists for dicts",
+        "some containers are of different kinds, such as a list and a dict",
         "the metadata differs",
     )
 
@@ -130,7 +130,7 @@ def test_several_trees_are_compared_by_their_prefixes(tmp_path):
     assert diff(tmp_path / "a", tmp_path / "b", prefix="model").same
 
 
-def test_damage_is_no_difference_but_an_error(tmp_path):
+def test_damage_is_an_error_not_a_difference(tmp_path):
     save({"w": np.arange(1000)}, tmp_path / "a")
     save({"w": np.arange(1000)}, tmp_path / "b")
     with (tmp_path / "b" / "model.safetensors").open("r+b") as file:
@@ -140,7 +140,7 @@ def test_damage_is_no_difference_but_an_error(tmp_path):
         diff(tmp_path / "a", tmp_path / "b")
 
 
-def test_progress_is_told_to_the_end(tmp_path):
+def test_progress_is_reported_to_the_end(tmp_path):
     told = []
     save({"w": np.ones(100), "v": np.ones((3, 3), ml_dtypes.bfloat16)}, tmp_path / "a")
     diff(tmp_path / "a", tmp_path / "a", progress=lambda *said: told.append(said))

@@ -1,4 +1,4 @@
-"""Old checkpoints of a run, out of the way."""
+"""Delete old checkpoints of a run."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 
 from eformer._engine.stores.directory import Directory
-from eformer._engine.tools.prune import planned, remove
+from eformer._engine.tools.prune import plan_removal, remove
 from eformer.checkpoint import load, prune, save
 from eformer.errors import EformerError, NotFoundError
 
@@ -34,7 +34,7 @@ def test_a_dry_run_removes_nothing(run):
     assert len(os.listdir(run)) == 4
 
 
-def test_series_are_counted_apart_and_others_are_nobodys_business(run):
+def test_series_are_counted_separately_and_other_files_are_left_alone(run):
     for name in ("ema-5", "ema-6"):
         save({"w": 1}, run / name, format="tensorstore")
     save({"w": 1}, run / "best")
@@ -47,7 +47,7 @@ def test_series_are_counted_apart_and_others_are_nobodys_business(run):
 
 
 @pytest.mark.parametrize("harm", ["cut short", "gone", "no manifest", "empty"])
-def test_what_is_no_whole_checkpoint_counts_for_nothing_and_stays(run, harm):
+def test_incomplete_checkpoints_do_not_count_and_stay(run, harm):
     last = run / "run-1000"
     data = last / "model.safetensors"
     if harm == "cut short":
@@ -69,12 +69,12 @@ def test_those_that_stay_can_be_checked_first(run):
     with (run / "run-1000" / "model.safetensors").open("r+b") as file:
         file.seek(-10, 2)
         file.write(b"\xff")
-    with pytest.raises(EformerError, match="nothing was removed, because one that stays is damaged"):
+    with pytest.raises(EformerError, match="nothing was removed, because a checkpoint to keep is damaged"):
         prune(run, keep=1, check=True)
     assert len(os.listdir(run)) == 4
 
 
-def test_what_is_half_removed_is_no_checkpoint(run, monkeypatch):
+def test_a_half_removed_checkpoint_is_hidden(run, monkeypatch):
     monkeypatch.setattr(Directory, "remove_tree", lambda place, name: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         prune(run, keep=3)
@@ -89,11 +89,11 @@ def test_a_link_is_not_followed(run, tmp_path):
 
 
 def test_errors(tmp_path):
-    with pytest.raises(NotFoundError, match="there is no directory"):
+    with pytest.raises(NotFoundError, match="is not a directory"):
         prune(tmp_path / "x", keep=1)
-    with pytest.raises(NotFoundError, match="no checkpoints that are called by their steps"):
+    with pytest.raises(NotFoundError, match="no checkpoints named by their steps"):
         prune(tmp_path, keep=1)
-    with pytest.raises(ValueError, match="at least one checkpoint has to stay"):
+    with pytest.raises(ValueError, match="at least one checkpoint must stay"):
         prune(tmp_path, keep=0)
 
 
@@ -101,17 +101,17 @@ def test_errors(tmp_path):
 def test_a_checkpoint_is_not_taken_for_a_run(tmp_path, form):
     for number in range(3):
         save({"w": np.ones(3)}, tmp_path / "c", prefix=f"m{number}", format=form)
-    with pytest.raises(ValueError, match=r"is a checkpoint itself: it has .*json"):
+    with pytest.raises(ValueError, match=r"is itself a checkpoint: it contains .*json"):
         prune(tmp_path / "c", keep=1)
     assert load(tmp_path / "c", prefix="m0")
 
 
-def test_shards_are_no_steps(tmp_path):
+def test_shards_are_not_steps(tmp_path):
     for number in (1, 2):
         safetensors.numpy.save_file(
             {f"w{number}": np.ones(3)}, tmp_path / f"model-0000{number}-of-00002.safetensors"
         )
-    with pytest.raises(NotFoundError, match="no checkpoints that are called by their steps"):
+    with pytest.raises(NotFoundError, match="no checkpoints named by their steps"):
         prune(tmp_path, keep=1)
 
 
@@ -121,14 +121,14 @@ def test_single_files_are_steps_too(tmp_path):
     assert prune(tmp_path, keep=1).removed == ("step-1.npz",)
 
 
-def test_what_was_planned_is_removed_and_nothing_else(run):
-    plan = planned(run, keep=1)
+def test_only_planned_checkpoints_are_removed(run):
+    plan = plan_removal(run, keep=1)
     save({"w": 1}, run / "run-2000")
     remove(plan)
     assert sorted(os.listdir(run)) == ["run-1000", "run-2000"]
 
 
-def test_what_a_link_leads_to_stays(run):
+def test_targets_of_links_stay(run):
     (run / "best").symlink_to("run-100")
     assert prune(run, keep=1).removed == ("run-90", "run-200")
     assert load(run / "best")["w"][0] == 100

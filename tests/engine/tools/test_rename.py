@@ -1,4 +1,4 @@
-"""Rules by which leaves get other names and shapes."""
+"""Rename and reshape leaves by rules."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from eformer._engine.record.planned import LazyArray
 from eformer._engine.record.regions import Region
-from eformer._engine.tools.lazy_arrays import Stacked, Taken, Transposed
+from eformer._engine.tools.lazy_arrays import Stacked, Transposed, Unstacked
 from eformer._engine.tools.rename import apply, parse_rules
 from eformer.errors import FormatError, MismatchError
 
@@ -31,11 +31,11 @@ def renamed(rules, leaves, plain=()):
     return apply(parse_rules("\n".join(rules), "rules.txt"), arrays, list(plain))
 
 
-def test_the_first_rule_that_matches_the_whole_name_is_the_one():
+def test_the_first_rule_that_matches_the_whole_name_is_applied():
     found = renamed([r"a\.(\w+) -> b.\1", r"a\..* -> c", r"w -> x"], {"a.w": 1, "ww": 2})
     assert list(found.arrays) == ["b.w", "ww"]
     assert found.kept == ["ww (nearest is line 3, w)"]
-    assert found.idle == [r"line 2, a\..*", "line 3, w (nearest is 'ww')"]
+    assert found.unused_rules == [r"line 2, a\..*", "line 3, w (nearest is 'ww')"]
 
 
 def test_nothing_behind_the_arrow_leaves_it_out():
@@ -50,7 +50,7 @@ def test_transposed():
     found = renamed(["a -> a | transpose", "b -> b | transpose 1 0 2"], {"a": array, "b": array})
     np.testing.assert_array_equal(whole(found.arrays["a"]), array.T)
     np.testing.assert_array_equal(whole(found.arrays["b"]), array.transpose(1, 0, 2))
-    assert found.hows == {"a": "transpose", "b": "transpose 1 0 2"}
+    assert found.transforms == {"a": "transpose", "b": "transpose 1 0 2"}
 
 
 def test_stacked_in_the_order_of_the_numbers():
@@ -58,7 +58,7 @@ def test_stacked_in_the_order_of_the_numbers():
     found = renamed([r"h\.(\d+)\.(\w) -> \2 | transpose | stack \1 1"], leaves)
     expected = np.stack([np.full((3, 2), i) for i in range(11)], 1)
     np.testing.assert_array_equal(whole(found.arrays["w"]), expected)
-    assert found.hows == {"w": "transpose, stack 1 of 11"}
+    assert found.transforms == {"w": "transpose, stack 1 of 11"}
 
 
 def test_unstacked_is_the_way_back():
@@ -69,16 +69,16 @@ def test_unstacked_is_the_way_back():
 
 
 @given(data=st.data(), shape=st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple))
-def test_every_box_of_what_was_turned_around_is_what_numpy_says(data, shape):
+def test_every_box_of_a_transformed_array_equals_numpys(data, shape):
     arrays = [np.random.default_rng(i).integers(0, 99, shape) for i in range(3)]
     axis = data.draw(st.integers(0, len(shape)))
     axes = tuple(data.draw(st.permutations(range(len(shape) + 1))))
-    deferred = Taken(Transposed(Stacked([InMemory(a) for a in arrays], axis), axes), 0, 0)
+    lazy = Unstacked(Transposed(Stacked([InMemory(a) for a in arrays], axis), axes), 0, 0)
     expected = np.stack(arrays, axis).transpose(axes)[0]
     start = tuple(data.draw(st.integers(0, n - 1)) for n in expected.shape)
     stop = tuple(data.draw(st.integers(a + 1, n)) for a, n in zip(start, expected.shape, strict=True))
     box = Region(start, stop)
-    np.testing.assert_array_equal(deferred.read(box), expected[box.slices])
+    np.testing.assert_array_equal(lazy.read(box), expected[box.slices])
 
 
 @pytest.mark.parametrize(
@@ -88,17 +88,17 @@ def test_every_box_of_what_was_turned_around_is_what_numpy_says(data, shape):
         ("a -> b -> c", "a rule is PATTERN -> NAME"),
         ("a( -> b", "missing )"),
         (r"a -> \1", r"\1 in '\\1': the pattern has 0 groups"),
-        ("a -> b | flip", "'flip' is none of: transpose"),
-        ("a -> b | stack", "'stack' is none of"),
-        (r"(\d) -> b | stack \1 | transpose", "stack comes last"),
-        ("a -> b | unstack", "unstack needs {} in the name"),
-        ("a -> b{}", "unstack needs {} in the name"),
-        ("a -> | transpose", "what is left out needs no steps"),
-        (r"(?P<n>a) -> \g<n>", "behind a backslash stands the number of a group"),
+        ("a -> b | flip", "unknown step 'flip'; expected transpose"),
+        ("a -> b | stack", "unknown step 'stack'; expected"),
+        (r"(\d) -> b | stack \1 | transpose", "stack must be the last step"),
+        ("a -> b | unstack", "a name contains {}, for the index, if and only if the rule has unstack"),
+        ("a -> b{}", "a name contains {}, for the index, if and only if the rule has unstack"),
+        ("a -> | transpose", "a rule that leaves a leaf out has no steps"),
+        (r"(?P<n>a) -> \g<n>", "a backslash must be followed by the number of a group"),
         ("a -> b | transpose x", "expected axes, counted from 0"),
     ],
 )
-def test_what_is_no_rule_is_refused_with_its_line(line, problem):
+def test_invalid_rules_are_refused_with_their_line(line, problem):
     with pytest.raises(FormatError) as caught:
         parse_rules(f"# rules\n{line}\n", "rules.txt")
     assert str(caught.value).startswith("rules.txt cannot be read as rules:\n  line 2, ")
@@ -108,23 +108,33 @@ def test_what_is_no_rule_is_refused_with_its_line(line, problem):
 @pytest.mark.parametrize(
     ("rules", "leaves", "problem"),
     [
-        (["(.) -> same"], {"a": 1, "b": 2}, "leaf 'b' would be called 'same', and so would another"),
-        (["a -> a | transpose 0 1"], {"a": [1]}, "transpose 0 1 of an array with 1 axes"),
-        ([r"a(\d) -> a | stack \1"], {"a0": 1, "a2": 2}, "a stack of 2, of which [1] are not there"),
-        ([r"a(.) -> a | stack \1"], {"ax": 1}, "'x' is no number to stack by"),
-        ([r"a(\d) -> a | stack \1"], {"a0": [1], "a1": [1, 2]}, "arrays in a stack have to be alike"),
-        ([r"a(\d) -> a | stack \1 3"], {"a0": [1]}, "there is no axis 3"),
-        (["a -> {} | unstack"], {"a": 1}, "there is no axis 0"),
+        (
+            ["(.) -> same"],
+            {"a": 1, "b": 2},
+            "leaf 'b' would be renamed to 'same', which is the name of another leaf",
+        ),
+        (["a -> a | transpose 0 1"], {"a": [1]}, "transpose 0 1 does not fit an array of shape [1]"),
+        ([r"a(\d) -> a | stack \1"], {"a0": 1, "a2": 2}, "a stack of 2 needs the numbers [1], found [0, 2]"),
+        ([r"a(.) -> a | stack \1"], {"ax": 1}, "'x' is not a number to stack by"),
+        (
+            [r"a(\d) -> a | stack \1"],
+            {"a0": [1], "a1": [1, 2]},
+            "arrays in a stack must have one dtype and shape",
+        ),
+        ([r"a(\d) -> a | stack \1 3"], {"a0": [1]}, "axis 3 does not exist"),
+        (["a -> {} | unstack"], {"a": 1}, "axis 0 does not exist"),
     ],
 )
-def test_what_does_not_work_out_is_refused(rules, leaves, problem):
+def test_rules_that_do_not_fit_the_leaves_are_refused(rules, leaves, problem):
     with pytest.raises(MismatchError) as caught:
         renamed(rules, leaves)
     assert problem in str(caught.value)
 
 
-def test_plain_values_cannot_be_turned_around():
-    with pytest.raises(MismatchError, match="'step', by line 1, step: it is a plain value"):
+def test_plain_values_cannot_be_transposed():
+    with pytest.raises(
+        MismatchError, match="'step', by line 1, step: transpose needs an array, and this is a plain value"
+    ):
         renamed(["step -> s | transpose"], {}, ["step"])
 
 

@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint, read once."""
+"""Check every byte of a checkpoint."""
 
 import numpy as np
 import pytest
@@ -45,12 +45,12 @@ def test_appended_and_missing_bytes_are_noticed(path):
     assert [d.leaf for d in verify(path).damages] == ["", "", "w3"]
 
 
-def test_files_of_others_have_no_digests(tmp_path):
+def test_files_of_other_programs_have_no_digests(tmp_path):
     safetensors.numpy.save_file({"w": np.ones(3)}, tmp_path / "x.safetensors")
     report = verify(tmp_path / "x.safetensors")
     assert report.ok
     assert not report.has_digests
-    assert "without digests nothing more is known" in str(report)
+    assert "there are no digests to check the bytes against" in str(report)
 
 
 def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(path, monkeypatch):

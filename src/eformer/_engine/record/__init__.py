@@ -1,1 +1,1 @@
-"""What a checkpoint is, as data: names, boxes, dtypes, digests, values, manifests. Pure: no jax, no files."""
+"""The record of a checkpoint as data: names, boxes, dtypes, digests, values, manifests. Pure: no jax, no files."""

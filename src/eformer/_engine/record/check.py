@@ -1,4 +1,4 @@
-"""Refuse a manifest whose numbers contradict each other, before anything is allocated or read because of them."""
+"""Refuse a manifest whose numbers contradict each other, before anything is allocated or read."""
 
 from __future__ import annotations
 
@@ -15,36 +15,37 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from eformer._engine.record.manifest import Coding, Extent, LeafEntry, TreeEntry
 
-_MOST_BLOCK = 2**30  # a piece is read into memory as a whole
-_MOST_EXPANSION = 50_000  # no codec says more in fewer bytes: zstd repeats 2**17 of them in three
+_MOST_BLOCK = 2**30  # bytes; a piece is read into memory whole
+_MOST_EXPANSION = 50_000  # beyond what any codec reaches: zstd packs 2**17 equal bytes into three
 _MOST_AXES = 64  # numpy's
 
 
 def check_tree(tree: TreeEntry) -> None:
+    """Refuse a tree whose block size, files or directory make no sense."""
     names = [file.name for file in tree.files]
     if not tree.has_digests or not 0 < tree.block <= _MOST_BLOCK:
-        raise FormatError(f"a tree of save {tree.save_id!r} with pieces of {tree.block} bytes")
+        raise FormatError(f"invalid save id {tree.save_id!r} or piece size {tree.block}")
     if len(set(names)) < len(names):
-        raise FormatError("a file is named twice")
+        raise FormatError("a file is listed twice")
     if tree.root and not is_inside(tree.root):
-        raise FormatError(f"the files are in {tree.root[:200]!r}, outside of the directory")
+        raise FormatError(f"the directory of the files, {tree.root[:200]!r}, is outside the checkpoint")
     for file in tree.files:
         if not 0 <= file.header_nbytes <= file.nbytes:
             raise FormatError(
-                f"file {file.name!r} of {file.nbytes} bytes has a header of {file.header_nbytes}"
+                f"file {file.name!r} of {file.nbytes} bytes cannot have a header of {file.header_nbytes}"
             )
 
 
 def check_leaf(name: str, entry: LeafEntry, tree: TreeEntry) -> None:
-    """Refuses an entry whose numbers contradict each other, before anything is allocated for it."""
+    """Refuse an entry whose numbers contradict each other, before anything is allocated for it."""
     try:
         _check_numbers(entry, tree)
     except (FormatError, ValueError) as error:
-        raise FormatError(f"the manifest's entry for leaf {name[:200]!r} makes no sense: {error}") from error
+        raise FormatError(f"the manifest's entry for leaf {name[:200]!r} is invalid: {error}") from error
 
 
 def is_plain(entry: LeafEntry, extent: Extent, rooms: list[int], block: int) -> bool:
-    """Whether the entry is in order, for the kind that most are: a small leaf in one place. Quicker than the check."""
+    """Tell quickly whether the entry is valid, for the most common kind: a small leaf in one extent."""
     nbytes, file = extent.nbytes, extent.file
     return (
         extent.region is None
@@ -62,9 +63,9 @@ def is_plain(entry: LeafEntry, extent: Extent, rooms: list[int], block: int) -> 
 def _check_numbers(entry: LeafEntry, tree: TreeEntry) -> None:
     itemsize = dtype_from_name(entry.dtype).itemsize
     if len(entry.shape) > _MOST_AXES or itemsize * math.prod(max(1, size) for size in entry.shape) >= 2**62:
-        raise FormatError(f"{entry.dtype}{list(entry.shape)[:80]} is more than an array can be")
+        raise FormatError(f"{entry.dtype}{list(entry.shape)[:80]} is larger than an array can be")
     if entry.key and (entry.dtype != "uint32" or not entry.shape):
-        raise FormatError(f"{entry.dtype}{list(entry.shape)} are no keys")
+        raise FormatError(f"{entry.dtype}{list(entry.shape)} cannot be PRNG keys")
     if len(entry.extents) == 1 and entry.extents[0].region is None:
         _check_extent(entry.extents[0], entry.shape, itemsize, entry, tree)
         return
@@ -74,49 +75,47 @@ def _check_numbers(entry: LeafEntry, tree: TreeEntry) -> None:
             raise FormatError(f"region {extent.region} lies outside shape {list(entry.shape)}")
         _check_extent(extent, region.shape, itemsize, entry, tree)
     if not is_tiling(regions, entry.shape):
-        raise FormatError(
-            f"its {len(regions)} extents overlap, or leave a part of shape {list(entry.shape)} out"
-        )
+        raise FormatError(f"its {len(regions)} extents overlap or do not cover the shape {list(entry.shape)}")
 
 
 def _check_extent(
     extent: Extent, shape: tuple[int, ...], itemsize: int, entry: LeafEntry, tree: TreeEntry
 ) -> None:
     if extent.file >= len(tree.files):
-        raise FormatError(f"file {extent.file} of {len(tree.files)}")
+        raise FormatError(f"file number {extent.file}, but there are {len(tree.files)} files")
     nbytes = itemsize * math.prod(shape)
     is_one = 0 < nbytes <= tree.block or is_whole(entry, extent)
     if extent.coding:
         _check_coding(extent, extent.coding, shape, itemsize, is_ours=tree.has_digests)
     elif extent.nbytes != nbytes and not is_whole(entry, extent):
-        raise FormatError(f"{extent.nbytes} bytes for {entry.dtype}{list(shape)}, which takes {nbytes}")
+        raise FormatError(f"{extent.nbytes} bytes for {entry.dtype}{list(shape)}, expected {nbytes}")
     file = tree.files[extent.file]
     if extent.offset > file.nbytes - file.header_nbytes - extent.nbytes:
-        raise FormatError(f"{extent.nbytes} bytes at {extent.offset} are more than file {file.name!r} has")
+        raise FormatError(f"{extent.nbytes} bytes at {extent.offset} exceed file {file.name!r}")
     if not tree.has_digests and not extent.digests:
         return
     expected = DIGEST_DIGITS * (1 if is_one else count_pieces(shape, itemsize, tree.block))
     if len(extent.digests) != expected:
-        raise FormatError(f"{len(extent.digests)} digits of digests where {expected} are due")
+        raise FormatError(f"{len(extent.digests)} digits of digests, expected {expected}")
 
 
 def _check_coding(
     extent: Extent, coding: Coding, shape: tuple[int, ...], itemsize: int, *, is_ours: bool
 ) -> None:
     if coding.codec not in (("zstd",) if is_ours else ("", "zstd", "zarr")):
-        raise FormatError(f"the codec {coding.codec[:40]!r} is not known; please upgrade")
+        raise FormatError(f"unknown codec {coding.codec[:40]!r}; upgrade eformer")
     if len(coding.shape) != len(shape) or any(a > b for a, b in zip(shape, coding.shape, strict=True)):
-        raise FormatError(f"a box of {list(shape)} in a chunk of {list(coding.shape)}")
+        raise FormatError(f"a box of shape {list(shape)} does not fit a chunk of shape {list(coding.shape)}")
     decoded = itemsize * math.prod(coding.shape)
     most = extent.nbytes * _MOST_EXPANSION if coding.codec else extent.nbytes
     if decoded > most:
         raise FormatError(
-            f"{extent.nbytes} bytes cannot hold a chunk of {list(coding.shape)}, {decoded} bytes"
+            f"{extent.nbytes} bytes cannot decode to a chunk of shape {list(coding.shape)}, {decoded} bytes"
         )
 
 
 def is_whole(entry: LeafEntry, extent: Extent) -> bool:
-    """Whether an extent can only be read as one: coded, or four-bit numbers of which two share a byte."""
+    """Tell whether an extent can only be read whole: encoded, or four-bit numbers packed two to a byte."""
     if extent.coding:
         return True
     return entry.dtype == "float4_e2m1fn" and 0 < 2 * extent.nbytes == entry.region_of(extent).size

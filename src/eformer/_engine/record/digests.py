@@ -1,4 +1,4 @@
-"""Digests of bytes: xxh3-128 and SHA-256."""
+"""Compute and check digests of bytes: xxh3-128 and SHA-256."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def xxh3_128(data: Buffer) -> str:
-    """The digest that guards stored bytes against decay: quick, and no match for an adversary."""
+    """Digest stored bytes, to detect decay. Fast, but not secure against forgery."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def xxh3_128_of(parts: Iterable[Buffer]) -> str:
-    """The digest of parts that lie apart."""
+    """Digest several buffers as if they were one."""
     hasher = xxhash.xxh3_128()
     for part in parts:
         hasher.update(part)
@@ -27,15 +27,16 @@ def xxh3_128_of(parts: Iterable[Buffer]) -> str:
 
 
 Hasher = xxhash.xxh3_128
-"""The same for parts that come one by one: `update`, `hexdigest`."""
+"""The same digest for bytes that arrive one part at a time: `update`, `hexdigest`."""
 
 
 def xxh3_64_number(data: Buffer) -> int:
-    """A short digest as a number, to add up with others."""
+    """Return a short digest as a number, which can be summed with others."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def sha256_of(parts: Iterable[Buffer]) -> str:
+    """Compute the SHA-256 of several buffers as if they were one."""
     hasher = hashlib.sha256()
     for part in parts:
         hasher.update(part)
@@ -50,30 +51,31 @@ NO_DIGEST = "0" * DIGEST_DIGITS
 
 _ZEROS = NO_DIGEST.encode()
 _MARK = b'"digest":"'
-_MARK_WITHIN = 64  # the digest is the first field, also where something stands around the document
+_MARK_WITHIN = 64  # bytes: the digest is the first field, even if the document is embedded in another
 
 
 def stamp_digest(data: bytes) -> bytes:
-    """`data` with the zeros of its first field, the digest, replaced by the digest of everything."""
+    """Replace the zeros in the first field of `data`, the digest, by the digest of all of it."""
     start = _own_digest_start(data)
     digest = xxh3_128(data).encode()
     return data[:start] + digest + data[start + DIGEST_DIGITS :]
 
 
 def has_own_digest(beginning: bytes) -> bool:
-    """Whether this could be the beginning of something sealed."""
+    """Tell whether these bytes could begin a document with its own digest."""
     return _own_digest_start(beginning) >= 0
 
 
 def check_own_digest(data: bytes, origin: str) -> None:
+    """Raise if the document does not match the digest in its first field."""
     start = _own_digest_start(data)
     if start < 0:
-        raise FormatError(f"{origin} is not a manifest of eformer, or its beginning is damaged")
+        raise FormatError(f"{origin} is not an eformer manifest, or its beginning is damaged")
     stop = start + DIGEST_DIGITS
     digest = xxh3_128_of([data[:start], _ZEROS, memoryview(data)[stop:]]).encode()
     if digest != data[start:stop]:
         raise CorruptionError(
-            f"{origin} is damaged: its {len(data)} bytes digest to {digest.decode()}, recorded is "
+            f"{origin} is damaged: the digest of its {len(data)} bytes is {digest.decode()}, expected "
             f"{data[start:stop].decode(errors='replace')}; restore the file from a copy"
         )
 

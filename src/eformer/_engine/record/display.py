@@ -1,4 +1,4 @@
-"""What a checkpoint is, for people who have one in their hands: a few lines of text, or HTML that folds. Pure."""
+"""Show a checkpoint as a few lines of text, or as HTML that folds. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from eformer._engine.record.outline import Line, Node, outline
+from eformer._engine.record.outline import LeafLine, OutlineNode, outline
 from eformer._engine.record.text import count, few, printable, shortened, size
 
 if TYPE_CHECKING:
@@ -16,14 +16,18 @@ if TYPE_CHECKING:
 _MOST_TREES = 8
 _MOST_LINES = 40  # of text
 _MOST_ROWS = 1000  # of HTML, most of them folded
-_LEAST_ROWS = 4  # of each of several trees
+_LEAST_ROWS = 4  # for each of several trees
 _WIDTH = 80
 
 
 @dataclass(frozen=True, slots=True)
-class About:
-    """A tree in numbers, and its leaves. `dtypes` has the bytes of each, the most first. If there is a `problem`, there
-    is nothing else to say."""
+class TreeSummary:
+    """Summarize a tree, for display.
+
+    dtypes    bytes by dtype, the largest first
+    lines     one line for each leaf
+    problem   why the tree cannot be read; then nothing else is known of it
+    """
 
     prefix: str = ""
     written_by: str = ""
@@ -32,10 +36,11 @@ class About:
     arrays: int = 0
     nbytes: int = 0
     dtypes: Mapping[str, int] = field(default_factory=dict)
-    lines: Sequence[Line] = ()
+    lines: Sequence[LeafLine] = ()
     problem: str = ""
 
     def facts(self) -> Iterator[tuple[str, str]]:
+        """Yield pairs of a label and a text."""
         if self.prefix:
             yield "prefix", self.prefix
         if written := ", ".join(filter(None, (self.written_by, self.saved_at))):
@@ -51,8 +56,8 @@ class About:
             yield "dtypes", ", ".join(f"{name} {size(nbytes)}" for name, nbytes in self.dtypes.items())
 
 
-def as_text(title: str, trees: Sequence[About], left_out: Sequence[str] = ()) -> str:
-    """A few dozen lines at most, however many leaves there are."""
+def as_text(title: str, trees: Sequence[TreeSummary], left_out: Sequence[str] = ()) -> str:
+    """Render a few dozen lines at most, however many leaves there are."""
     lines = [_fit(title)]
     if left_out:
         lines.append(f"  left out  {_fit(few(left_out))}")
@@ -67,8 +72,8 @@ def as_text(title: str, trees: Sequence[About], left_out: Sequence[str] = ()) ->
     return "\n".join([*lines, *_more_trees(trees)])
 
 
-def as_html(title: str, trees: Sequence[About], left_out: Sequence[str] = ()) -> str:
-    """The same for a notebook: modules fold. No script, nothing from elsewhere, and no name is taken for a tag."""
+def as_html(title: str, trees: Sequence[TreeSummary], left_out: Sequence[str] = ()) -> str:
+    """Render HTML for a notebook, in which modules fold. It has no scripts, loads nothing, and escapes every name."""
     parts = [f"<div><b>{_escaped(title)}</b></div>"]
     if left_out:
         parts.append(f"<div>left out: {_escaped(few(left_out))}</div>")
@@ -81,8 +86,8 @@ def as_html(title: str, trees: Sequence[About], left_out: Sequence[str] = ()) ->
     return f'<div style="font-family: monospace">{"".join(parts)}</div>'
 
 
-def _folding(rows: Sequence[tuple[int, Node]]) -> Iterator[str]:
-    """Modules are open to where the first ones begin."""
+def _folding(rows: Sequence[tuple[int, OutlineNode]]) -> Iterator[str]:
+    """Render rows as nested details; the outermost level is open."""
     inside = 0
     for depth, node in rows:
         yield "</details>" * (inside - depth)
@@ -96,8 +101,8 @@ def _folding(rows: Sequence[tuple[int, Node]]) -> Iterator[str]:
     yield "</details>" * inside
 
 
-def _rows(root: Node) -> Iterator[tuple[int, Node]]:
-    """Every node below the root and how deep it lies; or the root, where it is a leaf."""
+def _rows(root: OutlineNode) -> Iterator[tuple[int, OutlineNode]]:
+    """Yield every node below the root with its depth; or the root, if it is a leaf."""
     if root.line:
         yield 0, root
     left = [(0, child) for child in reversed(root.children)]
@@ -107,26 +112,26 @@ def _rows(root: Node) -> Iterator[tuple[int, Node]]:
         left += [(depth + 1, child) for child in reversed(node.children)]
 
 
-def _share(most: int, trees: Sequence[About]) -> int:
+def _share(most: int, trees: Sequence[TreeSummary]) -> int:
     return max(_LEAST_ROWS, most // max(1, len(trees)))
 
 
-def _label(node: Node) -> str:
+def _label(node: OutlineNode) -> str:
     times = f" ×{node.count}" if node.count > 1 else ""
     return shortened(node.label, _WIDTH) + times
 
 
-def _rest(node: Node) -> str:
+def _rest(node: OutlineNode) -> str:
     what = [shortened(node.line.what, _WIDTH)] if node.line else []
     return "  ".join([*what, size(node.nbytes)] if node.nbytes else what)
 
 
-def _more(root: Node, shown: int) -> list[str]:
+def _more(root: OutlineNode, shown: int) -> list[str]:
     hidden = sum(1 for _ in _rows(root)) - shown
     return [f"... and {count(hidden, 'more row')}"] if hidden else []
 
 
-def _more_trees(trees: Sequence[About]) -> list[str]:
+def _more_trees(trees: Sequence[TreeSummary]) -> list[str]:
     hidden = len(trees) - _MOST_TREES
     return [f"... and {count(hidden, 'more tree')}"] if hidden > 0 else []
 

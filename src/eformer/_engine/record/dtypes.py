@@ -1,4 +1,4 @@
-"""A numpy array as bytes: the name of its dtype, its elements in C order and little endian, and back."""
+"""Turn numpy arrays into bytes and back: dtype names, and elements in C order, little endian."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from eformer.errors import FormatError, LeafError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# A strided or big-endian array is straightened piece by piece, so that writing it needs this much
-# extra memory and not a second copy of the array.
+# A strided or big-endian array is copied piece by piece, so that writing it takes this much extra
+# memory instead of a second copy of the array.
 _PIECE_BYTES = 16 * 2**20
 
 # Below this a copy is cheaper than a view.
@@ -28,32 +28,34 @@ _BIG_ENDIAN = ">" if sys.byteorder == "little" else ">="
 
 
 def _known_dtypes() -> dict[str, np.dtype[Any]]:
-    """numpy's numbers and all of ml_dtypes, by name."""
+    """Map names to the numeric dtypes of numpy and all dtypes of ml_dtypes."""
     numbers = [np.dtype(code) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"]
     types = [t for t in vars(ml_dtypes).values() if isinstance(t, type) and issubclass(t, np.generic)]
-    # By name again: numpy has several integers of one size, and only one of them is called int64.
+    # Look dtypes up by name again: numpy has several integers of one size, only one of which is named int64.
     return {dtype.name: np.dtype(dtype.name) for dtype in (*numbers, *map(np.dtype, types))}
 
 
 DTYPES = _known_dtypes()
 
-# No multiple of zero: numpy divides by it and takes the process down (SIGFPE).
+# A multiple of zero is excluded: numpy divides by it, and the process dies (SIGFPE).
 _DATETIME = re.compile(r"(datetime|timedelta)64(\[([1-9][0-9]{0,9})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
 
 
 def dtype_from_name(name: str) -> np.dtype[Any]:
-    """The little-endian dtype called `name`. Names outside the table never reach numpy's dtype parser."""
+    """Return the little-endian dtype named `name`. Names outside the table never reach numpy's dtype parser."""
     if dtype := DTYPES.get(name):
         return dtype
     if _DATETIME.fullmatch(name):
         with suppress(TypeError):  # a multiple beyond 2**31
             return np.dtype(name)
-    raise FormatError(f"unknown dtype {name[:64]!r}; known are {', '.join(DTYPES)}, datetime64, timedelta64")
+    raise FormatError(
+        f"unknown dtype {name[:64]!r}; known dtypes: {', '.join(DTYPES)}, datetime64, timedelta64"
+    )
 
 
-@lru_cache(256)  # numpy takes two microseconds to say a dtype's name
+@lru_cache(256)  # numpy takes two microseconds to name a dtype
 def name_of_dtype(dtype: np.dtype[Any]) -> str:
-    """The name that `dtype_from_name` turns back into `dtype`; refuses what has none."""
+    """Return the name that `dtype_from_name` turns back into `dtype`; raise if there is none."""
     try:
         if dtype_from_name(dtype.name) == dtype.newbyteorder("<"):
             return dtype.name
@@ -63,7 +65,7 @@ def name_of_dtype(dtype: np.dtype[Any]) -> str:
     raise LeafError(f"an array of dtype {dtype} cannot be stored{hint}")
 
 
-# What people write beside numpy's own names.
+# Common abbreviations, beside numpy's own names.
 _ALIASES = {
     "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32",
     "fp64": "float64", "f64": "float64", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
@@ -75,19 +77,19 @@ def is_floating(name: str) -> bool:
 
 
 def floating_dtype(dtype: Any) -> str:
-    """The name of the floating dtype that a caller asked for, by name, alias, type or dtype."""
+    """Return the name of a floating dtype that is given by name, alias, type or dtype."""
     try:
         name = _ALIASES.get(dtype, dtype) if isinstance(dtype, str) else np.dtype(dtype).name
     except TypeError:
         name = repr(dtype)
     known = [name for name in DTYPES if is_floating(name)]
     if name not in known:
-        raise ValueError(f"{dtype!r} is no floating dtype; known are {', '.join([*known, *_ALIASES])}")
+        raise ValueError(f"{dtype!r} is not a floating dtype; known dtypes: {', '.join([*known, *_ALIASES])}")
     return name
 
 
 def raw_pieces(array: np.ndarray[Any, Any]) -> Iterator[bytes | memoryview]:
-    """The elements as little-endian bytes in C order; one view if they lie so in memory, if small a copy."""
+    """Yield the elements as little-endian bytes in C order: a view if the memory has that layout, else copies."""
     if array.dtype.byteorder in _BIG_ENDIAN:
         for block in _blocks(array):
             yield block.astype(block.dtype.newbyteorder("<")).tobytes()
@@ -101,7 +103,7 @@ def raw_pieces(array: np.ndarray[Any, Any]) -> Iterator[bytes | memoryview]:
 
 
 def _blocks(array: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
-    """`array` cut along its leading axes into boxes of at most `_PIECE_BYTES`, in C order."""
+    """Cut `array` along its leading axes into boxes of at most `_PIECE_BYTES`, in C order."""
     if array.nbytes <= _PIECE_BYTES:
         yield array
         return
@@ -115,7 +117,7 @@ def _blocks(array: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def from_raw(data: memoryview, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
-    """A view of `data` as an array; as writable as `data` is."""
+    """View `data` as an array, which is writable if `data` is."""
     dtype = dtype_from_name(name)
     if min(shape, default=0) < 0:
         raise FormatError(f"negative dimension in shape {list(shape)}")
@@ -129,13 +131,13 @@ def from_raw(data: memoryview, name: str, shape: Sequence[int]) -> np.ndarray[An
 
 
 def pack_nibbles(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Four-bit numbers, an even number of them, two to a byte: the first in the low half."""
+    """Pack an even number of four-bit elements two to a byte, the first in the low half."""
     bits = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return (bits[0::2] & 15) | (bits[1::2] << 4)
 
 
 def unpack_nibbles(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The bytes of the numbers that `pack_nibbles` was given, one to a byte."""
+    """Unpack the output of `pack_nibbles` to one element a byte."""
     bits = np.empty(2 * len(data), np.uint8)
     bits[0::2], bits[1::2] = data & 15, data >> 4
     return bits

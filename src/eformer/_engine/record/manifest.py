@@ -1,7 +1,7 @@
-"""The record of a checkpoint: which trees, which leaves, and which bytes of which file they are.
+"""The record of a checkpoint: its trees, their leaves, and where the bytes of each leaf are.
 
-A manifest is JSON that carries a digest of itself, so that a flipped bit in a name, a shape or an offset is
-an error and never another tree. `docs/format/safetensors.md` describes it field by field.
+A manifest is JSON with a digest of itself, so that a flipped bit in a name, a shape or an offset is an error and
+never a different tree. `docs/format/safetensors.md` describes it field by field.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from msgspec import Raw, Struct, field
 
 from eformer._engine.record.check import check_leaf, check_tree, is_plain
 from eformer._engine.record.digests import NO_DIGEST, check_own_digest, stamp_digest, xxh3_64_number
-from eformer._engine.record.display import About, as_html, as_text
-from eformer._engine.record.outline import Line
+from eformer._engine.record.display import TreeSummary, as_html, as_text
+from eformer._engine.record.outline import LeafLine
 from eformer._engine.record.pieces import PIECE_BYTES
 from eformer._engine.record.regions import Region
 from eformer._engine.record.text import printable, shortened
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 VERSION = 1
-UNREADABLE = "unreadable"  # in the place of a structure: why there is none
+UNREADABLE = "unreadable"  # key in place of a structure, for the reason why it cannot be read
 
 _MOST_SHOWN = 60  # characters of a plain value
 
 
-Count = Annotated[int, msgspec.Meta(ge=0)]  # what is read is checked while it is parsed
+Count = Annotated[int, msgspec.Meta(ge=0)]  # checked by the JSON parser
 
 
 class DataFile(Struct, frozen=True, gc=False, omit_defaults=True):
-    """A file of leaves' bytes. `header` digests its first `header_nbytes`, which belong to no leaf."""
+    """A file that holds leaves. `header` is the digest of its first `header_nbytes`, which belong to no leaf."""
 
     name: str
     nbytes: int
@@ -49,10 +49,10 @@ class DataFile(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Coding(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True):
-    """How bytes become an array: decoded by `codec` they have this `shape`, and what is stored is its first corner.
+    """How an encoded chunk becomes an array: `codec` decodes it to this `shape`, and the extent is its first corner.
 
-    The codecs are "zstd", "" for bytes as they are, and "zarr" for all else that TensorStore can decode when it
-    is told the array's metadata, `detail`.
+    The codecs are "zstd", "" for bytes as they are, and "zarr" for everything else that TensorStore decodes, given
+    the array's metadata in `detail`.
     """
 
     codec: str
@@ -61,10 +61,10 @@ class Coding(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True)
 
 
 class Extent(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True):
-    """These bytes of that file are this box of a leaf; `digests` holds those of its pieces, joined.
+    """A range of bytes in a file that holds one box of a leaf. `digests` are those of its pieces, concatenated.
 
-    `offset` counts from the end of the file's header. `region` is None for the whole leaf. A foreign file has
-    no digests: its tree has no save_id.
+    `offset` counts from the end of the file's header. `region` is None for the whole leaf. Files of other programs
+    have no digests.
     """
 
     file: Count
@@ -76,17 +76,19 @@ class Extent(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True)
 
 
 class RecordedSharding(Struct, frozen=True):
-    """How an array lay on its mesh: by which axes of the mesh each of its own was cut, and their sizes."""
+    """How an array was sharded: the mesh axes that each of its own axes was cut by, and the sizes of the mesh."""
 
     spec: tuple[str | tuple[str, ...] | None, ...]
     mesh: dict[str, int]
 
 
 class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True):
-    """What a leaf is and where its bytes are. `key` names the generator of a typed PRNG key, stored as its data.
+    """The description of one array, and the extents that hold its bytes.
 
-    `home` tells a numpy array from a jax.Array, and `sharding` how the latter lay on its mesh. `sha256` is that of
-    all of its elements, if the caller wanted it.
+    home       "numpy" or "jax": the kind of array that was saved
+    key        the generator of a typed PRNG key, which is stored as its key data
+    sharding   how a jax.Array was sharded
+    sha256     the SHA-256 of all elements, if it was asked for
     """
 
     dtype: str
@@ -99,7 +101,7 @@ class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=Tr
 
     @property
     def nbytes(self) -> int:
-        """What it takes on the disk."""
+        """Return the bytes on disk."""
         return sum(extent.nbytes for extent in self.extents)
 
     @property
@@ -108,7 +110,7 @@ class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=Tr
 
     @property
     def logical_shape(self) -> tuple[int, ...]:
-        """The shape the user sees: the numbers of a PRNG key are inside it, not beside it."""
+        """Return the shape that the user sees: without the axis of a PRNG key's data."""
         return self.shape[:-1] if self.key else self.shape
 
     @property
@@ -122,9 +124,9 @@ class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=Tr
 class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
     """One saved tree: everything that one `save` call wrote.
 
-    The files lie in `root`, a directory beside the manifest, or in the manifest's own; or they are the keys of an
-    OCDBT database that lies there. If several processes wrote it, the headers of the files are `parts` of the record:
-    they have the extents of the leaves, each of which is "whole" in one file, or they are "torn".
+    The files are in the directory `root` beside the manifest, or in the manifest's own directory; with `ocdbt` they are
+    the keys of a database there. If several processes wrote the tree, the extents are in process records, in the
+    headers of the files, and `parts` says whether every leaf is "whole" in one file or some are "torn".
     """
 
     save_id: str
@@ -154,26 +156,26 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
         return bool(self.ocdbt)
 
     def path_of(self, file: int) -> str:
-        """Where a file is, seen from the manifest."""
+        """Return the path of a file, relative to the manifest."""
         name = self.files[file].name
         return f"{self.root}/{name}" if self.root else name
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the caller of `save` wanted to be remembered."""
+        """Return the `metadata` argument of the save."""
         return {name: value_from_json(value) for name, value in self.raw_metadata.items()}
 
     @property
     def values(self) -> dict[str, Any]:
-        """The leaves that are no arrays: numbers, text, bytes."""
+        """Return the leaves that are plain values: numbers, strings, bytes."""
         return {name: value_from_json(value) for name, value in self.raw_values.items()}
 
     @cached_property
     def leaves(self) -> dict[str, LeafEntry]:
-        """All leaves that are arrays, by name, in the tree's order."""
+        """Return the leaves that are arrays, by name, in the tree's order."""
         entries = _parsed(self.raw_leaves, _decode_leaves)
         if both := entries.keys() & self.raw_values.keys():
-            raise FormatError(f"the manifest has {sorted(both)[:3]} as arrays and as plain values")
+            raise FormatError(f"the manifest lists {sorted(both)[:3]} both as arrays and as plain values")
         rooms = [file.nbytes - file.header_nbytes for file in self.files]
         for name, entry in entries.items():
             if len(entry.extents) != 1 or not is_plain(entry, entry.extents[0], rooms, self.block):
@@ -188,22 +190,22 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.leaves.values())
 
-    def lines(self) -> list[Line]:
-        """Every leaf as it is shown."""
-        arrays = [Line(name, printable(e.described), e.nbytes) for name, e in self.leaves.items()]
-        return arrays + [Line(name, _value_text(value)) for name, value in self.raw_values.items()]
+    def lines(self) -> list[LeafLine]:
+        """Return one line for each leaf, for display."""
+        arrays = [LeafLine(name, printable(e.described), e.nbytes) for name, e in self.leaves.items()]
+        return arrays + [LeafLine(name, _value_text(value)) for name, value in self.raw_values.items()]
 
-    def about(self, prefix: str = "") -> About:
-        """What is shown of it. Damage is told, and raises nothing."""
+    def summary(self, prefix: str = "") -> TreeSummary:
+        """Summarize the tree for display. A damaged entry is reported in the summary instead of raised."""
         try:
             entries, lines = self.leaves.values(), self.lines()
         except FormatError as error:
-            return About(prefix, self.written_by, self.saved_at, problem=str(error))
+            return TreeSummary(prefix, self.written_by, self.saved_at, problem=str(error))
         dtypes = Counter[str]()
         for entry in entries:
             dtypes[entry.logical_dtype] += entry.nbytes
         parameters = sum(math.prod(entry.logical_shape) for entry in entries)
-        return About(
+        return TreeSummary(
             prefix,
             self.written_by,
             self.saved_at,
@@ -215,10 +217,10 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
         )
 
     def __repr__(self) -> str:
-        return as_text("tree", [self.about()])
+        return as_text("tree", [self.summary()])
 
     def _repr_html_(self) -> str:
-        return as_html("tree", [self.about()])
+        return as_html("tree", [self.summary()])
 
 
 def foreign_tree(
@@ -255,7 +257,7 @@ def _value_text(value: Any) -> str:
 
 
 class Leaves(Mapping[str, LeafEntry]):
-    """The leaves of a tree, each parsed and checked when asked for: to get one of 100,000 takes no more than one."""
+    """Map names to leaves, each parsed and checked on access: reading one of 100,000 does not parse the others."""
 
     def __init__(self, tree: TreeEntry) -> None:
         self._tree = tree
@@ -280,14 +282,11 @@ def _parsed(raw: Raw, decode: Callable[[Raw], T]) -> T:
     try:
         return decode(raw)
     except MALFORMED_JSON as error:
-        raise FormatError(f"the manifest's list of leaves makes no sense: {error}") from error
+        raise FormatError(f"the manifest's list of leaves is invalid: {error}") from error
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """All that is known of a checkpoint without reading its data: its format, and its trees by prefix.
-
-    The tree that was saved without a prefix is under "".
-    """
+    """The record of a checkpoint: its format, and its trees by prefix. A tree saved without a prefix is under ""."""
 
     digest: str = NO_DIGEST
     format: str
@@ -295,20 +294,20 @@ class Manifest(Struct, frozen=True, kw_only=True):
     trees: dict[str, TreeEntry] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return as_text(self._title, self._about())
+        return as_text(self._title, self._summaries())
 
     def _repr_html_(self) -> str:
-        return as_html(self._title, self._about())
+        return as_html(self._title, self._summaries())
 
     @property
     def _title(self) -> str:
         return f"checkpoint ({self.format})"
 
-    def _about(self) -> list[About]:
-        return [tree.about(prefix) for prefix, tree in self.trees.items()]
+    def _summaries(self) -> list[TreeSummary]:
+        return [tree.summary(prefix) for prefix, tree in self.trees.items()]
 
     def with_tree(self, prefix: str, tree: TreeEntry) -> Manifest:
-        """The same manifest with one tree added or replaced; the others stay as they were."""
+        """Return a copy with one tree added or replaced."""
         return Manifest(format=self.format, trees={**self.trees, prefix: tree})
 
     def to_json(self) -> bytes:
@@ -316,31 +315,31 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, data: bytes, origin: str) -> Manifest:
-        """Refuses what is no manifest, is damaged, or was written by a later version, naming `origin`."""
+        """Parse a manifest and check its digest. Errors name `origin`."""
         check_own_digest(data, origin)
         return cls.parse(data, origin)
 
     @classmethod
     def parse(cls, data: bytes | str, origin: str) -> Manifest:
-        """For a manifest that lies in something sealed."""
+        """Parse a manifest that is part of a document whose digest has been checked."""
         try:
             manifest = _decode_manifest(data)
             if manifest.version > VERSION:
                 raise FormatError(
-                    f"version {manifest.version}; this eformer reads up to {VERSION}, please upgrade"
+                    f"version {manifest.version}; this eformer reads up to {VERSION}, upgrade it"
                 )
             for tree in manifest.trees.values():
                 check_tree(tree)
         except (*MALFORMED_JSON, FormatError) as error:
-            raise FormatError(f"{origin} is no manifest that can be read: {error}") from error
+            raise FormatError(f"{origin} is not a readable manifest: {error}") from error
         return manifest
 
 
 class Receipt(Struct):
-    """What one process has written: complete, synced, and under names that nobody looks for yet.
+    """The receipt of one process: complete and synced files, under names that no manifest refers to yet.
 
-    If it is one of several, the leaves are in its `ProcessRecord`; `weight` is that of all their elements that it has
-    written, and tells whether all together have written every one once.
+    If several processes save together, the leaves are in a `ProcessRecord` instead, and the sum of the `weight`s tells
+    whether they have written every element exactly once.
     """
 
     files: list[DataFile] = field(default_factory=list)
@@ -349,12 +348,14 @@ class Receipt(Struct):
     is_torn: bool = False
 
 
-# ----------------------------------------------------------------------------------------------- parts
+# ------------------------------------------------------------------------------------- process records
 
 
 class ProcessRecord(Struct, omit_defaults=True):
-    """What one of several processes wrote into a file, or into `files` of its own: the boxes of leaves, and those
-    SHA-256 that are wanted and it could compute."""
+    """The extents that one of several processes wrote, into the file with this record or into `files` of its own.
+
+    `sha256` has the leaves that the process held whole, if checksums were asked for.
+    """
 
     extents: dict[str, tuple[Extent, ...]] = field(default_factory=dict)
     sha256: dict[str, str] = field(default_factory=dict)
@@ -368,25 +369,25 @@ class ProcessRecord(Struct, omit_defaults=True):
         try:
             return _decode_process_record(data)
         except MALFORMED_JSON as error:
-            raise FormatError(f"{origin} is no part of a manifest that can be read: {error}") from error
+            raise FormatError(f"{origin} does not contain a readable process record: {error}") from error
 
 
-def with_process_records(tree: TreeEntry, parts: Sequence[ProcessRecord]) -> TreeEntry:
-    """The tree as if one process had written it. There is one part for each of its files."""
+def with_process_records(tree: TreeEntry, records: Sequence[ProcessRecord]) -> TreeEntry:
+    """Return the tree as if one process had written it. There is one record for each of its files."""
     entries = _parsed(tree.raw_leaves, _decode_leaves)
     extents: dict[str, list[Extent]] = {name: list(entry.extents) for name, entry in entries.items()}
     sha256: dict[str, str] = {}
     files = list(tree.files)
-    for number, part in enumerate(parts):
-        if unknown := part.extents.keys() - entries.keys():
+    for number, record in enumerate(records):
+        if unknown := record.extents.keys() - entries.keys():
             raise FormatError(
-                f"{tree.files[number].name} has leaves that the manifest has not: {sorted(unknown)[:3]}"
+                f"{tree.files[number].name} has leaves that the manifest does not list: {sorted(unknown)[:3]}"
             )
-        first = len(files) if part.files else number
-        for name, found in part.extents.items():
+        first = len(files) if record.files else number
+        for name, found in record.extents.items():
             extents[name] += [msgspec.structs.replace(extent, file=first + extent.file) for extent in found]
-        files += part.files
-        sha256 |= part.sha256
+        files += record.files
+        sha256 |= record.sha256
     whole = {
         name: msgspec.structs.replace(entry, extents=tuple(extents[name]), sha256=sha256.get(name))
         for name, entry in entries.items()
@@ -399,7 +400,8 @@ def with_process_records(tree: TreeEntry, parts: Sequence[ProcessRecord]) -> Tre
 
 
 def weight_of(name: str, elements: int) -> int:
-    """Weights add up: those of all boxes of a leaf to that of the leaf, and of no others, as good as never."""
+    """Weigh a box of a leaf. The weights of boxes sum to the weight of the leaf only if they cover it exactly once,
+    but for collisions of a 64-bit hash."""
     return elements * xxh3_64_number(name.encode(errors="surrogatepass")) % 2**64
 
 

@@ -1,4 +1,4 @@
-"""Names of leaves: escaped, joined, split, and as the paths of files."""
+"""Escape, join and split the names of leaves, and turn them into paths."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 # control characters, never empty.
 #
 #   %XX       one of the characters below            %uXXXX    a lone surrogate, which UTF-8 lacks
-#   %_        an empty part                          %+int     a key that reads like a sibling: its type
-#   %#1       behind that, the first, second, ... of several that are still alike
-#   %-        (paths only) goes on in the next part  %         alone: the tree is one bare leaf
+#   %_        an empty part                          %+int     the type of a key that reads like a sibling
+#   %#1       after that, a number for keys that are still alike
+#   %-        (paths only) continues in the next part  %       alone: the tree is one bare leaf
 
 _UNSAFE = re.compile(r"[%./\\\x00-\x1f\x7f]|[\ud800-\udfff]")
 _ESCAPE = re.compile(r"%(?:([0-9A-F]{2})|u(D[89A-F][0-9A-F]{2}))")
@@ -31,7 +31,7 @@ _SIBLING = re.compile(r"(%\+\w+)?(%#[1-9][0-9]*)?$")
 BARE_LEAF = "%"
 _EMPTY = "%_"
 
-# File systems allow 255 bytes; the rest is room for what a format appends.
+# File systems allow 255 bytes; formats append something to the rest.
 _MAX_COMPONENT_BYTES = 200
 
 _MOST_HINTS = 8
@@ -39,16 +39,16 @@ _MOST_CANDIDATES = 5000
 
 
 def escape(part: str) -> str:
-    """One part of a name."""
-    if part.isidentifier():  # most are, and need no second look
+    """Escape one part of a name."""
+    if part.isidentifier():  # the common case, decided quickly
         return part
     return _UNSAFE.sub(_escape_character, part) or _EMPTY
 
 
 def escape_siblings(keys: Sequence[Any]) -> list[str]:
-    """The parts for the children of one node: different even where keys read the same, such as 1 and "1".
+    """Escape the keys of one node's children, so that keys that read the same, such as 1 and "1", stay different.
 
-    Which is which depends on the keys alone where it can, and not on their order.
+    The result depends on the keys alone where possible, not on their order.
     """
     texts = [str(key) for key in keys]
     if len(set(texts)) == len(texts):
@@ -70,7 +70,7 @@ def _escape_character(match: re.Match[str]) -> str:
 
 
 def unescape(part: str) -> str:
-    """The text that `escape` was given."""
+    """Undo `escape`."""
     if "%" not in part:
         return part
     text = _SIBLING.sub("", part)
@@ -78,29 +78,29 @@ def unescape(part: str) -> str:
 
 
 def join_name(escaped: Iterable[str]) -> str:
-    """The name of the leaf at this path of escaped parts."""
+    """Join escaped parts to the name of a leaf."""
     return ".".join(escaped) or BARE_LEAF
 
 
 def split_name(name: str) -> tuple[str, ...]:
-    """The escaped parts that `join_name` was given."""
+    """Split a name into its escaped parts. Undoes `join_name`."""
     return () if name == BARE_LEAF else tuple(name.split("."))
 
 
 def name_to_path(name: str) -> tuple[str, ...]:
-    """Directory components for `name`: each fits a file system, and no two names share a path.
+    """Turn a name into path components: each fits a file system, and no two names share a path.
 
-    Refuses a name that `join_name` cannot have made, so a hostile one leads nowhere.
+    Raises for a name that `join_name` cannot return, so that a hostile name does not lead out of the directory.
     """
     return tuple(piece for part in name.split(".") for piece in _fit(_checked(part, name)))
 
 
 def path_to_name(path: Iterable[str]) -> str:
-    """The name that `name_to_path` was given; refuses a path that it cannot have made."""
+    """Undo `name_to_path`. Raises for a path that it cannot return."""
     components = tuple(path)
     name = ".".join(components).replace("%-.", "")
     if name_to_path(name) != components:
-        raise FormatError(f"{components} is no leaf's path")
+        raise FormatError(f"{components} is not the path of a leaf")
     return name
 
 
@@ -113,7 +113,7 @@ def _checked(part: str, name: str) -> str:
 
 
 def _fit(part: str) -> list[str]:
-    """`part` in pieces of at most `_MAX_COMPONENT_BYTES`, all but the last marked as going on."""
+    """Split `part` into pieces of at most `_MAX_COMPONENT_BYTES`; all but the last end in a continuation mark."""
     if len(part) * 4 <= _MAX_COMPONENT_BYTES:
         return [part]
     pieces, room = [""], _MAX_COMPONENT_BYTES
@@ -129,7 +129,7 @@ def _fit(part: str) -> list[str]:
 
 
 def is_text(name: str) -> bool:
-    """Whether a name can be written down: names of files need not be UTF-8."""
+    """Tell whether a name is valid text. Names of files need not be UTF-8."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -138,14 +138,14 @@ def is_text(name: str) -> bool:
 
 
 def is_inside(path: str) -> bool:
-    """Whether a path that is read from a checkpoint stays below its directory, links aside."""
+    """Tell whether a path that a checkpoint contains stays below its directory, apart from links."""
     return "\0" not in path and not any(part in ("", ".", "..") for part in path.split("/"))
 
 
 def with_nearest(names: Iterable[str], existing: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Each of `names` with a hint for an error message: the existing name most like it, or nothing.
+    """Yield each of `names` with a hint for an error message: the most similar existing name, or nothing.
 
-    Only the first few get a hint: a search takes milliseconds, and nobody reads the hundredth.
+    Only the first few names get a hint, because each search takes milliseconds.
     """
     candidates = list(itertools.islice(existing, _MOST_CANDIDATES))
     for index, name in enumerate(names):
@@ -154,17 +154,18 @@ def with_nearest(names: Iterable[str], existing: Iterable[str]) -> Iterator[tupl
 
 
 def nearest(name: str, existing: Iterable[str]) -> str | None:
-    """The existing name that is most like it, if one is at all."""
+    """Return the most similar existing name, if any is similar."""
     found = difflib.get_close_matches(name, list(itertools.islice(existing, _MOST_CANDIDATES)), n=1)
     return found[0] if found else None
 
 
-# Where something stands in a tree while it is walked: None at the root, else its parent's place and the step
-# from there. Costs one tuple a node, and is spelled out only for an error.
+# A place in a tree that is being walked: None at the root, else the parent's place and the step from there.
+# It costs one tuple a node, and becomes text only for an error.
 Place = tuple["Place", Any] | None
 
 
 def steps_to(place: Place) -> list[str]:
+    """List the steps from the root to a place."""
     steps = []
     while place is not None:
         place, step = place

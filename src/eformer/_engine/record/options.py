@@ -1,4 +1,4 @@
-"""How a save is carried out, as one value."""
+"""The options of a save, as one value."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ Snapshot = Literal["auto", "device", "host"]
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """What `save` and `save_async` may be told beyond the tree and the path.
+    """Set options of `save` and `save_async`, beyond the tree and the path.
 
-    max_shard_bytes   a data file of a directory holds at most this much, unless one leaf alone is larger
-    dtype             floating leaves are stored as this dtype; None stores them as they are
-    snapshot          where `save_async` keeps accelerator arrays that the caller may donate at once: in copies
-                      on the "device", or in "host" memory; "auto" takes the device if it has room
-    staging_bytes     at most this much host memory holds bytes on their way from an accelerator to the disk
-    threads           that write; None for one a core, 2 to 8
-    checksums         records the SHA-256 of every array, beside the digests that are always there; of several
-                      processes, of those arrays that one of them has whole
-    processes         that save the tree together, by number; None for all there are. One alone saves what it has
-                      without asking the others
-    timeout           seconds that a process waits for the others at each of the two meetings of a save
-    reuse             leaves that an earlier checkpoint holds already, by their digests, are not written again: True
-                      for the one that this save replaces, or the path of another on the same file system. Its files are
-                      linked, so that either may be deleted. The bytes on the disk are trusted, `verify` checks them
+    max_shard_bytes   the most that one data file of a directory holds, unless a single leaf is larger
+    dtype             store floating leaves as this dtype; None stores them as they are
+    snapshot          where `save_async` keeps copies of accelerator arrays, so that the caller may donate the originals
+                      at once: on the "device", or in "host" memory; "auto" uses the device if it has room
+    staging_bytes     the most host memory for bytes on their way from an accelerator to the disk
+    threads           the number of threads that write; None for one a core, 2 to 8
+    checksums         record the SHA-256 of every array, in addition to the digests, which are always recorded; if
+                      several processes save, only of arrays that one of them holds whole
+    processes         the processes that save the tree together, by number; None for all. A single process saves what it
+                      has without waiting for others
+    timeout           seconds that a process waits for the others, at each of the two meetings of a save
+    reuse             do not write leaves again whose digests an earlier checkpoint already has: True for the checkpoint
+                      that this save replaces, or the path of another one on the same file system. Files are
+                      hard-linked, so either checkpoint may be deleted. Reused bytes are not read; `verify` checks them
 
-    and for the format "tensorstore" alone:
+    Only for the format "tensorstore":
 
-    max_chunk_bytes   a chunk of an array is a shard, or as many of its rows as take at most this much; None for
-                      1 GiB, or 8 MiB of what is compressed or goes into a database
+    max_chunk_bytes   the most that a chunk holds; a chunk is a shard, or rows of one. None for 1 GiB, or 8 MiB if
+                      chunks are compressed or go into a database
     compression       "zstd" compresses every chunk
-    ocdbt             puts the arrays into one OCDBT database instead of a directory each: few files
+    ocdbt             put all arrays into one OCDBT database instead of one directory each, for fewer files
     """
 
     max_shard_bytes: int = 5_000_000_000
@@ -58,8 +58,10 @@ class SaveOptions:
             if value is not None and value <= 0:
                 raise ValueError(f"SaveOptions.{name} must be positive, not {value}")
         if not isinstance(self.reuse, (bool, str, os.PathLike)):
-            raise TypeError(f"SaveOptions.reuse is {self.reuse!r}, neither True nor a path")
+            raise TypeError(f"SaveOptions.reuse must be True, False or a path, not {self.reuse!r}")
         if self.compression not in (None, "zstd"):
-            raise ValueError(f"SaveOptions.compression is {self.compression!r}, not 'zstd' or None")
+            raise ValueError(f"SaveOptions.compression must be 'zstd' or None, not {self.compression!r}")
         if self.snapshot not in get_args(Snapshot):
-            raise ValueError(f"SaveOptions.snapshot is {self.snapshot!r}, not one of {get_args(Snapshot)}")
+            raise ValueError(
+                f"SaveOptions.snapshot must be one of {get_args(Snapshot)}, not {self.snapshot!r}"
+            )

@@ -1,4 +1,4 @@
-"""A box of bytes cut into pieces: the least that has a digest, and so the least that can be read and checked."""
+"""Cut boxes of arrays into pieces: the smallest units with a digest, and so the smallest that are read."""
 
 from __future__ import annotations
 
@@ -11,18 +11,12 @@ from eformer._engine.record.regions import Region
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-
-# Small enough that a slice costs little more than its own bytes, large enough that digests cost nothing.
+# Small enough that a slice reads little more than its own bytes, large enough that digests take little space.
 PIECE_BYTES = 2**20
 
 
 def pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> list[Region]:
-    """The box of this shape, cut into boxes of at most `limit` bytes that are contiguous in C order, in that order.
+    """Cut a box of this shape into boxes of at most `limit` bytes, each contiguous in C order, in that order.
 
     An empty box has no pieces.
     """
@@ -32,7 +26,7 @@ def pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> list[Region]:
 def pieces_in(
     region: Region, shape: tuple[int, ...], itemsize: int, limit: int
 ) -> Iterator[tuple[int, Region]]:
-    """Those of the `pieces` that touch the region, with their numbers. Takes no time for the others."""
+    """Yield those of the `pieces` that touch the region, with their numbers, without computing the others."""
     if not region.size:
         return
     if itemsize * math.prod(shape) <= max(limit, itemsize):
@@ -52,7 +46,7 @@ def pieces_in(
 
 
 def piece_sizes(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[int]:
-    """The bytes of the `pieces`, in their order."""
+    """Yield the sizes of the `pieces` in bytes, in their order."""
     size = math.prod(shape)
     if size <= 1 or itemsize * size <= limit:
         if size:
@@ -69,7 +63,7 @@ def piece_sizes(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[i
 
 
 def count_pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> int:
-    """How many `pieces` there are."""
+    """Count the `pieces`."""
     size = math.prod(shape)
     if size <= 1 or itemsize * size <= limit:
         return min(size, 1)
@@ -78,17 +72,17 @@ def count_pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> int:
 
 
 def _cut(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, int]:
-    """The first axis whose single rows fit, and how many of them do."""
+    """Return the first axis whose single rows fit into `limit`, and how many rows do."""
     row = itemsize * math.prod(shape)
     for axis, size in enumerate(shape):
         row //= size
         if row <= limit:
             return axis, limit // row
-    return len(shape) - 1, 1  # limit is less than one element
+    return len(shape) - 1, 1  # an element is larger than the limit
 
 
 def joined(boxes: Iterable[Region], itemsize: int, limit: int) -> Iterator[list[Region]]:
-    """Consecutive pieces, as many together as make up a box of at most `limit` bytes."""
+    """Group consecutive pieces, as many as form a box of at most `limit` bytes."""
     group: list[Region] = []
     around, size = None, 0
     for box in boxes:
@@ -103,14 +97,14 @@ def joined(boxes: Iterable[Region], itemsize: int, limit: int) -> Iterator[list[
 
 
 def bounding(boxes: Sequence[Region]) -> Region:
-    """The smallest box around all."""
+    """Return the smallest box that contains all boxes."""
     starts = zip(*(box.start for box in boxes), strict=True)
     stops = zip(*(box.stop for box in boxes), strict=True)
     return Region(tuple(map(min, starts)), tuple(map(max, stops)))
 
 
 def merged(regions: Sequence[Region]) -> list[Region]:
-    """One box if the disjoint `regions` fill one, else the regions themselves."""
+    """Return one box if the disjoint `regions` fill it exactly, else the regions themselves."""
     if len(regions) < 2:
         return list(regions)
     box = bounding(regions)
@@ -118,7 +112,7 @@ def merged(regions: Sequence[Region]) -> list[Region]:
 
 
 def shifted(boxes: Iterable[Region], start: tuple[int, ...]) -> list[Region]:
-    """Boxes that are measured from `start`, measured from the origin."""
+    """Move boxes that are relative to `start` to absolute coordinates."""
     if not any(start):
         return list(boxes)
     return [
@@ -131,7 +125,7 @@ def shifted(boxes: Iterable[Region], start: tuple[int, ...]) -> list[Region]:
 
 
 def offset_within(box: Region, outer: Region) -> int | None:
-    """How many elements of `outer` lie before `box`, if `box` is one contiguous run of them; else None."""
+    """Return how many elements of `outer` precede `box`, if `box` is one contiguous run of `outer`; else None."""
     if any(a < c or b > d for a, b, c, d in zip(box.start, box.stop, outer.start, outer.stop, strict=True)):
         return None
     offset, is_run = 0, True  # a run: single indices, then a range, then only whole axes
@@ -144,11 +138,11 @@ def offset_within(box: Region, outer: Region) -> int | None:
 
 
 def is_tiling(boxes: Sequence[Region], shape: tuple[int, ...]) -> bool:
-    """Whether every element of the shape is in exactly one of the boxes, all of which are inside."""
+    """Tell whether every element of the shape is in exactly one box. All boxes must be inside the shape."""
     boxes = [box for box in boxes if box.size]
     if sum(box.size for box in boxes) != math.prod(shape) or len({box.start for box in boxes}) < len(boxes):
         return False
-    # Shards are the cells of a grid; then no two can overlap, and there is no need to compare them all.
+    # Shards are usually cells of a grid; then no two overlap, and pairs need not be compared.
     edges = [sorted({box.start[axis] for box in boxes} | {size}) for axis, size in enumerate(shape)]
     ends = [dict(itertools.pairwise(axis)) for axis in edges]
     if all(end[a] == b for box in boxes for end, a, b in zip(ends, box.start, box.stop, strict=True)):
@@ -157,7 +151,7 @@ def is_tiling(boxes: Sequence[Region], shape: tuple[int, ...]) -> bool:
 
 
 def _overlap_anywhere(boxes: Sequence[Region], axis: int) -> bool:
-    """Compares boxes only with those that are still open where they begin, along one axis."""
+    """Tell whether any two boxes overlap, by a sweep along one axis."""
     still_open: list[Region] = []
     for box in sorted(boxes, key=lambda box: box.start[axis]):
         still_open = [other for other in still_open if other.stop[axis] > box.start[axis]]
@@ -167,4 +161,4 @@ def _overlap_anywhere(boxes: Sequence[Region], axis: int) -> bool:
     return False
 
 
-ALIGNMENT = 64  # at such addresses XLA takes host memory as it is
+ALIGNMENT = 64  # bytes; XLA uses host memory at such addresses without a copy

@@ -1,7 +1,7 @@
-"""Describe leaves that are to be saved, and the files that they will be in.
+"""Describe leaves to be saved, and the files that will hold them.
 
-A format makes planned files of sources. When these are written and their digests are known, they become the record:
-a `PlannedFile` a `DataFile`, a `PlannedExtent` an `Extent`.
+A format lays sources out in planned files. When these are written and their digests are known, they become the
+record: a `PlannedFile` becomes a `DataFile`, a `PlannedExtent` an `Extent`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from eformer._engine.record.manifest import RecordedSharding
 
 ArrayBox = tuple[Region, Any]
-"""A box of a leaf and the array that holds it: in host memory, on a device, or a `LazyArray`."""
+"""A box of a leaf, and the array that holds it: in host memory, on a device, or a `LazyArray`."""
 
 
 class LazyArray:
-    """An array that is somewhere else, and is read box by box.
+    """An array that is not in memory, and is read box by box.
 
-    `in_order` if a box of rows takes no more than its own bytes to read.
+    `in_order` tells whether reading a box of rows reads no more than the bytes of that box.
     """
 
     shape: tuple[int, ...]
@@ -39,20 +39,22 @@ class LazyArray:
     in_order: bool
 
     def read(self, region: Region) -> np.ndarray[Any, Any]:
+        """Read one box."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Drop what is kept for the next box: none will be read."""
+        """Drop decoded chunks; no further box will be read."""
 
 
 class Source(Struct, frozen=True, gc=False):
-    """A leaf to be saved: what it is, and the part of it that this process has.
+    """A leaf to be saved, and the part of it that this process holds.
 
-    `whole` is the host array of a leaf that lies in one place, which is nearly every leaf; else `parts` hold
-    its boxes, `regions` are those that this process writes, and `shard` is the shape of what a device holds.
-
-    A leaf that lies on the devices of one process, or in its memory, has an `owner`; -1 for one that lies on several.
-    `is_first` for the process that writes its beginning.
+    whole      the host array of a leaf that is in one place, which most leaves are
+    parts      otherwise, the boxes of the leaf and their arrays
+    regions    the boxes that this process writes
+    shard      the shape of what one device holds
+    owner      the process that holds the leaf alone; -1 if several hold it
+    is_first   whether this process writes the beginning of the leaf
     """
 
     name: str
@@ -74,17 +76,17 @@ class Source(Struct, frozen=True, gc=False):
 
     @property
     def boxes(self) -> Sequence[ArrayBox]:
-        """The boxes that this process has."""
+        """Return the boxes that this process holds."""
         return self.parts if self.whole is None else [(Region.whole(self.shape), self.whole)]
 
     @property
     def own_regions(self) -> Sequence[Region]:
-        """The regions that this process writes."""
+        """Return the regions that this process writes."""
         return self.regions if self.whole is None else [Region.whole(self.shape)]
 
     @property
     def is_all_here(self) -> bool:
-        """Whether this process has every element of the leaf."""
+        """Tell whether this process holds every element of the leaf."""
         if self.whole is not None:
             return True
         return sum(region.size for region, _ in self.parts) == math.prod(self.shape)
@@ -96,7 +98,7 @@ class Source(Struct, frozen=True, gc=False):
 class PlannedExtent(Struct, gc=False):
     """A box of a leaf on its way into a file. `region` is None for the whole leaf.
 
-    `digests` has room for one digest a piece. `is_packed` for four-bit numbers, two of which share a byte.
+    `digests` has one entry for each piece. `is_packed` marks four-bit numbers that are stored two to a byte.
     """
 
     source: Source
@@ -118,9 +120,9 @@ class PlannedExtent(Struct, gc=False):
 
 
 class PlannedFile(Struct, gc=False):
-    """A file to be written: a header that belongs to no leaf, and boxes of leaves behind it.
+    """A file to be written: a header that belongs to no leaf, followed by boxes of leaves.
 
-    `is_there` for a file that is linked to one of an earlier checkpoint, and need not be written.
+    `is_there` marks a file that is linked to one of an earlier checkpoint, and is not written.
     """
 
     name: str
@@ -131,7 +133,7 @@ class PlannedFile(Struct, gc=False):
 
 
 def no_digests(shape: tuple[int, ...], nbytes: int, itemsize: int, block: int) -> list[str]:
-    """Make room for as many digests as a box of this shape has pieces."""
+    """Return one empty digest for each piece of a box of this shape."""
     return [NO_DIGEST] * (1 if 0 < nbytes <= block else count_pieces(shape, itemsize, block))
 
 
@@ -163,7 +165,7 @@ def leaf_entries(files: Iterable[PlannedFile], sha256: Mapping[str, str]) -> dic
 
 
 def process_record(files: Sequence[PlannedFile], sha256: Mapping[str, str]) -> ProcessRecord:
-    """Record what one of several processes wrote into these files."""
+    """Record the extents that one of several processes wrote into these files."""
     entries = leaf_entries(files, sha256)
     extents = {name: entry.extents for name, entry in entries.items()}
     return ProcessRecord(extents, {name: sha256[name] for name in extents if name in sha256})

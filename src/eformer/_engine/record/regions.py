@@ -1,4 +1,4 @@
-"""Boxes of an array: a half-open range along every axis."""
+"""Boxes of an array: half-open ranges along every axis."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import math
 from dataclasses import dataclass
 from operator import le, lt, sub
 
-# ---------------------------------------------------------------------------------------------- boxes
-
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A half-open box `start <= index < stop`. A box of size zero overlaps nothing, not even itself."""
+    """A box `start <= index < stop`. An empty box overlaps nothing, not even itself."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -38,7 +36,7 @@ class Region:
         return tuple(map(slice, self.start, self.stop))
 
     def overlap(self, other: Region) -> Region | None:
-        """The box that both share, or None."""
+        """Return the box that both contain, or None."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         if len(self.start) != len(other.start) or not all(map(lt, start, stop)):
@@ -46,7 +44,7 @@ class Region:
         return Region(start, stop)
 
     def inside(self, outer: Region) -> Region:
-        """This box in the coordinates of `outer`, which must contain it."""
+        """Return this box in the coordinates of `outer`, which must contain it."""
         origin = outer.start
         if (
             len(origin) != len(self.start)

@@ -1,4 +1,4 @@
-"""Numbers and names for people."""
+"""Format numbers and names for display."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 def size(nbytes: float) -> str:
-    """Three digits and a unit."""
+    """Format a number of bytes with three digits and a unit."""
     unit = 0
     while nbytes >= 999.5 and unit < len(_UNITS) - 1:
         nbytes, unit = nbytes / 1000, unit + 1
@@ -22,18 +22,19 @@ def size(nbytes: float) -> str:
 
 
 def printable(text: str) -> str:
-    """As it is, but for what a terminal would obey, or cannot show."""
+    """Escape characters that a terminal would interpret or cannot show."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def count(number: int, noun: str) -> str:
+    """Format a number with its noun, in the plural if needed."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def bar(part: float, width: int, *, ascii_only: bool = False) -> str:
-    """As many blocks as the part is of the whole, in eighths; something for what is more than nothing."""
+    """Draw a bar for a fraction, in eighths of a character. A fraction above zero is never invisible."""
     if ascii_only:
         return "#" * max(round(part * width), int(part > 0))
     eighths = round(part * width * 8)
@@ -44,7 +45,7 @@ def bar(part: float, width: int, *, ascii_only: bool = False) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """The beginning and the end of what is too long."""
+    """Shorten a text to its beginning and its end."""
     if len(text) <= width or width < 3:
         return text
     head = (width - 1) // 2
@@ -52,7 +53,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def few(problems: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
+    """Join the first few texts, and say how many more there are."""
     shown = "; ".join(problems[:_MOST_PROBLEMS])
     more = len(problems) - _MOST_PROBLEMS
     return f"{shown}; and {more:,} more" if more > 0 else shown

@@ -1,6 +1,6 @@
-"""Plain Python values as JSON and back, exactly: types, non-finite floats and big integers included.
+"""Convert plain Python values to JSON and back exactly: types, non-finite floats and big integers included.
 
-What JSON says natively stays as it is (null, booleans, text, small integers, finite floats); the rest is
+Values that JSON can express stay as they are (null, booleans, text, small integers, finite floats); others become
 an object with one key, the type: {"tuple": [...]}, {"bytes": "<base64>"}, {"numpy": "float32"}.
 """
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-# What decoding JSON that is none may raise: not JSON, not UTF-8, nested without end.
+# The errors of decoding malformed JSON: invalid syntax, invalid UTF-8, or nesting that is too deep.
 MALFORMED_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
-# Beyond this other JSON readers round to a double.
+# Other JSON readers round larger integers to a double.
 _SAFE_INT = 2**53
 
 T = TypeVar("T")
@@ -43,10 +43,10 @@ def parse_json(data: bytes | str | msgspec.Raw, kind: type[T], problem: str) -> 
 
 
 def value_to_json(value: Any) -> Any:
-    """JSON for `value`; one that has no exact form becomes {"opaque": repr}, and does not come back."""
+    """Convert `value` to JSON. A value without an exact form becomes {"opaque": repr}, and cannot be restored."""
     try:
         return _to_json(value)
-    except RecursionError:  # it contains itself, or might as well
+    except RecursionError:  # it contains itself, or is nested too deeply
         return _opaque(value)
 
 
@@ -59,14 +59,14 @@ def _to_json(value: Any) -> Any:
     if kind is int:
         return value if -_SAFE_INT <= value <= _SAFE_INT else {"int": hex(value)}
     if kind is float:
-        if math.isnan(value):  # there are many, and which one it was is part of the value
+        if math.isnan(value):  # there are many NaNs, and their bits differ
             return {"nan": struct.pack(">d", value).hex()}
         return value if math.isfinite(value) else {"float": str(value)}
     return _tagged(value)
 
 
 def _text_to_json(text: str) -> Any:
-    # JSON text is UTF-8, which has no lone surrogates; Python strings (file names, say) may.
+    # JSON text is UTF-8, which has no lone surrogates; Python strings, such as file names, may have some.
     has_surrogates = not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text)
     return {"str": escape(text)} if has_surrogates else text
 
@@ -93,7 +93,7 @@ def _tagged(value: Any) -> Any:
 
 
 def _module_of_scalar_type(value: Any) -> str | None:
-    """Where `value` lives if it is a dtype written as a type, as many static fields are: jnp.float32."""
+    """Return the module of `value` if it is a scalar type, such as jnp.float32, which many static fields are."""
     name = getattr(value, "__name__", None)
     for module in _SCALAR_TYPES:
         if isinstance(name, str) and name in DTYPES and getattr(sys.modules.get(module), name, None) is value:
@@ -110,7 +110,7 @@ def _opaque(value: Any) -> Any:
 
 
 def value_from_json(document: Any) -> Any:
-    """The value that `value_to_json` was given; refuses what it cannot have written."""
+    """Undo `value_to_json`. Raises for JSON that it cannot return."""
     try:
         return _from_json(document)
     except (
@@ -128,7 +128,7 @@ def value_from_json(document: Any) -> Any:
 
 
 def is_recorded(document: Any) -> bool:
-    """Whether the value behind this JSON comes back."""
+    """Tell whether `value_from_json` can restore this value."""
     try:
         value_from_json(document)
     except StructureError:
@@ -172,7 +172,7 @@ def _scalar_type(module: str) -> Callable[[str], Any]:
 
 
 def _opaque_read(content: str) -> Any:
-    raise StructureError(f"this value was not recorded, only what it looked like: {content[:300]}")
+    raise StructureError(f"this value was not recorded, only its repr: {content[:300]}")
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {

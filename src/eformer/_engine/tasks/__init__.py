@@ -1,1 +1,1 @@
-"""Run many tasks on threads, and tell of their progress. No jax."""
+"""Run many tasks on threads, and report their progress. No jax."""

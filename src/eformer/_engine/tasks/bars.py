@@ -1,4 +1,4 @@
-"""Bars for who waits: on a terminal, in a notebook. They are decoration: what goes wrong with one is nobody's error."""
+"""Draw progress bars on terminals and in notebooks. Drawing errors are ignored."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def drawn(total: int, what: str) -> Iterator[Callable[[int, int], None]]:
-    """What shows how far it has come: live where it can be, else only at the end."""
+def progress_bar(total: int, what: str) -> Iterator[Callable[[int, int], None]]:
+    """Draw a progress bar, and yield the function that updates it with the bytes done and the total."""
     bar: Any = None
     with suppress(Exception):
         bar = _Notebook(what) if _is_notebook() else _Terminal(total, what)
@@ -27,7 +27,7 @@ def drawn(total: int, what: str) -> Iterator[Callable[[int, int], None]]:
         try:
             if bar:
                 bar.update(done, total)
-        except Exception:  # noqa: BLE001  a terminal that is gone, say
+        except Exception:  # noqa: BLE001  such as a terminal that was closed
             bar = None
 
     try:
@@ -44,20 +44,20 @@ def _is_notebook() -> bool:
 
 
 class _Terminal:
-    """On standard error, so that what is piped stays clean."""
+    """A bar on standard error, so that piped output stays clean."""
 
     def __init__(self, total: int, what: str) -> None:
-        from rich.console import Console  # late: only who wants to see something waits for it
+        from rich.console import Console  # late: importing rich takes a while
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.progress import TransferSpeedColumn as Speed
 
         class Quiet(Console):
             def on_broken_pipe(self) -> None:
-                """rich would end the program."""
+                """Raise instead of ending the program, as rich would."""
                 raise BrokenPipeError
 
         left = TimeRemainingColumn(compact=True, elapsed_when_finished=True)
-        # Lines of the program are kept apart from the bar where both are on one terminal; elsewhere they are not ours.
+        # Redirect the program's own output only if it shares a terminal with the bar.
         is_shared = sys.stdout is not None and sys.stdout.isatty()
         self._bars = Progress(
             *(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), left),
@@ -76,10 +76,10 @@ class _Terminal:
 
 
 class _Notebook:
-    """A bar of HTML below the cell; needs nothing but IPython, which is there."""
+    """A bar of HTML below the cell. Needs only IPython, which a notebook has."""
 
     def __init__(self, what: str) -> None:
-        display = import_module("IPython.display")  # no dependency of ours
+        display = import_module("IPython.display")  # not a dependency
         self._html, self._what, self._start = display.HTML, what, time.monotonic()
         self._handle = display.display(self._html(self._text(0, 0)), display_id=True)
 
@@ -87,7 +87,7 @@ class _Notebook:
         self._handle.update(self._html(self._text(done, total)))
 
     def close(self) -> None:
-        """It stays."""
+        """Leave the bar in the notebook."""
 
     def _text(self, done: int, total: int) -> str:
         took = max(time.monotonic() - self._start, 1e-6)

@@ -1,4 +1,4 @@
-"""Many small tasks on a few threads; and many small objects at once."""
+"""Run many small tasks on a few threads, and create many small objects without garbage collection."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 
 
 def default_threads() -> int:
-    """One a core, and never one alone: more only wait for the interpreter."""
+    """Return one thread a core, 2 to 16: more would only contend for the interpreter lock."""
     return min(16, max(2, os.cpu_count() or 1))
 
 
 def run_all(
     tasks: Iterable[Callable[[], None]], threads: int, on_error: Callable[[], None] | None = None
 ) -> None:
-    """Runs every task; the first error stops the rest and is raised here.
+    """Run every task. The first error stops the rest and is raised here.
 
-    A task is taken from the iterable when a thread is free for it, never before: what tasks hold in memory is
-    bounded by the number of threads. The caller's thread is one of them. `on_error` wakes tasks that wait for others.
+    A task is taken from the iterable only when a thread is free for it, so the memory that tasks hold is bounded by the
+    number of threads. The caller's thread is one of them. `on_error` is called to wake tasks that wait for others.
     """
     if isinstance(tasks, Sized):
         threads = min(threads, len(tasks))
     work = _Work(tasks, on_error)
     helpers = [threading.Thread(target=work.help, name="eformer-io") for _ in range(threads - 1)]
     try:
-        with suppress(RuntimeError):  # no threads to be had, as when the interpreter exits: then without
+        with suppress(RuntimeError):  # no new threads can start, as when the interpreter exits: go on without
             for helper in helpers:
                 helper.start()
         work.run()
-    except BaseException as error:  # noqa: BLE001  Ctrl-C, say: the helpers finish what they are at, and no more
+    except BaseException as error:  # noqa: BLE001  such as Ctrl-C: helpers finish their current task only
         work.fail(error)
     while True:
         try:
@@ -45,14 +45,14 @@ def run_all(
                 with suppress(RuntimeError):  # it was never started
                     helper.join()
             break
-        except BaseException as error:  # noqa: BLE001  Ctrl-C while waiting: they end soon, and nobody is left behind
+        except BaseException as error:  # noqa: BLE001  Ctrl-C while waiting: still join every helper
             work.fail(error)
     if work.error:
         raise work.error
 
 
 def in_turn(tasks: Sequence[Callable[[], None]], end: Callable[[], None]) -> list[Callable[[], None]]:
-    """The same tasks; whichever ends last, calls `end`. Without tasks, that is all there is to do."""
+    """Wrap the tasks so that the one that finishes last calls `end`. Without tasks, `end` is the only one."""
     if not tasks:
         return [end]
     left, lock = len(tasks), threading.Lock()
@@ -75,10 +75,11 @@ _FEW = 1_000
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Lets the garbage collector rest while very many objects are made, none of which is garbage.
+    """Pause the garbage collector while very many objects are created, none of which is garbage.
 
-    With JAX loaded a full collection takes a tenth of a second, and making 10,000 arrays starts several. Afterwards
-    very many young objects count as old: to look at each of them twice before they do, takes as long as to make them.
+    With JAX loaded a full collection takes a tenth of a second, and creating 10,000 arrays starts several. Afterwards
+    very many young objects are moved to the oldest generation: scanning each of them twice first would take as long as
+    creating them.
     """
     was_enabled = gc.isenabled()
     try:
@@ -87,7 +88,7 @@ def gc_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             try:
-                # What a caller has frozen, stays so; some hundreds Python 3.12 freezes by itself.
+                # Keep objects frozen that the caller froze; Python 3.12 itself freezes a few hundred.
                 if gc.get_count()[0] > _VERY_MANY and gc.get_freeze_count() < _FEW:
                     gc.freeze()
                     gc.unfreeze()  # into the oldest generation
@@ -96,6 +97,8 @@ def gc_paused() -> Iterator[None]:
 
 
 class _Work:
+    """The shared state of the threads of one `run_all`."""
+
     def __init__(self, tasks: Iterable[Callable[[], None]], on_error: Callable[[], None] | None) -> None:
         self.tasks = iter(tasks)
         self.on_error = on_error
@@ -114,7 +117,7 @@ class _Work:
                 self.helping.notify_all()
 
     def wait(self) -> None:
-        """Until all helpers have ended. One that begins only now finds nothing to do."""
+        """Wait until all helpers have ended. One that starts only now finds nothing to do."""
         with self.helping:
             while self.helpers:
                 self.helping.wait()

@@ -1,4 +1,4 @@
-"""How far a long call has come, for whoever waits for it."""
+"""Report the progress of a long call to a bar or a callback."""
 
 from __future__ import annotations
 
@@ -9,91 +9,93 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from eformer._engine.tasks.bars import drawn
+from eformer._engine.tasks.bars import progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Report = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 
-Progress = bool | Report | None
-"""True for a bar; or what is called with the bytes that are done and with all there are, some times a second."""
+Progress = bool | ProgressCallback | None
+"""True for a progress bar; or a function that is called several times a second with the bytes done and the total."""
 
-_BETWEEN = 0.05  # seconds
+_INTERVAL = 0.05  # seconds
 
 
 class Meter:
-    """Adds up the bytes that several threads are done with. What it says never falls, never is more than the total, and
-    is the total once."""
+    """Add up the bytes that several threads have finished, and report them.
 
-    def __init__(self, total: int, report: Report | None) -> None:
-        self._total, self._report = total, report
+    Reported numbers never decrease and never exceed the total, and the total is reported exactly once.
+    """
+
+    def __init__(self, total: int, callback: ProgressCallback | None) -> None:
+        self._total, self._callback = total, callback
         self._done, self._is_ended = 0, False
-        self._last = -math.inf  # the clock starts anywhere: at zero where the machine has just booted
+        self._last = -math.inf  # not 0: the monotonic clock starts at zero on a machine that has just booted
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
-        if self._report is None:
+        if self._callback is None:
             return
         with self._lock:
             self._done = min(self._done + nbytes, self._total)
             now = time.monotonic()
-            if self._done == self._total or now - self._last >= _BETWEEN:
+            if self._done == self._total or now - self._last >= _INTERVAL:
                 self._last = now
-                self._tell(self._report)
+                self._report(self._callback)
 
     def end(self) -> None:
-        """Says that all is done, if that has not been said."""
-        if self._report is None:
+        """Report the total, if it has not been reported."""
+        if self._callback is None:
             return
         with self._lock:
             self._done = self._total
-            self._tell(self._report)
+            self._report(self._callback)
 
-    def _tell(self, report: Report) -> None:
+    def _report(self, callback: ProgressCallback) -> None:
         if self._is_ended:
             return
         self._is_ended = self._done == self._total
         try:
-            report(self._done, self._total)
+            callback(self._done, self._total)
         except Exception as error:
-            raise _Objection(error) from error
+            raise _CallbackError(error) from error
 
 
 SILENT = Meter(0, None)
-"""For whoever works for somebody who does not want to know."""
+"""A meter that reports nothing."""
 
 
-class _Objection(Exception):  # noqa: N818
-    """What a callback raised, on its way to the caller. Whatever it is, nobody is to take it for an error of a file."""
+class _CallbackError(Exception):
+    """Carries an exception of the callback to the caller, so that nothing between takes it for an I/O error."""
 
     def __init__(self, error: Exception) -> None:
-        super().__init__(f"the callback for the progress raised {error!r}")
+        super().__init__(f"the progress callback raised {error!r}")
         self.error = error
 
 
 def is_wanted(progress: Progress) -> bool:
-    """A callback may be something that is empty: a list that keeps its calls."""
+    """Tell whether progress is to be reported. A callable counts even if it is falsy."""
     if progress is None or callable(progress):
         return progress is not None
     if type(progress).__name__ in ("bool", "bool_"):  # numpy's, too
         return bool(progress)
     raise TypeError(
-        f"progress={progress!r}: it is True for a bar, or a function of the bytes done and of all"
+        f"progress={progress!r}: expected True for a bar, or a function of the bytes done and the total"
     )
 
 
 @contextmanager
 def metered(progress: Progress, total: int, what: str) -> Iterator[Meter]:
-    """A meter that reports to `progress`, to the end if all goes well. What a callback raises, is raised here."""
+    """Yield a meter that reports to `progress`, and report the total on success. Errors of the callback are raised."""
     if not is_wanted(progress):
-        how: AbstractContextManager[Report | None] = nullcontext()
+        context: AbstractContextManager[ProgressCallback | None] = nullcontext()
     else:
-        how = nullcontext(progress) if callable(progress) else drawn(total, what)
-    with how as report:
-        meter = Meter(total, report)
+        context = nullcontext(progress) if callable(progress) else progress_bar(total, what)
+    with context as callback:
+        meter = Meter(total, callback)
         try:
             yield meter
             meter.end()
-        except _Objection as objection:
-            raise objection.error from objection.error.__cause__
+        except _CallbackError as raised:
+            raise raised.error from raised.error.__cause__

@@ -1,1 +1,1 @@
-"""Look at checkpoints, check, compare, convert and prune them. No jax."""
+"""Inspect, verify, compare, convert and prune checkpoints. No jax."""

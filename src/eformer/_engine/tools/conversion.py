@@ -1,4 +1,4 @@
-"""What a conversion makes of a checkpoint: leaves under their new names, and what the format has no place for. Pure."""
+"""Plan a conversion: the leaves under their new names, and what the target format cannot store. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
 from eformer._engine.record.text import few, shortened, size
 from eformer._engine.record.values import value_from_json
-from eformer._engine.tools import sequential_writers as streams
-from eformer._engine.tools.lazy_arrays import StoredLeaf, stored_in
+from eformer._engine.tools.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.tools.rename import Renamed, Rule, apply, origins
+from eformer._engine.tools.sequential_writers import has_sequences, names_as_structure, renamed_in_npz
 from eformer.errors import FormatError, MismatchError
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.tools.view import View
 
-To = Literal["safetensors", "tensorstore", "msgpack", "npz"]
+TargetFormat = Literal["safetensors", "tensorstore", "msgpack", "npz"]
 
 _MOST_SHOWN = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """A leaf of the new checkpoint: what it is, and which leaves it is made of."""
+class ConvertedLeaf:
+    """Describe one leaf of the new checkpoint: dtype and shape, or value, and the leaves that it comes from."""
 
     name: str
     what: str
@@ -43,21 +43,26 @@ class Planned:
     how: str = ""
 
     def __str__(self) -> str:
-        made_of = self.origins[0] if len(self.origins) == 1 else f"{self.origins[0]} ... {self.origins[-1]}"
-        arrow = "" if self.origins == (self.name,) else f"{made_of} -> "
+        first, last = self.origins[0], self.origins[-1]
+        source = first if len(self.origins) == 1 else f"{first} ... {last}"
+        arrow = "" if self.origins == (self.name,) else f"{source} -> "
         colon = "" if self.what.startswith("=") else ":"
         return f"{arrow}{self.name}{colon} {self.what}{f' ({self.how})' if self.how else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What `convert` did, or would do. `notes` say what a reader of the result will miss, or could wonder about; `kept`
-    are leaves that no rule matches, which keep their names."""
+    """Describe what `convert` did, or with `dry_run` would do.
+
+    leaves   the leaves of the result, by prefix
+    notes    what the result lacks compared with the source, and what may be surprising
+    kept     names that no rule matches, and that stay as they are
+    """
 
     source: str
     destination: str
     to: str
-    leaves: dict[str, tuple[Planned, ...]]
+    leaves: dict[str, tuple[ConvertedLeaf, ...]]
     notes: tuple[str, ...]
     kept: tuple[str, ...] = ()
 
@@ -75,18 +80,18 @@ class Conversion:
             for leaf in leaves
         ]
         lines += [f"! {note}" for note in self.notes]
-        return "\n".join([head, *lines, *(f"! no rule, keeps its name: {name}" for name in self.kept)])
+        return "\n".join([head, *lines, *(f"! no rule matches, name kept: {name}" for name in self.kept)])
 
 
 @dataclass(slots=True)
-class Made:
-    """A tree of the new checkpoint."""
+class ConvertedTree:
+    """Hold one tree of the new checkpoint. `transforms` says for each leaf what the rules do to it."""
 
     view: View
     sources: list[Source]
     raw_values: dict[str, Any]
     structure: Any
-    hows: dict[str, str] = field(default_factory=dict)
+    transforms: dict[str, str] = field(default_factory=dict)
     old_names: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -96,7 +101,8 @@ class Made:
         return {name: value_from_json(value) for name, value in self.raw_values.items()}
 
 
-def made_of(view: View, rules: list[Rule] | None, dtype: Any, form: To) -> Made:
+def plan_tree(view: View, rules: list[Rule] | None, dtype: Any, target: TargetFormat) -> ConvertedTree:
+    """Plan the conversion of one tree: names, dtypes, structure, and notes on what the format cannot store."""
     tree = view.tree
     cast = None if dtype is None else floating_dtype(dtype)
     arrays = {name: StoredLeaf(view, name, entry) for name, entry in tree.leaves.items()}
@@ -104,18 +110,18 @@ def made_of(view: View, rules: list[Rule] | None, dtype: Any, form: To) -> Made:
     structure = msgspec.json.decode(tree.structure)
     if rules is None:
         sources = [_source(name, array, cast) for name, array in arrays.items()]
-        made = Made(view, sources, values, structure)
+        converted = ConvertedTree(view, sources, values, structure)
     else:
-        made = _renamed(view, apply(rules, arrays, list(values)), values, cast)
+        converted = _rename_tree(view, apply(rules, arrays, list(values)), values, cast)
     if isinstance(structure, dict) and UNREADABLE in structure and rules is None:
-        made.structure = streams.names_as_structure([*arrays, *values])
-        made.notes.append("the structure cannot be read, and is dicts by the names now")
-    made.notes += _losses(made, form)
-    return made
+        converted.structure = names_as_structure([*arrays, *values])
+        converted.notes.append("the structure cannot be read; the result is nested dicts by the names")
+    converted.notes += _losses(converted, target)
+    return converted
 
 
 def _source(name: str, array: LazyArray, cast: str | None) -> Source:
-    (first, *_) = stored_in(array)
+    (first, *_) = stored_leaves(array)
     entry, is_whole = first.entry, array is first
     whole = Region.whole(array.shape)
     dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
@@ -125,44 +131,44 @@ def _source(name: str, array: LazyArray, cast: str | None) -> Source:
         array.shape,
         entry.home,
         entry.key,
-        entry.sharding if is_whole else None,  # it says what lay along which axis
+        entry.sharding if is_whole else None,  # a sharding names axes, which a rule may have moved
         parts=((whole, array),),
         regions=(whole,),
     )
 
 
-def _renamed(view: View, renamed: Renamed, values: dict[str, Any], cast: str | None) -> Made:
-    turned = [
-        f"leaf {stored.name!r} holds PRNG keys, which cannot be turned around"
+def _rename_tree(view: View, renamed: Renamed, values: dict[str, Any], cast: str | None) -> ConvertedTree:
+    transformed_keys = [
+        f"leaf {stored.name!r} holds PRNG keys, which cannot be transposed, stacked or unstacked"
         for array in renamed.arrays.values()
-        for stored in stored_in(array)
+        for stored in stored_leaves(array)
         if stored.entry.key and stored is not array
     ]
-    if turned:
-        raise MismatchError(turned, context="rename")
+    if transformed_keys:
+        raise MismatchError(transformed_keys, context="rename")
     names = [*renamed.arrays, *renamed.plain.values()]
-    structure, final = nested({name: _parts(name) for name in names})
-    made = Made(
+    structure, final = nested({name: _split(name) for name in names})
+    converted = ConvertedTree(
         view,
         [_source(final[name], array, cast) for name, array in renamed.arrays.items()],
         {final[new]: values[old] for old, new in renamed.plain.items()},
         structure,
-        {final[name]: how for name, how in renamed.hows.items()},
+        {final[name]: text for name, text in renamed.transforms.items()},
         {final[new]: old for old, new in renamed.plain.items()},
     )
-    made.kept = renamed.kept
-    made.notes += [f"matches no leaf: {rule}" for rule in renamed.idle]
-    made.notes += [f"left out: {name}" for name in renamed.left_out]
-    made.notes += [
-        f"{name} is called {final[name]}: a part of its name is a leaf, too"
+    converted.kept = renamed.kept
+    converted.notes += [f"matches no leaf: {rule}" for rule in renamed.unused_rules]
+    converted.notes += [f"left out: {name}" for name in renamed.left_out]
+    converted.notes += [
+        f"{name} is stored as {final[name]}, because a part of its name is a leaf itself"
         for name in names
-        if final[name] != join_name(_parts(name))
+        if final[name] != join_name(_split(name))
     ]
-    return made
+    return converted
 
 
-def _parts(name: str) -> tuple[str, ...]:
-    """Of a name as ours are, or as somebody has written it into a rule."""
+def _split(name: str) -> tuple[str, ...]:
+    """Split a leaf's name, or a name that a user wrote into a rule, into escaped parts."""
     try:
         name_to_path(name)
     except FormatError:
@@ -170,60 +176,67 @@ def _parts(name: str) -> tuple[str, ...]:
     return split_name(name)
 
 
-def _losses(made: Made, form: To) -> Iterator[str]:
-    """What the format has no place for."""
-    if form in ("npz", "msgpack"):
-        if made.view.metadata:
-            yield f"{form} has no place for the metadata: {', '.join(sorted(made.view.metadata))[:200]}"
-        if keys := [source.name for source in made.sources if source.key]:
-            yield f"{form} has no PRNG keys: {', '.join(keys)[:200]} are numbers, for jax.random.wrap_key_data"
-    if form == "npz":
-        yield "npz has no digests, only checksums, which not all programs compare"
-        if streams.has_sequences(made.structure):
-            yield "npz has names alone: lists and tuples come back as dicts"
-        if made.raw_values:
-            yield "npz has arrays alone: plain numbers and texts are arrays without axes"
-        if renamed := streams.renamed(made.sources, made.raw_values):
-            yield f"npz has names alone: these come back as others, for their dots or escapes: {few(renamed)}"
-        if any(source.dtype == "bfloat16" for source in made.sources):
-            yield "numpy.load has no bfloat16, and gives V2: .view(ml_dtypes.bfloat16) of it is what was saved"
-    if form == "msgpack":
-        yield "msgpack has no digests: what happens to the file later, nobody notices"
-        yield "as flax has it, all containers are dicts: flax.serialization.from_bytes(tree, ...) makes the tree again"
-    if not made.view.has_names:
-        yield "the source has no names: its leaves are called by their numbers"
-    if not made.view.tree.has_digests:
-        yield "the source has no digests: that it could be read is all that is known of it"
+def _losses(tree: ConvertedTree, target: TargetFormat) -> Iterator[str]:
+    """Say what the target format cannot store."""
+    if target in ("npz", "msgpack"):
+        if tree.view.metadata:
+            yield f"{target} cannot store the metadata: {', '.join(sorted(tree.view.metadata))[:200]}"
+        if keys := [source.name for source in tree.sources if source.key]:
+            yield f"{target} has no PRNG keys: {', '.join(keys)[:200]} become numbers, for jax.random.wrap_key_data"
+    if target == "npz":
+        yield from _npz_losses(tree)
+    if target == "msgpack":
+        yield "msgpack has no digests: later damage to the file goes unnoticed"
+        yield "as in flax, all containers become dicts: flax.serialization.from_bytes(tree, ...) restores the tree"
+    if not tree.view.has_names:
+        yield "the source has no names: its leaves are named by their numbers"
+    if not tree.view.tree.has_digests:
+        yield "the source has no digests: its bytes could be read, but not checked"
 
 
-def planned(
+def _npz_losses(tree: ConvertedTree) -> Iterator[str]:
+    yield "npz has checksums but no digests, and not every program compares the checksums"
+    if has_sequences(tree.structure):
+        yield "npz stores names only: lists and tuples come back as dicts"
+    if tree.raw_values:
+        yield "npz stores arrays only: plain numbers and strings become arrays without axes"
+    if renamed := renamed_in_npz(tree.sources, tree.raw_values):
+        yield f"npz stores names only: names with dots or escapes come back changed: {few(renamed)}"
+    if any(source.dtype == "bfloat16" for source in tree.sources):
+        yield "numpy.load reads bfloat16 as V2: use .view(ml_dtypes.bfloat16)"
+
+
+def summarize(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    form: To,
-    made: Mapping[str, Made],
+    target: TargetFormat,
+    trees: Mapping[str, ConvertedTree],
     left_out: Sequence[str] = (),
 ) -> Conversion:
+    """Describe the conversion of these trees, for the caller."""
     leaves = {
-        prefix: (*(_leaf_of(one, s) for s in one.sources), *_values_of(one)) for prefix, one in made.items()
+        prefix: (*(_describe_array(tree, s) for s in tree.sources), *_describe_values(tree))
+        for prefix, tree in trees.items()
     }
-    labels = {prefix: f"[{prefix}] " if prefix else "" for prefix in made}
-    notes = dict.fromkeys(labels[prefix] + note for prefix, one in made.items() for note in one.notes)
+    labels = {prefix: f"[{prefix}] " if prefix else "" for prefix in trees}
+    notes = dict.fromkeys(labels[prefix] + note for prefix, tree in trees.items() for note in tree.notes)
     notes |= dict.fromkeys(f"left out: {path}, which is not read and may hold leaves" for path in left_out)
-    kept = [labels[prefix] + name for prefix, one in made.items() for name in one.kept]
-    return Conversion(os.fspath(source), os.fspath(destination), form, leaves, tuple(notes), tuple(kept))
+    kept = [labels[prefix] + name for prefix, tree in trees.items() for name in tree.kept]
+    return Conversion(os.fspath(source), os.fspath(destination), target, leaves, tuple(notes), tuple(kept))
 
 
-def _leaf_of(made: Made, source: Source) -> Planned:
+def _describe_array(tree: ConvertedTree, source: Source) -> ConvertedLeaf:
     ((_, array),) = source.parts
     nbytes = source.itemsize * Region.whole(source.shape).size
-    (first, *_) = stored_in(array)
-    hows = [made.hows.get(source.name, "")]
+    (first, *_) = stored_leaves(array)
+    changes = [tree.transforms.get(source.name, "")]
     if first.entry.dtype != source.dtype:
-        hows.append(f"from {first.entry.dtype}")
+        changes.append(f"from {first.entry.dtype}")
     what = f"{source.dtype}{list(source.shape)}"
-    return Planned(source.name, what, nbytes, tuple(origins(array)), ", ".join(filter(None, hows)))
+    return ConvertedLeaf(source.name, what, nbytes, tuple(origins(array)), ", ".join(filter(None, changes)))
 
 
-def _values_of(made: Made) -> Iterator[Planned]:
-    for name, value in made.values.items():
-        yield Planned(name, f"= {shortened(repr(value), _MOST_SHOWN)}", 0, (made.old_names.get(name, name),))
+def _describe_values(tree: ConvertedTree) -> Iterator[ConvertedLeaf]:
+    for name, value in tree.values.items():
+        what = f"= {shortened(repr(value), _MOST_SHOWN)}"
+        yield ConvertedLeaf(name, what, 0, (tree.old_names.get(name, name),))

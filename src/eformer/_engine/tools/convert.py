@@ -1,4 +1,4 @@
-"""A checkpoint in another format, under other names, as another dtype: leaf by leaf, in little memory. Needs no jax."""
+"""Convert a checkpoint to another format, other names or another dtype, in bounded memory. No jax."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from eformer._engine.stores.local_upload import appearing
 from eformer._engine.stores.locate import local_path
 from eformer._engine.tasks.pool import default_threads
 from eformer._engine.tasks.progress import metered
-from eformer._engine.tools import sequential_writers as streams
-from eformer._engine.tools.conversion import Conversion, Made, To, made_of, planned
-from eformer._engine.tools.lazy_arrays import StoredLeaf, stored_in
+from eformer._engine.tools import sequential_writers
+from eformer._engine.tools.conversion import Conversion, ConvertedTree, TargetFormat, plan_tree, summarize
+from eformer._engine.tools.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.tools.rename import Rule, parse_rules
 from eformer._engine.tools.view import View
 from eformer._engine.tools.view import open as open_view
@@ -42,14 +42,12 @@ if TYPE_CHECKING:
     from eformer._engine.record.planned import Source
     from eformer._engine.tasks.progress import Meter, Progress
 
-_ENOUGH = 2 * 10**9
-_RESERVE = 64 * 2**20  # bytes: threads, buffers of the system's libraries, what Python keeps
+_DEFAULT_MEMORY = 2 * 10**9  # bytes, beside what the program takes already
+_RESERVE = 64 * 2**20  # bytes: threads, buffers of the system's libraries, Python's allocator
 _LEAST = 64 * 2**20
-_PER_LEAF = {"tensorstore": 3500}  # bytes, for what is known of it and recorded; measured with 100,000
+_PER_LEAF = {"tensorstore": 3500}  # bytes, for a leaf's plan and record; measured with 100,000 leaves
 _PER_LEAF_ELSE = 1500
-_DECODING = (
-    3.3  # times a chunk: as it is stored, decoded, and where it goes; and something for what is made of it
-)
+_DECODING = 3.3  # times a chunk: as stored, decoded, and copied to its place, with some margin
 _SMALL = 2**16
 
 
@@ -57,7 +55,7 @@ def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     *,
-    to: To | None = None,
+    to: TargetFormat | None = None,
     prefix: str | None = None,
     rename: str | os.PathLike[str] | Sequence[str] | None = None,
     dtype: Any = None,
@@ -67,118 +65,133 @@ def convert(
     allow_missing: bool = False,
     progress: Progress = None,
 ) -> Conversion:
-    """The checkpoint at `source`, whoever wrote it, is at `destination` in the format `to`, whole; or nothing is there.
+    """Convert the checkpoint at `source`, of any format that `load` reads, to a new checkpoint at `destination`.
 
-    The program takes at most `memory` bytes meanwhile, however large a leaf is; None for 2 GB beside what it has, and
-    more only where a larger chunk has to be decoded. What is read is checked against its digests.
+    The destination appears complete or not at all. Every byte read is checked against its digest, if the source has
+    digests. On an error the source is untouched and nothing is at the destination.
 
-    `to` may be left out where the destination's suffix says it. A tree that is asked for by its `prefix` is stored
-    without one; else all trees are converted, and keep theirs. `rename` is a file of rules, or the rules: see
-    `docs/guides/renaming.md`. `dtype` casts floating leaves. With `dry_run` nothing is written.
+    to               the target format; may be left out if the suffix of the destination names it
+    prefix           convert this tree alone, and store it without a prefix; None converts all trees
+    rename           a file of rules, or the rules themselves: see `docs/guides/renaming.md`
+    dtype            cast floating leaves to this dtype
+    max_shard_bytes  the most that one safetensors file holds
+    memory           the most bytes that the program takes, however large a leaf is; None for 2 GB more than it takes
+                     already, and more only where a larger chunk has to be decoded
+    dry_run          plan and check the conversion, but write nothing
+    allow_missing    convert even if files that may hold leaves are not read; the notes list them. Without it, such
+                     files are an error
+    progress         True for a progress bar, or a function of the bytes done and the total
 
-    Files of a source that are not read and may hold leaves are an error; with `allow_missing` they are left out, and
-    the notes list them.
+    Example:
+
+        >>> convert("run/step-100", "hf", to="safetensors", dtype="bf16")
+        >>> convert("model.msgpack", "model.safetensors", dry_run=True).notes
+        ('the source has no digests: its bytes could be read, but not checked',)
     """
     where = local_path(destination).absolute()
     if where.name in ("", ".."):
-        raise ValueError(f"{os.fspath(destination)!r} names nothing that a conversion could make")
-    form = _format(where, to)
-    rules = _rules(rename)
+        raise ValueError(f"{os.fspath(destination)!r} does not name a file or directory to create")
+    target = _target_format(where, to)
+    rules = _read_rules(rename)
     with ExitStack() as stack:
-        trees = _open(source, prefix, stack)
+        views = _open(source, prefix, stack)
         left_out = find(source).left_out(prefix)
         if left_out and not allow_missing:
-            raise _missing(source, left_out)
-        made = {name: made_of(view, rules, dtype, form) for name, view in trees.items()}
-        conversion = planned(source, destination, form, made, left_out)
-        _check(made, form, where, max_shard_bytes)
-        budget = _budget(memory, made, form)
+            raise _left_out_error(source, left_out)
+        trees = {name: plan_tree(view, rules, dtype, target) for name, view in views.items()}
+        conversion = summarize(source, destination, target, trees, left_out)
+        _check(trees, target, where, max_shard_bytes)
+        budget = _budget(memory, trees, target)
         if not dry_run:
-            _require_place(where, conversion.nbytes)
+            _require_free_place(where, conversion.nbytes)
             with metered(progress, conversion.nbytes, "converting") as meter:
-                _write(where, form, made, budget, max_shard_bytes, meter)
+                _write(where, target, trees, budget, max_shard_bytes, meter)
     return conversion
 
 
-# ------------------------------------------------------------------------------------------------ what
+# ------------------------------------------------------------------------------------------- arguments
 
 
-def _format(where: Path, to: To | None) -> To:
-    by_suffix: dict[str, To] = {SUFFIX: "safetensors", ".npz": "npz", ".msgpack": "msgpack"}
-    said = by_suffix.get(where.suffix)
-    if to is None and said is None:
-        raise ValueError(f"to which format? {where.name!r} does not say it; to= is one of {get_args(To)}")
-    if to is not None and to not in get_args(To):
-        raise ValueError(f"unknown format {to!r}; to= is one of {get_args(To)}")
-    if to and said and to != said:
-        raise ValueError(f"{where.name!r} would be taken for {said}, and to= says {to}; choose another name")
-    form = to or said
-    assert form
-    return form
+def _target_format(where: Path, to: TargetFormat | None) -> TargetFormat:
+    known = get_args(TargetFormat)
+    by_suffix: dict[str, TargetFormat] = {SUFFIX: "safetensors", ".npz": "npz", ".msgpack": "msgpack"}
+    named = by_suffix.get(where.suffix)
+    if to is None and named is None:
+        raise ValueError(f"no format given, and {where.name!r} does not name one; to= is one of {known}")
+    if to is not None and to not in known:
+        raise ValueError(f"unknown format {to!r}; to= is one of {known}")
+    if to and named and to != named:
+        raise ValueError(f"{where.name!r} has the suffix of {named}, but to= is {to!r}; choose another name")
+    target = to or named
+    assert target
+    return target
 
 
-def _rules(rules: str | os.PathLike[str] | Sequence[str] | None) -> list[Rule] | None:
+def _read_rules(rules: str | os.PathLike[str] | Sequence[str] | None) -> list[Rule] | None:
     if rules is None:
         return None
     if isinstance(rules, (str, os.PathLike)):
         try:
             return parse_rules(Path(rules).read_text(encoding="utf-8-sig"), os.fspath(rules))
         except UnicodeDecodeError as error:
-            raise FormatError(f"{os.fspath(rules)} is no text, and so no file of rules: {error}") from error
+            raise FormatError(f"{os.fspath(rules)} is not a text file of rules: {error}") from error
     return parse_rules("\n".join(rules), "rename")
 
 
 def _open(source: str | os.PathLike[str], prefix: str | None, stack: ExitStack) -> dict[str, View]:
-    """The trees to convert, by the prefixes that they are to have."""
-    found = {"": prefix} if prefix is not None else {name: name for name in find(source).trees}
-    trees = {}
-    for name, there in found.items():
-        trees[name] = open_view(source, prefix=there)
-        stack.callback(trees[name].close)
-    return trees
+    """Open the trees to convert, by the prefixes that they will have."""
+    old_prefixes = {"": prefix} if prefix is not None else {name: name for name in find(source).trees}
+    views = {}
+    for name, old in old_prefixes.items():
+        views[name] = open_view(source, prefix=old)
+        stack.callback(views[name].close)
+    return views
 
 
-def _missing(source: str | os.PathLike[str], left_out: Sequence[str]) -> FormatError:
+def _left_out_error(source: str | os.PathLike[str], left_out: Sequence[str]) -> FormatError:
     what = f"{count(len(left_out), 'file')} would be left out, and may hold leaves"
     return FormatError(
         f"{os.fspath(source)}: {what}: {few(left_out)}. Pass allow_missing=True to convert the rest"
     )
 
 
-# ------------------------------------------------------------------------------------------- beforehand
+# ------------------------------------------------------------------------------------------- planning
 
 
-def _check(made: Mapping[str, Made], form: To, where: Path, max_shard_bytes: int | None) -> None:
-    """Refuses what cannot be done, before anything is written."""
-    is_one_file = form in ("npz", "msgpack") or where.suffix == SUFFIX
-    if max_shard_bytes is not None and (is_one_file or form != "safetensors"):
+def _check(
+    trees: Mapping[str, ConvertedTree], target: TargetFormat, where: Path, max_shard_bytes: int | None
+) -> None:
+    """Refuse a conversion that cannot work, before anything is written."""
+    is_one_file = target in ("npz", "msgpack") or where.suffix == SUFFIX
+    if max_shard_bytes is not None and (is_one_file or target != "safetensors"):
         raise ValueError(
             f"max_shard_bytes={max_shard_bytes}: only a directory of safetensors files has shards"
         )
-    if is_one_file and len(made) != 1:
-        raise ValueError(f"one file holds one tree, and there are {sorted(made)}; choose one with prefix=")
-    for one in made.values():
-        if form == "npz":
-            streams.check_npz(one.sources, one.values)
-        if form == "msgpack":
-            streams.check_msgpack(one.structure, one.values)
+    if is_one_file and len(trees) != 1:
+        raise ValueError(
+            f"one file holds one tree, and the source has {sorted(trees)}; choose one with prefix="
+        )
+    for tree in trees.values():
+        if target == "npz":
+            sequential_writers.check_npz(tree.sources, tree.values)
+        if target == "msgpack":
+            sequential_writers.check_msgpack(tree.structure, tree.values)
 
 
-def _budget(memory: int | None, made: Mapping[str, Made], form: To) -> int:
-    """Bytes for elements on their way, beside what the program takes anyway; leaves that lie encoded are read by as
-    many threads as there is room for."""
-    leaves = sum(len(one.sources) for one in made.values())
-    taken = _resident() + _RESERVE + _PER_LEAF.get(form, _PER_LEAF_ELSE) * leaves
-    stored = [leaf for one in made.values() for s in one.sources for _, a in s.parts for leaf in stored_in(a)]
+def _budget(memory: int | None, trees: Mapping[str, ConvertedTree], target: TargetFormat) -> int:
+    """Compute how many bytes of elements may be in memory at once, and set the threads that decode large chunks."""
+    sources = [source for tree in trees.values() for source in tree.sources]
+    taken = _resident() + _RESERVE + _PER_LEAF.get(target, _PER_LEAF_ELSE) * len(sources)
+    stored = [leaf for source in sources for _, array in source.parts for leaf in stored_leaves(array)]
     largest = max((leaf.decoded_nbytes for leaf in stored), default=0)
     least = taken + max(_LEAST, math.ceil(_DECODING * largest))
     if memory is None:
-        memory = max(taken + _ENOUGH, least)
+        memory = max(taken + _DEFAULT_MEMORY, least)
     if memory < least:
-        why = f", and a chunk of {size(largest)} has to be decoded as a whole" if largest else ""
+        chunk = f", and a chunk of {size(largest)} has to be decoded whole" if largest else ""
         raise ValueError(
-            f"memory={size(memory)}: the program itself takes {size(taken)}, the more the more leaves there are{why}; "
-            f"it needs at least {size(least)}"
+            f"memory={size(memory)} is not enough: {count(len(sources), 'array')} and the program itself take "
+            f"{size(taken)}{chunk}; allow at least {size(least)}"
         )
     budget = (memory - taken) // 2
     for leaf in stored:
@@ -188,7 +201,7 @@ def _budget(memory: int | None, made: Mapping[str, Made], form: To) -> int:
 
 
 def _resident() -> int:
-    """What the program takes now, in bytes."""
+    """Return the resident memory of this process, in bytes."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):  # not Linux
@@ -198,39 +211,49 @@ def _resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _require_place(where: Path, nbytes: int) -> None:
+def _require_free_place(where: Path, nbytes: int) -> None:
+    """Refuse a destination that exists, or a disk without enough space."""
     is_empty = where.is_dir() and not where.is_symlink() and not where.is_mount() and not any(where.iterdir())
     if os.path.lexists(where) and not is_empty:
-        raise FileExistsError(f"{where} is there; a conversion makes a new checkpoint: choose another path")
-    there = next(parent for parent in where.parents if parent.exists())
-    free = shutil.disk_usage(there).free
+        raise FileExistsError(
+            f"{where} already exists; a conversion creates a new checkpoint: choose another path"
+        )
+    existing = next(parent for parent in where.parents if parent.exists())
+    free = shutil.disk_usage(existing).free
     if nbytes > free:
-        raise OSError(f"{where} would take {size(nbytes)}, and {there} has {size(free)} left")
+        raise OSError(
+            f"not enough space for {where}: it takes {size(nbytes)}, {existing} has {size(free)} left"
+        )
 
 
 # ----------------------------------------------------------------------------------------------- writing
 
 
 def _write(
-    where: Path, form: To, made: Mapping[str, Made], budget: int, max_shard_bytes: int | None, meter: Meter
+    where: Path,
+    target: TargetFormat,
+    trees: Mapping[str, ConvertedTree],
+    budget: int,
+    max_shard_bytes: int | None,
+    meter: Meter,
 ) -> None:
     options = SaveOptions(staging_bytes=budget)
     if max_shard_bytes is not None:
         options = SaveOptions(staging_bytes=budget, max_shard_bytes=max_shard_bytes)
     make_directories(where.parent)
     with appearing(where) as path:
-        for prefix, one in made.items():
-            one.sources = _with_small_ones(one, budget // 4)
-            if form in ("npz", "msgpack"):
-                _write_stream(path, form, one, Staging(budget), meter)
+        for prefix, tree in trees.items():
+            tree.sources = _with_small_leaves_read(tree, budget // 4)
+            if target in ("npz", "msgpack"):
+                _write_stream(path, target, tree, Staging(budget), meter)
             else:
-                carry_out(_save(path, prefix, form, one, options), meter=meter)
+                carry_out(_save(path, prefix, target, tree, options), meter=meter)
 
 
-def _with_small_ones(made: Made, room: int) -> list[Source]:
-    """The sources, with small leaves read already, as many as there is room for: one by one would take longer."""
+def _with_small_leaves_read(tree: ConvertedTree, room: int) -> list[Source]:
+    """Read small leaves ahead in one batch, as many as fit into `room`; return the sources with these in memory."""
     chosen: list[str] = []
-    for source in made.sources:
+    for source in tree.sources:
         ((_, array),) = source.parts
         if (
             isinstance(array, StoredLeaf)
@@ -239,9 +262,9 @@ def _with_small_ones(made: Made, room: int) -> list[Source]:
         ):
             room -= array.entry.nbytes
             chosen.append(array.name)
-    arrays = made.view.read_all(chosen)
+    arrays = tree.view.read_all(chosen)
     sources = []
-    for source in made.sources:
+    for source in tree.sources:
         ((_, array),) = source.parts
         if isinstance(array, StoredLeaf) and array.name in arrays:
             source = msgspec.structs.replace(source, whole=arrays[array.name], parts=(), regions=())
@@ -249,25 +272,27 @@ def _with_small_ones(made: Made, room: int) -> list[Source]:
     return sources
 
 
-def _write_stream(path: Path, form: To, made: Made, staging: Staging, meter: Meter) -> None:
+def _write_stream(
+    path: Path, target: TargetFormat, tree: ConvertedTree, staging: Staging, meter: Meter
+) -> None:
     with replacing(path) as file:
-        if form == "npz":
-            streams.write_npz(file, made.sources, made.values, staging, meter)
+        if target == "npz":
+            sequential_writers.write_npz(file, tree.sources, tree.values, staging, meter)
         else:
-            streams.write_msgpack(file, made.structure, made.sources, made.values, staging, meter)
+            sequential_writers.write_msgpack(file, tree.structure, tree.sources, tree.values, staging, meter)
 
 
-def _save(path: Path, prefix: str, form: Any, made: Made, options: SaveOptions) -> Save:
-    hosts, view = Alone(), made.view
+def _save(path: Path, prefix: str, target: Any, converted: ConvertedTree, options: SaveOptions) -> Save:
+    hosts, view = Alone(), converted.view
     written_by = f"eformer {__version__}, converted from {_first_writer(view)}"
-    tree = new_tree(written_by, made.structure, view.tree.raw_metadata, made.raw_values)
+    tree = new_tree(written_by, converted.structure, view.tree.raw_metadata, converted.raw_values)
     store, file = (LocalStore(path.parent), path.name) if path.suffix == SUFFIX else (LocalStore(path), "")
     turn = turns.take(str(path), hosts.name(0))
-    sources, made.sources = made.sources, []  # the save lets go of each leaf when it is written
-    return Save(store, file, prefix, form, sources, tree, options, hosts, turn)
+    sources, converted.sources = converted.sources, []  # the save drops each leaf when it is written
+    return Save(store, file, prefix, target, sources, tree, options, hosts, turn)
 
 
 def _first_writer(view: View) -> str:
-    """Of a checkpoint that may have been converted before."""
+    """Name the program that first wrote the checkpoint, before any conversion."""
     writer = view.tree.written_by
     return re.sub(r".*converted from ", "", writer) if writer else view.format

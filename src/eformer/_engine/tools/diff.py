@@ -1,4 +1,4 @@
-"""What two checkpoints have different, whatever their formats and shardings. Needs no jax."""
+"""Compare two checkpoints of any formats and shardings. No jax."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ _BATCH = 4096
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A leaf that both have, but not the same. Differences are those of values, and None where shapes differ.
+    """Describe a leaf that differs between the two checkpoints.
 
-    `share` is the part of the elements that differ: in their bits, if the dtypes are the same, else in their values.
+    before, after   dtype and shape, or the plain value
+    largest, mean   the largest and the mean absolute difference of the elements; None if the shapes differ
+    share           the fraction of elements that differ: in their bits if the dtypes are equal, else in their values
     """
 
     name: str
@@ -57,9 +59,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """What `b` has and `a` has not is `added`, the other way round `removed`: names, and what they are.
+    """Describe the differences between the checkpoints `a` and `b`.
 
-    `notes` are of what is no leaf: containers of another kind, other metadata.
+    added       leaves that only `b` has: names, with dtypes and shapes or values
+    removed     leaves that only `a` has
+    changed     leaves that both have, and that differ
+    unchanged   the number of equal leaves
+    notes       differences outside the leaves: kinds of containers, metadata, files that were not compared
     """
 
     a: str
@@ -72,7 +78,7 @@ class Diff:
 
     @property
     def same(self) -> bool:
-        """Whether all leaves are."""
+        """Tell whether all leaves are equal."""
         return not (self.added or self.removed or self.changed)
 
     def __str__(self) -> str:
@@ -97,10 +103,20 @@ def diff(
     prefix: str | None = None,
     progress: Progress = None,
 ) -> Diff:
-    """Every leaf of `a` against that of `b`, read a little at a time; all differences in one result.
+    """Compare every leaf of the checkpoint `a` with that of `b`, and return all differences.
 
-    Several trees are told apart by their prefixes; `prefix` compares one tree alone. What is read is checked against
-    its digests. `progress` is True for a bar, or is called with the bytes that were compared and with all there are.
+    Formats and shardings may differ. Leaves are read a few at a time, in bounded memory, and checked against their
+    digests. Leaves of one dtype are equal if their bits are; of different dtypes, if their values are. Several trees
+    are matched by prefix; `prefix` compares one tree alone. `progress` is True for a progress bar, or a function of
+    the bytes compared and the total.
+
+    Example:
+
+        >>> found = diff("run/step-100", "run/step-200")
+        >>> found.same
+        False
+        >>> print(found.changed[0])
+        params.w: float32[4, 4]: largest difference 0.01, mean 0.004, in 100.000% of the elements
     """
     pairs = _pairs(a, b, prefix)
     found = _Differences()
@@ -126,7 +142,7 @@ class _Differences:
 
 
 def _pairs(a: str | os.PathLike[str], b: str | os.PathLike[str], prefix: str | None) -> list[_Pair]:
-    """The trees that belong together: two that are all there is, or those of one prefix."""
+    """Match the trees of both sides: the only tree of each, or those with the same prefix."""
     if prefix is not None:
         return [_Pair(open_view(a, prefix=prefix), open_view(b, prefix=prefix), "")]
     of_a, of_b = list(find(a).trees), list(find(b).trees)
@@ -143,7 +159,7 @@ def _pairs(a: str | os.PathLike[str], b: str | os.PathLike[str], prefix: str | N
 
 
 class _Pair:
-    """Two trees, or one that has no other."""
+    """Two trees to compare; one side is None if only the other has this prefix."""
 
     def __init__(self, a: View | None, b: View | None, label: str) -> None:
         self.a, self.b, self.label = a, b, label
@@ -155,7 +171,7 @@ class _Pair:
                 view.close()
 
     def arrays(self) -> list[str]:
-        """Those whose elements have to be compared."""
+        """List the leaves whose elements have to be compared."""
         return [
             name
             for name, one in self.of_a.items()
@@ -169,9 +185,9 @@ class _Pair:
         return sum(self.of_a[name].nbytes for name in self.arrays())
 
     def compare(self, found: _Differences, meter: Meter) -> None:
-        found.removed |= {self.label + n: _what(v) for n, v in self.of_a.items() if n not in self.of_b}
-        found.added |= {self.label + n: _what(v) for n, v in self.of_b.items() if n not in self.of_a}
-        values = dict(self.compared_values(meter))
+        found.removed |= {self.label + n: _describe(v) for n, v in self.of_a.items() if n not in self.of_b}
+        found.added |= {self.label + n: _describe(v) for n, v in self.of_b.items() if n not in self.of_a}
+        values = dict(self.compare_values(meter))
         for name, before in self.of_a.items():
             if name not in self.of_b:
                 continue
@@ -184,7 +200,7 @@ class _Pair:
             found.notes += [self.label + note for note in _notes(self.a, self.b)]
 
     def change(self, name: str, before: Any, after: Any, values: _Tally | None) -> Change | None:
-        what = _what(before), _what(after)
+        what = _describe(before), _describe(after)
         if isinstance(before, _Plain) != isinstance(after, _Plain):
             what = self.with_value(self.a, name, before), self.with_value(self.b, name, after)
         if values is None:
@@ -194,20 +210,20 @@ class _Pair:
         return Change(self.label + name, *what, values.largest, values.mean, values.share)
 
     def with_value(self, view: View | None, name: str, leaf: Any) -> str:
-        """What it is: a plain value may have become an array without axes."""
+        """Describe a leaf with its value, for a plain value that became an array without axes or the reverse."""
         if view and isinstance(leaf, LeafEntry) and not leaf.shape:
-            return f"{_what(leaf)} = {view.read_all([name])[name]}"
-        return _what(leaf)
+            return f"{_describe(leaf)} = {view.read_all([name])[name]}"
+        return _describe(leaf)
 
-    def compared_values(self, meter: Meter) -> Iterator[tuple[str, _Tally]]:
+    def compare_values(self, meter: Meter) -> Iterator[tuple[str, _Tally]]:
         assert not self.arrays() or (self.a and self.b)
         for names in _batches(self.arrays(), self.of_a):
-            for name, tally in self.compared_batch(names):
+            for name, tally in self.compare_batch(names):
                 meter.add(self.of_a[name].nbytes)
                 yield name, tally
 
-    def compared_batch(self, names: Sequence[str]) -> Iterator[tuple[str, _Tally]]:
-        """Many small ones are read together; a large one comes alone, and box by box."""
+    def compare_batch(self, names: Sequence[str]) -> Iterator[tuple[str, _Tally]]:
+        """Compare many small leaves read together, or one large leaf box by box."""
         assert self.a
         assert self.b
         if len(names) > 1:
@@ -225,7 +241,7 @@ class _Pair:
 
 
 def _leaves(view: View | None) -> dict[str, Any]:
-    """Entries of arrays, and plain values."""
+    """Return the entries of arrays and the plain values, by name."""
     if view is None:
         return {}
     tree = view.tree
@@ -233,7 +249,7 @@ def _leaves(view: View | None) -> dict[str, Any]:
 
 
 class _Plain:
-    """A value that is no array. Compared as it is recorded, so that NaN is like NaN, and 1 not like 1.0."""
+    """A plain value, compared as it is recorded: NaN equals NaN, and 1 does not equal 1.0."""
 
     def __init__(self, recorded: Any) -> None:
         self.recorded = msgspec.json.encode(recorded, order="sorted")
@@ -249,7 +265,7 @@ class _Plain:
 _MOST_SHOWN = 60
 
 
-def _what(leaf: Any) -> str:
+def _describe(leaf: Any) -> str:
     if isinstance(leaf, LeafEntry):
         return f"{leaf.logical_dtype}{list(leaf.logical_shape)}"
     text: str = leaf.text
@@ -281,7 +297,7 @@ def _notes(a: View, b: View) -> Iterator[str]:
     one, other = (msgspec.json.decode(view.tree.structure) for view in (a, b))
     is_known = not any(isinstance(side, dict) and UNREADABLE in side for side in (one, other))
     if is_known and set(a) == set(b) and one != other:
-        yield "the containers are not of the same kinds, such as lists for dicts"
+        yield "some containers are of different kinds, such as a list and a dict"
     if a.tree.raw_metadata != b.tree.raw_metadata:
         yield "the metadata differs"
     for view in (a, b):
@@ -294,7 +310,7 @@ def _notes(a: View, b: View) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Tally:
-    """Differences of elements, box by box."""
+    """Add up the differences of elements, box by box."""
 
     elements: int = 0
     differing: int = 0
@@ -322,7 +338,7 @@ class _Tally:
 
 
 def _differing(one: Array, other: Array) -> Array:
-    """Which elements do, one by one in a row: in their bits, or in their values if these are of two kinds."""
+    """Mark the elements that differ, as a flat array: in their bits, or for two dtypes in their values."""
     if one.dtype == other.dtype:
         bits = [_bits(array) for array in (one, other)]
         unequal: Array = bits[0] != bits[1]
@@ -343,15 +359,15 @@ def _distances(one: Array, other: Array) -> Array:
     with np.errstate(all="ignore"):
         a, b = _wide(one), _wide(other)
         distances: Array = np.abs(a - b).astype(np.float64)
-    distances[(np.isnan(a) & np.isnan(b)) | (a == b)] = 0.0  # infinities of one sign are not apart
+    distances[(np.isnan(a) & np.isnan(b)) | (a == b)] = 0.0  # the difference of equal infinities is NaN
     return distances
 
 
 def _wide(array: Array) -> Array:
-    """As numbers that hold every value: 64-bit integers do not fit into double precision."""
+    """Cast to a dtype that holds every value exactly: 64-bit integers do not fit into double precision."""
     if array.dtype.kind in "mM":
         array = array.view(np.int64)
-    if "complex" in array.dtype.name:  # also those of ml_dtypes
+    if "complex" in array.dtype.name:  # those of ml_dtypes included
         return array.astype(np.complex128)
     is_long = array.dtype.kind in "iu" and array.dtype.itemsize == 8
     return array.astype(np.longdouble if is_long or array.dtype.itemsize > 8 else np.float64)

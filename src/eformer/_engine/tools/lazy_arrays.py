@@ -1,4 +1,4 @@
-"""Arrays of a checkpoint that are read when they are written elsewhere, as they are or turned around. Needs no jax."""
+"""Read leaves of a checkpoint box by box while they are written elsewhere, as they are or transposed. No jax."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-_LARGE_CHUNKS = 2**23  # bytes
+_LARGE_CHUNKS = 2**23  # bytes; larger ones are kept between reads
 
 
 class StoredLeaf(LazyArray):
-    """A leaf as it lies in a checkpoint. What is read is checked."""
+    """A leaf as it is stored in a checkpoint. Every read is checked against the digests."""
 
     in_order = True
 
@@ -44,37 +44,36 @@ class StoredLeaf(LazyArray):
 
     @property
     def chunks(self) -> list[Region]:
-        """What lies encoded."""
+        """List the boxes that are stored encoded, and can only be read whole."""
         return [self.entry.region_of(extent) for extent in self.entry.extents if extent.coding]
 
     @cached_property
     def decoded_nbytes(self) -> int:
-        """What has to be in memory at once of what lies encoded, for a row: all chunks that begin with the same one."""
+        """Return the memory for the chunks that hold one row, decoded; 0 if nothing is encoded."""
         nbytes: dict[int, int] = defaultdict(int)
         for chunk in self.chunks:
             nbytes[chunk.start[0] if chunk.start else 0] += chunk.size * self.dtype.itemsize
         return max(nbytes.values(), default=0)
 
     def _from_chunks(self, region: Region) -> Array:
-        """Large chunks are decoded once, and not for every few rows of them: those that were needed last, stay."""
-        with self._lock:  # several leaves may be made of this one
+        """Decode each large chunk once: keep the chunks of the latest read for the rows that follow."""
+        with self._lock:  # several new leaves may come from this one
             kept, self._decoded = self._decoded, {}
             for chunk in self.chunks:
                 if chunk.overlap(region):
-                    found = kept.get(chunk)
-                    whole = (
-                        self.view.read(self.name, self.entry, chunk, self.threads) if found is None else found
-                    )
-                    self._decoded[chunk] = whole
-            parts = list(self._decoded.items())
-        return np.array(contiguous(parts, region, self.entry.dtype))  # a view would keep the whole chunk
+                    decoded = kept.get(chunk)
+                    if decoded is None:
+                        decoded = self.view.read(self.name, self.entry, chunk, self.threads)
+                    self._decoded[chunk] = decoded
+            boxes = list(self._decoded.items())
+        return np.array(contiguous(boxes, region, self.entry.dtype))  # a view would keep the whole chunk
 
     def forget(self) -> None:
         self._decoded = {}
 
 
 class Transposed(LazyArray):
-    """The axes in another order. To have some rows of it, all of the array has to be read."""
+    """An array with its axes in another order. Reading a few rows may read the whole inner array."""
 
     in_order = False
 
@@ -93,7 +92,7 @@ class Transposed(LazyArray):
 
 
 class Stacked(LazyArray):
-    """Arrays of one shape and dtype along a new axis."""
+    """Arrays of one shape and dtype, stacked along a new axis."""
 
     def __init__(self, inners: Sequence[LazyArray], axis: int) -> None:
         self.inners, self.axis = inners, axis
@@ -114,7 +113,7 @@ class Stacked(LazyArray):
         return whole
 
     def _read(self, number: int, region: Region) -> Array:
-        """Only one of them at a time keeps what it has decoded."""
+        """Read from one array, after the previous one has dropped its decoded chunks."""
         if self._latest is not self.inners[number]:
             self._latest.forget()
         self._latest = self.inners[number]
@@ -124,8 +123,8 @@ class Stacked(LazyArray):
         self._latest.forget()
 
 
-class Taken(LazyArray):
-    """What is at one index of an axis, without that axis."""
+class Unstacked(LazyArray):
+    """The part of an array at one index of an axis, without that axis."""
 
     def __init__(self, inner: LazyArray, axis: int, index: int) -> None:
         self.inner, self.axis, self.index = inner, axis, index
@@ -139,18 +138,18 @@ class Taken(LazyArray):
         return self.inner.read(Region(start, stop)).squeeze(axis)
 
     def forget(self) -> None:
-        if self.index == self.inner.shape[self.axis] - 1:  # it is shared with those before
+        if self.index == self.inner.shape[self.axis] - 1:  # the last user of the shared array
             self.inner.forget()
 
 
-def stored_in(array: LazyArray) -> list[StoredLeaf]:
-    """The leaves that an array is made of."""
+def stored_leaves(array: LazyArray) -> list[StoredLeaf]:
+    """List the stored leaves that an array is built from."""
     if isinstance(array, StoredLeaf):
         return [array]
     if isinstance(array, Stacked):
-        return [stored for inner in array.inners for stored in stored_in(inner)]
-    assert isinstance(array, (Transposed, Taken))
-    return stored_in(array.inner)
+        return [stored for inner in array.inners for stored in stored_leaves(inner)]
+    assert isinstance(array, (Transposed, Unstacked))
+    return stored_leaves(array.inner)
 
 
 def _without(numbers: Sequence[int], axis: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Old checkpoints of a run, out of the way. Needs no jax."""
+"""Delete old checkpoints of a run. No jax."""
 
 from __future__ import annotations
 
@@ -26,27 +26,43 @@ _STEP = re.compile(r"(?P<before>.*?)(?P<step>\d+)(?P<after>\.(safetensors|npz|ms
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What `prune` removed, or would; `kept`; and `left` alone, with the reasons: what is no whole checkpoint."""
+    """Describe what `prune` removed, or with `dry_run` would remove.
+
+    removed   names of the removed checkpoints
+    kept      names of the checkpoints that stay
+    left      entries that are named like a step but are not a complete checkpoint, with the reason; they stay
+    nbytes    the bytes of the removed checkpoints
+    """
 
     directory: str
     removed: tuple[str, ...]
     kept: tuple[str, ...]
     left: dict[str, str]
     nbytes: int
-    identities: tuple[Identity, ...] = field(default=(), repr=False)  # of what is removed
+    identities: tuple[Identity, ...] = field(default=(), repr=False)  # of `removed`
 
 
 def prune(
     directory: str | os.PathLike[str], *, keep: int, check: bool = False, dry_run: bool = False
 ) -> Pruned:
-    """Of the checkpoints in a directory, called by their steps (run-100, step_200, 300), the last `keep` are left.
+    """Delete all but the last `keep` checkpoints in a directory.
 
-    One that cannot be read counts for nothing, and stays: it is nobody's to remove but yours. So does one that a link
-    beside it leads to. With `check` those that
-    are kept are read and verified first; if one is damaged, nothing is removed. Series of other names (ema-100 beside
-    run-100) are counted apart.
+    Checkpoints are recognized by a name that ends in the step: run-100, step_200, 300. Series with different names
+    (ema-100 beside run-100) are counted separately. Entries that cannot be read do not count and are never deleted;
+    nor are checkpoints that a symbolic link in the directory points to.
+
+    keep      how many checkpoints of each series stay
+    check     verify the checkpoints that stay first; if one is damaged, delete nothing
+    dry_run   delete nothing, only return the plan
+
+    Example:
+
+        >>> prune("run", keep=2, dry_run=True).removed
+        ('step-100', 'step-200')
+        >>> prune("run", keep=2, check=True).kept
+        ('step-300', 'step-400')
     """
-    plan = planned(directory, keep)
+    plan = plan_removal(directory, keep)
     if check:
         _require_sound(plan)
     if not dry_run:
@@ -54,50 +70,50 @@ def prune(
     return plan
 
 
-def planned(directory: str | os.PathLike[str], keep: int) -> Pruned:
-    """What there is to remove."""
+def plan_removal(directory: str | os.PathLike[str], keep: int) -> Pruned:
+    """Decide which checkpoints to delete, and remember which files and directories they are."""
     if keep < 1:
-        raise ValueError(f"keep={keep}: at least one checkpoint has to stay")
+        raise ValueError(f"keep={keep}: at least one checkpoint must stay")
     where = local_path(directory)
     if not where.is_dir():
-        raise NotFoundError(f"there is no directory {where}")
+        raise NotFoundError(f"{where} is not a directory")
     _refuse_checkpoint(where)
     series, left = _series(where)
     linked = _linked(where)
     removed = [name for names in series for name in names[:-keep] if name not in linked]
     kept = [name for names in series for name in names if name not in removed]
     if not removed and not kept:
-        raise NotFoundError(f"{where} has no checkpoints that are called by their steps, such as run-100")
+        raise NotFoundError(f"{where} has no checkpoints named by their steps, such as run-100")
     nbytes = sum(_nbytes(where / name) for name in removed)
     identities = tuple(identity_of(where / name) for name in removed)
     return Pruned(str(where), tuple(removed), tuple(kept), left, nbytes, identities)
 
 
 def _linked(where: Path) -> set[str]:
-    """What links beside the steps lead to, or into: best -> step-100, best.bin -> step-100/model.safetensors."""
-    real = os.path.realpath(where)
-    leads = [os.path.realpath(path) for path in where.iterdir() if path.is_symlink()]
-    return {lead.removeprefix(f"{real}/").partition("/")[0] for lead in leads if lead.startswith(f"{real}/")}
+    """Name the entries that links beside them point to (best -> step-100) or into (best.bin -> step-100/model.bin)."""
+    prefix = f"{os.path.realpath(where)}/"
+    targets = [os.path.realpath(path) for path in where.iterdir() if path.is_symlink()]
+    return {target.removeprefix(prefix).partition("/")[0] for target in targets if target.startswith(prefix)}
 
 
 def remove(plan: Pruned) -> None:
-    """Exactly what was planned, whatever has come since."""
+    """Delete exactly the planned checkpoints. Raise if one has been replaced since."""
     for name, identity in zip(plan.removed, plan.identities, strict=True):
         remove_checkpoint(Path(plan.directory), name, identity)
 
 
 def _refuse_checkpoint(where: Path) -> None:
-    """The files of one checkpoint may be numbered, too."""
+    """Refuse a directory that is one checkpoint, whose files may be numbered like steps."""
     names = list(LocalStore(where).kinds())
     marks = (MANIFEST, INDEX, ZARRAY, *orbax.marks(where))
     if index := [name for name in names if name in marks or name.endswith(INDEX_SUFFIX)]:
         raise ValueError(
-            f"{where} is a checkpoint itself: it has {index[0]}. What to prune is the directory that the steps are in"
+            f"{where} is itself a checkpoint: it contains {index[0]}. Pass the directory that contains the steps"
         )
 
 
 def _series(where: Path) -> tuple[list[list[str]], dict[str, str]]:
-    """Names of whole checkpoints, by series, the last step last; and what else is called like one."""
+    """List the names of complete checkpoints by series, in order of their steps; and other entries with the reason."""
     steps: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)
     left: dict[str, str] = {}
     for name in list(LocalStore(where).kinds()):
@@ -113,19 +129,19 @@ def _series(where: Path) -> tuple[list[list[str]], dict[str, str]]:
 
 
 def _problem(path: Path) -> str | None:
-    """Why it is no whole checkpoint; digests aside."""
+    """Say why this is not a complete checkpoint, or return None. Digests are not checked."""
     try:
         if path.is_dir() and (path / ZARRAY).exists():
-            return "it is an array"
+            return "it is a single array"
         found = find(path)
         if found.manifest.format == ARRAYS and not (path / INDEX).exists():
-            return "it holds arrays without an index, and perhaps something else"
+            return "it contains arrays without an index, and perhaps other data"
         for tree in found.trees.values():
             files = found.files(tree)
             try:
                 for number, file in enumerate(tree.files):
                     if files.nbytes(number) != file.nbytes:
-                        return f"{file.name} has {files.nbytes(number)} bytes, recorded are {file.nbytes}"
+                        return f"{file.name} is {files.nbytes(number)} bytes long, expected {file.nbytes}"
             finally:
                 files.close()
     except (EformerError, OSError) as error:
@@ -137,7 +153,7 @@ def _require_sound(plan: Pruned) -> None:
     for name in plan.kept:
         report = verify(Path(plan.directory) / name)
         if report.damages:
-            raise CorruptionError(f"nothing was removed, because one that stays is damaged: {report}")
+            raise CorruptionError(f"nothing was removed, because a checkpoint to keep is damaged: {report}")
 
 
 def _nbytes(path: Path) -> int:

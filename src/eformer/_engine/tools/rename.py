@@ -1,4 +1,4 @@
-"""Rules by which leaves get other names and shapes; `docs/guides/renaming.md` tells how they are written."""
+"""Rename and reshape leaves by rules; `docs/guides/renaming.md` describes their syntax."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from eformer._engine.record.names import nearest
-from eformer._engine.tools.lazy_arrays import Stacked, Taken, Transposed, stored_in
+from eformer._engine.tools.lazy_arrays import Stacked, Transposed, Unstacked, stored_leaves
 from eformer.errors import FormatError, MismatchError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What happens to an array. `number` says where in a stack it goes."""
+    """One step of a rule: transpose, stack or unstack. `number` is the template of the position in a stack."""
 
     verb: str
     axes: tuple[int, ...] = ()
@@ -31,7 +31,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One line. `name` is None for what is left out."""
+    """One line of a rule file. `name` is None if the rule leaves the leaf out."""
 
     line: int
     pattern: re.Pattern[str]
@@ -47,32 +47,36 @@ class Rule:
 
     @property
     def literal(self) -> str:
-        """What a name that it matches might look like, to find one that it nearly does."""
+        """Guess a name that the pattern could match, to find the nearest existing one."""
         text = re.sub(r"\\d[+*]?", "0", self.pattern.pattern)
         return re.sub(r"\\(.)", r"\1", re.sub(r"[()?+*^$]|\.\*|\\w|\\S", "", text))
 
 
 @dataclass(slots=True)
 class Renamed:
-    """Arrays under their new names, and `hows` what was done to them; `plain` values have new names, too.
+    """Hold the leaves under their new names.
 
-    `kept` are those that no rule matches, `left_out` those that a rule drops, `idle` rules that match nothing: the
-    first and the last with hints of what is nearest.
+    arrays        by new name
+    transforms    what the rules do to each array, by new name
+    plain         new names of plain values, by old name
+    kept          names that no rule matches, with a hint at the nearest rule
+    left_out      names that a rule drops
+    unused_rules  rules that match no leaf, with a hint at the nearest leaf
     """
 
     arrays: dict[str, LazyArray] = field(default_factory=dict)
-    hows: dict[str, str] = field(default_factory=dict)
+    transforms: dict[str, str] = field(default_factory=dict)
     plain: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    idle: list[str] = field(default_factory=list)
+    unused_rules: list[str] = field(default_factory=list)
 
 
 # ------------------------------------------------------------------------------------------- parsing
 
 
 def parse_rules(text: str, origin: str) -> list[Rule]:
-    """The rules of a file; all lines that are none, at once."""
+    """Parse the rules of a file. One error lists every line that is not a rule."""
     rules, problems = [], []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -110,7 +114,7 @@ def _step(words: list[str]) -> Step:
     if verb == "unstack":
         return Step(verb, _numbers(rest, 1) or (0,))
     raise FormatError(
-        f"{' '.join(words)!r} is none of: transpose [AXES], stack \\GROUP [AXIS], unstack [AXIS]"
+        f"unknown step {' '.join(words)!r}; expected transpose [AXES], stack \\GROUP [AXIS] or unstack [AXIS]"
     )
 
 
@@ -122,18 +126,20 @@ def _numbers(words: list[str], most: int) -> tuple[int, ...]:
 
 
 def _check(rule: Rule) -> None:
-    """What can be known before there are leaves."""
+    """Refuse a rule that cannot work for any leaf."""
     verbs = [step.verb for step in rule.steps]
     if rule.name is None and verbs:
-        raise FormatError("what is left out needs no steps")
+        raise FormatError("a rule that leaves a leaf out has no steps")
     if "stack" in verbs[:-1]:
-        raise FormatError("stack comes last")
+        raise FormatError("stack must be the last step")
     if "unstack" in verbs[1:] or ("unstack" in verbs and "stack" in verbs):
-        raise FormatError("unstack comes first, and without stack")
+        raise FormatError("unstack must be the first step, and cannot be combined with stack")
     if ("unstack" in verbs) != ("{}" in (rule.name or "")):
-        raise FormatError("unstack needs {} in the name, for the number; and nothing else does")
+        raise FormatError("a name contains {}, for the index, if and only if the rule has unstack")
     if re.search(r"\\(?!\d)", rule.name or ""):
-        raise FormatError(f"{rule.name!r}: behind a backslash stands the number of a group, \\1")
+        raise FormatError(
+            f"{rule.name!r}: a backslash must be followed by the number of a group, such as \\1"
+        )
     for template in (rule.name, *(step.number for step in rule.steps)):
         if template and (missing := [g for g in _groups(template) if g > rule.pattern.groups]):
             raise FormatError(f"\\{missing[0]} in {template!r}: the pattern has {rule.pattern.groups} groups")
@@ -143,7 +149,7 @@ def _groups(template: str) -> list[int]:
     return [int(digits) for digits in re.findall(r"\\(\d+)", template)]
 
 
-def _filled(template: str, match: re.Match[str]) -> str:
+def _fill(template: str, match: re.Match[str]) -> str:
     return re.sub(r"\\(\d+)", lambda group: match[int(group[1])] or "", template)
 
 
@@ -151,20 +157,20 @@ def _filled(template: str, match: re.Match[str]) -> str:
 
 
 def apply(rules: Sequence[Rule], arrays: Mapping[str, LazyArray], plain: Sequence[str]) -> Renamed:
-    """The arrays, and the names of plain values, by the rules; all that does not work out, at once."""
-    applying = _Applying(rules)
+    """Apply the rules to arrays and to the names of plain values. One error lists every problem."""
+    renaming = _Renaming(rules)
     for name in (*arrays, *plain):
-        applying.leaf(name, arrays.get(name))
-    for name, members in applying.stacks.items():
-        applying.stack(name, members)
-    if applying.problems:
-        raise MismatchError(applying.problems, context="rename")
-    applying.give_hints()
-    return applying.renamed
+        renaming.add_leaf(name, arrays.get(name))
+    for name, members in renaming.stacks.items():
+        renaming.add_stack(name, members)
+    if renaming.problems:
+        raise MismatchError(renaming.problems, context="rename")
+    renaming.add_hints()
+    return renaming.renamed
 
 
 class _Member(NamedTuple):
-    """An array that goes into a stack."""
+    """An array that becomes part of a stack."""
 
     number: int
     old: str
@@ -172,64 +178,68 @@ class _Member(NamedTuple):
     rule: Rule
 
 
-class _Applying:
+class _Renaming:
+    """The state of `apply` while it walks the leaves."""
+
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.rules = rules
         self.renamed = Renamed()
         self.problems: list[str] = []
-        self.used: set[int] = set()
+        self.used_lines: set[int] = set()
         self.stacks: dict[str, list[_Member]] = {}
         self.taken: set[str] = set()
 
-    def leaf(self, name: str, array: LazyArray | None) -> None:
+    def add_leaf(self, name: str, array: LazyArray | None) -> None:
         for rule in self.rules:
             if match := rule.pattern.fullmatch(name):
-                self.used.add(rule.line)
-                self.by_rule(rule, match, array)
+                self.used_lines.add(rule.line)
+                self.apply_rule(rule, match, array)
                 return
         self.renamed.kept.append(name)
-        self.put(name, name, array)
+        self.add(name, name, array)
 
-    def by_rule(self, rule: Rule, match: re.Match[str], array: LazyArray | None) -> None:
+    def apply_rule(self, rule: Rule, match: re.Match[str], array: LazyArray | None) -> None:
         if rule.name is None:
             self.renamed.left_out.append(match[0])
             return
         try:
-            for new, made in _made(rule, match, array):
-                if made is not None and rule.stack:
-                    member = _Member(_number(_filled(rule.stack.number, match)), match[0], made, rule)
+            for new, renamed in _renamed_leaves(rule, match, array):
+                if renamed is not None and rule.stack:
+                    member = _Member(_number(_fill(rule.stack.number, match)), match[0], renamed, rule)
                     self.stacks.setdefault(new, []).append(member)
                 else:
-                    self.put(new, match[0], made, ", ".join(map(str, rule.steps)))
+                    self.add(new, match[0], renamed, ", ".join(map(str, rule.steps)))
         except FormatError as error:
             self.problems.append(f"leaf {match[0]!r}, by {rule}: {error}")
 
-    def stack(self, new: str, members: Sequence[_Member]) -> None:
+    def add_stack(self, new: str, members: Sequence[_Member]) -> None:
         *before, stack = members[0].rule.steps
         try:
-            how = ", ".join([*map(str, before), f"{stack} of {len(members)}"])
-            self.put(new, members[0].old, _stacked(members), how)
+            transform = ", ".join([*map(str, before), f"{stack} of {len(members)}"])
+            self.add(new, members[0].old, _stack(members), transform)
         except FormatError as error:
             self.problems.append(f"{new!r}, by {members[0].rule}: {error}")
 
-    def put(self, new: str, old: str, array: LazyArray | None, how: str = "") -> None:
+    def add(self, new: str, old: str, array: LazyArray | None, transform: str = "") -> None:
         renamed = self.renamed
         if new in self.taken:
-            self.problems.append(f"leaf {old!r} would be called {new!r}, and so would another")
+            self.problems.append(
+                f"leaf {old!r} would be renamed to {new!r}, which is the name of another leaf"
+            )
         elif array is None:
             renamed.plain[old] = new
         else:
-            renamed.arrays[new], renamed.hows[new] = array, how
+            renamed.arrays[new], renamed.transforms[new] = array, transform
         self.taken.add(new)
 
-    def give_hints(self) -> None:
-        """To each rule that matches nothing the leaf that it nearly does, and to that leaf the rule."""
+    def add_hints(self) -> None:
+        """Name for each unused rule the leaf that it nearly matches, and for that leaf the rule."""
         renamed = self.renamed
         near: dict[str, Rule] = {}
         for rule in self.rules:
-            if rule.line not in self.used:
+            if rule.line not in self.used_lines:
                 name = nearest(rule.literal, renamed.kept)
-                renamed.idle.append(f"{rule} (nearest is {name!r})" if name else str(rule))
+                renamed.unused_rules.append(f"{rule} (nearest is {name!r})" if name else str(rule))
                 if name:
                     near.setdefault(name, rule)
         renamed.kept = [
@@ -237,47 +247,47 @@ class _Applying:
         ]
 
 
-def _made(
+def _renamed_leaves(
     rule: Rule, match: re.Match[str], array: LazyArray | None
 ) -> Iterator[tuple[str, LazyArray | None]]:
-    """What becomes of one leaf, all but stacking."""
-    name = _filled(rule.name or "", match)
+    """Yield the new names of one leaf with their arrays, before any stacking."""
+    name = _fill(rule.name or "", match)
     steps = [step for step in rule.steps if step.verb != "stack"]
     if array is None:
         if rule.steps:
-            raise FormatError(f"it is a plain value, and cannot be {rule.steps[0].verb}ed")
+            raise FormatError(f"{rule.steps[0].verb} needs an array, and this is a plain value")
         yield name, None
     elif steps and steps[0].verb == "unstack":
         (axis,) = steps[0].axes
         _require_axis(array, axis, len(array.shape) - 1)
         for index in range(array.shape[axis]):
-            yield name.replace("{}", str(index)), _transposed(Taken(array, axis, index), steps[1:])
+            yield name.replace("{}", str(index)), _transpose(Unstacked(array, axis, index), steps[1:])
     else:
-        yield name, _transposed(array, steps)
+        yield name, _transpose(array, steps)
 
 
-def _transposed(array: LazyArray, steps: Sequence[Step]) -> LazyArray:
+def _transpose(array: LazyArray, steps: Sequence[Step]) -> LazyArray:
     for step in steps:
         axes = step.axes or tuple(reversed(range(len(array.shape))))
         if sorted(axes) != list(range(len(array.shape))):
-            raise FormatError(f"{step} of an array with {len(array.shape)} axes, {list(array.shape)}")
+            raise FormatError(f"{step} does not fit an array of shape {list(array.shape)}")
         array = Transposed(array, axes)
     return array
 
 
-def _stacked(members: Sequence[_Member]) -> LazyArray:
+def _stack(members: Sequence[_Member]) -> LazyArray:
     ordered = sorted(members, key=lambda member: member.number)
     numbers = [member.number for member in ordered]
     if numbers != list(range(len(ordered))):
         missing = sorted(set(range(len(ordered))) - set(numbers))
-        raise FormatError(f"a stack of {len(ordered)}, of which {missing[:8]} are not there: {numbers[:8]}")
+        raise FormatError(f"a stack of {len(ordered)} needs the numbers {missing[:8]}, found {numbers[:8]}")
     arrays = [member.array for member in ordered]
     kinds = {(str(array.dtype), array.shape) for array in arrays}
     if len(kinds) > 1:
-        raise FormatError(f"arrays in a stack have to be alike, these are {sorted(kinds)[:4]}")
+        raise FormatError(f"arrays in a stack must have one dtype and shape, found {sorted(kinds)[:4]}")
     axes = {member.rule.steps[-1].axes for member in members}
     if len(axes) > 1:
-        raise FormatError(f"rules stack it along several axes: {sorted(axes)}")
+        raise FormatError(f"rules stack it along different axes: {sorted(axes)}")
     ((axis,),) = axes
     _require_axis(arrays[0], axis, len(arrays[0].shape))
     return Stacked(arrays, axis)
@@ -285,15 +295,15 @@ def _stacked(members: Sequence[_Member]) -> LazyArray:
 
 def _require_axis(array: LazyArray, axis: int, last: int) -> None:
     if axis > last:
-        raise FormatError(f"there is no axis {axis}, the array is {list(array.shape)}")
+        raise FormatError(f"axis {axis} does not exist in an array of shape {list(array.shape)}")
 
 
 def _number(text: str) -> int:
     if not text.isdecimal():
-        raise FormatError(f"{text!r} is no number to stack by")
+        raise FormatError(f"{text!r} is not a number to stack by")
     return int(text)
 
 
 def origins(array: LazyArray) -> list[str]:
-    """The leaves that an array was made of, by their old names."""
-    return [stored.name for stored in stored_in(array)]
+    """List the old names of the leaves that an array comes from."""
+    return [stored.name for stored in stored_leaves(array)]

@@ -1,4 +1,4 @@
-"""Leaves in one file that is written from its beginning to its end: npz, and flax's msgpack."""
+"""Write leaves to one file from beginning to end: npz, and flax's msgpack."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from eformer._engine.saving.staging import Staging
     from eformer._engine.tasks.progress import Meter
 
-_MOST_CHUNK = 2**30  # what flax splits arrays into
+_MAX_CHUNK = 2**30  # bytes; flax splits larger arrays
 
 
 def _elements(source: Source, staging: Staging, meter: Meter) -> Iterator[memoryview]:
+    """Yield the elements of a leaf in order, and report them as done."""
     for data in elements_of(source, staging):
         yield data
         meter.add(len(data))
@@ -38,14 +39,14 @@ def _elements(source: Source, staging: Staging, meter: Meter) -> Iterator[memory
 
 # -------------------------------------------------------------------------------------------------- npz
 
-_LATEST = (1980, 1, 1, 0, 0, 0)  # one time for all: equal checkpoints are equal files
-_BARE = "arr_0"  # what numpy calls an array that nobody gave a name
+_TIMESTAMP = (1980, 1, 1, 0, 0, 0)  # of every member, so that equal checkpoints are equal files
+_BARE = "arr_0"  # numpy's name for an array without a name
 
 
 def write_npz(
     file: IO[bytes], sources: Sequence[Source], values: Mapping[str, Any], staging: Staging, meter: Meter
 ) -> None:
-    """What `numpy.load` reads. Plain numbers and texts are arrays without axes."""
+    """Write a file that `numpy.load` reads. Plain numbers and strings become arrays without axes."""
     members = _members([source.name for source in sources] + list(values))
     with zipfile.ZipFile(file, "w") as archive:
         for source in sources:
@@ -57,7 +58,7 @@ def write_npz(
 
 
 def _members(names: Sequence[str]) -> dict[str, str]:
-    """What leaves are called in an npz: as their keys are, unless two would be called the same."""
+    """Choose the names of npz members: the leaves' keys, unless two keys would read the same."""
     plain = {name: ".".join(map(unescape, split_name(name))) for name in names if name != BARE_LEAF}
     plain |= {name: _BARE for name in names if name == BARE_LEAF}
     count = Counter(plain.values())
@@ -65,14 +66,14 @@ def _members(names: Sequence[str]) -> dict[str, str]:
     return {name: text if is_text[name] else name for name, text in plain.items()}
 
 
-def renamed(sources: Sequence[Source], values: Mapping[str, Any]) -> list[str]:
-    """Those that are read under another name than they had, because a key of theirs has dots, or had to be escaped."""
+def renamed_in_npz(sources: Sequence[Source], values: Mapping[str, Any]) -> list[str]:
+    """List the members that come back under another name, because a key has dots or had to be escaped."""
     members = _members([source.name for source in sources] + list(values))
     return [member for name, member in members.items() if join_name(parts_of_name(member)) != name]
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
-    return archive.open(zipfile.ZipInfo(f"{name}.npy", _LATEST), "w", force_zip64=True)
+    return archive.open(zipfile.ZipInfo(f"{name}.npy", _TIMESTAMP), "w", force_zip64=True)
 
 
 def _write_array(member: IO[bytes], source: Source, staging: Staging, meter: Meter) -> None:
@@ -84,7 +85,7 @@ def _write_array(member: IO[bytes], source: Source, staging: Staging, meter: Met
 
 
 def check_npz(sources: Sequence[Source], values: Mapping[str, Any]) -> None:
-    """Refuses what numpy could not say the type of. Of bfloat16 it says that it is two bytes, which no other is."""
+    """Refuse dtypes that numpy cannot name. bfloat16 is allowed: as the only two-byte void it can be told."""
     problems = [
         f"leaf {source.name!r} is {source.dtype}"
         for source in sources
@@ -98,7 +99,8 @@ def check_npz(sources: Sequence[Source], values: Mapping[str, Any]) -> None:
     ]
     if problems:
         raise MismatchError(
-            problems, context="npz has no such types; cast floats with dtype=, or convert to safetensors"
+            problems,
+            context="npz cannot store these types; cast floats with dtype=, or convert to safetensors",
         )
 
 
@@ -113,18 +115,18 @@ def write_msgpack(
     staging: Staging,
     meter: Meter,
 ) -> None:
-    """What `flax.serialization.from_bytes` reads: the state dict of the tree."""
+    """Write a file that `flax.serialization.from_bytes` reads: the state dict of the tree."""
 
     def streamed(source: Source) -> Streamed:
         elements = _elements(source, staging, meter)
         return Streamed(source.dtype, source.shape, source.itemsize, elements)
 
     leaves = {source.name: streamed(source) for source in sources} | dict(values)
-    pack(state_of(structure, leaves), file.write, max_chunk=_MOST_CHUNK, sort_keys=False)
+    pack(state_of(structure, leaves), file.write, max_chunk=_MAX_CHUNK, sort_keys=False)
 
 
 def state_of(structure: Any, leaves: Mapping[str, Any]) -> Any:
-    """Dicts with text for keys, whatever the containers were: as flax has it."""
+    """Build the state dict as flax does: nested dicts with string keys, whatever the containers were."""
     if structure is None:
         return None
     if isinstance(structure, str):
@@ -144,21 +146,21 @@ def _children(structure: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def has_sequences(structure: Any) -> bool:
-    """Whether there is a list or a tuple among the containers."""
-    todo = [structure]
-    while todo:
-        if isinstance(node := todo.pop(), dict):
+    """Tell whether a list or a tuple is among the containers."""
+    pending = [structure]
+    while pending:
+        if isinstance(node := pending.pop(), dict):
             if next(iter(node)) in ("list", "tuple"):
                 return True
-            todo += [child for _, child in _children(node)]
+            pending += [child for _, child in _children(node)]
     return False
 
 
 def check_msgpack(structure: Any, values: Mapping[str, Any]) -> None:
-    """Refuses what msgpack cannot hold, such as large integers, and keys that would be the same text."""
+    """Refuse values that msgpack cannot hold, such as large integers, and keys that read the same."""
     problems = [f"leaf {name!r} is {value!r}"[:200] for name, value in values.items() if not can_pack(value)]
     if problems:
-        raise MismatchError(problems, context="msgpack has no such values; convert to safetensors")
+        raise MismatchError(problems, context="msgpack cannot store these values; convert to safetensors")
     _check_keys(structure)
 
 
@@ -167,13 +169,15 @@ def _check_keys(structure: Any) -> None:
         return
     keys = [key for key, _ in _children(structure)]
     if len(set(keys)) < len(keys):
-        raise LeafError(f"keys that read the same, such as 1 and '1', among {keys[:8]}: flax has only text")
+        raise LeafError(
+            f"some of the keys {keys[:8]} read the same, such as 1 and '1'; flax's keys are strings only"
+        )
     for _, child in _children(structure):
         _check_keys(child)
 
 
 def names_as_structure(names: Sequence[str]) -> Any:
-    """Dicts by the parts of the names, for a tree whose structure cannot be read."""
+    """Build nested dicts from the parts of the names, for a tree whose structure cannot be read."""
     root: dict[str, Any] = {"dict": {}}
     for name in names:
         holder = root

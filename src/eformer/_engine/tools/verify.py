@@ -1,4 +1,4 @@
-"""Reading every byte of a checkpoint once, to see whether it is what was saved. Needs no jax."""
+"""Read every byte of a checkpoint once, and check it. No jax."""
 
 from __future__ import annotations
 
@@ -27,9 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `verify` found. `has_digests` is False for files of other writers, of which only the structure was
-    checked, and that all bytes are there; `has_checksums` if these have checksums of their own. `left_out` are the
-    files of a directory that are not read, and may hold leaves."""
+    """Report what `verify` found.
+
+    damages         every damaged or missing range of bytes
+    has_digests     False for files of other programs: only their structure and completeness could be checked
+    has_checksums   whether such files have checksums of their own, which were compared
+    left_out        files of the directory that are not read and may hold leaves
+    ok              whether nothing is damaged and nothing left out
+    """
 
     path: str
     trees: int
@@ -56,7 +61,7 @@ class Report:
     def _checked(self) -> str:
         if self.damages:
             return "\n  ".join([f"{self.path}: {len(self.damages)} damaged", *map(str, self.damages)])
-        how = "all there, but without digests nothing more is known"
+        how = "complete, but there are no digests to check the bytes against"
         if self.left_out:
             how = "can be read"
         if self.has_digests:
@@ -67,15 +72,23 @@ class Report:
 
 
 def verify(path: str | os.PathLike[str], *, progress: Progress = None) -> Report:
-    """Every leaf of every tree at `path` against its digests, and the files' headers; all damage in one report.
+    """Check every leaf of every tree at `path`, and the headers of the files, against their digests.
 
-    Files in a directory of another writer that are not read, and may hold leaves, are reported as left out.
-    A checkpoint whose manifest cannot be read has no leaves to report on: that raises. `progress` is True for a bar, or
-    is called with the bytes that were read and with all there are.
+    All damage is in the report; only a manifest that cannot be read raises. Files in a directory of another program
+    that are not read and may hold leaves are reported as left out. `progress` is True for a progress bar, or a
+    function of the bytes read and the total.
+
+    Example:
+
+        >>> report = verify("run/step-100")
+        >>> report.ok
+        True
+        >>> print(report)
+        run/step-100: 14 leaves, 45875200 bytes: every digest matches
     """
     while True:
         found = find(path)
-        trees, damages = _readable(found)
+        trees, damages = _readable_trees(found)
         with metered(progress, sum(tree.nbytes for tree in trees), "verifying") as meter:
             damages += [damage for tree in trees for damage in _damages(found, tree, meter)]
         if found.find_damages:
@@ -87,24 +100,24 @@ def verify(path: str | os.PathLike[str], *, progress: Progress = None) -> Report
         trees=len(found.trees),
         leaves=sum(len(tree.leaves) + len(tree.raw_values) for tree in trees),
         nbytes=sum(tree.nbytes for tree in trees),
-        has_digests=all(tree.save_id for tree in trees),
+        has_digests=all(tree.has_digests for tree in trees),
         damages=tuple(damages),
         has_checksums=found.find_damages is not None,
         left_out=found.left_out(),
     )
 
 
-def _readable(found: Found) -> tuple[list[TreeEntry], list[Damage]]:
-    """The trees, without those whose parts are gone or damaged, so that nobody knows what is in them."""
+def _readable_trees(found: Found) -> tuple[list[TreeEntry], list[Damage]]:
+    """Return the trees whose process records can be read, and the damage of the others."""
     trees, damages = [], []
     for prefix, record in found.manifest.trees.items():
         if record.parts:
             try:
                 found.trees[prefix].leaves  # noqa: B018
             except (OSError, FormatError) as error:
-                found_out = unreadable(found.store, record) or [(str(found.path), str(error))]
+                problems = unreadable(found.store, record) or [(str(found.path), str(error))]
                 damages += [
-                    Damage("", name, 0, 0, f"cannot be read: {problem}") for name, problem in found_out
+                    Damage("", name, 0, 0, f"cannot be read: {problem}") for name, problem in problems
                 ]
                 continue
         trees.append(found.trees[prefix])
@@ -119,18 +132,18 @@ def _damages(found: Found, tree: TreeEntry, meter: Meter) -> list[Damage]:
         return [Damage("", tree.root, 0, 0, f"cannot be read: {error}")]
     try:
         damages: list[Damage] = []
-        gone: dict[int, str] = {}
+        lost: dict[int, str] = {}  # files that cannot be read, and why
         for number in range(len(tree.files)):
             try:
                 damages += _file_damages(tree, number, files)
             except (OSError, FormatError) as error:
-                gone[number] = str(error)
+                lost[number] = str(error)
                 if tree.files[number].header_nbytes == tree.files[number].nbytes:
                     damages.append(_lost_header(tree, number, str(error)))
         wants = []
         for name, entry in tree.leaves.items():
-            if lost := [extent for extent in entry.extents if extent.file in gone]:
-                damages += [_lost(name, extent, tree, gone[extent.file]) for extent in lost]
+            if extents := [extent for extent in entry.extents if extent.file in lost]:
+                damages += [_lost_extent(name, extent, tree, lost[extent.file]) for extent in extents]
             else:
                 wants.append(Want(name, entry, entry.dtype))
         check(wants, tree, files, default_threads(), damages.append, meter)
@@ -139,7 +152,7 @@ def _damages(found: Found, tree: TreeEntry, meter: Meter) -> list[Damage]:
     return damages
 
 
-def _lost(leaf: str, extent: Extent, tree: TreeEntry, why: str) -> Damage:
+def _lost_extent(leaf: str, extent: Extent, tree: TreeEntry, why: str) -> Damage:
     start = tree.files[extent.file].header_nbytes + extent.offset
     return Damage(leaf, tree.path_of(extent.file), start, start + extent.nbytes, f"cannot be read: {why}")
 
@@ -149,21 +162,21 @@ def _lost_header(tree: TreeEntry, number: int, why: str) -> Damage:
 
 
 def _file_damages(tree: TreeEntry, number: int, files: Files) -> Iterator[Damage]:
-    """What is wrong outside of the leaves: the header, which other readers go by, and the length."""
+    """Check a file outside its leaves: its length, and its header, which other readers rely on."""
     file, name = tree.files[number], tree.path_of(number)
     nbytes = files.nbytes(number)
     if nbytes != file.nbytes:
-        yield Damage("", name, 0, nbytes, f"are all there is, recorded is a length of {file.nbytes}")
+        yield Damage("", name, 0, nbytes, f"are the whole file, expected {file.nbytes} bytes")
     if file.header and nbytes >= file.header_nbytes:
         header = bytearray(file.header_nbytes)
         found = files.read_into(number, memoryview(header), 0)
         digest = xxh3_128(memoryview(header)[:found])
         if digest != file.header:
-            problem = f"are damaged: they digest to {digest}, recorded is {file.header}"
+            problem = f"are damaged: their digest is {digest}, expected {file.header}"
             yield Damage(
                 "",
                 name,
                 0,
                 file.header_nbytes,
-                f"{problem}. This is the header, which only other readers use",
+                f"{problem}. They are the header, which only other readers use",
             )

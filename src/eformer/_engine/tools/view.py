@@ -1,4 +1,4 @@
-"""A checkpoint as a mapping: leaves by name, of which only what is asked for is read. Needs no jax."""
+"""Open a checkpoint as a mapping from names to leaves, and read only the parts that are indexed. No jax."""
 
 from __future__ import annotations
 
@@ -33,19 +33,28 @@ if TYPE_CHECKING:
 
 
 class Inspected(Manifest, frozen=True, kw_only=True):
-    """The record of a checkpoint, and the files in its directory that are not read and may hold leaves."""
+    """The record of a checkpoint, with the files in its directory that are not read and may hold leaves."""
 
     left_out: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return as_text(self._title, self._about(), self.left_out)
+        return as_text(self._title, self._summaries(), self.left_out)
 
     def _repr_html_(self) -> str:
-        return as_html(self._title, self._about(), self.left_out)
+        return as_html(self._title, self._summaries(), self.left_out)
 
 
 def inspect(path: str | os.PathLike[str]) -> Inspected:
-    """The record of the checkpoint at `path`: formats, trees, leaves, shapes, dtypes, metadata. Reads no data."""
+    """Read the record of the checkpoint at `path`: format, trees, leaves, shapes, dtypes, metadata. Reads no data.
+
+    Example:
+
+        >>> record = inspect("run/step-100")
+        >>> record.format, list(record.trees)
+        ('safetensors', [''])
+        >>> record.trees[""].leaves["params.w"].shape
+        (4, 4)
+    """
     return look_at(path, _inspected)
 
 
@@ -61,15 +70,25 @@ def _inspected(found: Found) -> Inspected:
 
 
 def open(path: str | os.PathLike[str], *, prefix: str | None = None) -> View:  # noqa: A001
-    """The leaves of one tree by name, lazily: `open(path)["layers.0.w"][10:20]` reads those rows and no more."""
+    """Open one tree of the checkpoint at `path` as a mapping from names to leaves. Reads no data.
+
+    Indexing a leaf reads those elements and checks them against their digests. `prefix` chooses the tree, if there are
+    several.
+
+    Example:
+
+        >>> with open("run/step-100") as view:
+        ...     rows = view["params.embedding"][10:20]  # reads these rows, and no more
+        ...     step = view["step"]  # a plain value
+    """
     return look_at(path, lambda found: View(found, prefix))
 
 
 class View(Mapping[str, Any]):
-    """A mapping from names to arrays that have not been read, and to plain values.
+    """Map names to arrays that are read when they are indexed, and to plain values.
 
-    It keeps the files of its checkpoint open, if there are not hundreds of them, and so stays readable when a newer
-    save replaces them. Close it, or use it as a context manager.
+    A view keeps up to 256 files of its checkpoint open, and so stays readable when a newer save replaces them. Close
+    it, or use it as a context manager.
     """
 
     def __init__(self, found: Found, prefix: str | None) -> None:
@@ -86,7 +105,7 @@ class View(Mapping[str, Any]):
         if name not in self._entries:
             hint = next(with_nearest([name], self))[1]
             raise KeyError(f"{self._path} has no leaf {name!r}{hint}")
-        return Leaf(self, name, self._entries[name])
+        return LeafView(self, name, self._entries[name])
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries or name in self._tree.raw_values
@@ -100,7 +119,7 @@ class View(Mapping[str, Any]):
 
     @property
     def tree(self) -> TreeEntry:
-        """What the manifest says of it."""
+        """Return the tree's entry in the manifest."""
         return self._tree
 
     @property
@@ -109,12 +128,12 @@ class View(Mapping[str, Any]):
 
     @property
     def has_names(self) -> bool:
-        """Whether the leaves are called by what somebody called them, and not by their numbers."""
+        """Tell whether the file stores names. Without them, leaves are named by their numbers."""
         return self._found.has_names
 
     @cached_property
     def left_out(self) -> tuple[str, ...]:
-        """The files of the checkpoint that are not read, and may hold leaves."""
+        """List the files of the checkpoint that are not read and may hold leaves."""
         return self._found.left_out(self._asked)
 
     @property
@@ -132,18 +151,18 @@ class View(Mapping[str, Any]):
         self.close()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if getattr(self, "_files", None) and not is_finalizing():  # then all is closed anyway
+        if getattr(self, "_files", None) and not is_finalizing():  # the interpreter closes everything then
             self.close()
 
     def __reduce__(self) -> Any:
-        """A copy opens the files for itself, here or in another process."""
+        """Pickle as a path: the copy opens the files again, in this process or another."""
         return _opened, (self._path, self._asked)
 
     def __repr__(self) -> str:
-        return as_text(self._title, [self._tree.about(self._prefix)], self.left_out)
+        return as_text(self._title, [self._tree.summary(self._prefix)], self.left_out)
 
     def _repr_html_(self) -> str:
-        return as_html(self._title, [self._tree.about(self._prefix)], self.left_out)
+        return as_html(self._title, [self._tree.summary(self._prefix)], self.left_out)
 
     @property
     def _title(self) -> str:
@@ -156,7 +175,7 @@ class View(Mapping[str, Any]):
         return array
 
     def read_all(self, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
-        """Many small arrays, which together take much less time than one by one."""
+        """Read many arrays at once, which is much faster than one by one if they are small."""
         wants = [Want(name, entry := self._entries[name], entry.dtype) for name in names]
         return {name: array for name, (array,) in zip(names, self._fetch(wants), strict=True)}
 
@@ -169,7 +188,9 @@ class View(Mapping[str, Any]):
             reads = plan_reads(wants, self._tree)
             arrays = fetch(reads, wants, self._tree, self._files, threads or default_threads())
             if not self._tree.has_digests and (name := self._files.rewritten()):
-                raise FileNotFoundError(f"{self._path}: {name} was written to meanwhile; open it again")
+                raise FileNotFoundError(
+                    f"{self._path}: {name} has been written to since it was opened; open it again"
+                )
             return arrays
         except CorruptionError as error:
             if was_replaced(self._found):
@@ -183,8 +204,8 @@ def _opened(path: Path, prefix: str | None) -> View:
     return open(path, prefix=prefix)
 
 
-class Leaf:
-    """An array that has not been read. Indexing reads what is asked for, and checks it."""
+class LeafView:
+    """One array of a checkpoint. Indexing reads the elements asked for, and checks them."""
 
     def __init__(self, view: View, name: str, entry: LeafEntry) -> None:
         self._view, self.name, self.entry = view, name, entry
@@ -209,15 +230,17 @@ class Leaf:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
-        """What numpy would give for integers, slices and an ellipsis."""
+        """Read as numpy indexes: integers, slices and an ellipsis."""
         region, rest = _box(index, self.shape)
         box = self._view.read(self.name, self.entry, region)
         array: np.ndarray[Any, Any] = box[rest]
-        return array.copy() if 2 * array.size < box.size else array  # a few rows do not keep all between them
+        return (
+            array.copy() if 2 * array.size < box.size else array
+        )  # so that a few rows do not keep the whole box
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:
-            raise ValueError("a leaf that has not been read cannot be had without a copy")
+            raise ValueError("copy=False is impossible: reading a leaf from disk always makes a copy")
         return np.asarray(self[...], dtype)
 
     def __repr__(self) -> str:
@@ -225,14 +248,14 @@ class Leaf:
 
 
 def _box(index: Any, shape: tuple[int, ...]) -> tuple[Region, tuple[Any, ...]]:
-    """The smallest box that contains what is asked for, and what to take of it."""
+    """Return the smallest box that contains the indexed elements, and the index inside that box."""
     parts = index if isinstance(index, tuple) else (index,)
     dots = [position for position, part in enumerate(parts) if part is Ellipsis]
     if len(dots) > 1:
         raise IndexError("an index can only have a single ellipsis ('...')")
     given = len(parts) - len(dots)
     if given > len(shape):
-        raise IndexError(f"too many indices: the leaf has {len(shape)} axes, {given} were indexed")
+        raise IndexError(f"too many indices: the leaf has {len(shape)} axes, but {given} were indexed")
     at = dots[0] if dots else len(parts)
     every = (slice(None),) * (len(shape) - given)
     start, stop, rest = [], [], []

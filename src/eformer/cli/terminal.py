@@ -1,4 +1,4 @@
-"""Facts on a terminal."""
+"""Show facts about a checkpoint on a terminal."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from eformer._engine.record.outline import Node, outline
+from eformer._engine.record.outline import OutlineNode, outline
 from eformer._engine.record.text import bar, count, few, printable, shortened, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from eformer._engine.record.manifest import TreeEntry
-    from eformer.cli._facts import Facts
+    from eformer.cli.facts import Facts
 
 _BAR, _SIZE, _INDENT = 10, 7, 4  # columns
 _MOST_ROWS = 400
@@ -30,26 +30,27 @@ _NARROW, _PIPED, _PICTURE = 60, 120, 92
 
 
 def console() -> Console:
-    """Colours and the terminal's width where there is one; else plain, and wide enough."""
+    """Use colours and the width of the terminal; if there is none, plain text of a fixed width."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     return Console(highlight=False, width=None if is_terminal else _PIPED, soft_wrap=False)
 
 
 def picture(facts: Facts, trees: dict[str, TreeEntry], title: str) -> str:
-    """What `show_checkpoint` shows, as an SVG that needs nothing from elsewhere."""
+    """Render the output of `show_checkpoint` as a self-contained SVG."""
     on = Console(record=True, file=io.StringIO(), width=_PICTURE, force_terminal=True, highlight=False)
     show_checkpoint(facts, trees, on)
     return re.sub(r"@font-face \{.*?\}\s*", "", on.export_svg(title=title), flags=re.DOTALL)
 
 
 def show_checkpoint(facts: Facts, trees: dict[str, TreeEntry], on: Console) -> None:
+    """Print a checkpoint: its facts, then every tree."""
     on.print(Text(printable(facts["path"]), style="bold"))
     about = Table.grid(padding=(0, 2))
     about.add_row("format", Text(facts["format"]))
     if "steps" in facts:
         about.add_row("steps", Text(printable(f"{', '.join(facts['steps'])}; shown is {facts['steps'][-1]}")))
     if facts["left_out"]:
-        text = f"{few(facts['left_out'])}: not read, and may hold leaves"
+        text = f"{few(facts['left_out'])}: not read, may hold leaves"
         about.add_row("left out", Text(printable(text), style="red"))
     on.print(about)
     for prefix, tree in trees.items():
@@ -60,6 +61,7 @@ def show_checkpoint(facts: Facts, trees: dict[str, TreeEntry], on: Console) -> N
 
 
 def show_tree(prefix: str, facts: Facts, tree: TreeEntry, on: Console) -> None:
+    """Print one tree: its facts, then the folded outline."""
     about = Table.grid(padding=(0, 2))
     if prefix:
         about.add_row("prefix", Text(printable(prefix), style="bold"))
@@ -87,12 +89,12 @@ def _digests(facts: Facts) -> str:
     if facts["digests"]:
         return "of every piece"
     if facts["checksums"]:
-        return "none, but checksums of the whole, which `eformer verify` compares"
-    return "none: damage cannot be noticed"
+        return "none, but checksums of whole arrays, which `eformer verify` compares"
+    return "none: damage cannot be detected"
 
 
 def tree_of(tree: TreeEntry, on: Console) -> Tree:
-    """Folded, with the size of everything as a bar of the whole, one below the other where there is room."""
+    """Build the folded tree, with sizes and bars in aligned columns if there is room."""
     root = outline(tree.lines())
     whole = max(1, root.nbytes)
     rows = list(itertools.islice(_rows(root.children or [root], 0), _MOST_ROWS))
@@ -111,29 +113,29 @@ def tree_of(tree: TreeEntry, on: Console) -> Tree:
                 label.append(f" {part}", style="blue")
         branches[depth + 1 :] = [branches[depth].add(label)]
     if (hidden := root.rows - 1 - len(rows)) > 0:
-        shown.add(f"... and {count(hidden, 'more row')}; `eformer ls` has one line a leaf")
+        shown.add(f"... and {count(hidden, 'more row')}; `eformer ls` lists every leaf")
     return shown
 
 
-def _rows(nodes: Sequence[Node], depth: int) -> Iterator[tuple[int, Node]]:
+def _rows(nodes: Sequence[OutlineNode], depth: int) -> Iterator[tuple[int, OutlineNode]]:
     for node in nodes:
         yield depth, node
         yield from _rows(node.children, depth + 1)
 
 
-def _label(node: Node, on: Console, room: int) -> Text:
+def _label(node: OutlineNode, on: Console, room: int) -> Text:
     text = Text(shortened(node.label, max(20, on.width // 2)), style="" if node.line else "bold")
     if node.count > 1:
         text.append(f" {'x' if on.options.ascii_only else '×'}{node.count}", style="cyan")
     if node.line:
         text.append(f"  {node.line.what}", style="green" if node.line.nbytes else "magenta")
-    if node.nbytes:  # something stands behind it
+    if node.nbytes:  # a size follows
         text.truncate(max(room, 8), overflow="ellipsis")
     return text
 
 
 def list_leaves(leaves: list[Facts], on: Console) -> None:
-    """One line each. Nothing is cut where a program reads it."""
+    """Print one line a leaf. Nothing is shortened if the output is piped."""
     width = shutil.get_terminal_size().columns if on.is_terminal else 0
     names = [
         printable(f"{leaf['prefix']}: {leaf['name']}" if "prefix" in leaf else leaf["name"])

@@ -1,4 +1,4 @@
-"""What `eformer` does, command by command."""
+"""The commands of `eformer`: parse the arguments, call a tool, print the result."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ if TYPE_CHECKING:
     from eformer._engine.tools.prune import Pruned
 
 
-def _complain(problem: str) -> None:
+def _print_error(problem: str) -> None:
+    """Print an error in red to standard error."""
     lines = "\n".join(map(printable, problem.split("\n")))
     click.secho(f"error: {lines}", fg="red", err=True, color=_colours())
 
 
-_INTERRUPTED = 130  # as shells have it
+_INTERRUPTED = 130  # the exit code that shells use
 
 
 def _colours() -> bool | None:
-    """Where there is a terminal, unless nobody wants them: https://no-color.org"""
+    """Allow colours on terminals, unless NO_COLOR is set: https://no-color.org"""
     return False if os.environ.get("NO_COLOR") else None
 
 
-# What a function calls its arguments, and the command line its options.
+# Arguments of the functions, as options of the command line.
 _OPTIONS = {
     "SaveOptions.max_shard_bytes ": "--max-shard-size ", "max_shard_bytes=": "--max-shard-size ",
     "allow_missing=True": "--allow-missing", "memory=": "--memory ", "prefix=": "--prefix", "dtype=": "--dtype",
-    "to=": "--to", "like=": "a tree like it",
+    "to=": "--to", "like=": "`like` in Python",
 }  # fmt: skip
 _ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, _OPTIONS))})")
 
 
 class _Commands(click.Group):
-    """Errors are one red line with a hint; `--debug` shows where they come from, and programs get them as JSON, too."""
+    """Turn errors into one red line, and with `--json` into JSON. `--debug` shows the traceback."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.obj = "--json" in args
@@ -59,33 +60,33 @@ class _Commands(click.Group):
         except (ValueError, OSError, TypeError, RuntimeError, MemoryError) as error:
             if ctx.params.get("debug"):
                 raise
-            problem = _ARGUMENT.sub(
-                lambda found: _OPTIONS[found[1]], str(error) or "there is not enough memory"
-            )
+            problem = _ARGUMENT.sub(lambda found: _OPTIONS[found[1]], str(error) or "not enough memory")
             if ctx.obj:
                 _print_json({"error": problem})
-            _complain(problem)
-            ctx.exit(2 if ctx.invoked_subcommand == "diff" else 1)  # of diff, 1 is an answer
+            _print_error(problem)
+            ctx.exit(
+                2 if ctx.invoked_subcommand == "diff" else 1
+            )  # for diff, 1 means that the checkpoints differ
         except KeyboardInterrupt:
-            _complain("interrupted")
+            _print_error("interrupted")
             ctx.exit(_INTERRUPTED)
 
 
 if TYPE_CHECKING:
     _Number = click.ParamType[int]
-else:  # older versions of click have no such type
+else:  # not generic in older versions of click
     _Number = click.ParamType
 
 
 class _Size(_Number):
-    """Bytes, with or without a unit."""
+    """A number of bytes, with or without a unit."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", str(value), re.IGNORECASE)
         if not match:
-            self.fail(f"{value!r} is no size; write 500MB, 2GB or 1.5GiB", param, ctx)
+            self.fail(f"{value!r} is not a size; write 500MB, 2GB or 1.5GiB", param, ctx)
         number, unit, binary = match.groups()
         return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
@@ -93,54 +94,58 @@ class _Size(_Number):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="eformer")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def main(debug: bool) -> None:  # noqa: ARG001  the group looks at it
-    """Look at checkpoints, compare and convert them: ours, Hugging Face's, Orbax's, flax's, the original eFormer's.
+def main(debug: bool) -> None:  # noqa: ARG001  read by the group
+    """Inspect, verify, compare and convert checkpoints of eformer, Hugging Face, Orbax, flax, numpy and equinox.
 
     \b
-    eformer inspect ./checkpoint             what it is, and the tree
-    eformer ls ./checkpoint "*.bias"         one line a leaf
-    eformer verify ./checkpoint              every byte against its digest
-    eformer diff ./checkpoint ./other        what is different, and by how much
+    eformer inspect ./checkpoint             show the format and the tree
+    eformer ls ./checkpoint "*.bias"         list leaves, one line each
+    eformer verify ./checkpoint              check every byte against its digest
+    eformer diff ./checkpoint ./other        show which leaves differ, and by how much
     eformer convert ./checkpoint model.safetensors --dtype bf16
-    eformer prune ./run --keep 3             away with old steps
-    eformer demo                             all of it, in ten seconds
+    eformer prune ./run --keep 3             delete old checkpoints
+    eformer demo                             try everything in ten seconds
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):  # whoever ends it, it leaves nothing half-made
+    for number in (signal.SIGTERM, signal.SIGHUP):  # clean up unfinished files when terminated
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names may hold what a terminal has no letters for
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # names may contain characters that the terminal's encoding lacks
 
 
 @main.command()
 @click.argument("path", type=click.Path())
-@click.option("--prefix", help="Take this tree alone, if there are several.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
-@click.option("--svg", type=click.Path(dir_okay=False), help="Write it to a picture, for a page.")
+@click.option("--prefix", help="Only this tree, if there are several.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--svg", type=click.Path(dir_okay=False), help="Write an SVG image to this file instead.")
 def inspect(path: str, prefix: str | None, as_json: bool, svg: str | None) -> None:
-    """What the checkpoint at PATH is, and its tree.
+    """Show the format, the metadata and the tree of the checkpoint at PATH.
 
     \b
     eformer inspect ./checkpoint
     eformer inspect model.safetensors --json | jq .trees
     """
-    from eformer.cli import _facts  # late: `--help` should not wait for numpy
+    from eformer.cli.facts import checkpoint_facts, leaf_facts  # late: `--help` should not wait for numpy
 
     if svg and as_json:
-        raise click.UsageError("--svg and --json are two ways to show it: choose one")
-    facts, trees = _facts.checkpoint_facts(path, prefix)
+        raise click.UsageError("--svg and --json cannot be combined")
+    facts, trees = checkpoint_facts(path, prefix)
     if as_json:
         for name, tree in trees.items():
-            facts["trees"][name]["leaves"] = list(_facts.leaf_facts(tree))
+            facts["trees"][name]["leaves"] = list(leaf_facts(tree))
         _print_json(facts)
     else:
-        from eformer.cli import _show
+        from eformer.cli import terminal
 
         if svg:
-            Path(svg).write_text(_show.picture(facts, trees, f"eformer inspect {printable(path)}"), "utf-8")
+            Path(svg).write_text(
+                terminal.picture(facts, trees, f"eformer inspect {printable(path)}"), "utf-8"
+            )
         else:
-            _show.show_checkpoint(facts, trees, _show.console())
+            terminal.show_checkpoint(facts, trees, terminal.console())
     if facts["problems"]:
         sys.exit(1)
 
@@ -148,52 +153,52 @@ def inspect(path: str, prefix: str | None, as_json: bool, svg: str | None) -> No
 @main.command("ls")
 @click.argument("path", type=click.Path())
 @click.argument("glob", default="*")
-@click.option("--prefix", help="Take this tree alone, if there are several.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--prefix", help="Only this tree, if there are several.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_leaves(path: str, glob: str, prefix: str | None, as_json: bool) -> None:
-    """The leaves of the checkpoint at PATH whose names match GLOB, one line each.
+    """List the leaves of the checkpoint at PATH whose names match GLOB, one line each.
 
     \b
     eformer ls ./checkpoint
     eformer ls ./checkpoint "layers.*.bias"
     """
-    from eformer.cli import _facts
+    from eformer.cli.facts import checkpoint_facts, leaf_facts
 
-    facts, trees = _facts.checkpoint_facts(path, prefix)
+    facts, trees = checkpoint_facts(path, prefix)
     leaves = [
         ({"prefix": name} if name else {}) | leaf
         for name, tree in trees.items()
-        for leaf in _facts.leaf_facts(tree)
+        for leaf in leaf_facts(tree)
         if fnmatch.fnmatchcase(leaf["name"], glob)
     ]
     if as_json:
         _print_json(leaves)
     else:
-        from eformer.cli import _show
+        from eformer.cli import terminal
 
-        _show.list_leaves(leaves, _show.console())
+        terminal.list_leaves(leaves, terminal.console())
     for name, problem in facts["problems"].items():
-        _complain(f"{name or 'the tree'} cannot be read: {problem}")
+        _print_error(f"{name or 'the tree'} cannot be read: {problem}")
     if facts["problems"]:
         sys.exit(1)
 
 
 @main.command()
 @click.argument("path", type=click.Path())
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
-@click.option("--quiet", "-q", is_flag=True, help="No report, only the exit code.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing; only set the exit code.")
 def verify(path: str, as_json: bool, quiet: bool) -> None:
-    """Read every byte of the checkpoint at PATH, and compare it with what was saved. Exit code 1 if it is not.
+    """Check every byte of the checkpoint at PATH against its digest. The exit code is 1 if anything is damaged.
 
-    Checkpoints of other writers have no digests: then it is only known that all bytes are there, which is said.
-    Files beside them that are not read, and may hold leaves, are listed; then the exit code is 1, too.
+    Checkpoints of other programs have no digests; only their structure and completeness can be checked. Files beside
+    them that are not read and may hold leaves are listed, and also set the exit code to 1.
 
     \b
     eformer verify ./checkpoint && rsync -a ./checkpoint backup:
     """
     from eformer._engine.tools.verify import verify as check
 
-    report = check(path, progress=_has_watcher(quiet))
+    report = check(path, progress=_wants_bar(quiet))
     if as_json:
         damages = [{name: getattr(damage, name) for name in damage.__slots__} for damage in report.damages]
         names = ("path", "trees", "leaves", "nbytes", "has_digests", "has_checksums", "left_out", "ok")
@@ -209,13 +214,13 @@ def verify(path: str, as_json: bool, quiet: bool) -> None:
 @main.command()
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
-@click.option("--prefix", help="Take this tree alone, if there are several.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
-@click.option("--quiet", "-q", is_flag=True, help="Nothing but the exit code.")
+@click.option("--prefix", help="Only this tree, if there are several.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing; only set the exit code.")
 def diff(a: str, b: str, prefix: str | None, as_json: bool, quiet: bool) -> None:
-    """What the checkpoint at B has different from that at A: leaves, shapes, dtypes, values.
+    """Compare the checkpoints at A and B: leaves, shapes, dtypes, values.
 
-    Formats and shardings may differ. Exit code 0 if all leaves are the same, 1 if not, 2 if one cannot be read.
+    Formats and shardings may differ. The exit code is 0 if all leaves are equal, 1 if not, 2 on an error.
 
     \b
     eformer diff ./step-100 ./step-200
@@ -223,7 +228,7 @@ def diff(a: str, b: str, prefix: str | None, as_json: bool, quiet: bool) -> None
     """
     from eformer._engine.tools.diff import diff as compare
 
-    found = compare(a, b, prefix=prefix, progress=_has_watcher(quiet))
+    found = compare(a, b, prefix=prefix, progress=_wants_bar(quiet))
     if as_json:
         names = ("a", "b", "same", "added", "removed", "unchanged", "notes")
         changed = [{name: getattr(change, name) for name in change.__slots__} for change in found.changed]
@@ -242,17 +247,26 @@ _MOST_NOTES = 20
 @main.command()
 @click.argument("source", type=click.Path())
 @click.argument("destination", type=click.Path())
-@click.option("--to", type=click.Choice(["safetensors", "tensorstore", "msgpack", "npz"]), help="The format.")
-@click.option("--dtype", help="Cast floating leaves: bf16, fp16, float32, ...")
-@click.option("--max-shard-size", type=_Size(), help="Of a safetensors file, such as 5GB.")
-@click.option("--prefix", help="Take this tree alone, and store it without a prefix.")
-@click.option("--rename", "rules", type=click.Path(exists=True, dir_okay=False), help="A file of rules.")
 @click.option(
-    "--allow-missing", is_flag=True, help="Convert also if files that may hold leaves are left out."
+    "--to", type=click.Choice(["safetensors", "tensorstore", "msgpack", "npz"]), help="The target format."
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
-@click.option("--memory", type=_Size(), default="2GB", show_default=True, help="The most the program takes.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--dtype", help="Cast floating leaves: bf16, fp16, float32, ...")
+@click.option("--max-shard-size", type=_Size(), help="The most bytes in one safetensors file, such as 5GB.")
+@click.option("--prefix", help="Convert only this tree, and store it without a prefix.")
+@click.option(
+    "--rename",
+    "rules",
+    type=click.Path(exists=True, dir_okay=False),
+    help="A file of rules for new names and shapes.",
+)
+@click.option(
+    "--allow-missing", is_flag=True, help="Convert even if files that may hold leaves are not read."
+)
+@click.option("--dry-run", is_flag=True, help="Print the plan, and write nothing.")
+@click.option(
+    "--memory", type=_Size(), default="2GB", show_default=True, help="The most memory that the program takes."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def convert(
     source: str,
     destination: str,
@@ -266,9 +280,9 @@ def convert(
     memory: int,
     as_json: bool,
 ) -> None:
-    """Write the checkpoint at SOURCE, whoever wrote it, to DESTINATION in another format, whole or not at all.
+    """Convert the checkpoint at SOURCE to a new checkpoint at DESTINATION, which appears complete or not at all.
 
-    It goes leaf by leaf, and every byte that is read is checked. Where DESTINATION ends in .safetensors, .npz or
+    Every byte read is checked against its digest, if SOURCE has digests. If DESTINATION ends in .safetensors, .npz or
     .msgpack, --to may be left out.
 
     \b
@@ -276,8 +290,8 @@ def convert(
     eformer convert ./orbax/100 ./checkpoint --to tensorstore
     eformer convert ./hf ./mine --to safetensors --rename rules.txt --dry-run
 
-    RULES has lines of a regular expression for the whole name, an arrow and the new name; nothing there leaves the
-    leaf out. Behind it may stand transpose, stack and unstack:
+    Each line of RULES is a regular expression for the whole name, an arrow, and the new name. Without a new name the
+    leaf is left out. Steps may follow the name: transpose, stack and unstack.
 
     \b
     model\\.layers\\.(\\d+)\\.(\\w+)\\.weight -> layers.\\2.kernel | transpose | stack \\1
@@ -298,12 +312,12 @@ def convert(
         memory=memory,
         dry_run=dry_run,
         allow_missing=allow_missing,
-        progress=_has_watcher(as_json),
+        progress=_wants_bar(as_json),
     )
     if as_json:
         leaves = {
-            prefix: [{name: getattr(leaf, name) for name in leaf.__slots__} for leaf in planned]
-            for prefix, planned in done.leaves.items()
+            prefix: [{name: getattr(leaf, name) for name in leaf.__slots__} for leaf in converted]
+            for prefix, converted in done.leaves.items()
         }
         names = ("source", "destination", "to", "nbytes", "notes", "kept")
         _print_json({name: getattr(done, name) for name in names} | {"leaves": leaves, "dry_run": dry_run})
@@ -313,36 +327,38 @@ def convert(
     if not dry_run:
         lines = [f"! {note}" for note in done.notes[:_MOST_NOTES]]
         if (more := len(done.notes) - _MOST_NOTES) > 0:
-            lines.append(f"! and {more:,} more notes, which --dry-run and --json show")
+            lines.append(f"! and {more:,} more notes; --dry-run and --json show all")
         if done.kept:
-            lines.append(f"! {count(len(done.kept), 'name')} that no rule matches are as they were")
+            lines.append(f"! {count(len(done.kept), 'name')} matched by no rule and kept")
     for line in lines:
         click.secho(printable(line), fg="cyan" if line.startswith("!") else None, color=_colours())
 
 
 @main.command()
 @click.argument("directory", type=click.Path())
-@click.option("--keep", type=click.IntRange(min=1), required=True, help="How many stay, the last ones.")
-@click.option("--check", is_flag=True, help="Verify those that stay, first.")
-@click.option("--dry-run", is_flag=True, help="Say what would be removed, and do nothing.")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-@click.option("--json", "as_json", is_flag=True, help="For programs; needs --yes or --dry-run.")
+@click.option(
+    "--keep", type=click.IntRange(min=1), required=True, help="How many of the last checkpoints to keep."
+)
+@click.option("--check", is_flag=True, help="First verify the checkpoints to keep.")
+@click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; needs --yes or --dry-run.")
 def prune(directory: str, keep: int, check: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
-    """Remove all but the last checkpoints of a run from DIRECTORY, where they are called by their steps.
+    """Delete all but the last checkpoints in DIRECTORY, which are named by their steps: run-100, step_200, 300.
 
-    What is no whole checkpoint counts for nothing, and is left alone.
+    Entries that are not complete checkpoints do not count and are left alone.
 
     \b
     eformer prune ./run --keep 3 --dry-run
     eformer prune ./run --keep 3 --check --yes
     """
     from eformer._engine.record.text import count, size
-    from eformer._engine.tools.prune import prune as plan_of
+    from eformer._engine.tools.prune import prune as carry_out
     from eformer._engine.tools.prune import remove
 
     if as_json and not (yes or dry_run):
-        raise click.UsageError("--json cannot ask: say --yes, or --dry-run")
-    plan = plan_of(directory, keep=keep, check=check, dry_run=True)
+        raise click.UsageError("--json cannot ask for confirmation: add --yes or --dry-run")
+    plan = carry_out(directory, keep=keep, check=check, dry_run=True)
     if not as_json:
         _show_plan(plan)
     what = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
@@ -361,7 +377,7 @@ def _show_plan(plan: Pruned) -> None:
     for name in plan.kept:
         click.echo(f"keep    {printable(name)}")
     for name, why in plan.left.items():
-        line = printable(f"leave   {name}, which is no whole checkpoint: {why}")
+        line = printable(f"leave   {name}, which is not a complete checkpoint: {why}")
         click.secho(line, fg="cyan", color=_colours())
     for name in plan.removed:
         click.secho(f"remove  {printable(name)}", fg="red", color=_colours())
@@ -370,9 +386,9 @@ def _show_plan(plan: Pruned) -> None:
 @main.command()
 @click.argument("directory", type=click.Path(), required=False)
 def demo(directory: str | None) -> None:
-    """A small training state: saved, loaded on another mesh, converted, damaged and caught. Needs ten seconds.
+    """Save a training state, load it on another mesh, convert it, and detect a flipped bit. Takes ten seconds.
 
-    What it writes stays in DIRECTORY, if one is given.
+    The files stay in DIRECTORY, if one is given.
 
     \b
     eformer demo
@@ -384,7 +400,7 @@ def demo(directory: str | None) -> None:
 
     if directory is not None:
         if Path(directory).exists():
-            raise FileExistsError(f"{directory} is there; choose a directory that is not")
+            raise FileExistsError(f"{directory} already exists; choose another directory")
         Path(directory).mkdir(parents=True)
         run(Path(directory))
     else:
@@ -392,14 +408,14 @@ def demo(directory: str | None) -> None:
             run(Path(folder))
     where = directory or "./demo"
     tries = {
-        f"inspect {where}/step-100": "what is in it",
-        f"diff {where}/step-100 {where}/step-200": "what a step has changed, and by how much",
-        f"verify {where}/damaged": "which bytes are not what was saved",
-        "inspect YOUR/CHECKPOINT": "Orbax, safetensors, flax, npz: whoever wrote it",
+        f"inspect {where}/step-100": "show the tree",
+        f"diff {where}/step-100 {where}/step-200": "show what a step changed, and by how much",
+        f"verify {where}/damaged": "show which bytes are damaged",
+        "inspect YOUR/CHECKPOINT": "Orbax, safetensors, flax, npz and others",
     }
     if directory is None:
-        tries = {"demo ./demo": "the same, and keep the files"} | tries
-    click.secho("\nNow you:", bold=True, color=_colours())
+        tries = {"demo ./demo": "run it again and keep the files"} | tries
+    click.secho("\nTry next:", bold=True, color=_colours())
     width = max(map(len, tries))
     for command, what in tries.items():
         click.echo(f"  eformer {command:<{width}}   {what}")
@@ -408,7 +424,7 @@ def demo(directory: str | None) -> None:
 @main.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """What lets SHELL complete the commands, options and paths of eformer.
+    """Print the script that completes the commands, options and paths of eformer in SHELL.
 
     \b
     eformer completion bash >> ~/.bashrc
@@ -422,21 +438,21 @@ def completion(shell: str) -> None:
     click.echo(kind(main, {}, "eformer", "_EFORMER_COMPLETE").source())
 
 
-def _has_watcher(quiet: bool) -> bool:
-    """Whether somebody is there to see a bar."""
+def _wants_bar(quiet: bool) -> bool:
+    """Tell whether to draw a progress bar: standard error is a terminal, and the user wants output."""
     return not quiet and sys.stderr is not None and sys.stderr.isatty()
 
 
 def _print_json(value: Any) -> None:
-    click.echo(json.dumps(_plain(value), indent=1, allow_nan=False))
+    click.echo(json.dumps(_as_json(value), indent=1, allow_nan=False))
 
 
-def _plain(value: Any) -> Any:
-    """What every reader of JSON takes: keys are text, and so are numbers that JSON has not."""
+def _as_json(value: Any) -> Any:
+    """Convert to strict JSON: keys are strings, and numbers that JSON lacks become strings."""
     if isinstance(value, dict):
-        return {key if isinstance(key, str) else repr(key): _plain(inner) for key, inner in value.items()}
+        return {key if isinstance(key, str) else repr(key): _as_json(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
+        return [_as_json(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)

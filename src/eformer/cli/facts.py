@@ -1,4 +1,4 @@
-"""What there is to say of a checkpoint, as plain values: what is shown, and what `--json` prints."""
+"""Collect facts about a checkpoint as plain values, for the terminal and for `--json`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Facts = dict[str, Any]
 
 
 def checkpoint_facts(path: str, prefix: str | None = None) -> tuple[Facts, dict[str, TreeEntry]]:
-    """Of the checkpoint, and the trees of it that can be read, by prefix; `problems` says of the others why not."""
+    """Return facts about a checkpoint, and its readable trees by prefix; `problems` has the reasons for the others."""
     found = find(path)
     trees, problems = {}, {}
     for name in [prefix] if prefix is not None else list(found.trees):
         try:
             trees[name] = found.tree(name)
-            trees[name].leaves  # noqa: B018  parsed and checked
+            trees[name].leaves  # noqa: B018  raises if the leaves are invalid
         except (EformerError, OSError) as error:
             trees.pop(name, None)
             problems[name] = str(error)
@@ -49,6 +49,7 @@ def checkpoint_facts(path: str, prefix: str | None = None) -> tuple[Facts, dict[
 
 
 def tree_facts(tree: TreeEntry) -> Facts:
+    """Return the totals of a tree, and its metadata."""
     entries = tree.leaves.values()
     arrays, nbytes = Counter[str](), Counter[str]()
     for entry in entries:
@@ -70,6 +71,7 @@ def tree_facts(tree: TreeEntry) -> Facts:
 
 
 def leaf_facts(tree: TreeEntry) -> Iterator[Facts]:
+    """Yield the facts of each leaf: arrays first, then plain values."""
     for name, entry in tree.leaves.items():
         yield {
             "name": name,
