@@ -28,7 +28,7 @@ def checkpoint_facts(path: str, prefix: str | None = None) -> tuple[Facts, dict[
     for name in [prefix] if prefix is not None else list(found.trees):
         try:
             trees[name] = found.tree(name)
-            trees[name].leaves  # noqa: B018  raises if the leaves are invalid
+            trees[name].check_leaves()
         except (EformerError, OSError) as error:
             trees.pop(name, None)
             problems[name] = str(error)

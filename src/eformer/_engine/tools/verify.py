@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from eformer._engine.formats.find import find, was_replaced
+from eformer._engine.formats.find import ReplacedError, reread, was_replaced
 from eformer._engine.formats.process_records import unreadable
 from eformer._engine.loading.fetch import check
 from eformer._engine.loading.read_plan import Want
@@ -86,15 +86,17 @@ def verify(path: str | os.PathLike[str], *, progress: Progress = None) -> Report
         >>> print(report)
         run/step-100: 14 leaves, 45875200 bytes: every digest matches
     """
-    while True:
-        found = find(path)
-        trees, damages = _readable_trees(found)
-        with metered(progress, sum(tree.nbytes for tree in trees), "verifying") as meter:
-            damages += [damage for tree in trees for damage in _damages(found, tree, meter)]
-        if found.find_damages:
-            damages += found.find_damages()
-        if not damages or not was_replaced(found):
-            break
+    return reread(path, lambda found: _report(found, progress))
+
+
+def _report(found: Found, progress: Progress) -> Report:
+    trees, damages = _readable_trees(found)
+    with metered(progress, sum(tree.nbytes for tree in trees), "verifying") as meter:
+        damages += [damage for tree in trees for damage in _damages(found, tree, meter)]
+    if found.find_damages:
+        damages += found.find_damages()
+    if damages and was_replaced(found):
+        raise ReplacedError
     return Report(
         path=str(found.path),
         trees=len(found.trees),
@@ -113,7 +115,7 @@ def _readable_trees(found: Found) -> tuple[list[TreeEntry], list[Damage]]:
     for prefix, record in found.manifest.trees.items():
         if record.parts:
             try:
-                found.trees[prefix].leaves  # noqa: B018
+                found.trees[prefix].check_leaves()
             except (OSError, FormatError) as error:
                 problems = unreadable(found.store, record) or [(str(found.path), str(error))]
                 damages += [
