@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal
 from eformer._engine.formats.safetensors.directory import SafetensorsDirectory
 from eformer._engine.formats.safetensors.single_file import SafetensorsFile
 from eformer._engine.formats.zarr.arrays import ZarrArrays
+from eformer._engine.formats.zarr.index import Listed
+from eformer._engine.formats.zarr.layout import array_path
 from eformer._engine.saving.agreement import Team, gather
 from eformer._engine.saving.commit import commit
 from eformer._engine.saving.record import receipt_of_one, receipt_of_several
@@ -75,9 +77,9 @@ class Save:
     def format(self, save_id: str) -> WriteFormat:
         several, process = self.hosts.count > 1, self.hosts.index
         if self.kind == "tensorstore":
-            leaves = {source.name: (source.shape, source.dtype) for source in self.sources}
+            arrays = {s.name: Listed(array_path(s.name), s.shape, s.dtype) for s in self.sources}
             return ZarrArrays(
-                self.prefix, save_id, self.tree.block, self.options, leaves, self.has_index, several, process
+                self.prefix, save_id, self.tree.block, self.options, arrays, self.has_index, several, process
             )
         if self.file:
             return SafetensorsFile(
@@ -189,7 +191,6 @@ def told_to_all(hosts: Hosts) -> Iterator[None]:
 @contextmanager
 def _watched(save: Save, progress: Progress) -> Iterator[Meter]:
     """Report to `progress` what is written."""
-    own_nbytes = save.format("").own_nbytes
-    total = sum(map(own_nbytes, save.sources)) if is_wanted(progress) else 0
+    total = sum(map(save.format("").own_nbytes, save.sources)) if is_wanted(progress) else 0
     with metered(progress, total, "saving") as meter:
         yield meter

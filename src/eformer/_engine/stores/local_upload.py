@@ -14,7 +14,7 @@ import re
 import threading
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -122,16 +122,10 @@ class LocalUpload:
         return self._expected > physical_memory() * _LARGE_PART
 
     def put(self, files: Sequence[tuple[str, bytes]]) -> None:
-        last, folder = "", self.folder("")
-        try:
+        with _Folders(self) as folders:
             for path, data in files:
                 outer, _, name = path.rpartition("/")
-                if outer != last:
-                    folder.close()
-                    last, folder = outer, self.made_folder(outer)
-                _write_new(folder, name, data)
-        finally:
-            folder.close()
+                _write_new(folders.at(outer), name, data)
         self._unsynced += [path for path, _ in files]
 
     def link(self, name: str, source: Store, entry: Entry) -> bool:
@@ -157,13 +151,19 @@ class LocalUpload:
         return self.data.enter(path) if path else Directory(self.data.path, os.dup(self.data.descriptor))
 
     def made_folder(self, path: str) -> Directory:
-        """Open a directory of the data, made if it is not there."""
+        """Open a directory of the data, made if it is not there. The caller closes it."""
         if path and path not in self._made:
             outer, _, name = path.rpartition("/")
-            with self.made_folder(outer) as parent, suppress(FileExistsError):  # perhaps by another process
+            with self.made_folder(outer) as parent:
+                self.make_in(parent, path, name)
+        return self.folder(path)
+
+    def make_in(self, parent: Directory, path: str, name: str) -> None:
+        """Make a directory of the data in one that is open, unless it is there."""
+        if path not in self._made:
+            with suppress(FileExistsError):  # made by another process
                 parent.make(name)
             self._made.add(path)
-        return self.folder(path)
 
     def sync(self) -> None:
         files, self._unsynced = self._unsynced, []
@@ -315,6 +315,39 @@ class LocalUpload:
             unlock(self._folder.descriptor)
         for directory in (self.data, self._folder, self.place):
             directory.close()
+
+
+class _Folders:
+    """Directories of the data, made and opened one after the other. Neighbours have the same parent, which stays
+    open."""
+
+    def __init__(self, upload: LocalUpload) -> None:
+        self._upload = upload
+        self._path, self._folder = "", upload.folder("")
+        self._parent_path, self._parent = "", upload.folder("")
+
+    def at(self, path: str) -> Directory:
+        if path == self._path:
+            return self._folder
+        self._folder.close()
+        outer, _, name = path.rpartition("/")
+        if outer != self._parent_path:
+            self._parent.close()
+            self._parent_path, self._parent = outer, self._upload.made_folder(outer)
+        if name:
+            self._upload.make_in(self._parent, path, name)
+            self._folder = self._parent.enter(name)
+        else:
+            self._folder = self._upload.folder("")
+        self._path = path
+        return self._folder
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.close()
+        self._parent.close()
 
 
 class NewFile:

@@ -14,7 +14,7 @@ from eformer._engine.formats.markers import ORBAX_TREE
 from eformer._engine.formats.safetensors.names import MANIFEST
 from eformer._engine.formats.write_format import Commit
 from eformer._engine.formats.zarr.index import FORMAT, INDEX, Index, Listed, read_index
-from eformer._engine.formats.zarr.layout import array_path, own_nbytes, plan_arrays
+from eformer._engine.formats.zarr.layout import own_nbytes, plan_arrays
 from eformer._engine.formats.zarr.original_structure import parse_structure
 from eformer._engine.formats.zarr.plain_arrays import discover
 from eformer._engine.formats.zarr.zarray import ZARRAY
@@ -42,7 +42,7 @@ _MOST_ZARRAY = 2**20  # bytes
 
 @dataclass(frozen=True, slots=True)
 class ZarrArrays:
-    """The format of one save of arrays. `leaves` has the shape and dtype of every leaf, in the order of the tree.
+    """The format of one save of arrays. `arrays` has the array of every leaf, by name, in the order of the tree.
 
     Without an index (`has_index=False`) the arrays carry no mark, and look like those of any other program.
     """
@@ -55,7 +55,7 @@ class ZarrArrays:
     save_id: str
     block: int
     options: SaveOptions
-    leaves: Mapping[str, tuple[tuple[int, ...], str]]
+    arrays: Mapping[str, Listed]
     has_index: bool = True
     several: bool = False
     process: int = 0
@@ -93,7 +93,8 @@ class ZarrArrays:
 
     def layout(self, groups: Sequence[Sequence[Source]], sha256: Mapping[str, str]) -> list[PlannedFile]:
         sources = [source for group in groups for source in group]
-        return list(plan_arrays(sources, self.options, self.block, self.mark))
+        paths = {name: array.path for name, array in self.arrays.items()}
+        return list(plan_arrays(sources, paths, self.options, self.block, self.mark))
 
     def header(self, file: PlannedFile, sha256: Mapping[str, str]) -> bytes:
         return file.header
@@ -134,7 +135,7 @@ class ZarrArrays:
         """Refuse paths that could be written, by names below an open directory, and not be read again as a whole."""
         if store.local_path() is None or self.options.ocdbt:
             return
-        longest = max(map(array_path, self.leaves), key=len, default="")
+        longest = max((array.path for array in self.arrays.values()), key=len, default="")
         path = store.path_to(f"{self.root}/{longest}/{'0' * 20}")
         if len(os.fsencode(path)) >= _MOST_PATH:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), path)
@@ -175,7 +176,7 @@ class _ArraysIndex:
         index = self.found or self._of_others(store)
         root, moves = self._final_places(index, store, upload)
         if not fmt.has_index:
-            unmarked = [f"{array_path(name)}/{ZARRAY}" for name in fmt.leaves]
+            unmarked = [f"{array.path}/{ZARRAY}" for array in fmt.arrays.values()]
             return Commit(moves, unmarked=unmarked)
         tree = msgspec.structs.replace(
             tree,
@@ -183,8 +184,9 @@ class _ArraysIndex:
             ocdbt=True if root and fmt.options.ocdbt else msgspec.UNSET,
         )
         manifest = msgspec.structs.replace(self.manifest.with_tree(fmt.prefix, tree), digest=Index().digest)
-        start = f"{root}/" if root else ""
-        listed = [Listed(start + array_path(name), *leaf) for name, leaf in fmt.leaves.items()]
+        listed = list(fmt.arrays.values())
+        if root:
+            listed = [Listed(f"{root}/{array.path}", array.shape, array.dtype) for array in listed]
         data = index.with_tree(fmt.prefix, listed, manifest).to_json()
         tidy = None
         if not index.is_ours and fmt.prefix in index.prefixes:

@@ -12,7 +12,7 @@ from eformer._engine.record.names import name_to_path
 from eformer._engine.record.planned import PlannedExtent, PlannedFile, no_digests
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from eformer._engine.record.options import SaveOptions
     from eformer._engine.record.planned import Source
@@ -24,26 +24,26 @@ _ENCODED_CHUNK_BYTES = 8 * 2**20
 
 
 def plan_arrays(
-    sources: Sequence[Source], options: SaveOptions, block: int, mark: str
+    sources: Sequence[Source], paths: Mapping[str, str], options: SaveOptions, block: int, mark: str
 ) -> Iterator[PlannedFile]:
     """Plan the files of all arrays: `.zarray`, by the process that writes the beginning of a leaf, then its chunks.
 
-    Arrays carry the mark of their save, so that without an index they are not taken for a tree of another program.
+    `paths` are the directories of the arrays by leaf. Arrays carry the mark of their save, so that without an index
+    they are not taken for a tree of another program.
     """
     is_encoded = options.ocdbt or options.compression
     limit = options.max_chunk_bytes or (_ENCODED_CHUNK_BYTES if is_encoded else _CHUNK_BYTES)
     for source in sources:
-        yield from _plan_array(source, options.compression, limit, block, mark)
+        yield from _plan_array(source, paths[source.name], options.compression, limit, block, mark)
 
 
 def _plan_array(
-    source: Source, compression: str | None, limit: int, block: int, mark: str
+    source: Source, path: str, compression: str | None, limit: int, block: int, mark: str
 ) -> Iterator[PlannedFile]:
     itemsize = source.itemsize
     chunk = chunk_shape(source.shape, source.shard or source.shape, itemsize, limit)
     chunk_nbytes = itemsize * math.prod(chunk)
     coding = Coding(compression, chunk) if compression else None
-    path = array_path(source.name)
     if source.is_first:
         described = zarray(source.dtype, source.shape, chunk, compression, mark)
         yield PlannedFile(f"{path}/{ZARRAY}", [], len(described), described)
