@@ -6,6 +6,7 @@ Every step leaves the place with one whole checkpoint.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from eformer._engine.saving.record import recorded_tree, recorded_tree_of_several
@@ -32,29 +33,30 @@ def commit(team: Team, receipt: Receipt) -> None:
     assert upload is not None
     team.save.turn.wait()
     with upload.exclusive():
-        done = None
-        while done is None:
-            done = _try(team, tree, upload)
-        _tidy_up(team, done, upload)
+        _tidy_up(team, _commit(team, tree, upload), upload)
     upload.close()
 
 
-def _try(team: Team, tree: TreeEntry, upload: Upload) -> Commit | None:
-    """Publish the files and swap the index. Return None if another save has swapped it first."""
+def _commit(team: Team, tree: TreeEntry, upload: Upload) -> Commit:
+    """Publish the files and swap the index; again, if another save has swapped it first."""
+    try:
+        while True:
+            with suppress(SwapError):
+                return _try(team, tree, upload)
+    except BaseException:
+        if not team.is_committed():  # a sync may fail after the index is in place
+            upload.withdraw()
+        raise
+
+
+def _try(team: Team, tree: TreeEntry, upload: Upload) -> Commit:
     store, fmt = team.save.store, team.format
     index = fmt.read_index(store)
     upload.sweep(index.save_ids)
     planned = index.commit(tree, store, upload)
-    try:
-        upload.publish(planned.moves, planned.replaced, save_id=tree.save_id, unmarked=planned.unmarked)
-        if planned.index is not None:
-            upload.swap(fmt.index_name, planned.index, index.version)
-    except SwapError:
-        return None
-    except BaseException:
-        if not fmt.is_committed(store, tree.save_id):  # a sync may fail after the index is in place
-            upload.withdraw()
-        raise
+    upload.publish(planned.moves, planned.replaced, save_id=tree.save_id, unmarked=planned.unmarked)
+    if planned.index is not None:
+        upload.swap(fmt.index_name, planned.index, index.version)
     return planned
 
 
@@ -65,5 +67,5 @@ def _tidy_up(team: Team, done: Commit, upload: Upload) -> None:
         upload.finish()
         if done.tidy:
             done.tidy(team.save.store, upload)
-    except (OSError, FormatError) as error:
+    except (OSError, FormatError, SwapError) as error:
         logger.warning("%s is saved, but could not be tidied up: %s", team.save.store.url, error)

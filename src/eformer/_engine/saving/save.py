@@ -162,7 +162,7 @@ def _prepare(
 def place_of(path: str | os.PathLike[str], format: Format) -> tuple[Store, str]:  # noqa: A002
     """Return the directory to save to and ""; or the directory of a file, and its name."""
     store, name = locate(absolute(path))
-    if format == "safetensors" and name.endswith(SUFFIX):
+    if format == "safetensors" and name.endswith(SUFFIX) and name != SUFFIX:
         return store.real(), name
     return store.at(name) if name else store, ""
 

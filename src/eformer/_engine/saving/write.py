@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,8 +45,8 @@ def write(
     The arrays of a file are released as it is written. With `header`, the header of a file that has extents is made
     when their digests are known.
     """
-    with ExitStack() as sinks:  # closes what is still open if the save fails
-        run_all(_Writer(upload, block, staging, meter, header, sinks).tasks(files), threads)
+    upload.expect(sum(file.nbytes for file in files if not file.is_there))
+    run_all(_Writer(upload, block, staging, meter, header).tasks(files), threads)
     upload.sync()
 
 
@@ -59,21 +58,22 @@ class _Writer:
         staging: Staging,
         meter: Meter,
         header: Callable[[PlannedFile], bytes] | None,
-        sinks: ExitStack,
     ) -> None:
         self.upload, self.block, self.staging, self.meter = upload, block, staging, meter
-        self.header, self.sinks = header, sinks
+        self.header = header
 
     def tasks(self, files: Iterable[PlannedFile]) -> Iterator[Callable[[], None]]:
         small: list[PlannedFile] = []
+        room = self.block
         for file in files:
             if file.is_there:
                 continue
             if _is_small(file, self.block):
-                small.append(file)
-                if len(small) == _BATCH:
+                if small and (file.nbytes > room or len(small) == _BATCH):
                     yield partial(self.put_small, small)
-                    small = []
+                    small, room = [], self.block
+                small.append(file)
+                room -= file.nbytes
             elif self.upload.takes_whole_files or file.extents[0].coding:
                 yield partial(self.put_whole, file)
             else:
@@ -121,7 +121,6 @@ class _Writer:
     def pieces_of(self, file: PlannedFile) -> Iterator[Callable[[], None]]:
         """Write small neighbours together and large boxes piece by piece; the last task closes the file."""
         sink = self.upload.create(file.name, file.nbytes)
-        self.sinks.callback(sink.close)
         last = Countdown(partial(self.finish, file, sink))
         for task in self.extent_tasks(file, sink):
             yield last.after(task)

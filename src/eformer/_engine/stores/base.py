@@ -93,7 +93,8 @@ class Sink(Protocol):
     def write(self, data: Any, offset: int) -> None:
         """Write bytes at an offset, from any thread, in any order."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Complete the file: everything has been written."""
 
 
 class Store(Protocol):
@@ -135,7 +136,11 @@ class Store(Protocol):
     def sizes(self, below: str, depth: int = 1) -> dict[str, int]:
         """Return the lengths of the files in a directory, and `depth` levels down, by path from there."""
 
-    def exists(self, name: str) -> bool: ...
+    def kind(self, name: str) -> Kind | None:
+        """Tell what a name is; None if nothing has it. Links are "other"."""
+
+    def exists(self, name: str) -> bool:
+        """Tell whether a name leads to something, perhaps through a link."""
 
     def read(self, name: str, start: int = 0, nbytes: int | None = None) -> tuple[bytes, Entry]:
         """Read a range of a file, to its end at most, and say which version it was of.
@@ -182,7 +187,11 @@ class Upload(Protocol):
     def announce(self) -> None:
         """Let other processes find the upload by its token."""
 
-    def create(self, name: str, nbytes: int) -> Sink: ...
+    def expect(self, nbytes: int) -> None:
+        """Say how many bytes will be written in all, so that a large save can spare the caches."""
+
+    def create(self, name: str, nbytes: int) -> Sink:
+        """Begin a file of known length. One that is not closed is removed with the upload."""
 
     def put(self, files: Sequence[tuple[str, bytes]]) -> None:
         """Write many small files. Neighbours of one directory should follow each other."""

@@ -160,8 +160,11 @@ class Directory:
         """A descriptor of a new file; raises FileExistsError if there is anything of this name."""
         return os.open(self._plain(name), flags | _CREATE, 0o666, dir_fd=self.descriptor)
 
-    def make(self, name: str) -> None:
+    def make(self, name: str, *, usable: bool = False) -> None:
+        """Make a directory; a `usable` one can be entered and written to by its owner, whatever the umask says."""
         os.mkdir(self._plain(name), dir_fd=self.descriptor)
+        if usable and (status := self.status(name)) and status.st_mode & 0o700 != 0o700:
+            os.chmod(name, stat.S_IMODE(status.st_mode) | 0o700, dir_fd=self.descriptor)
 
     def link(self, name: str, target: Path | str, nbytes: int) -> None:
         """Give a regular file of this length another name, here."""
@@ -287,6 +290,9 @@ class Directory:
 
         Raises FileNotFoundError if the directory is no longer the one that its path leads to.
         """
+        if not self._can_be_read:  # nor locked; there is nothing to list either that other saves could name
+            yield
+            return
         descriptor = os.open(".", _OPEN, dir_fd=self.descriptor)  # a lock belongs to who has opened it
         try:
             lock(descriptor)

@@ -101,10 +101,12 @@ def _scratch_file(directory: Directory, mode: int | None) -> Iterator[tuple[int,
     try:
         yield descriptor, name
     finally:
-        with suppress(OSError):
-            directory.unlink(name)
-        unlock(descriptor)
-        os.close(descriptor)
+        try:
+            with suppress(OSError):
+                directory.unlink(name)
+        finally:
+            unlock(descriptor)
+            os.close(descriptor)
 
 
 def sweep_files(directory: Directory) -> None:
@@ -172,6 +174,11 @@ def write_past_cache(descriptor: int, data: Any, offset: int) -> bool:
         return False
     write_all(descriptor, memoryview(data)[written:], offset + written)
     return True
+
+
+def sync_data(descriptor: int) -> None:
+    """Put the bytes of a file on stable storage, and its length."""
+    (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)
 
 
 def physical_memory() -> int:

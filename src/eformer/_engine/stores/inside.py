@@ -84,9 +84,12 @@ def _leads_inside(path: Path) -> bool:
 
 def open_regular(path: Path | str) -> int:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise FormatError(f"{path} is not a regular file")
+    except BaseException:
         os.close(descriptor)
-        raise FormatError(f"{path} is not a regular file")
+        raise
     return descriptor
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,6 +89,13 @@ class LocalStore:
                     elif level < depth:
                         todo.append((path, level + 1))
         return sizes
+
+    def kind(self, name: str) -> Kind | None:
+        try:
+            mode = (self.path / name).lstat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return "file" if stat.S_ISREG(mode) else "directory" if stat.S_ISDIR(mode) else "other"
 
     def exists(self, name: str) -> bool:
         return (self.path / name).exists()

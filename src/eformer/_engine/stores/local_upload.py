@@ -26,6 +26,7 @@ from eformer._engine.stores.durable import (
     replacing_in,
     scratch_name,
     sweep_files,
+    sync_data,
     write_all,
     write_past_cache,
 )
@@ -78,8 +79,10 @@ class LocalUpload:
         self.data = self._folder = Directory(directory, -1)
         self._made: set[str] = set()
         self._unsynced: list[str] = []
+        self._synced: list[str] = []
         self._published: list[str] = []
-        self._expected = 0
+        self._files: list[NewFile] = []
+        self._created = self._expected = 0
         try:
             while self._folder.descriptor < 0:
                 self._enter(token or scratch_name())
@@ -91,12 +94,12 @@ class LocalUpload:
         """Make the directory, or open the one that another process has made, and lock it."""
         self.token = name
         if self.is_owner:
-            self.place.make(name)
+            self.place.make(name, usable=True)
         try:
             self._folder = self.place.enter(name)
             lock(self._folder.descriptor, shared=True)
             if self.is_owner:
-                self._folder.make(_DATA)
+                self._folder.make(_DATA, usable=True)
             self.data = self._folder.enter(_DATA)
         except FileNotFoundError:  # swept between its creation and the lock
             self._folder.close()
@@ -111,10 +114,14 @@ class LocalUpload:
 
     # --------------------------------------------------------------------------------------- write
 
+    def expect(self, nbytes: int) -> None:
+        self._expected = nbytes
+
     def create(self, name: str, nbytes: int) -> NewFile:
-        self._expected += nbytes
-        self._unsynced.append(name)
-        return NewFile(self, name, nbytes)
+        self._created += 1
+        file = NewFile(self, name, nbytes, sync=self._created <= _FEW)
+        self._files.append(file)
+        return file
 
     @property
     def is_large(self) -> bool:
@@ -143,7 +150,8 @@ class LocalUpload:
         ) as error:  # another file system, or one without links; or it was just removed
             logger.warning("reuse: cannot link %s, writing it again: %s", source.path_to(entry.name), error)
             return False
-        self._unsynced.append(name)
+        if outer:  # the new name in its directory; the bytes were synced by the save that wrote them
+            self._unsynced.append(name)
         return True
 
     def folder(self, path: str) -> Directory:
@@ -165,17 +173,25 @@ class LocalUpload:
                 parent.make(name)
             self._made.add(path)
 
+    def note_written(self, name: str, *, is_synced: bool) -> None:
+        """Note a file that is complete; of one that is synced only the directory is left to sync."""
+        (self._synced if is_synced else self._unsynced).append(name)
+
     def sync(self) -> None:
         files, self._unsynced = self._unsynced, []
-        self.sync_files(files)
+        synced, self._synced = self._synced, []
+        self.sync_files(files, synced)
 
-    def sync_files(self, files: Sequence[str]) -> None:
+    def sync_files(self, files: Sequence[str], synced: Sequence[str] = ()) -> None:
         if len(files) >= _FEW and _syncfs(self.data.descriptor):
             return
         folders: dict[str, list[str]] = {}
         for path in files:
             outer, _, name = path.rpartition("/")
             folders.setdefault(outer, []).append(name)
+        for path in (*folders, *(path.rpartition("/")[0] for path in synced)):
+            outer = path
+            folders.setdefault(outer, [])
             while outer := outer.rpartition("/")[0]:
                 folders.setdefault(outer, [])
         tasks = [partial(self._sync_one, outer, name) for outer, names in folders.items() for name in names]
@@ -250,7 +266,7 @@ class LocalUpload:
         mode = replaceable_mode(self.place, final)
         if mode is not None:
             os.chmod(name, mode, dir_fd=self.data.descriptor)
-        else:
+        if self.place.status(final) is None:  # what is replaced is not ours to withdraw
             self._published.append(final)
         self.data.rename(name, self.place, final)
 
@@ -311,6 +327,8 @@ class LocalUpload:
 
     def abandon(self) -> None:
         """Let go of the upload as a process does that dies: what it has written stays."""
+        for file in self._files:
+            file.abandon()
         if self._folder.descriptor >= 0:
             unlock(self._folder.descriptor)
         for directory in (self.data, self._folder, self.place):
@@ -353,8 +371,8 @@ class _Folders:
 class NewFile:
     """A new file of known length that several threads write; open from the first write on until it is closed."""
 
-    def __init__(self, upload: LocalUpload, path: str, nbytes: int) -> None:
-        self._upload, self._path, self._nbytes = upload, path, nbytes
+    def __init__(self, upload: LocalUpload, path: str, nbytes: int, *, sync: bool) -> None:
+        self._upload, self._path, self._nbytes, self._sync = upload, path, nbytes, sync
         self._lock = threading.Lock()
         self._descriptor = -1
         self._passes_cache = True
@@ -371,11 +389,23 @@ class NewFile:
         with self._lock:
             if self._descriptor < 0:
                 outer, _, name = self._path.rpartition("/")
+                # The permissions of a file that it will replace hold from the beginning.
+                mode = None if outer else replaceable_mode(self._upload.place, name)
                 with self._upload.made_folder(outer) as folder:
                     self._descriptor = folder.create(name)
+                if mode is not None:
+                    os.fchmod(self._descriptor, mode)
                 os.ftruncate(self._descriptor, self._nbytes)
 
     def close(self) -> None:
+        if self._descriptor < 0:
+            self._open()
+        if self._sync:  # through the descriptor that wrote it, which knows of every error
+            sync_data(self._descriptor)
+        self._upload.note_written(self._path, is_synced=self._sync)
+        self.abandon()
+
+    def abandon(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -425,7 +455,7 @@ def appearing(path: Path) -> Iterator[Path]:
 def _sync(directory: Directory, name: str) -> None:
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.descriptor)
     try:
-        (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)
+        sync_data(descriptor)
     finally:
         os.close(descriptor)
 

@@ -123,6 +123,11 @@ class MemoryStore:
     def is_there(self) -> bool:
         return bool(_bucket.below(f"{self._path}/"))
 
+    def kind(self, name: str) -> Kind | None:
+        if self.exists(name):
+            return "file"
+        return "directory" if _bucket.below(f"{self._path}/{name}/") else None
+
     def exists(self, name: str) -> bool:
         with _bucket.lock:
             return f"{self._path}/{name}" in _bucket.objects
@@ -225,6 +230,9 @@ class MemoryUpload:
     def announce(self) -> None:
         """Nobody else could join."""
 
+    def expect(self, nbytes: int) -> None:
+        """Memory has no caches to spare."""
+
     def create(self, name: str, nbytes: int) -> _Sink:
         self._new[name] = memory = bytearray(nbytes)
         return _Sink(memory)
@@ -233,13 +241,17 @@ class MemoryUpload:
         self._new.update(files)
 
     def link(self, name: str, source: Store, entry: Entry) -> bool:
-        """Copy the object, as a server would."""
+        """Name the object again if it has its final name already; else copy it, as a server would."""
         if not isinstance(source, MemoryStore):
             return False
-        data, now = source.read(entry.name)
+        try:
+            data, now = source.read(entry.name)
+        except FileNotFoundError:
+            return False
         if now.version != entry.version:
             return False
-        self._new[name] = data
+        if source.path_to(entry.name) != SCHEME + self._start + name:
+            self._new[name] = data
         return True
 
     def sync(self) -> None:
@@ -250,7 +262,7 @@ class MemoryUpload:
 
     def is_published(self, name: str, final: str) -> bool:
         """A name is never used for another object."""
-        return bool(_bucket.below(f"{self._path}/{final}"))
+        return name == final and name not in self._new
 
     def exclusive(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -82,7 +82,11 @@ class DatabaseUpload(LocalUpload):
     def __init__(self, directory: Path, token: str = "", *, mark: str, process: int = 0) -> None:
         super().__init__(directory, token)
         self._mark, self._branch = mark, f"{_BRANCH}{process}" if process else ""
-        self._database = _Database(self.data.path / self._branch)
+        try:
+            self._database = _Database(self.data.path / self._branch)
+        except BaseException:
+            self.close()
+            raise
 
     def create(self, name: str, nbytes: int) -> NoReturn:
         raise NotImplementedError("a database takes files as a whole")
@@ -108,9 +112,11 @@ class DatabaseUpload(LocalUpload):
         unmarked: Sequence[str] | None = None,
     ) -> None:
         if moves:
-            _join_branches(self.data.path)
             super().put([(DATABASE_MARK, self._mark.encode())])
-            self.sync()
+            if _join_branches(self.data.path):
+                self.sync()
+            else:
+                super().sync()
         described = None if unmarked is None else [DATABASE_MARK]
         super().publish(moves, replaced, save_id=save_id, unmarked=described)
 
@@ -150,13 +156,13 @@ class _Database:
             self._begin()
 
 
-def _join_branches(directory: Path) -> None:
-    """Take over the databases of other processes: their files stay where they are, their manifests are removed."""
+def _join_branches(directory: Path) -> bool:
+    """Take over the databases of other processes, if there are any. Their files stay, their manifests are removed."""
     import tensorstore as ts
 
     branches = sorted(path for path in directory.glob(f"{_BRANCH}*") if (path / DATABASE_MANIFEST).exists())
     if not branches:
-        return
+        return False
     context = _context()
     whole = _open(directory, context)
     for branch in branches:
@@ -167,6 +173,7 @@ def _join_branches(directory: Path) -> None:
         except ValueError as error:
             raise OSError(str(error)) from error
         os.unlink(branch / DATABASE_MANIFEST)
+    return True
 
 
 class DatabaseFiles:

@@ -38,7 +38,7 @@ from eformer._engine.record.planned import process_record
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.planned import PlannedFile, Source
@@ -175,26 +175,28 @@ class _Index:
 def _free_name(store: Store, upload: Upload, planned: str) -> str:
     """Return the name for a file that is kept; another one if the place has another file of that name, as a copy of the
     directory that it is kept from does."""
-    taken, name = store.kinds(), planned
-    while name in taken and not upload.is_published(planned, name):
+    name = planned
+    while store.can_rename and store.kind(name) and not upload.is_published(planned, name):
         name = renumbered(name)
     return name
 
 
 def _tidy(manifest: Manifest, replaced: set[str], store: Store, upload: Upload) -> None:
     bases = bring_up_to_date(store, upload, manifest)
+    if (
+        not store.can_rename
+    ):  # nor lock: another save may have committed meanwhile, and others may be under way
+        manifest = read_manifest(store)[0] or manifest
     named = {file.name for tree in manifest.trees.values() for file in tree.files}
-    upload.remove(replaced - named)
-    if store.can_rename:  # else files that no manifest names may belong to a save that is under way
-        upload.remove(_leftovers(store, named, bases))
+    upload.remove(_leftovers(store, store.kinds() if store.can_rename else replaced, named, bases))
 
 
-def _leftovers(store: Store, named: set[str], bases: set[str]) -> list[str]:
+def _leftovers(store: Store, names: Iterable[str], named: set[str], bases: set[str]) -> list[str]:
     """List the files of earlier saves of the trees that the manifest has. Those of other trees stay: people copy single
-    files."""
+    files. So do files that eformer did not write."""
     return [
         name
-        for name in store.kinds()
+        for name in names
         if name.endswith((SUFFIX, PRIVATE))
         and name not in named
         and is_leftover(name, _metadata(store, name), bases)

@@ -96,6 +96,7 @@ def save_of_index(store: Store, name: str, kind: Kind | None) -> tuple[str | Non
     try:
         return msgspec.json.decode(data, type=_IndexHead).metadata.eformer, entry.version
     except msgspec.ValidationError:  # it is sound, and says something else
-        return None, entry.version
+        saved = None
     except MALFORMED_JSON:
-        return ("" if b'"eformer"' in data else None), entry.version
+        saved = "" if b'"eformer"' in data else None
+    return saved, None if saved is None and kind == "other" else entry.version

@@ -81,12 +81,9 @@ class SafetensorsFile:
         """Refuse to replace a file of a checkpoint, or one that holds another tree than this save. Of a link only
         itself is replaced, never its target."""
         path = store.path_to(self.index_name)
-        try:
-            kind = store.kinds().get(self.index_name)
-        except FileNotFoundError:
-            return False
+        kind = store.kind(self.index_name)
         if kind is None:
-            return True
+            return store.is_there()
         store.check_replaceable(self.index_name)
         if kind == "other":
             if _is_named(store, self.index_name):

@@ -18,9 +18,9 @@ from eformer._engine.formats.zarr.layout import own_nbytes, plan_arrays
 from eformer._engine.formats.zarr.original_structure import parse_structure
 from eformer._engine.formats.zarr.plain_arrays import discover
 from eformer._engine.formats.zarr.zarray import ZARRAY
-from eformer._engine.record.manifest import Manifest
+from eformer._engine.record.manifest import Manifest, ProcessRecord
 from eformer._engine.record.names import escape, is_inside, is_text
-from eformer._engine.record.planned import PlannedFile, data_files, process_record
+from eformer._engine.record.planned import PlannedFile, data_files, leaf_entries
 from eformer._engine.record.values import parse_json
 from eformer._engine.stores.base import Replaced
 from eformer._engine.stores.ocdbt import DatabaseUpload
@@ -103,8 +103,12 @@ class ZarrArrays:
         """The record of a process may be long: it lies beside the first array that the process writes."""
         if not files:
             return None
-        record = process_record(files, sha256)
-        record.files = tuple(data_files(files))
+        leaves = {array.path: name for name, array in self.arrays.items()}
+        extents = {name: entry.extents for name, entry in leaf_entries(files, {}).items()}
+        here = dict.fromkeys(leaves[file.name.rpartition("/")[0]] for file in files)
+        record = ProcessRecord(
+            {name: extents.get(name, ()) for name in here}, dict(sha256), tuple(data_files(files))
+        )
         data = record.to_json()
         path = files[0].name.rpartition("/")[0]
         return PlannedFile(f"{path}/{DATABASE_MARK}-{self.process}", [], len(data), data)
@@ -254,7 +258,7 @@ def _is_of_others(store: Store, path: str) -> bool:
     try:
         data, _ = store.read(f"{path}/{ZARRAY}", 0, _MOST_ZARRAY)
         return not parse_json(data, _Described, path).eformer
-    except (OSError, FormatError):
+    except (FileNotFoundError, FormatError):
         return False
 
 
