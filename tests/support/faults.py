@@ -131,7 +131,7 @@ class Layout:
         try:
             found = load(self.path(folder), prefix=self.prefix)
         except (FileNotFoundError, ValueError) as error:
-            if not re.search("there is nothing at|holds no checkpoint|has no prefix", str(error)):
+            if not re.search("no checkpoint at|holds no checkpoint|has no prefix", str(error)):
                 raise
             return NOTHING
         generation = found.get("generation", NOTHING)
