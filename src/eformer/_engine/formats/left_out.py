@@ -37,8 +37,8 @@ _WITHOUT_LEAVES = (
 
 
 def left_out(store: Store, read: AbstractSet[str]) -> tuple[str, ...]:
-    """List the paths below the store that are left out. A whole directory, such as an array, is one path with a slash at
-    its end.
+    """List the paths below the store that are left out. A whole directory, such as an array, is one path that ends in a
+    slash.
 
     `read` has the paths of the files and directories that are read, directories with everything below them.
     """
