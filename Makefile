@@ -16,7 +16,7 @@ test: export PYTHONUTF8 = 1
 test: check
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 
-# The whole matrix of faults: every call of a save is killed, failed and cut off, where `make test` takes every fourth.
+# The whole matrix of faults: every call of a save is killed, failed and cut off, where `make test` takes every eighth.
 faults: $(VENV)/.dev
 	EFORMER_FAULTS_STRIDE=1 EFORMER_KILLS=20 $(BIN)/python -m pytest -n auto --dist loadgroup tests/faults tests/multihost/test_kills.py
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from eformer._engine.formats.markers import ORBAX_TREE
 from eformer._engine.formats.others import orbax
 from eformer._engine.formats.others import sniff as files
+from eformer._engine.formats.read_format import DirectoryReader, Place
 from eformer._engine.formats.safetensors import read as safetensors
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
 from eformer._engine.formats.zarr import read as arrays
@@ -110,20 +111,21 @@ def _missing(store: Store, name: str) -> NoReturn:
     raise NotFoundError(f"no checkpoint at {store.path_to(name)}{hint}")
 
 
+# In this order: an index of arrays settles it, and files of Orbax may lie beside safetensors files.
+DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
+    arrays.by_index,
+    orbax.by_marks,
+    safetensors.by_files,
+    arrays.without_index,
+)
+
+
 def _in_directory(store: Store) -> Found:
-    if found := arrays.by_index(store):
-        return found
-    names = list(store.kinds())
-    has_files = any(name.endswith(SUFFIX) for name in names)
-    directory = store.local_path()
-    may_be_orbax = (
-        directory is not None and MANIFEST not in names and (not has_files or orbax.marks(directory))
-    )
-    if directory is not None and may_be_orbax and (found := orbax.in_directory(directory, names)):
-        return found
-    if MANIFEST in names or has_files:
-        return safetensors.in_directory(store)
-    return arrays.without_index(store) or _nothing_in(store, names)
+    place = Place(store)
+    for read in DIRECTORY_READERS:
+        if found := read(place):
+            return found
+    return _nothing_in(store, place.names)
 
 
 def _nothing_in(store: Store, names: list[str]) -> NoReturn:

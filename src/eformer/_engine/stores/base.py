@@ -114,6 +114,12 @@ class Store(Protocol):
     def path_to(self, name: str) -> str:
         """Return where a file is, for messages."""
 
+    def is_there(self) -> bool:
+        """Tell whether this is a directory: one that exists, or a prefix that objects have."""
+
+    def parent(self) -> tuple[Store, str]:
+        """Return the store around this one, and the name that this one has there."""
+
     def at(self, below: str) -> Store:
         """Return the store of a directory below this one."""
 

@@ -43,6 +43,12 @@ class LocalStore:
     def path_to(self, name: str) -> str:
         return str(self.path / name)
 
+    def is_there(self) -> bool:
+        return self.path.is_dir()
+
+    def parent(self) -> tuple[LocalStore, str]:
+        return LocalStore(self.path.parent), self.path.name
+
     def at(self, below: str) -> LocalStore:
         return LocalStore(self.path / below)
 

@@ -324,7 +324,7 @@ class _Sink:
         self._memory = memory
 
     def write(self, data: Any, offset: int) -> None:
-        self._memory[offset : offset + len(data)] = data
+        self._memory[offset : offset + len(data)] = memoryview(data)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -25,7 +25,7 @@ FORMAT = "equinox"
 _MAX_LINE = 2**20  # bytes
 
 
-def in_equinox(file: SingleFile) -> Found | None:
+def in_equinox(file: SingleFile, _: bytes) -> Found | None:
     """Find the arrays of an equinox file, named by their numbers.
 
     Return None if the file does not begin with an array, or with a line of JSON and an array.

@@ -28,8 +28,10 @@ _FLAX_ARRAY = "//GDAPlaceholder:"
 _MAX_DEPTH = 250  # as of trees that eformer saves
 
 
-def in_msgpack(file: SingleFile) -> Found:
+def in_msgpack(file: SingleFile, first: bytes) -> Found | None:
     """Find the tree in a msgpack file, with the structure that was written. No bytes of arrays are read."""
+    if not first or first[0] not in BEGINNINGS:
+        return None
     try:
         structure, leaves = flatten_message(locate_arrays(Window(file)), is_leaf=is_t5x_array)
         _refuse_external_arrays(leaves)

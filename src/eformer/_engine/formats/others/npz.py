@@ -51,11 +51,13 @@ _MALFORMED_ZIP = (
 )  # fmt: skip
 
 
-def in_npz(file: SingleFile) -> Found:
+def in_npz(file: SingleFile, first: bytes) -> Found | None:
     """Find the tree of an npz file: nested dicts, split at the dots in the members' names.
 
     A text without axes becomes a plain value.
     """
+    if not first.startswith(BEGINNINGS):
+        return None
     records, problems = {}, []
     members = _locate_members(file)
     if any(info.filename.endswith("/data.pkl") for info, _ in members):

@@ -30,6 +30,7 @@ from eformer._engine.formats.others.orbax_items import (
 from eformer._engine.formats.others.orbax_items import steps_in as steps_in
 from eformer._engine.formats.others.orbax_metadata import read_checkpoint_metadata, read_json_item
 from eformer._engine.formats.others.orbax_reader import read_tree
+from eformer._engine.formats.safetensors.names import MANIFEST, SUFFIX
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.values import value_to_json
 from eformer._engine.stores.inside import walk
@@ -42,12 +43,23 @@ if TYPE_CHECKING:
 
     from eformer._engine.formats.others.orbax_metadata import CheckpointMetadata
     from eformer._engine.formats.others.orbax_reader import OrbaxTree
+    from eformer._engine.formats.read_format import Place
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.stores.base import Files, Version
 
 FORMAT = "orbax"
 
 _INDICATOR = "orbax.checkpoint"  # an empty file that marks checkpoints of version 1
+
+
+def by_marks(place: Place) -> Found | None:
+    """Find the Orbax checkpoint of a directory, unless it is one of safetensors files."""
+    directory = place.store.local_path()  # TensorStore reads it by its path
+    if directory is None or MANIFEST in place.names:
+        return None
+    if any(name.endswith(SUFFIX) for name in place.names) and not marks(directory):
+        return None
+    return in_directory(directory, place.names)
 
 
 def in_directory(directory: Path, names: Sequence[str]) -> Found | None:

@@ -13,8 +13,10 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.others.single_file import SingleFile
+    from eformer._engine.formats.read_format import FileReader
     from eformer._engine.stores.base import Store
 
+FILE_READERS: tuple[FileReader, ...] = (npz.in_npz, equinox.in_equinox, flax.in_msgpack)
 FORMATS = (flax.FORMAT, npz.FORMAT, equinox.FORMAT)
 SUFFIXES = (".msgpack", ".npz", ".eqx")  # the usual ones, for hints
 
@@ -29,12 +31,9 @@ def in_file(store: Store, name: str) -> Found | None:
             return None
         if other := _name_other_format(file, first):
             raise FormatError(f"{file.path} is not a checkpoint that eformer can read, but {other}")
-        if first.startswith(npz.BEGINNINGS):
-            return npz.in_npz(file)
-        if found := equinox.in_equinox(file):
-            return found
-        if first and first[0] in flax.BEGINNINGS:
-            return flax.in_msgpack(file)
+        for read in FILE_READERS:
+            if found := read(file, first):
+                return found
         raise FormatError(
             f"{file.path} is not a checkpoint: it is not called *{SUFFIX}, and begins with {first!r}, unlike "
             "safetensors, npz, arrays of numpy or equinox, and trees in msgpack"

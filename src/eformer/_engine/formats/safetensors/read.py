@@ -35,6 +35,7 @@ from eformer.errors import CorruptionError, FormatError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from eformer._engine.formats.read_format import Place
     from eformer._engine.stores.base import Store, Version
 
 FOREIGN = "safetensors, of another writer"
@@ -64,6 +65,12 @@ def by_base_name(store: Store, name: str) -> str | None:
 def _base_of_shard(name: str) -> str | None:
     shard = split_shard(name.removesuffix(SUFFIX))
     return shard[0] if shard else None
+
+
+def by_files(place: Place) -> Found | None:
+    """Find the checkpoint of a directory that has a manifest or safetensors files."""
+    is_one = MANIFEST in place.names or any(name.endswith(SUFFIX) for name in place.names)
+    return in_directory(place.store) if is_one else None
 
 
 def in_directory(store: Store, only: str | None = None) -> Found:

@@ -22,6 +22,7 @@ from eformer.errors import FormatError, NotFoundError, StructureError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from eformer._engine.formats.read_format import Place
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.stores.base import Store, Version
 
@@ -32,8 +33,9 @@ _METADATA = "checkpoint_metadata.json"
 Versions = dict[str, "Version"]
 
 
-def by_index(store: Store) -> Found | None:
+def by_index(place: Place) -> Found | None:
     """Find the checkpoint that the index of a directory describes. Return None if there is no index."""
+    store = place.store
     index, version = read_index(store)
     if index is None or version is None:
         return None
@@ -109,8 +111,9 @@ def _metadata(store: Store) -> dict[str, Any]:
     return {name: value_to_json(value) for name, value in document.items()}
 
 
-def without_index(store: Store) -> Found | None:
+def without_index(place: Place) -> Found | None:
     """Describe the arrays of a directory without an index as one tree, and each directory in it also as a prefix."""
+    store = place.store
     listed = list(discover(store))
     if not listed:
         return None
