@@ -74,8 +74,8 @@ def test_diff_may_be_silent(model):
 
 def test_diff_that_cannot_be_made_is_another_code(model):
     done = run("diff", model, model / "nothing", "--json", code=2)
-    assert "there is nothing at" in done.stderr
-    assert "there is nothing at" in json.loads(done.stdout)["error"]
+    assert "no checkpoint at" in done.stderr
+    assert "no checkpoint at" in json.loads(done.stdout)["error"]
 
 
 # ---------------------------------------------------------------------------------------------- convert

@@ -39,7 +39,7 @@ class Prefixes(Contract):
     def test_an_unknown_prefix_lists_the_known(self, path):
         for prefix in ("model", "opt"):
             save({"w": np.ones(1)}, path, prefix=prefix)
-        expected = r"no prefix 'optt' \(nearest is 'opt'\); available are \['model', 'opt'\]"
+        expected = r"no prefix 'optt' \(nearest is 'opt'\); available prefixes: \['model', 'opt'\]"
         with pytest.raises(ValueError, match=expected):
             load(path, prefix="optt")
         with pytest.raises(ValueError, match=r"several trees; pass prefix=, one of \['model', 'opt'\]"):

@@ -165,7 +165,7 @@ class RoundTrips(Contract):
         assert "'w'" in str(error.value.__notes__)
 
     def test_nothing_at_the_path_is_file_not_found(self, path):
-        with pytest.raises(FileNotFoundError, match="nothing at"):
+        with pytest.raises(FileNotFoundError, match="no checkpoint at"):
             load(path)
         self.make_surroundings(path)
         with pytest.raises(NotFoundError):

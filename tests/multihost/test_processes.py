@@ -99,7 +99,7 @@ def test_what_four_processes_save_loads_in_one(four, layout):
     succeed(four.run("save_tree", path, "async", options))
     scenes.check(load(path))
     assert verify(path).ok
-    assert "process 1 and 2 more have other numbers than process 0" in four.told(0)
+    assert "process 1 and 2 more differ from process 0" in four.told(0)
 
 
 def test_every_byte_is_written_once(four, path):
@@ -160,7 +160,7 @@ def test_each_process_saves_what_is_its_own(two, path):
 def test_one_process_cannot_save_what_others_hold(two, path):
     for outcome in two.run("save_alone_what_all_have", path):
         assert outcome.kind == "LeafError"
-        assert "which takes no part in this save" in outcome.text
+        assert "which does not take part in this save" in outcome.text
 
 
 def test_leaves_that_lie_in_one_process_each_are_all_saved(four, path):
@@ -180,15 +180,23 @@ def test_leaves_that_lie_in_one_process_each_are_all_saved(four, path):
     [
         (
             "leaf more",
-            "here there is more: float64[3] of numpy",
-            "process 1 saves another tree than process 0",
+            "only in this process: more: float64[3] of numpy",
+            "process 1 saves a different tree than process 0",
         ),
-        ("other shape", "numpy: float64[6]", "process 1 saves another tree than process 0"),
-        ("other dtype", "global.odd: int8[7]", "process 1 saves another tree than process 0"),
-        ("other sharding", "('y',)", "process 1 saves another tree than process 0"),
+        ("other shape", "numpy: float64[6]", "process 1 saves a different tree than process 0"),
+        ("other dtype", "global.odd: int8[7]", "process 1 saves a different tree than process 0"),
+        ("other sharding", "('y',)", "process 1 saves a different tree than process 0"),
         ("unstorable leaf", "leaf 'text': a builtins.object", "process 1: LeafError"),
-        ("other number", "here there is number: 7", "process 1 saves another tree than process 0"),
-        ("other replica", "here there is global.scalar: ", "process 1 saves another tree than process 0"),
+        (
+            "other number",
+            "only in this process: number: 7",
+            "process 1 saves a different tree than process 0",
+        ),
+        (
+            "other replica",
+            "only in this process: global.scalar: ",
+            "process 1 saves a different tree than process 0",
+        ),
         ("other compression", "do different things", "'compression': 'zstd'"),
         ("other prefix", "do different things", "the prefix 'other'"),
         ("other path", "-of-its-own is not the directory", "on a file system that all of them share"),
@@ -268,8 +276,8 @@ def test_the_same_keys_in_another_order_are_the_same_tree(two, path):
 def test_processes_that_are_out_of_step_do_not_make_a_mixture(path, tmp_path, kind):
     with Job(2, 2, tmp_path / "log") as job:
         first, second = succeed(job.run("miss_a_save", path, kind))
-    assert first[0].startswith("ProcessError: process 1 saves another tree than process 0")
-    assert "here there is step: 20" in second[0]
+    assert first[0].startswith("ProcessError: process 1 saves a different tree than process 0")
+    assert "only in this process: step: 20" in second[0]
     assert first[1].startswith("ProcessTimeoutError")
     with pytest.raises(NotFoundError):
         load(path)

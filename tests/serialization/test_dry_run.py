@@ -227,7 +227,7 @@ def test_several_prefixes_and_none_said_is_an_error_that_lists_them(path):
 
 
 def test_nothing_there_is_file_not_found(path):
-    with pytest.raises(FileNotFoundError, match="nothing at"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
         dry_run(path, line())
     path.mkdir()
     with pytest.raises(FileNotFoundError, match="holds no checkpoint"):

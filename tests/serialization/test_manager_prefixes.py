@@ -26,7 +26,7 @@ class OnePrefix(Backend):
             lambda: manager.load(path, line(), prefix="modle"),
             lambda: manager.load_pytree(path, line(), prefix="modle"),
         ):
-            with pytest.raises(ValueError, match=r"no prefix 'modle'.*available are \['model'\]"):
+            with pytest.raises(ValueError, match=r"no prefix 'modle'.*available prefixes: \['model'\]"):
                 call()
 
     def test_the_old_name_of_the_prefix_warns(self, manager, path):

@@ -1,4 +1,4 @@
-"""Zarr arrays as TensorStore writes and reads them for others, and the index of a directory of them."""
+"""Write and read zarr arrays by TensorStore alone, as other programs do, and read the index of a directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a manager saves to: TensorStore, the same compressed, safetensors, and one file."""
+"""Describe the backends of a manager: TensorStore, the same compressed, safetensors, and one file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Backend:
-    """How a manager is made, where it saves, and which files are then there."""
+    """A way to make a manager, the path that it saves to, and the files that it writes."""
 
     arguments: dict[str, Any] = {}
     name = "checkpoint"
@@ -33,15 +33,15 @@ class Backend:
         return self.make()
 
     def record_of(self, path: Path) -> Path:
-        """The file that says what is in the checkpoint."""
+        """Return the index or manifest of a checkpoint."""
         raise NotImplementedError
 
     def data_of(self, path: Path, key: str) -> Path:
-        """The file that the bytes of an array without prefix are in."""
+        """Return the file that holds the bytes of an array without prefix."""
         raise NotImplementedError
 
     def damage(self, path: Path, key: str, value: Any) -> Path:
-        """Flips a bit of an array; returns the file."""
+        """Flip a bit of an array; return the file."""
 
         def flip(data: bytearray) -> None:
             at = data.find(np.asarray(value).tobytes()) if not self.is_compressed else len(data) // 2
@@ -77,7 +77,7 @@ class Safetensors(Backend):
 
 
 class OneFile(Backend):
-    """A path that ends in .safetensors is one file, also to a manager that would use TensorStore."""
+    """A path that ends in .safetensors, which is one file even for a manager that uses TensorStore."""
 
     name = "checkpoint.safetensors"
 

@@ -1,4 +1,4 @@
-"""The command `eformer`, run as a program."""
+"""Run the command `eformer` as a program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(*arguments: Any, code: int = 0, **environment: str) -> subprocess.Comple
 
 
 def on_terminal(*arguments: Any, columns: int = 80) -> tuple[str, int]:
-    """What it writes to a terminal of that width, and its exit code."""
+    """Run the command on a terminal of that width; return its output and its exit code."""
     master, slave = pty.openpty()
     environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm-256color"}
     process = subprocess.Popen(
@@ -37,7 +37,7 @@ def on_terminal(*arguments: Any, columns: int = 80) -> tuple[str, int]:
 
 
 def all_of(terminal: int) -> str:
-    """What is written to a terminal until nobody has it open any more."""
+    """Read everything that is written to a terminal until its last writer closes it."""
     written = b""
     while True:
         try:

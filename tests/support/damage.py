@@ -1,4 +1,4 @@
-"""Files whose bytes change behind the program's back."""
+"""Change the bytes of files as a failing disk or another program would."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 def change(file: Path, how: Callable[[bytearray], bytes | None]) -> None:
-    """Writes what `how` returns of the file's bytes or, if that is nothing, what it has made of them in place."""
+    """Write the bytes that `how` returns for those of the file or, if it returns None, has changed in place."""
     data = bytearray(file.read_bytes())
     changed = how(data)
     file.write_bytes(data if changed is None else changed)
 
 
 def flip(file: Path, at: int, mask: int = 1) -> None:
-    """Flips bits of the byte at a position, which may be counted from the end."""
+    """Flip bits of the byte at a position, which may be counted from the end."""
 
     def flipped(data: bytearray) -> None:
         data[at] ^= mask

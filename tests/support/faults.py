@@ -1,6 +1,6 @@
-"""Faults on purpose: saves that are killed, calls that fail, bytes that change, disks that fill up or lose power.
+"""Inject faults: kill saves, fail calls, change bytes, fill disks up and cut their power.
 
-Run as a program, this is the server behind `Forks`.
+Run as a program, this module is the server behind `Forks`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Of the calls of a save every so many-th is struck, and each of the last ones. `make faults` strikes all.
+# Faults strike every STRIDE-th call of a save, and each of the last ones. `make faults` strikes all calls.
 STRIDE = int(os.environ.get("EFORMER_FAULTS_STRIDE", "8"))
 
 NOTHING, OLD, NEW, NEXT = 0, 1, 2, 3
@@ -52,7 +52,7 @@ BESIDE = 9
 
 
 def tree(generation: int) -> dict[str, Any]:
-    """A tree that differs in structure, shapes and every array from that of another generation; numpy only."""
+    """Return a tree, of numpy alone, that differs from other generations in structure, shapes and every array."""
     rng = np.random.default_rng(generation)
     normal = rng.standard_normal
     return {
@@ -68,7 +68,7 @@ def tree(generation: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to lay a checkpoint out on disk, alone in a folder; all methods take that folder."""
+    """A way to lay out a checkpoint on disk, alone in a folder, which all methods take."""
 
     title: str
     name: str = "run"
@@ -78,8 +78,8 @@ class Layout:
     format: str = "safetensors"
     ocdbt: bool = False
     compression: str | None = None
-    few: int = 32  # files that are synced one by one
-    reuse: bool = False  # of what is the same in all generations; else there is nothing of that kind
+    few: int = 32  # up to this many files are synced one by one
+    reuse: bool = False  # if so, all generations share some leaves
 
     def __str__(self) -> str:
         return self.title
@@ -88,7 +88,7 @@ class Layout:
         return folder / self.name
 
     def begin(self, folder: Path) -> Path:
-        """The folder, with what is there before a first save: the tree beside, if there is to be one."""
+        """Make the folder as it is before the first save, with the other tree if the layout has a prefix."""
         folder.mkdir()
         if self.prefix:
             self.save_beside(folder)
@@ -123,15 +123,15 @@ class Layout:
             )
 
     def generation(self, folder: Path) -> int:
-        """Which tree `load` finds, having seen that it is that tree whole, and that the one beside is untouched."""
-        from support.trees import assert_same  # late: the processes that are forked do not need it
+        """Return the generation that `load` finds; check that it is complete, and that the other tree is untouched."""
+        from support.trees import assert_same  # late: forked processes do not need it
 
         if self.prefix:
             assert_same(load(self.path(folder), prefix=""), tree(BESIDE))
         try:
             found = load(self.path(folder), prefix=self.prefix)
         except (FileNotFoundError, ValueError) as error:
-            if not re.search("there is nothing at|holds no checkpoint|has no prefix", str(error)):
+            if not re.search("no checkpoint at|holds no checkpoint|has no prefix", str(error)):
                 raise
             return NOTHING
         generation = found.get("generation", NOTHING)
@@ -142,7 +142,7 @@ class Layout:
         return [file for file in sorted(folder.rglob("*")) if file.is_file()]
 
     def check_tidy(self, folder: Path) -> None:
-        """Nothing is there but what the manifest names, and an index where other readers need one."""
+        """Check that the folder has only files that the manifest names, and an index where other readers need one."""
         path = self.path(folder)
         assert os.listdir(folder) == [self.name]
         if path.is_file():
@@ -178,7 +178,7 @@ class Layout:
         assert {d for d in path.rglob("*") if d.is_dir()} <= {d for file in named for d in file.parents}
 
 
-# A small tree in pieces so small that a save takes more than sixty calls.
+# The tree is small, but its pieces are even smaller: a save takes more than sixty calls.
 LAYOUTS = [
     Layout("one data file", piece_bytes=320),
     Layout("several data files", max_shard_bytes=4096, piece_bytes=640),
@@ -190,18 +190,18 @@ LAYOUTS = [
     Layout("kept arrays", reuse=True, format="tensorstore", piece_bytes=2048),
 ]
 
-# TensorStore writes it, with threads of its own: nothing to hook, and nothing to fork.
+# TensorStore writes it with threads of its own, so there are no calls to hook, and it cannot be forked.
 DATABASE = Layout("database", format="tensorstore", ocdbt=True, piece_bytes=320)
 
 
 def coarse(layout: Layout) -> Layout:
-    """The same in fewer pieces: where the calls that are no writes are what matters."""
+    """Return the same layout with fewer pieces, for tests of the calls that do not write."""
     return replace(layout, piece_bytes=2048)
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A folder that is put back to how it was at first, as often as one likes."""
+    """A folder that can be reset to its first state any number of times."""
 
     layout: Layout
     folder: Path
@@ -223,7 +223,7 @@ class Scene:
         return self.layout.generation(self.folder)
 
     def check_next_save(self) -> None:
-        """A save that nothing disturbs works, and clears away whatever the disturbed one left."""
+        """Check that an undisturbed save works, and removes everything that the disturbed one left."""
         self.layout.save(self.folder, NEXT)
         assert self.generation == NEXT
         self.layout.check_tidy(self.folder)
@@ -231,7 +231,7 @@ class Scene:
 
 @contextmanager
 def noted(what: object) -> Iterator[None]:
-    """Says, in whatever is raised inside, in which of many rounds that was."""
+    """Add a note to errors of the block that says in which of many rounds they were raised."""
     try:
         yield
     except BaseException as error:
@@ -253,9 +253,9 @@ def _nothing(number: int, name: str) -> None:
 
 @contextmanager
 def hooked(before: Hook = _nothing, after: Hook = _nothing) -> Iterator[None]:
-    """Calls `before(number, name)` and `after(number, name)` around each call of `os` that changes a disk.
+    """Call `before(number, name)` and `after(number, name)` around each call of `os` that changes a disk.
 
-    The numbers count from 1. What `before` raises is raised in place of the call.
+    The numbers count from 1. If `before` raises, the error replaces the call.
     """
     numbers = itertools.count(1)
 
@@ -283,7 +283,7 @@ def hooked(before: Hook = _nothing, after: Hook = _nothing) -> Iterator[None]:
 
 
 def calls_of(action: Callable[[], object]) -> list[str]:
-    """The names of the calls that the action makes."""
+    """Return the names of the calls that the action makes."""
     names: list[str] = []
     with hooked(before=lambda number, name: names.append(name)):
         action()
@@ -292,7 +292,7 @@ def calls_of(action: Callable[[], object]) -> list[str]:
 
 @dataclass(frozen=True)
 class Failure:
-    """A save in which call number `number` failed, or all from there on; `error` is what it raised, if it did."""
+    """A save in which call number `number` failed, or all from there on; `error` is its error, if it raised one."""
 
     number: int
     call: str
@@ -300,20 +300,20 @@ class Failure:
 
 
 def struck(strike: Callable[[int], T | None], which: object) -> Iterator[T]:
-    """Strikes at one call after the other, until there is none left. `which` says where to begin, so that others strike
-    at other calls."""
+    """Strike at one call after another, until none is left. Where to begin depends on `which`, so that different tests
+    strike at different calls."""
     at = 1 + zlib.crc32(str(which).encode()) % STRIDE
     stride = STRIDE
     while (outcome := strike(at)) is not None or stride > 1:
         if outcome is None:
-            at, stride = at - stride, 1  # from the last one on, each
+            at, stride = at - stride, 1  # each call after the last one that was struck
         else:
             yield outcome
         at += stride
 
 
 def failures(scene: Scene, fault: BaseException, *, lasting: bool = False) -> Iterator[Failure]:
-    """Saves NEW over and over, until there is no call left to fail. A disk that is full still lets go of files."""
+    """Save NEW repeatedly, each time with another call that fails. Files can still be removed from a full disk."""
 
     def strike(at: int) -> Failure | None:
         failed: list[str] = []
@@ -348,7 +348,7 @@ class Death:
 
 
 class Forks:
-    """Saves in processes that can be killed: forks of one that has imported everything and started no thread."""
+    """Processes for saves that are killed: forks of a server that has imported everything and started no threads."""
 
     def __init__(self) -> None:
         one_thread = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"), "1")
@@ -364,7 +364,7 @@ class Forks:
         self._server.communicate()
 
     def save(self, layout: Layout, folder: Path, generation: int, at: int, moment: str) -> Death | None:
-        """How the save died; None if it had ended before it came to call number `at`."""
+        """Save, and kill the process at call number `at`. Return None if the save makes fewer calls."""
         assert self._server.stdin
         assert self._server.stdout
         request = [asdict(layout), str(folder), generation, at, moment]
@@ -374,7 +374,7 @@ class Forks:
         return Death(at, said, moment) if status else None
 
     def deaths(self, scene: Scene, moment: str) -> Iterator[Death]:
-        """Saves NEW over and over, killed at one of its calls after the other."""
+        """Save NEW repeatedly, each time killed at another call."""
 
         def strike(at: int) -> Death | None:
             scene.reset()
@@ -384,7 +384,7 @@ class Forks:
 
 
 def serve() -> None:
-    # Else every fork would start a backend of JAX to learn that it is alone, and look for garbage in all it shares.
+    # Otherwise every fork would start a backend of JAX to learn that it is alone, and collect garbage in shared memory.
     _hosts.current = lambda *_: _hosts.Alone()
     gc.freeze()
     for line in sys.stdin:
@@ -411,7 +411,7 @@ def _save_and_die(
         with hooked(**{moment: strike}):
             Layout(**layout).save(Path(folder), generation)
         os._exit(0)
-    except Exception:  # noqa: BLE001  told to the tests
+    except Exception:  # noqa: BLE001  reported to the tests
         report.write(traceback.format_exc().encode())
     finally:
         os._exit(1)
@@ -422,7 +422,7 @@ def _save_and_die(
 
 @contextmanager
 def damaged(file: Path, damage: Callable[[bytes], bytes | None]) -> Iterator[None]:
-    """The file holds what `damage` makes of its bytes, or is gone; afterwards it is what it was."""
+    """Replace the bytes of a file by `damage(bytes)`, or remove it if that is None; restore it after the block."""
     sound = file.read_bytes()
     changed = damage(sound)
     try:
@@ -449,11 +449,11 @@ def zero(data: bytes, start: int, nbytes: int) -> bytes:
 
 
 class CannotMount(Exception):
-    """Says why a test that needs a file system of its own cannot run."""
+    """The reason why a test that needs a file system of its own cannot run."""
 
 
 class Mount:
-    """A file system of one's own; `options` are those of mount(8)."""
+    """A mounted file system of a test; `options` are those of mount(8)."""
 
     def __init__(self, source: str, place: Path, *options: str) -> None:
         self.source, self.place, self.options = source, place, options
@@ -470,12 +470,12 @@ class Mount:
         if self.place.is_mount():
             with suppress(CannotMount):
                 return self.unmount()
-            _administer("umount", "--lazy", str(self.place))  # something still holds a file of it
+            _administer("umount", "--lazy", str(self.place))  # one of its files is still open
         return None
 
 
 class SmallDisk(Mount):
-    """A disk of so many pages, which can be filled up."""
+    """A disk of a few pages, which can be filled up."""
 
     def __init__(self, place: Path, pages: int = 256) -> None:
         super().__init__("tmpfs", place, "-t", "tmpfs", "-o", f"size={pages * mmap.PAGESIZE}")
@@ -490,9 +490,9 @@ class SmallDisk(Mount):
 
 
 class FragileDisk(Mount):
-    """An ext4 whose power can be cut: what it had not been told to sync is then gone.
+    """An ext4 file system whose power can be cut; everything that was not synced is then lost.
 
-    It is mounted so that it syncs nothing of its own accord, neither after a while nor when a file is replaced.
+    Its mount options keep it from syncing on its own, whether after a while or when a file is replaced.
     """
 
     _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN
@@ -528,7 +528,7 @@ class FragileDisk(Mount):
 
 def _administer(*command: str) -> None:
     if not shutil.which(command[0]):
-        raise CannotMount(f"there is no {command[0]}")
+        raise CannotMount(f"{command[0]} is not installed")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reason, _, _ = done.stderr.partition("\n")

@@ -1,4 +1,4 @@
-"""Several processes played by the threads of one: the meeting places of a save, without a network."""
+"""Simulate several processes by threads of one, which meet in memory instead of over a network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Crew:
-    """`count` hosts that share the devices of this process evenly."""
+    """A number of hosts that share the devices of this process evenly."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -27,7 +27,7 @@ class Crew:
             return self.meetings.setdefault(number, Meeting(self.count))
 
     def run(self, work: Callable[[Any], Any]) -> list[Any]:
-        """What `work(host)` returned or raised on every host."""
+        """Run `work(host)` on every host; return the results, or the errors that were raised."""
         outcomes: list[Any] = [None] * self.count
 
         def play(index: int) -> None:

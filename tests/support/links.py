@@ -1,4 +1,4 @@
-"""Checkpoints of every layout, and what links, journals and indexes might lead to."""
+"""Save checkpoints of every layout, and make the files that hostile links, journals and indexes could lead to."""
 
 import os
 
@@ -40,7 +40,7 @@ def save_as(layout, tree, folder):
 
 
 def contents(path):
-    """Everything below a directory: what it is, which one, and what is in it."""
+    """Return the inode, the mode and the bytes of everything below a directory, by path."""
     found = {}
     for file in sorted(path.rglob("*")):
         status = os.lstat(file)

@@ -1,17 +1,17 @@
-"""Look into the memory that memory:// URLs name, and change it behind the program's back."""
+"""Inspect the objects that memory:// URLs name, and change them as another program would."""
 
 from eformer._engine.stores import memory
 from eformer._engine.stores.memory import SCHEME
 
 
 def objects(url):
-    """Every object around a checkpoint and in it, by key."""
+    """Return every object in a checkpoint and beside it, by key."""
     start = url.removeprefix(SCHEME).rpartition("/")[0] + "/"
     return {key: found.data for key, found in memory._bucket.below(start).items()}
 
 
 def overwrite(key, how):
-    """Changes the bytes of an object, in place or to those that `how` returns; its version stays."""
+    """Change the bytes of an object, in place or to those that `how` returns; keep its version."""
     data = bytearray(memory._bucket.get(key).data)
     changed = how(data)
     version = memory._bucket.get(key).version
@@ -19,5 +19,5 @@ def overwrite(key, how):
 
 
 def forget(url):
-    """Removes every object around a checkpoint and in it."""
+    """Remove every object in a checkpoint and beside it."""
     memory._bucket.remove_below(url.removeprefix(SCHEME).rpartition("/")[0] + "/")

@@ -1,4 +1,4 @@
-"""Meshes of the eight virtual devices, and ways to lay an array out on them."""
+"""Make meshes of the eight virtual devices, and shardings on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def on(mesh: Mesh, *spec: str | None) -> NamedSharding:
 
 
 def meshes() -> tuple[Mesh, Mesh, Mesh]:
-    """One of one axis, a wide one and a tall one of two."""
+    """Return a mesh with one axis, and a wide and a tall one with two."""
     devices = np.array(jax.devices())
     return (
         Mesh(devices, ("x",)),

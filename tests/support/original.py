@@ -1,4 +1,4 @@
-"""Structure files as the original package (eformer 0.0.101) wrote them: samples, and of any tree."""
+"""Write structure files of any tree as the original package (eformer 0.0.101) did, and list samples of its own."""
 
 import base64
 import json
@@ -45,7 +45,7 @@ def is_none(leaf):
 
 
 def as_original(tree, prefix="state", **changes):
-    """The file that the original's save_pytree would have written."""
+    """Return the file that save_pytree of the original package would have written."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
     paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in pairs]
     keys = [f"{prefix}.{path}" if path else prefix for path in paths]
@@ -70,7 +70,7 @@ def as_original(tree, prefix="state", **changes):
 
 
 def with_renamed(tree, old, new):
-    """The file of a tree whose treedef refers to another module."""
+    """Return the file of a tree whose treedef refers to another module."""
     pickled = pickle.dumps(jax.tree.structure(tree), 4)
     assert (parts := pickled.count(bytes([len(old)]) + old)) == 1, parts
     return as_original(

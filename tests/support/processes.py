@@ -1,7 +1,7 @@
-"""Real processes on JAX's distributed runtime: several on this machine, over loopback, each with devices of its own.
+"""Run real processes on JAX's distributed runtime: on this machine, over loopback, each with devices of its own.
 
-They are forked from one server that has imported JAX and started nothing, so that a job is up in a second. Every wait
-has a limit, at which they are killed by pid.
+They are forked from one server that has imported JAX and started nothing, so that a job starts within a second. Every
+wait has a limit; after it the processes are killed by pid.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMIT = 90  # seconds
 
 
 class Failed(Exception):
-    """What a scene raised in a process, as its type's name and text."""
+    """An error that a scene raised in a process: the name of its type, and its text."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(kind, text)
@@ -37,7 +37,7 @@ class Failed(Exception):
 
 
 class Job:
-    """`processes` ranks that play scenes, functions of `multihost.scenes`, all of them the same at a time."""
+    """Ranks that play scenes (functions of `multihost.scenes`), all of them the same scene at a time."""
 
     def __init__(self, processes: int, devices: int, log: Path, heartbeat: int = 60) -> None:
         self.count, self.log = processes, log
@@ -63,7 +63,7 @@ class Job:
     def run(
         self, scene: str, *arguments: Any, limit: float = LIMIT, ranks: list[int] | None = None
     ) -> list[Any]:
-        """What every rank returned, or its `Failed`. A rank that does not answer in time is an error of the test."""
+        """Play a scene; return the result of every rank, or its `Failed`. Raise if a rank does not answer in time."""
         self.start(scene, *arguments, ranks=ranks)
         deadline = time.monotonic() + limit
         return [self.answer(rank, deadline) for rank in (ranks or range(self.count))]
@@ -94,7 +94,7 @@ class Job:
         os.kill(self.ranks[rank].pid, signal.SIGKILL)
 
     def wait(self, rank: int, limit: float) -> int | None:
-        """The exit code; None for a rank that is still there at the limit."""
+        """Wait for a rank and return its exit code; None if it is still running after the limit."""
         self.ranks[rank].join(limit)
         return self.ranks[rank].exitcode
 
@@ -103,7 +103,7 @@ class Job:
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 pipe.close()
-        for process in self.ranks:  # their end says nothing: they may wait for each other
+        for process in self.ranks:  # killed, because they may wait for each other forever
             if process.is_alive():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
@@ -134,14 +134,14 @@ def _play(rank: int, processes: int, devices: int, port: int, heartbeat: int, lo
             heartbeat_timeout_seconds=heartbeat,
             initialization_timeout=60,
         )
-    jax.devices()  # which takes all of them
+    jax.devices()  # this needs all processes
     from multihost import scenes
 
     while True:
         try:
             scene, arguments = pipe.recv()
         except (EOFError, ConnectionError):
-            os._exit(0)  # without the ceremonies of JAX, for which the others have to be there
+            os._exit(0)  # without the shutdown of JAX, which needs the other processes
         try:
             answer = getattr(scenes, scene)(*arguments)
         except Exception as error:  # noqa: BLE001  sent to the test

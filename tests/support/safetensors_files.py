@@ -1,4 +1,4 @@
-"""Safetensors files as others read them, and as nobody should write them."""
+"""Read safetensors files as other programs do, and make malformed ones."""
 
 import json
 
@@ -9,7 +9,7 @@ F32 = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
 
 
 def read_by_index(folder):
-    """What transformers does: the index says which file a tensor is in."""
+    """Read all tensors as transformers does: the index names the file of each tensor."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] > 0
     tensors = {}

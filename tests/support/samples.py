@@ -1,4 +1,4 @@
-"""Files that flax and equinox wrote, and the program that wrote them."""
+"""Name sample files that flax and equinox wrote, and load the program that wrote them."""
 
 import importlib.util
 from pathlib import Path

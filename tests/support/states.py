@@ -1,4 +1,4 @@
-"""Small states of a training, and their leaves by key."""
+"""Make small training states, and list their leaves by key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.trees import Moments
 
 
 def model(seed: int = 0) -> dict[str, Any]:
-    """Parameters, the state of their optimizer, a key and plain values."""
+    """Return parameters, the state of their optimizer, a key and plain values."""
     keys = jax.random.split(jax.random.key(seed), 4)
     params = {
         "embed": jax.random.normal(keys[0], (64, 16), jnp.bfloat16),
@@ -30,7 +30,7 @@ def model(seed: int = 0) -> dict[str, Any]:
 
 
 def state(seed: int = 0) -> dict[str, Any]:
-    """Floats of two widths, integers, booleans, a key and plain values; sorted, as JAX sorts dicts."""
+    """Return floats of two widths, integers, booleans, a key and plain values; sorted, as JAX sorts dicts."""
     rng = np.random.default_rng(seed)
     return {
         "block": {
@@ -46,7 +46,7 @@ def state(seed: int = 0) -> dict[str, Any]:
 
 
 def tree_of_all_kinds() -> dict[str, Any]:
-    """Containers and leaves of every kind, among them an array on a mesh."""
+    """Return containers and leaves of every kind, among them an array on a mesh."""
     return {
         "bits": {
             "four": jnp.ones(5, jnp.int4),
@@ -64,7 +64,7 @@ def tree_of_all_kinds() -> dict[str, Any]:
 
 
 def flat(tree: Any) -> dict[str, Any]:
-    """The leaves by the keys of the documents."""
+    """Return the leaves by the keys that the documentation specifies."""
     keys = jax.tree_util.tree_leaves_with_path(tree)
     return {
         ".".join(jax.tree_util.keystr((entry,), simple=True) for entry in path): leaf for path, leaf in keys

@@ -1,4 +1,4 @@
-"""Random trees, hostile names, and a comparison that sees every bit and every type."""
+"""Generate random trees and hostile names, and compare trees down to every bit and type."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Empty(NamedTuple):
 
 
 class Unregistered(NamedTuple):
-    """Importable, a namedtuple, and yet nobody has said that checkpoints may build it."""
+    """An importable namedtuple that is not registered, so checkpoints may not build it."""
 
     x: Any
 
@@ -57,7 +57,7 @@ class Layer:
 
 @jax.tree_util.register_pytree_node_class
 class Pair:
-    """A node that JAX knows only by position."""
+    """A node whose children JAX knows only by position."""
 
     def __init__(self, left: Any, right: Any, tag: Any) -> None:
         self.left, self.right, self.tag = left, right, tag
@@ -73,7 +73,7 @@ class Pair:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A node of no children, which is its own auxiliary data."""
+    """A node without children, which is its own auxiliary data."""
 
     size: int
     names: tuple
@@ -81,15 +81,15 @@ class Setting:
 
 @st.composite
 def arrays(draw: Any, dtypes: list[np.dtype] = DTYPES) -> np.ndarray:
-    """Any bits (NaN payloads too), any layout: straight, transposed, strided, reversed."""
+    """Draw arrays of any bits, NaN payloads too, in any layout: straight, transposed, strided or reversed."""
     dtype = draw(st.sampled_from(dtypes))
     shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
     size = int(np.prod(shape)) * dtype.itemsize
     array = np.frombuffer(draw(st.binary(min_size=size, max_size=size)), np.uint8)
     if dtype == np.bool_ or dtype.name in ("int1", "int2", "int4", "uint1", "uint2", "uint4"):
-        array = array & 1  # other bit patterns are no values of these types
+        array = array & 1  # other bit patterns are not values of these types
     elif dtype in ML_DTYPES and dtype.itemsize == 1:
-        array = array & 7  # so that four and six bit floats stay values, too
+        array = array & 7  # values of four-bit and six-bit floats, too
     array = array.view(dtype).reshape(shape)
     layout = draw(st.sampled_from(["straight", "transposed", "reversed", "strided"]))
     if layout == "transposed":
@@ -113,7 +113,7 @@ scalars = st.one_of(
 numpy_scalars = arrays().map(lambda a: a.reshape(-1)[0] if a.size else a.dtype.type(0))
 leaves = scalars | numpy_scalars | arrays()
 
-# What flax itself can write: dicts of string keys and lists.
+# Trees that flax itself can write: dicts with string keys, and lists.
 flax_trees = st.recursive(
     leaves,
     lambda children: st.lists(children, max_size=4) | st.dictionaries(plain_keys, children, max_size=4),
@@ -159,12 +159,12 @@ def _containers(children: Any) -> Any:
     )
 
 
-# Every kind of container; the leaves are numbers, because only where they stand matters.
+# Every kind of container; the leaves are numbers, because only their positions matter.
 any_trees = st.recursive(st.integers() | st.none(), _containers, max_leaves=25)
 
 
 def assert_same(a: Any, b: Any, path: str = "root") -> None:
-    """Equal in type, structure and bits, all the way down."""
+    """Assert that two trees are equal in types, structure and bits."""
     assert type(a) is type(b), f"{path}: {type(a)} is not {type(b)}"
     if isinstance(a, dict):
         assert list(a) == list(b), f"{path}: {list(a)} is not {list(b)}"
@@ -184,7 +184,7 @@ def assert_same(a: Any, b: Any, path: str = "root") -> None:
 
 
 def bits(leaf: Any) -> Any:
-    """Something equal exactly when the leaves are the same bit for bit."""
+    """Return a value that is equal for two leaves exactly if they are the same bit for bit."""
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return (jax.random.key_impl(leaf), bits(np.asarray(jax.random.key_data(leaf))))
     if hasattr(leaf, "dtype"):

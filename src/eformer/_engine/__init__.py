@@ -1,1 +1,1 @@
-"""The engine: how trees of arrays are saved, loaded and looked after. Private: `eformer.checkpoint` is the door."""
+"""Save, load and maintain trees of arrays. Private: `eformer.checkpoint` is the public interface."""

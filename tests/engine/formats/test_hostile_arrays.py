@@ -193,7 +193,7 @@ def test_an_index_and_an_array_that_disagree_are_an_error(tmp_path):
 def test_a_chunk_of_another_length_is_an_error(tmp_path, extra):
     chunk = foreign(tmp_path) / "w" / "0.0"
     chunk.write_bytes(chunk.read_bytes() + extra)
-    with pytest.raises(CorruptionError, match=r"w/0.0 has \d+ bytes, a chunk has 40"):
+    with pytest.raises(CorruptionError, match=r"w/0.0 has \d+ bytes, expected 40"):
         load(tmp_path)
 
 
@@ -205,7 +205,7 @@ def test_an_index_that_says_things_twice_is_refused(tmp_path, index):
     (tmp_path / "tensorstore_index.json").write_text(
         json.dumps({"format": "tensorstore", "version": "2.0"} | index)
     )
-    with pytest.raises(FormatError, match=r"twice|without a name"):
+    with pytest.raises(FormatError, match=r"twice|has an empty prefix"):
         load(tmp_path)
 
 
@@ -257,7 +257,7 @@ def test_arrays_that_would_get_one_name_are_refused(tmp_path):
         foreign(path)
     index = {"format": "tensorstore", "version": "2.0", "prefixes": {"m": [{"path": "m/w"}, {"path": "w"}]}}
     (tmp_path / "tensorstore_index.json").write_text(json.dumps(index))
-    with pytest.raises(FormatError, match="would get one name"):
+    with pytest.raises(FormatError, match="would get the same name"):
         load(tmp_path)
 
 

@@ -264,7 +264,7 @@ def test_an_open_view_outlives_its_checkpoint(tmp_path):
 def test_a_missing_data_file_is_corruption(tmp_path, weights):
     save(weights, tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CorruptionError, match="names a file that is gone"):
+    with pytest.raises(CorruptionError, match="names a file that is missing"):
         load(tmp_path)
     assert len(checkpoint.verify(tmp_path).damages) == 6
 

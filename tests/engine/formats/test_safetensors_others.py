@@ -139,7 +139,7 @@ def test_foreign_shards_load_with_and_without_their_index(tmp_path, weights, wit
 def test_a_missing_foreign_shard_is_named(tmp_path, weights):
     weight_map = foreign_shards(tmp_path, weights)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(FormatError, match=r"of the 2 shards of 'model' these are missing: 2"):
+    with pytest.raises(FormatError, match=r"does not have all 2 shards of 'model'; missing: 2"):
         load(tmp_path)
     write_index(tmp_path, weight_map)
     with pytest.raises(FileNotFoundError, match="model-00002"):
@@ -252,7 +252,7 @@ def test_an_absurd_empty_shape_is_no_crash(tmp_path):
 def test_a_directory_that_holds_something_else_says_what_was_looked_for(tmp_path):
     for name in ("notes.txt", "weights.bin"):
         (tmp_path / name).write_text("x")
-    with pytest.raises(NotFoundError, match=r"looked for .*manifest.json.*there is notes.txt, weights.bin"):
+    with pytest.raises(NotFoundError, match=r"looked for .*manifest.json.*found notes.txt, weights.bin"):
         load(tmp_path)
 
 

@@ -330,7 +330,7 @@ def test_arrays_whose_index_is_lost_are_no_checkpoint(tmp_path, weights):
     arrays_save(weights, tmp_path)
     (tmp_path / "tensorstore_index.json").unlink()
     with pytest.raises(
-        NotFoundError, match=r"belongs to a save that has not finished, or whose .*json is gone"
+        NotFoundError, match=r"belongs to a save that has not finished, or whose .*json is missing"
     ):
         load(tmp_path)
 

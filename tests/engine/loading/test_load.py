@@ -106,7 +106,7 @@ def test_a_checkpoint_that_is_replaced_all_the_time_is_an_error(tmp_path, replac
 def test_a_file_that_is_gone_is_damage_if_nothing_was_replaced(tmp_path):
     save({"w": np.zeros(3)}, tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CorruptionError, match="names a file that is gone") as error:
+    with pytest.raises(CorruptionError, match="names a file that is missing") as error:
         load(tmp_path)
     assert isinstance(error.value.__cause__, FileNotFoundError)
 

@@ -31,7 +31,7 @@ def test_a_step_that_has_become_a_link_is_not_pruned(tmp_path, unchanged):
     plan = plan_removal(tmp_path / "run", 1)
     shutil.rmtree(tmp_path / "run" / "step-1")
     (tmp_path / "run" / "step-1").symlink_to(unchanged)
-    with pytest.raises(ValueError, match="is not what it was when this was planned"):
+    with pytest.raises(ValueError, match="has changed since its removal was planned"):
         remove(plan)
     assert (tmp_path / "run" / "step-1").is_symlink()
 
@@ -63,7 +63,7 @@ def test_a_step_that_took_the_name_of_another_is_not_pruned(tmp_path):
     (tmp_path / "step-1").rename(tmp_path / "kept")
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="is not what it was"):
+    with pytest.raises(ValueError, match="has changed since its removal"):
         remove(plan)
     assert (tmp_path / "step-1" / "thesis.txt").read_text() == "mine"
 

@@ -423,7 +423,7 @@ def test_a_destination_that_appears_meanwhile_is_not_replaced(tmp_path, name):
         if not os.path.lexists(tmp_path / name):
             (tmp_path / name).write_text("precious")
 
-    with pytest.raises(FileExistsError, match="is there by now; choose another path"):
+    with pytest.raises(FileExistsError, match="already exists; choose another path"):
         convert(tmp_path / "old", tmp_path / name, to=None if "." in name else "tensorstore", progress=appear)
     assert (tmp_path / name).read_text() == "precious"
     assert sorted(os.listdir(tmp_path)) == [name, "old"]

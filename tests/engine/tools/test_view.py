@@ -130,7 +130,7 @@ def test_a_few_rows_do_not_keep_all_between_them(view):
 def test_a_view_of_a_checkpoint_whose_file_is_gone_says_so(tmp_path):
     save({"a": ARRAY}, tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CorruptionError, match="names a file that is gone"):
+    with pytest.raises(CorruptionError, match="names a file that is missing"):
         checkpoint.open(tmp_path)
 
 

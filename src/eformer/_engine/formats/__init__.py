@@ -1,1 +1,1 @@
-"""How leaves lie in files, ours and those of other programs. No jax."""
+"""Describe how leaves are stored in files, those of eformer and those of other programs. No jax."""

@@ -1,4 +1,4 @@
-"""Find the checkpoint at a path, whatever its format and whoever wrote it."""
+"""Find the checkpoint at a path, in any format and by any program."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _MOST_RESTARTS = 100  # saves that may replace a checkpoint, one after the other
 
 
 def find(path: str | os.PathLike[str]) -> Found:
-    """Find the checkpoint at `path`: a directory, its index or manifest, one of its files, a file that stands alone, or
-    the name that such files begin with."""
+    """Find the checkpoint at `path`: a directory, its index or manifest, one of its files, a single file, or the common
+    beginning of the names of such files."""
     store, name = locate(path)
     if not name or (name == INDEX and store.exists(name)):
         return _in_directory(store)
@@ -46,7 +46,7 @@ def find(path: str | os.PathLike[str]) -> Found:
 
 
 def look_at(path: str | os.PathLike[str], use: Callable[[Found], T]) -> T:
-    """Return what `use` makes of the checkpoint at `path`; of the newer one, if it is replaced meanwhile."""
+    """Call `use` with the checkpoint at `path`, and return its result; start again if a newer save replaces it."""
 
     def attempt(found: Found) -> T:
         with reading(found):
@@ -56,18 +56,18 @@ def look_at(path: str | os.PathLike[str], use: Callable[[Found], T]) -> T:
 
 
 def was_replaced(found: Found) -> bool:
-    """Tell whether a newer save has replaced the checkpoint that was found, and so perhaps its files."""
+    """Tell whether a newer save has replaced the checkpoint that was found, and perhaps its files."""
     if find(found.path).manifest.digest != found.manifest.digest:
         return True
     return any(_version(found, name) != seen for name, seen in found.versions.items())
 
 
 class ReplacedError(Exception):
-    """Raise inside `reread` to start again with the newer checkpoint. Never reaches the caller."""
+    """A signal to `reread` to start again with the newer checkpoint. Never reaches the caller."""
 
 
 def reread(path: str | os.PathLike[str], use: Callable[[Found], T]) -> T:
-    """Return what `use` makes of the checkpoint at `path`, and start again each time it raises `ReplacedError`."""
+    """Call `use` with the checkpoint at `path`, and return its result; start again if it raises `ReplacedError`."""
     for _ in range(_MOST_RESTARTS):
         try:
             return use(find(path))
@@ -92,7 +92,7 @@ def reading(found: Found) -> Iterator[None]:
             raise ReplacedError from error
         if isinstance(error, CorruptionError):
             raise
-        raise CorruptionError(f"{found.path}: the manifest names a file that is gone: {error}") from error
+        raise CorruptionError(f"{found.path}: the manifest names a file that is missing: {error}") from error
 
 
 def _version(found: Found, name: str) -> Version | None:
@@ -106,11 +106,9 @@ def _missing(store: Store, name: str) -> NoReturn:
     try:
         there = list(store.kinds())
     except (FileNotFoundError, NotADirectoryError):
-        raise NotFoundError(
-            f"there is nothing at {store.path_to(name)}; not even {store.url} exists"
-        ) from None
+        raise NotFoundError(f"no checkpoint at {store.path_to(name)}: {store.url} does not exist") from None
     _, hint = next(with_nearest([name], there))
-    raise NotFoundError(f"there is nothing at {store.path_to(name)}{hint}")
+    raise NotFoundError(f"no checkpoint at {store.path_to(name)}{hint}")
 
 
 # In this order: an index of arrays settles it, and files of Orbax may lie beside safetensors files.
@@ -137,11 +135,11 @@ def _nothing_in(store: Store, names: list[str]) -> NoReturn:
     hint = f". Is it one of {inner[:_MOST_SHOWN]}?" if inner else ""
     raise NotFoundError(
         f"{store.url} holds no checkpoint: looked for {INDEX}, {MANIFEST}, *{INDEX_SUFFIX}, *{SUFFIX}, Orbax's "
-        f"{ORBAX_TREE} or a tree in msgpack called checkpoint, and zarr arrays; there is {there}{hint}"
+        f"{ORBAX_TREE} or a tree in msgpack called checkpoint, and zarr arrays; found {there}{hint}"
     )
 
 
-_FLAX = re.compile(r"checkpoint_\d+")  # what flax.training.checkpoints calls its files
+_FLAX = re.compile(r"checkpoint_\d+")  # the names of files by flax.training.checkpoints
 
 
 def _looks_like_one(path: Path) -> bool:

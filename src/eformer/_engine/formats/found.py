@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class Trees(Mapping[str, "TreeEntry"]):
-    """Trees by prefix. Trees of other programs are described when they are asked for: a damaged one harms no other.
+    """Trees by prefix. Trees of other programs are described on first use, so a damaged one does not affect the rest.
 
-    Directories that can `also` be loaded, under prefixes that nobody gave them, are not counted.
+    Directories in `also` can be loaded as prefixes, but were not saved under one; they are not counted or listed.
     """
 
     def __init__(
@@ -51,20 +51,20 @@ class Trees(Mapping[str, "TreeEntry"]):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint that was found: the store that its files are in, and its manifest.
+    """A checkpoint that was found: the store of its files, and its manifest.
 
     path            the path by which to find it again
-    trees           the trees of the manifest, and others that are there, by prefix
+    trees           by prefix, the trees of the manifest and those of other programs
     only            the prefix of the tree that the path led to
     also            directories that can be loaded as prefixes, too
-    versions        tell the files that were looked at from later ones of the same name; files that a manifest names
-                    are never replaced
+    versions        the versions of files that were read, to detect a newer file of the same name; files that a manifest
+                    names are never replaced
 
-    and what only some formats of other programs need:
+    Only some formats of other programs need:
 
     open_files      opens the bytes of trees whose extents are not files
-    has_names       False for a file that stores one array after the other: its leaves are called by their numbers
-    find_damages    checks checksums that reading a piece of a file cannot check
+    has_names       False for a file that stores one array after another; its leaves are named by number
+    find_damages    checks checksums that cannot be checked by reading a piece of a file
     find_left_out   lists the files that are not read and may hold leaves
     """
 
@@ -81,10 +81,10 @@ class Found:
     find_left_out: Callable[[], tuple[str, ...]] = tuple
 
     def tree(self, prefix: str | None) -> TreeEntry:
-        """The tree of that prefix; if none is said, the one that was saved without, or the only one."""
+        """Return the tree of a prefix; by default the one that was saved without a prefix, or the only one."""
         available = sorted(self.trees)
         if not available:
-            raise NotFoundError(f"{self.path} holds no tree at all")
+            raise NotFoundError(f"{self.path} holds no trees")
         if prefix is None:
             prefix = self.only
         if prefix is None and "" not in self.trees:
@@ -95,7 +95,7 @@ class Found:
         if prefix not in self.trees:
             hint = next(with_nearest([prefix], [*available, *self.also]))[1]
             raise ValueError(
-                f"{self.path} has no prefix {prefix!r}{hint}; available are {[*available, *self.also]}"
+                f"{self.path} has no prefix {prefix!r}{hint}; available prefixes: {[*available, *self.also]}"
             )
         return self.trees[prefix]
 
@@ -106,7 +106,7 @@ class Found:
         return tuple(path for path in found if path.startswith(f"{root}/")) if root else found
 
     def files(self, tree: TreeEntry) -> Files:
-        """What to read the tree's bytes from. The caller closes it."""
+        """Open the files that hold the bytes of a tree. The caller closes them."""
         if self.open_files:
             return self.open_files(tree)
         return files_of(self.store, tree, self.versions)

@@ -1,8 +1,8 @@
-"""The files of a directory that a reader leaves out, though they may hold leaves.
+"""List the files of a directory that a reader leaves out although they may hold leaves.
 
-A reader of another writer's directory names the files and directories that it reads. Every other file below the
-directory is left out, unless it is hidden, belongs to a checkpoint of ours in a directory of its own, or has a name
-that is known to hold no leaves, such as README.md, config.json or tokenizer.model.
+A reader of directories of other programs names the files and directories that it reads. Every other file below the
+directory is left out, unless it is hidden, belongs to a checkpoint by eformer in a directory of its own, or has a name
+that is known not to hold leaves, such as README.md, config.json or tokenizer.model.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ _WITHOUT_LEAVES = (
 
 
 def left_out(store: Store, read: AbstractSet[str]) -> tuple[str, ...]:
-    """List what is left out by its path below the store, a directory of arrays as a whole with a slash at its end.
+    """List the paths below the store that are left out. A whole directory, such as an array, is one path that ends in a
+    slash.
 
-    `read` has paths, too; of a directory in it all is read.
+    `read` has the paths of the files and directories that are read, directories with everything below them.
     """
     return tuple(sorted(_unread(store, read)))
 
@@ -50,7 +51,7 @@ def _unread(store: Store, read: AbstractSet[str]) -> Iterator[str]:
         path, depth = todo.pop()
         try:
             kinds = store.kinds(path)
-        except OSError:  # nobody knows what is in there
+        except OSError:  # its contents are unknown
             yield f"{path}/"
             continue
         if path and is_checkpoint(store, path):
@@ -77,7 +78,7 @@ def may_hold_leaves(name: str) -> bool:
 
 
 def is_checkpoint(store: Store, path: str) -> bool:
-    """Tell whether a directory is a checkpoint of its own, by an index or a manifest of eformer."""
+    """Tell whether a directory is a checkpoint of its own: whether it has an index, or a manifest by eformer."""
     try:
         if store.exists(f"{path}/{INDEX}"):
             return True

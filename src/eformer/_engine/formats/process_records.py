@@ -1,4 +1,4 @@
-"""Trees that several processes wrote: what each of them recorded lies with its own bytes, digested in the manifest."""
+"""Read trees that several processes wrote. Their records are stored with their bytes, the digests in the manifest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Files, Store
 
 _MOST_BYTES = 2**30  # a few hundred bytes for a leaf
-CARRIED = "part"  # what it is called among the metadata of a safetensors file
+CARRIED = "part"  # the key of a record in the metadata of a safetensors file
 
 
 def joined_trees(
@@ -31,7 +31,7 @@ def joined_trees(
     others: Mapping[str, Callable[[], TreeEntry]] | None = None,
     also: Mapping[str, Callable[[], TreeEntry]] | None = None,
 ) -> Trees:
-    """Trees by prefix; those in parts are put together when they are asked for."""
+    """Return trees by prefix; a tree in parts is put together on first use."""
     in_parts = {prefix: partial(_joined, store, tree) for prefix, tree in ours.items() if tree.parts}
     whole = {prefix: tree for prefix, tree in ours.items() if prefix not in in_parts}
     return Trees(whole, {**in_parts, **(others or {})}, also or {})
@@ -52,7 +52,7 @@ def _joined(store: Store, tree: TreeEntry) -> TreeEntry:
 
 
 def unreadable(store: Store, tree: TreeEntry) -> list[tuple[str, str]]:
-    """The files whose part of the record cannot be read, and why."""
+    """List the files whose part of the record cannot be read, with the reasons."""
     problems = []
     files = files_of(store, tree)
     try:
@@ -70,13 +70,13 @@ def unreadable(store: Store, tree: TreeEntry) -> list[tuple[str, str]]:
 def _read(tree: TreeEntry, number: int, files: Files, origin: str) -> ProcessRecord:
     file = tree.files[number]
     if file.header_nbytes > _MOST_BYTES:
-        raise FormatError(f"{origin} cannot begin with a record of {file.header_nbytes} bytes")
+        raise FormatError(f"{origin}: a record of {file.header_nbytes} bytes is too long")
     header = bytearray(min(file.header_nbytes, files.nbytes(number)))
     found = files.read_into(number, memoryview(header), 0)
     digest = xxh3_128(memoryview(header)[:found])
     if digest != file.header:
         raise CorruptionError(
-            f"{origin} is damaged: its first {file.header_nbytes} bytes digest to {digest}, recorded is {file.header}. "
+            f"{origin} is damaged: its first {file.header_nbytes} bytes have digest {digest}, expected {file.header}. "
             "They say where the leaves are; restore the file from a copy, or load an older checkpoint"
         )
     data = bytes(header)
@@ -92,4 +92,4 @@ class _Header(msgspec.Struct):
 
 
 def _carried(header: bytes, origin: str) -> str:
-    return parse_json(header[8:], _Header, f"{origin} carries no part of a manifest").metadata.part
+    return parse_json(header[8:], _Header, f"{origin} has no valid record of its process").metadata.part

@@ -1,1 +1,1 @@
-"""The processes that take part in a save or a load, and how they communicate."""
+"""Let the processes of a save or a load communicate."""

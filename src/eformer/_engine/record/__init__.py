@@ -1,1 +1,1 @@
-"""The record of a checkpoint as data: names, boxes, dtypes, digests, values, manifests. Pure: no jax, no files."""
+"""Represent the record of a checkpoint: names, boxes, dtypes, digests, values, manifests. No jax, no files."""

@@ -11,29 +11,29 @@ Snapshot = Literal["auto", "device", "host"]
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """Set options of `save` and `save_async`, beyond the tree and the path.
+    """Options of `save` and `save_async`.
 
-    max_shard_bytes   the most that one data file of a directory holds, unless a single leaf is larger
-    dtype             store floating leaves as this dtype; None stores them as they are
-    snapshot          where `save_async` keeps copies of accelerator arrays, so that the caller may donate the originals
-                      at once: on the "device", or in "host" memory; "auto" uses the device if it has room
-    staging_bytes     the most host memory for bytes on their way from an accelerator to the disk
-    threads           the number of threads that write; None for one a core, 2 to 8
+    max_shard_bytes   maximum size of a data file in a directory; only a single larger leaf exceeds it
+    dtype             store floating leaves as this dtype; None stores them unchanged
+    snapshot          where `save_async` copies accelerator arrays, so that the caller may donate the originals at once:
+                      to the "device" or to "host" memory; "auto" uses the device if it has room
+    staging_bytes     maximum host memory for bytes on their way from an accelerator to the disk
+    threads           number of threads that write; None for one per core, at least 2 and at most 8
     checksums         record the SHA-256 of every array, in addition to the digests, which are always recorded; if
-                      several processes save, only of arrays that one of them holds whole
-    processes         the processes that save the tree together, by number; None for all. A single process saves what it
-                      has without waiting for others
+                      several processes save, only for arrays that one of them holds whole
+    processes         numbers of the processes that save the tree together; None for all. A single process saves its own
+                      data without waiting for others
     timeout           seconds that a process waits for the others, at each of the two meetings of a save
-    reuse             do not write leaves again whose digests an earlier checkpoint already has: True for the checkpoint
-                      that this save replaces, or the path of another one on the same file system. Files are
-                      hard-linked, so either checkpoint may be deleted. Reused bytes are not read; `verify` checks them
+    reuse             do not write leaves whose digests an earlier checkpoint already has: True for the checkpoint that
+                      this save replaces, or the path of another one on the same file system. Files are hard-linked, so
+                      either checkpoint may be deleted. Reused bytes are not read; `verify` checks them
 
     Only for the format "tensorstore":
 
-    max_chunk_bytes   the most that a chunk holds; a chunk is a shard, or rows of one. None for 1 GiB, or 8 MiB if
-                      chunks are compressed or go into a database
-    compression       "zstd" compresses every chunk
-    ocdbt             put all arrays into one OCDBT database instead of one directory each, for fewer files
+    max_chunk_bytes   maximum size of a chunk, which is a shard or rows of one; None for 1 GiB, or 8 MiB if chunks are
+                      compressed or stored in a database
+    compression       "zstd" compresses every chunk; None compresses nothing
+    ocdbt             store all arrays in one OCDBT database instead of one directory each, for fewer files
     """
 
     max_shard_bytes: int = 5_000_000_000

@@ -1,1 +1,1 @@
-"""A save: snapshot, plan, write, commit."""
+"""Save trees: snapshot, plan, write, commit."""

@@ -1,7 +1,7 @@
 """Let several processes make one checkpoint: they agree on what to write and where, each writes, the first commits.
 
-That is two meetings. Nothing large goes through them: which process wrote which bytes, with which digests, lies with
-the bytes (`ProcessRecord`), and the first process only hears under which names.
+This takes two meetings. Only small messages are exchanged: the record of which process wrote which bytes, with which
+digests, is stored with the bytes (`ProcessRecord`), and only its file names are sent to the first process.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
-# How long a new directory may take to appear on the other hosts of a network file system.
+# Seconds that a new directory may take to appear on the other hosts of a network file system.
 VISIBLE_WITHIN = 10.0
 
-# A tree that differs is described to the process that has it: so many characters of it.
+# Processes with a different tree are sent this many characters of the description of the first one's.
 _MOST_DESCRIBED = 2**24
-_MOST_SHOWN = 200  # characters of a plain value, where it is described
+_MOST_SHOWN = 200  # characters of a plain value in a description
 
 
 # ------------------------------------------------------------------------------------------ agreement
 
 
 class Compared:
-    """What the processes of one save compare with each other.
+    """The values that the processes of one save compare with each other.
 
-    Replicas have to be the same. If they are not, one of the processes is at another step, or has gone astray, and the
-    checkpoint would be a mixture. Arrays that each process has for itself may differ.
+    Replicas must be the same: if they differ, the processes are at different steps or have diverged, and the checkpoint
+    would be a mixture. Arrays that each process has for itself may differ.
     """
 
     def __init__(self, replicas: Sequence[Source], own: Any) -> None:
@@ -70,8 +70,8 @@ def _host_copy(source: Source) -> np.ndarray[Any, Any]:
 
 
 class Brought(Struct):
-    """What a process brings to the first meeting: what it is about to do, a digest of its tree, and one of what it has
-    for itself."""
+    """The message of a process to the first meeting: its operation, a digest of its tree, and a digest of the values
+    that it has for itself."""
 
     what: str
     tree: str
@@ -79,9 +79,10 @@ class Brought(Struct):
 
 
 class Agreed(Struct):
-    """What all go by: the save's id, the place, the upload to join, and which leaves the first process does not have.
+    """The answer to the first meeting: the id of the save, the place, the token of the upload to join, and the leaves
+    that the first process does not have, by number.
 
-    `differing` are processes whose tree is not that of the first, which is then described.
+    `differing` lists the processes whose tree differs from that of the first; `described` then describes the latter.
     """
 
     save_id: str = ""
@@ -93,7 +94,7 @@ class Agreed(Struct):
 
 
 class SaveSummary(Struct):
-    """What a process is about to do: one line for each leaf, the structure, and a digest of what it has for itself."""
+    """The operation of a process: one line for each leaf, the structure, and a digest of the values of its own."""
 
     what: str
     leaves: list[str]
@@ -102,10 +103,10 @@ class SaveSummary(Struct):
 
 
 def agree(hosts: Hosts, make_plan: Callable[[], SaveSummary], propose: Callable[[], Agreed]) -> Agreed:
-    """What the first process proposes, once all are about to save the same tree in the same way.
+    """Return the proposal of the first process, if all processes are about to save the same tree in the same way.
 
-    A process whose tree is another one raises a MismatchError that names the leaves; all others say which it is. What
-    each has for itself may differ, but not without a word.
+    A process whose tree differs raises a MismatchError that names the leaves; the others raise an error that names the
+    process. If only values differ that each process has for itself, a warning is logged.
     """
     plan = make_plan()
     text = "\n".join(plan.leaves)
@@ -126,12 +127,12 @@ def agree(hosts: Hosts, make_plan: Callable[[], SaveSummary], propose: Callable[
     if hosts.index in agreed.differing:
         raise MismatchError(
             _differences(plan.leaves, agreed.described.split("\n")),
-            context=f"{hosts.name(hosts.index)} saves another tree than {hosts.name(0)}",
+            context=f"{hosts.name(hosts.index)} saves a different tree than {hosts.name(0)}",
         )
     if agreed.differing:
         others = ", ".join(map(hosts.name, agreed.differing[:20]))
         raise ProcessError(
-            f"{others} saves another tree than {hosts.name(0)}, and says where they differ; nothing was written"
+            f"{others} saves a different tree than {hosts.name(0)}, see the error there; nothing was written"
         )
     return agreed
 
@@ -139,8 +140,8 @@ def agree(hosts: Hosts, make_plan: Callable[[], SaveSummary], propose: Callable[
 def _mention(others: Sequence[str], first: str) -> None:
     if others:
         logger.warning(
-            "%s and %d more have other numbers than %s where each process has its own: numpy arrays, arrays on its own "
-            "devices, metadata. Stored is what %s has; SaveOptions(processes=) saves from one process alone",
+            "%s and %d more differ from %s in values that each process has for itself: numpy arrays, arrays on its own "
+            "devices, metadata. Those of %s are stored; SaveOptions(processes=) saves from one process alone",
             others[0], len(others) - 1, first, first,
         )  # fmt: skip
 
@@ -155,14 +156,14 @@ def _require_same(hosts: Hosts, whats: Sequence[str]) -> None:
 
 
 def _differences(mine: Sequence[str], first: Sequence[str]) -> list[str]:
-    if sum(map(len, first)) + len(first) > _MOST_DESCRIBED:  # there was more, and the last line is cut
+    if sum(map(len, first)) + len(first) > _MOST_DESCRIBED:  # the description was cut in its last line
         first = first[:-1]
         mine = mine[: len(first)]
     here, there = dict.fromkeys(mine), dict.fromkeys(first)
-    problems = [f"here there is {line}, in the first process not" for line in here if line not in there]
-    problems += [f"in the first process there is {line}, here not" for line in there if line not in here]
+    problems = [f"only in this process: {line}" for line in here if line not in there]
+    problems += [f"only in the first process: {line}" for line in there if line not in here]
     return problems or [
-        "the leaves are the same, as far as they were compared; what holds them, or their order, is not"
+        "the leaves that were compared are the same; other leaves, the containers or the order differ"
     ]
 
 
@@ -170,7 +171,7 @@ def _differences(mine: Sequence[str], first: Sequence[str]) -> list[str]:
 
 
 class Team:
-    """The processes that make one save, seen from one of them. One process alone is a team, too."""
+    """The processes of one save, seen from one of them. A single process is a team, too."""
 
     def __init__(self, save: Save, agreed: Agreed | None, upload: Upload | None, stack: ExitStack) -> None:
         self.save, self.upload = save, upload
@@ -185,7 +186,7 @@ class Team:
         return self.save.hosts.count > 1
 
     def enter(self, meter: Meter) -> Upload:
-        """Begin the upload, or join that of the first process."""
+        """Begin the upload, or join the one of the first process."""
         save = self.save
         if self._agreed is None:
             make_place(save.store, self.format)
@@ -212,7 +213,7 @@ class Team:
 
 
 def gather(save: Save, stack: ExitStack) -> Team:
-    """Agree with the other processes on one tree, under one id, in one place that the first one makes."""
+    """Agree with the other processes on one tree, one id, and one place, which the first process makes."""
     if save.hosts.count == 1:
         return Team(save, None, None, stack)
     uploads: list[Upload] = []
@@ -232,7 +233,7 @@ def gather(save: Save, stack: ExitStack) -> Team:
 
 
 def summary(save: Save) -> SaveSummary:
-    """Describe what has to be the same in all processes."""
+    """Describe everything that must be the same in all processes."""
     assert save.compared
     how = {name: getattr(save.options, name) for name in ("max_chunk_bytes", "compression", "ocdbt")}
     what = f"saves the prefix {save.prefix!r} as {save.kind} with {how | {'write_index': save.has_index}}"
@@ -251,7 +252,7 @@ def summary(save: Save) -> SaveSummary:
 
 
 def make_place(store: Store, fmt: WriteFormat) -> None:
-    """Refuse what must not be replaced, and make the place if there is no checkpoint yet."""
+    """Refuse to replace files that are not a checkpoint; make the place if it has none yet."""
     if not fmt.check_place(store):
         store.make()
 
@@ -268,9 +269,9 @@ def join(fmt: WriteFormat, store: Store, agreed: Agreed) -> Upload:
         except (FileNotFoundError, NotADirectoryError):
             if time.monotonic() > deadline:
                 raise ProcessError(
-                    f"{store.url} is not the directory that the first process saves to ({agreed.path}): what that one "
-                    f"has made there, {agreed.token}, is not to be seen here. Several processes save to one directory, "
-                    "on a file system that all of them share"
+                    f"{store.url} is not the directory that the first process saves to ({agreed.path}): its "
+                    f"{agreed.token} is not visible here. Several processes must save to one directory, on a file "
+                    "system that all of them share"
                 ) from None
             time.sleep(0.05)
 
@@ -278,8 +279,8 @@ def join(fmt: WriteFormat, store: Store, agreed: Agreed) -> Upload:
 def own_sources(sources: Sequence[Source], hosts: Hosts, elsewhere: Sequence[int]) -> list[Source]:
     """Return the sources as this process writes them, once it is known which leaves the first process does not have.
 
-    A leaf that lies in one process alone looks there like one that every process has a copy of. Copies are written by
-    the first process.
+    To the process that holds it, a leaf of one process looks like a leaf that every process has a copy of. Copies are
+    written by the first process.
     """
     if not hosts.index:
         return list(sources)
@@ -303,7 +304,7 @@ def together(
     commit: Callable[[Receipt], None],
     is_committed: Callable[[], bool],
 ) -> None:
-    """Write in every process; commit in the first what all have written. An error anywhere is an error everywhere.
+    """Write in every process, then commit all files in the first. An error anywhere is an error everywhere.
 
     `is_committed` tells whether an error of the commit came before or after its point of no return.
     """
@@ -314,7 +315,7 @@ def together(
         receipt = write()
     except BaseException as error:
         first = hosts.fail(error, after_all=True)
-        # The first process removes the place that all write to: then its error is the one that matters.
+        # After an error, the first process removes the upload that all write to: then its error is the cause.
         if first and isinstance(error, FileNotFoundError):
             raise ProcessError(f"{_NOTHING}: {first}") from error
         raise
@@ -333,11 +334,11 @@ def together(
         hosts.meet(_encode(receipt), answer)
     except _CommitError as error:
         if isinstance(error.cause, FileNotFoundError):
-            error.cause.add_note("a process that stops waiting for the others removes what it has written")
+            error.cause.add_note("a process that times out waiting for the others removes its files")
         raise error.cause from None
     except (ProcessTimeoutError, LostError) as error:
         if hosts.index:
-            error.add_note("whether the save was committed is not known here; the directory says so")
+            error.add_note("this process does not know whether the save was committed; inspect the directory")
         raise
     except ProcessError as error:
         is_said = str(error).startswith((_IN_PLACE, _NOTHING))
@@ -347,11 +348,11 @@ def together(
 
 
 _NOTHING = "the save failed, nothing was committed"
-_IN_PLACE = "the save failed after the new tree was put in place, which may not be on stable storage"
+_IN_PLACE = "the save failed after the new tree was put in place; it may not be on stable storage"
 
 
 class _CommitError(ProcessError):
-    """What the others hear of an error of the first process."""
+    """An error of the commit in the first process, in the words that are sent to the others."""
 
     def __init__(self, text: str, cause: BaseException) -> None:
         super().__init__(text)
@@ -359,7 +360,7 @@ class _CommitError(ProcessError):
 
 
 def merged(receipts: Sequence[Receipt]) -> Receipt:
-    """All files, in the order of the processes, and all leaves that the receipts name."""
+    """Merge receipts: all files, in the order of the processes, and all leaves."""
     whole = Receipt()
     for receipt in receipts:
         whole.files += receipt.files

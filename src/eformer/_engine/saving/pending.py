@@ -1,4 +1,4 @@
-"""The handle of a save under way, and the order of several to one place."""
+"""Wait for saves in the background, and keep saves to one place in order."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ logger = logging.getLogger("eformer")
 class Pending:
     """A save under way. Resolves to the path, as text, once the checkpoint is committed and durable.
 
-    Its error is its own: raised by `result`, and logged if nobody ever asks. The interpreter does not exit
-    before it has finished.
+    `result` raises the error of the save; an error that is never retrieved is logged. The interpreter does not exit
+    before the save has finished.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._future: Future[str] = Future()
-        self._future.set_running_or_notify_cancel()  # who stops waiting does not stop the save
+        self._future.set_running_or_notify_cancel()  # a caller that stops waiting does not stop the save
         self.was_asked = False
         _unfinished.add(self)
 
     def result(self, timeout: float | None = None) -> str:
-        """Waits for the end; raises the save's own error, or TimeoutError if it is not there in time."""
+        """Wait for the save and return the path. Raise the error of the save, or TimeoutError if it takes too long."""
         self.exception(timeout)
         return self._future.result()
 
@@ -45,7 +45,7 @@ class Pending:
         return self._future.done()
 
     def add_done_callback(self, callback: Callable[[Pending], object]) -> None:
-        """`callback(self)` after the end, in the thread that saves; at once if that is over."""
+        """Call `callback(self)` when the save has finished, in its thread; at once if it has finished already."""
         self._future.add_done_callback(lambda _: callback(self))
 
     def __await__(self) -> Generator[Any, None, str]:
@@ -58,18 +58,19 @@ class Pending:
         self.complain()
 
     def complain(self) -> None:
-        """Logs an error that nobody has asked for."""
+        """Log the error of the save if it was never retrieved."""
         if self._future.done() and not self.was_asked and (error := self._future.exception()):
             self.was_asked = True
-            logger.error("saving to %s failed, and nobody asked for the result", self.path, exc_info=error)
+            logger.error("saving to %s failed, and its error was never retrieved", self.path, exc_info=error)
 
     def __repr__(self) -> str:
         state = "under way" if not self.done() else "failed" if self._future.exception() else "done"
         return f"<Pending save to {self.path}: {state}>"
 
     def start(self, work: Callable[[], None], afterwards: Callable[[], None] | None = None) -> None:
-        """Carries out the save in a thread of its own, for which the interpreter waits at its exit; when all know how
-        it ended, there may be something to do `afterwards`.
+        """Carry out the save in a thread of its own, which the interpreter waits for at exit.
+
+        If it succeeds, call `afterwards` once its result is set.
         """
         arguments = (work, afterwards)
         threading.Thread(target=self._run, args=arguments, name="eformer-save", daemon=False).start()
@@ -80,20 +81,18 @@ class Pending:
         if error is None:
             self._future.set_result(self.path)
         else:
-            traceback.clear_frames(
-                error.__traceback__
-            )  # which hold the arrays, for as long as the error is kept
+            # The frames would hold the arrays for as long as the error is kept.
+            traceback.clear_frames(error.__traceback__)
             self._future.set_exception(error)
-        if (
-            afterwards and error is None
-        ):  # else nobody may hold the save: its error would not be complained about
+        # Not after an error: `afterwards` might keep the save alive, and its error would not be logged.
+        if afterwards and error is None:
             afterwards()
 
 
 def _error_of(work: Callable[[], None]) -> BaseException | None:
     try:
         work()
-    except BaseException as error:  # noqa: BLE001  handed to whoever asks
+    except BaseException as error:  # noqa: BLE001  raised by `result`
         return error
     return None
 
@@ -107,7 +106,7 @@ def _complain_at_exit() -> None:
         pending.complain()
 
 
-# Saves to one place commit in the order in which they were called, however long each takes to write.
+# Saves to one place commit in the order of their calls, however long each takes to write.
 
 
 class _Turns:
@@ -126,7 +125,7 @@ class _Turns:
         return Turn(before, after, lambda: self._forget(place, after))
 
     def last(self, key: str, host: str) -> threading.Event | None:
-        """Return the event that is set when the last save to a place so far is over; None if it is."""
+        """Return the event that is set when the latest save to a place is over; None if none is under way."""
         with self._lock:
             return self._last.get((key, host))
 

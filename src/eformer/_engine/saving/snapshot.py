@@ -1,4 +1,4 @@
-"""Arrays out of the caller's tree, safe from what the caller does next."""
+"""Take the arrays of the caller's tree, and protect them from changes by the caller."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 _Facts = tuple[str | None, int, "RecordedSharding | None"]
 
-# Larger arrays that each process has for itself are not compared: this is the caller's time.
+# Larger arrays that each process has for itself are not compared: the caller waits for the comparison.
 _COMPARED_BYTES = 2**16
 
-# Of arrays that all processes have a copy of, a few small ones are.
+# Of the arrays that all processes have a copy of, a few small ones are compared.
 _REPLICA_BYTES = 64
 _MOST_REPLICAS = 256
 
@@ -45,13 +45,14 @@ _MOST_REPLICAS = 256
 def snapshot(
     leaves: Mapping[str, Any], options: SaveOptions, hosts: Hosts, *, detach: bool
 ) -> tuple[list[Source], dict[str, Any], Compared]:
-    """The arrays among the leaves as Sources, the others as JSON values, and what to compare with other processes.
+    """Return the arrays among the leaves as sources, the others as JSON values, and the data to compare with other
+    processes.
 
-    With `detach` the caller may donate or change every array as soon as this returns: numpy arrays are
-    copied, arrays of an accelerator are copied there or to the host, a CPU array's memory is simply held.
+    With `detach` the caller may donate or change every array as soon as this returns: numpy arrays are copied, arrays
+    on an accelerator are copied there or to the host, and the memory of CPU arrays is kept alive.
     """
     reader = _Reader(options, hosts, detach)
-    readers: dict[type, Callable[[str, Any], Source] | None] = {}  # one decision for each type met
+    readers: dict[type, Callable[[str, Any], Source] | None] = {}  # each type is looked at once
     sources, values = [], {}
     for name, leaf in leaves.items():
         kind = type(leaf)
@@ -105,7 +106,7 @@ class _Reader:
             self.written[0] += array.nbytes
             if array.nbytes <= _COMPARED_BYTES:
                 self.own.update(to_bytes(array, dtype))
-        if self.hosts.index:  # every process has one, and that of the first is stored
+        if self.hosts.index:  # every process has one; that of the first is stored
             return Source(name, dtype, array.shape, "numpy", is_first=False)
         host = np.array(array) if self.detach else np.asarray(array)
         return Source(name, dtype, host.shape, "numpy", None, None, host)
@@ -136,7 +137,7 @@ class _Reader:
         )
 
     def compare(self, name: str, array: jax.Array) -> None:
-        """Every process has a copy of a few numbers, such as the step; they had better be the same."""
+        """Compare a small array that every process has a copy of, such as the step: the copies must be the same."""
         if len(self.replicas) < _MOST_REPLICAS:
             region = Region.whole(array.shape)
             self.replicas.append(
@@ -144,7 +145,7 @@ class _Reader:
             )
 
     def stored_jax(self, dtype: np.dtype[Any]) -> tuple[str, bool]:
-        """As what a dtype is stored, and whether XLA keeps it packed."""
+        """Return the dtype under which a dtype is stored, and whether XLA keeps it packed."""
         known = self.dtypes.get(dtype)
         if known is None:
             known = self.dtypes[dtype] = (self.stored(name_of_dtype(dtype)), dtype in PACKED)
@@ -154,15 +155,17 @@ class _Reader:
         return self.dtype if self.dtype and is_floating(dtype) else dtype
 
     def whole(self, shape: tuple[int, ...]) -> Region:
-        """Most arrays of a tree have one of a few shapes."""
+        """Return the region of a whole array; cached, because most arrays of a tree have one of a few shapes."""
         found = self.wholes.get(shape)
         if found is None:
             found = self.wholes[shape] = Region.whole(shape)
         return found
 
     def look_at(self, array: jax.Array) -> _Facts:
-        """Whether the array is on one device of this process, "device", or even in its "memory"; which process has it
-        all alone; and how it lies on its mesh."""
+        """Return where an array is, the process that holds it alone (-1 if several do), and its recorded sharding.
+
+        The place is "device" for one device of this process, "memory" if that is its CPU, and None otherwise.
+        """
         sharding = array.sharding
         facts = self.facts.get(sharding)
         if facts is None:
@@ -176,7 +179,7 @@ class _Reader:
         return facts
 
     def cut(self, array: jax.Array) -> _Cut:
-        """How arrays of this shape are cut that lie so: most of a tree are alike."""
+        """Return how arrays of this shape and sharding are cut; cached, because most arrays of a tree are alike."""
         key = (array.sharding, array.shape)
         found = self.cuts.get(key)
         if found is None:
@@ -184,8 +187,10 @@ class _Reader:
         return found
 
     def mine(self, cut: _Cut, itemsize: int) -> tuple[dict[Region, int], bool]:
-        """The boxes that this process writes, and whether one is the first; one that several processes hold goes to
-        who has the least to write."""
+        """Return the boxes that this process writes, and whether one of them is the first.
+
+        A box that several processes hold is written by the one with the least to write.
+        """
         if cut.settled is not None:
             if cut.counts:
                 self.written += cut.elements * itemsize
@@ -194,7 +199,7 @@ class _Reader:
         return cut.of(owners(sizes, self.written), self.hosts.index)
 
     def detached(self, sources: list[Source]) -> list[Source]:
-        """The sources with every array that is still on an accelerator copied, in one go."""
+        """Return the sources with copies of all arrays on accelerators, made in one call."""
         arrays = [a for source in sources for _, a in source.parts if isinstance(a, jax.Array)]
         if not self.detach or not arrays:
             return sources
@@ -207,7 +212,7 @@ class _Reader:
 
 
 class _Cut:
-    """The boxes of an array, who holds each, and which shard of this process each is."""
+    """The boxes of an array, the processes that hold each, and the shards of this process that they are."""
 
     def __init__(
         self,
@@ -220,13 +225,11 @@ class _Cut:
         self.is_everywhere = len(holders) == 1 and all(len(who) == hosts.count for who in holders.values())
         self.settled: tuple[dict[Region, int], bool] | None = None
         self.elements = np.zeros(hosts.count, np.int64)
-        if all(
-            len(who) == 1 for who in holders.values()
-        ):  # then there is nothing to choose, whatever is written
+        if all(len(who) == 1 for who in holders.values()):  # the choice does not depend on `written`
             self.settled = self.of([int(who[0]) for who in holders.values()], hosts.index)
             for region, who in holders.items():
                 self.elements[who[0]] += region.size
-        # What is even changes nothing, and what lies in one process alone looks different to each of them.
+        # Even shares change no choice, and an array that one process holds alone looks different to each process.
         is_even = bool((self.elements == self.elements[0]).all())
         self.counts = not is_even and np.count_nonzero(self.elements) > 1
 
@@ -237,13 +240,13 @@ class _Cut:
 
 def _cut(array: jax.Array, hosts: Hosts) -> _Cut:
     holders: dict[Region, dict[int, None]] = {}
-    placed: Any = array.sharding.devices_indices_map(array.shape)  # devices have no types
+    placed: Any = array.sharding.devices_indices_map(array.shape)  # jax does not type devices
     for device, index in placed.items():
         process = hosts.process_of(device)
         if process < 0:
             raise LeafError(
-                f"it lies on {device} of process {device.process_index}, which takes no part in this save; save from "
-                "all processes that hold it (SaveOptions.processes)"
+                f"it is on {device} of process {device.process_index}, which does not take part in this save; save "
+                "from all processes that hold it (SaveOptions.processes)"
             )
         holders.setdefault(_region(index, array.shape), {})[process] = None
     here: dict[Region, int] = {}
@@ -281,7 +284,7 @@ def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
 
 
 def _have_room(arrays: Iterable[jax.Array]) -> bool:
-    """Whether each device can hold a second copy of what is on it."""
+    """Tell whether each device has memory for a copy of the arrays on it."""
     needed: dict[Any, int] = defaultdict(int)
     for array in arrays:
         needed[array.sharding] += math.prod(array.shape) * array.dtype.itemsize
@@ -301,9 +304,9 @@ def owners(
     holders: Iterable[tuple[int, np.ndarray[Any, np.dtype[np.int64]]]],
     written: np.ndarray[Any, np.dtype[np.int64]],
 ) -> list[int]:
-    """For each (bytes, processes that hold them) the process that writes them: the one with the least to write.
+    """Choose the writer of each box, given as (bytes, processes that hold it): the process with the least to write.
 
-    `written`, the bytes of each process so far, is brought up to date. Every process computes the same.
+    `written`, the bytes of each process so far, is updated. Every process computes the same choice.
     """
     chosen = []
     for nbytes, processes in holders:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def released(source: Source) -> Source:
-    """The same leaf, without its array."""
+    """Return the leaf without its array."""
     return msgspec.structs.replace(source, whole=None, parts=())
 
 
@@ -34,7 +34,7 @@ _IN_ORDER_BYTES = 32 * 2**20  # so that one batch is written while the next is r
 
 
 class Staging:
-    """Host memory that bytes pass through on their way to the disk, from wherever they are; at most a budget."""
+    """Host memory for bytes on their way to the disk, limited by a budget."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -42,14 +42,14 @@ class Staging:
         self.changed = threading.Condition()
 
     def batch_bytes(self, parts: Sequence[ArrayBox]) -> int:
-        """How much to fetch at once."""
+        """Return how many bytes to fetch at once."""
         enough = [_enough_of(array) for _, array in parts] or [_CPU_BATCH_BYTES]
         return min(self.budget // 4, *enough)
 
     def fetch(self, parts: Sequence[ArrayBox], region: Region) -> tuple[list[ArrayBox], int]:
-        """What lies inside `region`, in host memory, and how many bytes to `release` when it is written.
+        """Return the boxes inside `region` in host memory, and the number of bytes to `release` when they are written.
 
-        Waits for memory that others have to release first; one region may be larger than the budget.
+        Wait until enough of the budget is released; a single region may be larger than the budget.
         """
         wanted = [(overlap, box, array) for box, array in parts if (overlap := box.overlap(region))]
         nbytes = sum(o.size * a.dtype.itemsize for o, _, a in wanted if not isinstance(a, np.ndarray))
@@ -71,13 +71,13 @@ class Staging:
 
 
 def _enough_of(array: Any) -> int:
-    """Bytes; an accelerator is the quicker the more it copies at once."""
+    """Return how many bytes of an array to fetch at once; the more, the faster an accelerator copies."""
     if isinstance(array, LazyArray):
         return _IN_ORDER_BYTES if array.in_order else sys.maxsize
     if isinstance(array, np.ndarray):
         return _CPU_BATCH_BYTES
     device: Any = next(iter(array.devices()))
-    return _CPU_BATCH_BYTES if device.platform == "cpu" else sys.maxsize  # what is packed is only unpacked
+    return _CPU_BATCH_BYTES if device.platform == "cpu" else sys.maxsize  # arrays on a CPU are only unpacked
 
 
 def on_host(array: Any, region: Region) -> np.ndarray[Any, Any]:
@@ -92,7 +92,7 @@ def on_host(array: Any, region: Region) -> np.ndarray[Any, Any]:
 
 
 def contiguous(parts: Sequence[ArrayBox], region: Region, dtype: str) -> np.ndarray[Any, Any]:
-    """The elements of `region` in C order, little endian, as `dtype`: a view if they lie so, else a copy."""
+    """Return the elements of `region` in C order, little endian, as `dtype`: a view if possible, otherwise a copy."""
     for box, array in parts:
         if box == region:
             return straight(array, dtype)
@@ -104,13 +104,13 @@ def contiguous(parts: Sequence[ArrayBox], region: Region, dtype: str) -> np.ndar
         if overlap := box.overlap(region):
             whole[overlap.inside(region).slices] = array[overlap.inside(box).slices]
             found += overlap.size
-    if found != region.size:  # what is in no part would be whatever the memory held before
-        raise AssertionError(f"{found} of the {region.size} elements of {region} are there")
+    if found != region.size:  # other elements would be uninitialized memory
+        raise AssertionError(f"only {found} of the {region.size} elements of {region} were found")
     return whole
 
 
 def to_bytes(array: np.ndarray[Any, Any], dtype: str) -> bytes:
-    """The same for a whole small array."""
+    """Return the bytes of a whole small array in C order, little endian, as `dtype`."""
     little = _little(dtype)
     return (array if array.dtype == little else array.astype(little)).tobytes()
 

@@ -1,1 +1,1 @@
-"""Bytes by name: directories, scratch, locks, databases. No other room creates, renames or removes files. No jax."""
+"""Read and write bytes by name: directories, memory, databases. No other room creates or removes files. No jax."""

@@ -1,8 +1,8 @@
-"""An open directory: everything that a save creates, moves or removes goes through one, and never through a link.
+"""Create, move and remove files in an open directory, without following links. Every change of a save goes through it.
 
-The path that the caller gives may lead through links; opening it is the only time that they are followed. From then on
-names are looked up under the descriptor, so that a link that lies below, or a directory that is swapped meanwhile,
-leads nowhere.
+Links in the path that the caller gives are followed once, when the directory is opened. After that, names are looked up
+relative to the descriptor, so a link below the directory, or a directory that is swapped meanwhile, cannot redirect an
+operation.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
-# Errors of a directory that cannot be synced: some network file systems.
+# Errors of syncing a directory on file systems that cannot, such as some network file systems.
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM}
-# Errors of a file system without locks.
+# Errors of locking on a file system without locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 # Errors of a rename onto something that exists, and of a hard link on a file system without any.
 _IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR}
@@ -39,11 +39,11 @@ _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
-_MOST_DEPTH = 400  # of what is removed; no tree of ours is nested as deeply
+_MOST_DEPTH = 400  # of directories to remove; those written by eformer are never nested as deeply
 
 
 class Directory:
-    """A directory that is open. The names that its methods take are plain: no link is followed, no slash taken."""
+    """An open directory. Its methods take plain names, without slashes, and do not follow links."""
 
     __slots__ = ("_can_be_read", "_where", "descriptor")
 
@@ -52,24 +52,24 @@ class Directory:
 
     @property
     def path(self) -> Path:
-        """Where it was when it was opened: for messages, and for those who read."""
+        """Return the path by which it was opened, for messages and for reading."""
         return Path(self._where)
 
     @classmethod
     def open(cls, path: Path) -> Directory:
-        """Open the directory at a path that the caller named, through whatever links there are in it."""
+        """Open the directory at a path that the caller named, following links in the path."""
         try:
             return cls(path, os.open(path, _OPEN))
-        except PermissionError:  # one may be allowed to create files in it, but not to list them
+        except PermissionError:  # perhaps files may be created in it, but not listed
             if not hasattr(os, "O_PATH"):
                 raise
             return cls(path, os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), can_be_read=False)
 
     def enter(self, path: str) -> Directory:
-        """Open a directory below this one, "a" or "a/b", without following a link on the way.
+        """Open a directory below this one, "a" or "a/b", without following links.
 
-        Raises NotADirectoryError where one of the names is a link, or anything else but a directory; and another
-        OSError for one where another file system, or another part of this one, is mounted.
+        Raise NotADirectoryError if one of the names is a link or anything else but a directory, and another OSError if
+        another file system, or another part of this one, is mounted on the way.
         """
         if not is_inside(path):
             raise FormatError(f"{path[:200]!r} is not the name of a directory in {self.path}")
@@ -97,14 +97,14 @@ class Directory:
         return os.fstat(self.descriptor).st_ino
 
     def status(self, name: str) -> os.stat_result | None:
-        """What is there under this name, itself and not what it leads to; None if nothing is."""
+        """Return the status of an entry; of the link itself if it is one. Return None if it does not exist."""
         try:
             return os.stat(self._plain(name), dir_fd=self.descriptor, follow_symlinks=False)
         except FileNotFoundError:
             return None
 
     def target(self, name: str) -> os.stat_result | None:
-        """What a link leads to, which is looked at and not opened; None if that is nothing."""
+        """Return the status of the target of a link, without opening it; None if it has none."""
         try:
             return os.stat(self._plain(name), dir_fd=self.descriptor)
         except OSError:
@@ -115,7 +115,7 @@ class Directory:
         return status is not None and stat.S_ISDIR(status.st_mode)
 
     def kinds(self) -> dict[str, Kind]:
-        """The names in it, sorted, and what each of them is: links, pipes and devices are "other"."""
+        """List the entries, sorted by name, with their kinds. Links, pipes and devices are "other"."""
         if not self._can_be_read:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
         kinds: dict[str, Kind] = {}
@@ -127,7 +127,7 @@ class Directory:
         return dict(sorted(kinds.items()))
 
     def read(self, name: str, most: int) -> bytes:
-        """The whole of a small regular file; FormatError for anything else, and for one of more than `most` bytes."""
+        """Read a small regular file. Raise FormatError for anything else, and for more than `most` bytes."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             descriptor = os.open(self._plain(name), flags, dir_fd=self.descriptor)
@@ -140,7 +140,7 @@ class Directory:
             if not stat.S_ISREG(status.st_mode):
                 raise FormatError(f"{self.path / name} is not a regular file")
             if status.st_size > most:
-                raise FormatError(f"{self.path / name} has {status.st_size} bytes, {most} are the most")
+                raise FormatError(f"{self.path / name} has {status.st_size} bytes, more than {most}")
             data = b""
             while chunk := os.read(descriptor, status.st_size + 1):
                 data += chunk
@@ -149,7 +149,7 @@ class Directory:
             os.close(descriptor)
 
     def _plain(self, name: str) -> str:
-        """Refuses a name that could lead anywhere else."""
+        """Return the name; refuse one that could lead out of the directory."""
         if "/" in name or name in ("", "..") or "\0" in name:
             raise FormatError(f"{name[:200]!r} is not the name of a file in {self.path}")
         return name
@@ -157,7 +157,7 @@ class Directory:
     # -------------------------------------------------------------------------------------- create
 
     def create(self, name: str, flags: int = os.O_WRONLY) -> int:
-        """A descriptor of a new file; raises FileExistsError if there is anything of this name."""
+        """Create a file and return its descriptor. Raise FileExistsError if the name is taken."""
         return os.open(self._plain(name), flags | _CREATE, 0o666, dir_fd=self.descriptor)
 
     def make(self, name: str, *, usable: bool = False) -> None:
@@ -167,17 +167,17 @@ class Directory:
             os.chmod(name, stat.S_IMODE(status.st_mode) | 0o700, dir_fd=self.descriptor)
 
     def link(self, name: str, target: Path | str, nbytes: int) -> None:
-        """Give a regular file of this length another name, here."""
+        """Hard-link a regular file into this directory. Refuse a file of another length."""
         os.link(target, self._plain(name), dst_dir_fd=self.descriptor, follow_symlinks=False)
         status = self.status(name)
         if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
             self.unlink(name)
-            raise FormatError(f"{target} is no file of {nbytes} bytes")
+            raise FormatError(f"{target} is not a regular file of {nbytes} bytes")
 
     # ---------------------------------------------------------------------------------------- move
 
     def rename(self, name: str, target: Directory, final: str) -> None:
-        """Move something to a name that is free, or that of a file or link whose place it takes."""
+        """Move an entry to another name. A file or link of that name is replaced."""
         os.rename(
             self._plain(name),
             self._plain(final),
@@ -186,7 +186,7 @@ class Directory:
         )
 
     def replace(self, name: str, final: str) -> None:
-        """Put a file in the place of another; a link is replaced, and what it leads to stays as it is."""
+        """Replace a file by another one. A link is replaced itself; its target stays as it is."""
         os.replace(
             self._plain(name),
             self._plain(final),
@@ -195,7 +195,7 @@ class Directory:
         )
 
     def put(self, name: str, target: Directory, final: str) -> None:
-        """Move something to where nothing is, or an empty directory; else raises FileExistsError."""
+        """Move an entry to a name that is free or an empty directory. Raise FileExistsError otherwise."""
         try:
             if self.has_directory(name):
                 self.rename(name, target, final)
@@ -204,10 +204,10 @@ class Directory:
         except OSError as error:
             if error.errno not in _IN_THE_WAY:
                 raise
-            raise FileExistsError(f"{target.path / final} is there by now; choose another path") from error
+            raise FileExistsError(f"{target.path / final} already exists; choose another path") from error
 
     def _link_or_rename(self, name: str, target: Directory, final: str) -> None:
-        """A link never takes another's place; not all file systems have them."""
+        """Move a file by a hard link, which never replaces anything; rename it on file systems without hard links."""
         try:
             os.link(
                 self._plain(name),
@@ -220,13 +220,13 @@ class Directory:
             if error.errno not in _NO_LINKS:
                 raise
             if target.status(final) is not None:
-                raise FileExistsError(errno.EEXIST, "is there", str(target.path / final)) from error
+                raise FileExistsError(errno.EEXIST, "already exists", str(target.path / final)) from error
             self.rename(name, target, final)
 
     # -------------------------------------------------------------------------------------- remove
 
     def unlink(self, name: str) -> None:
-        """Remove a file, or a link itself, if it is there."""
+        """Remove a file, or a link itself, if it exists."""
         with suppress(FileNotFoundError):
             os.unlink(self._plain(name), dir_fd=self.descriptor)
 
@@ -238,9 +238,10 @@ class Directory:
                 raise
 
     def remove_tree(self, name: str) -> None:
-        """Remove a directory with all that is below it. Links are removed, not followed.
+        """Remove a directory and everything below it. Links are removed, not followed.
 
-        What is mounted there, and what is nested too deeply to be ours, is an error: what is left is left.
+        Raise OSError at a mount point, and at directories that are nested too deeply to be written by eformer;
+        everything that was not removed before stays.
         """
         with self.enter(name) as inner:
             inner._empty(0)
@@ -256,7 +257,7 @@ class Directory:
                 os.unlink(name, dir_fd=self.descriptor)
 
     def require_removable(self, name: str) -> None:
-        """Raise what `remove_tree` would raise because of what lies there, before anything is removed."""
+        """Raise the error that `remove_tree` would raise because of the contents, before anything is removed."""
         with self.enter(name) as inner:
             inner._look_through(0)
 
@@ -267,15 +268,15 @@ class Directory:
                     inner._look_through(depth + 1)
 
     def deeper(self, name: str, depth: int) -> Directory:
-        """Open a directory in this one; raises OSError if that is nested more deeply than anything of ours."""
+        """Open a directory in this one. Raise OSError if it is nested too deeply to be written by eformer."""
         if depth > _MOST_DEPTH:
-            raise OSError(errno.ELOOP, "is nested too deeply", str(self.path))
+            raise OSError(errno.ELOOP, "Directories are nested too deeply", str(self.path))
         return self.enter(name)
 
     # ------------------------------------------------------------------------------- sync and lock
 
     def sync(self) -> None:
-        """Put the names in it on stable storage, where the file system can do that."""
+        """Put its entries on stable storage, if the file system can do that."""
         if not self._can_be_read:
             return
         try:
@@ -286,20 +287,18 @@ class Directory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One thread of one process at a time. The lock is on the directory itself, so nothing stays behind.
+        """Lock the directory for one thread of one process at a time. There is no lock file that could be left over.
 
-        Raises FileNotFoundError if the directory is no longer the one that its path leads to.
+        Raise FileNotFoundError if the directory is no longer the one that its path leads to.
         """
-        if not self._can_be_read:  # nor locked; there is nothing to list either that other saves could name
+if not self._can_be_read:  # it cannot be locked, nor hold more than single files, which need no lock
             yield
             return
-        descriptor = os.open(".", _OPEN, dir_fd=self.descriptor)  # a lock belongs to who has opened it
+        descriptor = os.open(".", _OPEN, dir_fd=self.descriptor)  # locks belong to open files, not to callers
         try:
             lock(descriptor)
             if not os.path.samestat(os.stat(self.path), os.fstat(descriptor)):
-                raise FileNotFoundError(
-                    errno.ENOENT, "was moved away, and something else is there", str(self.path)
-                )
+                raise FileNotFoundError(errno.ENOENT, "Directory was moved or replaced", str(self.path))
             yield
         finally:
             unlock(descriptor)
@@ -333,7 +332,7 @@ _syscall = _load_syscall() if sys.platform == "linux" else None
 
 
 def _open_below(descriptor: int, path: str) -> int:
-    """Open a directory below another, without following links or crossing into what is mounted there."""
+    """Open a directory below another, without following links or crossing a mount point."""
     code = errno.ENOSYS
     if _syscall is not None:  # Linux 5.6; some containers forbid it
         name = os.fsencode(path)
@@ -350,7 +349,7 @@ def _open_below(descriptor: int, path: str) -> int:
 
 
 def _step_by_step(descriptor: int, path: str) -> int:
-    """The same, name by name."""
+    """Do the same name by name, without openat2."""
     mount, inner = _mount_of(descriptor), os.dup(descriptor)
     for name in path.split("/"):
         outer = inner
@@ -365,7 +364,7 @@ def _step_by_step(descriptor: int, path: str) -> int:
 
 
 def _mount_of(descriptor: int) -> object:
-    """By what to tell a mount from another one: a part of a file system that is mounted elsewhere has its device."""
+    """Return an identity of the mount. The device would not do: a bind mount has that of the original."""
     try:
         with open(f"/proc/self/fdinfo/{descriptor}", "rb") as file:
             return next(line for line in file if line.startswith(b"mnt_id:"))
@@ -377,23 +376,23 @@ def _mount_of(descriptor: int) -> object:
 
 
 def lock(descriptor: int, *, shared: bool = False) -> None:
-    """Waits for it. Several may hold it `shared`; as long as one does, `try_lock` raises."""
+    """Wait for the lock of a file. Several may hold it `shared`; as long as one does, `try_lock` raises."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
         logger.debug(
-            "this file system has no locks: do not save to one directory from several processes at once"
+            "this file system has no locks; do not save to one directory from several processes at once"
         )
 
 
 def try_lock(descriptor: int) -> None:
-    """Raises if somebody else holds it."""
+    """Take the lock of a file, or raise OSError if another process or thread holds it."""
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def unlock(descriptor: int) -> None:
-    """Closing would do, but for children: one that was forked meanwhile holds the file, and so the lock, too."""
+    """Release the lock of a file. Closing it is not enough: a child that was forked meanwhile holds the file, too."""
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
-_WORTH_MAPPING = 2**16  # bytes; less is read in the time that it takes to map them
+_WORTH_MAPPING = 2**16  # bytes; fewer are read as fast as they are mapped
 
-# At most this many, and a quarter of what the process may have open, are held at once; others are opened one by one.
+# At most this many files, and a quarter of the process's limit, are held open at once; others are opened for each read.
 _MOST_HELD = 256
 
 
 class _Budget:
-    """Counts the files that all readers of the process hold open."""
+    """The number of files that all readers of the process hold open, and its limit."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ _budget = _Budget()
 
 
 class LocalFiles:
-    """Files of a directory, by their names. A file in `versions` is refused if it is another one by now."""
+    """Files of a local directory. A file in `versions` that has been replaced since raises FileNotFoundError."""
 
     def __init__(
         self, directory: Path, names: Sequence[str], versions: Mapping[str, Version] | None = None
@@ -91,13 +91,13 @@ class LocalFiles:
                 return None
             try:
                 mapping = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-            except (OSError, ValueError) as error:  # a file system that has no such thing
+            except (OSError, ValueError) as error:  # a file system without memory maps
                 _budget.give_back(1)
                 logger.debug(
-                    "%s cannot be mapped, and is read: %s", self.directory / self.names[number], error
+                    "%s cannot be mapped and is read instead: %s", self.directory / self.names[number], error
                 )
                 return None
-            weakref.finalize(mapping, _budget.give_back, 1)  # it has a descriptor of its own
+            weakref.finalize(mapping, _budget.give_back, 1)  # a mapping has a descriptor of its own
             return np.frombuffer(mapping, np.uint8)
 
     def rewritten(self) -> str | None:
@@ -109,7 +109,7 @@ class LocalFiles:
                 now = self._version(name) if held is None else version_of(os.fstat(held))
             except (FileNotFoundError, FormatError):
                 return name
-            # A file that was replaced as a whole is still what it was; it only has fewer links.
+            # A held file that was replaced as a whole has the same content; only its number of links has changed.
             if content_of(now) != content_of(self.versions[name]):
                 return name
         return None

@@ -1,4 +1,4 @@
-"""Put many small files into few: an OCDBT database of TensorStore in a directory."""
+"""Store many small files as keys of an OCDBT database of TensorStore, in few files."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 DATABASE_MANIFEST = "manifest.ocdbt"
 
-# What is written is held in memory until it is committed.
+# Written values are held in memory until they are committed.
 _COMMIT_BYTES = 8 * 2**20
 _COMMIT_KEYS = 20_000
 
 _CACHE_BYTES = 32 * 2**20
 
-_BRANCH = "process-"  # how the directories begin in which other processes have written databases of their own
+_BRANCH = "process-"  # the directories in which other processes write databases of their own
 
 
 def _context() -> Any:
-    import tensorstore as ts  # late: slow to import, and only these need it
+    import tensorstore as ts  # late: slow to import, and only needed for databases
 
-    # Who writes syncs all files at the end. Without a cache every read would begin at the root of the database.
+    # The upload syncs all files at the end. Without a cache every read would begin at the root of the database.
     return ts.Context({"file_io_sync": False, "cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
 
 
@@ -40,42 +40,42 @@ def _open(directory: Path, context: Any = None) -> Any:
     import tensorstore as ts
 
     if not is_text(str(directory)):
-        raise ValueError(f"{str(directory)!r} is not UTF-8, which TensorStore needs for a database")
-    base = {"driver": "file", "path": f"{os.path.realpath(directory)}/"}  # it takes no path with dots
+        raise ValueError(f"{str(directory)!r} is not UTF-8; TensorStore needs a UTF-8 path for a database")
+    base = {"driver": "file", "path": f"{os.path.realpath(directory)}/"}  # it refuses paths with dots
     spec = {"driver": "ocdbt", "base": base, "config": {"compression": None}}
     context = context or _context()
     try:
         return ts.KvStore.open(spec, context=context).result()
     except ValueError as error:
-        raise FormatError(f"{directory} holds no OCDBT database that can be read: {error}") from error
+        raise FormatError(f"{directory} is not a readable OCDBT database: {error}") from error
 
 
 def require_plain_files(directory: Path, *, is_database: bool = True) -> None:
-    """TensorStore would wait for a pipe, and follow a link to anywhere."""
+    """Refuse links, pipes and devices: TensorStore would wait for a pipe, and follow a link anywhere."""
     if directory.is_symlink():
-        raise FormatError(f"{directory} is a link, and no database of the checkpoint")
+        raise FormatError(f"{directory} is a link; a database must be a directory of the checkpoint")
     if is_database and not (directory / DATABASE_MANIFEST).is_file():
-        raise FileNotFoundError(f"{directory} holds no OCDBT database: {DATABASE_MANIFEST} is missing")
+        raise FileNotFoundError(f"{directory} is not an OCDBT database: {DATABASE_MANIFEST} is missing")
     for entry in walk(directory):
         if not entry.is_file(follow_symlinks=False) and not entry.is_dir(follow_symlinks=False):
             raise FormatError(f"{entry.path} is not a regular file")
 
 
 def list_arrays(directory: Path) -> list[str]:
-    """List the zarr arrays of a database, whoever wrote it, by their paths in it."""
+    """List the paths of the zarr arrays in a database, which any program may have written."""
     import tensorstore as ts
 
     base = {"driver": "file", "path": f"{directory}/"}
     try:
         keys = ts.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
     except ValueError as error:
-        raise FormatError(f"{directory} holds no OCDBT database that can be read: {error}") from error
+        raise FormatError(f"{directory} is not a readable OCDBT database: {error}") from error
     paths = [key.decode(errors="backslashreplace").rpartition("/") for key in keys]
     return sorted(path for path, _, name in paths if name in (".zarray", "zarr.json"))
 
 
 class DatabaseUpload(LocalUpload):
-    """New files as keys of a database. Each process writes one of its own; the first one's becomes that of all."""
+    """An upload of files as keys of a database. Each process writes its own; that of the first takes over the rest."""
 
     takes_whole_files = True
 
@@ -89,7 +89,7 @@ class DatabaseUpload(LocalUpload):
             raise
 
     def create(self, name: str, nbytes: int) -> NoReturn:
-        raise NotImplementedError("a database takes files as a whole")
+        raise NotImplementedError("a database only takes whole files; use put")
 
     def put(self, files: Sequence[tuple[str, bytes]]) -> None:
         for name, data in files:
@@ -122,7 +122,7 @@ class DatabaseUpload(LocalUpload):
 
 
 class _Database:
-    """Values by key. Several threads may write."""
+    """A database that is being written, by any number of threads."""
 
     def __init__(self, directory: Path) -> None:
         self._store = _open(directory)
@@ -146,11 +146,11 @@ class _Database:
     def _commit(self) -> None:
         try:
             self._transaction.commit_sync()
-        except ValueError as error:  # TensorStore has no errors of the operating system
+        except ValueError as error:  # TensorStore does not raise OSError
             raise OSError(str(error)) from error
 
     def finish(self) -> None:
-        """Write everything that was put into the files."""
+        """Commit all values, so that they are in the files."""
         with self._lock:
             self._commit()
             self._begin()
@@ -177,7 +177,7 @@ def _join_branches(directory: Path) -> bool:
 
 
 class DatabaseFiles:
-    """The keys of a database, as files."""
+    """The values of a database, read as files."""
 
     def __init__(self, directory: Path, names: Sequence[str]) -> None:
         require_plain_files(directory)
@@ -185,7 +185,7 @@ class DatabaseFiles:
         self.directory, self.names = directory, names
 
     def hold(self, numbers: Iterable[int]) -> None:
-        """A database that is replaced is removed; what is in it cannot be kept."""
+        """Do nothing: the values cannot be kept readable when a save replaces the database, and removes it."""
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
         value = self._read(number, offset, offset + len(memory))
@@ -196,10 +196,10 @@ class DatabaseFiles:
         return len(self._read(number, 0, None))
 
     def map(self, number: int) -> None:
-        """What is in a database can only be read."""
+        """Return None: values of a database cannot be mapped."""
 
     def rewritten(self) -> None:
-        """A value is replaced as a whole."""
+        """Return None: values are only replaced as a whole."""
 
     def _read(self, number: int, start: int, stop: int | None) -> bytes:
         name = self.names[number]
@@ -208,7 +208,7 @@ class DatabaseFiles:
             read = self._store.read(name, byte_range=wanted, staleness_bound=float("-inf")).result()
         except ValueError as error:
             if "OUT_OF_RANGE" in str(error):
-                return b""  # cut short, as a file would be
+                return b""  # like a file that was cut short
             raise CorruptionError(f"{self.directory}: {name!r} cannot be read: {error}") from error
         if read.state != "value":
             raise CorruptionError(f"{self.directory}: {name!r} is missing")

@@ -1,9 +1,9 @@
-"""Arrays that a save has put in place or replaced, on their way out.
+"""Remove arrays that a save has put in place or replaced, and whole checkpoints.
 
-A journal says which, and is not believed: whoever can write one could name anything. A file is removed only if it is
-part of an array or a database that carries the mark of that save. Arrays without a mark are those of other programs,
-and those that were saved to look like them; they have to be the very files that the journal describes. Links are not
-followed, other checkpoints are not entered, and whatever else there is stays.
+A journal names the arrays, but is not trusted: anyone who can write one could name anything. A file is removed only if
+it is part of an array or a database that carries the mark of that save. Arrays without a mark were written by other
+programs, or saved to look like theirs; they must be exactly the files that the journal describes. Links are not
+followed, other checkpoints are not entered, and all other files stay.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("eformer")
 
 ZARRAY = ".zarray"
-DATABASE_MARK = ".eformer"  # says of which save a database is
+DATABASE_MARK = ".eformer"  # the file in a database that names its save
 
 _PROCESS_RECORD = re.compile(r"\.eformer-\d+")  # of an array that several processes wrote
 _DATABASE_FILES = "d"
@@ -40,9 +40,9 @@ _DATABASE_FILE = re.compile(r"[0-9a-f]{32}")
 _DATABASE_MANIFEST = "manifest.ocdbt"
 _BRANCH = re.compile(r"process-\d+")  # of a database that several processes wrote
 
-# What another checkpoint has at its top, which no directory of leaves has: their names have no dots.
+# Files at the top of another checkpoint. A directory of leaves has none of them: its names have no dots.
 _OTHERS = {"tensorstore_index.json", "_METADATA", "_CHECKPOINT_METADATA"}
-_ELSE = {*_OTHERS, ZARRAY, DATABASE_MARK}  # or another array or database
+_ELSE = {*_OTHERS, ZARRAY, DATABASE_MARK}  # also those of another array or database
 
 _MOST_MARK = 2**10  # bytes
 _MOST_ZARRAY = 2**20
@@ -51,15 +51,15 @@ _MOST_PARTS = 400  # of a path
 
 
 class Described(msgspec.Struct, frozen=True, array_like=True):
-    """The file that describes an array without a mark: where it is, and which file it is."""
+    """The file that describes an array without a mark: its path and its identity."""
 
     path: str
     inode: int
-    modified: int  # when, in nanoseconds
+    modified: int  # the time, in nanoseconds
 
     @classmethod
     def at(cls, directory: Directory, path: str, final: str) -> Described | None:
-        """The file at `path`, which is or will be at `final`; None for anything but a regular file."""
+        """Describe the file at `path`, which is or will be at `final`. Return None for anything but a regular file."""
         status = directory.status(path)
         if status is None or not stat.S_ISREG(status.st_mode):
             return None
@@ -70,9 +70,9 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Moved(msgspec.Struct, frozen=True, array_like=True):
-    """A directory that a save has put in place or is about to remove: which one, and of which save its arrays are.
+    """A directory that a save has put in place or is about to remove, and the mark of the save that wrote its arrays.
 
-    Where they have no mark, `described` says which arrays they are.
+    If the arrays have no mark, `described` identifies them.
     """
 
     name: str
@@ -82,9 +82,9 @@ class Moved(msgspec.Struct, frozen=True, array_like=True):
 
 
 def remove_moved(directory: Directory, moved: Moved) -> None:
-    """The arrays are gone, and the directories that they were in, unless there is something else in them.
+    """Remove the arrays, and the directories that are empty without them.
 
-    What says whose they are goes last, so that this can be done again should it be interrupted.
+    The files that identify the arrays are removed last, so that an interrupted removal can be repeated.
     """
     if not is_inside(moved.name) or "/" in moved.name or not directory.has_directory(moved.name):
         return
@@ -93,7 +93,7 @@ def remove_moved(directory: Directory, moved: Moved) -> None:
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        logger.warning("%s was left as it is: it is mounted there", directory.path / moved.name)
+        logger.warning("%s was not removed: it is a mount point", directory.path / moved.name)
         return
     with top:
         if top.inode != moved.inode:
@@ -109,11 +109,11 @@ def remove_moved(directory: Directory, moved: Moved) -> None:
 
 
 def _remove_marked(folder: Directory, mark: str, depth: int) -> None:
-    """All arrays and databases of one save, in and below a directory. Empty directories go, too: they may be what is
-    left of an array whose removal was interrupted."""
+    """Remove all arrays and databases of one save, in and below a directory. Remove empty directories, too: they may be
+    left over from an array whose removal was interrupted."""
     kinds = folder.kinds()
     if not _OTHERS.isdisjoint(kinds):
-        logger.warning("%s was left as it is: it is another checkpoint", folder.path)
+        logger.warning("%s was not removed: it is another checkpoint", folder.path)
     elif _mark_of_database(folder, kinds) == mark:
         _remove_database(folder, kinds)
     elif (array := read_array(folder, kinds)) and array.eformer == mark:
@@ -130,7 +130,7 @@ _Tree = dict[str, "Described | _Tree"]
 
 
 def _by_directory(moved: Moved) -> _Tree:
-    """The descriptions as a tree of directories, below the one that was moved."""
+    """Return the descriptions as a tree of directories, below the one that was moved."""
     root: _Tree = {}
     for described in moved.described:
         outermost, *outer, name = described.path.split("/") if is_inside(described.path) else ("", "")
@@ -148,10 +148,10 @@ def _by_directory(moved: Moved) -> _Tree:
 
 
 def _remove_described(folder: Directory, tree: _Tree, depth: int) -> None:
-    """Arrays and databases without a mark, and the directories on the way to them if they are empty then."""
+    """Remove arrays and databases without a mark, and the directories above them that are empty then."""
     kinds = folder.kinds()
     if not _OTHERS.isdisjoint(kinds):
-        logger.warning("%s was left as it is: it is another checkpoint", folder.path)
+        logger.warning("%s was not removed: it is another checkpoint", folder.path)
         return
     for name, inner in tree.items():
         if isinstance(inner, Described):
@@ -175,7 +175,7 @@ def _remove_if_same(folder: Directory, name: str, kinds: Mapping[str, Kind], des
 
 
 class Array(msgspec.Struct):
-    """What of an array's description says which files are its chunks, and of which save it is."""
+    """The part of an array's description that identifies its chunk files and its save."""
 
     shape: list[int]
     chunks: list[int]
@@ -193,7 +193,7 @@ class Array(msgspec.Struct):
 
 
 def read_array(folder: Directory, kinds: Mapping[str, Kind]) -> Array | None:
-    """The array that a directory is, whoever wrote it; None for what is no array."""
+    """Read the description of an array by any program. Return None if the directory is not an array."""
     if kinds.get(ZARRAY) != "file":
         return None
     try:
@@ -214,7 +214,7 @@ def _remove_array(folder: Directory, array: Array, kinds: Mapping[str, Kind]) ->
 def _remove_chunks(
     folder: Directory, array: Array, kinds: Mapping[str, Kind], outer: tuple[str, ...]
 ) -> None:
-    """The chunks, and the directories that they are in if the numbers in their names are parted by slashes."""
+    """Remove the chunks, and their directories if the numbers in their names are separated by slashes."""
     is_nested = array.dimension_separator == "/"
     for name, kind in kinds.items():
         numbers = (*outer, name) if is_nested else name.split(".")
@@ -249,7 +249,7 @@ def _remove_database(folder: Directory, kinds: Mapping[str, Kind]) -> None:
         if kind == "directory" and _BRANCH.fullmatch(name):
             with folder.enter(name) as branch:
                 inside = branch.kinds()
-                # The manifest of a branch goes when the database takes it over: one that has it is another database.
+                # The manifest of a branch is removed when it is joined: a branch that has one is another database.
                 if _ELSE.isdisjoint(inside) and _DATABASE_MANIFEST not in inside:
                     _remove_database_files(branch, inside)
             folder.remove_if_empty(name)
@@ -274,7 +274,7 @@ Identity = tuple[int, int, int]
 
 
 def identity_of(path: Path) -> Identity:
-    """Return by what to know a file or a directory again; inodes are given anew."""
+    """Return an identity of a file or a directory: more than the inode, which may be used again."""
     return _identity(path.lstat())
 
 
@@ -283,15 +283,15 @@ def _identity(status: os.stat_result) -> Identity:
 
 
 def remove_checkpoint(directory: Path, name: str, identity: Identity) -> None:
-    """Remove a whole checkpoint, if it is still the one that was meant.
+    """Remove a whole checkpoint; raise ValueError if it is not the one with this identity any more.
 
-    It is hidden first: a checkpoint that is half removed is never taken for one.
+    It is renamed to a hidden name first, so that a partly removed checkpoint is never taken for a whole one.
     """
     with Directory.open(directory) as place:
         status = place.status(name)
         if status is None or _identity(status) != identity:
             raise ValueError(
-                f"{place.path / name} is not what it was when this was planned; it was left as it is"
+                f"{place.path / name} has changed since its removal was planned, and was not removed"
             )
         is_directory = stat.S_ISDIR(status.st_mode)
         if is_directory:

@@ -1,4 +1,4 @@
-"""Parts of one file, each as if it were a file of its own: bytes that lie apart, or that have to be decoded."""
+"""Present parts of one file as files of their own: bytes that are scattered, or have to be decoded."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Files
 
 ReadInto = Callable[[memoryview, int], int]
-"""Fills memory from an offset of the file on; returns how many bytes there were, less only at the end."""
+"""Fills memory from an offset of the file on; returns the number of bytes, less only at the end of the file."""
 
 
 class VirtualFile(Protocol):
-    """Bytes that are made of those of a file."""
+    """A sequence of bytes that is computed from those of a real file."""
 
     @property
     def name(self) -> str: ...
@@ -28,11 +28,11 @@ class VirtualFile(Protocol):
     def nbytes(self) -> int: ...
 
     def read_into(self, read: ReadInto, memory: memoryview, offset: int) -> int:
-        """Fills `memory` from `offset` of the part on, by `read`ing the file; returns how many bytes there were."""
+        """Fill `memory` from `offset` of the virtual file on, by calling `read`; return the number of bytes."""
 
 
 class JoinedRanges(Struct, frozen=True):
-    """Ranges of a file, (offset, nbytes) each, one behind the other."""
+    """The concatenation of ranges of a file, (offset, nbytes) each."""
 
     name: str
     ranges: tuple[tuple[int, int], ...]
@@ -54,7 +54,7 @@ class JoinedRanges(Struct, frozen=True):
 
 
 class VirtualFiles:
-    """The one file by number 0, and its parts by the numbers from 1 on."""
+    """A file under the number 0, and its virtual files under the numbers from 1 on."""
 
     def __init__(self, file: Files, parts: Sequence[VirtualFile]) -> None:
         self._file, self._parts = file, parts
@@ -72,7 +72,7 @@ class VirtualFiles:
         return self._file.nbytes(0) if number == 0 else self._parts[number - 1].nbytes
 
     def map(self, number: int) -> np.ndarray[Any, Any] | None:
-        """Only what lies in the file as it is can be mapped."""
+        """Map the file itself; return None for virtual files, whose bytes are not in the file as they are."""
         return self._file.map(0) if number == 0 else None
 
     def rewritten(self) -> str | None:
@@ -86,7 +86,7 @@ class VirtualFiles:
 
 
 class ChainedFiles:
-    """Files of two kinds: the first `count`, and then the others."""
+    """Two groups of files under consecutive numbers: `count` files of `first`, followed by those of `then`."""
 
     def __init__(self, first: Files, count: int, then: Files) -> None:
         self._first, self._count, self._then = first, count, then

@@ -1,1 +1,1 @@
-"""Pytrees of JAX: their leaves, nodes and structure, state dicts, and arrays on devices."""
+"""Flatten and rebuild pytrees of JAX, convert state dicts, and move arrays to and from devices."""

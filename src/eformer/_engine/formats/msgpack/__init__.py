@@ -1,1 +1,1 @@
-"""Trees in the msgpack format of flax."""
+"""Read and write trees in the msgpack format of flax."""

@@ -1,1 +1,1 @@
-"""Readers of checkpoints that other programs wrote."""
+"""Read checkpoints of other programs."""

@@ -1,1 +1,1 @@
-"""Checkpoints in safetensors files."""
+"""Find and lay out checkpoints in safetensors files."""

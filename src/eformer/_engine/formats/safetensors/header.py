@@ -1,4 +1,4 @@
-"""The beginning of a safetensors file: a length, then JSON that says where each tensor lies."""
+"""Read and write the beginning of a safetensors file: a length, then JSON with the place of each tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Entry, Store, Version
 
 MAX_JSON_BYTES = 100_000_000  # other readers refuse more
-_HEADER_AHEAD = 2**16  # bytes that are read at once: most headers are shorter
+_HEADER_AHEAD = 2**16  # bytes to read at once; most headers are shorter
 
 _TAGS = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16",
@@ -41,7 +41,7 @@ class Tensor(msgspec.Struct, frozen=True, gc=False):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a file says of itself. `start` is where its data begins."""
+    """The header of a file. Its data begins at `start`."""
 
     start: int
     metadata: dict[str, str]
@@ -49,8 +49,8 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def tensor(dtype: str, shape: tuple[int, ...], offset: int, nbytes: int) -> Tensor:
-    """How other readers see a leaf. Dtypes that the format has no name for appear as integers of their size,
-    four-bit integers as their values in eight bits; the manifest keeps what they are."""
+    """Describe a leaf for other readers. Dtypes that the format has no name for appear as integers of their size, and
+    four-bit integers as their values in eight bits; the manifest records the true dtype."""
     offsets = (offset, offset + nbytes)
     size = math.prod(shape)
     tag = _TAG_OF.get(dtype)
@@ -67,7 +67,7 @@ def tensor(dtype: str, shape: tuple[int, ...], offset: int, nbytes: int) -> Tens
 
 
 def header_bytes(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bytes:
-    """Padded, so that the data begins at an address that XLA takes as it is."""
+    """Encode a header, padded so that the data is aligned and XLA can use it without a copy."""
     text = msgspec.json.encode({"__metadata__": dict(metadata), **tensors})
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > MAX_JSON_BYTES:
@@ -79,7 +79,7 @@ def header_bytes(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> 
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A file whose header was read: what it says, the length of the file, and its version."""
+    """A file whose header was read: the header, the length of the file, and its version."""
 
     header: Header
     nbytes: int
@@ -87,7 +87,7 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 def open_header(store: Store, name: str) -> Opened:
-    """Read and check the header of a safetensors file of this very directory."""
+    """Read and check the header of a safetensors file that is directly in the store, not below it."""
     if "/" in name:
         raise FormatError(f"{name[:200]!r} is not the name of a file in {store.url}")
     raw, entry = read_header(store, name)
@@ -95,7 +95,7 @@ def open_header(store: Store, name: str) -> Opened:
 
 
 def read_header(store: Store, name: str) -> tuple[bytes, Entry]:
-    """Read the bytes of a header, which are not looked at yet."""
+    """Read the bytes of a header without parsing them."""
     data, entry = store.read(name, 0, _HEADER_AHEAD)
     length = header_length(data, entry.nbytes, store.path_to(name))
     if length <= len(data):
@@ -107,20 +107,20 @@ def read_header(store: Store, name: str) -> tuple[bytes, Entry]:
 
 
 def header_length(first: bytes, file_nbytes: int, origin: str) -> int:
-    """The length of the whole header, from the first eight bytes of the file."""
+    """Return the length of the whole header, given the first eight bytes of the file."""
     if len(first) < 8:
-        raise FormatError(f"{origin} is no safetensors file: it ends after {file_nbytes} bytes")
+        raise FormatError(f"{origin} is not a safetensors file: it is only {file_nbytes} bytes long")
     (length,) = struct.unpack("<Q", first[:8])
     if length > min(MAX_JSON_BYTES, file_nbytes - 8):
         raise FormatError(
-            f"{origin} is no safetensors file: it announces a header of {length} bytes, "
-            f"of which {file_nbytes - 8} are there and {MAX_JSON_BYTES} allowed"
+            f"{origin} is not a safetensors file: it announces a header of {length} bytes, "
+            f"but {file_nbytes - 8} bytes follow and at most {MAX_JSON_BYTES} are allowed"
         )
     return 8 + int(length)
 
 
 def parse_header(data: bytes, file_nbytes: int, origin: str) -> Header:
-    """Refuses a header whose tensors do not tile the rest of the file exactly."""
+    """Parse a header. Refuse one whose tensors do not tile the rest of the file exactly."""
     problem = f"{origin} has no valid safetensors header"
     entries = parse_json(data[8:], dict[str, msgspec.Raw], problem)
     metadata = parse_json(entries.pop("__metadata__", b"{}"), dict[str, str], problem)
@@ -128,15 +128,15 @@ def parse_header(data: bytes, file_nbytes: int, origin: str) -> Header:
         tensors = {name: _decode_tensor(raw) for name, raw in entries.items()}
     except MALFORMED_JSON as error:
         raise FormatError(f"{problem}: {error}") from error
-    if len(_OFFSETS.findall(data)) != len(tensors):  # a JSON object with a key twice has only the last
-        raise FormatError(f"{origin}: two tensors of one name")
+    if len(_OFFSETS.findall(data)) != len(tensors):  # of a key that occurs twice, JSON keeps the last
+        raise FormatError(f"{origin}: two tensors have the same name")
     _check_tiling(tensors, file_nbytes - len(data), origin)
     return Header(len(data), metadata, tensors)
 
 
 _decode_tensor = msgspec.json.Decoder(Tensor).decode
 
-_MOST_AXES = 64  # as many as numpy has
+_MOST_AXES = 64  # the limit of numpy
 
 
 def _check_tiling(tensors: Mapping[str, Tensor], nbytes: int, origin: str) -> None:
@@ -145,18 +145,20 @@ def _check_tiling(tensors: Mapping[str, Tensor], nbytes: int, origin: str) -> No
         start, stop = found.data_offsets
         if start != end or stop < start:
             raise FormatError(
-                f"{origin}: tensor {name[:200]!r} begins at {start}, the one before it ends at {end}"
+                f"{origin}: tensor {name[:200]!r} begins at {start}, but the previous one ends at {end}"
             )
         if len(found.shape) > _MOST_AXES:
-            raise FormatError(f"{origin}: tensor {name[:200]!r} has {len(found.shape)} axes")
+            raise FormatError(
+                f"{origin}: tensor {name[:200]!r} has {len(found.shape)} axes, more than {_MOST_AXES}"
+            )
         bits = math.prod(found.shape) * bits_of(found, name, origin)
         if min(found.shape, default=0) < 0 or bits != 8 * (stop - start):
             raise FormatError(
-                f"{origin}: tensor {name[:200]!r}, {found.dtype}{list(found.shape)}, has {stop - start} bytes"
+                f"{origin}: tensor {name[:200]!r}, {found.dtype}{list(found.shape)}, cannot have {stop - start} bytes"
             )
         end = stop
     if end != nbytes:
-        raise FormatError(f"{origin}: its tensors have {end} bytes, the file has {nbytes} for them")
+        raise FormatError(f"{origin}: its tensors take {end} bytes, but the file has {nbytes} for them")
 
 
 def bits_of(found: Tensor, name: str, origin: str) -> int:
@@ -164,7 +166,7 @@ def bits_of(found: Tensor, name: str, origin: str) -> int:
         return 4
     if found.dtype not in _TAGS:
         raise FormatError(
-            f"{origin}: tensor {name[:200]!r} is of dtype {found.dtype[:40]!r}, which is not supported"
+            f"{origin}: tensor {name[:200]!r} has the dtype {found.dtype[:40]!r}, which is not supported"
         )
     return 8 * DTYPES[_TAGS[found.dtype]].itemsize
 

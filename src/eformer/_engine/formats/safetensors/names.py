@@ -1,4 +1,4 @@
-"""What the files of a checkpoint are called, and which of them are ours."""
+"""Name the files of a checkpoint, and recognise those that eformer wrote."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-PRIVATE = ".private"  # what only we should read: there is more in it than belongs to the tree
+PRIVATE = ".private"  # for eformer alone: it holds more than the tree
 
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _SHARD = re.compile(r"(?P<base>.*)-(?P<index>\d{5,})-of-(?P<total>\d{5,})", re.DOTALL)
 
 
 def base_name(prefix: str) -> str:
-    """What the files of a tree begin with: the name that Hugging Face looks for, unless a prefix was given."""
+    """Return the beginning of the file names of a tree: the prefix, or without one the name that Hugging Face uses."""
     return escape(prefix) if prefix else "model"
 
 
@@ -37,19 +37,18 @@ def plain_names(base: str, total: int) -> list[str]:
 
 
 def unique_names(plain: Sequence[str], save_id: str) -> list[str]:
-    """The names of a save that finds the plain ones taken."""
+    """Return the names for a save when the plain ones are taken."""
     return [f"{name.removesuffix(SUFFIX)}.{save_id}{SUFFIX}" for name in plain]
 
 
 def split_shard(stem: str) -> tuple[str, int, int] | None:
-    """(base, index, total) of a name like base-00001-of-00004, without its suffix."""
+    """Return (base, index, total) of a name like base-00001-of-00004, without suffix; None for other names."""
     match = _SHARD.fullmatch(stem)
     return (match["base"], int(match["index"]), int(match["total"])) if match else None
 
 
 def tensor_name(leaf: str, region: Region | None) -> str:
-    """What a leaf is called in a file: a name that the format reserves, and parts of a leaf, are called something
-    else."""
+    """Return the name of a leaf, or of a region of it, in a file. The name that the format reserves is escaped."""
     name = leaf if leaf != "__metadata__" else "%5F_metadata__"
     if region is None:
         return name
@@ -57,11 +56,11 @@ def tensor_name(leaf: str, region: Region | None) -> str:
     return f"{name}%[{ranges}]"
 
 
-# A data file says in its metadata who wrote it, so that what a dead save left can be told from what is not ours.
+# The metadata of a data file names the save, so that leftovers of a dead save can be told from files of other programs.
 
 
 def marks(save_id: str, base: str) -> dict[str, str]:
-    """`format` is what transformers insists on; it names the framework whose layout a tensor follows."""
+    """Return the metadata of a data file. transformers requires `format`, the framework whose layout tensors follow."""
     return {"format": "pt", "eformer": f"{save_id} {base}"}
 
 
@@ -70,22 +69,22 @@ def is_marked(metadata: Mapping[str, str]) -> bool:
 
 
 def save_of(metadata: Mapping[str, str]) -> str:
-    """Which save wrote a file; nothing for one that is not ours. Names are made of it: whoever wrote the file could
-    have written anything."""
+    """Return the id of the save that wrote a file; "" if eformer did not. It is checked, because file names are made of
+    it, and any program could have written the file."""
     save_id = metadata.get("eformer", "").partition(" ")[0]
     return save_id if _SAVE_ID.fullmatch(save_id) else ""
 
 
 def own_name(name: str, save_id: str, *, is_private: bool) -> str:
-    """The name that a file of this save has when it is kept beside others: the plain one would mean all there is. What
-    was private stays so."""
+    """Return the name of a file of this save when it is kept beside those of others: a plain name would stand for the
+    whole checkpoint. A private file stays private."""
     is_private = is_private or name.endswith(PRIVATE)
     stem = name.removesuffix(PRIVATE).removesuffix(SUFFIX).removesuffix(f".{save_id}")
     return f"{stem}.{save_id}{SUFFIX}{PRIVATE if is_private else ''}"
 
 
 def renumbered(name: str) -> str:
-    """Another name for a file that has an `own_name`, by which it is still known as one of that save."""
+    """Return another name for a file that has an `own_name`, which is still recognised as one of that save."""
     stem, _, save_id = name.removesuffix(PRIVATE).removesuffix(SUFFIX).rpartition(".")
     shard = split_shard(stem)
     base, number = (shard[0], shard[1] + shard[2]) if shard else (stem, 1)
@@ -93,8 +92,8 @@ def renumbered(name: str) -> str:
 
 
 def is_leftover(name: str, metadata: Mapping[str, str], bases: Container[str]) -> bool:
-    """Whether the file was put under this name by a save of ours, of a tree whose files begin with one of `bases`. A
-    renamed copy was not."""
+    """Tell whether a save of eformer gave the file this name, for a tree whose files begin with one of `bases`. That is
+    not true of a renamed copy."""
     save_id, base = save_of(metadata), metadata.get("eformer", "").partition(" ")[2]
     pattern = (
         rf"{re.escape(base)}(-\d{{5,}}-of-\d{{5,}})?(\.{re.escape(save_id)})?{re.escape(SUFFIX)}({PRIVATE})?"

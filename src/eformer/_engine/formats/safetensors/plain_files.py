@@ -1,4 +1,4 @@
-"""What other programs wrote: safetensors files, and directories of them, described as if they were ours."""
+"""Describe safetensors files of other programs, and directories of them, as eformer records its own."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Headers = dict[str, Opened]
 
 
 def files_of_directory(store: Store) -> dict[str, Headers]:
-    """The safetensors files of a directory by base name; alone, a base is no prefix."""
+    """Open the safetensors files of a directory, by base name. A single base is returned as "", without a prefix."""
     names = store.kinds()
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     stems = [name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX)]
     if not stems:
         raise NotFoundError(
-            f"{store.url} holds no checkpoint: {MANIFEST} is not ours, and there is no *{SUFFIX}"
+            f"{store.url} holds no checkpoint: {MANIFEST} was not written by eformer, and no *{SUFFIX} was found"
         )
     groups: dict[str, Headers] = {
         index.removesuffix(INDEX_SUFFIX): indexed_files(store, index) for index in indexes
@@ -58,7 +58,7 @@ def _require_all_shards(store: Store, base: str, names: Sequence[str]) -> None:
         missing = [str(index) for index in range(1, min(total, len(there) + 20) + 1) if index not in there]
         if missing:
             raise FormatError(
-                f"{store.url}: of the {total} shards of {base!r} these are missing: {', '.join(missing)}"
+                f"{store.url} does not have all {total} shards of {base!r}; missing: {', '.join(missing)}"
             )
 
 
@@ -67,12 +67,12 @@ def _refuse_unfinished(store: Store, groups: Mapping[str, Headers]) -> None:
     if marked:
         raise NotFoundError(
             f"{store.url} holds no checkpoint: {marked[0]} belongs to a save that has not finished, or whose "
-            f"{MANIFEST} is gone. To read what is in it as plain safetensors, pass the path of that file"
+            f"{MANIFEST} is missing. To read its tensors as plain safetensors, pass the path of that file"
         )
 
 
 def marked_file(store: Store) -> str | None:
-    """The name of a file that we wrote, if there is one."""
+    """Return the name of a file that eformer wrote; None if there is none."""
     for name in store.kinds():
         if name.endswith(SUFFIX):
             with suppress(FormatError, OSError):
@@ -86,7 +86,7 @@ class _Index(msgspec.Struct):
 
 
 def indexed_files(store: Store, index: str) -> Headers:
-    """The files that an index names; refuses an index that says something else than they do."""
+    """Open the files that an index names. Raise MismatchError if the index does not match them."""
     data, _ = read_whole(store, index)
     weight_map = parse_json(
         data, _Index, f"{store.path_to(index)} is not an index of safetensors files"
@@ -94,17 +94,17 @@ def indexed_files(store: Store, index: str) -> Headers:
     files = {name: open_header(store, name) for name in sorted(set(weight_map.values()))}
     there = {tensor: name for name, file in files.items() for tensor in file.header.tensors}
     problems = [
-        f"tensor {tensor!r} should be in {weight_map.get(tensor, 'no file')}, and is in {there.get(tensor, 'none')}"
+        f"tensor {tensor!r} should be in {weight_map.get(tensor, 'no file')}, but is in {there.get(tensor, 'no file')}"
         for tensor in sorted(weight_map.keys() | there.keys())
         if weight_map.get(tensor) != there.get(tensor)
     ]
     if problems:
-        raise MismatchError(problems, context=f"{store.path_to(index)} and the files disagree")
+        raise MismatchError(problems, context=f"{store.path_to(index)} does not match its files")
     return files
 
 
 def tree_of(files: Headers) -> TreeEntry:
-    """A tree of dicts, by the dots in the tensors' names. It has no digests."""
+    """Describe the files as a tree of dicts, nested by the dots in the tensors' names. It has no digests."""
     tensors = {
         name: LeafEntry(dtype_of(found), found.shape, (_extent(number, found.data_offsets),))
         for number, file in enumerate(files.values())

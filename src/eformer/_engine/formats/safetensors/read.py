@@ -1,4 +1,4 @@
-"""Find checkpoints in safetensors files: by a manifest of eformer, or by the headers of the files."""
+"""Find checkpoints in safetensors files, by a manifest of eformer or by the headers of the files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MOST_MANIFEST = 2**29  # bytes
 
 
 def in_file(store: Store, name: str) -> Found:
-    """Find the checkpoint that a file belongs to: an index, a file of a checkpoint, or one that stands alone."""
+    """Find the checkpoint that a file belongs to: an index, a file of a checkpoint, or a single file."""
     if name == MANIFEST:
         return in_directory(store)
     if name.endswith(INDEX_SUFFIX):
@@ -53,7 +53,7 @@ def in_file(store: Store, name: str) -> Found:
 
 
 def by_base_name(store: Store, name: str) -> str | None:
-    """Return the file, index or first shard that a name without its suffix means, if it means one."""
+    """Return the file, index or first shard that a name without suffix stands for; None if there is none."""
     try:
         there = store.kinds()
     except (FileNotFoundError, NotADirectoryError):
@@ -74,7 +74,7 @@ def by_files(place: Place) -> Found | None:
 
 
 def in_directory(store: Store, only: str | None = None) -> Found:
-    """Find the checkpoint of a directory, whoever wrote it."""
+    """Find the checkpoint of a directory, by eformer or another program."""
     manifest, _ = read_manifest(store)
     if manifest is None:
         groups = files_of_directory(store)
@@ -93,7 +93,7 @@ def _find_by_index(store: Store, name: str) -> Found:
 
 
 def read_manifest(store: Store) -> tuple[Manifest | None, Version | None]:
-    """Read the manifest of a directory and its version; None where there is none, or one of something else."""
+    """Read the manifest of a directory and its version; None if it has none, or eformer did not write it."""
     try:
         data, entry = store.read(MANIFEST, 0, _MOST_MANIFEST)
     except FileNotFoundError:
@@ -101,7 +101,7 @@ def read_manifest(store: Store) -> tuple[Manifest | None, Version | None]:
     if not has_own_digest(data):
         if ours := marked_file(store):
             raise FormatError(
-                f"{store.path_to(MANIFEST)} is damaged, or of something else; but {ours} was written by eformer"
+                f"{store.path_to(MANIFEST)} is damaged or was not written by eformer, but {ours} was"
             )
         return None, entry.version
     if entry.nbytes > _MOST_MANIFEST:
@@ -141,8 +141,8 @@ def _find_file(store: Store, name: str) -> Found:
 
 
 def _in_checkpoint(store: Store, name: str, opened: Opened) -> Found | None:
-    """Find the checkpoint whose manifest, beside the file, names it. A manifest that cannot be read matters only to a
-    file that eformer wrote."""
+    """Find the checkpoint whose manifest, in the same directory, names the file. If the manifest cannot be read, raise
+    only for a file that eformer wrote."""
     try:
         manifest, _ = read_manifest(store)
     except FormatError:
@@ -156,17 +156,17 @@ def _in_checkpoint(store: Store, name: str, opened: Opened) -> Found | None:
 
 
 def _own_file(tree: TreeEntry, path: str, name: str, header_nbytes: int) -> TreeEntry:
-    """Fill in what the file cannot know: its name, and the length of the header that the manifest is in."""
+    """Fill in the name and the header length, which a manifest inside the file cannot contain."""
     if len(tree.files) != 1:
-        raise FormatError(f"{path}: the manifest of a single file names {len(tree.files)}")
+        raise FormatError(f"{path}: the manifest of a single file names {len(tree.files)} files")
     file = DataFile(name, header_nbytes + tree.files[0].nbytes, header_nbytes)
     return msgspec.structs.replace(tree, files=(file,))
 
 
 def _own_manifest(header: bytes, origin: str) -> Manifest | None:
-    """Return the manifest that a file carries in its metadata, if it was written with one."""
+    """Return the manifest in the metadata of a file; None if it was written without one."""
     if not header[8:].startswith(b'{"__metadata__":{"digest":"'):
         return None
     check_own_digest(header, origin)
-    metadata = parse_json(header[8:], _Outer, f"{origin} carries no manifest that can be read").metadata
+    metadata = parse_json(header[8:], _Outer, f"{origin} has an unreadable manifest").metadata
     return Manifest.parse(metadata.manifest, origin)

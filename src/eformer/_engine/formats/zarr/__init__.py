@@ -1,1 +1,1 @@
-"""Checkpoints in zarr arrays."""
+"""Find and lay out checkpoints in zarr arrays."""

@@ -1,4 +1,4 @@
-"""`tensorstore_index.json`: which arrays are in which directories, and for ours the manifest."""
+"""Read and write `tensorstore_index.json`: the directories of arrays and, for checkpoints by eformer, the manifest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VERSION = "2.0"
 
 
 class Listed(msgspec.Struct, frozen=True, gc=False):
-    """An array as the index lists it, for readers that know nothing of manifests."""
+    """An array as the index lists it, for readers that do not know the manifest."""
 
     path: str
     shape: tuple[int, ...] | None = None
@@ -30,9 +30,9 @@ class Listed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
-    """The arrays that were saved without a prefix, those of each prefix, and the manifest of the trees that are ours.
+    """The arrays that were saved without a prefix, those of each prefix, and the manifest of the trees by eformer.
 
-    `digest` is that of the whole file, and the first field of it, if it is ours.
+    If eformer wrote the file, `digest` is that of the whole file, and its first field.
     """
 
     digest: str = Manifest(format=FORMAT).digest
@@ -47,7 +47,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
         return bytes(self.eformer) != b"null"
 
     def listed(self) -> dict[str, list[Listed]]:
-        """The arrays by prefix, "" for those without."""
+        """Return the arrays by prefix, "" for those without one."""
         unprefixed = {"": self.arrays} if isinstance(self.arrays, list) else {}
         return unprefixed | self.prefixes
 
@@ -69,7 +69,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_index(store: Store) -> tuple[Index | None, Version | None]:
-    """Read the index of a directory, whoever wrote it, and its version; None where there is none."""
+    """Read the index of a directory, by any program, and its version; None if it has none."""
     origin = store.path_to(INDEX)
     try:
         data, entry = read_whole(store, INDEX)
@@ -87,13 +87,13 @@ def _check(index: Index, origin: str, *, is_sealed: bool) -> None:
         raise FormatError(f"{origin}: Unsupported index format: {index.format[:40]!r}, expected {FORMAT!r}")
     if index.is_ours and not is_sealed:
         raise CorruptionError(
-            f"{origin} carries a manifest, but its beginning is damaged; restore the file from a copy"
+            f"{origin} contains a manifest, but its beginning is damaged; restore the file from a copy"
         )
     if "" in index.prefixes:
-        raise FormatError(f"{origin} has a prefix without a name")
+        raise FormatError(f"{origin} has an empty prefix")
     for prefix, arrays in index.listed().items():
         paths = [array.path for array in arrays]
-        for path in paths:  # also of our own: a digest is no signature
+        for path in paths:  # also in an index by eformer: a digest is not a signature
             if not is_inside(path):
                 raise FormatError(
                     f"{origin}: {path[:200]!r}, listed under {prefix!r}, leads out of the directory"

@@ -1,4 +1,4 @@
-"""Directories of zarr arrays that others wrote, described as if they were ours: extents, but no digests."""
+"""Describe zarr arrays of other programs as eformer records its own: with extents, but without digests."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Store, Version
 
 _MOST_DEPTH = 100
-_CHECKPOINTS = {INDEX, ORBAX_TREE, ORBAX_CHECKPOINT}  # what another checkpoint has at its top
+_CHECKPOINTS = {INDEX, ORBAX_TREE, ORBAX_CHECKPOINT}  # files at the top of another checkpoint
 _MOST_DESCRIPTION = 2**20
 
 
 def discover(store: Store) -> Iterator[Listed]:
     """List all arrays below a directory, in order.
 
-    Links are not followed, other checkpoints are not entered. Directories that may not be listed, such as lost+found,
-    are left out. Where nothing is, there are none.
+    Links are not followed, and other checkpoints are not entered. Directories that may not be listed, such as
+    lost+found, are skipped. A directory that does not exist has no arrays.
     """
     todo = [("", 0)]
     while todo:
@@ -43,7 +43,7 @@ def discover(store: Store) -> Iterator[Listed]:
 
 @dataclass(slots=True)
 class _Arrays:
-    """Files and leaves, as they are found."""
+    """The arrays of a tree, and the files found for them so far."""
 
     store: Store
     versions: dict[str, Version]
@@ -57,7 +57,7 @@ class _Arrays:
         if array.eformer:
             raise NotFoundError(
                 f"{self.store.url} holds no checkpoint: the array {path} belongs to a save that has not finished, or "
-                f"whose {INDEX} is gone. Read it with TensorStore if you want it nevertheless"
+                f"whose {INDEX} is missing. TensorStore can still read the array"
             )
         self.files.append(DataFile(name, len(raw), len(raw)))
         extents = tuple(self._extents(path, array, raw.decode(errors="replace")))
@@ -77,16 +77,16 @@ class _Arrays:
         if expected > len(sizes):
             raise CorruptionError(
                 f"{self.store.path_to(path)}: {expected - len(sizes)} of {expected} chunks are missing, the first is "
-                f"{_first_missing(array, sizes)!r}; they are not taken for zeros"
+                f"{_first_missing(array, sizes)!r}; they are not read as zeros"
             )
         for name, box in chunks_of(array.shape, array.chunks) if expected else ():
             name = name.replace(".", array.dimension_separator)
             where = self.store.path_to(f"{path}/{name}")
             if name not in sizes:
-                raise CorruptionError(f"{where} is missing; it is not taken for zeros")
+                raise CorruptionError(f"{where} is missing; it is not read as zeros")
             coding = array.coding(box.shape, raw)
             if not array.compressor and sizes[name] != array.chunk_nbytes:
-                raise CorruptionError(f"{where} has {sizes[name]} bytes, a chunk has {array.chunk_nbytes}")
+                raise CorruptionError(f"{where} has {sizes[name]} bytes, expected {array.chunk_nbytes}")
             nbytes = sizes[name] if coding else array.nbytes_of(box.shape)
             region = None if box.shape == array.shape else (box.start, box.stop)
             yield Extent(len(self.files), 0, nbytes, "", region, coding)
@@ -94,7 +94,7 @@ class _Arrays:
 
 
 def _check_listed(listed: Listed, array: ZArray) -> None:
-    """What the index says of an array, if it says it, is all there is to compare the array with."""
+    """Refuse an array whose shape or dtype differs from the index, if that records them."""
     is_other_shape = listed.shape is not None and listed.shape != array.shape
     is_other_dtype = listed.dtype is not None and listed.dtype != array.name_of_dtype
     if is_other_shape or is_other_dtype:
@@ -127,7 +127,7 @@ def tree_of_arrays(
 ) -> TreeEntry:
     """Describe the arrays at these paths as one tree; add the versions of their descriptions to `versions`.
 
-    With a `structure` the keys are the names of its leaves, else paths that dicts are made of.
+    With a `structure`, the keys of `paths` are the names of its leaves; without one, they are paths to nest dicts by.
     """
     arrays = _Arrays(store, versions)
     entries = {}
@@ -149,9 +149,11 @@ def tree_of_arrays(
 
 
 def counted_from(directory: str, listed: Sequence[Listed]) -> dict[str, Listed]:
-    """Each array by its path as it is seen from a directory."""
+    """Return the arrays by their paths relative to a directory."""
     start = f"{directory}/" if directory else ""
     found = {array.path.removeprefix(start): array for array in listed}
     if len(found) < len(listed):
-        raise FormatError(f"arrays in and beside {directory!r} are listed together, and would get one name")
+        raise FormatError(
+            f"arrays inside and outside {directory!r} are listed together, and would get the same name"
+        )
     return found

@@ -1,4 +1,4 @@
-"""Checkpoints in zarr arrays: ours by the manifest in their index, others' by the index or by what is there."""
+"""Find checkpoints in zarr arrays: by the manifest of eformer in an index, by the index alone, or by the arrays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Versions = dict[str, "Version"]
 
 
 def by_index(place: Place) -> Found | None:
-    """The checkpoint that the index of a directory tells of; None if it has no index."""
+    """Find the checkpoint that the index of a directory describes. Return None if there is no index."""
     store = place.store
     index, version = read_index(store)
     if index is None or version is None:
@@ -64,7 +64,7 @@ def by_index(place: Place) -> Found | None:
 
 
 def _listed_tree(store: Store, prefix: str, listed: list[Listed], versions: Versions) -> TreeEntry:
-    """A tree of the original: nested dicts, or what its structure file says."""
+    """Describe a tree of the original package: by its structure file, or as nested dicts."""
     metadata = _metadata(store)
     unreadable = None
     try:
@@ -74,9 +74,9 @@ def _listed_tree(store: Store, prefix: str, listed: list[Listed], versions: Vers
             return tree_of_arrays(
                 store, arrays, versions, structure=found.document, values=found.values, metadata=metadata
             )
-    except StructureError as error:  # the arrays can still be had, into a tree that the caller gives
+    except StructureError as error:  # the arrays can still be loaded into a tree of the caller's
         unreadable = {UNREADABLE: str(error)}
-    below = prefix.replace(".", "/")  # as the original made directories of it
+    below = prefix.replace(".", "/")  # as the original named its directories
     tree = tree_of_arrays(store, counted_from(below, listed), versions, metadata=metadata)
     if unreadable is not None:
         tree = msgspec.structs.replace(tree, structure=msgspec.Raw(msgspec.json.encode(unreadable)))
@@ -97,12 +97,12 @@ def _structure(store: Store, prefix: str) -> OriginalStructure | None:
     except FormatError as error:
         raise StructureError(str(error)) from error
     if found.prefix != prefix:
-        raise StructureError(f"{store.path_to(name)} is of the prefix {found.prefix!r}, not of {prefix!r}")
+        raise StructureError(f"{store.path_to(name)} is for the prefix {found.prefix!r}, not for {prefix!r}")
     return found
 
 
 def _metadata(store: Store) -> dict[str, Any]:
-    """What the original recorded beside its index: one record for all prefixes."""
+    """Read the metadata that the original package wrote beside its index, once for all prefixes."""
     try:
         data, _ = read_whole(store, _METADATA)
     except FileNotFoundError:
@@ -112,14 +112,14 @@ def _metadata(store: Store) -> dict[str, Any]:
 
 
 def without_index(place: Place) -> Found | None:
-    """The arrays of a directory that has no index, as one tree; and each of its directories as a prefix."""
+    """Describe the arrays of a directory without an index as one tree, and each directory in it also as a prefix."""
     store = place.store
     listed = list(discover(store))
     if not listed:
         return None
     if store.has_unfinished():
         raise NotFoundError(
-            f"{store.url} holds no checkpoint: there are arrays, but they belong to a save that has not finished; "
+            f"{store.url} holds no checkpoint: its arrays belong to a save that has not finished; "
             "save again to clean up"
         )
     versions: Versions = {}
@@ -140,7 +140,7 @@ def without_index(place: Place) -> Found | None:
 def _directories(
     store: Store, listed: Sequence[Listed], versions: Versions
 ) -> dict[str, Callable[[], TreeEntry]]:
-    """Each outer directory of the arrays as a tree."""
+    """Describe the arrays of each outermost directory as a tree."""
     inner: dict[str, list[Listed]] = {}
     for array in listed:
         top, slash, _ = array.path.partition("/")

@@ -1,4 +1,4 @@
-"""Arrays in zarr v2: a directory with `.zarray`, which says what it is, and one file for each chunk."""
+"""Describe arrays of zarr v2: directories with a description, `.zarray`, and one file for each chunk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ZARRAY = ".zarray"
 
-# Beyond numpy's own, the dtypes that TensorStore writes into `.zarray` by their bare names.
+# The dtypes beyond those of numpy that TensorStore writes into `.zarray` by name.
 _BY_NAME = {
     "bfloat16", "int2", "int4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3fn", "float8_e4m3fnuz",
     "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
@@ -35,7 +35,7 @@ _NUMPY_NAMES = {
 _NUMPY = re.compile(r"(?P<order>[<>|])(?P<kind>b(?=1$)|[iufc])(?P<size>\d{1,2})")
 _KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
 
-_MOST_AXES = 32  # as many as TensorStore has
+_MOST_AXES = 32  # the limit of TensorStore
 
 
 # ---------------------------------------------------------------------------------------------- write
@@ -45,7 +45,7 @@ _MOST_AXES = 32  # as many as TensorStore has
 def zarray(
     dtype: str, shape: tuple[int, ...], chunks: tuple[int, ...], compression: str | None, mark: str = ""
 ) -> bytes:
-    """The contents of `.zarray`. Other readers overlook the mark of the save that the array is of."""
+    """Return the contents of `.zarray`, with the mark of the save, which other readers ignore."""
     compressor = {"id": compression, "level": 1} if compression else None
     described = {
         "chunks": chunks, "compressor": compressor, "dimension_separator": ".", "dtype": _tag(dtype),
@@ -56,8 +56,8 @@ def zarray(
 
 @lru_cache(256)
 def _tag(name: str) -> str:
-    """How other readers see a dtype. One that they have no name for appears as integers of its size, or as raw
-    bytes; the manifest keeps what it is."""
+    """Return the name of a dtype for other readers. A dtype that they have no name for appears as integers of its size,
+    or as raw bytes; the manifest records the true dtype."""
     if name in _BY_NAME:
         return name
     dtype = dtype_from_name(name)
@@ -69,15 +69,15 @@ def _tag(name: str) -> str:
 
 
 def is_known_to_tensorstore(name: str) -> bool:
-    """Whether the dtype has a name there."""
+    """Tell whether TensorStore has a name for the dtype."""
     return name in _BY_NAME or name in _NUMPY_NAMES
 
 
 def chunk_shape(shape: tuple[int, ...], shard: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, ...]:
-    """A shard, or as many of its rows as fit into the limit.
+    """Return the shape of chunks: a whole shard, or as many of its rows as fit into the limit.
 
-    Chunks are all alike and start at the origin. One that reaches over the end is filled up; it is cut so that what
-    fills it lies behind all that counts. And no chunk may reach over the end of a shard.
+    All chunks have one shape, and the first starts at the origin. A chunk that reaches over the end of the array is
+    padded; the shape is chosen so that the padding follows all elements. No chunk may reach over the end of a shard.
     """
     chunk = [max(1, size) for size in shard]
     for axis, size in enumerate(chunk):
@@ -92,20 +92,20 @@ def chunk_shape(shape: tuple[int, ...], shard: tuple[int, ...], itemsize: int, l
 
 
 def _rows(size: int, most: int, must_divide: bool) -> int:
-    """At most so many rows, in chunks that are as equal as can be."""
+    """Return the number of rows of a chunk, at most `most`, so that chunks are as equal as possible."""
     if must_divide:
         return next(rows for rows in range(most, 0, -1) if size % rows == 0)
     return -(-size // -(-size // most))
 
 
 def chunks_of(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[str, Region]]:
-    """The name of each chunk's file, and the box that is in it. An empty array has none."""
+    """Yield the file name and the box of each chunk. An empty array has no chunks."""
     for number in range(count_chunks(shape, chunk)):
         yield _chunk(_place_of(number, shape, chunk), shape, chunk)
 
 
 def chunks_in(region: Region, shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[str, Region]]:
-    """Those of the chunks that a region consists of. Takes no time for the others."""
+    """Yield the chunks that make up a region, without going through the others."""
     size = region.shape
     for number in range(count_chunks(size, chunk)):
         place = _place_of(number, size, chunk)
@@ -120,7 +120,7 @@ def _chunk(index: tuple[int, ...], shape: tuple[int, ...], chunk: tuple[int, ...
 
 
 def _place_of(number: int, shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the chunks in C order. Without a list of them all, of which there may be absurdly many."""
+    """Return the indices of a chunk, given its number in C order. There may be too many chunks to list them."""
     place = []
     for s, c in zip(reversed(shape), reversed(chunk), strict=True):
         number, index = divmod(number, -(-s // c))
@@ -136,7 +136,7 @@ def count_chunks(shape: tuple[int, ...], chunk: tuple[int, ...]) -> int:
 
 
 class ZArray(msgspec.Struct, frozen=True):
-    """What a `.zarray` says, of whatever writer."""
+    """The contents of a `.zarray` by any program."""
 
     shape: tuple[Count, ...]
     chunks: tuple[Count, ...]
@@ -150,7 +150,7 @@ class ZArray(msgspec.Struct, frozen=True):
 
     @property
     def name_of_dtype(self) -> str:
-        """What we call its dtype."""
+        """Return the name of its dtype in eformer."""
         match = _NUMPY.fullmatch(self.dtype)
         if not match:
             return self.dtype
@@ -165,7 +165,7 @@ class ZArray(msgspec.Struct, frozen=True):
         return self.nbytes_of(self.chunks)
 
     def coding(self, box: tuple[int, ...], raw: str) -> Coding | None:
-        """How the bytes of a chunk become that box; None if they simply are, and perhaps more behind them."""
+        """Return how to decode a chunk into a box; None if its bytes begin with those of the box as they are."""
         is_odd = (
             (self.order != "C" and len(self.shape) > 1) or self.dtype.startswith(">") or bool(self.filters)
         )
@@ -178,13 +178,13 @@ class ZArray(msgspec.Struct, frozen=True):
 
 
 def _is_prefix(box: tuple[int, ...], chunk: tuple[int, ...]) -> bool:
-    """Whether the box, in the corner of a chunk, is one run of bytes at its beginning."""
+    """Tell whether a box at the origin of a chunk is one run of bytes at its beginning."""
     inner = itertools.dropwhile(lambda pair: pair[0] == 1, zip(box, chunk, strict=True))
     return all(a == b for a, b in itertools.islice(inner, 1, None))
 
 
 def parse_zarray(data: bytes, origin: str) -> ZArray:
-    """Refuses what is no array of zarr v2, or claims what cannot be."""
+    """Parse a `.zarray`. Refuse one that does not describe an array of zarr v2, or an impossible one."""
     array = parse_json(data, ZArray, f"{origin} does not describe an array of zarr v2")
     try:
         dtype_from_name(array.name_of_dtype)
@@ -192,15 +192,15 @@ def parse_zarray(data: bytes, origin: str) -> ZArray:
         raise FormatError(f"{origin}: {error}") from error
     problem = _problem(array)
     if problem:
-        raise FormatError(f"{origin} describes no array that can be: {problem}")
+        raise FormatError(f"{origin} does not describe a valid array: {problem}")
     return array
 
 
 def check_alike(found: bytes, expected: bytes, origin: str) -> None:
-    """Refuses a description of another array than was expected."""
+    """Refuse a `.zarray` that does not describe the expected array."""
     one, other = parse_zarray(found, origin), parse_zarray(expected, origin)
     if (one.shape, one.chunks, one.dtype) != (other.shape, other.chunks, other.dtype) or one.compressor:
-        raise FormatError(f"{origin} describes {one}, expected was {other}")
+        raise FormatError(f"{origin} describes {one}, expected {other}")
 
 
 def _problem(array: ZArray) -> str:
