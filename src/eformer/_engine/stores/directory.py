@@ -291,7 +291,7 @@ class Directory:
 
         Raise FileNotFoundError if the directory is no longer the one that its path leads to.
         """
-if not self._can_be_read:  # it cannot be locked, nor hold more than single files, which need no lock
+        if not self._can_be_read:  # it cannot be locked, nor hold more than single files, which need no lock
             yield
             return
         descriptor = os.open(".", _OPEN, dir_fd=self.descriptor)  # locks belong to open files, not to callers
