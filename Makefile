@@ -18,7 +18,7 @@ test: check
 
 # The whole matrix of faults: every call of a save is killed, failed and cut off, where `make test` takes every eighth.
 faults: $(VENV)/.dev
-	EFORMER_FAULTS_STRIDE=1 EFORMER_KILLS=20 $(BIN)/python -m pytest -n auto --dist loadgroup tests/faults tests/multihost/test_kills.py
+	EFORMER_FAULTS_STRIDE=1 EFORMER_KILLS=20 $(BIN)/python -m pytest -n auto --dist loadgroup tests/faults tests/multihost/test_kills.py tests/compat/test_files_hostile.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -351,7 +351,7 @@ def test_a_dry_run_may_be_made_where_something_is(model, tmp_path):
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_terminal_that_hangs_up_leaves_nothing_unless_nohup_was_said(tmp_path, kept):
-    save({"w": np.zeros((60, 10**6))}, tmp_path / "old")
+    save({"w": np.zeros((20, 10**6))}, tmp_path / "old")
     ignore = "trap '' HUP; " if kept else ""
     command = f"{ignore}exec {EFORMER} convert {tmp_path}/old {tmp_path}/new --to npz --memory 200MB"
     process = subprocess.Popen(["bash", "-c", command], stderr=subprocess.PIPE, start_new_session=True)

@@ -9,6 +9,7 @@ import pytest
 
 from eformer import checkpoint
 from eformer.errors import EformerError
+from support.faults import STRIDE
 from support.samples import write
 
 
@@ -38,7 +39,7 @@ def test_no_truncation_gets_through(sample):
 def test_no_flipped_bit_does_more_than_raise(sample):
     whole = sample.read_bytes()
     path = sample.parent / "flipped"
-    for at in range(0, len(whole), 3):
+    for at in range(0, len(whole), STRIDE):  # every byte by `make faults`
         for mask in (0x01, 0x80, 0xFF):
             data = bytearray(whole)
             data[at] ^= mask

@@ -6,9 +6,10 @@ import random
 import pytest
 
 from eformer.checkpoint import save, verify
-from support.faults import NOTHING, OLD, Layout, damaged, flip, noted, tree, zero
+from support.faults import NOTHING, OLD, STRIDE, Layout, damaged, flip, noted, tree, zero
 
 REFUSALS = (ValueError, FileNotFoundError)
+FLIPS = 250 if STRIDE == 1 else 100
 
 
 @pytest.fixture
@@ -52,14 +53,14 @@ def check_verify(layout, folder):
 def test_a_flipped_bit_never_gives_another_tree(layout, folder):
     rng, files = random.Random(0), layout.files(folder)
     for file in files:
-        for bit in rng.sample(range(8 * file.stat().st_size), 1 + 250 // len(files)):
+        for bit in rng.sample(range(8 * file.stat().st_size), 1 + FLIPS // len(files)):
             with noted(f"bit {bit} of {file.name}"):
                 check(layout, folder, file, lambda data, bit=bit: flip(data, bit))
 
 
 def test_a_flipped_bit_at_the_beginning_of_a_file_never_gives_another_tree(layout, folder):
     for file in layout.files(folder)[:2]:
-        for bit in range(8 * min(40, file.stat().st_size)):
+        for bit in range(0, 8 * min(40, file.stat().st_size), 1 if STRIDE == 1 else 3):
             with noted(f"bit {bit} of {file.name}"):
                 check(layout, folder, file, lambda data, bit=bit: flip(data, bit))
 
@@ -101,7 +102,8 @@ def test_a_missing_file_never_gives_another_tree(layout, folder):
 
 
 def test_swapped_files_never_give_another_tree(layout, folder):
-    for one, other in itertools.combinations(layout.files(folder), 2):
+    pairs = list(itertools.combinations(layout.files(folder), 2))
+    for one, other in pairs[:: 1 if STRIDE == 1 else 2]:
         first, second = one.read_bytes(), other.read_bytes()
         if first == second:
             continue

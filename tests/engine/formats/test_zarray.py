@@ -12,14 +12,16 @@ from eformer._engine.formats.zarr.zarray import chunk_shape, chunks_of, count_ch
 from eformer._engine.record.pieces import is_tiling
 from eformer.errors import FormatError
 
-shapes = st.lists(st.integers(1, 12), max_size=4).map(tuple)
+# Long axes, or many of them: both would be millions of elements, and as many chunks.
+shapes = (st.lists(st.integers(1, 12), max_size=2) | st.lists(st.integers(1, 4), max_size=4)).map(tuple)
 
 
 @st.composite
 def sharded(draw):
     """A shape, and a shard that divides it."""
     shard = draw(shapes)
-    shape = tuple(size * draw(st.integers(1, 4)) for size in shard)
+    most = 4 if len(shard) <= 2 else 2
+    shape = tuple(size * draw(st.integers(1, most)) for size in shard)
     return shape, shard
 
 

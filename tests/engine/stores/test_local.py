@@ -245,7 +245,8 @@ def test_a_killed_writer_leaves_a_whole_file(tmp_path, wait):
 def passing(tmp_path, monkeypatch):
     monkeypatch.setattr(local_upload, "_LARGE_PART", 0)
     upload = LocalUpload(tmp_path)
-    yield upload.create("file", 1)
+    upload.expect(1)
+    yield upload.create("file", 0)
     upload.close()
 
 

@@ -322,10 +322,10 @@ print(1024 * int(peak))
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A checkpoint with a leaf of 400 MB, and 300 MB in others."""
+    """A checkpoint with a leaf of 200 MB, and 200 MB in others."""
     path = tmp_path_factory.mktemp("large") / "old"
     rng = np.random.default_rng(0)
-    block = rng.integers(0, 2**32, (10_000, 10_000), np.uint32)
+    block = rng.integers(0, 2**32, (7000, 7000), np.uint32)
     save({"w": block, "layers": [block[i * 1000 : i * 1000 + 1875] for i in range(4)]}, path)
     return path
 

@@ -73,7 +73,7 @@ class LocalUpload:
     takes_whole_files = False
 
     def __init__(self, directory: Path, token: str = "") -> None:
-        self.is_owner = not token
+        self.is_owner, self.token = not token, token
         self.must_stay = False  # because its journal is needed
         self.place = Directory.open(directory)
         self.data = self._folder = Directory(directory, -1)
@@ -87,7 +87,7 @@ class LocalUpload:
             while self._folder.descriptor < 0:
                 self._enter(token or scratch_name())
         except BaseException:
-            self.abandon()
+            self.close()
             raise
 
     def _enter(self, name: str) -> None:
