@@ -5,6 +5,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
+# Tests wait for disks and other processes as long as they compute.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(16, 2 * len(os.sched_getaffinity(0))))")
+
 .PHONY: demo test faults check format bench clean
 .DELETE_ON_ERROR:
 
@@ -14,11 +17,11 @@ demo: $(VENV)/.installed
 # Leaves of every name become files of that name, which a locale without UTF-8 does not have.
 test: export PYTHONUTF8 = 1
 test: check
-	$(BIN)/python -m pytest -n auto --dist loadgroup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 # The whole matrix of faults: every call of a save is killed, failed and cut off, where `make test` takes every eighth.
 faults: $(VENV)/.dev
-	EFORMER_FAULTS_STRIDE=1 EFORMER_KILLS=20 $(BIN)/python -m pytest -n auto --dist loadgroup tests/faults tests/multihost/test_kills.py tests/compat/test_files_hostile.py
+	EFORMER_FAULTS_STRIDE=1 EFORMER_KILLS=20 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/faults tests/multihost/test_kills.py tests/compat/test_files_hostile.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

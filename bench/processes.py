@@ -1,4 +1,4 @@
-"""Several processes: what a save costs the caller, how many bytes are written, and what planning and sealing take.
+"""Several processes: what a save costs the caller, how many bytes are written, and what planning and committing take.
 
     python bench/processes.py [--quick] [--dir DIRECTORY] [--json FILE]
 
@@ -30,7 +30,7 @@ SIMULATED = 64
 BARS = [
     ("save_async, in which nobody waits for another process", "ms", 10.0),
     ("bytes written", "x the state", 1.01),
-    ("planning and sealing, 64 processes", "s", 3.0),
+    ("planning and committing, 64 processes", "s", 3.0),
 ]
 
 # ------------------------------------------------------------------------------------- real processes
@@ -295,7 +295,7 @@ def main() -> None:
         print(f"\n{FEW:,} leaves, each in {SIMULATED} parts, load in one process in {took:.2f} s")
     worst = [row for (count, _), row in rows.items() if count == SIMULATED]
     parts = ("prepare and agree", "arrange and write", "seal")
-    reached["planning and sealing, 64 processes"] = max(sum(row[p] for p in parts) for row in worst)
+    reached["planning and committing, 64 processes"] = max(sum(row[p] for p in parts) for row in worst)
     print("\n| what | reached | bar | met |\n| --- | --- | --- | --- |")
     for what, unit, limit in BARS:
         verdict = "yes" if reached[what] <= limit else "**no**"

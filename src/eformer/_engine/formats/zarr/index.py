@@ -78,14 +78,14 @@ def read_index(store: Store) -> tuple[Index | None, Version | None]:
     if has_own_digest(data):
         check_own_digest(data, origin)
     index = parse_json(data, Index, f"{origin} is not an index of arrays")
-    _check(index, origin, is_sealed=has_own_digest(data))
+    _check(index, origin, has_digest=has_own_digest(data))
     return index, entry.version
 
 
-def _check(index: Index, origin: str, *, is_sealed: bool) -> None:
+def _check(index: Index, origin: str, *, has_digest: bool) -> None:
     if index.format != FORMAT:
         raise FormatError(f"{origin}: Unsupported index format: {index.format[:40]!r}, expected {FORMAT!r}")
-    if index.is_ours and not is_sealed:
+    if index.is_ours and not has_digest:
         raise CorruptionError(
             f"{origin} contains a manifest, but its beginning is damaged; restore the file from a copy"
         )
