@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # Tests wait for disks and other processes as long as they compute.
-WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(16, 2 * len(os.sched_getaffinity(0))))")
+WORKERS ?= $(shell $(PYTHON) -c "import os; n = len(os.sched_getaffinity(0)); print(min(16, n + (n + 1) // 2))")
 
 .PHONY: demo test faults check format bench clean
 .DELETE_ON_ERROR:
