@@ -42,9 +42,9 @@ def test_a_notebook_has_a_live_bar(tmp_path, monkeypatch):
 
 
 def ends(path, stdout, stderr):
-    return subprocess.run(
-        [sys.executable, "-c", _SAVE, path], stdout=stdout, stderr=stderr, timeout=120
-    ).returncode
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", _SAVE, path]
+    return subprocess.run(command, stdout=stdout, stderr=stderr, timeout=120, env=environment).returncode
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")

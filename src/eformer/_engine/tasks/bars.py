@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import html
+import io
+import os
 import sys
 import time
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from eformer._engine.record.text import size
 
@@ -19,16 +21,17 @@ if TYPE_CHECKING:
 def progress_bar(total: int, what: str) -> Iterator[Callable[[int, int], None]]:
     """Draw a progress bar, and yield the function that updates it with the bytes done and the total."""
     bar: Any = None
+    is_broken = False
     with suppress(Exception):
         bar = _Notebook(what) if _is_notebook() else _Terminal(total, what)
 
     def update(done: int, total: int) -> None:
-        nonlocal bar
+        nonlocal is_broken
         try:
-            if bar:
+            if bar and not is_broken:
                 bar.update(done, total)
         except Exception:  # noqa: BLE001  such as a terminal that was closed
-            bar = None
+            is_broken = True
 
     try:
         yield update
@@ -56,23 +59,44 @@ class _Terminal:
                 """Raise instead of ending the program, as rich would."""
                 raise BrokenPipeError
 
+        self._file = _unbuffered(sys.stderr)
         left = TimeRemainingColumn(compact=True, elapsed_when_finished=True)
         # Redirect the program's own output only if it shares a terminal with the bar.
         is_shared = sys.stdout is not None and sys.stdout.isatty()
         self._bars = Progress(
             *(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), left),
-            console=Quiet(stderr=True),
+            console=Quiet(file=self._file),
             redirect_stdout=is_shared,
             redirect_stderr=is_shared,
         )
         self._task = self._bars.add_task(what, total=total)
-        self._bars.start()
+        try:
+            self._bars.start()
+        except BaseException:
+            self.close()
+            raise
 
     def update(self, done: int, total: int) -> None:
         self._bars.update(self._task, completed=done)
 
     def close(self) -> None:
-        self._bars.stop()
+        try:
+            self._bars.stop()
+        finally:
+            if self._file is not sys.stderr:
+                self._file.close()
+
+
+def _unbuffered(stream: TextIO) -> TextIO:
+    """Return a stream to the same place that keeps nothing back.
+
+    Text that could not be written would stay in the buffer of standard error, and fail the program when it exits.
+    """
+    try:
+        raw: Any = io.FileIO(os.dup(stream.fileno()), "w")
+    except (OSError, AttributeError, ValueError):  # not a file, as in some notebooks
+        return stream
+    return io.TextIOWrapper(raw, encoding=stream.encoding, errors=stream.errors, write_through=True)
 
 
 class _Notebook:
