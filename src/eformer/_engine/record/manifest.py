@@ -306,6 +306,11 @@ class Manifest(Struct, frozen=True, kw_only=True):
     def _summaries(self) -> list[TreeSummary]:
         return [tree.summary(prefix) for prefix, tree in self.trees.items()]
 
+    @property
+    def save_ids(self) -> set[str]:
+        """The ids of the saves that wrote the trees."""
+        return {tree.save_id for tree in self.trees.values()}
+
     def with_tree(self, prefix: str, tree: TreeEntry) -> Manifest:
         """Return a copy with one tree added or replaced."""
         return Manifest(format=self.format, trees={**self.trees, prefix: tree})

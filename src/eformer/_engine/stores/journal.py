@@ -19,7 +19,7 @@ from eformer._engine.stores.removal import ZARRAY, Described, Moved, read_array,
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Container, Mapping, Sequence
     from pathlib import Path
 
     from eformer._engine.stores.base import Replaced
@@ -42,13 +42,13 @@ def make_journal(
     save_id: str,
     place: Directory,
     data: Directory,
-    moves: Sequence[tuple[str, str]],
+    moves: Mapping[str, str],
     replaced: Sequence[Replaced],
     unmarked: Sequence[str] | None,
 ) -> Journal:
     """Identify the directories of `data` that are about to be moved, and those of `place` that they replace."""
     mark = save_id if unmarked is None else ""
-    new = tuple(_moved(data, name, final, mark, unmarked or ()) for name, final in moves)
+    new = tuple(_moved(data, name, final, mark, unmarked or ()) for name, final in moves.items())
     old = tuple(filter(None, (_replaced(place, one) for one in replaced)))
     return Journal(save_id, new, old)
 

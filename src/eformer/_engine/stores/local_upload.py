@@ -241,10 +241,12 @@ class LocalUpload:
         save_id: str,
         unmarked: Sequence[str] | None = None,
     ) -> None:
-        directories = [name for name in moves if not name or self.data.has_directory(name)]
+        directories = {
+            name: final for name, final in moves.items() if not name or self.data.has_directory(name)
+        }
         if directories or replaced:
-            moved = [(name, moves[name]) for name in directories]
-            self._write_journal(make_journal(save_id, self.place, self.data, moved, replaced, unmarked))
+            journal = make_journal(save_id, self.place, self.data, directories, replaced, unmarked)
+            self._write_journal(journal)
         if "" in moves:
             self.data.sync()
         for name, final in moves.items():

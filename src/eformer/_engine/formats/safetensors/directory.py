@@ -135,7 +135,7 @@ class SafetensorsDirectory:
             manifest, _ = read_manifest(store)
         except (OSError, FormatError):
             return True  # nothing is removed that might be named
-        return manifest is not None and any(tree.save_id == save_id for tree in manifest.trees.values())
+        return manifest is not None and save_id in manifest.save_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class _Index:
 
     @property
     def save_ids(self) -> set[str]:
-        return {tree.save_id for tree in self.manifest.trees.values()}
+        return self.manifest.save_ids
 
     def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Commit:
         finals = self._final_names(tree, store, upload)
@@ -161,7 +161,7 @@ class _Index:
         """Give plain names to a first save that is all there is. A name that a manifest ever gave is not given to
         another file."""
         new = [file.name for file in tree.files if f".{tree.save_id}{SUFFIX}" in file.name]
-        kept = [file.name for file in tree.files if file.name not in new]
+        kept = [file.name for file in tree.files if f".{tree.save_id}{SUFFIX}" not in file.name]
         names = plain_names(base_name(self.prefix), len(new))
         is_first = not kept and self.prefix not in self.manifest.trees
         if not (store.can_rename and is_first and store.kinds().keys().isdisjoint(names)):

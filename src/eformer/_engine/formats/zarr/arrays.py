@@ -154,10 +154,9 @@ class ZarrArrays:
             return False
         try:
             index, _ = read_index(store)
-            trees = index.manifest(store.path_to(INDEX)).trees if index else {}
+            return index is not None and save_id in index.manifest(store.path_to(INDEX)).save_ids
         except (OSError, FormatError):
             return True  # nothing is removed that might be named
-        return any(tree.save_id == save_id for tree in trees.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +168,7 @@ class _ArraysIndex:
 
     @property
     def save_ids(self) -> set[str]:
-        return {tree.save_id for tree in self.manifest.trees.values()}
+        return self.manifest.save_ids
 
     def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Commit:
         fmt = self.format
