@@ -57,20 +57,23 @@ class NotFoundError(EformerError, FileNotFoundError):
 
 
 class MismatchError(EformerError, ValueError):
-    """The data and the target disagree. `problems` has one line for each difference."""
+    """The data and the target disagree. `problems` has one line for each difference, `advice` says what would help."""
 
-    def __init__(self, problems: Sequence[str], context: str = "") -> None:
-        super().__init__(tuple(problems), context)  # as arguments, so that the error survives being pickled
+    def __init__(self, problems: Sequence[str], context: str = "", advice: str = "") -> None:
+        super().__init__(tuple(problems), context, advice)  # as arguments, so that the error survives being pickled
         self.problems = tuple(problems)
         self.context = context
+        self.advice = advice
 
     def __str__(self) -> str:
         head = f"{self.context}: " if self.context else ""
         if len(self.problems) == 1:
-            return head + self.problems[0]
+            return "\n  ".join(filter(None, (head + self.problems[0], self.advice)))
         lines = [f"{head}{len(self.problems)} mismatches", *self.problems[:_MOST_SHOWN]]
         if len(self.problems) > _MOST_SHOWN:
             lines.append(f"... and {len(self.problems) - _MOST_SHOWN} more, in .problems")
+        if self.advice:
+            lines.append(self.advice)
         return "\n  ".join(lines)
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 
 from eformer._engine.loading import fetch as _transfer
 from eformer._engine.record.regions import Region
-from eformer._engine.saving.staging import contiguous
+from eformer._engine.record.boxes import contiguous
 from eformer.checkpoint import SaveOptions, convert, diff, inspect, load, save, verify
 from eformer.errors import CorruptionError, MismatchError
 from support import trees
@@ -478,7 +478,7 @@ def test_rules_from_an_editor_that_marks_its_files(source, tmp_path):
 )
 @pytest.mark.parametrize("target", ["new", "new.npz"])
 def test_a_large_chunk_is_decoded_once(tmp_path, monkeypatch, target, rules):
-    monkeypatch.setattr("eformer._engine.tools.lazy_arrays._LARGE_CHUNKS", 1000)
+    monkeypatch.setattr("eformer._engine.record.lazy_arrays._LARGE_CHUNKS", 1000)
     monkeypatch.setattr("eformer._engine.saving.staging._IN_ORDER_BYTES", 256)
     monkeypatch.setattr("eformer._engine.saving.record.PIECE_BYTES", 128)
     tree = {f"l{i}": np.random.default_rng(i).standard_normal((6, 5, 7)) for i in range(3)}
@@ -509,7 +509,7 @@ def test_many_leaves_and_trees_stay_within_their_memory(tmp_path):
 
 def test_leaves_that_are_made_of_one_do_not_disturb_each_other(tmp_path, monkeypatch):
     """Four-bit floats are fetched by several threads at once."""
-    monkeypatch.setattr("eformer._engine.tools.lazy_arrays._LARGE_CHUNKS", 1000)
+    monkeypatch.setattr("eformer._engine.record.lazy_arrays._LARGE_CHUNKS", 1000)
     bits = np.random.default_rng(0).integers(0, 16, (16, 4, 2**14), np.uint8)
     array = bits.view(ml_dtypes.float4_e2m1fn)
     options = SaveOptions(compression="zstd", max_chunk_bytes=2**14)

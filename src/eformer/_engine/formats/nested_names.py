@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.record.names import BARE_LEAF, escape, join_name, path_to_name, split_name, unescape
+from eformer._engine.record.names import (
+    BARE_LEAF,
+    escape,
+    join_name,
+    name_to_path,
+    path_to_name,
+    split_name,
+    unescape,
+)
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -19,6 +27,15 @@ Parts = tuple[str, ...]
 def parts_of_name(name: str) -> Parts:
     """Split a name that another program joined by dots into escaped parts."""
     return tuple(escape(part) for part in name.split(".", _MAX_PARTS))
+
+
+def split_spelled(name: str) -> Parts:
+    """Split a leaf's name, or a name that a person wrote, into escaped parts."""
+    try:
+        name_to_path(name)
+    except FormatError:
+        return parts_of_name(name)
+    return split_name(name)
 
 
 def parts_of_path(path: str) -> Parts:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from eformer._engine.loading.device_put import put_on, put_on_default
 from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.trees.devices import bits_of, resharded
-from eformer.errors import FormatError
+from eformer.errors import FormatError, MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,7 @@ def assemble(targets: Sequence[LeafTarget]) -> dict[str, Any]:
     plain: list[Any] = []
     for target in targets:
         if target.new_shape is not None:
-            target.arrays = [target.arrays[0].reshape(target.new_shape)]
+            target.arrays = [_with_new_shape(target, target.arrays[0])]
         if target.as_numpy or target.new_shape is not None:
             continue
         if target.read_sharding is not None:
@@ -54,6 +55,17 @@ def assemble(targets: Sequence[LeafTarget]) -> dict[str, Any]:
             leaf = _as_keys(leaf, target)
         leaves[target.name] = leaf
     return leaves
+
+
+def _with_new_shape(target: LeafTarget, whole: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Reshape the whole array, or call the caller's function to resize it."""
+    if target.resize is None:
+        return whole.reshape(target.shape)
+    resized = np.asarray(target.resize(whole))
+    expected, found = (f"{a.dtype}{list(a.shape)}" for a in (np.empty(target.shape, whole.dtype), resized))
+    if expected != found:
+        raise MismatchError([f"leaf {target.name!r}: resize= returned {found}, expected {expected}"])
+    return resized
 
 
 def _memory_of(device: Any, sharding: Any) -> Any:

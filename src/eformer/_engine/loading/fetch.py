@@ -30,10 +30,16 @@ Array = np.ndarray[Any, Any]
 
 
 def fetch(
-    reads: Sequence[Read], wants: Sequence[Want], tree: TreeEntry, files: Files, threads: int
+    reads: Sequence[Read],
+    wants: Sequence[Want],
+    tree: TreeEntry,
+    files: Files,
+    threads: int,
+    *,
+    verify: bool = True,
 ) -> list[Sequence[Array]]:
     """Return, for each want, the arrays of its regions or the one of the whole leaf. Raise at the first damage."""
-    fetching = prepare(wants, tree, files)
+    fetching = prepare(wants, tree, files, verify=verify)
     run_all([partial(fetching.carry_out, read) for read in reads], threads)
     return fetching.arrays
 

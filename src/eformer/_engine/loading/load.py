@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import logging
-import os  # noqa: TC003
+import os
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from eformer._engine.formats.find import ReplacedError, reading, reread
 from eformer._engine.loading.assemble import assemble
+from eformer._engine.loading.computed import TreeReader, nbytes_computed, read_computed
+from eformer._engine.loading.contents import below, contents_of, named_like, renamed
 from eformer._engine.loading.fetch import check_sha256
 from eformer._engine.loading.pinned_stream import is_worth_streaming, stream
 from eformer._engine.loading.placement import accelerator_of, place_targets, processes_of
 from eformer._engine.loading.read import nbytes_read, read
 from eformer._engine.loading.request import PlacementRequest, Request
-from eformer._engine.loading.scalars import as_scalar, fitted
-from eformer._engine.loading.select import LeafTarget, select, targets_of
+from eformer._engine.loading.report import LoadReport
+from eformer._engine.loading.scalars import as_scalar
+from eformer._engine.loading.select import compare, select
 from eformer._engine.loading.unnamed_leaves import by_order, completed
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.processes.hosts import TIMEOUT
-from eformer._engine.record.manifest import UNREADABLE, TreeEntry
+from eformer._engine.record.manifest import UNREADABLE
+from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import few
 from eformer._engine.tasks.pool import default_threads, gc_paused
 from eformer._engine.tasks.progress import is_wanted, metered
@@ -32,13 +34,17 @@ from eformer._engine.trees.unflatten import unflatten, unflatten_like
 from eformer.errors import StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import jax
 
     from eformer._engine.formats.found import Found
-    from eformer._engine.loading.request import Rules
+    from eformer._engine.loading.contents import Contents
+    from eformer._engine.loading.request import Resize, Rules
+    from eformer._engine.loading.select import LeafTarget, Selection
     from eformer._engine.processes.hosts import Hosts
+    from eformer._engine.record.manifest import TreeEntry
+    from eformer._engine.record.rename import RenameRules
     from eformer._engine.tasks.progress import Meter, Progress
 
 logger = logging.getLogger("eformer")
@@ -50,6 +56,12 @@ def load(
     path: str | os.PathLike[str],
     *,
     like: Any = None,
+    into: Any = None,
+    partial: bool = False,
+    root: str | None = None,
+    rename: RenameRules | None = None,
+    resize: Resize | None = None,
+    return_report: bool = False,
     prefix: str | None = None,
     keys: str | Iterable[str] | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -68,6 +80,8 @@ def load(
 
         state = load("run/100", like=state)
         weights = load("run/100", keys="params", mesh=mesh, rules=[("kernel", PartitionSpec(None, "model"))])
+        model = load("hf/llama", into=model, rename="llama.rules", mesh=mesh)
+        state = load("pretrained", like=state, partial=True)
 
     Raises an error that names the leaf, the file and the problem if anything is missing, damaged or does not fit.
 
@@ -75,6 +89,18 @@ def load(
     arrays. `like` is a tree of arrays, `ShapeDtypeStruct`s or shardings; the result has its structure, shapes, dtypes
     and shardings. A number and an array without axes become each other, as `like` has them, if they are of one kind
     (bool, int, float, complex) and the value does not change. Files of equinox have no names, and need `like`.
+    A leaf of `like` that is a function, such as an activation of Equinox, stays as it is.
+    `into` is `like`, but modules in it that hold their state themselves, such as those of flax NNX and Keras, are
+    updated in place; they are part of the result, too.
+
+    `partial` allows differences: leaves that the checkpoint lacks stay as `like` has them, leaves that `like` lacks are
+    left out. The names of both are logged, or with `return_report` are in a LoadReport: the result is then a pair of
+    the tree and the report. `root`, such as "params.encoder", takes the subtree of that name for the whole checkpoint.
+    `rename` gives leaves other names before anything else looks at them, and transposes, stacks or unstacks them on the
+    way; it takes the rules of `convert`, as a file, text, pairs or a dict. `resize` changes arrays that have another
+    shape than in `like`: a dict of patterns of names and functions of the stored array and the leaf of `like`, or one
+    function of these two and the name.
+
     `keys` are names of leaves or subtrees, or patterns such as "layers.*.bias"; without `like` the result is then a
     flat dict by name.
 
@@ -98,8 +124,16 @@ def load(
     hold. With `broadcast`, data that several processes hold is read once, a part by each, and sent between the devices;
     this is faster for large leaves on slow storage.
     """
+    if like is not None and into is not None:
+        raise ValueError("pass like= or into=, not both")
     request = Request(
-        like=like,
+        like=like if into is None else into,
+        in_place=into is not None,
+        like_name="like" if into is None else "into",
+        partial=partial,
+        root=root,
+        rename=None if rename is None else rules_from(rename),
+        resize=resize,
         prefix=prefix,
         keys=None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys),
         placement=PlacementRequest(mesh=mesh, rules=rules, shardings=shardings),
@@ -112,62 +146,125 @@ def load(
         broadcast=broadcast,
         timeout=timeout,
     )
-    return load_entry(path, request)[0]
+    loaded = load_tree(path, request)
+    if return_report:
+        return loaded.tree, loaded.report
+    if loaded.report.kept or loaded.report.left_out:
+        logger.warning("%s: %s", os.fspath(path), loaded.report)
+    return loaded.tree
 
 
-def load_entry(path: str | os.PathLike[str], request: Request) -> tuple[Any, TreeEntry]:
-    """Load what `request` asks for; return it with the record of the tree."""
+@dataclass(frozen=True, slots=True)
+class LoadedTree:
+    """A loaded tree, its record in the checkpoint, and what became of the leaves."""
+
+    tree: Any
+    entry: TreeEntry
+    report: LoadReport
+
+
+def load_tree(path: str | os.PathLike[str], request: Request) -> LoadedTree:
+    """Load what `request` asks for."""
+    _check(request)
     like = None if request.like is None else flatten(request.like)[0]
     with _processes(request, like) as hosts:
         loaded = reread(path, lambda found: _load_found(found, request, like, hosts))
-    return _rebuild(loaded, request, like), loaded.tree
+    return LoadedTree(_rebuild(loaded, request), loaded.entry, _report(loaded))
+
+
+def _check(request: Request) -> None:
+    """Refuse arguments that need a tree to load into."""
+    needy = {"partial": request.partial, "resize": request.resize is not None}
+    if request.like is None and (alone := [name for name, is_given in needy.items() if is_given]):
+        raise ValueError(f"{' and '.join(alone)} need like= or into=, which say what the tree should be")
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """The record of a tree, the names of the selected leaves, and those of them that are arrays."""
+    """The leaves that were loaded: `arrays`, and in the selection everything else."""
 
-    tree: TreeEntry
-    names: dict[str, None]
+    entry: TreeEntry
+    contents: Contents
+    selection: Selection
     arrays: dict[str, Any]
+    dropped: Sequence[str] = ()
 
 
 def _load_found(found: Found, request: Request, like: Mapping[str, Any] | None, hosts: Hosts) -> _Loaded:
     """Load the arrays of one checkpoint, by name, or in the order of `like` if they have no names."""
     with reading(found):
-        tree = found.tree(request.prefix)
+        entry = found.tree(request.prefix)
+        contents = contents_of(entry)
     if paths := found.left_out(request.prefix):
         logger.warning("%s: not read, and may hold leaves: %s", found.path, few(paths))
-    if like is None or found.has_names:
-        return _load_arrays(found, tree, request, like, hosts)
-    tree, expected = by_order(tree, like, request.dtype)
-    loaded = _load_arrays(found, tree, request, expected, hosts)
+    dropped: Sequence[str] = ()
+    if request.root is not None:
+        contents = below(contents, request.root)
+    with TreeReader(found, entry, verify=request.verify) as reader:
+        if request.rename is not None:
+            contents, dropped = renamed(contents, request.rename, reader)
+        if like is None or found.has_names or request.rename is not None:
+            contents = contents if like is None else named_like(contents, like)
+            loaded = _load_arrays(found, entry, contents, request, like, hosts)
+        else:
+            loaded = _load_by_order(found, entry, contents, request, like, hosts)
+    return replace(loaded, dropped=dropped)
+
+
+def _load_by_order(
+    found: Found,
+    entry: TreeEntry,
+    contents: Contents,
+    request: Request,
+    like: Mapping[str, Any],
+    hosts: Hosts,
+) -> _Loaded:
+    """Load a file that stores one array after another, without names."""
+    if request.partial:
+        raise ValueError(f"{found.path} has no names of leaves, which partial=True needs")
+    contents, expected = by_order(contents, like, request.dtype)
+    loaded = _load_arrays(found, entry, contents, request, expected, hosts)
     return replace(loaded, arrays=completed(loaded.arrays, like))
 
 
 def _load_arrays(
-    found: Found, tree: TreeEntry, request: Request, like: Mapping[str, Any] | None, hosts: Hosts
+    found: Found,
+    entry: TreeEntry,
+    contents: Contents,
+    request: Request,
+    like: Mapping[str, Any] | None,
+    hosts: Hosts,
 ) -> _Loaded:
-    """Load the arrays of one tree: select, place, then plan, fetch and assemble."""
+    """Load the arrays of one tree: select, compare, place, then plan, fetch and assemble."""
     with gc_paused():
-        names = select(tree, request.keys)
-        targets = targets_of(tree, names, request, like)
-        _require_classes(tree, request)
-        place_targets(targets, tree, request)
-    total = nbytes_read(tree, targets) if is_wanted(request.progress) else 0
+        names = select(contents, request.keys)
+        selection = compare(contents, names, request, like)
+        _require_classes(contents, request)
+        place_targets(selection.targets, contents.arrays.keys(), request)
+    total = _nbytes(entry, contents, selection.targets) if is_wanted(request.progress) else 0
     with metered(request.progress, total, "loading") as meter:
-        arrays = _fetch_and_assemble(found, tree, targets, request, hosts, meter)
-    return _Loaded(tree, names, arrays)
+        arrays = _fetch_and_assemble(found, entry, contents, selection.targets, request, hosts, meter)
+    return _Loaded(entry, contents, selection, arrays)
+
+
+def _nbytes(entry: TreeEntry, contents: Contents, targets: list[LeafTarget]) -> int:
+    return nbytes_read(entry, targets) + nbytes_computed(contents.computed, targets)
 
 
 def _fetch_and_assemble(
-    found: Found, tree: TreeEntry, targets: list[LeafTarget], request: Request, hosts: Hosts, meter: Meter
+    found: Found,
+    entry: TreeEntry,
+    contents: Contents,
+    targets: list[LeafTarget],
+    request: Request,
+    hosts: Hosts,
+    meter: Meter,
 ) -> dict[str, Any]:
     """Read the arrays and hand them to the caller's functions, batch by batch."""
     threads = request.threads or default_threads()
     if request.sha256 is not None:
         with reading(found):
-            check_sha256(found, tree, request.sha256(tree), threads)
+            check_sha256(found, entry, request.sha256(entry), threads)
     arrays: dict[str, Any] = {}
     end = max(1, len(targets))
     size = request.batch or end
@@ -177,11 +274,12 @@ def _fetch_and_assemble(
         assembled: dict[str, Any] = {}
         with reading(found):
             if streamed:
-                assembled = stream(found, tree, streamed, threads, verify=request.verify, meter=meter)
-            read(found, tree, others, threads, verify=request.verify, mmap=request.mmap, meter=meter)
+                assembled = stream(found, entry, streamed, threads, verify=request.verify, meter=meter)
+            read(found, entry, others, threads, verify=request.verify, mmap=request.mmap, meter=meter)
+            read_computed(contents.computed, others, threads, meter)
         is_last = start + size >= end
         if is_last or request.broadcast:  # a broadcast needs all processes
-            _agree(hosts, f"{tree.save_id} {start}", is_last=is_last)
+            _agree(hosts, f"{entry.save_id} {start}", is_last=is_last)
         with gc_paused():
             assembled |= assemble(others)
         _finish(batch, assembled, arrays, request)
@@ -214,31 +312,46 @@ def _finish(
         target.arrays = ()  # memory that the caller's functions release is freed at once
 
 
-def _rebuild(loaded: _Loaded, request: Request, like: Mapping[str, Any] | None) -> Any:
+def _rebuild(loaded: _Loaded, request: Request) -> Any:
     """Return the loaded leaves in the structure of `like`, flat by name for `keys`, or in the recorded structure."""
-    tree, names, arrays = loaded.tree, loaded.names, loaded.arrays
+    selection, arrays = loaded.selection, loaded.arrays
     with gc_paused():
-        values = {n: value for n, value in tree.values.items() if n in names and n not in arrays}
-        if like is not None:
-            values = {name: fitted(value, like[name], request.cast) for name, value in values.items()}
-        leaves = arrays | values
-        if like is not None:
-            return unflatten_like(request.like, leaves)
+        leaves = arrays | selection.values
+        if request.like is not None:
+            leaves |= selection.kept | selection.code
+            return unflatten_like(request.like, leaves, in_place=request.in_place)
         if request.keys is not None:
-            return {name: leaves[name] for name in names}
-        return unflatten(msgspec.json.decode(tree.structure), leaves)
+            return {name: leaves[name] for name in loaded.contents.names if name in leaves}
+        stored = loaded.contents.stored_names
+        leaves = {stored[name]: leaf for name, leaf in leaves.items()} if stored else leaves
+        return unflatten(loaded.contents.structure, leaves)
 
 
-def _require_classes(tree: TreeEntry, request: Request) -> None:
-    """Refuse a structure that cannot be rebuilt before its data is read: without a structure, or without a class."""
+def _report(loaded: _Loaded) -> LoadReport:
+    selection = loaded.selection
+    return LoadReport(
+        loaded=(*(target.name for target in selection.targets), *selection.values),
+        kept=tuple(selection.kept),
+        left_out=(*selection.left_out, *loaded.dropped),
+        resized=tuple(target.name for target in selection.targets if target.resize),
+        code=tuple(selection.code),
+    )
+
+
+def _require_classes(contents: Contents, request: Request) -> None:
+    """Refuse a structure that cannot be rebuilt before its data is read: without a structure, a class or a function."""
     if request.like is not None or request.keys is not None:
         return
-    structure = bytes(tree.structure)
-    if structure.startswith(b'{"%s":' % UNREADABLE.encode()):
-        raise StructureError(msgspec.json.decode(structure)[UNREADABLE])
-    if any(kind in structure for kind in (b'"namedtuple":', b'"dataclass":', b'"node":')):
-        names = [*tree.leaves, *tree.raw_values]
-        unflatten(msgspec.json.decode(structure), dict.fromkeys(names))
+    if contents.has_structure(UNREADABLE) and UNREADABLE in (structure := contents.structure):
+        raise StructureError(structure[UNREADABLE])
+    if functions := contents.functions:
+        raise StructureError(
+            f"leaves are functions, which a checkpoint leaves to the code: {few(functions)}; pass like= with a tree "
+            "that has them, or keys= for the other leaves"
+        )
+    if contents.has_structure("namedtuple", "dataclass", "node"):
+        names = contents.stored_names.values() or contents.names
+        unflatten(contents.structure, dict.fromkeys(names))
 
 
 # ------------------------------------------------------------------------------------ several processes

@@ -18,11 +18,10 @@ from eformer._engine.trees.devices import PACKED, takes_host_memory
 from eformer.errors import MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, KeysView, Mapping, Sequence
 
     from eformer._engine.loading.request import PlacementRequest, Request
     from eformer._engine.loading.select import LeafTarget
-    from eformer._engine.record.manifest import TreeEntry
 
 _config: Any = jax.config  # its attributes have no types
 
@@ -31,16 +30,17 @@ logger = logging.getLogger("eformer")
 _WORTH_BROADCASTING = 2**20  # bytes on a device
 
 
-def place_targets(targets: Sequence[LeafTarget], tree: TreeEntry, request: Request) -> None:
+def place_targets(targets: Sequence[LeafTarget], stored: KeysView[str], request: Request) -> None:
     """Give every target a sharding, the default device or host memory, and the boxes that its devices need.
 
-    Targets that become plain numbers stay in host memory.
+    Targets that become plain numbers stay in host memory. `stored` are the names of all arrays, which the request may
+    mention.
     """
     targets = [target for target in targets if target.like_scalar is None]
     asked = request.placement
     arguments = (asked.mesh, asked.rules, asked.shardings, *(target.sharding for target in targets))
     if any(argument is not None for argument in arguments):
-        _follow_request(targets, tree, request)
+        _follow_request(targets, stored, request)
     x64 = _config.jax_enable_x64
     _keep_on_host([t for t in targets if not t.as_numpy and not jax_holds(t.dtype, x64)])
     for target in targets:
@@ -51,9 +51,9 @@ def place_targets(targets: Sequence[LeafTarget], tree: TreeEntry, request: Reque
             _assign_regions(target)
 
 
-def _follow_request(targets: Sequence[LeafTarget], tree: TreeEntry, request: Request) -> None:
+def _follow_request(targets: Sequence[LeafTarget], stored: KeysView[str], request: Request) -> None:
     leaves = {target.name: _as_placeable(target) for target in targets}
-    deselected = tree.leaves.keys() - leaves.keys()  # by `keys`
+    deselected = stored - leaves.keys()  # by `keys`, or because `like` lacks them
     placed, functions = place(leaves, request.placement, prefix=request.prefix, ignored=deselected)
     for target in targets:
         target.transform = functions.get(target.name)

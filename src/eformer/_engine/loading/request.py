@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +10,14 @@ from eformer._engine.processes.hosts import TIMEOUT
 from eformer._engine.record.dtypes import floating_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from jax.sharding import Mesh, PartitionSpec
 
     from eformer._engine.record.manifest import TreeEntry
+    from eformer._engine.record.rename import Rule
     from eformer._engine.tasks.progress import Progress
 
 Rules = Sequence[tuple[str, "PartitionSpec"]]
+Resize = Callable[[Any, Any, str], Any] | Mapping[str, Callable[[Any, Any], Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Arguments of `load`, plus options that only the documented doors use:
+    """Arguments of `load`; `in_place` makes of `like` what `into` is. Plus options that only the documented doors use:
 
     like_name      name of the caller's argument for `like`, used in messages
     reshape        accept a leaf of another shape than in `like` if it has as many elements
@@ -52,6 +52,11 @@ class Request:
     """
 
     like: Any = None
+    in_place: bool = False
+    partial: bool = False
+    root: str | None = None
+    rename: Sequence[Rule] | None = None
+    resize: Resize | None = None
     prefix: str | None = None
     keys: tuple[str, ...] | None = None
     placement: PlacementRequest = field(default_factory=PlacementRequest)

@@ -6,6 +6,7 @@ import fnmatch
 import logging
 import math
 import reprlib
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,22 +19,23 @@ from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.loading.scalars import as_array, fitted, is_scalar, kind_of, kind_of_dtype
 from eformer._engine.record.dtypes import is_floating
 from eformer._engine.record.manifest import LeafEntry
-from eformer._engine.record.names import with_nearest
+from eformer._engine.record.names import readable_name, with_nearest
+from eformer._engine.record.values import LeftToCode
 from eformer.errors import MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from eformer._engine.loading.request import Request
-    from eformer._engine.record.manifest import TreeEntry
+    from eformer._engine.loading.contents import Contents
+    from eformer._engine.loading.request import Request, Resize
     from eformer._engine.record.regions import Region
 
 logger = logging.getLogger("eformer")
 
 
-def select(tree: TreeEntry, keys: Iterable[str] | None) -> dict[str, None]:
+def select(contents: Contents, keys: Iterable[str] | None) -> dict[str, None]:
     """Return the names of the leaves that `keys` name, match or lie above, in the order of the tree; all for None."""
-    names = dict.fromkeys([*tree.leaves, *tree.raw_values])
+    names = dict.fromkeys(contents.names)
     if keys is None:
         return names
     chosen: dict[str, None] = {}
@@ -70,7 +72,8 @@ class LeafTarget(msgspec.Struct, gc=False):
     new_shape        shape to change to, if it is another than the stored one
     read_sharding    sharding to read with before the array is broadcast: no two processes hold the same box
     like_scalar      the leaf of `like`, if the array becomes a plain number in the end
-    is_stored        False for a plain value that becomes an array: nothing has to be read
+    is_stored        False for a plain value that becomes an array, and for an array that rules make of others
+    resize           function of the caller that makes an array of `new_shape` of the stored one
     """
 
     name: str
@@ -87,6 +90,7 @@ class LeafTarget(msgspec.Struct, gc=False):
     read_sharding: Any = None
     like_scalar: Any = None
     is_stored: bool = True
+    resize: Callable[[Any], Any] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,44 +98,113 @@ class LeafTarget(msgspec.Struct, gc=False):
         return self.entry.logical_shape if self.new_shape is None else self.new_shape
 
 
-def targets_of(
-    tree: TreeEntry, names: Mapping[str, None], request: Request, like: Mapping[str, Any] | None
-) -> list[LeafTarget]:
-    """Describe the arrays to make: those among the selected leaves, and plain values that are arrays in `like`.
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What a load does with the leaves of the checkpoint and of `like`.
 
-    Raises a MismatchError that lists every difference between the selected leaves and `like`.
+    targets    arrays to make
+    values     plain values to return
+    kept       leaves of `like` that stay, because the checkpoint lacks them
+    code       functions in `like`, which stay
+    left_out   names of leaves of the checkpoint that are not loaded
     """
-    cast = request.cast
-    entries = tree.leaves
+
+    targets: list[LeafTarget]
+    values: dict[str, Any]
+    kept: dict[str, Any] = field(default_factory=dict)
+    code: dict[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+
+def compare(
+    contents: Contents, names: Mapping[str, None], request: Request, like: Mapping[str, Any] | None
+) -> Selection:
+    """Compare the selected leaves with `like`, and describe what each of them is to become.
+
+    Raises a MismatchError that lists every difference.
+    """
+    values = {name: contents.value(name) for name in names if name in contents.raw_values}
+    if like is None:
+        return Selection(_targets(contents, names, request.cast), values)
+    code = {
+        name: leaf
+        for name, leaf in like.items()
+        if _is_function(leaf) and (name not in names or isinstance(values.get(name), LeftToCode))
+    }
+    values = {name: value for name, value in values.items() if name not in code}
+    wanted = {name: leaf for name, leaf in like.items() if name not in code}
+    found = {name: None for name in names if name not in code}
+    missing = {name: leaf for name, leaf in wanted.items() if name not in found}
+    unexpected = tuple(name for name in found if name not in wanted)
+    if request.partial:
+        found = {name: None for name in found if name in wanted}
+        values = {name: value for name, value in values.items() if name in wanted}
+        problems = list(_without_a_value(missing))
+    else:
+        problems = list(_other_leaves(missing, unexpected, found, wanted))
+    targets = _targets(contents, found, request.cast)
+    _change_shapes(targets, wanted, request)
+    problems += _mismatches(targets, values, wanted, request.cast)
+    if problems:
+        context = f"the checkpoint does not fit `{request.like_name}`"
+        raise MismatchError(problems, context, _advice(missing, unexpected, found, request))
+    numbers = {target.name: target for target in _values_as_arrays(values, wanted, request.cast)}
+    plain = {n: fitted(value, wanted[n], request.cast) for n, value in values.items() if n not in numbers}
+    targets += numbers.values()
+    for target in targets:
+        _imitate(target, wanted[target.name])
+    return Selection(targets, plain, missing, code, unexpected)
+
+
+def _targets(contents: Contents, names: Mapping[str, None], cast: str | None) -> list[LeafTarget]:
+    """Describe the arrays among the leaves, as they are stored."""
+    entries, computed = contents.arrays, contents.computed
     targets = []
     for name in names:
         if name in entries:
             entry = entries[name]
             dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
-            targets.append(LeafTarget(name, entry, dtype, as_numpy=entry.home == "numpy"))
-    if like is not None:
-        if request.reshape:
-            for target in targets:
-                _reshape(target, like.get(target.name))
-        values = {name: value for name, value in tree.values.items() if name in names}
-        problems = list(_mismatches(targets, names, values, like, cast))
-        if problems:
-            raise MismatchError(problems, context=f"the checkpoint does not fit `{request.like_name}`")
-        targets += _values_as_arrays(values, like, cast)
-        for target in targets:
-            _imitate(target, like[target.name])
+            target = LeafTarget(name, entry, dtype, as_numpy=entry.home == "numpy")
+            target.is_stored = name not in computed
+            targets.append(target)
     return targets
 
 
-def _reshape(target: LeafTarget, leaf: Any) -> None:
-    """Give the target the shape of the leaf of `like`, if that has as many elements."""
-    shape = getattr(leaf, "shape", None)
-    stored = target.entry.shape
-    if not isinstance(shape, tuple) or shape == stored or math.prod(shape) != math.prod(stored):
+def _is_function(leaf: Any) -> bool:
+    return callable(leaf) and not _has_shape(leaf) and not isinstance(leaf, (Sharding, PartitionSpec))
+
+
+# ------------------------------------------------------------------------------------------ new shapes
+
+
+def _change_shapes(targets: Iterable[LeafTarget], like: Mapping[str, Any], request: Request) -> None:
+    """Let arrays of another shape than in `like` be resized by the caller's function, or reshaped if that is allowed."""
+    if request.resize is None and not request.reshape:
         return
-    if not target.entry.key:
-        target.new_shape = shape
-        logger.warning("leaf %r is reshaped from %s to %s", target.name, list(stored), list(shape))
+    for target in targets:
+        leaf = like.get(target.name)
+        shape = getattr(leaf, "shape", None)
+        if not isinstance(shape, tuple) or shape == target.entry.shape or target.entry.key:
+            continue
+        if (resize := _resize_of(target.name, leaf, request.resize)) is not None:
+            target.new_shape, target.resize = shape, resize
+        elif request.reshape and math.prod(shape) == math.prod(target.entry.shape):
+            target.new_shape = shape
+            stored = list(target.entry.shape)
+            logger.warning("leaf %r is reshaped from %s to %s", target.name, stored, list(shape))
+
+
+def _resize_of(name: str, leaf: Any, resize: Resize | None) -> Callable[[Any], Any] | None:
+    """Return the caller's function for a leaf, as a function of the stored array alone."""
+    if resize is None:
+        return None
+    if callable(resize):
+        return lambda array: resize(array, leaf, name)
+    spellings = (name, readable_name(name))
+    for pattern, function in resize.items():
+        if any(fnmatch.fnmatchcase(spelling, pattern) for spelling in spellings):
+            return lambda array: function(array, leaf)
+    return None
 
 
 def _values_as_arrays(
@@ -162,19 +235,24 @@ def _imitate(target: LeafTarget, leaf: Any) -> None:
 # ----------------------------------------------------------------------------------------- mismatches
 
 
-def _mismatches(
-    targets: Sequence[LeafTarget],
-    names: Mapping[str, None],
-    values: Mapping[str, Any],
-    like: Mapping[str, Any],
-    cast: str | None,
+def _other_leaves(
+    missing: Iterable[str], unexpected: Iterable[str], names: Iterable[str], like: Iterable[str]
 ) -> Iterable[str]:
-    missing = [name for name in like if name not in names]
-    unexpected = [name for name in names if name not in like]
     for name, hint in with_nearest(missing, names):
         yield f"missing leaf {name!r}{hint}: `like` has it, the checkpoint does not"
     for name, hint in with_nearest(unexpected, like):
         yield f"unexpected leaf {name!r}{hint}: the checkpoint has it, `like` does not"
+
+
+def _without_a_value(missing: Mapping[str, Any]) -> Iterable[str]:
+    for name, leaf in missing.items():
+        if isinstance(leaf, (jax.ShapeDtypeStruct, Sharding, PartitionSpec)):
+            yield f"missing leaf {name!r}: the checkpoint does not have it, and `like` has no value for it, only a {type(leaf).__name__}"
+
+
+def _mismatches(
+    targets: Sequence[LeafTarget], values: Mapping[str, Any], like: Mapping[str, Any], cast: str | None
+) -> Iterable[str]:
     for target in targets:
         if target.name in like:
             yield from _array_mismatch(target, like[target.name])
@@ -196,7 +274,8 @@ def _array_mismatch(target: LeafTarget, leaf: Any) -> Iterable[str]:
     same_shape = tuple(leaf.shape) == target.shape
     if expected != found:
         cast = "; dtype= casts" if is_floating(expected) and is_floating(found) else ""
-        yield f"leaf {target.name!r}: expected {expected}, found {found}{cast if same_shape else ''}"
+        how = cast if same_shape else "; resize= changes shapes" if not target.entry.key else ""
+        yield f"leaf {target.name!r}: expected {expected}, found {found}{how}"
 
 
 def _value_mismatch(name: str, value: Any, leaf: Any, cast: str | None) -> Iterable[str]:
@@ -213,6 +292,31 @@ def _value_mismatch(name: str, value: Any, leaf: Any, cast: str | None) -> Itera
         why = f", which {dtype} cannot hold exactly" if same_kind and is_python and not leaf.shape else ""
         how = "; dtype= casts" if same_kind and is_floating(dtype) and not leaf.shape else ""
         yield f"leaf {name!r}: expected {expected}, {found}{why}{how}"
+
+
+def _advice(
+    missing: Collection[str], unexpected: Collection[str], names: Iterable[str], request: Request
+) -> str:
+    """Say which arguments of `load` would help if leaves have other names, or are only on one side."""
+    if not (missing or unexpected) or request.partial or request.like_name == "template":
+        return ""
+    advice = []
+    if missing and (root := _common_root(missing, names)):
+        advice.append(f"root={root!r} would find the missing leaves")
+    elif missing and unexpected:
+        advice.append("rename= gives leaves of the checkpoint other names")
+    kept = f"keep {len(missing):,} of `{request.like_name}` as they are" if missing else ""
+    left_out = f"leave {len(unexpected):,} of the checkpoint out" if unexpected else ""
+    advice.append(f"partial=True would {' and '.join(filter(None, (kept, left_out)))}")
+    return "; ".join(advice)
+
+
+def _common_root(missing: Collection[str], names: Iterable[str]) -> str | None:
+    """Return the root below which the checkpoint has all missing leaves; None if there is none."""
+    known = set(names)
+    one = next(iter(missing))
+    roots = [name.removesuffix(f".{one}") for name in known if name.endswith(f".{one}")]
+    return next((root for root in roots if all(f"{root}.{name}" in known for name in missing)), None)
 
 
 def _plain_text(leaf: Any) -> str:

@@ -6,28 +6,28 @@ equinox stores arrays and numbers of a tree, and skips other leaves, such as fun
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
-import msgspec
 import numpy as np
 from jax.sharding import Sharding
 
 from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.loading.scalars import is_scalar, kind_of, kind_of_dtype
 from eformer._engine.record.dtypes import dtype_from_name, floating_dtype, is_floating
-from eformer._engine.record.manifest import encode_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from eformer._engine.record.manifest import LeafEntry, TreeEntry
+    from eformer._engine.loading.contents import Contents
+    from eformer._engine.record.manifest import LeafEntry
 
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct, Sharding, PartitionSpec)
 
 
-def by_order(tree: TreeEntry, like: Mapping[str, Any], dtype: Any) -> tuple[TreeEntry, dict[str, Any]]:
-    """Return the tree with the names of `like`, and the leaves to compare it with.
+def by_order(contents: Contents, like: Mapping[str, Any], dtype: Any) -> tuple[Contents, dict[str, Any]]:
+    """Return the leaves under the names of `like`, and the leaves to compare them with.
 
     Numbers are stored as arrays without axes. Surplus arrays get impossible names, so the mismatch report lists them
     as unexpected.
@@ -35,9 +35,9 @@ def by_order(tree: TreeEntry, like: Mapping[str, Any], dtype: Any) -> tuple[Tree
     wanted = {name: leaf for name, leaf in like.items() if _is_stored(leaf)}
     spare = (f"%array {number}" for number in itertools.count(len(wanted)))
     names = itertools.chain(wanted, spare)
-    entries = dict(zip(names, tree.leaves.values(), strict=False))
+    entries = dict(zip(names, contents.arrays.values(), strict=False))
     expected = {name: _expected(leaf, entries.get(name), dtype) for name, leaf in wanted.items()}
-    return msgspec.structs.replace(tree, raw_leaves=encode_leaves(entries)), expected
+    return replace(contents, arrays=entries), expected
 
 
 def completed(arrays: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:

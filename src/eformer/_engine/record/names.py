@@ -87,6 +87,11 @@ def split_name(name: str) -> tuple[str, ...]:
     return () if name == BARE_LEAF else tuple(name.split("."))
 
 
+def readable_name(name: str) -> str:
+    """Return a name without escapes. It may be that of another leaf, too: `a.b` is a key, or `b` below `a`."""
+    return name if "%" not in name else ".".join(map(unescape, name.split(".")))
+
+
 def name_to_path(name: str) -> tuple[str, ...]:
     """Turn a name into path components: each fits a file system, and no two names share a path.
 

@@ -31,12 +31,14 @@ ArrayBox = tuple[Region, Any]
 class LazyArray:
     """An array that is not in memory, and is read box by box.
 
-    `in_order` tells whether reading a box of rows reads no more than the bytes of that box.
+    `in_order` tells whether reading a box of rows reads no more than the bytes of that box. `slow_axis` is the axis
+    along which the array can be cut so that all slices together read little more than the array once.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     in_order: bool
+    slow_axis: int = 0
 
     def read(self, region: Region) -> np.ndarray[Any, Any]:
         """Read one box."""

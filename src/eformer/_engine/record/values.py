@@ -12,6 +12,7 @@ import math
 import reprlib
 import struct
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -34,6 +35,16 @@ _SAFE_INT = 2**53
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class LeftToCode:
+    """A leaf that is a function. A checkpoint holds its name only: the program that loads the checkpoint has it."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, left to the code>"
+
+
 def parse_json(data: bytes | str | msgspec.Raw, kind: type[T], problem: str) -> T:
     """Parse JSON from outside; raise a FormatError that begins with `problem` if it is malformed or of another kind."""
     try:
@@ -48,6 +59,12 @@ def value_to_json(value: Any) -> Any:
         return _to_json(value)
     except RecursionError:  # it contains itself, or is nested too deeply
         return _opaque(value)
+
+
+def function_to_json(function: Any) -> Any:
+    """Record that a leaf is a function, by its name."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return {"code": f"{named.__module__}.{named.__qualname__}"}
 
 
 def _to_json(value: Any) -> Any:
@@ -190,5 +207,6 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "dtype": DTYPES.__getitem__,
     "numpy scalar": _numpy_scalar,
     **{module: _scalar_type(module) for module in _SCALAR_TYPES},
+    "code": lambda c: LeftToCode(str(c)),
     "opaque": _opaque_read,
 }

@@ -15,9 +15,9 @@ from eformer._engine.record.dtypes import is_floating, name_of_dtype
 from eformer._engine.record.pieces import merged
 from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
-from eformer._engine.record.values import is_recorded, value_to_json
+from eformer._engine.record.values import function_to_json, is_recorded, value_to_json
 from eformer._engine.saving.agreement import Compared
-from eformer._engine.saving.staging import to_bytes
+from eformer._engine.record.boxes import to_bytes
 from eformer._engine.trees.devices import PACKED, copied, is_host_memory
 from eformer._engine.trees.shardings import recorded_sharding
 from eformer.errors import LeafError
@@ -270,6 +270,8 @@ def _with_copies(source: Source, copies: Any) -> Source:
 def _plain_value(leaf: Any) -> Any:
     value = value_to_json(leaf)
     if not is_recorded(value):
+        if callable(leaf):  # an activation of Equinox, say
+            return function_to_json(leaf)
         kind = type(leaf)
         raise LeafError(
             f"a {kind.__module__}.{kind.__qualname__} cannot be stored; a checkpoint holds jax and numpy "

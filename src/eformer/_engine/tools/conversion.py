@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from eformer._engine.formats.nested_names import nested, parts_of_name
+from eformer._engine.formats.nested_names import nested, split_spelled
 from eformer._engine.record.dtypes import floating_dtype, is_floating
 from eformer._engine.record.manifest import UNREADABLE
-from eformer._engine.record.names import join_name, name_to_path, split_name
+from eformer._engine.record.names import join_name
 from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
 from eformer._engine.record.text import few, shortened, size
 from eformer._engine.record.values import value_from_json
-from eformer._engine.tools.lazy_arrays import StoredLeaf, stored_leaves
-from eformer._engine.tools.rename import Renamed, Rule, apply, origins
+from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
+from eformer._engine.record.rename import Renamed, Rule, apply, origins
 from eformer._engine.tools.sequential_writers import has_sequences, names_as_structure, renamed_in_npz
 from eformer.errors import FormatError, MismatchError
 
@@ -138,16 +138,8 @@ def _source(name: str, array: LazyArray, cast: str | None) -> Source:
 
 
 def _rename_tree(view: View, renamed: Renamed, values: dict[str, Any], cast: str | None) -> ConvertedTree:
-    transformed_keys = [
-        f"leaf {stored.name!r} holds PRNG keys, which cannot be transposed, stacked or unstacked"
-        for array in renamed.arrays.values()
-        for stored in stored_leaves(array)
-        if stored.entry.key and stored is not array
-    ]
-    if transformed_keys:
-        raise MismatchError(transformed_keys, context="rename")
     names = [*renamed.arrays, *renamed.plain.values()]
-    structure, final = nested({name: _split(name) for name in names})
+    structure, final = nested({name: split_spelled(name) for name in names})
     converted = ConvertedTree(
         view,
         [_source(final[name], array, cast) for name, array in renamed.arrays.items()],
@@ -162,18 +154,9 @@ def _rename_tree(view: View, renamed: Renamed, values: dict[str, Any], cast: str
     converted.notes += [
         f"{name} is stored as {final[name]}, because a part of its name is a leaf itself"
         for name in names
-        if final[name] != join_name(_split(name))
+        if final[name] != join_name(split_spelled(name))
     ]
     return converted
-
-
-def _split(name: str) -> tuple[str, ...]:
-    """Split a leaf's name, or a name that a user wrote into a rule, into escaped parts."""
-    try:
-        name_to_path(name)
-    except FormatError:
-        return parts_of_name(name)
-    return split_name(name)
 
 
 def _losses(tree: ConvertedTree, target: TargetFormat) -> Iterator[str]:

@@ -29,8 +29,8 @@ from eformer._engine.tasks.pool import default_threads
 from eformer._engine.tasks.progress import metered
 from eformer._engine.tools import sequential_writers
 from eformer._engine.tools.conversion import Conversion, ConvertedTree, TargetFormat, plan_tree, summarize
-from eformer._engine.tools.lazy_arrays import StoredLeaf, stored_leaves
-from eformer._engine.tools.rename import Rule, parse_rules
+from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
+from eformer._engine.record.rename import Rule, parse_rules
 from eformer._engine.tools.view import View
 from eformer._engine.tools.view import open as open_view
 from eformer._version import __version__

@@ -25,6 +25,7 @@ import jax
 
 from eformer._engine.record.names import BARE_LEAF, escape, escape_siblings
 from eformer._engine.record.values import is_recorded, value_to_json
+from eformer._engine.trees.modules import modules_in, states_of
 from eformer._engine.trees.nodes import Level, class_name, dataclass_level, is_namedtuple, is_node, take_apart
 from eformer.errors import StructureError
 
@@ -41,17 +42,22 @@ FACTORIES = {
 
 
 def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
-    """Return the leaves by escaped name, in JAX's order, and the structure as JSON.
+    """Return the leaves by escaped name, in JAX's order, and the structure as JSON. Modules are replaced by their state.
 
     A node that cannot be described raises a StructureError that says where it is.
     """
     leaves: dict[str, Any] = {}
     describers: dict[type, _Describe | None] = {}  # one decision for each type met
+    modules = modules_in(tree)
+    module_kinds, states = {type(module) for module in modules}, iter(states_of(modules))
     root = [None]
     todo: list[_Todo] = [(root, 0, tree, "", 0)]
     while todo:
         holder, slot, node, name, depth = todo.pop()
         kind = type(node)
+        if kind in module_kinds:
+            node = next(states)
+            kind = type(node)
         if kind not in describers:
             describers[kind] = _describer(kind)
         describe = describers[kind]

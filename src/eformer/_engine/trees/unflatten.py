@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import reprlib
 from collections import Counter, OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,12 @@ from msgspec import Struct
 from eformer._engine.record.names import steps_to, unescape, with_nearest
 from eformer._engine.record.values import value_from_json
 from eformer._engine.trees.flatten import FACTORIES, MAX_DEPTH, flatten
+from eformer._engine.trees.modules import is_module, modules_in, states_of, with_states
 from eformer._engine.trees.nodes import build_dataclass, build_node, resolve_class
 from eformer.errors import MismatchError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from eformer._engine.record.names import Place
 
@@ -37,12 +39,30 @@ def unflatten(structure: Any, leaves: Mapping[str, Any]) -> Any:
     return leaves[structure] if isinstance(structure, str) else built.pop() if built else None
 
 
-def unflatten_like(like: Any, leaves: Mapping[str, Any]) -> Any:
-    """Build a tree of the structure of `like`, whose own leaves are not used."""
+def unflatten_like(like: Any, leaves: Mapping[str, Any], *, in_place: bool = False) -> Any:
+    """Build a tree of the structure of `like`, whose own leaves are not used. `in_place` updates its modules."""
     wanted, _ = flatten(like)
     _require_same_names(list(wanted), leaves)
-    treedef = jax.tree_util.tree_structure(like)
-    return jax.tree_util.tree_unflatten(treedef, [leaves[name] for name in wanted])
+    loaded = [leaves[name] for name in wanted]
+    if modules := modules_in(like):
+        loaded = _with_modules(like, modules, loaded, in_place)
+    treedef = jax.tree_util.tree_structure(like, is_leaf=is_module)
+    return jax.tree_util.tree_unflatten(treedef, loaded)
+
+
+def _with_modules(like: Any, modules: list[Any], leaves: list[Any], in_place: bool) -> list[Any]:
+    """Replace, in a list of leaves, those that belong to the state of a module by the module."""
+    remaining, treedefs = iter(leaves), map(jax.tree_util.tree_structure, states_of(modules))
+    merged, states = [], []
+    for node in jax.tree_util.tree_leaves(like, is_leaf=is_module):
+        if is_module(node):
+            treedef = next(treedefs)
+            states.append(treedef.unflatten(itertools.islice(remaining, treedef.num_leaves)))
+            merged.append(node)
+        else:
+            merged.append(next(remaining))
+    put = iter(with_states(modules, states, in_place=in_place))
+    return [next(put) if is_module(node) else node for node in merged]
 
 
 def _require_same_names(names: list[str], leaves: Mapping[str, Any]) -> None:
@@ -57,6 +77,19 @@ def _require_same_names(names: list[str], leaves: Mapping[str, Any]) -> None:
     problems += [f"unexpected leaf {name!r}" for name in leaves if name not in known]
     if problems:
         raise MismatchError(problems, context="the leaves do not fit the structure")
+
+
+def part_of(structure: Any, names: Collection[str]) -> Any:
+    """Return the largest part of a structure that has exactly the leaves `names`; None if there is none."""
+    one = next(iter(names))
+    part = structure
+    while part is not None:
+        containers, leaves = _containers(part)
+        if len(leaves) == len(names) and set(leaves) == set(names):
+            return part
+        inner = containers[0].children if containers else []
+        part = next((child for child in inner if one in _containers(child)[1]), None)
+    return None
 
 
 class _Container(Struct, gc=False):

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from eformer._engine.record.names import nearest
-from eformer._engine.tools.lazy_arrays import Stacked, Transposed, Unstacked, stored_leaves
+from eformer._engine.record.names import nearest, readable_name
+from eformer._engine.record.lazy_arrays import Stacked, Transposed, Unstacked, stored_leaves
 from eformer.errors import FormatError, MismatchError
 
 if TYPE_CHECKING:
@@ -163,6 +163,7 @@ def apply(rules: Sequence[Rule], arrays: Mapping[str, LazyArray], plain: Sequenc
         renaming.add_leaf(name, arrays.get(name))
     for name, members in renaming.stacks.items():
         renaming.add_stack(name, members)
+    renaming.refuse_keys()
     if renaming.problems:
         raise MismatchError(renaming.problems, context="rename")
     renaming.add_hints()
@@ -191,26 +192,26 @@ class _Renaming:
 
     def add_leaf(self, name: str, array: LazyArray | None) -> None:
         for rule in self.rules:
-            if match := rule.pattern.fullmatch(name):
+            if match := rule.pattern.fullmatch(name) or rule.pattern.fullmatch(readable_name(name)):
                 self.used_lines.add(rule.line)
-                self.apply_rule(rule, match, array)
+                self.apply_rule(rule, name, match, array)
                 return
         self.renamed.kept.append(name)
         self.add(name, name, array)
 
-    def apply_rule(self, rule: Rule, match: re.Match[str], array: LazyArray | None) -> None:
+    def apply_rule(self, rule: Rule, old: str, match: re.Match[str], array: LazyArray | None) -> None:
         if rule.name is None:
-            self.renamed.left_out.append(match[0])
+            self.renamed.left_out.append(old)
             return
         try:
             for new, renamed in _renamed_leaves(rule, match, array):
                 if renamed is not None and rule.stack:
-                    member = _Member(_number(_fill(rule.stack.number, match)), match[0], renamed, rule)
+                    member = _Member(_number(_fill(rule.stack.number, match)), old, renamed, rule)
                     self.stacks.setdefault(new, []).append(member)
                 else:
-                    self.add(new, match[0], renamed, ", ".join(map(str, rule.steps)))
+                    self.add(new, old, renamed, ", ".join(map(str, rule.steps)))
         except FormatError as error:
-            self.problems.append(f"leaf {match[0]!r}, by {rule}: {error}")
+            self.problems.append(f"leaf {old!r}, by {rule}: {error}")
 
     def add_stack(self, new: str, members: Sequence[_Member]) -> None:
         *before, stack = members[0].rule.steps
@@ -231,6 +232,15 @@ class _Renaming:
         else:
             renamed.arrays[new], renamed.transforms[new] = array, transform
         self.taken.add(new)
+
+    def refuse_keys(self) -> None:
+        """Refuse to transform PRNG keys, which are stored with an axis more than they have."""
+        for array in self.renamed.arrays.values():
+            self.problems += [
+                f"leaf {stored.name!r} holds PRNG keys, which cannot be transposed, stacked or unstacked"
+                for stored in stored_leaves(array)
+                if stored.entry.key and stored is not array
+            ]
 
     def add_hints(self) -> None:
         """Name for each unused rule the leaf that it nearly matches, and for that leaf the rule."""

@@ -1,37 +1,44 @@
-"""Read leaves of a checkpoint box by box while they are written elsewhere, as they are or transposed. No jax."""
+"""Read leaves of a checkpoint box by box: as they are stored, transposed, stacked or unstacked."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.planned import LazyArray
 from eformer._engine.record.regions import Region
-from eformer._engine.saving.staging import contiguous
+from eformer._engine.record.boxes import contiguous
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from eformer._engine.record.manifest import LeafEntry
-    from eformer._engine.tools.view import View
 
 Array = np.ndarray[Any, Any]
 
 _LARGE_CHUNKS = 2**23  # bytes; larger ones are kept between reads
 
 
+class LeafReader(Protocol):
+    """Read boxes of leaves from an open checkpoint."""
+
+    def read(self, name: str, entry: LeafEntry, region: Region, threads: int | None = None) -> Array:
+        """Return the elements of a box. What has digests is checked."""
+        ...
+
+
 class StoredLeaf(LazyArray):
-    """A leaf as it is stored in a checkpoint. Every read is checked against the digests."""
+    """A leaf as it is stored in a checkpoint."""
 
     in_order = True
 
-    def __init__(self, view: View, name: str, entry: LeafEntry) -> None:
-        self.view, self.name, self.entry = view, name, entry
+    def __init__(self, reader: LeafReader, name: str, entry: LeafEntry) -> None:
+        self.reader, self.name, self.entry = reader, name, entry
         self.shape, self.dtype = entry.shape, dtype_from_name(entry.dtype)
         self.threads: int | None = None
         self._decoded: dict[Region, Array] = {}
@@ -40,7 +47,7 @@ class StoredLeaf(LazyArray):
     def read(self, region: Region) -> Array:
         if self.decoded_nbytes > _LARGE_CHUNKS:
             return self._from_chunks(region)
-        return self.view.read(self.name, self.entry, region, self.threads)
+        return self.reader.read(self.name, self.entry, region, self.threads)
 
     @property
     def chunks(self) -> list[Region]:
@@ -63,7 +70,7 @@ class StoredLeaf(LazyArray):
                 if chunk.overlap(region):
                     decoded = kept.get(chunk)
                     if decoded is None:
-                        decoded = self.view.read(self.name, self.entry, chunk, self.threads)
+                        decoded = self.reader.read(self.name, self.entry, chunk, self.threads)
                     self._decoded[chunk] = decoded
             boxes = list(self._decoded.items())
         return np.array(contiguous(boxes, region, self.entry.dtype))  # a view would keep the whole chunk
@@ -80,6 +87,7 @@ class Transposed(LazyArray):
     def __init__(self, inner: LazyArray, axes: tuple[int, ...]) -> None:
         self.inner, self.axes = inner, axes
         self.shape, self.dtype = tuple(inner.shape[axis] for axis in axes), inner.dtype
+        self.slow_axis = axes.index(inner.slow_axis) if axes else 0
 
     def read(self, region: Region) -> Array:
         start, stop = [0] * len(self.axes), [0] * len(self.axes)
@@ -99,6 +107,7 @@ class Stacked(LazyArray):
         shape = inners[0].shape
         self.shape, self.dtype = (*shape[:axis], len(inners), *shape[axis:]), inners[0].dtype
         self.in_order = axis == 0 and all(inner.in_order for inner in inners)
+        self.slow_axis = axis
         self._latest = inners[0]
 
     def read(self, region: Region) -> Array:
@@ -130,6 +139,7 @@ class Unstacked(LazyArray):
         self.inner, self.axis, self.index = inner, axis, index
         self.shape, self.dtype = _without(inner.shape, axis), inner.dtype
         self.in_order = axis == 0 and inner.in_order
+        self.slow_axis = 0 if inner.slow_axis == axis else inner.slow_axis - (inner.slow_axis > axis)
 
     def read(self, region: Region) -> Array:
         axis, index = self.axis, self.index

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from eformer._engine.record.planned import LazyArray
 from eformer._engine.record.regions import Region
-from eformer._engine.tools.lazy_arrays import Stacked, Transposed, Unstacked
-from eformer._engine.tools.rename import apply, parse_rules
+from eformer._engine.record.lazy_arrays import Stacked, Transposed, Unstacked
+from eformer._engine.record.rename import apply, parse_rules
 from eformer.errors import FormatError, MismatchError
 
 

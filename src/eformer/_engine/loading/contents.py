@@ -1,0 +1,159 @@
+"""List what a load can choose from: the leaves of a tree, below a root, renamed, under the names that `like` has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from eformer._engine.formats.nested_names import nested, split_spelled
+from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
+from eformer._engine.record.manifest import LeafEntry
+from eformer._engine.record.names import BARE_LEAF, readable_name, with_nearest
+from eformer._engine.record.rename import apply
+from eformer._engine.record.values import value_from_json
+from eformer._engine.trees.unflatten import part_of
+from eformer.errors import MismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from eformer._engine.record.lazy_arrays import LeafReader
+    from eformer._engine.record.manifest import TreeEntry
+    from eformer._engine.record.planned import LazyArray
+    from eformer._engine.record.rename import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The leaves of a checkpoint, under the names that a load uses.
+
+    arrays          the records of the arrays
+    raw_values      the plain values, as JSON
+    raw_structure   the structure, as the text of its JSON
+    computed        those of the arrays that rules make of stored ones
+    stored_names    the names in the structure, if they are others
+    """
+
+    arrays: Mapping[str, LeafEntry]
+    raw_values: Mapping[str, Any]
+    raw_structure: bytes
+    computed: Mapping[str, LazyArray] = field(default_factory=dict)
+    stored_names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.arrays, *self.raw_values]
+
+    def value(self, name: str) -> Any:
+        return value_from_json(self.raw_values[name])
+
+    @property
+    def functions(self) -> list[str]:
+        """List the leaves that are left to the code."""
+        return [name for name, raw in self.raw_values.items() if isinstance(raw, dict) and "code" in raw]
+
+    @property
+    def structure(self) -> Any:
+        return msgspec.json.decode(self.raw_structure)
+
+    def has_structure(self, *kinds: str) -> bool:
+        """Tell whether the structure has nodes of one of these kinds."""
+        return any(b'"%s":' % kind.encode() in self.raw_structure for kind in kinds)
+
+
+def contents_of(tree: TreeEntry) -> Contents:
+    """Return all leaves of a tree."""
+    return Contents(tree.leaves, tree.raw_values, bytes(tree.structure))
+
+
+# ------------------------------------------------------------------------------------------------ root
+
+
+def below(contents: Contents, root: str) -> Contents:
+    """Return the leaves below `root`, a name without its last parts, under the rest of their names."""
+    found = _below(contents.names, root)
+    if not found:
+        known = dict.fromkeys(name.rpartition(".")[0] for name in map(readable_name, contents.names))
+        hint = next(with_nearest([root], filter(None, known)))[1]
+        raise MismatchError([f"no leaf is named {root!r} or lies below it{hint}"], context="root")
+    part = part_of(contents.structure, found)
+    if part is None:  # names that only read as if they lay below something, as in a flat dict
+        return _in_dicts(contents, found)
+    stored = {new: old for old, new in found.items()}
+    return replace(_under(contents, found), raw_structure=msgspec.json.encode(part), stored_names=stored)
+
+
+def _below(names: Iterable[str], root: str) -> dict[str, str]:
+    """Return what the leaves at or below the root are called there, by name. The root may be in either spelling."""
+    found = {}
+    for name in names:
+        for spelling in (name, readable_name(name)):
+            if spelling == root or spelling.startswith(f"{root}."):
+                found[name] = spelling[len(root) + 1 :] or BARE_LEAF
+                break
+    return found
+
+
+def _under(contents: Contents, names: Mapping[str, str]) -> Contents:
+    """Return the leaves that are in `names`, under their new names."""
+    return replace(
+        contents,
+        arrays={names[name]: entry for name, entry in contents.arrays.items() if name in names},
+        raw_values={names[name]: value for name, value in contents.raw_values.items() if name in names},
+        computed={names[name]: array for name, array in contents.computed.items() if name in names},
+    )
+
+
+def _in_dicts(contents: Contents, names: Mapping[str, str]) -> Contents:
+    """Return the leaves that are in `names` in nested dicts by their new names."""
+    structure, final = nested({old: split_spelled(new) for old, new in names.items()})
+    return replace(_under(contents, final), raw_structure=msgspec.json.encode(structure))
+
+
+# ---------------------------------------------------------------------------------------------- rename
+
+
+def renamed(contents: Contents, rules: Sequence[Rule], reader: LeafReader) -> tuple[Contents, list[str]]:
+    """Apply rules to the leaves; return them in nested dicts by their new names, and the names that rules leave out."""
+    stored = {name: StoredLeaf(reader, name, entry) for name, entry in contents.arrays.items()}
+    result = apply(rules, stored, list(contents.raw_values))
+    names = {name: split_spelled(name) for name in (*result.arrays, *result.plain.values())}
+    structure, final = nested(names)
+    arrays, computed = {}, {}
+    for new, array in result.arrays.items():
+        name = final[new]
+        if isinstance(array, StoredLeaf):
+            arrays[name] = array.entry
+        else:
+            (first, *_) = stored_leaves(array)
+            arrays[name] = LeafEntry(first.entry.dtype, array.shape, (), first.entry.home)
+            computed[name] = array
+    values = {final[new]: contents.raw_values[old] for old, new in result.plain.items()}
+    return Contents(arrays, values, msgspec.json.encode(structure), computed), result.left_out
+
+
+# ------------------------------------------------------------------------------------- names of `like`
+
+
+def named_like(contents: Contents, like: Mapping[str, Any]) -> Contents:
+    """Take over the spelling of `like` for leaves that it has under the same name in another spelling.
+
+    A flat dict has a dot in a key where a nested one has a level; and variables of flax NNX, saved by other programs,
+    have their value one level below.
+    """
+    missing = like.keys() - contents.arrays.keys() - contents.raw_values.keys()
+    if not missing:
+        return contents
+    wanted: dict[str, list[str]] = {}
+    for name in missing:
+        wanted.setdefault(readable_name(name), []).append(name)
+    names: dict[str, str] = {}
+    for name in contents.names:
+        readable = readable_name(name)
+        found = wanted.get(readable) or wanted.get(readable.removesuffix(".value")) or []
+        names[name] = found[0] if name not in like and len(found) == 1 else name
+    if len(set(names.values())) < len(names):  # two leaves would be one
+        return contents
+    return _under(contents, names)

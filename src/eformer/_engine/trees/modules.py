@@ -1,0 +1,159 @@
+"""Take the state out of modules, such as flax NNX models, and put loaded state back.
+
+A framework whose modules are plain pytrees (flax linen, Equinox, Haiku) needs nothing of this.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+
+from eformer._engine.trees.keras import Keras
+from eformer._engine.trees.nnx import Nnx
+from eformer.errors import StructureError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class Framework(Protocol):
+    """The modules of one framework. Nothing of the framework is imported unless the caller has imported it."""
+
+    def is_imported(self) -> bool:
+        """Tell whether the caller can have modules of this framework at all."""
+        ...
+
+    def owns(self, kind: type) -> bool:
+        """Tell whether objects of this type are modules of this framework."""
+        ...
+
+    def take(self, modules: Sequence[Any]) -> Sequence[Any]:
+        """Return the state of each module as a tree of plain containers. What several modules share is in the first."""
+        ...
+
+    def put(self, modules: Sequence[Any], states: Sequence[Any], *, in_place: bool) -> Sequence[Any]:
+        """Return the modules with these states: the same objects, or new ones that leave the old ones unchanged."""
+        ...
+
+
+class _Registered:
+    """Classes of the caller's own, with the functions that `register_module` was given."""
+
+    def __init__(self) -> None:
+        self.functions: dict[type, tuple[_Take, _Update | None, _Build | None]] = {}
+
+    def is_imported(self) -> bool:
+        return bool(self.functions)
+
+    def owns(self, kind: type) -> bool:
+        return any(base in self.functions for base in kind.__mro__)
+
+    def take(self, modules: Sequence[Any]) -> Sequence[Any]:
+        return [self._functions_of(module)[0](module) for module in modules]
+
+    def put(self, modules: Sequence[Any], states: Sequence[Any], *, in_place: bool) -> Sequence[Any]:
+        return [self._put(module, state, in_place) for module, state in zip(modules, states, strict=True)]
+
+    def _put(self, module: Any, state: Any, in_place: bool) -> Any:
+        _, update, build = self._functions_of(module)
+        name = type(module).__qualname__
+        if in_place and update:
+            update(module, state)
+            return module
+        if build is None:
+            raise StructureError(
+                f"a {name} is registered without build=: load(..., into=) updates it in place"
+            )
+        return build(module, state)
+
+    def _functions_of(self, module: Any) -> tuple[_Take, _Update | None, _Build | None]:
+        return next(self.functions[base] for base in type(module).__mro__ if base in self.functions)
+
+
+_registered = _Registered()
+_FRAMEWORKS: tuple[Framework, ...] = (_registered, Nnx(), Keras())
+
+if TYPE_CHECKING:
+    _Take = Callable[[Any], Any]
+    _Update = Callable[[Any, Any], None]
+    _Build = Callable[[Any, Any], Any]
+
+
+def register_module(
+    kind: type,
+    *,
+    state: Callable[[Any], Any],
+    update: Callable[[Any, Any], None] | None = None,
+    build: Callable[[Any, Any], Any] | None = None,
+) -> None:
+    """Let objects of a class of your own be saved and loaded as part of a tree, or as the whole tree.
+
+    state     function of an object that returns its state, a tree of arrays
+    update    function of an object and a loaded state that changes the object; for `load(..., into=)`
+    build     function of an object and a loaded state that returns a new object; for `load(..., like=)`, and for
+              `into` if there is no `update`
+
+    Example:
+
+        >>> checkpoint.register_module(Ema, state=lambda ema: ema.average, update=Ema.set_average)
+        >>> checkpoint.save({"params": params, "ema": ema}, "run/100")
+        >>> tree = checkpoint.load("run/100", into={"params": params, "ema": ema})
+    """
+    if update is None and build is None:
+        raise ValueError("register_module needs update=, build=, or both")
+    _registered.functions[kind] = state, update, build
+    _framework_of.cache_clear()
+
+
+def modules_in(tree: Any) -> list[Any]:
+    """List the modules in a tree, in JAX's order of leaves."""
+    if not _imported():
+        return []
+    return [node for node in jax.tree.leaves(tree, is_leaf=is_module) if is_module(node)]
+
+
+def states_of(modules: Sequence[Any]) -> list[Any]:
+    """Return the state of each module, as a tree of plain containers."""
+    states: list[Any] = [None] * len(modules)
+    for framework, positions in _by_framework(modules).items():
+        taken = framework.take([modules[position] for position in positions])
+        for position, state in zip(positions, taken, strict=True):
+            states[position] = state
+    return states
+
+
+def with_states(modules: Sequence[Any], states: Sequence[Any], *, in_place: bool) -> list[Any]:
+    """Return the modules with other states; `in_place` changes the modules themselves where their class allows it."""
+    done: list[Any] = [None] * len(modules)
+    for framework, positions in _by_framework(modules).items():
+        mine = [modules[position] for position in positions]
+        put = framework.put(mine, [states[position] for position in positions], in_place=in_place)
+        for position, module in zip(positions, put, strict=True):
+            done[position] = module
+    return done
+
+
+def is_module(node: Any) -> bool:
+    """Tell whether a node is a module, whose state is stored in its place."""
+    return _framework_of(type(node)) is not None
+
+
+def _imported() -> list[Framework]:
+    return [framework for framework in _FRAMEWORKS if framework.is_imported()]
+
+
+@lru_cache(1024)
+def _framework_of(kind: type) -> Framework | None:
+    return next((framework for framework in _imported() if framework.owns(kind)), None)
+
+
+def _by_framework(modules: Sequence[Any]) -> dict[Framework, list[int]]:
+    """Return the positions of the modules of each framework."""
+    found: dict[Framework, list[int]] = {}
+    for position, module in enumerate(modules):
+        framework = _framework_of(type(module))
+        assert framework is not None
+        found.setdefault(framework, []).append(position)
+    return found
