@@ -12,9 +12,9 @@ from functools import reduce
 from operator import truediv
 from pathlib import PosixPath, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import unquote_to_bytes
 
 from eformer._engine.stores.durable import replacing
+from eformer._engine.stores.locate import path_of_file_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +50,7 @@ class MLUtilPath:
         if scheme[1] == "gs":
             return GCSPath(text)
         if scheme[1] == "file":
-            return _from_file_url(text)
+            return LocalPath(path_of_file_url(text))
         raise ValueError(
             f"{text!r}: unknown scheme {scheme[1]!r}, only gs:// and file:// are supported; "
             "use LocalPath for a local directory of this name"
@@ -58,12 +58,6 @@ class MLUtilPath:
 
 
 ePath = MLUtilPath()  # noqa: N816  the documented name
-
-
-def _from_file_url(url: str) -> LocalPath:
-    if not url.startswith(("file:///", "file://localhost/")):
-        raise ValueError(f"{url!r} is not a local path: expected file:///absolute/path")
-    return LocalPath(os.fsdecode(unquote_to_bytes(url.removeprefix("file://").removeprefix("localhost"))))
 
 
 class LocalPath(PosixPath):

@@ -11,6 +11,7 @@ from eformer._engine.formats.find import find
 from eformer._engine.formats.others.orbax import steps_in
 from eformer._engine.record.values import value_from_json
 from eformer._engine.stores.local import LocalStore
+from eformer._engine.stores.locate import local_path
 from eformer.errors import EformerError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def checkpoint_facts(path: str, prefix: str | None = None) -> tuple[Facts, dict[
         "problems": problems,
         "left_out": list(found.left_out()),
     }
-    where = Path(path)
+    where = local_path(path)
     steps = steps_in(where, list(LocalStore(where).kinds())) if where.is_dir() else []
     if steps and Path(found.path).name == steps[-1]:
         facts["steps"] = steps

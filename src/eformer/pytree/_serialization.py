@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import io
 import os
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -19,6 +18,8 @@ from eformer._engine.formats.msgpack.views import unpack as _unpack
 from eformer._engine.formats.msgpack.writer import can_pack as _can_pack
 from eformer._engine.formats.msgpack.writer import pack as _pack
 from eformer._engine.stores.durable import replacing as _replacing
+from eformer._engine.stores.locate import is_file_url as _is_file_url
+from eformer._engine.stores.locate import local_path as _local_path
 from eformer._engine.trees.state_dicts import (
     current_path,
     from_state_dict,
@@ -29,6 +30,9 @@ from eformer._engine.trees.state_dicts import (
 from eformer.errors import FormatError, MismatchError
 from eformer.pytree._gzip import gzip_compress as _gzip_compress
 from eformer.pytree._gzip import gzip_decompress as _gzip_decompress
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = [
     "MAX_CHUNK_SIZE",
@@ -134,9 +138,9 @@ def load_from_file(target: Any, filepath: str) -> Any:
 
 def _local(filepath: str | os.PathLike[str]) -> Path:
     text = os.fsdecode(filepath)
-    if "://" in text:
+    if "://" in text and not _is_file_url(text):
         raise ValueError(f"{text} is not a local path; use to_bytes, and write the bytes there yourself")
-    return Path(text)
+    return _local_path(text)
 
 
 def get_serialization_info(pytree: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.plain_arrays import discover
-from eformer._engine.loading.load import load_entry
+from eformer._engine.loading.load import load_tree
 from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import floating_dtype, raw_pieces
@@ -26,6 +26,7 @@ from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.run import carry_out, run_in_background
 from eformer._engine.saving.save import start
 from eformer._engine.stores.local import LocalStore
+from eformer._engine.stores.locate import is_file_url, path_of_file_url, with_home
 from eformer._engine.trees.devices import is_key
 from eformer.paths import GCSPath, LocalPath, ePath
 from eformer.serialization._keys import by_key
@@ -376,8 +377,8 @@ class AsyncCheckpointManager:
         self._log("loading from %s", where)
         if self.enable_validation if validate is None else validate:
             request = dataclasses.replace(request, sha256=checksums_of)
-        tree, entry = load_entry(where, request)
-        return tree, metadata_of(entry).to_dict()
+        loaded = load_tree(where, request)
+        return loaded.tree, metadata_of(loaded.entry).to_dict()
 
     # ------------------------------------------------------------------------------------------- paths
 
@@ -394,13 +395,13 @@ class AsyncCheckpointManager:
     @staticmethod
     def safe_loadpath(path: Path) -> GCSPath | LocalPath:
         """Return the directory of a checkpoint, given its path or the path of its index."""
-        where = ePath(path)
+        where = ePath(path if isinstance(path, GCSPath) else with_home(os.fsdecode(path)))
         return where.parent if where.name == INDEX else where
 
     def _resolve(self, path: Path) -> str:
-        text = str(path) if isinstance(path, GCSPath) else os.fsdecode(path)
-        if text.startswith("file://"):
-            text = str(ePath(text))
+        text = str(path) if isinstance(path, GCSPath) else with_home(os.fsdecode(path))
+        if is_file_url(text):
+            text = path_of_file_url(text)
         if self.gcs_bucket and not is_gcs_path(text) and not os.path.isabs(text):  # noqa: PTH117
             return f"gs://{self.gcs_bucket}/{text}"
         return text

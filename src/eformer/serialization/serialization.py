@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.loading.load import load_entry
+from eformer._engine.loading.load import load_tree
 from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.processes.hosts import TIMEOUT
 from eformer._engine.record.options import SaveOptions
@@ -95,4 +95,4 @@ def tree_deserialize_leaves(
         callback=by_key(callback),
         batch=chunk_size,
     )
-    return load_entry(checkpoint_dir, request)[0]
+    return load_tree(checkpoint_dir, request).tree

@@ -9,7 +9,7 @@ import pytest
 
 from eformer._engine.formats import find
 from eformer._engine.loading import load as load_module
-from eformer._engine.loading.load import load_entry
+from eformer._engine.loading.load import load_tree
 from eformer._engine.loading.request import Request
 from eformer.checkpoint import load, save
 from eformer.errors import CorruptionError, FormatError, NotFoundError, StructureError
@@ -20,7 +20,8 @@ from support.trees import Unregistered, assert_same
 
 def test_the_record_comes_with_the_tree(tmp_path):
     save({"w": np.ones(3), "step": 4}, tmp_path, metadata={"run": 7})
-    tree, entry = load_entry(tmp_path, Request())
+    loaded = load_tree(tmp_path, Request())
+    tree, entry = loaded.tree, loaded.entry
     assert_same(tree, {"w": np.ones(3), "step": 4})
     assert entry.metadata == {"run": 7}
     assert list(entry.leaves) == ["w"]

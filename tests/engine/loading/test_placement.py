@@ -11,12 +11,10 @@ from eformer._engine.loading import placement
 from eformer._engine.loading.placement import jax_holds, place_targets, processes_of, refuse_on_devices
 from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.loading.select import LeafTarget
-from eformer._engine.record.manifest import LeafEntry, TreeEntry
+from eformer._engine.record.manifest import LeafEntry
 from eformer._engine.record.regions import Region
 from eformer.errors import MismatchError
 from support.meshes import meshes
-
-TREE = TreeEntry(save_id="", saved_at="", written_by="", block=64, files=())
 
 
 def grid():
@@ -28,7 +26,7 @@ def target(name="w", shape=(8, 4), dtype="float32", **more):
 
 
 def placed(*targets, broadcast=False, **request):
-    place_targets(targets, TREE, Request(placement=PlacementRequest(**request), broadcast=broadcast))
+    place_targets(targets, {}.keys(), Request(placement=PlacementRequest(**request), broadcast=broadcast))
     return targets if len(targets) > 1 else targets[0]
 
 

@@ -7,9 +7,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 
+from eformer._engine.loading.contents import Contents
 from eformer._engine.loading.request import Request
-from eformer._engine.loading.select import select, targets_of
-from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry, encode_leaves
+from eformer._engine.loading.select import compare, select
+from eformer._engine.record.manifest import Extent, LeafEntry
 from eformer.errors import MismatchError
 
 
@@ -19,20 +20,12 @@ def leaf(shape=(3,), dtype="float32", **more):
 
 
 def tree(leaves, values=None):
-    return TreeEntry(
-        save_id="",
-        saved_at="",
-        written_by="",
-        block=64,
-        files=(DataFile("data", 1000, 0),),
-        raw_leaves=encode_leaves(leaves),
-        raw_values=values or {},
-    )
+    return Contents(leaves, values or {}, b"null")
 
 
 def targets(leaves, like=None, values=None, **arguments):
     entry = tree(leaves, values)
-    return targets_of(entry, select(entry, None), Request(like=like, **arguments), like)
+    return compare(entry, select(entry, None), Request(like=like, **arguments), like).targets
 
 
 # ---------------------------------------------------------------------------------------------- select

@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 
+from eformer._engine.loading.contents import Contents
 from eformer._engine.loading.unnamed_leaves import by_order, completed
-from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry, encode_leaves
+from eformer._engine.record.manifest import Extent, LeafEntry
 
 
 def tree(*entries):
@@ -12,27 +13,24 @@ def tree(*entries):
         str(n): LeafEntry(dtype, shape, (Extent(0, 0, int(np.prod(shape)) * np.dtype(dtype).itemsize, ""),))
         for n, (dtype, shape) in enumerate(entries)
     }
-    files = (DataFile("data", 1000, 0),)
-    return TreeEntry(
-        save_id="", saved_at="", written_by="", block=64, files=files, raw_leaves=encode_leaves(leaves)
-    )
+    return Contents(leaves, {}, b"null")
 
 
 def test_leaves_get_the_names_of_like_in_its_order():
     like = {"w": jnp.ones(3), "act": jnp.tanh, "name": "x", "b": np.ones(2)}
     named, expected = by_order(tree(("float32", (3,)), ("float64", (2,))), like, None)
-    assert {name: entry.shape for name, entry in named.leaves.items()} == {"w": (3,), "b": (2,)}
+    assert {name: entry.shape for name, entry in named.arrays.items()} == {"w": (3,), "b": (2,)}
     assert expected == {"w": like["w"], "b": like["b"]}
 
 
 def test_surplus_arrays_get_names_that_no_leaf_has():
     named, _ = by_order(tree(("float32", (3,)), ("float32", (3,))), {"w": jnp.ones(3)}, None)
-    assert list(named.leaves) == ["w", "%array 1"]
+    assert list(named.arrays) == ["w", "%array 1"]
 
 
 def test_too_few_arrays_leave_names_without_one():
     named, expected = by_order(tree(("float32", (3,))), {"w": jnp.ones(3), "v": jnp.ones(3)}, None)
-    assert list(named.leaves) == ["w"]
+    assert list(named.arrays) == ["w"]
     assert list(expected) == ["w", "v"]
 
 

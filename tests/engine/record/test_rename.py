@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eformer._engine.record.lazy_arrays import Stacked, Transposed, Unstacked
 from eformer._engine.record.planned import LazyArray
 from eformer._engine.record.regions import Region
-from eformer._engine.record.lazy_arrays import Stacked, Transposed, Unstacked
-from eformer._engine.record.rename import apply, parse_rules
+from eformer._engine.record.rename import apply, parse_rules, rules_from
 from eformer.errors import FormatError, MismatchError
 
 
@@ -141,3 +141,29 @@ def test_plain_values_cannot_be_transposed():
 def test_a_file_without_rules_is_said_to_be_one():
     with pytest.raises(ValueError, match=r"rules\.txt has no rules; one is a line: PATTERN -> NAME"):
         parse_rules("# nothing yet\n", "rules.txt")
+
+
+def test_rules_are_a_file_its_text_a_dict_pairs_or_lines(tmp_path, monkeypatch):
+    text = "a\\.(\\w+) -> b.\\1 | transpose\n# a comment\nhead ->\n"
+    (tmp_path / "rules.txt").write_text(text)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    rules = {r"a\.(\w+)": r"b.\1 | transpose", "head": None}
+    lines = text.splitlines()
+    forms = [text, tmp_path / "rules.txt", "~/rules.txt", rules, rules.items(), iter(rules.items()), lines]
+    for form in forms:
+        found = [(rule.pattern.pattern, rule.name, list(map(str, rule.steps))) for rule in rules_from(form)]
+        assert found == [(r"a\.(\w+)", r"b.\1", ["transpose"]), ("head", None, [])]
+    assert [rule.name for rule in rules_from("a -> b")] == ["b"]
+    assert [rule.name for rule in rules_from("a ->")] == [None]
+
+
+def test_a_dict_of_rules_is_refused_with_all_its_problems():
+    with pytest.raises(FormatError) as error:
+        rules_from({"(": "a", "b": "c | turn", "d": 3})
+    assert "line 1, ('(', 'a'): missing )" in str(error.value)
+    assert "line 2, ('b', 'c | turn'): unknown step 'turn'" in str(error.value)
+    assert "line 3, ('d', 3): the pattern and the name of a rule are text" in str(error.value)
+    with pytest.raises(FormatError, match=r"line 1, .*: a rule is PATTERN -> NAME"):
+        rules_from([("a", "b", "c")])
+    with pytest.raises(FileNotFoundError):
+        rules_from("no-such-file")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class TreeReader:
         ((array,),) = fetch(reads, wants, self.tree, self.files, threads or 1, verify=self.verify)
         return array
 
-    def __enter__(self) -> TreeReader:
+    def __enter__(self) -> Self:
         self.files = self.found.files(self.tree)
         return self
 

@@ -17,8 +17,8 @@ from eformer._engine.loading.fetch import check_sha256
 from eformer._engine.loading.pinned_stream import is_worth_streaming, stream
 from eformer._engine.loading.placement import accelerator_of, place_targets, processes_of
 from eformer._engine.loading.read import nbytes_read, read
-from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.loading.report import LoadReport
+from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.loading.scalars import as_scalar
 from eformer._engine.loading.select import compare, select
 from eformer._engine.loading.unnamed_leaves import by_order, completed

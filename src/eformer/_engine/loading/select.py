@@ -178,7 +178,7 @@ def _is_function(leaf: Any) -> bool:
 
 
 def _change_shapes(targets: Iterable[LeafTarget], like: Mapping[str, Any], request: Request) -> None:
-    """Let arrays of another shape than in `like` be resized by the caller's function, or reshaped if that is allowed."""
+    """Mark arrays of another shape than in `like` to be resized by the caller's function, or reshaped."""
     if request.resize is None and not request.reshape:
         return
     for target in targets:
@@ -247,7 +247,8 @@ def _other_leaves(
 def _without_a_value(missing: Mapping[str, Any]) -> Iterable[str]:
     for name, leaf in missing.items():
         if isinstance(leaf, (jax.ShapeDtypeStruct, Sharding, PartitionSpec)):
-            yield f"missing leaf {name!r}: the checkpoint does not have it, and `like` has no value for it, only a {type(leaf).__name__}"
+            kind = type(leaf).__name__
+            yield f"missing leaf {name!r}: the checkpoint does not have it, and `like` has a {kind}, not a value"
 
 
 def _mismatches(

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from eformer._engine.record.names import nearest, readable_name
 from eformer._engine.record.lazy_arrays import Stacked, Transposed, Unstacked, stored_leaves
+from eformer._engine.record.names import nearest, readable_name
 from eformer.errors import FormatError, MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from eformer._engine.record.planned import LazyArray
+
+_Pair = tuple[str, str | None]
+
+RenameRules = str | os.PathLike[str] | Mapping[str, str | None] | Iterable[str | _Pair]
+"""A file of rules, their text, or the rules: a dict {pattern: name}, pairs, or lines. A name may have steps:
+"layers.kernel | transpose"; without a name (None, "") the leaf is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +84,44 @@ class Renamed:
 # ------------------------------------------------------------------------------------------- parsing
 
 
+def rules_from(given: RenameRules) -> list[Rule]:
+    """Parse rules in any form in which a caller may give them. Text with a line break or an arrow is rules, else a
+    path."""
+    if isinstance(given, str) and ("\n" in given or _ARROW.search(given)):
+        return parse_rules(given, "rename")
+    if isinstance(given, (str, os.PathLike)):
+        return _rules_of_file(given)
+    rules: list[str | _Pair] = list(given.items() if isinstance(given, Mapping) else given)
+    return _parsed(
+        [(number, rule) for number, rule in enumerate(rules, 1) if not _is_comment(rule)], "rename"
+    )
+
+
 def parse_rules(text: str, origin: str) -> list[Rule]:
     """Parse the rules of a file. One error lists every line that is not a rule."""
+    lines = enumerate(text.splitlines(), 1)
+    return _parsed([(number, line) for number, line in lines if not _is_comment(line)], origin)
+
+
+def _rules_of_file(path: str | os.PathLike[str]) -> list[Rule]:
+    try:
+        return parse_rules(Path(path).expanduser().read_text(encoding="utf-8-sig"), os.fspath(path))
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{os.fspath(path)} is not a text file of rules: {error}") from error
+
+
+def _is_comment(rule: object) -> bool:
+    return isinstance(rule, str) and (not rule.strip() or rule.lstrip().startswith("#"))
+
+
+def _parsed(numbered: Sequence[tuple[int, str | _Pair]], origin: str) -> list[Rule]:
     rules, problems = [], []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
+    for number, given in numbered:
         try:
-            rules.append(_rule(number, line.strip()))
+            rules.append(_rule(number, *_sides(given)))
         except (FormatError, re.error) as error:
-            problems.append(f"line {number}, {line.strip()[:100]}: {error}")
+            shown = given.strip() if isinstance(given, str) else str(given)
+            problems.append(f"line {number}, {shown[:100]}: {error}")
     if problems:
         raise FormatError("\n  ".join([f"{origin} cannot be read as rules:", *problems]))
     if not rules:
@@ -95,11 +132,22 @@ def parse_rules(text: str, origin: str) -> list[Rule]:
 _ARROW = re.compile(r"\s+->(?:\s+|$)")
 
 
-def _rule(number: int, line: str) -> Rule:
-    pattern, *rest = _ARROW.split(line)
-    if len(rest) != 1:
-        raise FormatError("a rule is PATTERN -> NAME, with spaces around the arrow")
-    name, *steps = [part.strip() for part in rest[0].split("|")]
+def _sides(given: str | _Pair) -> _Pair:
+    """Split a rule into the pattern and the new name with its steps."""
+    sides = _ARROW.split(given.strip()) if isinstance(given, str) else given
+    try:
+        pattern, name = sides
+    except (TypeError, ValueError):
+        raise FormatError(
+            "a rule is PATTERN -> NAME, with spaces around the arrow, or a pair of the two"
+        ) from None
+    return pattern, name
+
+
+def _rule(number: int, pattern: Any, result: Any) -> Rule:
+    if not isinstance(pattern, (str, re.Pattern)) or not isinstance(result, (str, type(None))):
+        raise FormatError("the pattern and the name of a rule are text")
+    name, *steps = [part.strip() for part in (result or "").split("|")]
     rule = Rule(number, re.compile(pattern), name or None, tuple(_step(words.split()) for words in steps))
     _check(rule)
     return rule

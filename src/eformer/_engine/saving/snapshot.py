@@ -10,6 +10,7 @@ import jax
 import msgspec
 import numpy as np
 
+from eformer._engine.record.boxes import to_bytes
 from eformer._engine.record.digests import Hasher
 from eformer._engine.record.dtypes import is_floating, name_of_dtype
 from eformer._engine.record.pieces import merged
@@ -17,7 +18,6 @@ from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
 from eformer._engine.record.values import function_to_json, is_recorded, value_to_json
 from eformer._engine.saving.agreement import Compared
-from eformer._engine.record.boxes import to_bytes
 from eformer._engine.trees.devices import PACKED, copied, is_host_memory
 from eformer._engine.trees.shardings import recorded_sharding
 from eformer.errors import LeafError

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from eformer._engine.record.boxes import straight
 from eformer._engine.record.planned import LazyArray
 from eformer._engine.trees.devices import staged
 

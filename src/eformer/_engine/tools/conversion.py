@@ -10,16 +10,15 @@ import msgspec
 
 from eformer._engine.formats.nested_names import nested, split_spelled
 from eformer._engine.record.dtypes import floating_dtype, is_floating
+from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE
 from eformer._engine.record.names import join_name
 from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
+from eformer._engine.record.rename import Renamed, Rule, apply, origins
 from eformer._engine.record.text import few, shortened, size
 from eformer._engine.record.values import value_from_json
-from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
-from eformer._engine.record.rename import Renamed, Rule, apply, origins
 from eformer._engine.tools.sequential_writers import has_sequences, names_as_structure, renamed_in_npz
-from eformer.errors import FormatError, MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

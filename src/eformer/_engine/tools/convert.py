@@ -15,7 +15,9 @@ import msgspec
 from eformer._engine.formats.find import find
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.processes.hosts import Alone
+from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.options import SaveOptions
+from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import count, few, size
 from eformer._engine.saving.pending import turns
 from eformer._engine.saving.record import new_tree
@@ -29,8 +31,6 @@ from eformer._engine.tasks.pool import default_threads
 from eformer._engine.tasks.progress import metered
 from eformer._engine.tools import sequential_writers
 from eformer._engine.tools.conversion import Conversion, ConvertedTree, TargetFormat, plan_tree, summarize
-from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
-from eformer._engine.record.rename import Rule, parse_rules
 from eformer._engine.tools.view import View
 from eformer._engine.tools.view import open as open_view
 from eformer._version import __version__
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from eformer._engine.record.planned import Source
+    from eformer._engine.record.rename import RenameRules
     from eformer._engine.tasks.progress import Meter, Progress
 
 _DEFAULT_MEMORY = 2 * 10**9  # bytes, beside what the program takes already
@@ -57,7 +58,7 @@ def convert(
     *,
     to: TargetFormat | None = None,
     prefix: str | None = None,
-    rename: str | os.PathLike[str] | Sequence[str] | None = None,
+    rename: RenameRules | None = None,
     dtype: Any = None,
     max_shard_bytes: int | None = None,
     memory: int | None = None,
@@ -72,7 +73,8 @@ def convert(
 
     to               the target format; may be left out if the suffix of the destination names it
     prefix           convert this tree alone, and store it without a prefix; None converts all trees
-    rename           a file of rules, or the rules themselves: see `docs/guides/renaming.md`
+    rename           rules: a file, their text, a dict {pattern: "new name | step"}, pairs or lines; see
+                     `docs/guides/renaming.md`
     dtype            cast floating leaves to this dtype
     max_shard_bytes  the most that one safetensors file holds
     memory           the most bytes that the program takes, however large a leaf is; None for 2 GB more than it takes
@@ -92,7 +94,7 @@ def convert(
     if where.name in ("", ".."):
         raise ValueError(f"{os.fspath(destination)!r} does not name a file or directory to create")
     target = _target_format(where, to)
-    rules = _read_rules(rename)
+    rules = None if rename is None else rules_from(rename)
     with ExitStack() as stack:
         views = _open(source, prefix, stack)
         left_out = find(source).left_out(prefix)
@@ -125,17 +127,6 @@ def _target_format(where: Path, to: TargetFormat | None) -> TargetFormat:
     target = to or named
     assert target
     return target
-
-
-def _read_rules(rules: str | os.PathLike[str] | Sequence[str] | None) -> list[Rule] | None:
-    if rules is None:
-        return None
-    if isinstance(rules, (str, os.PathLike)):
-        try:
-            return parse_rules(Path(rules).read_text(encoding="utf-8-sig"), os.fspath(rules))
-        except UnicodeDecodeError as error:
-            raise FormatError(f"{os.fspath(rules)} is not a text file of rules: {error}") from error
-    return parse_rules("\n".join(rules), "rename")
 
 
 def _open(source: str | os.PathLike[str], prefix: str | None, stack: ExitStack) -> dict[str, View]:

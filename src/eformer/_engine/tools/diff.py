@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 
 from eformer._engine.formats.find import find
+from eformer._engine.record.lazy_arrays import StoredLeaf
 from eformer._engine.record.manifest import UNREADABLE, LeafEntry
 from eformer._engine.record.pieces import pieces
 from eformer._engine.record.text import few
 from eformer._engine.record.values import value_from_json
 from eformer._engine.tasks.progress import metered
-from eformer._engine.record.lazy_arrays import StoredLeaf
 from eformer._engine.tools.view import View
 from eformer._engine.tools.view import open as open_view
 

@@ -42,9 +42,9 @@ FACTORIES = {
 
 
 def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
-    """Return the leaves by escaped name, in JAX's order, and the structure as JSON. Modules are replaced by their state.
+    """Return the leaves by escaped name, in JAX's order, and the structure as JSON.
 
-    A node that cannot be described raises a StructureError that says where it is.
+    Modules are replaced by their state. A node that cannot be described raises a StructureError that says where it is.
     """
     leaves: dict[str, Any] = {}
     describers: dict[type, _Describe | None] = {}  # one decision for each type met

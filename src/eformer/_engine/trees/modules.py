@@ -145,7 +145,7 @@ def _imported() -> list[Framework]:
 
 
 @lru_cache(1024)
-def _framework_of(kind: type) -> Framework | None:
+def _framework_of(kind: Any) -> Framework | None:
     return next((framework for framework in _imported() if framework.owns(kind)), None)
 
 

@@ -56,7 +56,7 @@ def _with_modules(like: Any, modules: list[Any], leaves: list[Any], in_place: bo
     merged, states = [], []
     for node in jax.tree_util.tree_leaves(like, is_leaf=is_module):
         if is_module(node):
-            treedef = next(treedefs)
+            treedef: Any = next(treedefs)
             states.append(treedef.unflatten(itertools.islice(remaining, treedef.num_leaves)))
             merged.append(node)
         else:
