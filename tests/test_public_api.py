@@ -58,10 +58,11 @@ CHECKPOINT = {
     "diff": "(a, b, *, prefix=None, progress=None)",
     "dry_run": "(what, mesh, *, rules=None, shardings=None, prefix=None, dtype=None)",
     "inspect": "(path)",
-    "load": "(path, *, like=None, prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, "
-    "batch=None, verify=None, mmap=False, progress=None, broadcast=False, timeout=600.0)",
+    "load": "(path, *, like=None, into=None, partial=False, root=None, rename=None, resize=None, return_report=False, "
+    "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, batch=None, verify=None, mmap=False, progress=None, broadcast=False, timeout=600.0)",
     "open": "(path, *, prefix=None)",
     "prune": "(directory, *, keep, check=False, dry_run=False)",
+    "register_module": "(kind, *, state, update=None, build=None)",
     "register_node": "(kind)",
     "save": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), progress=None)",
     "save_async": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions())",
@@ -154,7 +155,18 @@ def test_the_manager_offers_what_is_documented_and_no_more():
 
 
 def test_the_engine_offers_what_is_documented_and_no_more():
-    nouns = {"Conversion", "Diff", "DryRun", "Manifest", "Pending", "Pruned", "Report", "SaveOptions", "View"}
+    nouns = {
+        "Conversion",
+        "Diff",
+        "DryRun",
+        "LoadReport",
+        "Manifest",
+        "Pending",
+        "Pruned",
+        "Report",
+        "SaveOptions",
+        "View",
+    }
     assert set(eformer.checkpoint.__all__) == set(CHECKPOINT) | nouns
     assert all(inspect.getdoc(getattr(eformer.checkpoint, noun)) for noun in nouns)
 

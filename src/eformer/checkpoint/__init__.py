@@ -1,13 +1,14 @@
 """Save trees of arrays to checkpoints, load them onto any mesh, and maintain them.
 
 save, save_async         save a tree, with SaveOptions; save_async returns a Pending
-load                     load a tree onto any mesh
+load                     load a tree onto any mesh; with return_report a LoadReport, too
 open, inspect            look at the leaves of a checkpoint without loading it; return a View, a Manifest
 verify                   check every byte against its digest; return a Report
 diff                     compare two checkpoints; return a Diff
 convert                  write a checkpoint in another format; return a Conversion
 prune                    delete all but the last checkpoints of a run; return a Pruned
 dry_run                  compute how many bytes a load would put on each device; return a DryRun
+register_module          allow objects of a class of your own as parts of a tree
 register_node            allow trees with nodes of a class to be rebuilt without `like`
 
     >>> from eformer import checkpoint
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from eformer._engine.loading.dry_run import DryRun as DryRun
     from eformer._engine.loading.dry_run import dry_run as dry_run
     from eformer._engine.loading.load import load as load
+    from eformer._engine.loading.report import LoadReport as LoadReport
     from eformer._engine.record.manifest import Manifest as Manifest
     from eformer._engine.record.options import SaveOptions as SaveOptions
     from eformer._engine.saving.pending import Pending as Pending
@@ -38,12 +40,14 @@ if TYPE_CHECKING:
     from eformer._engine.tools.view import View as View
     from eformer._engine.tools.view import inspect as inspect
     from eformer._engine.tools.view import open as open  # noqa: A004
+    from eformer._engine.trees.modules import register_module as register_module
     from eformer._engine.trees.nodes import register_node as register_node
 
 _HOME = {
     "Conversion": "tools.conversion",
     "Diff": "tools.diff",
     "DryRun": "loading.dry_run",
+    "LoadReport": "loading.report",
     "Manifest": "record.manifest",
     "Pending": "saving.pending",
     "Pruned": "tools.prune",
@@ -57,6 +61,7 @@ _HOME = {
     "load": "loading.load",
     "open": "tools.view",
     "prune": "tools.prune",
+    "register_module": "trees.modules",
     "register_node": "trees.nodes",
     "save": "saving.save",
     "save_async": "saving.save",
@@ -67,6 +72,7 @@ __all__ = [
     "Conversion",
     "Diff",
     "DryRun",
+    "LoadReport",
     "Manifest",
     "Pending",
     "Pruned",
@@ -80,6 +86,7 @@ __all__ = [
     "load",
     "open",
     "prune",
+    "register_module",
     "register_node",
     "save",
     "save_async",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,27 +32,27 @@ _SLICE_BYTES = 32 * 2**20  # read at a time
 
 
 class TreeReader:
-    """Read boxes of the leaves of one tree, inside of a `with` block."""
+    """Read boxes of the leaves of one tree. The first read opens its files, `close` closes them."""
 
     def __init__(self, found: Found, tree: TreeEntry, *, verify: bool) -> None:
         self.found, self.tree, self.verify = found, tree, verify
-        self.files: Files | None = None
+        self.opened: Files | None = None
+        self.lock = threading.Lock()
 
     def read(self, name: str, entry: LeafEntry, region: Region, threads: int | None = None) -> Array:
-        assert self.files is not None
         wants = [Want(name, entry, entry.dtype, [region])]
         reads = plan_reads(wants, self.tree)
-        ((array,),) = fetch(reads, wants, self.tree, self.files, threads or 1, verify=self.verify)
+        ((array,),) = fetch(reads, wants, self.tree, self.files(), threads or 1, verify=self.verify)
         return array
 
-    def __enter__(self) -> Self:
-        self.files = self.found.files(self.tree)
-        return self
+    def files(self) -> Files:
+        with self.lock:
+            self.opened = self.opened or self.found.files(self.tree)
+            return self.opened
 
-    def __exit__(self, *_: object) -> None:
-        if self.files:
-            self.files.close()
-            self.files = None
+    def close(self) -> None:
+        if self.opened:
+            self.opened.close()
 
 
 def read_computed(

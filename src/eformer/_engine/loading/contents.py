@@ -11,7 +11,7 @@ from eformer._engine.formats.nested_names import nested, split_spelled
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.manifest import LeafEntry
 from eformer._engine.record.names import BARE_LEAF, readable_name, with_nearest
-from eformer._engine.record.rename import apply
+from eformer._engine.record.rename import apply, refuse_transformed_keys
 from eformer._engine.record.values import value_from_json
 from eformer._engine.trees.unflatten import part_of
 from eformer.errors import MismatchError
@@ -119,6 +119,7 @@ def renamed(contents: Contents, rules: Sequence[Rule], reader: LeafReader) -> tu
     """Apply rules to the leaves; return them in nested dicts by their new names, and the names that rules leave out."""
     stored = {name: StoredLeaf(reader, name, entry) for name, entry in contents.arrays.items()}
     result = apply(rules, stored, list(contents.raw_values))
+    refuse_transformed_keys(result.arrays.values())
     names = {name: split_spelled(name) for name in (*result.arrays, *result.plain.values())}
     structure, final = nested(names)
     arrays, computed = {}, {}

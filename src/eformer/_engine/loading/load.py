@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from eformer._engine.formats.find import ReplacedError, reading, reread
 from eformer._engine.loading.assemble import assemble
@@ -49,11 +49,50 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
+T = TypeVar("T")
+Path = str | os.PathLike[str]
+
 _BETWEEN_RESTARTS = 0.2  # seconds, for all processes to find the newer checkpoint
 
 
+class _Arguments(TypedDict, total=False):
+    """The arguments of `load` that do not change the type of its result."""
+
+    partial: bool
+    root: str | None
+    rename: RenameRules | None
+    resize: Resize | None
+    prefix: str | None
+    keys: str | Iterable[str] | None
+    mesh: jax.sharding.Mesh | None
+    rules: Rules | None
+    shardings: Any
+    dtype: Any
+    callback: Callable[[Any, str], Any] | None
+    batch: int | None
+    verify: bool | None
+    mmap: bool
+    progress: Progress
+    broadcast: bool
+    timeout: float
+
+
+@overload
 def load(
-    path: str | os.PathLike[str],
+    path: Path, *, like: T, return_report: Literal[True], **others: Unpack[_Arguments]
+) -> tuple[T, LoadReport]: ...
+@overload
+def load(
+    path: Path, *, into: T, return_report: Literal[True], **others: Unpack[_Arguments]
+) -> tuple[T, LoadReport]: ...
+@overload
+def load(path: Path, *, like: T, **others: Unpack[_Arguments]) -> T: ...
+@overload
+def load(path: Path, *, into: T, **others: Unpack[_Arguments]) -> T: ...
+@overload
+def load(path: Path, *, return_report: bool = False, **others: Unpack[_Arguments]) -> Any: ...
+def load(
+    path: Path,
     *,
     like: Any = None,
     into: Any = None,
@@ -200,7 +239,7 @@ def _load_found(found: Found, request: Request, like: Mapping[str, Any] | None, 
     dropped: Sequence[str] = ()
     if request.root is not None:
         contents = below(contents, request.root)
-    with TreeReader(found, entry, verify=request.verify) as reader:
+    with closing(TreeReader(found, entry, verify=request.verify)) as reader:
         if request.rename is not None:
             contents, dropped = renamed(contents, request.rename, reader)
         if like is None or found.has_names or request.rename is not None:

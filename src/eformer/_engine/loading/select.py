@@ -6,6 +6,7 @@ import fnmatch
 import logging
 import math
 import reprlib
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,8 @@ from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.loading.scalars import as_array, fitted, is_scalar, kind_of, kind_of_dtype
 from eformer._engine.record.dtypes import is_floating
 from eformer._engine.record.manifest import LeafEntry
-from eformer._engine.record.names import readable_name, with_nearest
+from eformer._engine.record.names import readable_name, split_name, with_nearest
+from eformer._engine.record.text import few
 from eformer._engine.record.values import LeftToCode
 from eformer.errors import MismatchError
 
@@ -139,7 +141,9 @@ def compare(
     if request.partial:
         found = {name: None for name in found if name in wanted}
         values = {name: value for name, value in values.items() if name in wanted}
-        problems = list(_without_a_value(missing))
+        problems = (
+            list(_without_a_value(missing)) if found or not wanted else [_nothing_in_common(names, like)]
+        )
     else:
         problems = list(_other_leaves(missing, unexpected, found, wanted))
     targets = _targets(contents, found, request.cast)
@@ -147,7 +151,7 @@ def compare(
     problems += _mismatches(targets, values, wanted, request.cast)
     if problems:
         context = f"the checkpoint does not fit `{request.like_name}`"
-        raise MismatchError(problems, context, _advice(missing, unexpected, found, request))
+        raise MismatchError(problems, context, _advice(missing, unexpected, names, request))
     numbers = {target.name: target for target in _values_as_arrays(values, wanted, request.cast)}
     plain = {n: fitted(value, wanted[n], request.cast) for n, value in values.items() if n not in numbers}
     targets += numbers.values()
@@ -244,6 +248,10 @@ def _other_leaves(
         yield f"unexpected leaf {name!r}{hint}: the checkpoint has it, `like` does not"
 
 
+def _nothing_in_common(names: Iterable[str], like: Iterable[str]) -> str:
+    return f"no leaf has the same name in both: the checkpoint has {few(list(names))}, `like` has {few(list(like))}"
+
+
 def _without_a_value(missing: Mapping[str, Any]) -> Iterable[str]:
     for name, leaf in missing.items():
         if isinstance(leaf, (jax.ShapeDtypeStruct, Sharding, PartitionSpec)):
@@ -296,28 +304,34 @@ def _value_mismatch(name: str, value: Any, leaf: Any, cast: str | None) -> Itera
 
 
 def _advice(
-    missing: Collection[str], unexpected: Collection[str], names: Iterable[str], request: Request
+    missing: Collection[str], unexpected: Collection[str], names: Collection[str], request: Request
 ) -> str:
     """Say which arguments of `load` would help if leaves have other names, or are only on one side."""
-    if not (missing or unexpected) or request.partial or request.like_name == "template":
+    if not (missing or unexpected) or request.like_name == "template":
         return ""
     advice = []
-    if missing and (root := _common_root(missing, names)):
-        advice.append(f"root={root!r} would find the missing leaves")
+    root, number = _best_root(missing, names)
+    if root:
+        advice.append(f"root={root!r} would find {number:,} of the {len(missing):,} missing leaves")
     elif missing and unexpected:
         advice.append("rename= gives leaves of the checkpoint other names")
     kept = f"keep {len(missing):,} of `{request.like_name}` as they are" if missing else ""
     left_out = f"leave {len(unexpected):,} of the checkpoint out" if unexpected else ""
-    advice.append(f"partial=True would {' and '.join(filter(None, (kept, left_out)))}")
+    if len(unexpected) < len(names) and not request.partial:  # otherwise nothing would be loaded
+        advice.append(f"partial=True would {' and '.join(filter(None, (kept, left_out)))}")
     return "; ".join(advice)
 
 
-def _common_root(missing: Collection[str], names: Iterable[str]) -> str | None:
-    """Return the root below which the checkpoint has all missing leaves; None if there is none."""
-    known = set(names)
-    one = next(iter(missing))
-    roots = [name.removesuffix(f".{one}") for name in known if name.endswith(f".{one}")]
-    return next((root for root in roots if all(f"{root}.{name}" in known for name in missing)), None)
+def _best_root(missing: Collection[str], names: Collection[str]) -> tuple[str, int]:
+    """Return the root below which the checkpoint has the most of the missing leaves, and how many; ("", 0) for none."""
+    ends = set(missing)
+    found = Counter[str]()
+    for name in names:
+        parts = split_name(name)
+        for depth in range(1, len(parts)):
+            if ".".join(parts[depth:]) in ends:
+                found[".".join(parts[:depth])] += 1
+    return found.most_common(1)[0] if found else ("", 0)
 
 
 def _plain_text(leaf: Any) -> str:

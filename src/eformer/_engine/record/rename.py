@@ -211,7 +211,6 @@ def apply(rules: Sequence[Rule], arrays: Mapping[str, LazyArray], plain: Sequenc
         renaming.add_leaf(name, arrays.get(name))
     for name, members in renaming.stacks.items():
         renaming.add_stack(name, members)
-    renaming.refuse_keys()
     if renaming.problems:
         raise MismatchError(renaming.problems, context="rename")
     renaming.add_hints()
@@ -280,15 +279,6 @@ class _Renaming:
         else:
             renamed.arrays[new], renamed.transforms[new] = array, transform
         self.taken.add(new)
-
-    def refuse_keys(self) -> None:
-        """Refuse to transform PRNG keys, which are stored with an axis more than they have."""
-        for array in self.renamed.arrays.values():
-            self.problems += [
-                f"leaf {stored.name!r} holds PRNG keys, which cannot be transposed, stacked or unstacked"
-                for stored in stored_leaves(array)
-                if stored.entry.key and stored is not array
-            ]
 
     def add_hints(self) -> None:
         """Name for each unused rule the leaf that it nearly matches, and for that leaf the rule."""
@@ -360,6 +350,18 @@ def _number(text: str) -> int:
     if not text.isdecimal():
         raise FormatError(f"{text!r} is not a number to stack by")
     return int(text)
+
+
+def refuse_transformed_keys(arrays: Iterable[LazyArray]) -> None:
+    """Refuse PRNG keys that were transposed, stacked or unstacked: they are stored with an axis more than they have."""
+    problems = [
+        f"leaf {stored.name!r} holds PRNG keys, which cannot be transposed, stacked or unstacked"
+        for array in arrays
+        for stored in stored_leaves(array)
+        if stored.entry.key and stored is not array
+    ]
+    if problems:
+        raise MismatchError(problems, context="rename")
 
 
 def origins(array: LazyArray) -> list[str]:

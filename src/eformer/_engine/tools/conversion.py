@@ -15,7 +15,7 @@ from eformer._engine.record.manifest import UNREADABLE
 from eformer._engine.record.names import join_name
 from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
-from eformer._engine.record.rename import Renamed, Rule, apply, origins
+from eformer._engine.record.rename import Renamed, Rule, apply, origins, refuse_transformed_keys
 from eformer._engine.record.text import few, shortened, size
 from eformer._engine.record.values import value_from_json
 from eformer._engine.tools.sequential_writers import has_sequences, names_as_structure, renamed_in_npz
@@ -137,6 +137,7 @@ def _source(name: str, array: LazyArray, cast: str | None) -> Source:
 
 
 def _rename_tree(view: View, renamed: Renamed, values: dict[str, Any], cast: str | None) -> ConvertedTree:
+    refuse_transformed_keys(renamed.arrays.values())
     names = [*renamed.arrays, *renamed.plain.values()]
     structure, final = nested({name: split_spelled(name) for name in names})
     converted = ConvertedTree(

@@ -25,7 +25,7 @@ import jax
 
 from eformer._engine.record.names import BARE_LEAF, escape, escape_siblings
 from eformer._engine.record.values import is_recorded, value_to_json
-from eformer._engine.trees.modules import modules_in, states_of
+from eformer._engine.trees.modules import is_module, states_of
 from eformer._engine.trees.nodes import Level, class_name, dataclass_level, is_namedtuple, is_node, take_apart
 from eformer.errors import StructureError
 
@@ -46,22 +46,33 @@ def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
 
     Modules are replaced by their state. A node that cannot be described raises a StructureError that says where it is.
     """
+    leaves, structure, modules = _walk(tree, ())
+    if modules:
+        leaves, structure, _ = _walk(tree, states_of(modules))
+    return leaves, structure
+
+
+def _walk(tree: Any, states: Sequence[Any]) -> tuple[dict[str, Any], Any, list[Any]]:
+    """Return the leaves, the structure and the modules of a tree; the leaves of modules only if `states` has theirs."""
     leaves: dict[str, Any] = {}
+    modules: list[Any] = []
+    module_kinds: set[type] = set()
     describers: dict[type, _Describe | None] = {}  # one decision for each type met
-    modules = modules_in(tree)
-    module_kinds, states = {type(module) for module in modules}, iter(states_of(modules))
     root = [None]
     todo: list[_Todo] = [(root, 0, tree, "", 0)]
     while todo:
         holder, slot, node, name, depth = todo.pop()
         kind = type(node)
-        if kind in module_kinds:
-            node = next(states)
-            kind = type(node)
         if kind not in describers:
             describers[kind] = _describer(kind)
+            if is_module(node):
+                module_kinds.add(kind)
         describe = describers[kind]
-        if describe is None:
+        if kind in module_kinds:
+            if states:
+                todo.append((holder, slot, states[len(modules)], name, depth))
+            modules.append(node)
+        elif describe is None:
             holder[slot] = name = name or BARE_LEAF
             leaves[name] = node
         else:
@@ -71,7 +82,7 @@ def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
             except StructureError as error:
                 raise StructureError(f"at {(name or BARE_LEAF)[:400]!r}: {error}") from error
             holder[slot] = level.document
-    return leaves, root[0]
+    return leaves, root[0], modules
 
 
 _Todo = tuple[Any, Any, Any, str, int]

@@ -8,8 +8,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-import jax
-
 from eformer._engine.trees.keras import Keras
 from eformer._engine.trees.nnx import Nnx
 from eformer.errors import StructureError
@@ -107,11 +105,9 @@ def register_module(
     _framework_of.cache_clear()
 
 
-def modules_in(tree: Any) -> list[Any]:
-    """List the modules in a tree, in JAX's order of leaves."""
-    if not _imported():
-        return []
-    return [node for node in jax.tree.leaves(tree, is_leaf=is_module) if is_module(node)]
+def has_frameworks() -> bool:
+    """Tell whether any tree can have modules: a framework is imported, or a class is registered."""
+    return any(framework.is_imported() for framework in _FRAMEWORKS)
 
 
 def states_of(modules: Sequence[Any]) -> list[Any]:
@@ -137,23 +133,22 @@ def with_states(modules: Sequence[Any], states: Sequence[Any], *, in_place: bool
 
 def is_module(node: Any) -> bool:
     """Tell whether a node is a module, whose state is stored in its place."""
-    return _framework_of(type(node)) is not None
-
-
-def _imported() -> list[Framework]:
-    return [framework for framework in _FRAMEWORKS if framework.is_imported()]
+    kind: Any = type(node)
+    return _framework_of(kind) is not None
 
 
 @lru_cache(1024)
 def _framework_of(kind: Any) -> Framework | None:
-    return next((framework for framework in _imported() if framework.owns(kind)), None)
+    imported = (framework for framework in _FRAMEWORKS if framework.is_imported())
+    return next((framework for framework in imported if framework.owns(kind)), None)
 
 
 def _by_framework(modules: Sequence[Any]) -> dict[Framework, list[int]]:
     """Return the positions of the modules of each framework."""
     found: dict[Framework, list[int]] = {}
     for position, module in enumerate(modules):
-        framework = _framework_of(type(module))
+        kind: Any = type(module)
+        framework = _framework_of(kind)
         assert framework is not None
         found.setdefault(framework, []).append(position)
     return found

@@ -14,7 +14,7 @@ from msgspec import Struct
 from eformer._engine.record.names import steps_to, unescape, with_nearest
 from eformer._engine.record.values import value_from_json
 from eformer._engine.trees.flatten import FACTORIES, MAX_DEPTH, flatten
-from eformer._engine.trees.modules import is_module, modules_in, states_of, with_states
+from eformer._engine.trees.modules import has_frameworks, is_module, states_of, with_states
 from eformer._engine.trees.nodes import build_dataclass, build_node, resolve_class
 from eformer.errors import MismatchError, StructureError
 
@@ -44,17 +44,18 @@ def unflatten_like(like: Any, leaves: Mapping[str, Any], *, in_place: bool = Fal
     wanted, _ = flatten(like)
     _require_same_names(list(wanted), leaves)
     loaded = [leaves[name] for name in wanted]
-    if modules := modules_in(like):
-        loaded = _with_modules(like, modules, loaded, in_place)
-    treedef = jax.tree_util.tree_structure(like, is_leaf=is_module)
-    return jax.tree_util.tree_unflatten(treedef, loaded)
+    nodes, treedef = jax.tree_util.tree_flatten(like, is_leaf=is_module if has_frameworks() else None)
+    return jax.tree_util.tree_unflatten(treedef, _with_modules(nodes, loaded, in_place))
 
 
-def _with_modules(like: Any, modules: list[Any], leaves: list[Any], in_place: bool) -> list[Any]:
-    """Replace, in a list of leaves, those that belong to the state of a module by the module."""
+def _with_modules(nodes: list[Any], leaves: list[Any], in_place: bool) -> list[Any]:
+    """Replace the leaves that belong to the state of a module by a module with that state. `nodes` has the modules."""
+    modules = [node for node in nodes if is_module(node)] if has_frameworks() else []
+    if not modules:
+        return leaves
     remaining, treedefs = iter(leaves), map(jax.tree_util.tree_structure, states_of(modules))
     merged, states = [], []
-    for node in jax.tree_util.tree_leaves(like, is_leaf=is_module):
+    for node in nodes:
         if is_module(node):
             treedef: Any = next(treedefs)
             states.append(treedef.unflatten(itertools.islice(remaining, treedef.num_leaves)))
