@@ -1,5 +1,6 @@
 """The documented names and signatures, and what importing costs."""
 
+import ast
 import inspect
 import pydoc
 import re
@@ -10,6 +11,7 @@ from rlcompleter import Completer
 import pytest
 
 import eformer.checkpoint
+import eformer.pytree
 import eformer.serialization
 from eformer import paths
 from eformer.pytree import _serialization
@@ -148,6 +150,24 @@ def test_the_modules_export_what_is_documented_and_no_more():
     assert public == set(PYTREE_SERIALIZATION)
 
 
+@pytest.mark.parametrize(
+    ("package", "modules"),
+    [(eformer.pytree, [_serialization]), (eformer.serialization, [async_manager, serialization, utils])],
+)
+def test_the_packages_export_every_name_of_their_modules(package, modules):
+    for module in modules:
+        for name in module.__all__:
+            assert getattr(package, name) is getattr(module, name)
+            assert name in package.__all__
+
+
+@pytest.mark.parametrize("package", [eformer, eformer.checkpoint, eformer.pytree, eformer.serialization])
+def test_type_checkers_see_the_names_that_are_imported_late(package):
+    (block,) = [n for n in ast.parse(inspect.getsource(package)).body if isinstance(n, ast.If)]
+    seen = {alias.asname for line in block.body for alias in line.names}
+    assert seen == set(package.__all__) - {"__version__"}
+
+
 def test_the_manager_offers_what_is_documented_and_no_more():
     public = {name for name in vars(async_manager.AsyncCheckpointManager) if name[0] != "_"}
     assert public == {*MANAGER, "global_manager"} - {"__init__"}
@@ -171,7 +191,7 @@ def test_the_engine_offers_what_is_documented_and_no_more():
     assert all(inspect.getdoc(getattr(eformer.checkpoint, noun)) for noun in nouns)
 
 
-@pytest.mark.parametrize("module", [eformer, eformer.checkpoint, eformer.serialization])
+@pytest.mark.parametrize("module", [eformer, eformer.checkpoint, eformer.pytree, eformer.serialization])
 def test_tab_completes_the_public_names_and_no_others(module):
     completer = Completer({"module": module})
     completer.matches = completer.attr_matches("module.")
@@ -198,11 +218,13 @@ def test_the_doors_open_after_import_eformer_alone():
         "assert not {'jax', 'tensorstore'} & sys.modules.keys()\n"
         "assert eformer.checkpoint.save and eformer.serialization.async_manager.AsyncCheckpointManager\n"
         "assert eformer.serialization.utils.to_host and eformer.serialization.serialization.join_key\n"
+        "from eformer.serialization import tree_serialize_leaves, to_host\n"
+        "from eformer.pytree import from_bytes, to_bytes\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("module", [eformer, eformer.checkpoint, eformer.serialization])
+@pytest.mark.parametrize("module", [eformer, eformer.checkpoint, eformer.pytree, eformer.serialization])
 def test_a_name_that_is_not_there_is_an_attribute_error(module):
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = module.nothing
@@ -220,6 +242,7 @@ def test_importing_the_package_imports_no_jax_and_starts_no_backend():
     code = (
         "import sys, eformer; assert 'jax' not in sys.modules\n"
         "import eformer.paths; assert 'jax' not in sys.modules and 'tensorstore' not in sys.modules\n"
+        "import eformer.pytree, eformer.serialization; assert not {'jax', 'numpy'} & sys.modules.keys()\n"
         "import eformer.pytree._serialization, eformer.serialization.utils, jax\n"
         "import eformer.serialization.async_manager, eformer.serialization.serialization\n"
         "assert 'tensorstore' not in sys.modules\n"

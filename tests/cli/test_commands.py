@@ -1,6 +1,7 @@
 """The command `eformer` as a program: its output and exit codes."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from eformer import checkpoint
 from support.commands import EFORMER, on_terminal, run
@@ -100,6 +102,40 @@ def test_verify_names_the_leaf_the_file_and_the_bytes(model, tmp_path):
     assert "model.safetensors" in shown
     assert len(json.loads(run("verify", path, "--json", code=1).stdout)["damages"]) == 1
     assert run("verify", path, "-q", code=1).stdout == ""
+
+
+def test_verify_tells_nothing_there_from_damage(model, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "notes.txt").write_text("x")
+    for name in ("missing", "missing/deep", "empty", "notes"):
+        assert "no checkpoint" in run("verify", tmp_path / name, code=2).stderr
+        assert "no checkpoint" in json.loads(run("verify", tmp_path / name, "--json", code=2).stdout)["error"]
+    path = Path(shutil.copytree(model, tmp_path / "damaged"))
+    (path / "model.safetensors").unlink()
+    run("verify", path, code=1)
+    (path / "manifest.json").write_text('{"digest":"')
+    run("verify", path, code=1)
+    run("verify", model, code=0)
+    assert "2 if there is no checkpoint" in " ".join(run("verify", "--help").stdout.split())
+
+
+def test_a_shard_shows_the_whole_model_with_layers_folded(tmp_path):
+    parts = ("attn.q", "attn.k", "mlp.up", "norm")
+    names = [f"layers.{i}.{part}" for i in range(12) for part in parts]
+    shards = {"model-00001-of-00002.safetensors": names[:22], "model-00002-of-00002.safetensors": names[22:]}
+    for shard, inside in shards.items():
+        safetensors.numpy.save_file(
+            {name: np.ones((2, 3), np.float32) for name in reversed(inside)}, tmp_path / shard
+        )
+    weight_map = {name: shard for shard, inside in shards.items() for name in inside}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for shard in shards:
+        assert "0-11 ×12" in run("inspect", tmp_path / shard).stdout
+        assert len(run("ls", tmp_path / shard).stdout.splitlines()) == len(names)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    refused = run("verify", tmp_path / "model-00001-of-00002.safetensors", code=1).stderr
+    assert "missing: model-00002-of-00002.safetensors. Copy them" in refused
 
 
 @pytest.mark.parametrize("layout", ["v0_standard", "v0_plain", "v0_zarr3", "v1", "manager"])
@@ -230,6 +266,63 @@ def test_sizes_stand_in_one_column_on_any_terminal(model, columns):
     ends = {row.index(" kB" if " kB" in row else " B") for row in tree if " kB" in row or row.endswith(" B")}
     assert all(len(row) <= columns for row in tree)
     assert len(ends) <= 2  # kB and B, which are of two lengths
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cli") / "deep"
+    layer = {"self_attn": {"q_proj": {"weight": jnp.zeros((2048, 16), jnp.bfloat16)}, "norm": np.ones(16)}}
+    checkpoint.save({"model": {"layers": [layer] * 3, "embed": np.ones((1000, 16))}}, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("columns", "has_sizes", "has_bars"), [(40, False, False), (60, True, False), (80, True, True)]
+)
+def test_narrow_terminals_drop_the_bars_then_the_sizes_and_keep_the_shapes(
+    deep, columns, has_sizes, has_bars
+):
+    shown, _ = on_terminal("inspect", deep, columns=columns)
+    tree = [re.sub(r"\x1b\[[0-9;]*m", "", row).rstrip() for row in shown.splitlines()][-8:]
+    assert all(len(row) <= columns for row in tree)
+    assert any("bfloat16[2048, 16]" in row for row in tree)
+    assert any("float64[1000, 16]" in row for row in tree)
+    assert any(" kB" in row for row in tree) == has_sizes
+    assert any("█" in row for row in tree) == has_bars
+
+
+def test_output_that_nobody_reads_is_no_failure(model, tmp_path):
+    checkpoint.save({f"a long name {i:060}": np.ones(1) for i in range(2000)}, tmp_path / "c")
+    for command in ("ls", "inspect", "ls --json"):  # of which the first writes more than a pipe holds
+        name, *options = command.split()
+        line = f"set -o pipefail; {EFORMER} {name} {tmp_path / 'c'} {' '.join(options)} | head -1"
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
+
+
+@pytest.mark.parametrize("errors", [None, subprocess.STDOUT])
+def test_the_exit_code_is_the_commands_own_when_nobody_reads(model, tmp_path, errors):
+    path = Path(shutil.copytree(model, tmp_path / "damaged"))
+    flip(path / "model.safetensors", -10)
+    for arguments, code in (
+        (["verify", model], 0),
+        (["verify", path], 1),
+        (["verify", tmp_path / "missing"], 2),
+        (["--help"], 0),
+    ):
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run([EFORMER, *map(str, arguments)], stdout=writer, stderr=errors, timeout=60)
+        os.close(writer)
+        assert done.returncode == code
+
+
+def test_python_runs_the_package_like_the_command(model):
+    done = subprocess.run([sys.executable, "-m", "eformer", "ls", model], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, run("ls", model).stdout)
+    refused = subprocess.run([sys.executable, "-m", "eformer", "nothing"], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "Usage: eformer " in refused.stderr
 
 
 def test_a_closed_standard_output_is_no_error(model):

@@ -155,8 +155,9 @@ class TestSafetensors(Safetensors, Directories):
         index = {"metadata": {}, "weight_map": {f"l{i}.w": file for i, file in enumerate(files)}}
         (path / "x.safetensors.index.json").write_text(json.dumps(index))
         expected = {f"l{i}": {"w": jnp.full(3, i, jnp.float32)} for i in range(2)}
-        for name in ("", "x", "x.safetensors.index.json"):
+        for name in ("", "x", "x.safetensors.index.json", *files):
             assert_same(manager.load(path / name, line())[0], expected)
+            assert_same(manager.load_tree_parallel(path / name)[0], expected)
 
     def test_a_missing_shard_is_an_error(self, manager, path, sharded):
         (path / "model-00002-of-00003.safetensors").unlink()

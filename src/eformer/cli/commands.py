@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,11 @@ import click
 
 from eformer._engine.record.text import printable
 from eformer._version import __version__
+from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from eformer._engine.tools.prune import Pruned
 
 
@@ -45,8 +49,52 @@ _OPTIONS = {
 _ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, _OPTIONS))})")
 
 
+class _Output(io.FileIO):
+    """A standard stream that discards what is written after its reader has gone, as `head` goes after a few lines."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return memoryview(data).nbytes
+
+
+@contextmanager
+def _readers_may_go() -> Iterator[None]:
+    """Finish a command although nobody reads the rest of its output: the exit code still says how it went."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(_until_closed, before)
+    try:
+        yield
+    finally:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with suppress(OSError):  # of a full disk, which the command has reported
+                stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _until_closed(stream: Any) -> Any:
+    if not isinstance(stream, io.TextIOWrapper):  # there is none, or a program has put in its own
+        return stream
+    try:
+        number = stream.fileno()
+    except OSError:  # it is not a file
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Output(number, "wb", closefd=False)),
+        encoding=stream.encoding,
+        errors="backslashreplace",  # names may contain characters that the terminal's encoding lacks
+        line_buffering=stream.line_buffering,
+    )
+
+
 class _Commands(click.Group):
     """Turn errors into one red line, and with `--json` into JSON. `--debug` shows the traceback."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        with _readers_may_go():
+            return super().main(*args, **options)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.obj = "--json" in args
@@ -55,7 +103,7 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except (ValueError, OSError, TypeError, RuntimeError, MemoryError) as error:
             if ctx.params.get("debug"):
@@ -64,12 +112,16 @@ class _Commands(click.Group):
             if ctx.obj:
                 _print_json({"error": problem})
             _print_error(problem)
-            ctx.exit(
-                2 if ctx.invoked_subcommand == "diff" else 1
-            )  # for diff, 1 means that the checkpoints differ
+            ctx.exit(_exit_code(ctx.invoked_subcommand, error))
         except KeyboardInterrupt:
             _print_error("interrupted")
             ctx.exit(_INTERRUPTED)
+
+
+def _exit_code(command: str | None, error: Exception) -> int:
+    """Return 2 where 1 is an answer: for `diff` that the checkpoints differ, for `verify` that there is damage."""
+    is_no_answer = command == "diff" or (command == "verify" and isinstance(error, NotFoundError))
+    return 2 if is_no_answer else 1
 
 
 if TYPE_CHECKING:
@@ -109,11 +161,6 @@ def main(debug: bool) -> None:  # noqa: ARG001  read by the group
     for number in (signal.SIGTERM, signal.SIGHUP):  # clean up unfinished files when terminated
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, signal.default_int_handler)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # names may contain characters that the terminal's encoding lacks
 
 
 @main.command()
@@ -188,7 +235,9 @@ def list_leaves(path: str, glob: str, prefix: str | None, as_json: bool) -> None
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing; only set the exit code.")
 def verify(path: str, as_json: bool, quiet: bool) -> None:
-    """Check every byte of the checkpoint at PATH against its digest. The exit code is 1 if anything is damaged.
+    """Check every byte of the checkpoint at PATH against its digest.
+
+    The exit code is 0 if all is well, 1 if anything is damaged, 2 if there is no checkpoint at PATH.
 
     Checkpoints of other programs have no digests; only their structure and completeness can be checked. Files beside
     them that are not read and may hold leaves are listed, and also set the exit code to 1.

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from eformer.cli.facts import Facts
 
 _BAR, _SIZE, _INDENT = 10, 7, 4  # columns
+_BAR_COLUMN, _SIZE_COLUMN = _BAR + 1, _SIZE + 2  # with the space before them
+_LEAST_NAME = 5
 _MOST_ROWS = 400
-_NARROW, _PIPED, _PICTURE = 60, 120, 92
+_PIPED, _PICTURE = 120, 92
 
 
 def console() -> Console:
@@ -94,23 +96,26 @@ def _digests(facts: Facts) -> str:
 
 
 def tree_of(tree: TreeEntry, on: Console) -> Tree:
-    """Build the folded tree, with sizes and bars in aligned columns if there is room."""
+    """Build the folded tree, with sizes and bars in aligned columns. Without room for both beside the shapes, the bars
+    are dropped first, then the sizes."""
     root = outline(tree.lines())
     whole = max(1, root.nbytes)
     rows = list(itertools.islice(_rows(root.children or [root], 0), _MOST_ROWS))
-    room = on.width - _SIZE - 2 - (_BAR + 1 if on.width >= _NARROW else 0)
-    labels = [_label(node, on, room - _INDENT * depth) for depth, node in rows]
-    ends = (_INDENT * depth + label.cell_len for (depth, _), label in zip(rows, labels, strict=True))
-    column = min(max(ends, default=0), room)
+    needed = max(
+        (_INDENT * depth + _label(node, on).cell_len for depth, node in rows if node.nbytes), default=0
+    )
+    with_size = needed + _SIZE_COLUMN <= on.width
+    with_bar = needed + _SIZE_COLUMN + _BAR_COLUMN <= on.width
     shown = Tree("", guide_style="dim", hide_root=True)
     branches = [shown]  # the last one of every depth
-    for (depth, node), label in zip(rows, labels, strict=True):
-        if node.nbytes:
-            label.pad_right(max(0, column - _INDENT * depth - label.cell_len))
+    for depth, node in rows:
+        label = _label(node, on, on.width - _INDENT * depth)
+        if node.nbytes and with_size:
+            label.pad_right(needed - _INDENT * depth - label.cell_len)
             label.append(f"  {size(node.nbytes):>{_SIZE}}", style="dim")
-            if on.width >= _NARROW:
-                part = bar(node.nbytes / whole, _BAR, ascii_only=on.options.ascii_only)
-                label.append(f" {part}", style="blue")
+        if node.nbytes and with_bar:
+            part = bar(node.nbytes / whole, _BAR, ascii_only=on.options.ascii_only)
+            label.append(f" {part}", style="blue")
         branches[depth + 1 :] = [branches[depth].add(label)]
     if (hidden := root.rows - 1 - len(rows)) > 0:
         shown.add(f"... and {count(hidden, 'more row')}; `eformer ls` lists every leaf")
@@ -123,15 +128,18 @@ def _rows(nodes: Sequence[OutlineNode], depth: int) -> Iterator[tuple[int, Outli
         yield from _rows(node.children, depth + 1)
 
 
-def _label(node: OutlineNode, on: Console, room: int) -> Text:
-    text = Text(shortened(node.label, max(20, on.width // 2)), style="" if node.line else "bold")
+def _label(node: OutlineNode, on: Console, room: int | None = None) -> Text:
+    """Return the name, the count, and the dtype and shape of a node. To fit into the room, the name is shortened."""
+    rest = Text()
     if node.count > 1:
-        text.append(f" {'x' if on.options.ascii_only else '×'}{node.count}", style="cyan")
+        rest.append(f" {'x' if on.options.ascii_only else '×'}{node.count}", style="cyan")
     if node.line:
-        text.append(f"  {node.line.what}", style="green" if node.line.nbytes else "magenta")
-    if node.nbytes:  # a size follows
-        text.truncate(max(room, 8), overflow="ellipsis")
-    return text
+        rest.append(f"  {node.line.what}", style="green" if node.line.nbytes else "magenta")
+    most = max(20, on.width // 2)
+    if room is not None and node.nbytes:
+        most = min(most, max(_LEAST_NAME, room - rest.cell_len))
+    name = Text(shortened(node.label, most), style="" if node.line else "bold")
+    return name + rest
 
 
 def list_leaves(leaves: list[Facts], on: Console) -> None:

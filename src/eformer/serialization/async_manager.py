@@ -288,8 +288,8 @@ class AsyncCheckpointManager:
     ) -> tuple[Any, dict[str, Any]]:
         """Load the tree at `path`, and return it with its `CheckpointMetadata` as a dict.
 
-        path               a directory, its index, a safetensors file, one shard of several, or the common beginning of
-                           their names
+        path               a directory, its index, a safetensors file, any shard of a model, which stands for the whole
+                           model, or the common beginning of their names
         shardings          where leaves go, by key, nested or flat: a Sharding, a PartitionSpec or a function
         partition_rules    where leaves go that `shardings` does not name; others are placed as they were saved
         mismatch_allowed   False raises a KeyError for leaves that `shardings` does not name

@@ -139,11 +139,94 @@ def test_foreign_shards_load_with_and_without_their_index(tmp_path, weights, wit
 def test_a_missing_foreign_shard_is_named(tmp_path, weights):
     weight_map = foreign_shards(tmp_path, weights)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(FormatError, match=r"does not have all 2 shards of 'model'; missing: 2"):
-        load(tmp_path)
+    second = "missing: model-00002-of-00002.safetensors. Copy them"
+    for path in (tmp_path, tmp_path / "model"):
+        with pytest.raises(FormatError, match=f"does not have all 2 shards of 'model'; {second}"):
+            load(path)
     write_index(tmp_path, weight_map)
-    with pytest.raises(FileNotFoundError, match="model-00002"):
-        load(tmp_path)
+    for path in (tmp_path, *tmp_path.iterdir()):
+        with pytest.raises(FileNotFoundError, match=f"model.safetensors.index.json lists 2 files; {second}"):
+            load(path)
+
+
+def test_any_foreign_shard_leads_to_the_whole_model(tmp_path, weights):
+    names = ["model-1-of-2.safetensors", "model-2-of-2.safetensors"]  # some writers count like this
+    write_index(tmp_path, foreign_shards(tmp_path, weights, names))
+    whole = {m: dict(sorted(weights[m].items())) for m in weights}
+    for name in names:
+        shard = tmp_path / name
+        assert_same(jax.tree.map(np.asarray, load(shard)), whole)
+        assert_same(dict(checkpoint.open(shard).items()), dict(checkpoint.open(tmp_path).items()))
+        assert checkpoint.verify(shard).leaves == len(flat(weights))
+        checkpoint.convert(shard, tmp_path / "new" / name)
+        assert_same(jax.tree.map(np.asarray, load(tmp_path / "new" / name)), whole)
+        assert checkpoint.inspect(shard).trees.keys() == {""}
+
+
+def test_a_shard_in_a_hugging_face_cache_leads_to_the_whole_model(tmp_path, weights):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1234"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    weight_map = foreign_shards(blobs, weights)
+    write_index(snapshot, weight_map)
+    for number, name in enumerate(sorted(set(weight_map.values()))):
+        (blobs / name).rename(blobs / f"abc{number}")
+        (snapshot / name).symlink_to(f"../../blobs/abc{number}")
+    assert_same(load(snapshot / name), load(snapshot))
+
+
+def test_a_link_to_a_shard_leads_to_the_model_beside_the_shard(tmp_path, weights):
+    (tmp_path / "model").mkdir()
+    write_index(tmp_path / "model", foreign_shards(tmp_path / "model", weights))
+    (tmp_path / "x.safetensors").symlink_to("model/model-00001-of-00002.safetensors")
+    assert_same(load(tmp_path / "x.safetensors"), load(tmp_path / "model"))
+
+
+def test_a_file_that_no_index_lists_is_read_alone(tmp_path, weights):
+    weight_map = foreign_shards(tmp_path, weights)
+    safetensors.numpy.save_file({"other": np.ones(3)}, tmp_path / "other.safetensors")
+    write_index(tmp_path, weight_map)
+    assert list(load(tmp_path / "other.safetensors")) == ["other"]
+    assert checkpoint.verify(tmp_path / "other.safetensors").ok
+
+
+def test_shards_without_an_index_are_read_alone_and_whole_by_their_base_name(tmp_path, weights, caplog):
+    weight_map = foreign_shards(tmp_path, weights)
+    first, second = sorted(set(weight_map.values()))
+    alone = [tensor for tensor, name in weight_map.items() if name == first]
+    assert sorted(checkpoint.open(tmp_path / first)) == sorted(alone)
+    load(tmp_path / first)
+    assert second in caplog.text
+    assert checkpoint.verify(tmp_path / first).left_out == (second,)
+    assert_same(load(tmp_path / "model"), load(tmp_path))
+
+
+def test_an_index_that_cannot_be_read_is_an_error_for_its_shards_alone(tmp_path, weights):
+    foreign_shards(tmp_path, weights)
+    safetensors.numpy.save_file({"other": np.ones(3)}, tmp_path / "other.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map"')
+    with pytest.raises(FormatError, match=r"model\.safetensors\.index\.json is not an index"):
+        load(tmp_path / "model-00002-of-00002.safetensors")
+    assert list(load(tmp_path / "other.safetensors")) == ["other"]
+
+
+def test_foreign_shards_beside_a_checkpoint_lead_to_their_own_model(tmp_path, weights):
+    weight_map = foreign_shards(tmp_path, weights)
+    write_index(tmp_path, weight_map)
+    expected = load(tmp_path)
+    save({"mine": np.ones(3)}, tmp_path, prefix="mine")
+    for name in ("model", "model.safetensors.index.json", *weight_map.values()):
+        assert_same(load(tmp_path / name), expected)
+
+
+def test_a_shard_of_a_foreign_model_is_not_saved_over(tmp_path, weights):
+    weight_map = foreign_shards(tmp_path, weights)
+    write_index(tmp_path, weight_map)
+    expected = load(tmp_path)
+    for name in set(weight_map.values()):
+        with pytest.raises(ValueError, match=r"belongs to the checkpoint .*index.json; save to another file"):
+            save({"mine": np.ones(3)}, tmp_path / name)
+    assert_same(load(tmp_path), expected)
 
 
 def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path, weights):

@@ -24,6 +24,16 @@ def test_layers_that_are_alike_are_one():
     assert root.nbytes == 37 * 8
 
 
+def test_the_order_of_shards_does_not_matter():
+    parts = ("attn.q", "attn.k", "mlp.experts.0", "mlp.experts.1", "norm")
+    names = [f"layers.{i}.{part}" for i in range(12) for part in parts]
+    first, second = names[1::2], [*reversed(names[::2])]  # every layer is in both files
+    (layers,) = outline(lines(*first, *second)).children
+    assert [(child.label, child.count) for child in layers.children] == [("0-11", 12)]
+    assert layers.leaves == len(names)
+    assert {label for label, *_ in labels(layers.children[0])} == {"attn", "mlp.experts", "norm"}
+
+
 def test_layers_that_differ_are_not():
     different = [*lines("layers.0.w", "layers.1.w"), LeafLine("layers.2.w", "f32[3]", 12)]
     (layers,) = outline(different).children

@@ -36,12 +36,12 @@ _MOST_RESTARTS = 100  # saves that may replace a checkpoint, one after the other
 
 def find(path: str | os.PathLike[str]) -> Found:
     """Find the checkpoint at `path`: a directory, its index or manifest, one of its files, a single file, or the common
-    beginning of the names of such files."""
+    beginning of the names of such files. One shard of a model leads to the whole model."""
     store, name = locate(path)
     if not name or (name == INDEX and store.exists(name)):
         return _in_directory(store)
     if not store.exists(name):
-        name = safetensors.by_base_name(store, name) or _missing(store, name)
+        return safetensors.by_base_name(store, name) or _missing(store, name)
     return files.in_file(store, name) or safetensors.in_file(store, name)
 
 

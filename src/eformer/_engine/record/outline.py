@@ -117,9 +117,10 @@ def _follows(before: OutlineNode, node: OutlineNode) -> bool:
 
 
 def _shape_of(node: OutlineNode) -> object:
-    """Return everything but the label, for comparing two nodes."""
-    inside = tuple((child.label, child.count, _shape_of(child)) for child in node.children)
-    return node.line and (node.line.what, node.line.nbytes), inside
+    """Return everything but the label, for comparing two nodes. The order of the children does not count: if layers are
+    spread over shards, each may have another."""
+    inside = [(child.label, child.count, _shape_of(child)) for child in node.children]
+    return node.line and (node.line.what, node.line.nbytes), sorted(inside, key=lambda child: child[0])
 
 
 def _merge(run: Sequence[OutlineNode]) -> OutlineNode:

@@ -11,20 +11,23 @@ import msgspec
 from eformer._engine.formats.found import Found
 from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.process_records import joined_trees
-from eformer._engine.formats.safetensors.header import Opened, parse_header, read_header
+from eformer._engine.formats.safetensors.header import Opened, open_header, parse_header, read_header
 from eformer._engine.formats.safetensors.names import (
     INDEX_SUFFIX,
     MANIFEST,
     SUFFIX,
     base_name,
     is_marked,
-    split_shard,
 )
 from eformer._engine.formats.safetensors.plain_files import (
     Headers,
+    base_of_shard,
     files_of_directory,
+    index_of_shard,
     indexed_files,
     marked_file,
+    other_shards,
+    shards_of,
     tree_of,
 )
 from eformer._engine.record.digests import check_own_digest, has_own_digest
@@ -44,27 +47,32 @@ _MOST_MANIFEST = 2**29  # bytes
 
 
 def in_file(store: Store, name: str) -> Found:
-    """Find the checkpoint that a file belongs to: an index, a file of a checkpoint, or a single file."""
+    """Find the checkpoint that a file belongs to: an index, a file of a checkpoint, a shard of a model, or a single
+    file."""
     if name == MANIFEST:
         return in_directory(store)
     if name.endswith(INDEX_SUFFIX):
         return _find_by_index(store, name)
-    return _find_file(*store.resolve(name))  # a link that the caller names may lead anywhere
+    return _find_file(store, name)
 
 
-def by_base_name(store: Store, name: str) -> str | None:
-    """Return the file, index or first shard that a name without suffix stands for; None if there is none."""
+def by_base_name(store: Store, base: str) -> Found | None:
+    """Find the checkpoint of the index, the file or the shards that a name without suffix stands for; None if there
+    are none."""
     try:
         there = store.kinds()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    shards = [shard for shard in there if shard.endswith(SUFFIX) and _base_of_shard(shard) == name]
-    return next((found for found in (name + INDEX_SUFFIX, name + SUFFIX, *shards) if found in there), None)
-
-
-def _base_of_shard(name: str) -> str | None:
-    shard = split_shard(name.removesuffix(SUFFIX))
-    return shard[0] if shard else None
+    for name in (base + INDEX_SUFFIX, base + SUFFIX):
+        if name in there:
+            return in_file(store, name)
+    shards = [name for name in there if base_of_shard(name) == base]
+    if not shards:
+        return None
+    whole = _in_checkpoint(store, shards[0], open_header(store, shards[0])) or _find_by_shard(
+        store, shards[0]
+    )
+    return whole or _foreign(store.path_to(base), store, {"": shards_of(store, base, shards)})
 
 
 def by_files(place: Place) -> Found | None:
@@ -85,11 +93,20 @@ def in_directory(store: Store, only: str | None = None) -> Found:
 
 
 def _find_by_index(store: Store, name: str) -> Found:
+    """Find the tree that an index is of. The manifest has the newest save, and knows the trees by eformer; others are
+    as the index says."""
     manifest, _ = read_manifest(store)
-    if manifest is None:
-        return _foreign(store.path_to(name), store, {"": indexed_files(store, name)})
-    prefixes = [prefix for prefix in sorted(manifest.trees) if base_name(prefix) + INDEX_SUFFIX == name]
-    return in_directory(store, next(iter(prefixes), None))
+    trees = sorted(manifest.trees) if manifest else []
+    for prefix in trees:
+        if base_name(prefix) + INDEX_SUFFIX == name:
+            return in_directory(store, prefix)
+    return _foreign(store.path_to(name), store, {"": indexed_files(store, name)})
+
+
+def _find_by_shard(store: Store, name: str) -> Found | None:
+    """Find the whole model that a file is a shard of, by the index beside it; None if no index lists the file."""
+    index = index_of_shard(store, name)
+    return _find_by_index(store, index) if index else None
 
 
 def read_manifest(store: Store) -> tuple[Manifest | None, Version | None]:
@@ -127,7 +144,8 @@ class _Outer(msgspec.Struct):
     metadata: _Ours = msgspec.field(name="__metadata__")
 
 
-def _find_file(store: Store, name: str) -> Found:
+def _find_file(named: Store, link: str) -> Found:
+    store, name = named.resolve(link)  # a link that the caller names may lead anywhere
     path = store.path_to(name)
     raw, entry = read_header(store, name)
     if manifest := _own_manifest(raw, path):
@@ -137,7 +155,12 @@ def _find_file(store: Store, name: str) -> Found:
     if header.metadata.get("manifest", "").startswith('{"digest":"'):
         raise CorruptionError(f"{path} carries a manifest, but the beginning of its header is damaged")
     opened = Opened(header, entry.nbytes, entry.version)
-    return _in_checkpoint(store, name, opened) or _foreign(path, store, {"": {name: opened}})
+    # In a cache of Hugging Face the index is beside the link, not beside the file.
+    whole = _in_checkpoint(store, name, opened) or _find_by_shard(named, link) or _find_by_shard(store, name)
+    if whole:
+        return whole
+    alone = _foreign(path, store, {"": {name: opened}})
+    return replace(alone, find_left_out=partial(other_shards, named, link))
 
 
 def _in_checkpoint(store: Store, name: str, opened: Opened) -> Found | None:

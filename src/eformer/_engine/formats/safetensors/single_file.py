@@ -10,6 +10,7 @@ import msgspec
 from eformer._engine.formats.find import FOREIGN, find
 from eformer._engine.formats.safetensors.directory import FORMAT
 from eformer._engine.formats.safetensors.layout import header_of, own_nbytes, plan_files
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX
 from eformer._engine.formats.safetensors.read import read_manifest
 from eformer._engine.formats.write_format import Commit
 from eformer._engine.record.digests import stamp_digest
@@ -94,7 +95,8 @@ class SafetensorsFile:
         except (FileNotFoundError, FormatError):  # the caller has named it, and it is not a checkpoint
             return True
         if found.path != path:
-            raise ValueError(f"{path} belongs to the checkpoint {found.path}; save there, or to another file")
+            there = "" if found.path.endswith(INDEX_SUFFIX) else "there, or "
+            raise ValueError(f"{path} belongs to the checkpoint {found.path}; save {there}to another file")
         others = set(found.trees) - {self.prefix}
         if others and found.manifest.format not in FOREIGN:
             raise ValueError(
