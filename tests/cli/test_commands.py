@@ -146,7 +146,7 @@ def test_names_cannot_command_the_terminal(tmp_path):
         shown = run(command, tmp_path / "c").stdout
         assert "\x1b" not in shown
         assert "\x9b" not in shown
-        assert ("[bold]x[/]" if command == "inspect" else "[bold]x[%2F]") in shown  # as `keys` takes it
+        assert "[bold]x[/]" in shown
         assert "new\nline" not in shown
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 import math
 import reprlib
@@ -18,7 +17,7 @@ from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.loading.scalars import as_array, fitted, is_scalar, kind_of, kind_of_dtype
 from eformer._engine.record.dtypes import is_floating
 from eformer._engine.record.manifest import LeafEntry
-from eformer._engine.record.names import with_nearest
+from eformer._engine.record.names import resolve, with_nearest
 from eformer.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -36,24 +35,10 @@ def select(tree: TreeEntry, keys: Iterable[str] | None) -> dict[str, None]:
     names = dict.fromkeys([*tree.leaves, *tree.raw_values])
     if keys is None:
         return names
-    chosen: dict[str, None] = {}
-    unknown = []
-    for key in keys:
-        if key in names:
-            chosen[key] = None
-            continue
-        below = [name for name in names if name.startswith(key + ".") or fnmatch.fnmatchcase(name, key)]
-        chosen |= dict.fromkeys(below)
-        if not below:
-            unknown.append(key)
-    if unknown:
-        known = dict.fromkeys(start for name in names for start in (name, name.rpartition(".")[0]) if start)
-        problems = [
-            f"no leaf is named {key!r}, matches it or lies below it{hint}"
-            for key, hint in with_nearest(unknown, known)
-        ]
+    chosen, problems = resolve(keys, names)
+    if problems:
         raise MismatchError(problems, context="keys")
-    return {name: None for name in names if name in chosen}
+    return chosen
 
 
 class LeafTarget(msgspec.Struct, gc=False):
