@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from eformer._engine.record.names import nearest
+from eformer._engine.record.names import nearest, readable
 from eformer._engine.tools.lazy_arrays import Stacked, Transposed, Unstacked, stored_leaves
 from eformer.errors import FormatError, MismatchError
 
@@ -191,26 +191,26 @@ class _Renaming:
 
     def add_leaf(self, name: str, array: LazyArray | None) -> None:
         for rule in self.rules:
-            if match := rule.pattern.fullmatch(name):
+            if match := rule.pattern.fullmatch(name) or rule.pattern.fullmatch(readable(name)):
                 self.used_lines.add(rule.line)
-                self.apply_rule(rule, match, array)
+                self.apply_rule(rule, name, match, array)
                 return
         self.renamed.kept.append(name)
         self.add(name, name, array)
 
-    def apply_rule(self, rule: Rule, match: re.Match[str], array: LazyArray | None) -> None:
+    def apply_rule(self, rule: Rule, old: str, match: re.Match[str], array: LazyArray | None) -> None:
         if rule.name is None:
-            self.renamed.left_out.append(match[0])
+            self.renamed.left_out.append(old)
             return
         try:
             for new, renamed in _renamed_leaves(rule, match, array):
                 if renamed is not None and rule.stack:
-                    member = _Member(_number(_fill(rule.stack.number, match)), match[0], renamed, rule)
+                    member = _Member(_number(_fill(rule.stack.number, match)), old, renamed, rule)
                     self.stacks.setdefault(new, []).append(member)
                 else:
-                    self.add(new, match[0], renamed, ", ".join(map(str, rule.steps)))
+                    self.add(new, old, renamed, ", ".join(map(str, rule.steps)))
         except FormatError as error:
-            self.problems.append(f"leaf {match[0]!r}, by {rule}: {error}")
+            self.problems.append(f"leaf {old!r}, by {rule}: {error}")
 
     def add_stack(self, new: str, members: Sequence[_Member]) -> None:
         *before, stack = members[0].rule.steps
