@@ -15,7 +15,7 @@ from eformer._engine.record.names import escape, join_name
 from eformer._engine.record.regions import Region
 from eformer._engine.saving import run
 from eformer.checkpoint import SaveOptions, load, save
-from support.safetensors_files import assert_equal, read_by_index
+from support.safetensors_files import assert_equal, read_by_index, tensors_in
 from support.trees import HOSTILE, assert_same, keys
 
 NAMES = ["model.embed.weight", "model.layers.0.mlp.weight", "model.layers.1.mlp.weight", "lm_head.weight"]
@@ -25,16 +25,6 @@ def flat(step=0, **changed):
     """A model as Hugging Face has it: one dict, dots in its keys."""
     model = {name: np.full((40, 30), number, np.float32) for number, name in enumerate(NAMES)}
     return model | {"lm_head.weight": np.full((40, 30), 100 + step, np.float32)} | changed
-
-
-def tensors_in(folder):
-    """Read everything that is in the files of a folder, as some programs do."""
-    found = {}
-    for file in folder.glob("*.safetensors"):
-        with safetensors.safe_open(file, "np") as opened:
-            assert found.keys().isdisjoint(opened.keys())
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return found
 
 
 def check(folder, expected):

@@ -75,8 +75,8 @@ def load(
     arrays. `like` is a tree of arrays, `ShapeDtypeStruct`s or shardings; the result has its structure, shapes, dtypes
     and shardings. A number and an array without axes become each other, as `like` has them, if they are of one kind
     (bool, int, float, complex) and the value does not change. Files of equinox have no names, and need `like`.
-    `keys` are names of leaves or subtrees, or patterns such as "layers.*.bias"; without `like` the result is then a
-    flat dict by name.
+    `keys` are names of leaves or subtrees, or patterns such as "layers.*.bias"; dots in a key of a dict may be written
+    as they are. Without `like` the result is then a flat dict by the names that the checkpoint has.
 
     `shardings` place leaves: one for all, or by name (nested or dotted, for some leaves or all), each a `Sharding`, a
     `PartitionSpec` or a function that is called on the loaded array. `rules` are pairs of a regex and a PartitionSpec;

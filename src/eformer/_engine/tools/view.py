@@ -80,6 +80,7 @@ def open(path: str | os.PathLike[str], *, prefix: str | None = None) -> View:  #
         >>> with open("run/step-100") as view:
         ...     rows = view["params.embedding"][10:20]  # reads these rows, and no more
         ...     step = view["step"]  # a plain value
+        ...     params = view["params"]  # a subtree: a dict of its leaves by name
     """
     return look_at(path, lambda found: View(found, prefix))
 
