@@ -11,6 +11,7 @@ from eformer.checkpoint import inspect, load, save, verify
 from eformer.errors import NotFoundError
 from multihost import scenes
 from support.processes import Failed, Job
+from support.safetensors_files import tensors_in
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -65,6 +66,14 @@ def test_a_callback_that_raises_in_one_process_fails_the_save_of_all(two, path):
     assert "seen enough" in str(ours)
     assert "ZeroDivisionError" in str(theirs)
     scenes.check(load(path))
+
+
+def test_all_processes_call_a_tensor_the_same(two, tmp_path):
+    for _ in range(2):
+        succeed(two.run("save_dotted", tmp_path))
+        names = tensors_in(tmp_path)
+        assert sorted({name.partition("%[")[0] for name in names}) == ["a.b", "c%2Ed", "c.d", "x.y.w"]
+        assert verify(tmp_path).ok
 
 
 @pytest.mark.parametrize("how", ["sync", "async"])

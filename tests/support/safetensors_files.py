@@ -20,6 +20,16 @@ def read_by_index(folder):
     return tensors
 
 
+def tensors_in(folder):
+    """Read all tensors of all files, as some programs do. No two may have the same name."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safetensors.safe_open(file, "np") as opened:
+            assert found.keys().isdisjoint(opened.keys())
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
 def assert_equal(found, expected):
     assert found.keys() == expected.keys()
     for name in expected:

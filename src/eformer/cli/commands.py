@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import io
 import json
 import math
@@ -165,24 +164,28 @@ def main(debug: bool) -> None:  # noqa: ARG001  read by the group
 
 @main.command()
 @click.argument("path", type=click.Path())
+@click.argument("name", required=False)
 @click.option("--prefix", help="Only this tree, if there are several.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--svg", type=click.Path(dir_okay=False), help="Write an SVG image to this file instead.")
-def inspect(path: str, prefix: str | None, as_json: bool, svg: str | None) -> None:
-    """Show the format, the metadata and the tree of the checkpoint at PATH.
+def inspect(path: str, name: str | None, prefix: str | None, as_json: bool, svg: str | None) -> None:
+    """Show the format, the metadata and the tree of the checkpoint at PATH, or only the leaves that NAME finds.
+
+    NAME is that of a leaf or a subtree, or a pattern.
 
     \b
     eformer inspect ./checkpoint
+    eformer inspect ./checkpoint params.encoder
     eformer inspect model.safetensors --json | jq .trees
     """
     from eformer.cli.facts import checkpoint_facts, leaf_facts  # late: `--help` should not wait for numpy
 
     if svg and as_json:
         raise click.UsageError("--svg and --json cannot be combined")
-    facts, trees = checkpoint_facts(path, prefix)
+    facts, trees = checkpoint_facts(path, prefix, name)
     if as_json:
-        for name, tree in trees.items():
-            facts["trees"][name]["leaves"] = list(leaf_facts(tree))
+        for each, tree in trees.items():
+            facts["trees"][each]["leaves"] = list(leaf_facts(tree))
         _print_json(facts)
     else:
         from eformer.cli import terminal
@@ -199,33 +202,38 @@ def inspect(path: str, prefix: str | None, as_json: bool, svg: str | None) -> No
 
 @main.command("ls")
 @click.argument("path", type=click.Path())
-@click.argument("glob", default="*")
+@click.argument("name", required=False)
 @click.option("--prefix", help="Only this tree, if there are several.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_leaves(path: str, glob: str, prefix: str | None, as_json: bool) -> None:
-    """List the leaves of the checkpoint at PATH whose names match GLOB, one line each.
+def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) -> None:
+    """List the leaves of the checkpoint at PATH, or only those that NAME finds, one line each.
+
+    NAME is that of a leaf or a subtree, or a pattern. Keys that have dots in them may be written as they are; the exit
+    code is 1 if nothing is found.
 
     \b
     eformer ls ./checkpoint
+    eformer ls ./checkpoint params.encoder
     eformer ls ./checkpoint "layers.*.bias"
     """
-    from eformer.cli.facts import checkpoint_facts, leaf_facts
+    from eformer.cli.facts import checkpoint_facts, chosen, leaf_facts, spellings
 
     facts, trees = checkpoint_facts(path, prefix)
+    found = chosen(trees, "*" if name is None else name)
     leaves = [
-        ({"prefix": name} if name else {}) | leaf
-        for name, tree in trees.items()
-        for leaf in leaf_facts(tree)
-        if fnmatch.fnmatchcase(leaf["name"], glob)
+        ({"prefix": each} if each else {}) | leaf
+        for each, names in found.items()
+        for leaf in leaf_facts(trees[each])
+        if leaf["name"] in names
     ]
     if as_json:
         _print_json(leaves)
     else:
         from eformer.cli import terminal
 
-        terminal.list_leaves(leaves, terminal.console())
-    for name, problem in facts["problems"].items():
-        _print_error(f"{name or 'the tree'} cannot be read: {problem}")
+        terminal.list_leaves(leaves, spellings(trees), terminal.console())
+    for each, problem in facts["problems"].items():
+        _print_error(f"{each or 'the tree'} cannot be read: {problem}")
     if facts["problems"]:
         sys.exit(1)
 

@@ -7,12 +7,16 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from eformer._engine.formats.find import find
 from eformer._engine.formats.others.orbax import steps_in
+from eformer._engine.record.manifest import encode_leaves
+from eformer._engine.record.names import readable_names, resolve
 from eformer._engine.record.values import value_from_json
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.locate import local_path
-from eformer.errors import EformerError
+from eformer.errors import EformerError, MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,21 +26,28 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 
 
-def checkpoint_facts(path: str, prefix: str | None = None) -> tuple[Facts, dict[str, TreeEntry]]:
-    """Return facts about a checkpoint, and its readable trees by prefix; `problems` has the reasons for the others."""
+def checkpoint_facts(
+    path: str, prefix: str | None = None, name: str | None = None
+) -> tuple[Facts, dict[str, TreeEntry]]:
+    """Return facts about a checkpoint, and its readable trees by prefix; `problems` has the reasons for the others.
+
+    With a `name` the trees have only the leaves that it finds.
+    """
     found = find(path)
     trees, problems = {}, {}
-    for name in [prefix] if prefix is not None else list(found.trees):
+    for each in [prefix] if prefix is not None else list(found.trees):
         try:
-            trees[name] = found.tree(name)
-            trees[name].check_leaves()
+            trees[each] = found.tree(each)
+            trees[each].check_leaves()
         except (EformerError, OSError) as error:
-            trees.pop(name, None)
-            problems[name] = str(error)
+            trees.pop(each, None)
+            problems[each] = str(error)
+    if name is not None:
+        trees = {each: _restricted(trees[each], names) for each, names in chosen(trees, name).items()}
     facts: Facts = {
         "path": str(found.path),
         "format": found.manifest.format,
-        "trees": {name: tree_facts(tree) for name, tree in trees.items()},
+        "trees": {each: tree_facts(tree) for each, tree in trees.items()},
         "problems": problems,
         "left_out": list(found.left_out()),
     }
@@ -47,6 +58,35 @@ def checkpoint_facts(path: str, prefix: str | None = None) -> tuple[Facts, dict[
     if found.find_damages:
         facts["checksums"] = True
     return facts, trees
+
+
+def chosen(trees: dict[str, TreeEntry], name: str) -> dict[str, dict[str, None]]:
+    """Return the leaves of each tree that a name, a subtree or a pattern finds. Raise a MismatchError if there are none
+    in any tree."""
+    found, problems = {}, []
+    for prefix, tree in trees.items():
+        names, why = resolve([name], _names(tree))
+        problems += [f"{prefix}: {problem}" if prefix else problem for problem in why]
+        if names:
+            found[prefix] = names
+    if not found and any(map(_names, trees.values())):
+        raise MismatchError(problems)
+    return found
+
+
+def spellings(trees: dict[str, TreeEntry]) -> dict[str, dict[str, str]]:
+    """Return how to show the names of each tree: as people write them, unless that is ambiguous."""
+    return {prefix: readable_names(_names(tree)) for prefix, tree in trees.items()}
+
+
+def _names(tree: TreeEntry) -> list[str]:
+    return [*tree.leaves, *tree.raw_values]
+
+
+def _restricted(tree: TreeEntry, names: dict[str, None]) -> TreeEntry:
+    leaves = {name: entry for name, entry in tree.leaves.items() if name in names}
+    values = {name: value for name, value in tree.raw_values.items() if name in names}
+    return msgspec.structs.replace(tree, raw_leaves=encode_leaves(leaves), raw_values=values)
 
 
 def tree_facts(tree: TreeEntry) -> Facts:

@@ -142,13 +142,14 @@ def _label(node: OutlineNode, on: Console, room: int | None = None) -> Text:
     return name + rest
 
 
-def list_leaves(leaves: list[Facts], on: Console) -> None:
-    """Print one line a leaf. Nothing is shortened if the output is piped."""
+def list_leaves(leaves: list[Facts], spellings: dict[str, dict[str, str]], on: Console) -> None:
+    """Print one line a leaf, names in the spellings of their trees. Nothing is shortened if the output is piped."""
     width = shutil.get_terminal_size().columns if on.is_terminal else 0
-    names = [
-        printable(f"{leaf['prefix']}: {leaf['name']}" if "prefix" in leaf else leaf["name"])
-        for leaf in leaves
-    ]
+    names = []
+    for leaf in leaves:
+        prefix = leaf.get("prefix", "")
+        name = spellings[prefix][leaf["name"]]
+        names.append(printable(f"{prefix}: {name}" if prefix else name))
     longest = max(map(cell_len, names), default=0)
     room = min(longest, max(20, width - 40)) if width else longest
     for leaf, whole in zip(leaves, names, strict=True):

@@ -44,6 +44,18 @@ def test_keys_name_match_or_lie_above_leaves(keys, expected):
     assert list(select(entry, keys)) == expected
 
 
+def test_keys_are_taken_in_either_spelling():
+    entry = tree({"h%2E0%2Ew": leaf(), "h%2E0%2Eb": leaf()}, {"h%2Estep": 3})
+    for keys in (["h.0.w", "h.step"], ["h%2E0%2Ew", "h%2Estep"]):
+        assert list(select(entry, keys)) == ["h%2E0%2Ew", "h%2Estep"]
+    assert list(select(entry, ["h.0"])) == ["h%2E0%2Ew", "h%2E0%2Eb"]
+
+
+def test_a_key_that_means_two_leaves_is_refused_with_both():
+    with pytest.raises(MismatchError, match=r"'a%2Eb%2Ec', 'a%2Eb.c'"):
+        select(tree({"a%2Eb%2Ec": leaf(), "a%2Eb.c": leaf()}), ["a.b.c"])
+
+
 def test_all_unknown_keys_are_reported_with_the_nearest_name():
     with pytest.raises(MismatchError) as error:
         select(tree({"params.w": leaf()}), ["param", "params.v"])

@@ -13,6 +13,9 @@ from eformer._engine.record.names import (
     join_name,
     name_to_path,
     path_to_name,
+    readable,
+    readable_names,
+    resolve,
     split_name,
     unescape,
     with_nearest,
@@ -129,6 +132,85 @@ def test_a_path_that_no_leaf_has_is_refused(path):
 def test_a_name_that_no_tree_has_is_refused_before_it_is_a_path(name):
     with pytest.raises(FormatError, match="cannot be part of a leaf's name"):
         name_to_path(name)
+
+
+# ------------------------------------------------------------------------------------------- spellings
+
+
+trees = st.lists(st.lists(keys | st.sampled_from(["a", "b", "a.b"]), max_size=3).map(name_of), unique=True)
+
+
+@given(trees)
+def test_readable_names_are_plain_and_no_two_are_alike(names):
+    spelled = readable_names(names)
+    assert list(spelled) == names
+    assert len(set(spelled.values())) == len(names)
+    for name, text in spelled.items():
+        assert text == name or (text == readable(name) and text.isprintable() and "%" not in text)
+
+
+def test_readable_names_have_no_escapes_where_nothing_else_reads_the_same():
+    assert readable_names(["a%2Eb", "a.b", "x%2Ey", "%", "50%25", "%_", "n%0A"]) == {
+        "a%2Eb": "a%2Eb",
+        "a.b": "a.b",
+        "x%2Ey": "x.y",
+        "%": "%",
+        "50%25": "50%25",
+        "%_": "%_",
+        "n%0A": "n%0A",
+    }
+
+
+@given(trees)
+def test_either_spelling_finds_its_leaf_and_the_escaped_one_always_does(names):
+    for name, text in readable_names(names).items():
+        assert resolve([name], names) == ({name: None}, [])
+        assert resolve([text], names) == ({name: None}, [])
+
+
+@given(trees, trees)
+def test_whatever_is_asked_for_leaves_are_found_in_order_or_a_problem_is(names, asked):
+    found, problems = resolve(asked, names)
+    assert list(found) == [name for name in names if name in found]
+    for spelling in asked:
+        alone, why = resolve([spelling], names)
+        assert bool(alone) != bool(why)
+        assert alone.keys() <= found.keys()
+    assert bool(problems) == any(resolve([spelling], names)[1] for spelling in asked)
+
+
+FLAT = ["model%2Eembed%2Eweight", "model%2Eh%2E0%2Ebias", "model%2Eh%2E0%2Eweight", "step"]
+MIXED = ["a%2Eb%2Ec", "a%2Eb.c", "a.x"]
+
+
+@pytest.mark.parametrize(
+    ("names", "spelling", "expected"),
+    [
+        (FLAT, "model.embed.weight", FLAT[:1]),
+        (FLAT, "model%2Eembed%2Eweight", FLAT[:1]),
+        (FLAT, "model", FLAT[:3]),
+        (FLAT, "model.h.0", FLAT[1:3]),
+        (FLAT, "*.weight", [FLAT[0], FLAT[2]]),
+        (FLAT, "model%2Eh*", FLAT[1:3]),
+        (MIXED, "a%2Eb", ["a%2Eb.c"]),
+        (MIXED, "a", ["a.x"]),  # the subtree of exactly that name
+        (MIXED, "a.b", MIXED[:2]),
+        (["a.b", "a%2Eb"], "a.b", ["a.b"]),
+        (["w%5B0]", "w[0]"], "w[0]", ["w[0]"]),
+    ],
+)
+def test_names_subtrees_and_patterns_are_taken_in_either_spelling(names, spelling, expected):
+    assert resolve([spelling], names) == (dict.fromkeys(expected), [])
+
+
+def test_every_problem_is_reported_with_what_could_be_meant():
+    found, problems = resolve(["a.b.c", "a.x", "a.bb", "zzz"], MIXED)
+    assert list(found) == ["a.x"]
+    assert problems == [
+        "'a.b.c' is how several leaves read; write one of 'a%2Eb%2Ec', 'a%2Eb.c'",
+        "no leaf is named 'a.bb', matches it or lies below it (nearest is 'a.b')",
+        "no leaf is named 'zzz', matches it or lies below it",
+    ]
 
 
 def test_hints_are_few_and_cheap_however_many_names_there_are():

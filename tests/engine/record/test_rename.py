@@ -38,6 +38,14 @@ def test_the_first_rule_that_matches_the_whole_name_is_applied():
     assert found.unused_rules == [r"line 2, a\..*", "line 3, w (nearest is 'ww')"]
 
 
+@pytest.mark.parametrize("rule", [r"h\.(\d)\.w -> w\1", r"h%2E(\d)%2Ew -> w\1"])
+def test_a_rule_matches_either_spelling_of_a_name(rule):
+    found = renamed([rule, r"h\.step -> step", r"h\.x ->"], {"h%2E0%2Ew": 1, "h%2Ex": 2}, ["h%2Estep"])
+    assert list(found.arrays) == ["w0"]
+    assert found.plain == {"h%2Estep": "step"}
+    assert found.left_out == ["h%2Ex"]
+
+
 def test_nothing_behind_the_arrow_leaves_it_out():
     found = renamed(["head ->", "# a comment", ""], {"head": 1, "body": 2}, ["note"])
     assert list(found.arrays) == ["body"]

@@ -38,6 +38,42 @@ def test_a_view_is_a_mapping_of_leaves_and_values(view):
         view["bc"]
 
 
+def test_a_view_takes_either_spelling_and_subtrees(tmp_path):
+    names = ["h.0.bias", "h.0.weight", "h.1.bias"]
+    save({name: np.full(3, number) for number, name in enumerate(names)} | {"h.step": 5}, tmp_path)
+    with checkpoint.open(tmp_path) as view:
+        for spelling in ("h.1.bias", "h%2E1%2Ebias"):
+            assert spelling in view
+            np.testing.assert_array_equal(view[spelling][:], [2, 2, 2])
+        assert list(view["h.0"]) == ["h%2E0%2Ebias", "h%2E0%2Eweight"]
+        assert view["h"]["h%2Estep"] == view["h.step"] == 5
+        with pytest.raises(KeyError, match=r"no leaf 'h.2.bias' \(nearest is 'h.[01].bias'\)"):
+            view["h.2.bias"]
+        assert "h.2.bias" not in view
+        assert "h" not in view  # which is not a leaf
+        assert 1 not in view
+
+
+def test_a_spelling_that_means_two_leaves_is_refused_with_both(tmp_path):
+    save({"a.b.c": np.ones(1), "a.b": {"c": np.ones(2)}}, tmp_path)
+    record = checkpoint.inspect(tmp_path).trees[""].leaves
+    with checkpoint.open(tmp_path) as view:
+        assert (len(view["a%2Eb.c"]), len(view["a%2Eb%2Ec"])) == (2, 1)
+        assert "a.b.c" not in view
+        for mapping in (view, record):
+            with pytest.raises(KeyError, match=r"'a.b.c' is how several leaves read.*'a%2Eb.c', 'a%2Eb%2Ec'"):
+                mapping["a.b.c"]
+
+
+def test_a_record_takes_either_spelling(tmp_path):
+    save({"h.0.bias": np.ones(3)}, tmp_path)
+    leaves = checkpoint.inspect(tmp_path).trees[""].leaves
+    assert leaves["h.0.bias"] is leaves["h%2E0%2Ebias"]
+    assert list(leaves) == ["h%2E0%2Ebias"]
+    with pytest.raises(KeyError, match=r"no leaf 'h.0.bia' \(nearest is 'h.0.bias'\)"):
+        leaves["h.0.bia"]
+
+
 def test_a_leaf_has_its_shape_and_dtype_without_being_read(view):
     leaf = view["a"]
     assert (leaf.shape, leaf.dtype, leaf.ndim, leaf.size, leaf.nbytes, len(leaf)) == (

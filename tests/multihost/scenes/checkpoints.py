@@ -34,6 +34,12 @@ def save_tree(path, how, options, version=0):
     return written() - before
 
 
+def save_dotted(path):
+    """Saves a dict whose keys have dots: leaves that the first process writes, and leaves that all write."""
+    leaf = put(np.arange(64.0).reshape(8, 8), NamedSharding(mesh(), P("x")))
+    save({"a.b": np.ones(2), "c.d": leaf, "x.y.w": leaf, "c": {"d": np.ones(3)}}, path)
+
+
 def written():
     """The bytes that this process has handed to the kernel."""
     return int(Path("/proc/self/io").read_text().split("wchar: ")[1].split()[0])

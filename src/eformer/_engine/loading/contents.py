@@ -10,7 +10,7 @@ import msgspec
 from eformer._engine.formats.nested_names import nested, split_spelled
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.manifest import LeafEntry
-from eformer._engine.record.names import BARE_LEAF, readable_name, with_nearest
+from eformer._engine.record.names import BARE_LEAF, readable, with_nearest
 from eformer._engine.record.rename import apply, refuse_transformed_keys
 from eformer._engine.record.values import value_from_json
 from eformer._engine.trees.unflatten import part_of
@@ -75,7 +75,7 @@ def below(contents: Contents, root: str) -> Contents:
     """Return the leaves below `root`, a name without its last parts, under the rest of their names."""
     found = _below(contents.names, root)
     if not found:
-        known = dict.fromkeys(name.rpartition(".")[0] for name in map(readable_name, contents.names))
+        known = dict.fromkeys(name.rpartition(".")[0] for name in map(readable, contents.names))
         hint = next(with_nearest([root], filter(None, known)))[1]
         raise MismatchError([f"no leaf is named {root!r} or lies below it{hint}"], context="root")
     part = part_of(contents.structure, found)
@@ -89,7 +89,7 @@ def _below(names: Iterable[str], root: str) -> dict[str, str]:
     """Return what the leaves at or below the root are called there, by name. The root may be in either spelling."""
     found = {}
     for name in names:
-        for spelling in (name, readable_name(name)):
+        for spelling in (name, readable(name)):
             if spelling == root or spelling.startswith(f"{root}."):
                 found[name] = spelling[len(root) + 1 :] or BARE_LEAF
                 break
@@ -149,10 +149,10 @@ def named_like(contents: Contents, like: Mapping[str, Any]) -> Contents:
         return contents
     wanted: dict[str, list[str]] = {}
     for name in missing:
-        wanted.setdefault(readable_name(name), []).append(name)
+        wanted.setdefault(readable(name), []).append(name)
     names: dict[str, str] = {}
     for name in contents.names:
-        readable = readable_name(name)
+        readable = readable(name)
         found = wanted.get(readable) or wanted.get(readable.removesuffix(".value")) or []
         names[name] = found[0] if name not in like and len(found) == 1 else name
     if len(set(names.values())) < len(names):  # two leaves would be one

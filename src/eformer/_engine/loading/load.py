@@ -140,8 +140,8 @@ def load(
     shape than in `like`: a dict of patterns of names and functions of the stored array and the leaf of `like`, or one
     function of these two and the name.
 
-    `keys` are names of leaves or subtrees, or patterns such as "layers.*.bias"; without `like` the result is then a
-    flat dict by name.
+    `keys` are names of leaves or subtrees, or patterns such as "layers.*.bias"; dots in a key of a dict may be written
+    as they are. Without `like` the result is then a flat dict by the names that the checkpoint has.
 
     `shardings` place leaves: one for all, or by name (nested or dotted, for some leaves or all), each a `Sharding`, a
     `PartitionSpec` or a function that is called on the loaded array. `rules` are pairs of a regex and a PartitionSpec;

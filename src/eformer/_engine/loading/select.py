@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 import math
 import reprlib
@@ -20,7 +19,7 @@ from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.loading.scalars import as_array, fitted, is_scalar, kind_of, kind_of_dtype
 from eformer._engine.record.dtypes import is_floating
 from eformer._engine.record.manifest import LeafEntry
-from eformer._engine.record.names import readable_name, split_name, with_nearest
+from eformer._engine.record.names import readable, resolve, split_name, with_nearest
 from eformer._engine.record.text import few
 from eformer._engine.record.values import LeftToCode
 from eformer.errors import MismatchError
@@ -40,24 +39,10 @@ def select(contents: Contents, keys: Iterable[str] | None) -> dict[str, None]:
     names = dict.fromkeys(contents.names)
     if keys is None:
         return names
-    chosen: dict[str, None] = {}
-    unknown = []
-    for key in keys:
-        if key in names:
-            chosen[key] = None
-            continue
-        below = [name for name in names if name.startswith(key + ".") or fnmatch.fnmatchcase(name, key)]
-        chosen |= dict.fromkeys(below)
-        if not below:
-            unknown.append(key)
-    if unknown:
-        known = dict.fromkeys(start for name in names for start in (name, name.rpartition(".")[0]) if start)
-        problems = [
-            f"no leaf is named {key!r}, matches it or lies below it{hint}"
-            for key, hint in with_nearest(unknown, known)
-        ]
+    chosen, problems = resolve(keys, names)
+    if problems:
         raise MismatchError(problems, context="keys")
-    return {name: None for name in names if name in chosen}
+    return chosen
 
 
 class LeafTarget(msgspec.Struct, gc=False):
@@ -204,7 +189,7 @@ def _resize_of(name: str, leaf: Any, resize: Resize | None) -> Callable[[Any], A
         return None
     if callable(resize):
         return lambda array: resize(array, leaf, name)
-    spellings = (name, readable_name(name))
+    spellings = (name, readable(name))
     for pattern, function in resize.items():
         if any(fnmatch.fnmatchcase(spelling, pattern) for spelling in spellings):
             return lambda array: function(array, leaf)

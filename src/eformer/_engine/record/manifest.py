@@ -18,6 +18,7 @@ from msgspec import Raw, Struct, field
 from eformer._engine.record.check import check_leaf, check_tree, is_plain
 from eformer._engine.record.digests import NO_DIGEST, check_own_digest, stamp_digest, xxh3_64_number
 from eformer._engine.record.display import TreeSummary, as_html, as_text
+from eformer._engine.record.names import Spellings, ambiguous, with_nearest
 from eformer._engine.record.outline import LeafLine
 from eformer._engine.record.pieces import PIECE_BYTES
 from eformer._engine.record.regions import Region
@@ -172,8 +173,8 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def leaves(self) -> dict[str, LeafEntry]:
-        """Return the leaves that are arrays, by name, in the tree's order."""
-        entries = _parsed(self.raw_leaves, _decode_leaves)
+        """Return the leaves that are arrays, by name, in the tree's order. Names are looked up in either spelling."""
+        entries = _ByName(_parsed(self.raw_leaves, _decode_leaves))
         if both := entries.keys() & self.raw_values.keys():
             raise FormatError(f"the manifest lists {sorted(both)[:3]} both as arrays and as plain values")
         rooms = [file.nbytes - file.header_nbytes for file in self.files]
@@ -254,6 +255,18 @@ def _value_text(value: Any) -> str:
         return printable(f"= {shortened(repr(value_from_json(value)), _MOST_SHOWN)}")
     except (ValueError, RecursionError) as error:  # not recorded; or a number with too many digits to print
         return printable(shortened(str(error), _MOST_SHOWN))
+
+
+class _ByName(dict[str, LeafEntry]):
+    """Find leaves by the readable spellings of their names, too."""
+
+    def __missing__(self, name: str) -> LeafEntry:
+        spellings = Spellings(self)
+        found = spellings.leaves(name)
+        if len(found) == 1:
+            return self[found[0]]
+        hint = next(with_nearest([name], spellings.known()))[1]
+        raise KeyError(ambiguous(name, found) if found else f"no leaf {name!r}{hint}")
 
 
 class Leaves(Mapping[str, LeafEntry]):

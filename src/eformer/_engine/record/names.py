@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import itertools
 import re
 from collections import Counter
@@ -87,9 +88,24 @@ def split_name(name: str) -> tuple[str, ...]:
     return () if name == BARE_LEAF else tuple(name.split("."))
 
 
-def readable_name(name: str) -> str:
-    """Return a name without escapes. It may be that of another leaf, too: `a.b` is a key, or `b` below `a`."""
-    return name if "%" not in name else ".".join(map(unescape, name.split(".")))
+def readable(name: str) -> str:
+    """Return a name as people write it: parts without escapes, joined by dots. Several leaves may read the same."""
+    return name if "%" not in name else ".".join(map(unescape, split_name(name)))
+
+
+def readable_names(names: Iterable[str]) -> dict[str, str]:
+    """Map the names of a tree to their readable spellings, each to another.
+
+    Names that read the same stay escaped, and so do those whose spelling would be empty, unprintable or have a percent
+    sign in it: one with a percent sign is always escaped.
+    """
+    texts = {name: readable(name) for name in names}
+    times = Counter(texts.values())
+    return {name: text if times[text] == 1 and _is_plain(text) else name for name, text in texts.items()}
+
+
+def _is_plain(text: str) -> bool:
+    return bool(text) and "%" not in text and text.isprintable()
 
 
 def name_to_path(name: str) -> tuple[str, ...]:
@@ -162,6 +178,75 @@ def nearest(name: str, existing: Iterable[str]) -> str | None:
     """Return the most similar existing name, if any is similar."""
     found = difflib.get_close_matches(name, list(itertools.islice(existing, _MOST_CANDIDATES)), n=1)
     return found[0] if found else None
+
+
+# -------------------------------------------------------------------------------------------- look up
+
+
+class Spellings:
+    """Find leaves by their names, escaped or as people write them, and by the names of subtrees.
+
+    The escaped spelling comes first: it never means two leaves.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._readable = {name: readable(name) for name in names}
+        self._names: dict[str, list[str]] = {}
+        for name, text in self._readable.items():
+            self._names.setdefault(text, []).append(name)
+
+    def leaves(self, spelling: str) -> list[str]:
+        """Return the leaf of this name. Several are returned if they read the same and none is spelled exactly so."""
+        return [spelling] if spelling in self._readable else self._names.get(spelling, [])
+
+    def below(self, spelling: str) -> list[str]:
+        """Return the leaves of a subtree."""
+        start = f"{spelling}."
+        exact = [name for name in self._readable if name.startswith(start)]
+        return exact or [name for name, text in self._readable.items() if text.startswith(start)]
+
+    def matching(self, pattern: str) -> list[str]:
+        """Return the leaves whose names, in either spelling, match a pattern such as "layers.*.bias"."""
+        return [
+            name
+            for name, text in self._readable.items()
+            if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(text, pattern)
+        ]
+
+    def known(self) -> Iterator[str]:
+        """Yield the readable spellings of the leaves, each followed by those of the subtrees that it is in."""
+        seen = set[str]()
+        for text in self._names:
+            while text and text not in seen:
+                seen.add(text)
+                yield text
+                text = text.rpartition(".")[0]
+
+
+def resolve(spellings: Iterable[str], names: Iterable[str]) -> tuple[dict[str, None], list[str]]:
+    """Return the leaves that the spellings name, match or lie above, in the order of `names`, and a problem for each
+    spelling that finds none or could mean several."""
+    names = list(names)
+    known, chosen, unknown, problems = Spellings(names), set[str](), [], []
+    for spelling in spellings:
+        found = known.leaves(spelling)
+        if len(found) > 1:
+            problems.append(ambiguous(spelling, found))
+            continue
+        found = found or list(dict.fromkeys([*known.below(spelling), *known.matching(spelling)]))
+        if not found:
+            unknown.append(spelling)
+        chosen.update(found)
+    problems += [
+        f"no leaf is named {spelling!r}, matches it or lies below it{hint}"
+        for spelling, hint in with_nearest(unknown, known.known())
+    ]
+    return {name: None for name in names if name in chosen}, problems
+
+
+def ambiguous(spelling: str, found: Sequence[str]) -> str:
+    """Say that a spelling means several leaves, and how to name one."""
+    return f"{spelling!r} is how several leaves read; write one of {', '.join(map(repr, found))}"
 
 
 # A place in a tree that is being walked: None at the root, else the parent's place and the step from there.

@@ -26,7 +26,8 @@ class SaveOptions:
     timeout           seconds that a process waits for the others, at each of the two meetings of a save
     reuse             do not write leaves whose digests an earlier checkpoint already has: True for the checkpoint that
                       this save replaces, or the path of another one on the same file system. Files are hard-linked, so
-                      either checkpoint may be deleted. Reused bytes are not read; `verify` checks them
+                      either checkpoint may be deleted. Reused bytes are not read; `verify` checks them. Other programs
+                      can open the result if no linked file holds leaves that have changed since
 
     Only for the format "tensorstore":
 

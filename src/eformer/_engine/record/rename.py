@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eformer._engine.record.lazy_arrays import Stacked, Transposed, Unstacked, stored_leaves
-from eformer._engine.record.names import nearest, readable_name
+from eformer._engine.record.names import nearest, readable
 from eformer.errors import FormatError, MismatchError
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class _Renaming:
 
     def add_leaf(self, name: str, array: LazyArray | None) -> None:
         for rule in self.rules:
-            if match := rule.pattern.fullmatch(name) or rule.pattern.fullmatch(readable_name(name)):
+            if match := rule.pattern.fullmatch(name) or rule.pattern.fullmatch(readable(name)):
                 self.used_lines.add(rule.line)
                 self.apply_rule(rule, name, match, array)
                 return

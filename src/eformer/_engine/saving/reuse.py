@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,8 +13,10 @@ import msgspec
 from eformer._engine.formats.find import find
 from eformer._engine.formats.safetensors.header import open_header
 from eformer._engine.formats.safetensors.layout import plan_extents
-from eformer._engine.formats.safetensors.names import own_name, save_of
+from eformer._engine.formats.safetensors.names import own_name, region_name, save_of, tensor_names
 from eformer._engine.record.digests import DIGEST_DIGITS, xxh3_128
+from eformer._engine.record.names import readable
+from eformer._engine.record.regions import Region
 from eformer._engine.saving.staging import released
 from eformer._engine.saving.write import digests_of
 from eformer._engine.tasks.pool import run_all
@@ -126,24 +128,30 @@ def keep_files(
     """Link the safetensors files that hold unchanged leaves. Return them, and the leaves that have to be written in two
     groups, unchanged and changed, so that the next save can keep the files of the former as a whole.
 
-    A file is kept if at least half of it is still needed. Leaves in it that are not part of the tree any more keep
-    their room; because other readers take all that a file holds, it is hidden from them.
+    A file is kept if at least half of it is still needed, and its tensors are called as this save would call them.
+    Leaves in it that are not part of the tree any more keep their room; because other readers take all that a file
+    holds, it is hidden from them.
     """
     kept, tree = Kept(), earlier.tree
+    tensors = tensor_names(source.name for source in sources)
     planned = {source.name: list(plan_extents(source, tree.block)) for source in sources}
     same = earlier.unchanged(planned, staging, threads)
-    needed = Counter[int]()
-    for extents in same.values():
+    needed, called = Counter[int](), defaultdict[int, set[str]](set)
+    for leaf, extents in same.items():
         for extent in extents:
             needed[extent.file] += extent.nbytes
+            called[extent.file].add(
+                region_name(tensors[leaf], Region(*extent.region) if extent.region else None)
+            )
     outdated = {
         extent.file for name, entry in tree.leaves.items() if name not in same for extent in entry.extents
     }
     numbers: dict[int, int] = {}
     for number, nbytes in needed.most_common(_MOST_KEPT):
         file = tree.files[number]
-        is_worth_it = 2 * nbytes >= file.nbytes - file.header_nbytes
-        if is_worth_it and (name := _link_file(earlier, file, upload, is_outdated=number in outdated)):
+        if 2 * nbytes < file.nbytes - file.header_nbytes:
+            continue
+        if name := _link_file(earlier, file, called[number], upload, is_outdated=number in outdated):
             numbers[number] = len(kept.files)
             kept.files.append(msgspec.structs.replace(file, name=name))
     for source in sources:
@@ -155,8 +163,10 @@ def keep_files(
     return kept, [[s for s in left if s.name in same], [s for s in left if s.name not in same]]
 
 
-def _link_file(earlier: Earlier, file: DataFile, upload: Upload, *, is_outdated: bool) -> str | None:
-    """Return the name that a linked file has now, and is to have in the end."""
+def _link_file(
+    earlier: Earlier, file: DataFile, tensors: set[str], upload: Upload, *, is_outdated: bool
+) -> str | None:
+    """Link a file that holds these tensors. Return the name that it has now, and is to have in the end."""
     try:
         opened = open_header(earlier.store, file.name)
         header, entry = earlier.store.read(file.name, 0, opened.header.start)
@@ -165,6 +175,8 @@ def _link_file(earlier: Earlier, file: DataFile, upload: Upload, *, is_outdated:
             raise FormatError("it does not say which save wrote it")
         if xxh3_128(header) != file.header or entry.nbytes != file.nbytes:
             raise FormatError("it is not the file that was written")
+        if other := tensors - opened.header.tensors.keys():
+            raise FormatError(f"it has another name for the tensor {min(other)!r}")
     except (OSError, FormatError) as error:
         logger.warning("reuse: cannot link %s, writing it again: %s", earlier.store.path_to(file.name), error)
         return None
@@ -179,7 +191,7 @@ def apart(sources: Sequence[Source]) -> list[list[Source]]:
     """
     groups: dict[str, list[Source]] = {}
     for source in sources:
-        outermost, dot, _ = source.name.partition(".")
+        outermost, dot, _ = readable(source.name).partition(".")
         groups.setdefault(outermost if dot else "", []).append(source)
     return list(groups.values()) if len(groups) <= _MOST_GROUPS else [list(sources)]
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from eformer._engine.formats.safetensors.directory import SafetensorsDirectory
+from eformer._engine.formats.safetensors.names import tensor_names
 from eformer._engine.formats.safetensors.single_file import SafetensorsFile
 from eformer._engine.formats.zarr.arrays import ZarrArrays
 from eformer._engine.formats.zarr.index import Listed
@@ -81,12 +82,11 @@ class Save:
             return ZarrArrays(
                 self.prefix, save_id, self.tree.block, self.options, arrays, self.has_index, several, process
             )
+        tensors = tensor_names(source.name for source in self.sources)
         if self.file:
-            return SafetensorsFile(
-                self.file, self.prefix, self.tree, [source.name for source in self.sources]
-            )
+            return SafetensorsFile(self.file, self.prefix, self.tree, tensors)
         limit = self.options.max_shard_bytes
-        return SafetensorsDirectory(self.prefix, save_id, self.tree.block, limit, several, process)
+        return SafetensorsDirectory(self.prefix, save_id, self.tree.block, tensors, limit, several, process)
 
 
 def carry_out(save: Save, progress: Progress = None, meter: Meter | None = None) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from eformer._engine.formats.msgpack.writer import Streamed, can_pack, pack
 from eformer._engine.formats.nested_names import parts_of_name
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.record.names import BARE_LEAF, join_name, split_name, unescape
+from eformer._engine.record.names import BARE_LEAF, join_name, readable, split_name, unescape
 from eformer._engine.record.planned import LazyArray
 from eformer._engine.record.values import value_from_json
 from eformer._engine.saving.write import elements_of
@@ -59,7 +59,7 @@ def write_npz(
 
 def _members(names: Sequence[str]) -> dict[str, str]:
     """Choose the names of npz members: the leaves' keys, unless two keys would read the same."""
-    plain = {name: ".".join(map(unescape, split_name(name))) for name in names if name != BARE_LEAF}
+    plain = {name: readable(name) for name in names if name != BARE_LEAF}
     plain |= {name: _BARE for name in names if name == BARE_LEAF}
     count = Counter(plain.values())
     is_text = {name: text.isprintable() and count[text] == 1 for name, text in plain.items()}

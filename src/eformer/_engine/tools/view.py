@@ -17,7 +17,7 @@ from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.record.display import as_html, as_text
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.manifest import Leaves, Manifest
-from eformer._engine.record.names import with_nearest
+from eformer._engine.record.names import Spellings, ambiguous, with_nearest
 from eformer._engine.record.regions import Region
 from eformer._engine.record.values import value_from_json
 from eformer._engine.tasks.pool import default_threads
@@ -80,12 +80,16 @@ def open(path: str | os.PathLike[str], *, prefix: str | None = None) -> View:  #
         >>> with open("run/step-100") as view:
         ...     rows = view["params.embedding"][10:20]  # reads these rows, and no more
         ...     step = view["step"]  # a plain value
+        ...     params = view["params"]  # a subtree: a dict of its leaves by name
     """
     return look_at(path, lambda found: View(found, prefix))
 
 
 class View(Mapping[str, Any]):
     """Map names to arrays that are read when they are indexed, and to plain values.
+
+    A name may be escaped, as iteration yields it, or as people write it. The name of a subtree gives a dict of its
+    leaves by their names.
 
     A view keeps up to 256 files of its checkpoint open, and so stays readable when a newer save replaces them. Close
     it, or use it as a context manager.
@@ -100,15 +104,32 @@ class View(Mapping[str, Any]):
         self._files.hold(n for n, file in enumerate(self._tree.files) if file.nbytes > file.header_nbytes)
 
     def __getitem__(self, name: str) -> Any:
+        if self._is_leaf(name):
+            return self._leaf(name)
+        leaves = self._spellings.leaves(name)
+        if len(leaves) == 1:
+            return self._leaf(leaves[0])
+        if leaves:
+            raise KeyError(f"{self._path}: {ambiguous(name, leaves)}")
+        if below := self._spellings.below(name):
+            return {leaf: self._leaf(leaf) for leaf in below}
+        hint = next(with_nearest([name], self._spellings.known()))[1]
+        raise KeyError(f"{self._path} has no leaf {name!r}{hint}")
+
+    def _leaf(self, name: str) -> Any:
         if name in self._tree.raw_values:
             return value_from_json(self._tree.raw_values[name])
-        if name not in self._entries:
-            hint = next(with_nearest([name], self))[1]
-            raise KeyError(f"{self._path} has no leaf {name!r}{hint}")
         return LeafView(self, name, self._entries[name])
 
-    def __contains__(self, name: object) -> bool:
+    def _is_leaf(self, name: object) -> bool:
         return name in self._entries or name in self._tree.raw_values
+
+    @cached_property
+    def _spellings(self) -> Spellings:
+        return Spellings(self)
+
+    def __contains__(self, name: object) -> bool:
+        return self._is_leaf(name) or (isinstance(name, str) and len(self._spellings.leaves(name)) == 1)
 
     def __iter__(self) -> Iterator[str]:
         yield from self._entries

@@ -49,7 +49,10 @@ FORMAT = "safetensors"
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsDirectory:
-    """The format of one save to a directory. `several` processes put what they record into their own headers."""
+    """The format of one save to a directory. `several` processes put what they record into their own headers.
+
+    `tensors` has what each leaf of the tree is called in its file.
+    """
 
     name: ClassVar = FORMAT
     keeps_records: ClassVar = True
@@ -58,6 +61,7 @@ class SafetensorsDirectory:
     prefix: str
     save_id: str
     block: int
+    tensors: Mapping[str, str]
     max_shard_bytes: int
     several: bool = False
     process: int = 0
@@ -75,8 +79,8 @@ class SafetensorsDirectory:
     # ---------------------------------------------------------------------------------------- plan
 
     def layout(self, groups: Sequence[Sequence[Source]], sha256: Mapping[str, str]) -> list[PlannedFile]:
-        plan = partial(plan_files, max_bytes=self.max_shard_bytes, block=self.block, has_record=self.several)
-        files = [file for sources in groups for file in plan(sources)]
+        plan = partial(plan_files, tensors=self.tensors, max_bytes=self.max_shard_bytes, block=self.block)
+        files = [file for sources in groups for file in plan(sources, has_record=self.several)]
         names = unique_names(plain_names(base_name(self.prefix), len(files)), self.save_id)
         for file, name in zip(files, names, strict=True):
             file.name = f"process-{self.process}-{name}" if self.several else name
@@ -88,7 +92,7 @@ class SafetensorsDirectory:
         metadata = marks(self.save_id, base_name(self.prefix))
         if self.several:
             metadata[CARRIED] = process_record([file], sha256).to_json().decode()
-        return header_of(file, metadata)
+        return header_of(file, self.tensors, metadata)
 
     def process_file(self, files: Sequence[PlannedFile], sha256: Mapping[str, str]) -> None:
         """The headers of the files carry it."""

@@ -13,7 +13,6 @@ from eformer._engine.formats.safetensors.names import (
     PRIVATE,
     base_name,
     plain_names,
-    tensor_name,
 )
 from eformer._engine.record.values import MALFORMED_JSON
 from eformer._engine.stores.base import read_whole
@@ -56,19 +55,10 @@ def _update(store: Store, upload: Upload, there: Mapping[str, Kind], base: str, 
 
 
 def _index(store: Store, tree: TreeEntry) -> bytes:
-    if tree.parts:  # only the headers of the files say what is in them
-        opened = ((open_header(store, file.name).header.tensors, file.name) for file in tree.files)
-        weight_map = {tensor: name for tensors, name in opened for tensor in tensors}
-        total = sum(file.nbytes - file.header_nbytes for file in tree.files)
-    else:  # files of earlier saves may hold tensors that are not part of the tree any more
-        weight_map = {
-            tensor_name(leaf, entry.region_of(extent) if extent.region else None): tree.files[
-                extent.file
-            ].name
-            for leaf, entry in tree.leaves.items()
-            for extent in entry.extents
-        }
-        total = tree.nbytes
+    """List the tensors of all files, by their headers: the manifest does not say what a leaf is called there."""
+    opened = ((open_header(store, file.name).header.tensors, file.name) for file in tree.files)
+    weight_map = {tensor: name for tensors, name in opened for tensor in tensors}
+    total = sum(file.nbytes - file.header_nbytes for file in tree.files)
     index = {"metadata": {"total_size": total, "eformer": tree.save_id}, "weight_map": weight_map}
     return msgspec.json.format(msgspec.json.encode(index), indent=2)
 

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from eformer._engine.formats.safetensors.header import Tensor, header_bytes, tensor
-from eformer._engine.formats.safetensors.names import tensor_name
+from eformer._engine.formats.safetensors.names import region_name
 from eformer._engine.record.digests import NO_DIGEST
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.pieces import ALIGNMENT
@@ -25,13 +25,19 @@ _RECORD_BYTES_A_LEAF = 250  # its extent, digest and SHA-256, which the files of
 
 
 def plan_files(
-    sources: Sequence[Source], max_bytes: int, block: int, *, has_record: bool = False
+    sources: Sequence[Source],
+    tensors: Mapping[str, str],
+    max_bytes: int,
+    block: int,
+    *,
+    has_record: bool = False,
 ) -> list[PlannedFile]:
     """Decide what goes into which file at which offset, counted from where the data of the file begins.
 
-    The files have no names and no headers yet.
+    `tensors` has what each leaf is called in a file. The files have no names and no headers yet.
     """
-    extents = {tensor_of(extent): extent for source in sources for extent in plan_extents(source, block)}
+    planned = (extent for source in sources for extent in plan_extents(source, block))
+    extents = {tensor_of(extent, tensors): extent for extent in planned}
     files = []
     sizes = {name: extent.nbytes for name, extent in extents.items()}
     for names in group_by_file(sizes, max_bytes, has_record=has_record):
@@ -111,13 +117,13 @@ def stored_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     return nbytes // 2 if dtype == "float4_e2m1fn" and nbytes % 2 == 0 else nbytes
 
 
-def header_of(file: PlannedFile, metadata: Mapping[str, str]) -> bytes:
-    tensors: dict[str, Tensor] = {
-        tensor_of(e): tensor(e.source.dtype, e.shape, e.offset, e.nbytes) for e in file.extents
+def header_of(file: PlannedFile, tensors: Mapping[str, str], metadata: Mapping[str, str]) -> bytes:
+    described: dict[str, Tensor] = {
+        tensor_of(e, tensors): tensor(e.source.dtype, e.shape, e.offset, e.nbytes) for e in file.extents
     }
-    return header_bytes(metadata, tensors)
+    return header_bytes(metadata, described)
 
 
-def tensor_of(extent: PlannedExtent) -> str:
+def tensor_of(extent: PlannedExtent, tensors: Mapping[str, str]) -> str:
     """Return what a box is called in its file."""
-    return tensor_name(extent.source.name, extent.region)
+    return region_name(tensors[extent.source.name], extent.region)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from eformer._engine.record.names import escape
+from eformer._engine.record.names import escape, readable_names
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
 
     from eformer._engine.record.regions import Region
 
@@ -47,13 +47,22 @@ def split_shard(stem: str) -> tuple[str, int, int] | None:
     return (match["base"], int(match["index"]), int(match["total"])) if match else None
 
 
-def tensor_name(leaf: str, region: Region | None) -> str:
-    """Return the name of a leaf, or of a region of it, in a file. The name that the format reserves is escaped."""
-    name = leaf if leaf != "__metadata__" else "%5F_metadata__"
+def tensor_names(leaves: Iterable[str]) -> dict[str, str]:
+    """Return what each leaf of a tree is called in a file: its readable spelling, which other programs expect, unless
+    that is ambiguous. The name that the format reserves is escaped.
+
+    It depends on all leaves of the tree: processes that write some of them must still pass all.
+    """
+    names = readable_names(leaves)
+    return {leaf: "%5F_metadata__" if name == "__metadata__" else name for leaf, name in names.items()}
+
+
+def region_name(tensor: str, region: Region | None) -> str:
+    """Return what a region of a leaf is called in a file; None is the whole leaf."""
     if region is None:
-        return name
+        return tensor
     ranges = ",".join(f"{a}:{b}" for a, b in zip(region.start, region.stop, strict=True))
-    return f"{name}%[{ranges}]"
+    return f"{tensor}%[{ranges}]"
 
 
 # The metadata of a data file names the save, so that leftovers of a dead save can be told from files of other programs.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """The format of one save to a file. `names` are those of the leaves, in the order of the tree.
+    """The format of one save to a file. `tensors` has what each leaf is called in it, in the order of the tree.
 
     The header has the manifest in it. Digests have a fixed width, so its length is known before they are.
     """
@@ -40,7 +40,7 @@ class SafetensorsFile:
     index_name: str
     prefix: str
     tree: TreeEntry
-    names: Sequence[str]
+    tensors: Mapping[str, str]
 
     def own_nbytes(self, source: Source) -> int:
         return own_nbytes(source)
@@ -52,7 +52,7 @@ class SafetensorsFile:
 
     def layout(self, groups: Sequence[Sequence[Source]], sha256: Mapping[str, str]) -> list[PlannedFile]:
         sources = [source for group in groups for source in group]
-        file, *others = plan_files(sources, 2**63, self.tree.block) or [PlannedFile("", [], 0)]
+        file, *others = plan_files(sources, self.tensors, 2**63, self.tree.block) or [PlannedFile("", [], 0)]
         if others:
             raise FormatError(
                 f"{self.index_name}: too many leaves for the header of one file; save to a directory"
@@ -64,14 +64,15 @@ class SafetensorsFile:
 
     def header(self, file: PlannedFile, sha256: Mapping[str, str]) -> bytes:
         entries = leaf_entries([file], sha256)
-        leaves = {name: entries[name] for name in self.names}
+        leaves = {name: entries[name] for name in self.tensors}
         data_nbytes = sum(extent.nbytes for extent in file.extents)
         tree = msgspec.structs.replace(
             self.tree, files=(DataFile("", data_nbytes),), raw_leaves=encode_leaves(leaves)
         )
         manifest = Manifest(format=FORMAT).with_tree(self.prefix, tree)
         text = msgspec.json.encode(manifest).decode()
-        return stamp_digest(header_of(file, {"digest": manifest.digest, "format": "pt", "manifest": text}))
+        metadata = {"digest": manifest.digest, "format": "pt", "manifest": text}
+        return stamp_digest(header_of(file, self.tensors, metadata))
 
     def process_file(self, files: Sequence[PlannedFile], sha256: Mapping[str, str]) -> None:
         """One process alone writes a file."""
