@@ -287,6 +287,8 @@ class AsyncCheckpointManager:
     ) -> tuple[Any, dict[str, Any]]:
         """Load the tree at `path`, and return it with its `CheckpointMetadata` as a dict.
 
+        mesh               every array goes to this mesh, also those that were saved as numpy arrays, unless JAX cannot
+                           hold it (64 bits without jax_enable_x64), which is logged; None for that of `jax.set_mesh`
         path               a directory, its index, a safetensors file, one shard of several, or the common beginning of
                            their names
         shardings          where leaves go, by key, nested or flat: a Sharding, a PartitionSpec or a function
@@ -307,6 +309,7 @@ class AsyncCheckpointManager:
                 rules=partition_rules,
                 shardings=shardings,
                 every_leaf=not mismatch_allowed,
+                moves_numpy=True,
                 rules_name="partition_rules",
             ),
             dtype=dtype,
@@ -328,7 +331,8 @@ class AsyncCheckpointManager:
         validate: bool | None = None,
         prefix_filter: str | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Load like `load`, without a mesh: leaves without a sharding go to the default device."""
+        """Load like `load` with `mesh=None`: leaves without a sharding go to the mesh of `jax.set_mesh`, or to the
+        default device."""
         return self.load(
             path, None, shardings, mismatch_allowed, callback, None, dtype, validate, prefix=prefix_filter
         )
@@ -361,6 +365,7 @@ class AsyncCheckpointManager:
                 rules=partition_rules,
                 shardings=shardings,
                 replicate=True,
+                moves_numpy=True,
                 rules_name="partition_rules",
             ),
             dtype=dtype,

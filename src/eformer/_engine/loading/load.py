@@ -15,7 +15,7 @@ from eformer._engine.formats.find import ReplacedError, reading, reread
 from eformer._engine.loading.assemble import assemble
 from eformer._engine.loading.fetch import check_sha256
 from eformer._engine.loading.pinned_stream import is_worth_streaming, stream
-from eformer._engine.loading.placement import accelerator_of, place_targets, processes_of
+from eformer._engine.loading.placement import accelerator_of, on_current_mesh, place_targets, processes_of
 from eformer._engine.loading.read import nbytes_read, read
 from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.loading.scalars import as_scalar, fitted
@@ -81,6 +81,11 @@ def load(
     `shardings` place leaves: one for all, or by name (nested or dotted, for some leaves or all), each a `Sharding`, a
     `PartitionSpec` or a function that is called on the loaded array. `rules` are pairs of a regex and a PartitionSpec;
     the regex is searched for in names joined by "/". With a `mesh` and neither, leaves are placed as they were saved.
+    Shardings on an `AbstractMesh`, as `jax.eval_shape` gives them, mean the same axes of `mesh`.
+
+    Inside of `jax.set_mesh` that mesh is the default for `mesh`. It never makes a load fail: leaves that no argument
+    and no record places are replicated over it, and leaves that JAX cannot hold are numpy arrays. If it has devices of
+    other processes, it counts only if `rules`, a `PartitionSpec` or an `AbstractMesh` needs a mesh.
 
     `dtype` casts floating leaves. `callback(array, name)` is called for every array and returns its replacement.
     `batch` is the number of arrays to read at a time; None reads all at once. `verify=False` skips the digests.
@@ -118,6 +123,7 @@ def load(
 def load_entry(path: str | os.PathLike[str], request: Request) -> tuple[Any, TreeEntry]:
     """Load what `request` asks for; return it with the record of the tree."""
     like = None if request.like is None else flatten(request.like)[0]
+    request = replace(request, placement=on_current_mesh(request.placement, like))
     with _processes(request, like) as hosts:
         loaded = reread(path, lambda found: _load_found(found, request, like, hosts))
     return _rebuild(loaded, request, like), loaded.tree

@@ -71,6 +71,7 @@ class LeafTarget(msgspec.Struct, gc=False):
     read_sharding    sharding to read with before the array is broadcast: no two processes hold the same box
     like_scalar      the leaf of `like`, if the array becomes a plain number in the end
     is_stored        False for a plain value that becomes an array: nothing has to be read
+    is_weak          the array is to be weakly typed, as `jnp.asarray(1.0)` is
     """
 
     name: str
@@ -87,6 +88,7 @@ class LeafTarget(msgspec.Struct, gc=False):
     read_sharding: Any = None
     like_scalar: Any = None
     is_stored: bool = True
+    is_weak: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -108,7 +110,9 @@ def targets_of(
         if name in entries:
             entry = entries[name]
             dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
-            targets.append(LeafTarget(name, entry, dtype, as_numpy=entry.home == "numpy"))
+            target = LeafTarget(name, entry, dtype, as_numpy=entry.home == "numpy")
+            target.is_weak = entry.home == "weak" and dtype == entry.dtype
+            targets.append(target)
     if like is not None:
         if request.reshape:
             for target in targets:
@@ -154,7 +158,7 @@ def _imitate(target: LeafTarget, leaf: Any) -> None:
     elif isinstance(leaf, np.ndarray):
         target.as_numpy = True
     else:
-        target.as_numpy = False
+        target.as_numpy, target.is_weak = False, bool(getattr(leaf, "weak_type", False))
         if (sharding := getattr(leaf, "sharding", None)) is not None and getattr(leaf, "committed", True):
             target.sharding, target.is_explicit = sharding, True
 
