@@ -52,7 +52,7 @@ def place_targets(targets: Sequence[LeafTarget], tree: TreeEntry, request: Reque
         _follow_request(targets, tree, request)
     x64 = _config.jax_enable_x64
     _keep_on_host([t for t in targets if not t.as_numpy and not jax_holds(t.dtype, x64)])
-    _keep_memory([t for t in targets if t.sharding is None and t.entry.sharding is not None])
+    _keep_memory([t for t in targets if t.entry.sharding is not None and t.sharding is None])
     for target in targets:
         if target.sharding is not None and not target.as_numpy and target.new_shape is None:
             if request.broadcast and not target.entry.key:

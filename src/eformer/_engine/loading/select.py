@@ -111,7 +111,8 @@ def targets_of(
             entry = entries[name]
             dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
             target = LeafTarget(name, entry, dtype, as_numpy=entry.home == "numpy")
-            target.is_weak = entry.home == "weak" and dtype == entry.dtype
+            if entry.home == "weak":
+                target.is_weak = dtype == entry.dtype  # a cast makes it strong
             targets.append(target)
     if like is not None:
         if request.reshape:
