@@ -85,12 +85,8 @@ class RoundTrips(Contract):
         save(tree, path)
         for loaded in (load(path), load(path, mesh=meshes()[0]), load(path, mmap=True), load(path, batch=1)):
             assert_same(loaded, tree)
-            assert {name for name, leaf in loaded.items() if leaf.weak_type} == {
-                "rate",
-                "step",
-                "phase",
-                "rows",
-            }
+            weak = {name for name, leaf in loaded.items() if getattr(leaf, "weak_type", False)}
+            assert weak == {"rate", "step", "phase", "rows"}
         on_mesh = load(path, mesh=meshes()[0])
         assert on_mesh["rows"].aval == tree["rows"].aval
         assert on_mesh["rows"].sharding == layouts()["rows"]
