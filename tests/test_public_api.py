@@ -58,7 +58,7 @@ CHECKPOINT = {
     "convert": "(source, destination, *, to=None, prefix=None, rename=None, dtype=None, max_shard_bytes=None, "
     "memory=None, dry_run=False, allow_missing=False, progress=None)",
     "diff": "(a, b, *, prefix=None, progress=None)",
-    "dry_run": "(what, mesh, *, rules=None, shardings=None, prefix=None, dtype=None)",
+    "dry_run": "(what, mesh=None, *, rules=None, shardings=None, prefix=None, dtype=None)",
     "inspect": "(path)",
     "load": "(path, *, like=None, into=None, partial=False, root=None, rename=None, resize=None, return_report=False, "
     "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, batch=None, verify=None, mmap=False, progress=None, broadcast=False, timeout=600.0)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from contracts.base import Contract
 from eformer import checkpoint
 from eformer.checkpoint import load, save
 from eformer.errors import LeafError, NotFoundError
+from support.meshes import layouts, meshes
 from support.states import model
 from support.trees import DTYPES, Layer, Moments, Pair, any_trees, arrays, assert_same, scalars
 
@@ -70,6 +72,64 @@ class RoundTrips(Contract):
         for name, view in views.items():
             np.testing.assert_array_equal(loaded[name], view)
             assert loaded[name].dtype == np.float32
+
+    def test_weakly_typed_arrays_come_back_weakly_typed(self, path):
+        tree = {
+            "rate": jnp.asarray(0.1),
+            "step": jnp.asarray(3),
+            "phase": jnp.asarray(1j),
+            "rows": jax.device_put(jnp.full((8, 2), 0.1), layouts()["rows"]),
+            "strong": jnp.float32(0.1),
+            "key": jax.random.key(0),
+        }
+        save(tree, path)
+        for loaded in (load(path), load(path, mesh=meshes()[0]), load(path, mmap=True), load(path, batch=1)):
+            assert_same(loaded, tree)
+            weak = {name for name, leaf in loaded.items() if getattr(leaf, "weak_type", False)}
+            assert weak == {"rate", "step", "phase", "rows"}
+        on_mesh = load(path, mesh=meshes()[0])
+        assert on_mesh["rows"].aval == tree["rows"].aval
+        assert on_mesh["rows"].sharding == layouts()["rows"]
+
+    def test_a_cast_makes_weakly_typed_arrays_strong(self, path):
+        save({"rate": jnp.asarray(0.5), "step": jnp.asarray(3)}, path)
+        assert {n: leaf.weak_type for n, leaf in load(path, dtype="bf16").items()} == {
+            "rate": False,
+            "step": True,
+        }
+        save({"rate": jnp.asarray(0.5)}, path, options=dataclasses.replace(self.options, dtype="bf16"))
+        assert not load(path)["rate"].weak_type
+
+    def test_a_resumed_step_is_neither_compiled_again_nor_promoted(self, path):
+        compiled = []
+
+        @jax.jit
+        def step(state):
+            compiled.append(state)
+            return state | {"w": state["w"] * state["rate"], "count": state["count"] + 1}
+
+        start = {"w": jnp.ones(8, jnp.bfloat16), "rate": jnp.asarray(0.5), "count": jnp.asarray(0)}
+        state = step(start)
+        save(state, path)
+        for resumed in (load(path), load(path, like=start), load(path, like=jax.eval_shape(lambda: start))):
+            assert jax.tree.map(jax.typeof, resumed) == jax.tree.map(jax.typeof, state)
+            assert step(resumed)["w"].dtype == jnp.bfloat16
+        assert len(compiled) == 1
+
+    def test_with_like_arrays_are_as_weakly_typed_as_its_own(self, path):
+        save(
+            {"strong": jnp.float32(0.5), "weak": jnp.asarray(0.5), "plain": 0.5, "same": jnp.asarray(0.5)},
+            path,
+        )
+        like = {"strong": jnp.asarray(0.0), "weak": jnp.float32(0), "plain": jnp.asarray(0.0)}
+        like["same"] = layouts()["replicated"]
+        loaded = load(path, like=like)
+        assert {name: leaf.weak_type for name, leaf in loaded.items()} == {
+            "strong": True,
+            "weak": False,
+            "plain": True,
+            "same": True,
+        }
 
     def test_typed_keys_continue_the_same_stream(self, path):
         keys = {"one": jax.random.key(7), "many": jax.random.split(jax.random.key(1), (2, 4)),

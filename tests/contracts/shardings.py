@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from contracts.base import Contract
@@ -119,6 +120,127 @@ class Shardings(Contract):
         save({"k": jax.random.split(jax.random.key(0), 8)}, path)
         pinned = layouts()["rows"].with_memory_kind("pinned_host")
         assert load(path, shardings=pinned)["k"].sharding.memory_kind == "pinned_host"
+
+    def test_the_kind_of_memory_is_kept(self, path):
+        pinned = layouts()["rows"].with_memory_kind("pinned_host")
+        alone = SingleDeviceSharding(jax.devices()[3], memory_kind="pinned_host")
+        tree = {"rows": jax.device_put(jnp.ones(8), pinned), "alone": jax.device_put(jnp.ones(8), alone)}
+        save(tree | {"usual": jnp.ones(8)}, path)
+        on_mesh = load(path, mesh=meshes()[0])
+        assert on_mesh["rows"].sharding == pinned
+        assert on_mesh["alone"].sharding == NamedSharding(meshes()[0], P(), memory_kind="pinned_host")
+        for loaded in (load(path), on_mesh):
+            kinds = {name: leaf.sharding.memory_kind for name, leaf in loaded.items()}
+            assert kinds == {
+                "rows": "pinned_host",
+                "alone": "pinned_host",
+                "usual": jnp.ones(8).sharding.memory_kind,
+            }
+            assert_same(np.asarray(loaded["rows"]), np.ones(8, np.float32))
+        liked = load(path, like={"rows": jnp.ones(8), "alone": alone, "usual": pinned})
+        assert [leaf.sharding.memory_kind for leaf in liked.values()][1:] == ["pinned_host", "pinned_host"]
+
+    # -------------------------------------------------------------------------------------- jax.set_mesh
+
+    @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+    def test_the_mesh_of_set_mesh_is_the_default_mesh(self, path, kind):
+        mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind, kind))
+        save({"a": {"w": jnp.ones((8, 8))}, "v": jnp.ones(8), "n": np.ones(8)}, path)
+        with jax.set_mesh(mesh):
+            ruled = load(path, rules=[("a/w", P("x", "y")), ("v", P("y"))])
+            named = load(path, shardings={"a.w": P("x"), "v": np.asarray})
+        assert ruled["a"]["w"].sharding == NamedSharding(mesh, P("x", "y"))
+        assert ruled["v"].sharding == NamedSharding(mesh, P("y"))
+        assert named["a"]["w"].sharding == NamedSharding(mesh, P("x"))
+        assert isinstance(named["v"], np.ndarray)
+
+    @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+    def test_a_plain_load_inside_of_set_mesh_gives_what_was_saved_there(self, path, kind):
+        mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind, kind))
+        one = jax.devices()[3]
+        tree = {
+            "w": jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("x", "y"))),
+            "keys": jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh, P("x"))),
+            "elsewhere": jax.device_put(jnp.ones((8, 8)), layouts()["one device"]),
+            "key": jax.device_put(jax.random.key(1), one),
+            "small": jax.device_put(jnp.ones(8, jnp.int4), one),
+            "n": np.ones(3),
+            "step": 3,
+        }
+        with jax.set_mesh(mesh):
+            save(tree, path)
+            loaded = load(path)
+            doubled = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree))(
+                {name: loaded[name] for name in ("w", "elsewhere")}
+            )
+        assert_same(loaded, tree)
+        for name in ("w", "keys"):
+            assert loaded[name].sharding == tree[name].sharding
+        for name in ("elsewhere", "key", "small"):
+            assert loaded[name].sharding == NamedSharding(mesh, P())
+        assert doubled["w"].sharding.is_equivalent_to(tree["w"].sharding, 2)
+
+    def test_a_mesh_that_is_set_never_makes_a_plain_load_fail(self, path, caplog):
+        with jax.enable_x64(True):
+            save({"wide": jnp.arange(7), "odd": jax.device_put(jnp.ones(8), layouts()["rows"])}, path)
+        mesh = Mesh(np.array(jax.devices()[:3]).reshape(3, 1), ("x", "other"))
+        with jax.set_mesh(mesh):
+            loaded = load(path, dtype="f32")
+        assert_same(loaded["wide"], np.arange(7))
+        assert "1 leaves are returned as numpy arrays" in caplog.text
+        assert loaded["odd"].sharding == NamedSharding(mesh, P())
+
+    def test_a_mesh_that_is_given_wins_over_that_of_set_mesh(self, path):
+        save({"w": jax.device_put(jnp.ones((8, 8)), layouts()["rows"]), "k": jax.random.key(0)}, path)
+        with jax.set_mesh(meshes()[1]):
+            loaded = load(path, mesh=meshes()[2])
+            alone = load(path, shardings=layouts()["one device"])
+        assert loaded["w"].sharding == NamedSharding(meshes()[2], P("x"))
+        assert {leaf.sharding for leaf in alone.values()} == {layouts()["one device"]}
+
+    def test_shardings_on_an_abstract_mesh_lie_on_the_mesh_that_is_given_or_set(self, path):
+        save({"w": jnp.ones((8, 8)), "b": jnp.ones(8)}, path)
+        mesh = jax.make_mesh((2, 4), ("x", "y"))
+
+        def init():
+            return {"w": jnp.zeros((8, 8), out_sharding=P("x", "y")), "b": jnp.zeros(8, out_sharding=P("y"))}
+
+        with jax.set_mesh(mesh):
+            like = jax.eval_shape(init)
+            loaded = load(path, like=like)
+        for found in (loaded, load(path, like=like, mesh=mesh)):
+            assert {name: leaf.sharding for name, leaf in found.items()} == {
+                "w": NamedSharding(mesh, P("x", "y")),
+                "b": NamedSharding(mesh, P("y")),
+            }
+        assert load(path, like=like, mesh=meshes()[2])["w"].sharding == NamedSharding(
+            meshes()[2], P("x", "y")
+        )
+        with pytest.raises(MismatchError, match=r"pass mesh=, or use jax.set_mesh") as error:
+            load(path, like=like)
+        assert [problem.split()[1] for problem in error.value.problems] == ["'b'", "'w'"]
+
+    def test_the_abstract_state_of_a_module_says_where_its_arrays_lie(self, path):
+        partitioned = nnx.with_partitioning(nnx.initializers.ones_init(), ("x", "y"))
+        mesh = jax.make_mesh((2, 4), ("x", "y"))
+
+        def init():
+            return nnx.state(nnx.Linear(8, 8, kernel_init=partitioned, rngs=nnx.Rngs(0)))
+
+        with jax.set_mesh(mesh):
+            save(init(), path)
+            like = nnx.eval_shape(init)
+            loaded = load(path, like=like)
+        assert loaded["kernel"][...].sharding == NamedSharding(mesh, P("x", "y"))
+        assert load(path, like=like, mesh=mesh)["bias"][...].sharding == NamedSharding(mesh, P(None))
+
+    def test_rules_that_match_no_leaf_are_named_in_one_warning(self, path, caplog):
+        save({"kernel": jnp.ones(8), "bias": jnp.ones(8), "step": 3}, path)
+        rules = [("kernel", P("x")), ("bias", P()), ("step", P()), ("kernal", P("x")), ("^bia$", P())]
+        load(path, mesh=meshes()[0], rules=rules, keys="kernel")
+        assert [record.getMessage() for record in caplog.records] == [
+            "rules= that match no leaf: 'kernal'; '^bia$'"
+        ]
 
     def test_one_sharding_for_all(self, path):
         save({"a": jnp.ones(8), "b": np.ones((8, 2))}, path)

@@ -126,6 +126,15 @@ def test_a_process_may_load_for_itself(two, path):
     assert succeed(two.run("load_alone", path)) == [1, None]
 
 
+def test_a_mesh_that_is_set_counts_where_an_argument_needs_one(two, path):
+    succeed(two.run("save_tree", path, "sync", {}))
+    succeed(two.run("load_inside_of_set_mesh", path, limit=60))
+
+
+def test_weakly_typed_arrays_of_several_processes_come_back_weakly_typed(two, path):
+    succeed(two.run("save_and_load_weak", path))
+
+
 def test_what_is_held_by_several_is_read_once_if_it_is_broadcast(four, path):
     large = np.random.default_rng(0).integers(0, 2**16, (2048, 8192), np.uint16).view(ml_dtypes.bfloat16)
     save(large, path, **scenes.format_of(path))

@@ -255,3 +255,27 @@ def test_of_many_leaves_the_largest_are_shown():
     assert "  w49 float32[50]" in text
     assert "w0 " not in text
     assert text.splitlines()[-1] == "  ... and 30 smaller leaves"
+
+
+def test_the_mesh_of_set_mesh_is_the_default(path):
+    save({"w": jnp.ones((8, 8)), "wide": np.ones(8)}, path)
+    with jax.set_mesh(grid()):
+        found = dry_run(path, rules=[("w$", P("model"))])
+        plain = dry_run(path)
+        expected = resident(load(path), grid())
+    assert found.per_device == dry_run(path, grid(), rules=[("w$", P("model"))]).per_device
+    assert plain.per_device == expected
+    with pytest.raises(ValueError, match=r"dry_run needs a mesh=, or the mesh of jax\.set_mesh"):
+        dry_run(path)
+
+
+def test_shardings_on_an_abstract_mesh_are_counted_on_the_mesh():
+    sharding = jax.NamedSharding(grid().abstract_mesh, P("model"))
+    tree = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)}
+    assert set(dry_run(tree, grid()).per_device.values()) == {64}
+
+
+def test_rules_that_match_no_leaf_are_named(path, caplog):
+    save({"w": jnp.ones((8, 8))}, path)
+    dry_run(path, line(), rules=[("v", P())])
+    assert "rules= that match no leaf: 'v'" in caplog.text

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support.backends import Backend, Compressed, OneFile, Safetensors, TensorStore
 from support.meshes import grid, line, on, tall
 from support.states import state
+from support.trees import assert_same
 
 
 class Shardings(Backend):
@@ -39,6 +40,48 @@ class Shardings(Backend):
             manager.load(path, grid())
         loaded, _ = manager.load_pytree(path, grid(), prefix="m")
         assert loaded["a"]["w"].sharding == on(grid())
+
+    def test_numpy_arrays_go_to_the_mesh_too(self, manager, path):
+        tree = {"n": np.arange(8, dtype=np.float32), "s": np.array(3, np.int32), "step": 3}
+        manager.save(tree, path, prefix="m")
+        loaded, _ = manager.load(path, line())
+        assert loaded["n"].sharding == loaded["s"].sharding == on(line())
+        np.testing.assert_array_equal(loaded["n"], tree["n"])
+        assert loaded["step"] == 3
+        with pytest.raises(ValueError, match=r"'n'.*partition_rules= or shardings="):
+            manager.load(path, grid())
+        for template in (None, tree):
+            found, _ = manager.load_pytree(path, grid(), prefix="m", template=template)
+            assert found["n"].sharding == on(grid())
+
+    def test_numpy_arrays_that_jax_would_cut_stay_numpy_on_a_mesh_with_a_warning(self, manager, path, caplog):
+        manager.save({"wide": np.array([2**40]), "w": jnp.ones(8)}, path)
+        loaded, _ = manager.load(path, line())
+        assert_same(loaded["wide"], np.array([2**40]))
+        assert loaded["w"].sharding == on(line())
+        assert "1 leaves are returned as numpy arrays" in caplog.text
+
+    def test_the_mesh_of_set_mesh_is_the_default(self, manager, path):
+        rows = jax.device_put(jnp.ones((8, 4)), on(grid(), "data"))
+        manager.save({"rows": rows, "n": np.ones(8, np.float32)}, path, prefix="m")
+        rules = [("rows", P("model"))]
+        with jax.set_mesh(grid()):
+            for loaded in (
+                manager.load(path, None)[0],
+                manager.load_tree_parallel(path)[0],
+                manager.load_pytree(path, None, prefix="m")[0],
+            ):
+                assert loaded["rows"].sharding == on(grid(), "data")
+                assert loaded["n"].sharding == on(grid())
+            ruled, _ = manager.load(path, None, partition_rules=rules)
+        assert ruled["rows"].sharding == on(grid(), "model")
+
+    def test_rules_that_match_no_leaf_are_named_in_one_warning(self, manager, path, caplog):
+        manager.save({"a": {"kernel": jnp.ones(8)}}, path)
+        manager.load(path, line(), partition_rules=[("kernal", P("model")), ("a/kernel", P()), ("bias", P())])
+        assert [record.getMessage() for record in caplog.records] == [
+            "partition_rules= that match no leaf: 'kernal'; 'bias'"
+        ]
 
     @pytest.mark.parametrize("nested", [False, True])
     def test_shardings_are_flat_or_nested_and_of_every_kind(self, manager, path, nested):

@@ -36,6 +36,28 @@ def test_the_smallest_trees_come_back(path, tree):
     assert_same(tree_deserialize_leaves(path, line()), tree)
 
 
+def test_numpy_arrays_go_to_the_mesh_too(path):
+    tree_serialize_leaves(path, {"n": np.ones(8, np.float32), "wide": np.ones(8)})
+    loaded = tree_deserialize_leaves(path, line())
+    assert loaded["n"].sharding == on(line())
+    assert_same(loaded["wide"], np.ones(8))
+    assert tree_deserialize_leaves(path, grid(), shardings={"n": P("model")})["n"].sharding == on(
+        grid(), "model"
+    )
+    with pytest.raises(ValueError, match=r"'n'.*partition_rules= or shardings="):
+        tree_deserialize_leaves(path, grid())
+    assert_same(tree_deserialize_leaves(path, None)["n"], np.ones(8, np.float32))
+
+
+def test_the_mesh_of_set_mesh_is_the_default(path):
+    tree_serialize_leaves(path, {"w": jnp.ones((8, 4))})
+    with jax.set_mesh(grid()):
+        loaded = tree_deserialize_leaves(path, None, partition_rules=[("w", P("model"))])
+        plain = tree_deserialize_leaves(path, None)
+    assert loaded["w"].sharding == on(grid(), "model")
+    assert plain["w"].sharding == on(grid())
+
+
 @pytest.mark.parametrize("kind", [str, Path, LocalPath])
 def test_directories_are_of_every_kind(path, kind):
     tree_serialize_leaves(kind(str(path)), {"w": jnp.ones(2)})

@@ -290,6 +290,8 @@ class AsyncCheckpointManager:
 
         path               a directory, its index, a safetensors file, any shard of a model, which stands for the whole
                            model, or the common beginning of their names
+        mesh               every array goes to this mesh, also those that were saved as numpy arrays, unless JAX cannot
+                           hold it (64 bits without jax_enable_x64), which is logged; None for that of `jax.set_mesh`
         shardings          where leaves go, by key, nested or flat: a Sharding, a PartitionSpec or a function
         partition_rules    where leaves go that `shardings` does not name; others are placed as they were saved
         mismatch_allowed   False raises a KeyError for leaves that `shardings` does not name
@@ -308,6 +310,7 @@ class AsyncCheckpointManager:
                 rules=partition_rules,
                 shardings=shardings,
                 every_leaf=not mismatch_allowed,
+                moves_numpy=True,
                 rules_name="partition_rules",
             ),
             dtype=dtype,
@@ -329,7 +332,8 @@ class AsyncCheckpointManager:
         validate: bool | None = None,
         prefix_filter: str | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Load like `load`, without a mesh: leaves without a sharding go to the default device."""
+        """Load like `load` with `mesh=None`: leaves without a sharding go to the mesh of `jax.set_mesh`, or to the
+        default device."""
         return self.load(
             path, None, shardings, mismatch_allowed, callback, None, dtype, validate, prefix=prefix_filter
         )
@@ -362,6 +366,7 @@ class AsyncCheckpointManager:
                 rules=partition_rules,
                 shardings=shardings,
                 replicate=True,
+                moves_numpy=True,
                 rules_name="partition_rules",
             ),
             dtype=dtype,

@@ -76,7 +76,10 @@ def tree_deserialize_leaves(
     """Load the tree with this prefix, in its recorded structure, or as nested dicts if none was recorded.
 
     Leaves are placed by `shardings`, else by `partition_rules`, else as they were saved; on a mesh of several axes, one
-    of the two is required. `callback(array, key)` returns a replacement for each array. At most `chunk_size` arrays are
+    of the two is required for leaves that were not saved on such axes. Every array goes to the mesh, also those that
+    were saved as numpy arrays, unless JAX cannot hold it (64 bits without jax_enable_x64), which is logged. Without a
+    mesh, that of `jax.set_mesh` is used, if there is one; what nothing else places is then replicated.
+    `callback(array, key)` returns a replacement for each array. At most `chunk_size` arrays are
     in flight. A `manager` finishes its pending writes first.
 
     Example:
@@ -90,7 +93,11 @@ def tree_deserialize_leaves(
     request = Request(
         prefix=prefix,
         placement=PlacementRequest(
-            mesh=mesh, rules=partition_rules, shardings=shardings, rules_name="partition_rules"
+            mesh=mesh,
+            rules=partition_rules,
+            shardings=shardings,
+            moves_numpy=True,
+            rules_name="partition_rules",
         ),
         callback=by_key(callback),
         batch=chunk_size,

@@ -86,3 +86,32 @@ def test_aligned_memory_is_taken_as_it_is():
     aligned.flags.writeable = False
     (array,) = device_put.put_on_default([aligned])
     assert array.unsafe_buffer_pointer() == aligned.__array_interface__["data"][0]
+
+
+# ------------------------------------------------------------------------------------------ weak types
+
+
+@pytest.fixture
+def forget_weak():
+    device_put._can_be_weak.cache_clear()
+    yield
+    device_put._can_be_weak.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.complex64, jnp.bfloat16])
+def test_an_array_is_made_weak_where_it_is(dtype, forget_weak):
+    mesh = jax.make_mesh((8,), ("x",))
+    places = [jax.devices()[3], jax.NamedSharding(mesh, jax.P("x")), jax.NamedSharding(mesh, jax.P())]
+    for place in (None, *places):
+        strong = jax.device_put(np.arange(8).astype(dtype), place)
+        weak = device_put.as_weak(strong)
+        assert_same(weak, strong)
+        assert weak.weak_type
+        assert (weak.sharding, weak.committed) == (strong.sharding, strong.committed)
+
+
+def test_an_array_stays_strong_if_jax_cannot_make_a_weak_one(forget_weak, monkeypatch, caplog):
+    monkeypatch.setattr(device_put, "_weakened", lambda array: array)
+    array = jnp.float32(1)
+    assert device_put.as_weak(array) is array
+    assert "are returned strongly typed" in caplog.text

@@ -8,7 +8,15 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer._engine.loading import placement
-from eformer._engine.loading.placement import jax_holds, place_targets, processes_of, refuse_on_devices
+from eformer._engine.loading.contents import Contents
+from eformer._engine.loading.placement import (
+    current_mesh,
+    jax_holds,
+    on_current_mesh,
+    place_targets,
+    processes_of,
+    refuse_on_devices,
+)
 from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.loading.select import LeafTarget
 from eformer._engine.record.manifest import LeafEntry
@@ -26,7 +34,8 @@ def target(name="w", shape=(8, 4), dtype="float32", **more):
 
 
 def placed(*targets, broadcast=False, **request):
-    place_targets(targets, {}.keys(), Request(placement=PlacementRequest(**request), broadcast=broadcast))
+    contents = Contents({}, {}, b"null")
+    place_targets(targets, contents, Request(placement=PlacementRequest(**request), broadcast=broadcast))
     return targets if len(targets) > 1 else targets[0]
 
 
@@ -83,6 +92,46 @@ def test_leaves_that_jax_cannot_hold_stay_in_host_memory_with_a_warning(caplog):
 
 def test_nothing_to_refuse_is_no_error():
     refuse_on_devices([])
+
+
+# ---------------------------------------------------------------------------------------- current mesh
+
+
+def test_the_current_mesh_is_that_of_set_mesh_and_none_while_tracing():
+    assert current_mesh() is None
+    with jax.set_mesh(grid()):
+        assert current_mesh() == grid()
+        found = []
+        jax.jit(lambda: found.append(current_mesh()))()
+    assert found == [None]
+
+
+def test_a_mesh_that_is_given_wins_over_the_current_one():
+    given = PlacementRequest(mesh=meshes()[0])
+    with jax.set_mesh(grid()):
+        assert on_current_mesh(given, None) is given
+        found = on_current_mesh(PlacementRequest(), None)
+    assert (found.mesh, found.is_current_mesh) == (grid(), True)
+
+
+def test_a_current_mesh_of_several_processes_counts_only_if_an_argument_needs_a_mesh(monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)  # the devices are those of process 0
+    abstract = NamedSharding(grid().abstract_mesh, P("x"))
+    described = jax.ShapeDtypeStruct((8,), "float32", sharding=abstract)
+    with jax.set_mesh(grid()):
+        for placement, like in [
+            (PlacementRequest(), None),
+            (PlacementRequest(shardings={"w": SingleDeviceSharding(jax.devices()[0])}), {"w": jnp.ones(3)}),
+        ]:
+            assert on_current_mesh(placement, like) is placement
+        for placement, like in [
+            (PlacementRequest(rules=[]), None),
+            (PlacementRequest(shardings={"w": P("x")}), None),
+            (PlacementRequest(shardings=abstract), None),
+            (PlacementRequest(), {"w": described}),
+            (PlacementRequest(), {"w": P("x")}),
+        ]:
+            assert on_current_mesh(placement, like).mesh == grid()
 
 
 # ------------------------------------------------------------------------------------------- processes

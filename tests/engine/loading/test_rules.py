@@ -6,7 +6,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer._engine.loading.request import PlacementRequest
-from eformer._engine.loading.rules import PlaceableLeaf, by_name, place
+from eformer._engine.loading.rules import PlaceableLeaf, by_name, place, warn_of_idle_rules
 from eformer._engine.record.manifest import RecordedSharding
 from eformer.errors import MismatchError
 from support.meshes import meshes
@@ -75,6 +75,64 @@ def test_numpy_arrays_stay_unless_a_rule_or_a_sharding_moves_them():
     assert specs(leaves, mesh=line()) == {}
     assert specs(leaves, mesh=line(), rules=[]) == {"n": P()}
     assert specs(leaves, mesh=line(), shardings=P("x")) == {"n": P("x"), "wide": P("x")}
+
+
+def test_numpy_arrays_move_to_the_mesh_where_a_door_asks_for_it_and_jax_can_hold_them():
+    leaves = {
+        "n": PlaceableLeaf((8,), is_numpy=True),
+        "wide": PlaceableLeaf((8,), is_numpy=True, is_host_only=True),
+    }
+    assert specs(leaves, mesh=line(), moves_numpy=True) == {"n": P()}
+    with pytest.raises(MismatchError, match="leaf 'n': no sharding is given for it"):
+        specs(leaves, mesh=grid(), moves_numpy=True)
+    assert specs(leaves, moves_numpy=True) == {}
+
+
+def test_a_current_mesh_places_leaves_and_refuses_none():
+    leaves = {
+        "saved": PlaceableLeaf((8, 8), recorded=recorded(None, "x")),
+        "odd": PlaceableLeaf((7,), recorded=recorded("x")),
+        "new": MATRIX,
+        "wide": PlaceableLeaf((8,), is_host_only=True),
+        "n": PlaceableLeaf((8,), is_numpy=True),
+    }
+    found = specs(leaves, mesh=grid(), is_current_mesh=True)
+    assert found == {"saved": P(None, "x"), "odd": P(), "new": P()}
+
+
+def test_a_sharding_on_an_abstract_mesh_means_the_same_axes_of_the_mesh():
+    abstract = NamedSharding(grid().abstract_mesh, P("y"), memory_kind="pinned_host")
+    expected = NamedSharding(grid(), P("y"), memory_kind="pinned_host")
+    leaf = PlaceableLeaf((8, 8), like=abstract)
+    assert place({"w": leaf}, PlacementRequest(mesh=grid()))[0] == {"w": expected}
+    assert place({"w": MATRIX}, PlacementRequest(mesh=grid(), shardings=abstract))[0] == {"w": expected}
+    with pytest.raises(MismatchError) as error:
+        place({"w": leaf, "v": leaf}, PlacementRequest())
+    assert error.value.problems == tuple(
+        f"leaf {name!r} [8, 8]: {P('y')} is on an AbstractMesh, which has no devices; pass mesh=, or use jax.set_mesh"
+        for name in "wv"
+    )
+
+
+def test_the_recorded_kind_of_memory_is_kept_where_the_devices_have_it():
+    def kind(recorded):
+        leaf = PlaceableLeaf((8,), recorded=recorded)
+        (sharding,) = place({"w": leaf}, PlacementRequest(mesh=line()))[0].values()
+        return sharding.memory_kind
+
+    default = NamedSharding(line(), P()).memory_kind
+    assert kind(RecordedSharding(("x",), {"x": 8}, "pinned_host")) == "pinned_host"
+    assert kind(RecordedSharding((), {}, "pinned_host")) == "pinned_host"
+    assert kind(RecordedSharding(("x",), {"x": 8}, "of another platform")) == default
+
+
+def test_rules_that_match_no_name_are_listed_once(caplog):
+    rules = [("a/w", P()), ("b", P()), (r"^w", P())]
+    warn_of_idle_rules(["a.w", "a.v"], PlacementRequest(rules=rules))
+    assert [record.getMessage() for record in caplog.records] == ["rules= that match no leaf: 'b'; '^w'"]
+    warn_of_idle_rules(["a.w"], PlacementRequest(rules=rules[:1]))
+    warn_of_idle_rules(["a.w"], PlacementRequest())
+    assert len(caplog.records) == 1
 
 
 def test_a_record_that_does_not_fit_is_replaced_where_only_one_way_is_left():

@@ -60,6 +60,61 @@ def test_a_scalar_of_numpy_becomes_the_plain_number_and_the_other_way_round():
     assert fitted(b"3", "3") is None
 
 
+# --------------------------------------------------------- the table of docs/guides/numbers.md, cell by cell
+
+
+NUMBERS = {bool: (True, "bool"), int: (3, "int32"), float: (0.5, "float32"), complex: (0.5j, "complex64")}
+FORMS = {
+    "number": lambda number, dtype: number,
+    "numpy scalar": lambda number, dtype: np.dtype(dtype).type(number),
+    "numpy array": np.array,
+    "jax array": jnp.array,
+    "weak jax array": lambda number, dtype: jnp.asarray(number),
+}
+
+
+def is_weak(leaf):
+    return isinstance(leaf, jax.Array) and leaf.weak_type
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("stored", FORMS)
+def test_without_like_a_number_comes_back_in_its_own_form(tmp_path, stored, kind):
+    number = FORMS[stored](*NUMBERS[kind])
+    found = checkpoint.load(checkpoint.save(number, tmp_path / "x"))
+    assert_same(found, number)
+    assert is_weak(found) == is_weak(number)
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("like", FORMS)
+@pytest.mark.parametrize("stored", FORMS)
+def test_with_like_a_number_comes_back_in_the_form_of_like(tmp_path, stored, like, kind):
+    number, dtype = NUMBERS[kind]
+    path = checkpoint.save(FORMS[stored](number, dtype), tmp_path / "x")
+    found = checkpoint.load(path, like=FORMS[like](kind(0), dtype))
+    assert_same(found, FORMS[like](number, dtype))
+    assert is_weak(found) == is_weak(FORMS[like](number, dtype))
+
+
+@pytest.mark.parametrize("like", FORMS)
+@pytest.mark.parametrize("stored", FORMS)
+def test_a_number_of_another_kind_or_dtype_is_refused_in_every_form(tmp_path, stored, like):
+    for kind, (number, dtype) in NUMBERS.items():
+        path = checkpoint.save(FORMS[stored](number, dtype), tmp_path / kind.__name__)
+        for other in NUMBERS.keys() - {kind}:
+            with pytest.raises(MismatchError, match=r"leaf '%': expected .*, found "):
+                checkpoint.load(path, like=FORMS[like](*NUMBERS[other]))
+    if "weak" in like or like == "number" or stored == "number":
+        return
+    path = checkpoint.save(FORMS[stored](0.5, "float32"), tmp_path / "narrow")
+    with pytest.raises(MismatchError, match=r"float16.*dtype= casts"):
+        checkpoint.load(path, like=FORMS[like](0.5, "float16"))
+    assert_same(
+        checkpoint.load(path, like=FORMS[like](0.0, "float16"), dtype="f16"), FORMS[like](0.5, "float16")
+    )
+
+
 # ---------------------------------------------------------------------------------------- training states
 
 
@@ -155,3 +210,23 @@ def test_what_a_callback_makes_of_a_number_stays(tmp_path):
         tmp_path / "c", like={"step": 0}, callback=lambda array, name: [array]
     ).values()
     assert_same(found, [np.array(7, np.int32)])
+
+
+def test_a_resumed_optimizer_with_rates_in_its_state_is_not_compiled_again(saved):
+    tx = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
+    compiled = []
+
+    @jax.jit
+    def step(params, state):
+        compiled.append(state)
+        updates, state = tx.update(params, state)
+        return optax.apply_updates(params, updates), state
+
+    start = {"w": jnp.ones(4, jnp.bfloat16)}
+    params, state = step(start, tx.init(start))
+    params, state = step(params, state)
+    before = len(compiled)
+    resumed = checkpoint.load(saved([params, state]), like=[params, state])
+    assert jax.tree.map(jax.typeof, resumed) == jax.tree.map(jax.typeof, [params, state])
+    step(*resumed)
+    assert len(compiled) == before

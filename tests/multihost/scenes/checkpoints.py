@@ -111,6 +111,23 @@ def load_alone(path, version=0):
     return len(inspect(path).trees)
 
 
+def load_inside_of_set_mesh(path):
+    """The mesh counts where an argument needs one; a load that says nothing is still one process's own."""
+    with jax.set_mesh(mesh()):
+        rows = load(path, rules=[("global/rows", P("x"))], broadcast=True)["global"]["rows"]
+        assert rows.sharding == NamedSharding(mesh(), P("x"))
+        if jax.process_index() == 0:
+            check(load(path))
+
+
+def save_and_load_weak(path):
+    rate = jax.jit(lambda: jnp.full(8, 0.5), out_shardings=NamedSharding(mesh(), P("x")))()
+    save({"rate": rate}, path, **format_of(path))
+    loaded = load(path, mesh=mesh())["rate"]
+    assert loaded.weak_type
+    assert (loaded.aval, loaded.sharding) == (rate.aval, rate.sharding)
+
+
 # -------------------------------------------------------------------------- numbers that become arrays
 
 

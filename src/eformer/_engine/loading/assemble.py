@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from eformer._engine.loading.device_put import put_on, put_on_default
+from eformer._engine.loading.device_put import as_weak, put_on, put_on_default
 from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.trees.devices import bits_of, resharded
@@ -53,6 +53,8 @@ def assemble(targets: Sequence[LeafTarget]) -> dict[str, Any]:
             leaf = _joined([next(on_devices) for _ in target.devices], target)
         if target.entry.key and not target.as_numpy:
             leaf = _as_keys(leaf, target)
+        elif target.is_weak and not target.as_numpy:
+            leaf = as_weak(leaf)
         leaves[target.name] = leaf
     return leaves
 

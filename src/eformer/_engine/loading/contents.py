@@ -152,8 +152,8 @@ def named_like(contents: Contents, like: Mapping[str, Any]) -> Contents:
         wanted.setdefault(readable(name), []).append(name)
     names: dict[str, str] = {}
     for name in contents.names:
-        readable = readable(name)
-        found = wanted.get(readable) or wanted.get(readable.removesuffix(".value")) or []
+        text = readable(name)
+        found = wanted.get(text) or wanted.get(text.removesuffix(".value")) or []
         names[name] = found[0] if name not in like and len(found) == 1 else name
     if len(set(names.values())) < len(names):  # two leaves would be one
         return contents

@@ -31,13 +31,17 @@ logger = logging.getLogger("eformer")
 
 def put_on_default(arrays: Sequence[Array]) -> list[Any]:
     """Put the arrays on the default device, uncommitted: JAX may move them."""
-    default = _config.jax_default_device
-    device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
+    device = default_device(_config.jax_default_device)
     if not arrays or not _is_usable(device):
         return jax.device_put(list(arrays))  # type: ignore[no-any-return]
     sharding = jax.sharding.SingleDeviceSharding(device)
     put = _Put(committed=False)
     return [put(array, sharding, device) for array in arrays]
+
+
+def default_device(configured: Any) -> Any:
+    """Return the device that the value of `jax_default_device` means: a device, a platform or None."""
+    return configured if isinstance(configured, jax.Device) else jax.local_devices(backend=configured)[0]
 
 
 def put_on(arrays: Sequence[Array], places: Sequence[Any]) -> list[Any]:
@@ -97,5 +101,38 @@ def _is_usable(device: Any) -> bool:
                     raise TypeError(f"{ours!r} is not {theirs!r}")
     except Exception as error:  # noqa: BLE001  a later JAX may raise anything
         logger.debug("arrays are put on %s by jax.device_put, which takes longer: %s", device, error)
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------ weak types
+
+
+def as_weak(array: Any) -> Any:
+    """Return the array as a weakly typed one, without a copy.
+
+    JAX has no public function for this, so the result of the constructor is examined once; if it is not as expected,
+    arrays stay strongly typed.
+    """
+    return _weakened(array) if _can_be_weak() else array
+
+
+def _weakened(array: Any) -> Any:
+    shards = [shard.data for shard in array.addressable_shards]
+    return type(array)(array.aval.update(weak_type=True), array.sharding, shards, committed=array.committed)
+
+
+@lru_cache(1)
+def _can_be_weak() -> bool:
+    try:
+        number = jax.numpy.asarray(1.5)
+        weak = _weakened(jax.device_put(np.float32(1.5)))
+        is_same = weak.aval == number.aval and weak.committed == number.committed and float(weak) == 1.5
+        if not is_same or (weak + jax.numpy.ones((), jax.numpy.bfloat16)).dtype != jax.numpy.bfloat16:
+            raise TypeError(f"{weak!r} is not {number!r}")
+    except Exception as error:  # noqa: BLE001  a later JAX may raise anything
+        logger.warning(
+            "weakly typed arrays are returned strongly typed, this JAX cannot make them: %s", error
+        )
         return False
     return True

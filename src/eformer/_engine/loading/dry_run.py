@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from eformer._engine.formats.find import look_at
-from eformer._engine.loading.placement import jax_holds, refuse_on_devices
+from eformer._engine.loading.placement import current_mesh, jax_holds, refuse_on_devices
 from eformer._engine.loading.request import PlacementRequest, Rules
-from eformer._engine.loading.rules import PlaceableLeaf, place
+from eformer._engine.loading.rules import PlaceableLeaf, place, warn_of_idle_rules
 from eformer._engine.record.dtypes import dtype_from_name, floating_dtype, is_floating
 from eformer._engine.trees.devices import is_key
 from eformer._engine.trees.flatten import flatten
@@ -80,13 +80,14 @@ class _LeafFacts:
         return self.dtype.startswith("key<") or jax_holds(self.dtype, config.jax_enable_x64)
 
     def as_placeable(self) -> PlaceableLeaf:
-        is_host_only = self.is_numpy and not self.can_be_on_a_device
-        return PlaceableLeaf(self.shape, self.like, self.recorded, self.is_numpy, is_host_only)
+        return PlaceableLeaf(
+            self.shape, self.like, self.recorded, self.is_numpy, is_host_only=not self.can_be_on_a_device
+        )
 
 
 def dry_run(
     what: Any,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     *,
     rules: Rules | None = None,
     shardings: Any = None,
@@ -96,13 +97,20 @@ def dry_run(
     """Compute how many bytes `load` with the same arguments would put on each device of the mesh.
 
     Reads no data. Raises the same errors as `load`: leaves that cannot be placed are listed all at once.
-    `what` is the path of a checkpoint, or a tree of arrays or `ShapeDtypeStruct`s.
+    `what` is the path of a checkpoint, or a tree of arrays or `ShapeDtypeStruct`s. The default mesh is that of
+    `jax.set_mesh`.
     """
     is_path = isinstance(what, (str, os.PathLike))
     found = _of_checkpoint(what, prefix) if is_path else _of_tree(what)
     cast = None if dtype is None else floating_dtype(dtype)
     leaves = {name: leaf.cast(cast) for name, leaf in found.items()}
     request = PlacementRequest(mesh=mesh, rules=rules, shardings=shardings)
+    if mesh is None:
+        mesh = current_mesh()
+        if mesh is None:
+            raise ValueError("dry_run needs a mesh=, or the mesh of jax.set_mesh")
+        request = replace(request, mesh=mesh, is_current_mesh=True)
+    warn_of_idle_rules(leaves, request)
     placed, _ = place({name: leaf.as_placeable() for name, leaf in leaves.items()}, request, prefix=prefix)
     on_devices = ((name, leaves[name]) for name in placed)
     refuse_on_devices((n, leaf.dtype, leaf.shape) for n, leaf in on_devices if not leaf.can_be_on_a_device)

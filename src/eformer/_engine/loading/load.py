@@ -15,7 +15,7 @@ from eformer._engine.loading.computed import TreeReader, nbytes_computed, read_c
 from eformer._engine.loading.contents import below, contents_of, named_like, renamed
 from eformer._engine.loading.fetch import check_sha256
 from eformer._engine.loading.pinned_stream import is_worth_streaming, stream
-from eformer._engine.loading.placement import accelerator_of, place_targets, processes_of
+from eformer._engine.loading.placement import accelerator_of, on_current_mesh, place_targets, processes_of
 from eformer._engine.loading.read import nbytes_read, read
 from eformer._engine.loading.report import LoadReport
 from eformer._engine.loading.request import PlacementRequest, Request
@@ -146,6 +146,11 @@ def load(
     `shardings` place leaves: one for all, or by name (nested or dotted, for some leaves or all), each a `Sharding`, a
     `PartitionSpec` or a function that is called on the loaded array. `rules` are pairs of a regex and a PartitionSpec;
     the regex is searched for in names joined by "/". With a `mesh` and neither, leaves are placed as they were saved.
+    Shardings on an `AbstractMesh`, as `jax.eval_shape` gives them, mean the same axes of `mesh`.
+
+    Inside of `jax.set_mesh` that mesh is the default for `mesh`. It never makes a load fail: leaves that no argument
+    and no record places are replicated over it, and leaves that JAX cannot hold are numpy arrays. If it has devices of
+    other processes, it counts only if `rules`, a `PartitionSpec` or an `AbstractMesh` needs a mesh.
 
     `dtype` casts floating leaves. `callback(array, name)` is called for every array and returns its replacement.
     `batch` is the number of arrays to read at a time; None reads all at once. `verify=False` skips the digests.
@@ -206,6 +211,7 @@ def load_tree(path: str | os.PathLike[str], request: Request) -> LoadedTree:
     """Load what `request` asks for."""
     _check(request)
     like = None if request.like is None else flatten(request.like)[0]
+    request = replace(request, placement=on_current_mesh(request.placement, like))
     with _processes(request, like) as hosts:
         loaded = reread(path, lambda found: _load_found(found, request, like, hosts))
     return LoadedTree(_rebuild(loaded, request), loaded.entry, _report(loaded))
@@ -279,7 +285,7 @@ def _load_arrays(
         names = select(contents, request.keys)
         selection = compare(contents, names, request, like)
         _require_classes(contents, request)
-        place_targets(selection.targets, contents.arrays.keys(), request)
+        place_targets(selection.targets, contents, request)
     total = _nbytes(entry, contents, selection.targets) if is_wanted(request.progress) else 0
     with metered(request.progress, total, "loading") as meter:
         arrays = _fetch_and_assemble(found, entry, contents, selection.targets, request, hosts, meter)

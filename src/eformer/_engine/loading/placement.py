@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from functools import lru_cache
@@ -11,15 +12,24 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from eformer._engine.loading.rules import PartitionSpec, PlaceableLeaf, place
+from eformer._engine.loading.device_put import default_device
+from eformer._engine.loading.rules import (
+    PartitionSpec,
+    PlaceableLeaf,
+    has_memory,
+    is_abstract,
+    place,
+    warn_of_idle_rules,
+)
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.regions import Region
 from eformer._engine.trees.devices import PACKED, takes_host_memory
 from eformer.errors import MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, KeysView, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from eformer._engine.loading.contents import Contents
     from eformer._engine.loading.request import PlacementRequest, Request
     from eformer._engine.loading.select import LeafTarget
 
@@ -30,19 +40,19 @@ logger = logging.getLogger("eformer")
 _WORTH_BROADCASTING = 2**20  # bytes on a device
 
 
-def place_targets(targets: Sequence[LeafTarget], stored: KeysView[str], request: Request) -> None:
+def place_targets(targets: Sequence[LeafTarget], contents: Contents, request: Request) -> None:
     """Give every target a sharding, the default device or host memory, and the boxes that its devices need.
 
-    Targets that become plain numbers stay in host memory. `stored` are the names of all arrays, which the request may
-    mention.
+    Targets that become plain numbers stay in host memory.
     """
     targets = [target for target in targets if target.like_scalar is None]
     asked = request.placement
     arguments = (asked.mesh, asked.rules, asked.shardings, *(target.sharding for target in targets))
     if any(argument is not None for argument in arguments):
-        _follow_request(targets, stored, request)
+        _follow_request(targets, contents, request)
     x64 = _config.jax_enable_x64
     _keep_on_host([t for t in targets if not t.as_numpy and not jax_holds(t.dtype, x64)])
+    _keep_memory([t for t in targets if t.entry.sharding is not None and t.sharding is None])
     for target in targets:
         if target.sharding is not None and not target.as_numpy and target.new_shape is None:
             if request.broadcast and not target.entry.key:
@@ -51,19 +61,32 @@ def place_targets(targets: Sequence[LeafTarget], stored: KeysView[str], request:
             _assign_regions(target)
 
 
-def _follow_request(targets: Sequence[LeafTarget], stored: KeysView[str], request: Request) -> None:
+def _follow_request(targets: Sequence[LeafTarget], contents: Contents, request: Request) -> None:
     leaves = {target.name: _as_placeable(target) for target in targets}
-    deselected = stored - leaves.keys()  # by `keys`, or because `like` lacks them
-    placed, functions = place(leaves, request.placement, prefix=request.prefix, ignored=deselected)
+    deselected = contents.arrays.keys() - leaves.keys()  # by `keys`, or because `like` lacks them
+    asked = request.placement
+    placed, functions = place(leaves, asked, prefix=request.prefix, ignored=deselected)
+    warn_of_idle_rules(contents.names, asked)
     for target in targets:
         target.transform = functions.get(target.name)
         if target.name in placed:
             target.sharding, target.as_numpy, target.is_explicit = placed[target.name], False, True
+        elif asked.moves_numpy and asked.mesh is not None:
+            target.as_numpy = False  # JAX cannot hold it: it becomes one again, with a warning
 
 
 def _as_placeable(target: LeafTarget) -> PlaceableLeaf:
-    is_host_only = target.as_numpy and not jax_holds(target.dtype, _config.jax_enable_x64)
+    is_host_only = not jax_holds(target.dtype, _config.jax_enable_x64)
     return PlaceableLeaf(target.shape, target.sharding, target.entry.sharding, target.as_numpy, is_host_only)
+
+
+def _keep_memory(targets: Sequence[LeafTarget]) -> None:
+    """Put leaves that no argument places into the memory of the default device that they were saved from."""
+    device = default_device(_config.jax_default_device)
+    for target in targets:
+        kind = target.entry.sharding.memory_kind if target.entry.sharding else None
+        if kind and has_memory([device], kind):
+            target.sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
 
 
 def _assign_regions(target: LeafTarget) -> None:
@@ -77,6 +100,43 @@ def _assign_regions(target: LeafTarget) -> None:
         region = Region((*(a for a, _ in bounds), *(0 for _ in inner)), (*(b for _, b in bounds), *inner))
         target.devices.append((device, numbers.setdefault(region, len(numbers))))
     target.regions = list(numbers)
+
+
+# ---------------------------------------------------------------------------------------- current mesh
+
+
+def on_current_mesh(placement: PlacementRequest, like: Mapping[str, Any] | None) -> PlacementRequest:
+    """Return the request on the mesh of `jax.set_mesh`, if there is one and the request has none.
+
+    A mesh with devices of other processes is used only if an argument needs a mesh: all of them have to call `load`
+    then, and a load that says nothing about places may be one process's own.
+    """
+    mesh = current_mesh() if placement.mesh is None else None
+    if mesh is None:
+        return placement
+    is_shared = any(device.process_index != jax.process_index() for device in mesh.devices.flat)
+    if is_shared and not _needs_mesh(placement, like):
+        return placement
+    return dataclasses.replace(placement, mesh=mesh, is_current_mesh=True)
+
+
+def current_mesh() -> jax.sharding.Mesh | None:
+    """Return the mesh of `jax.set_mesh`; None if there is none."""
+    try:
+        mesh: jax.sharding.Mesh = jax.sharding.get_mesh()
+    except ValueError:  # inside of jit, where only an abstract mesh is current
+        return None
+    return None if mesh.empty else mesh
+
+
+def _needs_mesh(placement: PlacementRequest, like: Mapping[str, Any] | None) -> bool:
+    if placement.rules is not None:
+        return True
+    asked = [*jax.tree.leaves(placement.shardings), *(like or {}).values()]
+    return any(
+        isinstance(leaf, PartitionSpec) or is_abstract(leaf) or is_abstract(getattr(leaf, "sharding", None))
+        for leaf in asked
+    )
 
 
 # ------------------------------------------------------------------------------------------- processes
@@ -198,7 +258,7 @@ def accelerator_of(target: LeafTarget) -> Any:
 @lru_cache(1024)
 def _accelerator(sharding: Sharding | None, default: Any) -> Any:
     if sharding is None:
-        devices = [default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]]
+        devices = [default_device(default)]
     elif sharding.memory_kind in (None, _default_memory(sharding)):
         devices = list(sharding.addressable_devices)
     else:

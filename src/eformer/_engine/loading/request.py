@@ -24,9 +24,11 @@ Resize = Callable[[Any, Any, str], Any] | Mapping[str, Callable[[Any, Any], Any]
 class PlacementRequest:
     """Arguments of `load` that say where leaves go, plus options that only the documented doors use:
 
-    every_leaf     require `shardings` to name every leaf; raise KeyError otherwise
-    replicate      replicate leaves over the mesh if no argument and no record says where they go
-    rules_name     name of the caller's argument for the rules, used in messages
+    every_leaf         require `shardings` to name every leaf; raise KeyError otherwise
+    replicate          replicate leaves over the mesh if no argument and no record says where they go
+    moves_numpy        put numpy arrays on the mesh, too, if JAX can hold them
+    rules_name         name of the caller's argument for the rules, used in messages
+    is_current_mesh    the mesh is that of `jax.set_mesh`, not an argument: it never makes a load fail
     """
 
     mesh: Mesh | None = None
@@ -34,7 +36,9 @@ class PlacementRequest:
     shardings: Any = None
     every_leaf: bool = False
     replicate: bool = False
+    moves_numpy: bool = False
     rules_name: str = "rules"
+    is_current_mesh: bool = False
 
     def __post_init__(self) -> None:
         if self.rules is not None:  # an iterator would be used up by the first attempt

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jax.sharding import Mesh, NamedSharding, Sharding
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as _PartitionSpec
 
 from eformer._engine.record.names import escape, split_name, unescape, with_nearest
+from eformer._engine.record.text import few
 from eformer._engine.trees.flatten import flatten
 from eformer.errors import MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Container, Mapping, Sequence
+    from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 
     from eformer._engine.loading.request import PlacementRequest
     from eformer._engine.record.manifest import RecordedSharding
 
 PartitionSpec: Any = _PartitionSpec  # its constructor has no types
+
+logger = logging.getLogger("eformer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,7 @@ class PlaceableLeaf:
     like            sharding that `like` asks for
     recorded        sharding at the time of the save
     is_numpy        goes to a device only if an argument asks for it
-    is_host_only    JAX cannot hold it: goes to a device only if `shardings` or `like` name it, which is an error later
+    is_host_only    JAX cannot hold it: if an argument puts it on a device, that is an error later
     """
 
     shape: tuple[int, ...]
@@ -53,7 +58,9 @@ def place(
     leaves that cannot be placed. Names in the shardings may start with `prefix`, and may be those of `ignored` leaves.
     """
     if request.rules is not None and request.mesh is None:
-        raise ValueError(f"{request.rules_name}= need a mesh= to place leaves on")
+        raise ValueError(
+            f"{request.rules_name}= need a mesh= to place leaves on, or the mesh of jax.set_mesh"
+        )
     problems: list[str] = []
     named, functions = _by_shardings(leaves, request, prefix, ignored, problems)
     if request.every_leaf and request.shardings is not None:
@@ -144,6 +151,18 @@ def _by_rules(leaves: Mapping[str, PlaceableLeaf], request: PlacementRequest) ->
     return {name: spec for name, spec in found.items() if spec is not None}
 
 
+def warn_of_idle_rules(names: Iterable[str], request: PlacementRequest) -> None:
+    """Log the rules whose pattern is in none of these names: most likely it is misspelled."""
+    keys = [_key(name) for name in names] if request.rules else []
+    idle = [
+        pattern
+        for pattern, _ in request.rules or ()
+        if not any(map(_compiled(pattern, request.rules_name).search, keys))
+    ]
+    if idle:
+        logger.warning("%s= that match no leaf: %s", request.rules_name, few(list(map(repr, idle))))
+
+
 def _compiled(pattern: str, argument: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
@@ -152,40 +171,68 @@ def _compiled(pattern: str, argument: str) -> re.Pattern[str]:
 
 
 def _first_match(name: str, patterns: Sequence[tuple[re.Pattern[str], Any]]) -> Any:
-    key = "/".join(unescape(part) for part in split_name(name))
+    key = _key(name)
     return next((spec for pattern, spec in patterns if pattern.search(key)), None)
+
+
+def _key(name: str) -> str:
+    """Return the name as rules see it."""
+    return "/".join(unescape(part) for part in split_name(name))
 
 
 # -------------------------------------------------------------------------------------------- defaults
 
 
+def is_abstract(sharding: Any) -> bool:
+    """Tell whether a sharding says how to cut an array, but not over which devices."""
+    return isinstance(getattr(sharding, "mesh", None), AbstractMesh)
+
+
 def _by_default(
     leaves: Mapping[str, PlaceableLeaf], request: PlacementRequest, mesh: Mesh, problems: list[str]
 ) -> dict[str, Any]:
-    """Place leaves that nothing else places: with rules, replicate what JAX can hold; otherwise follow the record."""
+    """Place leaves that nothing else places: with rules, replicate them; otherwise follow the record."""
+    moved = {name: leaf for name, leaf in leaves.items() if not _stays_on_host(leaf, request)}
     if request.rules is not None:
-        return {name: PartitionSpec() for name, leaf in leaves.items() if not leaf.is_host_only}
-    on_devices = {name: leaf for name, leaf in leaves.items() if not leaf.is_numpy}
-    return _by_record(on_devices, request, mesh, problems)
+        return dict.fromkeys(moved, PartitionSpec())
+    return _by_record(moved, request, mesh, problems)
+
+
+def _stays_on_host(leaf: PlaceableLeaf, request: PlacementRequest) -> bool:
+    if leaf.is_host_only:
+        return leaf.is_numpy or request.is_current_mesh
+    return leaf.is_numpy and request.rules is None and not request.moves_numpy
 
 
 def _by_record(
     leaves: Mapping[str, PlaceableLeaf], request: PlacementRequest, mesh: Mesh, problems: list[str]
-) -> dict[str, _PartitionSpec]:
-    specs = {}
+) -> dict[str, Any]:
+    specs: dict[str, Any] = {}
+    replicate = request.replicate or request.is_current_mesh or len(mesh.axis_names) == 1
     for name, leaf in leaves.items():
-        spec = PartitionSpec(*leaf.recorded.spec) if leaf.recorded else None
-        if spec is not None and not isinstance(_sharding_or_problem(spec, mesh, leaf.shape), str):
-            specs[name] = spec
-        elif request.replicate or len(mesh.axis_names) == 1 or not leaf.shape:
-            specs[name] = PartitionSpec()
+        recorded = leaf.recorded if leaf.recorded and leaf.recorded.mesh else None
+        spec = PartitionSpec(*recorded.spec) if recorded else None
+        sharding = _sharding_or_problem(spec, mesh, leaf.shape) if recorded else ""
+        if not isinstance(sharding, str):
+            specs[name] = sharding
+        elif replicate or not leaf.shape:
+            specs[name] = NamedSharding(mesh, PartitionSpec())
         else:
-            saved = f"; it was saved as {spec}, which does not fit this mesh" if spec is not None else ""
+            saved = f"; it was saved as {spec}, which does not fit this mesh" if recorded else ""
             problems.append(
                 f"leaf {name!r}: no sharding is given for it on a mesh with axes {mesh.axis_names}{saved}; "
                 f"pass {request.rules_name}= or shardings="
             )
+        kind = leaf.recorded.memory_kind if leaf.recorded else None
+        if kind and name in specs and has_memory(mesh.devices.flat, kind):
+            specs[name] = specs[name].with_memory_kind(kind)
     return specs
+
+
+def has_memory(devices: Iterable[Any], kind: str) -> bool:
+    """Tell whether the devices of this process among these have memory of this kind."""
+    here = [device for device in devices if device.process_index == jax.process_index()]
+    return all(kind in {memory.kind for memory in device.addressable_memories()} for device in here)
 
 
 def _sharding_or_problem(spec: Any, mesh: Mesh | None, shape: tuple[int, ...]) -> Sharding | str:
@@ -193,8 +240,12 @@ def _sharding_or_problem(spec: Any, mesh: Mesh | None, shape: tuple[int, ...]) -
     try:
         if isinstance(spec, PartitionSpec):
             if mesh is None:
-                return f"{spec} needs a mesh="
+                return f"{spec} needs a mesh=, or the mesh of jax.set_mesh"
             spec = NamedSharding(mesh, spec)
+        elif is_abstract(spec):
+            if mesh is None:
+                return f"{spec.spec} is on an AbstractMesh, which has no devices; pass mesh=, or use jax.set_mesh"
+            spec = NamedSharding(mesh, spec.spec, memory_kind=spec.memory_kind)
         if isinstance(spec, NamedSharding) and len(spec.spec) > len(shape):
             return f"{spec.spec} does not fit: it is for {len(spec.spec)} axes, the leaf has {len(shape)}"
         spec.shard_shape(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import math
 import reprlib
@@ -61,6 +62,7 @@ class LeafTarget(msgspec.Struct, gc=False):
     like_scalar      the leaf of `like`, if the array becomes a plain number in the end
     is_stored        False for a plain value that becomes an array, and for an array that rules make of others
     resize           function of the caller that makes an array of `new_shape` of the stored one
+    is_weak          the array is to be weakly typed, as `jnp.asarray(1.0)` is
     """
 
     name: str
@@ -78,6 +80,7 @@ class LeafTarget(msgspec.Struct, gc=False):
     like_scalar: Any = None
     is_stored: bool = True
     resize: Callable[[Any], Any] | None = None
+    is_weak: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -155,6 +158,8 @@ def _targets(contents: Contents, names: Mapping[str, None], cast: str | None) ->
             dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
             target = LeafTarget(name, entry, dtype, as_numpy=entry.home == "numpy")
             target.is_stored = name not in computed
+            if entry.home == "weak":
+                target.is_weak = dtype == entry.dtype  # a cast makes it strong
             targets.append(target)
     return targets
 
@@ -216,7 +221,7 @@ def _imitate(target: LeafTarget, leaf: Any) -> None:
     elif isinstance(leaf, np.ndarray):
         target.as_numpy = True
     else:
-        target.as_numpy = False
+        target.as_numpy, target.is_weak = False, bool(getattr(leaf, "weak_type", False))
         if (sharding := getattr(leaf, "sharding", None)) is not None and getattr(leaf, "committed", True):
             target.sharding, target.is_explicit = sharding, True
 

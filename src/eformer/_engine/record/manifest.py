@@ -76,17 +76,21 @@ class Extent(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True)
     coding: Coding | None = None
 
 
-class RecordedSharding(Struct, frozen=True):
-    """How an array was sharded: the mesh axes that each of its own axes was cut by, and the sizes of the mesh."""
+class RecordedSharding(Struct, frozen=True, omit_defaults=True):
+    """How an array was sharded: the mesh axes that each of its own axes was cut by, and the sizes of the mesh.
+
+    `memory_kind` is that of the devices' memory, unless it is their default. The mesh of one device alone is empty.
+    """
 
     spec: tuple[str | tuple[str, ...] | None, ...]
     mesh: dict[str, int]
+    memory_kind: str | None = None
 
 
 class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True):
     """The description of one array, and the extents that hold its bytes.
 
-    home       "numpy" or "jax": the kind of array that was saved
+    home       "numpy", "jax", or "weak" for a weakly typed jax.Array: the kind of array that was saved
     key        the generator of a typed PRNG key, which is stored as its key data
     sharding   how a jax.Array was sharded
     sha256     the SHA-256 of all elements, if it was asked for

@@ -117,15 +117,15 @@ class _Reader:
         if not isinstance(array.dtype, np.dtype):
             key, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
         dtype, is_packed = self.stored_jax(array.dtype)
+        shape = array.shape
+        home = "weak" if array.weak_type and dtype == array.dtype.name else "jax"  # a cast makes it strong
         if place == "device" and self.hosts.count == 1:
-            whole, shape = self.whole(array.shape), array.shape
-            return Source(name, dtype, shape, "jax", key, sharding, None, ((whole, array),), (whole,), shape)
+            whole = self.whole(shape)
+            return Source(name, dtype, shape, home, key, sharding, None, ((whole, array),), (whole,), shape)
         if place == "memory" and not is_packed:
             if self.hosts.count > 1 and array.nbytes <= _COMPARED_BYTES and sharding is None:
                 self.own.update(to_bytes(np.asarray(array), dtype))
-            return Source(
-                name, dtype, array.shape, "jax", key, sharding, np.asarray(array), (), (), None, owner
-            )
+            return Source(name, dtype, shape, home, key, sharding, np.asarray(array), (), (), None, owner)
         cut = self.cut(array)
         if self.hosts.count > 1 and array.nbytes <= _REPLICA_BYTES and cut.is_everywhere:
             self.compare(name, array)
@@ -133,7 +133,7 @@ class _Reader:
         parts = [(region, _data(array, number)) for region, number in mine.items()]
         regions = merged(list(mine))
         return Source(
-            name, dtype, array.shape, "jax", key, sharding, None, parts, regions, cut.shard, owner, is_first
+            name, dtype, shape, home, key, sharding, None, parts, regions, cut.shard, owner, is_first
         )
 
     def compare(self, name: str, array: jax.Array) -> None:

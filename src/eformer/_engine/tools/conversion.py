@@ -124,11 +124,12 @@ def _source(name: str, array: LazyArray, cast: str | None) -> Source:
     entry, is_whole = first.entry, array is first
     whole = Region.whole(array.shape)
     dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
+    is_unchanged = is_whole and dtype == entry.dtype
     return Source(
         name,
         dtype,
         array.shape,
-        entry.home,
+        "jax" if entry.home == "weak" and not is_unchanged else entry.home,
         entry.key,
         entry.sharding if is_whole else None,  # a sharding names axes, which a rule may have moved
         parts=((whole, array),),

@@ -181,11 +181,16 @@ def resharded(array: Any, sharding: Any, dtype: np.dtype[Any] | None = None) -> 
 
     If the array holds the `bits_of` another `dtype`, the result is of that dtype.
     """
+    import jax  # late, as above
+
     dtype = dtype or array.dtype
-    array = _as(bits_of(dtype), array.sharding)(array)
-    # One at a time: CPUs that begin several collectives in different orders deadlock.
-    array = _as(bits_of(dtype), sharding)(array).block_until_ready()
-    return _as(dtype, sharding)(array)  # not in one program with the line before: then floats would travel
+    with jax.set_mesh(None):  # the mesh of the caller may have other axes or devices
+        array = _as(bits_of(dtype), array.sharding)(array)
+        # One at a time: CPUs that begin several collectives in different orders deadlock.
+        array = _as(bits_of(dtype), sharding)(array).block_until_ready()
+        return _as(dtype, sharding)(
+            array
+        )  # not in one program with the line before: then floats would travel
 
 
 @lru_cache(1024)

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jax.sharding import NamedSharding, Sharding
 
 from eformer._engine.record.manifest import RecordedSharding
 
 
 def recorded_sharding(sharding: Sharding) -> RecordedSharding | None:
-    """Return the record of a sharding, or None if it is not a mesh with a plain partition spec."""
+    """Return the record of a sharding, or None if it is neither a mesh with a plain partition spec nor has a memory
+    kind of its own."""
+    kind = _memory_kind(sharding)
     if not isinstance(sharding, NamedSharding):
-        return None
+        return RecordedSharding((), {}, kind) if kind else None
     spec = tuple(sharding.spec)
     if not all(axes is None or isinstance(axes, (str, tuple)) for axes in spec):
         return None  # such as UNCONSTRAINED
-    return RecordedSharding(spec, dict(sharding.mesh.shape))
+    return RecordedSharding(spec, dict(sharding.mesh.shape), kind)
+
+
+def _memory_kind(sharding: Sharding) -> str | None:
+    """Return the kind of memory that a sharding names, if it is not the default of its devices."""
+    device: Any = next(iter(sharding.addressable_devices), None)
+    if device is None or sharding.memory_kind == device.default_memory().kind:
+        return None
+    return sharding.memory_kind
