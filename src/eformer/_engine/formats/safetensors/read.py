@@ -49,7 +49,7 @@ def in_file(store: Store, name: str) -> Found:
         return in_directory(store)
     if name.endswith(INDEX_SUFFIX):
         return _find_by_index(store, name)
-    return _find_file(*store.resolve(name))  # a link that the caller names may lead anywhere
+    return find_file(*store.resolve(name))  # a link that the caller names may lead anywhere
 
 
 def by_base_name(store: Store, name: str) -> str | None:
@@ -127,7 +127,8 @@ class _Outer(msgspec.Struct):
     metadata: _Ours = msgspec.field(name="__metadata__")
 
 
-def _find_file(store: Store, name: str) -> Found:
+def find_file(store: Store, name: str) -> Found:
+    """Find the checkpoint of a safetensors file: one with a manifest, one of a directory, or one of another program."""
     path = store.path_to(name)
     raw, entry = read_header(store, name)
     if manifest := _own_manifest(raw, path):
