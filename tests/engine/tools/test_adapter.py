@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import safetensors.numpy
+from flax import nnx
 
 from eformer._engine.tools.adapter_config import target_modules
 from eformer._engine.tools.adapter_leaves import is_lora, parse_adapter_name
@@ -94,6 +95,21 @@ def test_the_keys_of_a_flat_dict_are_names(tmp_path):
     tensors, config = to_peft(flat, tmp_path)
     assert sorted(tensors) == [f"base_model.model.layers.0.q_proj.lora_{half}.weight" for half in "AB"]
     assert config["target_modules"] == ["q_proj"]
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.q_proj = nnx.LoRALinear(4, 6, lora_rank=2, rngs=rngs)
+        self.v_proj = nnx.LoRA(4, 2, 6, base_module=nnx.Linear(4, 6, rngs=rngs), rngs=rngs)
+
+
+def test_a_model_of_nnx_needs_no_rules(tmp_path):
+    model = Model(nnx.Rngs(0))
+    tensors, config = to_peft(nnx.to_pure_dict(nnx.state(model)), tmp_path)
+    assert len(tensors) == 4
+    given = np.asarray(model.q_proj.lora.lora_a[...])
+    np.testing.assert_array_equal(tensors["base_model.model.q_proj.lora_A.weight"], given.T)
+    assert (config["r"], config["target_modules"]) == (2, ["q_proj", "v_proj"])
 
 
 def test_rules_come_first_and_may_give_pefts_names(tmp_path):
