@@ -35,6 +35,17 @@ def test_the_configuration_is_metadata(adapter):
     assert found.trees[""].metadata == {"format": "pt", "adapter_config": CONFIG}
 
 
+def test_a_snapshot_of_hugging_faces_cache_has_links(adapter):
+    snapshot = adapter / "snapshots" / "0a1b"
+    snapshot.mkdir(parents=True)
+    (adapter / "blobs").mkdir()
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (adapter / name).rename(adapter / "blobs" / name)
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    assert inspect(snapshot).trees[""].metadata["adapter_config"] == CONFIG
+    assert load(snapshot)["base_model"]["model"]["q"]["lora_A"]["weight"].shape == (2, 4)
+
+
 def test_other_weights_beside_it_are_not_hidden(adapter):
     (adapter / "optimizer.pt").write_bytes(b"x")
     assert verify(adapter).left_out == ("optimizer.pt",)

@@ -31,9 +31,12 @@ _DEFAULTS: Config = {
 def new_config(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> Config:
     """Return the settings of the source with those of the caller, as they read from a file: sets are lists."""
     try:
-        return dict(msgspec.json.decode(msgspec.json.encode({**_DEFAULTS, **recorded, **given})))
+        config: Config = msgspec.json.decode(msgspec.json.encode({**_DEFAULTS, **recorded, **given}))
     except TypeError as error:
         raise ValueError(f"config= cannot be written to {CONFIG}: {error}") from error
+    if isinstance(found := config.get("modules_to_save"), str):
+        raise ValueError(f'modules_to_save in config= is {found!r}; expected a list, such as ["{found}"]')
+    return config
 
 
 def asks_for(config: Config, name: str) -> bool:
@@ -57,8 +60,15 @@ def complete(config: Config, leaves: Sequence[AdapterLeaf]) -> None:
 def _rank_of(leaf: AdapterLeaf, config: Config) -> Any:
     """Return the rank that the configuration has for a leaf, found as PEFT finds it; None if it has none."""
     patterns = config.get("rank_pattern") or {}
-    found = (rank for key, rank in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", leaf.name.module))
+    found = (rank for key, rank in patterns.items() if _matches(rf"(.*\.)?({key})", leaf.name.module))
     return next(found, config.get("r"))
+
+
+def _matches(pattern: str, module: str) -> bool:
+    try:
+        return re.fullmatch(pattern, module) is not None
+    except re.error as error:
+        raise ValueError(f"config= has {pattern!r}, which is not a regular expression: {error}") from error
 
 
 # --------------------------------------------------------------------------------------------- targets
@@ -100,7 +110,7 @@ def _last(module: str) -> str:
 def _is_target(module: str, config: Config) -> bool:
     targets = config["target_modules"]
     if isinstance(targets, str):
-        return targets == "all-linear" or re.fullmatch(targets, module) is not None
+        return targets == "all-linear" or _matches(targets, module)
     return any(f".{module}".endswith(f".{target}") for target in targets)
 
 
