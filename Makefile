@@ -5,10 +5,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
+# torch, transformers, peft and Keras are heavy, so they have an environment of their own.
+FRAMEWORKS := .venv-frameworks
+
 # Tests wait for disks and other processes as long as they compute.
 WORKERS ?= $(shell $(PYTHON) -c "import os; n = len(os.sched_getaffinity(0)); print(min(16, n + (n + 1) // 2))")
 
-.PHONY: demo test faults check format bench clean
+.PHONY: demo test faults frameworks check format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -22,6 +25,10 @@ test: check
 # The whole matrix of faults: every call of a save is killed, failed and cut off, where `make test` takes every eighth.
 faults: $(VENV)/.dev
 	EFORMER_FAULTS_STRIDE=1 EFORMER_KILLS=20 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/faults tests/multihost/test_kills.py tests/compat/test_files_hostile.py
+
+# The tests that need torch, transformers, peft or Keras, which `make test` leaves out.
+frameworks: $(FRAMEWORKS)/.installed
+	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -39,7 +46,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python bench/msgpack_door.py
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-original bench/.scratch .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(FRAMEWORKS) .venv-peers .venv-original bench/.scratch .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "eformer needs Python >= 3.11, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
@@ -48,5 +55,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.installed
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# torch comes first and alone: others only ask for any torch, which may be a build of several gigabytes.
+$(FRAMEWORKS)/.installed: PIP = $(FRAMEWORKS)/bin/python -m pip --disable-pip-version-check --quiet
+$(FRAMEWORKS)/.installed: pyproject.toml constraints.txt tests/frameworks/requirements.txt
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(PIP) install $$(grep '^torch==' tests/frameworks/requirements.txt)
+	$(PIP) install -c constraints.txt -r tests/frameworks/requirements.txt
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -6,6 +6,8 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
+collect_ignore = ["frameworks"]  # they need torch and more: `make frameworks` runs them
+
 settings.register_profile("quick", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 if not os.access(".", os.W_OK):  # a checkout of somebody else's: failures are not remembered
     settings.register_profile("quick", parent=settings.get_profile("quick"), database=None)

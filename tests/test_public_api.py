@@ -55,8 +55,8 @@ UTILS = {
     "to_host": "(x, float_dtype, mesh, cpu_offload: bool)",
 }
 CHECKPOINT = {
-    "convert": "(source, destination, *, to=None, prefix=None, rename=None, dtype=None, max_shard_bytes=None, "
-    "memory=None, dry_run=False, allow_missing=False, progress=None)",
+    "convert": "(source, destination, *, to=None, prefix=None, rename=None, dtype=None, config=None, "
+    "max_shard_bytes=None, memory=None, dry_run=False, allow_missing=False, progress=None)",
     "diff": "(a, b, *, prefix=None, progress=None)",
     "dry_run": "(what, mesh=None, *, rules=None, shardings=None, prefix=None, dtype=None)",
     "inspect": "(path)",

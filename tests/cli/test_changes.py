@@ -15,6 +15,7 @@ import safetensors.numpy
 
 from eformer import checkpoint
 from eformer.checkpoint import load, save, verify
+from support import lora
 from support.commands import EFORMER, on_terminal, run
 
 COMPAT = Path(__file__).parents[1] / "compat"
@@ -141,6 +142,38 @@ def test_convert_refuses_in_one_line(model, tmp_path, arguments, problem, code):
     done = run("convert", model, tmp_path / "new", "--to", "safetensors", *arguments, code=code)
     assert problem in done.stderr
     assert not (tmp_path / "new").exists()
+
+
+def test_convert_to_an_adapter_of_peft(tmp_path):
+    save(lora.state(), tmp_path / "lora")
+    (tmp_path / "more.json").write_text('{"lora_alpha": 8, "task_type": "CAUSAL_LM"}')
+    settings = ["--config", tmp_path / "more.json", "--config", "lora_alpha=4", "--config", "revision=main"]
+    shown = run("convert", tmp_path / "lora", tmp_path / "adapter", "--to", "peft", *settings).stdout
+    assert "! adapter_config.json has r=2, lora_alpha=4, target_modules=['q_proj']\n" in shown
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["lora_alpha"], config["task_type"], config["revision"]) == (4, "CAUSAL_LM", "main")
+    shown = run("inspect", tmp_path / "adapter").stdout
+    assert "PEFT adapter" in shown
+    assert "adapter_config.lora_alpha = 4" in shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem", "code"),
+    [
+        (
+            [],
+            "lora_alpha is not known, and no leaf tells it; give it with --config, such as lora_alpha=32",
+            1,
+        ),
+        (["--config", "absent.json"], "--config absent.json is neither NAME=VALUE nor a JSON file", 2),
+        (["--config", "lora_alpha"], "--config lora_alpha is neither NAME=VALUE nor a JSON file", 2),
+    ],
+)
+def test_convert_to_an_adapter_refuses_in_one_line(tmp_path, settings, problem, code):
+    save(lora.state(), tmp_path / "lora")
+    done = run("convert", tmp_path / "lora", tmp_path / "adapter", "--to", "peft", *settings, code=code)
+    assert problem in done.stderr
+    assert not (tmp_path / "adapter").exists()
 
 
 def test_convert_stops_at_damage(model, tmp_path):

@@ -43,6 +43,7 @@ def _colours() -> bool | None:
 _OPTIONS = {
     "SaveOptions.max_shard_bytes ": "--max-shard-size ", "max_shard_bytes=": "--max-shard-size ",
     "allow_missing=True": "--allow-missing", "memory=": "--memory ", "prefix=": "--prefix", "dtype=": "--dtype",
+    "rename=": "--rename", "config=": "--config",
     "to=": "--to", "like=": "`like` in Python",
 }  # fmt: skip
 _ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, _OPTIONS))})")
@@ -305,7 +306,9 @@ _MOST_NOTES = 20
 @click.argument("source", type=click.Path())
 @click.argument("destination", type=click.Path())
 @click.option(
-    "--to", type=click.Choice(["safetensors", "tensorstore", "msgpack", "npz"]), help="The target format."
+    "--to",
+    type=click.Choice(["safetensors", "tensorstore", "msgpack", "npz", "peft"]),
+    help="The target format.",
 )
 @click.option("--dtype", help="Cast floating leaves: bf16, fp16, float32, ...")
 @click.option("--max-shard-size", type=_Size(), help="The most bytes in one safetensors file, such as 5GB.")
@@ -315,6 +318,13 @@ _MOST_NOTES = 20
     "rules",
     type=click.Path(exists=True, dir_okay=False),
     help="A file of rules for new names and shapes.",
+)
+@click.option(
+    "--config",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE|FILE",
+    help="For --to peft: a setting of adapter_config.json, or a JSON file of settings. Can be repeated.",
 )
 @click.option(
     "--allow-missing", is_flag=True, help="Convert even if files that may hold leaves are not read."
@@ -332,6 +342,7 @@ def convert(
     max_shard_size: int | None,
     prefix: str | None,
     rules: str | None,
+    settings: tuple[str, ...],
     allow_missing: bool,
     dry_run: bool,
     memory: int,
@@ -346,6 +357,7 @@ def convert(
     eformer convert ./checkpoint ./hf --to safetensors --dtype bf16 --max-shard-size 5GB
     eformer convert ./orbax/100 ./checkpoint --to tensorstore
     eformer convert ./hf ./mine --to safetensors --rename rules.txt --dry-run
+    eformer convert ./lora ./adapter --to peft --config lora_alpha=32
 
     Each line of RULES is a regular expression for the whole name, an arrow, and the new name. Without a new name the
     leaf is left out. Steps may follow the name: transpose, stack and unstack.
@@ -365,6 +377,7 @@ def convert(
         prefix=prefix,
         rename=rules,
         dtype=dtype,
+        config=_parse_settings(settings),
         max_shard_bytes=max_shard_size,
         memory=memory,
         dry_run=dry_run,
@@ -389,6 +402,31 @@ def convert(
             lines.append(f"! {count(len(done.kept), 'name')} matched by no rule and kept")
     for line in lines:
         click.secho(printable(line), fg="cyan" if line.startswith("!") else None, color=_colours())
+
+
+def _parse_settings(settings: tuple[str, ...]) -> dict[str, Any] | None:
+    """Parse the values of `--config`; later ones win. A value that is not JSON is a string."""
+    parsed: dict[str, Any] = {}
+    for text in settings:
+        name, is_pair, value = text.partition("=")
+        if not is_pair:
+            parsed |= _read_settings(text)
+            continue
+        try:
+            parsed[name] = json.loads(value)
+        except json.JSONDecodeError:
+            parsed[name] = value
+    return parsed if settings else None
+
+
+def _read_settings(path: str) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"--config {path} is neither NAME=VALUE nor a JSON file: {error}") from error
+    if not isinstance(found, dict):
+        raise click.UsageError(f"--config {path} holds no settings: expected a JSON object")
+    return found
 
 
 @main.command()

@@ -7,7 +7,7 @@ import itertools
 import re
 import shutil
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -80,11 +80,20 @@ def show_tree(prefix: str, facts: Facts, tree: TreeEntry, on: Console) -> None:
     for text, number in shardings.items():
         about.add_row("sharded", Text(printable(f"{text}: {count(number, 'array')}")))
     about.add_row("digests", _digests(facts))
-    for name, value in facts["metadata"].items():
+    for name, value in _settings(facts["metadata"]):
         about.add_row("metadata", Text(printable(shortened(f"{name} = {value!r}", 100))))
     on.print(about)
     on.print()
     on.print(tree_of(tree, on))
+
+
+def _settings(metadata: Facts) -> Iterator[tuple[str, Any]]:
+    """Yield the metadata; a dict, such as the configuration of an adapter, as one entry for each value that is set."""
+    for name, value in metadata.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", inner) for key, inner in value.items() if inner not in (None, {}))
+        else:
+            yield name, value
 
 
 def _digests(facts: Facts) -> str:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from eformer._engine.formats.markers import ORBAX_TREE
-from eformer._engine.formats.others import orbax
+from eformer._engine.formats.others import orbax, peft
 from eformer._engine.formats.others import sniff as files
 from eformer._engine.formats.read_format import DirectoryReader, Place
 from eformer._engine.formats.safetensors import read as safetensors
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FOREIGN = (arrays.FOREIGN, safetensors.FOREIGN, orbax.FORMAT, *files.FORMATS)
+FOREIGN = (arrays.FOREIGN, safetensors.FOREIGN, orbax.FORMAT, peft.FORMAT, *files.FORMATS)
 
 _MOST_SHOWN = 8
 _MOST_RESTARTS = 100  # saves that may replace a checkpoint, one after the other, while it is being read
@@ -115,6 +115,7 @@ def _missing(store: Store, name: str) -> NoReturn:
 DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     arrays.by_index,
     orbax.by_marks,
+    peft.by_config,
     safetensors.by_files,
     arrays.without_index,
 )

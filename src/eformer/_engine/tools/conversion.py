@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.tools.view import View
 
-TargetFormat = Literal["safetensors", "tensorstore", "msgpack", "npz"]
+TargetFormat = Literal["safetensors", "tensorstore", "msgpack", "npz", "peft"]
 
 _MOST_SHOWN = 60
 
@@ -84,7 +84,10 @@ class Conversion:
 
 @dataclass(slots=True)
 class ConvertedTree:
-    """Hold one tree of the new checkpoint. `transforms` says for each leaf what the rules do to it."""
+    """Hold one tree of the new checkpoint. `transforms` says for each leaf what the rules do to it.
+
+    An `adapter_config` is written beside the leaves of a PEFT adapter.
+    """
 
     view: View
     sources: list[Source]
@@ -94,6 +97,7 @@ class ConvertedTree:
     old_names: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    adapter_config: dict[str, Any] | None = None
 
     @property
     def values(self) -> dict[str, Any]:

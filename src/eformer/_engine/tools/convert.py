@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import msgspec
 
 from eformer._engine.formats.find import find
+from eformer._engine.formats.others.peft import CONFIG, WEIGHTS, with_config
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.processes.hosts import Alone
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
@@ -30,6 +31,7 @@ from eformer._engine.stores.locate import local_path
 from eformer._engine.tasks.pool import default_threads
 from eformer._engine.tasks.progress import metered
 from eformer._engine.tools import sequential_writers
+from eformer._engine.tools.adapter import plan_adapter
 from eformer._engine.tools.conversion import Conversion, ConvertedTree, TargetFormat, plan_tree, summarize
 from eformer._engine.tools.view import View
 from eformer._engine.tools.view import open as open_view
@@ -60,6 +62,7 @@ def convert(
     prefix: str | None = None,
     rename: RenameRules | None = None,
     dtype: Any = None,
+    config: Mapping[str, Any] | None = None,
     max_shard_bytes: int | None = None,
     memory: int | None = None,
     dry_run: bool = False,
@@ -76,6 +79,7 @@ def convert(
     rename           rules: a file, their text, a dict {pattern: "new name | step"}, pairs or lines; see
                      `docs/guides/renaming.md`
     dtype            cast floating leaves to this dtype
+    config           for to="peft": what adapter_config.json says, such as lora_alpha; see `docs/guides/peft.md`
     max_shard_bytes  the most that one safetensors file holds
     memory           the most bytes that the program takes, however large a leaf is; None for 2 GB more than it takes
                      already, and more only where a larger chunk has to be decoded
@@ -94,6 +98,8 @@ def convert(
     if where.name in ("", ".."):
         raise ValueError(f"{os.fspath(destination)!r} does not name a file or directory to create")
     target = _target_format(where, to)
+    if config is not None and target != "peft":
+        raise ValueError(f"config= is for to='peft', and the target is {target}")
     rules = None if rename is None else rules_from(rename)
     with ExitStack() as stack:
         views = _open(source, prefix, stack)
@@ -101,8 +107,11 @@ def convert(
         if left_out and not allow_missing:
             raise _left_out_error(source, left_out)
         trees = {name: plan_tree(view, rules, dtype, target) for name, view in views.items()}
-        conversion = summarize(source, destination, target, trees, left_out)
         _check(trees, target, where, max_shard_bytes)
+        if target == "peft":
+            (tree,) = trees.values()
+            plan_adapter(tree, config or {}, rules)
+        conversion = summarize(source, destination, target, trees, left_out)
         budget = _budget(memory, trees, target)
         if not dry_run:
             _require_free_place(where, conversion.nbytes)
@@ -158,9 +167,10 @@ def _check(
         raise ValueError(
             f"max_shard_bytes={max_shard_bytes}: only a directory of safetensors files has shards"
         )
-    if is_one_file and len(trees) != 1:
+    if (is_one_file or target == "peft") and len(trees) != 1:
+        what = "adapter" if target == "peft" else "file"
         raise ValueError(
-            f"one file holds one tree, and the source has {sorted(trees)}; choose one with prefix="
+            f"one {what} holds one tree, and the source has {sorted(trees)}; choose one with prefix="
         )
     for tree in trees.values():
         if target == "npz":
@@ -237,6 +247,8 @@ def _write(
             tree.sources = _with_small_leaves_read(tree, budget // 4)
             if target in ("npz", "msgpack"):
                 _write_stream(path, target, tree, Staging(budget), meter)
+            elif target == "peft":
+                _write_adapter(path, tree, options, meter)
             else:
                 carry_out(_save(path, prefix, target, tree, options), meter=meter)
 
@@ -273,10 +285,18 @@ def _write_stream(
             sequential_writers.write_msgpack(file, tree.structure, tree.sources, tree.values, staging, meter)
 
 
+def _write_adapter(path: Path, tree: ConvertedTree, options: SaveOptions, meter: Meter) -> None:
+    carry_out(_save(path / WEIGHTS, "", "safetensors", tree, options), meter=meter)
+    with replacing(path / CONFIG) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(tree.adapter_config), indent=2))
+
+
 def _save(path: Path, prefix: str, target: Any, converted: ConvertedTree, options: SaveOptions) -> Save:
     hosts, view = Alone(), converted.view
     written_by = f"eformer {__version__}, converted from {_first_writer(view)}"
     tree = new_tree(written_by, converted.structure, view.tree.raw_metadata, converted.raw_values)
+    if converted.adapter_config:
+        tree = with_config(tree, converted.adapter_config)
     store, file = (LocalStore(path.parent), path.name) if path.suffix == SUFFIX else (LocalStore(path), "")
     turn = turns.take(str(path), hosts.name(0))
     sources, converted.sources = converted.sources, []  # the save drops each leaf when it is written

@@ -53,7 +53,7 @@ def in_file(store: Store, name: str) -> Found:
         return in_directory(store)
     if name.endswith(INDEX_SUFFIX):
         return _find_by_index(store, name)
-    return _find_file(store, name)
+    return find_file(*store.resolve(name), (store, name))  # a link that the caller names may lead anywhere
 
 
 def by_base_name(store: Store, base: str) -> Found | None:
@@ -144,8 +144,11 @@ class _Outer(msgspec.Struct):
     metadata: _Ours = msgspec.field(name="__metadata__")
 
 
-def _find_file(named: Store, link: str) -> Found:
-    store, name = named.resolve(link)  # a link that the caller names may lead anywhere
+def find_file(store: Store, name: str, link: tuple[Store, str] | None = None) -> Found:
+    """Find the checkpoint of a safetensors file: one with a manifest, one of a directory, or one of another program.
+
+    `link` is where the caller found it.
+    """
     path = store.path_to(name)
     raw, entry = read_header(store, name)
     if manifest := _own_manifest(raw, path):
@@ -156,11 +159,13 @@ def _find_file(named: Store, link: str) -> Found:
         raise CorruptionError(f"{path} carries a manifest, but the beginning of its header is damaged")
     opened = Opened(header, entry.nbytes, entry.version)
     # In a cache of Hugging Face the index is beside the link, not beside the file.
-    whole = _in_checkpoint(store, name, opened) or _find_by_shard(named, link) or _find_by_shard(store, name)
+    places = [(store, name)] if link is None else [link, (store, name)]
+    by_shard = (found for place in places if (found := _find_by_shard(*place)))
+    whole = _in_checkpoint(store, name, opened) or next(by_shard, None)
     if whole:
         return whole
     alone = _foreign(path, store, {"": {name: opened}})
-    return replace(alone, find_left_out=partial(other_shards, named, link))
+    return replace(alone, find_left_out=partial(other_shards, *places[0]))
 
 
 def _in_checkpoint(store: Store, name: str, opened: Opened) -> Found | None:

@@ -1,0 +1,62 @@
+"""Find PEFT's adapters: `adapter_model.safetensors`, and `adapter_config.json`, which becomes metadata of the tree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from eformer._engine.formats.left_out import left_out
+from eformer._engine.formats.safetensors.names import MANIFEST, SUFFIX
+from eformer._engine.formats.safetensors.read import find_file
+from eformer._engine.record.manifest import Manifest
+from eformer._engine.record.values import parse_json, value_to_json
+from eformer._engine.stores.base import read_whole
+
+if TYPE_CHECKING:
+    from eformer._engine.formats.found import Found
+    from eformer._engine.formats.read_format import Place
+    from eformer._engine.record.manifest import TreeEntry
+    from eformer._engine.stores.base import Store, Version
+
+FORMAT = "PEFT adapter"
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+CONFIG_KEY = "adapter_config"  # in the metadata of a tree
+
+
+def by_config(place: Place) -> Found | None:
+    """Find the adapter of a directory that holds an adapter alone. With other safetensors files beside it, it is one
+    prefix of several, and not for this reader."""
+    weights = [name for name in place.names if name.endswith(SUFFIX)]
+    if CONFIG not in place.names or MANIFEST in place.names or weights != [WEIGHTS]:
+        return None
+    store = place.store
+    config, version = _read_config(store)
+    found = find_file(store, WEIGHTS)
+    trees = {prefix: with_config(tree, config) for prefix, tree in found.trees.items()}
+    return replace(
+        found,
+        path=store.url,
+        manifest=Manifest(format=FORMAT, trees=trees),
+        trees=trees,
+        versions={**found.versions, CONFIG: version},
+        find_left_out=partial(left_out, store, {WEIGHTS}),
+    )
+
+
+def _read_config(store: Store) -> tuple[dict[str, Any], Version]:
+    data, entry = read_whole(store, CONFIG)
+    problem = (
+        f"{store.path_to(CONFIG)} is not the configuration of an adapter; the path of {WEIGHTS} needs none"
+    )
+    return parse_json(data, dict[str, Any], problem), entry.version
+
+
+def with_config(tree: TreeEntry, config: dict[str, Any]) -> TreeEntry:
+    """Return the tree with the configuration of its adapter as metadata."""
+    metadata = {**tree.raw_metadata, CONFIG_KEY: value_to_json(config)}
+    return msgspec.structs.replace(tree, raw_metadata=metadata)
