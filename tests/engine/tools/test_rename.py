@@ -163,7 +163,7 @@ def test_a_dict_of_rules_is_refused_with_all_its_problems():
     assert "line 1, ('(', 'a'): missing )" in str(error.value)
     assert "line 2, ('b', 'c | turn'): unknown step 'turn'" in str(error.value)
     assert "line 3, ('d', 3): the pattern and the name of a rule are text" in str(error.value)
-    with pytest.raises(FormatError, match="line 1, .*: a rule is PATTERN -> NAME"):
+    with pytest.raises(FormatError, match=r"line 1, .*: a rule is PATTERN -> NAME"):
         rules_from([("a", "b", "c")])
     with pytest.raises(FileNotFoundError):
         rules_from("no-such-file")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +10,14 @@ from eformer._engine.processes.hosts import TIMEOUT
 from eformer._engine.record.dtypes import floating_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from jax.sharding import Mesh, PartitionSpec
 
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.tasks.progress import Progress
 
-Rules = Sequence[tuple[str, "PartitionSpec"]]
+Rules = Mapping[str, "PartitionSpec"] | Sequence[tuple[str, "PartitionSpec"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,13 @@ class PlacementRequest:
     rules_name: str = "rules"
 
     def __post_init__(self) -> None:
-        if self.rules is not None:  # an iterator would be used up by the first attempt
+        if not isinstance(self.rules, (Mapping, type(None))):  # the first attempt would use up an iterator
             object.__setattr__(self, "rules", tuple(self.rules))
+
+    @property
+    def rule_pairs(self) -> Sequence[tuple[str, PartitionSpec]]:
+        """Return the rules as pairs, whether they were given as a dict or as pairs."""
+        return tuple(self.rules.items()) if isinstance(self.rules, Mapping) else self.rules or ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,7 +139,7 @@ def _require_every_leaf(leaves: Mapping[str, PlaceableLeaf], named: Collection[s
 
 def _by_rules(leaves: Mapping[str, PlaceableLeaf], request: PlacementRequest) -> dict[str, Any]:
     """Return the spec of the first rule that matches, by leaf. Scalars match none: they have no axis to cut."""
-    patterns = [(_compiled(pattern, request.rules_name), spec) for pattern, spec in request.rules or ()]
+    patterns = [(_compiled(pattern, request.rules_name), spec) for pattern, spec in request.rule_pairs]
     found = {name: _first_match(name, patterns) for name, leaf in leaves.items() if leaf.shape}
     return {name: spec for name, spec in found.items() if spec is not None}
 

@@ -132,7 +132,7 @@ def _parsed(numbered: Sequence[tuple[int, str | _Pair]], origin: str) -> list[Ru
 _ARROW = re.compile(r"\s+->(?:\s+|$)")
 
 
-def _sides(given: str | _Pair) -> _Pair:
+def _sides(given: str | _Pair) -> tuple[object, object]:
     """Split a rule into the pattern and the new name with its steps."""
     sides = _ARROW.split(given.strip()) if isinstance(given, str) else given
     try:
@@ -144,7 +144,7 @@ def _sides(given: str | _Pair) -> _Pair:
     return pattern, name
 
 
-def _rule(number: int, pattern: str, result: str | None) -> Rule:
+def _rule(number: int, pattern: object, result: object) -> Rule:
     if not isinstance(pattern, (str, re.Pattern)) or not isinstance(result, (str, type(None))):
         raise FormatError("the pattern and the name of a rule are text")
     name, *steps = [part.strip() for part in (result or "").split("|")]
