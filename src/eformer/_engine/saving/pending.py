@@ -129,8 +129,9 @@ def wait(timeout: float | None = None) -> None:
 
 def wait_for(saves: Iterable[Pending], timeout: float | None = None) -> None:
     """Wait for saves, and raise the first error among them that nobody has asked for yet."""
-    others = [save for save in saves if save._thread is not threading.current_thread()]
-    unasked = sorted((save for save in others if not save.was_asked), key=lambda save: save._number)
+    in_order = sorted(saves, key=lambda save: save._number)
+    others = [save for save in in_order if save._thread is not threading.current_thread()]
+    unasked = [save for save in others if not save.was_asked]
     futures.wait([save._future for save in others], timeout)
     if late := [save.path for save in others if not save.done()]:
         raise TimeoutError(f"not finished after {timeout} seconds: saving to {few(late)}")

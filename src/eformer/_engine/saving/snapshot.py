@@ -267,16 +267,11 @@ class _DeletedError(Exception):
 
 
 def _deleted_error(leaves: Mapping[str, Any]) -> LeafError:
-    deleted = [n for n, leaf in leaves.items() if isinstance(leaf, jax.Array) and leaf.is_deleted()]
-    subject = (
-        f"leaf {deleted[0]!r}: the array was"
-        if len(deleted) == 1
-        else f"{len(deleted)} leaves: the arrays were"
-    )
-    names = "" if len(deleted) == 1 else f": {few([repr(name) for name in deleted])}"
+    names = [repr(n) for n, leaf in leaves.items() if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+    what = f"leaf {names[0]}: the array was" if len(names) == 1 else f"leaves {few(names)}: the arrays were"
     return LeafError(
-        f"{subject} deleted, probably donated to a jitted function (donate_argnums); save before that call, or save "
-        f"what it returned{names}"
+        f"{what} deleted, probably donated to a jitted function (donate_argnums); save before that call, or save what "
+        "it returned"
     )
 
 
