@@ -55,6 +55,7 @@ UTILS = {
     "to_host": "(x, float_dtype, mesh, cpu_offload: bool)",
 }
 CHECKPOINT = {
+    "abstract": "(path, *, prefix=None)",
     "convert": "(source, destination, *, to=None, prefix=None, rename=None, dtype=None, config=None, "
     "max_shard_bytes=None, memory=None, dry_run=False, allow_missing=False, progress=None)",
     "diff": "(a, b, *, prefix=None, progress=None)",
@@ -66,9 +67,12 @@ CHECKPOINT = {
     "prune": "(directory, *, keep, check=False, dry_run=False)",
     "register_module": "(kind, *, state, update=None, build=None)",
     "register_node": "(kind)",
-    "save": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), progress=None)",
-    "save_async": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions())",
+    "save": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), overwrite=False, "
+    "progress=None)",
+    "save_async": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), "
+    "overwrite=False)",
     "verify": "(path, *, progress=None)",
+    "wait": "(timeout=None)",
 }
 SERIALIZATION = {
     "is_array_like": "(x: Any) -> bool",

@@ -1,7 +1,9 @@
 """Save trees of arrays to checkpoints, load them onto any mesh, and maintain them.
 
 save, save_async         save a tree, with SaveOptions; save_async returns a Pending
+wait                     wait for every save_async of this process
 load                     load a tree onto any mesh; with return_report a LoadReport, too
+abstract                 give the shapes and dtypes of a saved tree, in its structure
 open, inspect            look at the leaves of a checkpoint without loading it; return a View, a Manifest
 verify                   check every byte against its digest; return a Report
 diff                     compare two checkpoints; return a Diff
@@ -20,6 +22,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eformer._engine.loading.abstract import abstract as abstract
     from eformer._engine.loading.dry_run import DryRun as DryRun
     from eformer._engine.loading.dry_run import dry_run as dry_run
     from eformer._engine.loading.load import load as load
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.manifest import Manifest as Manifest
     from eformer._engine.record.options import SaveOptions as SaveOptions
     from eformer._engine.saving.pending import Pending as Pending
+    from eformer._engine.saving.pending import wait as wait
     from eformer._engine.saving.save import save as save
     from eformer._engine.saving.save import save_async as save_async
     from eformer._engine.tools.conversion import Conversion as Conversion
@@ -54,6 +58,7 @@ _HOME = {
     "Report": "tools.verify",
     "SaveOptions": "record.options",
     "View": "tools.view",
+    "abstract": "loading.abstract",
     "convert": "tools.convert",
     "diff": "tools.diff",
     "dry_run": "loading.dry_run",
@@ -66,6 +71,7 @@ _HOME = {
     "save": "saving.save",
     "save_async": "saving.save",
     "verify": "tools.verify",
+    "wait": "saving.pending",
 }
 
 __all__ = [
@@ -79,6 +85,7 @@ __all__ = [
     "Report",
     "SaveOptions",
     "View",
+    "abstract",
     "convert",
     "diff",
     "dry_run",
@@ -91,6 +98,7 @@ __all__ = [
     "save",
     "save_async",
     "verify",
+    "wait",
 ]
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,9 +22,9 @@ from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import floating_dtype, raw_pieces
 from eformer._engine.record.options import SaveOptions
-from eformer._engine.saving.pending import Pending
+from eformer._engine.saving.pending import Pending, wait_for
 from eformer._engine.saving.run import carry_out, run_in_background
-from eformer._engine.saving.save import start
+from eformer._engine.saving.save import refuse_swapped, start
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.locate import is_file_url, path_of_file_url, with_home
 from eformer._engine.trees.devices import is_key
@@ -45,7 +45,7 @@ logger = logging.getLogger("eformer")
 
 Path = GCSPath | LocalPath | str | os.PathLike[str]
 Callback = Callable[[jax.Array, str], jax.Array]
-Rules = Sequence[tuple[str, "PartitionSpec"]]
+Rules = Mapping[str, "PartitionSpec"] | Sequence[tuple[str, "PartitionSpec"]]
 
 _DEFAULT_TIMEOUT = 400  # seconds; GLOBAL_CHECKPOINT_TIMEOUT overrides it
 
@@ -127,6 +127,7 @@ class AsyncCheckpointManager:
         callback        called with the path afterwards
         mesh            only needed for a gather
         """
+        refuse_swapped(tree, path, "save(tree, path)")
         where = self._resolve(path)
         if self._is_disabled(where):
             return where
@@ -152,6 +153,7 @@ class AsyncCheckpointManager:
         cpu_offload: bool = False,
     ) -> Pending:
         """Start a `save`, and return as soon as the caller may donate or change every array of the tree."""
+        refuse_swapped(tree, path, "save_async(tree, path)")
         where = self._resolve(path)
         pending = Pending(where)
         if self._is_disabled(where):
@@ -182,6 +184,7 @@ class AsyncCheckpointManager:
         `write_index=False` writes the arrays alone, without digests and structure.
         """
         _require_prefix(prefix)
+        refuse_swapped(pytree, path, "save_pytree(pytree, path)")
         where = self._resolve(path)
         if self._is_disabled(where):
             return where
@@ -196,11 +199,7 @@ class AsyncCheckpointManager:
         """Wait for every `save_async` of this manager. Raises the first error that has not been raised yet."""
         with self._lock:
             pending, self._pending = self._pending, []
-        failed = [p for p in pending if not p.was_asked and p.exception() is not None]
-        for other in failed[1:]:
-            logger.error("saving to %s failed", other.path, exc_info=other.exception())
-        if failed:
-            failed[0].result()
+        wait_for(pending)
 
     def __enter__(self) -> Self:
         return self

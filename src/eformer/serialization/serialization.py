@@ -10,17 +10,19 @@ from eformer._engine.processes.hosts import TIMEOUT
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.saving.jax_manager import serialize_with
 from eformer._engine.saving.run import carry_out
-from eformer._engine.saving.save import start
+from eformer._engine.saving.save import refuse_swapped, start
 from eformer._engine.trees.key_paths import is_array_like, join_key, leaf_key_paths
 from eformer.serialization._keys import by_key
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import jax
     from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
-    from jax.sharding import Mesh, PartitionSpec
+    from jax.sharding import Mesh
+
+    from eformer._engine.loading.request import Rules
 
 __all__ = ["is_array_like", "join_key", "leaf_key_paths", "tree_deserialize_leaves", "tree_serialize_leaves"]
 
@@ -44,6 +46,7 @@ def tree_serialize_leaves(
 
         >>> tree_serialize_leaves("run", {"w": jnp.ones(2)}, prefix="model")
     """
+    refuse_swapped(pytree, checkpoint_dir, "tree_serialize_leaves(checkpoint_dir, pytree)")
     timeout = getattr(manager, "_timeout_secs", TIMEOUT)  # a manager has a timeout of its own
     save = start(
         pytree,
@@ -68,7 +71,7 @@ def tree_deserialize_leaves(
     manager: GlobalAsyncCheckpointManager | None = None,
     *,
     prefix: str | None = None,
-    partition_rules: Sequence[tuple[str, PartitionSpec]] | None = None,
+    partition_rules: Rules | None = None,
     shardings: Any = None,
     callback: Callable[[jax.Array, str], jax.Array] | None = None,
     chunk_size: int | None = None,

@@ -15,6 +15,8 @@ from eformer import checkpoint
 from eformer._engine.stores import local_upload
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError, FormatError, NotFoundError
+from eformer.serialization.async_manager import AsyncCheckpointManager
+from support.damage import flip
 from support.safetensors_files import F32, assert_equal, header, read_by_index
 from support.states import flat
 from support.trees import assert_same
@@ -75,11 +77,32 @@ def test_a_file_of_a_checkpoint_is_not_replaced_alone(tmp_path, weights):
     assert_same(load(tmp_path), weights)
 
 
-def test_a_file_that_the_caller_names_is_replaced_whatever_it_is(tmp_path):
-    for data in (b"junk", header({"a": F32}, bytes(16))):
-        (tmp_path / "x.safetensors").write_bytes(data)
-        save({"w": 1}, tmp_path / "x.safetensors")
-        assert load(tmp_path / "x.safetensors") == {"w": 1}
+@pytest.mark.parametrize("data", [b"junk", header({"a": F32}, bytes(16))])
+def test_a_file_of_another_program_is_replaced_only_if_the_caller_says_so(tmp_path, data):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(data)
+    for attempt in (save, lambda *_: checkpoint.save_async(*_).result(), AsyncCheckpointManager().save):
+        with pytest.raises(FileExistsError, match=r"x.safetensors .*; to replace it, .* overwrite=True"):
+            attempt({"w": 1}, path)
+        assert path.read_bytes() == data
+    save({"w": 1}, path, overwrite=True)
+    assert load(path) == {"w": 1}
+    checkpoint.save_async({"w": 2}, path).result()
+    assert load(path) == {"w": 2}
+
+
+def test_a_file_of_eformer_is_replaced_also_if_it_is_empty_damaged_or_without_its_manifest(tmp_path, weights):
+    path = tmp_path / "x.safetensors"
+    path.touch()
+    save(weights, path)
+    flip(path, 60)
+    with pytest.raises(CorruptionError):
+        load(path)
+    save(weights, path)
+    save(weights, tmp_path / "d")
+    (tmp_path / "d" / "manifest.json").unlink()
+    save({"w": 1}, tmp_path / "d" / "model.safetensors")
+    assert load(tmp_path / "d" / "model.safetensors") == {"w": 1}
 
 
 def test_a_link_that_the_caller_names_is_followed(tmp_path, weights):

@@ -6,13 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from eformer._engine.formats import find
 from eformer._engine.loading import load as load_module
 from eformer._engine.loading.load import load_tree
 from eformer._engine.loading.request import Request
-from eformer.checkpoint import load, save
+from eformer.checkpoint import dry_run, load, save
 from eformer.errors import CorruptionError, FormatError, NotFoundError, StructureError
+from eformer.serialization.async_manager import AsyncCheckpointManager
+from eformer.serialization.serialization import tree_deserialize_leaves
+from support.meshes import meshes
 from support.trees import Unregistered, assert_same
 
 # --------------------------------------------------------------------------------------------- results
@@ -32,6 +36,21 @@ def test_keys_give_a_flat_dict_and_with_like_its_structure(tmp_path):
     assert_same(load(tmp_path, keys="a"), {"a.w": np.ones(3), "a.n": 1})
     like = {"a": {"n": 0, "w": np.zeros(3)}}
     assert_same(load(tmp_path, keys=("a",), like=like), {"a": {"n": 1, "w": np.ones(3)}})
+
+
+def test_rules_may_be_a_dict_at_every_door(tmp_path):
+    mesh, rules = meshes()[0], {"w": P("x")}
+    for kind, path in (("safetensors", tmp_path / "a"), ("tensorstore", tmp_path / "b")):
+        save({"w": jnp.ones((8, 2)), "b": jnp.ones(3)}, path, prefix="m", format=kind)
+        manager = AsyncCheckpointManager()
+        loaded = [
+            load(path, mesh=mesh, rules=rules),
+            manager.load(path, mesh, partition_rules=rules)[0],
+            manager.load_pytree(path, mesh, prefix="m", partition_rules=rules)[0],
+        ]
+        assert [(tree["w"].sharding.spec, tree["b"].sharding.spec) for tree in loaded] == [(P("x"), P())] * 3
+        assert dry_run(path, mesh, rules=rules).leaves["w"].spec == P("x")
+    assert tree_deserialize_leaves(tmp_path / "b", mesh, partition_rules=rules)["w"].sharding.spec == P("x")
 
 
 def test_a_structure_that_cannot_be_rebuilt_is_refused_unless_it_is_not_needed(tmp_path):

@@ -32,6 +32,13 @@ def specs(leaves, *, prefix=None, ignored=(), **request):
 MATRIX = PlaceableLeaf((8, 8))
 
 
+def test_rules_are_pairs_or_a_dict_in_its_order():
+    rules = {"w": P("x"), ".": P(None, "x")}
+    expected = {"w": P("x"), "v": P(None, "x")}
+    for given in (rules, list(rules.items()), iter(rules.items())):
+        assert specs({"w": MATRIX, "v": MATRIX}, mesh=line(), rules=given) == expected
+
+
 def test_shardings_win_over_rules_over_like_over_the_record():
     leaf = PlaceableLeaf((8, 8), like=P(None, "x"), recorded=recorded("x", None))
     mesh = line()

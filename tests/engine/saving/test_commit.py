@@ -148,7 +148,7 @@ class Watched(np.ndarray):
 
 FORKS = """
 import os, signal, sys, threading
-from eformer.checkpoint import load, save, save_async
+from eformer.checkpoint import load, save, save_async, wait
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
@@ -161,8 +161,9 @@ child = os.fork()
 if child == 0:  # the parent's save is under way, and ends in the parent alone
     go.set()
     save({"w": 2}, path)
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0 and load(path) == {"w": 2}
+    wait()
+    os._exit(0 if load(path) == {"w": 2} else 1)
+assert os.waitpid(child, 0)[1] == 0
 go.set()
 pending.result()
 

@@ -187,3 +187,13 @@ def test_a_copy_opens_the_files_for_itself(tmp_path):
         copy = pickle.loads(pickle.dumps(view))
         copy.close()
         assert list(view["w"][1:3]) == [1, 2]
+
+
+def test_the_metadata_is_that_of_the_tree_without_a_prefix_or_of_the_only_tree(tmp_path):
+    save({"w": 1}, tmp_path, prefix="a", metadata={"step": 1})
+    assert checkpoint.inspect(tmp_path).metadata == {"step": 1}
+    save({"w": 1}, tmp_path, prefix="b", metadata={"step": 2})
+    with pytest.raises(ValueError, match=r"use .trees\[prefix\].metadata, prefix one of \['a', 'b'\]"):
+        _ = checkpoint.inspect(tmp_path).metadata
+    save({"w": 1}, tmp_path, metadata={"step": 3})
+    assert checkpoint.inspect(tmp_path).metadata == {"step": 3}

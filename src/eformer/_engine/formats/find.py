@@ -16,7 +16,8 @@ from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SU
 from eformer._engine.formats.zarr import read as arrays
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.record.names import with_nearest
-from eformer._engine.stores.locate import locate
+from eformer._engine.stores.locate import locate, store_at
+from eformer._engine.tasks.turns import turns
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
@@ -67,13 +68,24 @@ class ReplacedError(Exception):
 
 
 def reread(path: str | os.PathLike[str], use: Callable[[Found], T]) -> T:
-    """Call `use` with the checkpoint at `path`, and return its result; start again if it raises `ReplacedError`."""
+    """Call `use` with the checkpoint at `path`, and return its result; start again if it raises `ReplacedError`.
+
+    A save to this path that this process has under way in the background is waited for.
+    """
+    _wait_for_saves(path)
     for _ in range(_MOST_RESTARTS):
         try:
             return use(find(path))
         except ReplacedError:
             continue
     raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while it was being read; try again later")
+
+
+def _wait_for_saves(path: str | os.PathLike[str]) -> None:
+    """Wait for saves in the background to the directory or file at `path`, or to the directory that it is a file of."""
+    if turns.has_background:
+        place = store_at(path)
+        turns.wait_for_background({place.key, f"{place.key}{SUFFIX}", place.parent()[0].key})
 
 
 @contextmanager

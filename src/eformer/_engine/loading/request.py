@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.rename import Rule
     from eformer._engine.tasks.progress import Progress
 
-Rules = Sequence[tuple[str, "PartitionSpec"]]
+Rules = Mapping[str, "PartitionSpec"] | Sequence[tuple[str, "PartitionSpec"]]
 Resize = Callable[[Any, Any, str], Any] | Mapping[str, Callable[[Any, Any], Any]]
 
 
@@ -41,8 +41,13 @@ class PlacementRequest:
     is_current_mesh: bool = False
 
     def __post_init__(self) -> None:
-        if self.rules is not None:  # an iterator would be used up by the first attempt
+        if not isinstance(self.rules, (Mapping, type(None))):  # the first attempt would use up an iterator
             object.__setattr__(self, "rules", tuple(self.rules))
+
+    @property
+    def rule_pairs(self) -> Sequence[tuple[str, PartitionSpec]]:
+        """Return the rules as pairs, whether they were given as a dict or as pairs."""
+        return tuple(self.rules.items()) if isinstance(self.rules, Mapping) else self.rules or ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

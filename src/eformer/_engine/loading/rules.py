@@ -146,7 +146,7 @@ def _require_every_leaf(leaves: Mapping[str, PlaceableLeaf], named: Collection[s
 
 def _by_rules(leaves: Mapping[str, PlaceableLeaf], request: PlacementRequest) -> dict[str, Any]:
     """Return the spec of the first rule that matches, by leaf. Scalars match none: they have no axis to cut."""
-    patterns = [(_compiled(pattern, request.rules_name), spec) for pattern, spec in request.rules or ()]
+    patterns = [(_compiled(pattern, request.rules_name), spec) for pattern, spec in request.rule_pairs]
     found = {name: _first_match(name, patterns) for name, leaf in leaves.items() if leaf.shape}
     return {name: spec for name, spec in found.items() if spec is not None}
 
@@ -156,7 +156,7 @@ def warn_of_idle_rules(names: Iterable[str], request: PlacementRequest) -> None:
     keys = [_key(name) for name in names] if request.rules else []
     idle = [
         pattern
-        for pattern, _ in request.rules or ()
+        for pattern, _ in request.rule_pairs
         if not any(map(_compiled(pattern, request.rules_name).search, keys))
     ]
     if idle:

@@ -328,6 +328,16 @@ class Manifest(Struct, frozen=True, kw_only=True):
         """The ids of the saves that wrote the trees."""
         return {tree.save_id for tree in self.trees.values()}
 
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Return the metadata of the tree without a prefix, or of the only tree."""
+        if "" not in self.trees and len(self.trees) != 1:
+            raise ValueError(
+                f"the checkpoint holds several trees; use .trees[prefix].metadata, prefix one of {sorted(self.trees)}"
+            )
+        prefix = "" if "" in self.trees else next(iter(self.trees))
+        return self.trees[prefix].metadata
+
     def with_tree(self, prefix: str, tree: TreeEntry) -> Manifest:
         """Return a copy with one tree added or replaced."""
         return Manifest(format=self.format, trees={**self.trees, prefix: tree})

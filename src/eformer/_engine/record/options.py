@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from eformer._engine.record.names import with_nearest
 
 Snapshot = Literal["auto", "device", "host"]
 
@@ -66,3 +69,16 @@ class SaveOptions:
             raise ValueError(
                 f"SaveOptions.snapshot must be one of {get_args(Snapshot)}, not {self.snapshot!r}"
             )
+
+
+def options_from(given: SaveOptions | Mapping[str, Any]) -> SaveOptions:
+    """Return options that may be given as a dict of their fields. One error lists every unknown field."""
+    if isinstance(given, SaveOptions):
+        return given
+    if not isinstance(given, Mapping):
+        raise TypeError(f"options must be SaveOptions or a dict of its fields, not {given!r}")
+    known = [field.name for field in fields(SaveOptions)]
+    unknown = [f"{name!r}{hint}" for name, hint in with_nearest(map(str, given.keys() - set(known)), known)]
+    if unknown:
+        raise TypeError(f"options has fields that SaveOptions does not: {', '.join(sorted(unknown))}")
+    return SaveOptions(**given)

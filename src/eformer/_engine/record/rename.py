@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from eformer._engine.record.lazy_arrays import Stacked, Transposed, Unstacked, stored_leaves
 from eformer._engine.record.names import nearest, readable
@@ -132,7 +132,7 @@ def _parsed(numbered: Sequence[tuple[int, str | _Pair]], origin: str) -> list[Ru
 _ARROW = re.compile(r"\s+->(?:\s+|$)")
 
 
-def _sides(given: str | _Pair) -> _Pair:
+def _sides(given: str | _Pair) -> tuple[object, object]:
     """Split a rule into the pattern and the new name with its steps."""
     sides = _ARROW.split(given.strip()) if isinstance(given, str) else given
     try:
@@ -144,7 +144,7 @@ def _sides(given: str | _Pair) -> _Pair:
     return pattern, name
 
 
-def _rule(number: int, pattern: Any, result: Any) -> Rule:
+def _rule(number: int, pattern: object, result: object) -> Rule:
     if not isinstance(pattern, (str, re.Pattern)) or not isinstance(result, (str, type(None))):
         raise FormatError("the pattern and the name of a rule are text")
     name, *steps = [part.strip() for part in (result or "").split("|")]

@@ -1,18 +1,21 @@
-"""Wait for saves in the background, and keep saves to one place in order."""
+"""Wait for saves in the background."""
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import threading
 import traceback
 import weakref
-from concurrent.futures import Future
+from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
+from eformer._engine.record.text import few
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterable
 
 logger = logging.getLogger("eformer")
 
@@ -26,10 +29,11 @@ class Pending:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._future: Future[str] = Future()
+        self._future: futures.Future[str] = futures.Future()
         self._future.set_running_or_notify_cancel()  # a caller that stops waiting does not stop the save
         self.was_asked = False
-        _unfinished.add(self)
+        self._number = next(_numbers)
+        self._thread: threading.Thread | None = None
 
     def result(self, timeout: float | None = None) -> str:
         """Wait for the save and return the path. Raise the error of the save, or TimeoutError if it takes too long."""
@@ -73,7 +77,9 @@ class Pending:
         If it succeeds, call `afterwards` once its result is set.
         """
         arguments = (work, afterwards)
-        threading.Thread(target=self._run, args=arguments, name="eformer-save", daemon=False).start()
+        self._thread = threading.Thread(target=self._run, args=arguments, name="eformer-save", daemon=False)
+        self._thread.start()
+        _started.add(self)
 
     def _run(self, work: Callable[[], None], afterwards: Callable[[], None] | None) -> None:
         error = _error_of(work)
@@ -97,65 +103,40 @@ def _error_of(work: Callable[[], None]) -> BaseException | None:
     return None
 
 
-_unfinished: weakref.WeakSet[Pending] = weakref.WeakSet()
+_numbers = itertools.count()
+_started: weakref.WeakSet[Pending] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_started.clear)  # their threads are in the parent
 
 
 @atexit.register
 def _complain_at_exit() -> None:
-    for pending in list(_unfinished):
+    for pending in list(_started):
         pending.complain()
 
 
-# Saves to one place commit in the order of their calls, however long each takes to write.
+def wait(timeout: float | None = None) -> None:
+    """Wait for every `save_async` of this process. Raise the first error of a save that has not been raised yet.
+
+    Further errors are logged. Raise TimeoutError, which names the saves that are still under way, if they take longer
+    than `timeout` seconds in all. A save whose own callback calls this is not waited for.
+
+    Example:
+        >>> checkpoint.save_async(state, "run/step-200")
+        >>> checkpoint.wait()
+    """
+    wait_for(list(_started), timeout)
 
 
-class _Turns:
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self._lock = threading.Lock()
-        self._last: dict[tuple[str, str], threading.Event] = {}
-
-    def take(self, key: str, host: str) -> Turn:
-        place = (key, host)
-        with self._lock:
-            before = self._last.get(place)
-            after = self._last[place] = threading.Event()
-        return Turn(before, after, lambda: self._forget(place, after))
-
-    def last(self, key: str, host: str) -> threading.Event | None:
-        """Return the event that is set when the latest save to a place is over; None if none is under way."""
-        with self._lock:
-            return self._last.get((key, host))
-
-    def are_awaited(self, key: str) -> bool:
-        """Tell whether a save to a place is under way."""
-        with self._lock:
-            return any(where == key for where, _ in self._last)
-
-    def _forget(self, place: tuple[str, str], event: threading.Event) -> None:
-        with self._lock:
-            if self._last.get(place) is event:
-                del self._last[place]
-
-
-class Turn:
-    """A place in the queue of saves to one path."""
-
-    def __init__(
-        self, before: threading.Event | None, after: threading.Event, forget: Callable[[], None]
-    ) -> None:
-        self._before, self._after, self._forget = before, after, forget
-
-    def wait(self) -> None:
-        if self._before:
-            self._before.wait()
-
-    def end(self) -> None:
-        self._forget()
-        self._after.set()
-
-
-turns = _Turns()
-os.register_at_fork(after_in_child=turns.reset)  # the threads that would end these turns are in the parent
+def wait_for(saves: Iterable[Pending], timeout: float | None = None) -> None:
+    """Wait for saves, and raise the first error among them that nobody has asked for yet."""
+    in_order = sorted(saves, key=lambda save: save._number)
+    others = [save for save in in_order if save._thread is not threading.current_thread()]
+    unasked = [save for save in others if not save.was_asked]
+    futures.wait([save._future for save in others], timeout)
+    if late := [save.path for save in others if not save.done()]:
+        raise TimeoutError(f"not finished after {timeout} seconds: saving to {few(late)}")
+    failed = [save for save in unasked if save.exception() is not None]
+    for other in failed[1:]:
+        logger.error("saving to %s failed", other.path, exc_info=other.exception())
+    if failed:
+        failed[0].result()

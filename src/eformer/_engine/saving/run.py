@@ -35,10 +35,11 @@ if TYPE_CHECKING:
     from eformer._engine.record.options import SaveOptions
     from eformer._engine.record.planned import PlannedFile, Source
     from eformer._engine.saving.agreement import Compared
-    from eformer._engine.saving.pending import Pending, Turn
+    from eformer._engine.saving.pending import Pending
     from eformer._engine.saving.reuse import Earlier
     from eformer._engine.stores.base import Store, Upload
     from eformer._engine.tasks.progress import Meter, Progress
+    from eformer._engine.tasks.turns import Turn
 
 logger = logging.getLogger("eformer")
 
@@ -54,6 +55,7 @@ class Save:
     store, file     where to: a directory, or a file in one
     tree            the record, without files and leaves
     has_index       False for arrays that shall look like those of any other program
+    overwrite       replace a file even if eformer did not write it
     compared        what several processes compare with each other
     before          is set when the save is over whose leaves this one may use again
     """
@@ -70,6 +72,7 @@ class Save:
     compared: Compared | None = None
     before: threading.Event | None = None
     has_index: bool = True
+    overwrite: bool = False
 
     @property
     def threads(self) -> int:
@@ -84,7 +87,7 @@ class Save:
             )
         tensors = tensor_names(source.name for source in self.sources)
         if self.file:
-            return SafetensorsFile(self.file, self.prefix, self.tree, tensors)
+            return SafetensorsFile(self.file, self.prefix, self.tree, tensors, self.overwrite)
         limit = self.options.max_shard_bytes
         return SafetensorsDirectory(self.prefix, save_id, self.tree.block, tensors, limit, several, process)
 

@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING, Any, get_args
 import jax
 
 from eformer._engine.formats.safetensors.names import SUFFIX, base_name
+from eformer._engine.formats.suffixes import refuse_other_suffix
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.dtypes import floating_dtype
-from eformer._engine.record.options import SaveOptions
-from eformer._engine.record.values import is_recorded, value_to_json
-from eformer._engine.saving.pending import Pending, turns
+from eformer._engine.record.options import SaveOptions, options_from
+from eformer._engine.saving.metadata import metadata_to_json
+from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.record import new_tree
 from eformer._engine.saving.run import Format, Save, carry_out, run_in_background, told_to_all
 from eformer._engine.saving.snapshot import snapshot
 from eformer._engine.stores.locate import absolute, locate, store_at
 from eformer._engine.tasks.pool import gc_paused
+from eformer._engine.tasks.turns import turns
 from eformer._engine.trees.flatten import flatten
 from eformer._version import __version__
-from eformer.errors import LeafError, NotFoundError
+from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,18 +45,22 @@ def save(
     prefix: str | None = None,
     format: Format = "safetensors",  # noqa: A002
     metadata: Mapping[str, Any] | None = None,
-    options: SaveOptions = _DEFAULT,
+    options: SaveOptions | Mapping[str, Any] = _DEFAULT,
+    overwrite: bool = False,
     progress: Progress = None,
 ) -> str:
     """Save `tree` to `path`, atomically and durably. On any error the previous checkpoint is left intact.
 
     Args:
         tree: any pytree. Nobody may write to its numpy arrays meanwhile; `save_async` copies them.
-        path: a directory, which holds one tree for each prefix, or one file if it ends in ".safetensors".
+        path: a directory, which holds one tree for each prefix, or one file if it ends in ".safetensors". "~" and
+            file:// URLs are understood.
         prefix: the name of the tree in the directory.
         format: "safetensors", or "tensorstore" for zarr arrays.
-        metadata: a dict of plain values that `inspect` gives back.
-        options: see `SaveOptions`.
+        metadata: a dict of plain values that `inspect` gives back; arrays without axes become plain numbers.
+        options: see `SaveOptions`; or a dict of its fields.
+        overwrite: replace a ".safetensors" file that another program wrote. Checkpoints of eformer are replaced without
+            this; files of other programs in a directory never are.
         progress: True for a bar on standard error; or a function that is called with the bytes of leaves written so
             far and in all, several times a second, from any thread. If it raises, the save fails with that error.
 
@@ -68,7 +74,10 @@ def save(
         >>> checkpoint.save({"params": params, "step": 100}, "run/step-100")
         'run/step-100'
     """
-    save = start(tree, path, prefix=prefix, format=format, metadata=metadata, options=options)
+    refuse_swapped(tree, path, "save(tree, path)")
+    save = start(
+        tree, path, prefix=prefix, format=format, metadata=metadata, options=options, overwrite=overwrite
+    )
     carry_out(save, progress)
     return os.fspath(path)
 
@@ -80,7 +89,8 @@ def save_async(
     prefix: str | None = None,
     format: Format = "safetensors",  # noqa: A002
     metadata: Mapping[str, Any] | None = None,
-    options: SaveOptions = _DEFAULT,
+    options: SaveOptions | Mapping[str, Any] = _DEFAULT,
+    overwrite: bool = False,
 ) -> Pending:
     """Save like `save`, but return as soon as the caller may donate or change every array of the tree.
 
@@ -90,7 +100,17 @@ def save_async(
         >>> pending.result()
         'run/step-200'
     """
-    save = start(tree, path, prefix=prefix, format=format, metadata=metadata, options=options, detach=True)
+    refuse_swapped(tree, path, "save_async(tree, path)")
+    save = start(
+        tree,
+        path,
+        prefix=prefix,
+        format=format,
+        metadata=metadata,
+        options=options,
+        overwrite=overwrite,
+        detach=True,
+    )
     pending = Pending(os.fspath(path))
     run_in_background(save, pending)
     return pending
@@ -103,7 +123,8 @@ def start(
     prefix: str | None = None,
     format: Format = "safetensors",  # noqa: A002
     metadata: Mapping[str, Any] | None = None,
-    options: SaveOptions = _DEFAULT,
+    options: SaveOptions | Mapping[str, Any] = _DEFAULT,
+    overwrite: bool = False,
     detach: bool = False,
     write_index: bool = True,
     first: Callable[[Any], Any] | None = None,
@@ -115,6 +136,7 @@ def start(
     raises, the save fails with that error, and other processes hear of it. `hosts` are the processes that save
     together, if the caller knows better.
     """
+    options = options_from(options)
     hosts = hosts or _hosts.current("saves", options.processes, options.timeout)
     with told_to_all(hosts):
         if not write_index and format != "tensorstore":
@@ -122,7 +144,8 @@ def start(
                 f"write_index=False is for the format 'tensorstore'; {format} needs its manifest"
             )
         tree = first(tree) if first else tree
-        return _prepare(tree, path, prefix, format, metadata, options, hosts, detach, write_index)
+        save = _prepare(tree, path, prefix, format, metadata, options, hosts, detach)
+        return dataclasses.replace(save, has_index=write_index, overwrite=overwrite)
 
 
 def _prepare(
@@ -134,7 +157,6 @@ def _prepare(
     options: SaveOptions,
     hosts: Hosts,
     detach: bool,
-    write_index: bool,
 ) -> Save:
     """Do all that looks at the caller's objects; afterwards the save depends on none of them."""
     _check_format(format, options)
@@ -145,7 +167,7 @@ def _prepare(
     options = _with_checked_reuse(options, store, file)
     if options.dtype is not None:
         options = dataclasses.replace(options, dtype=floating_dtype(options.dtype))
-    recorded = _metadata_to_json(metadata)
+    recorded = metadata_to_json(metadata)
     with gc_paused():
         leaves, structure = flatten(tree)
         sources, values, compared = snapshot(leaves, options, hosts, detach=detach)
@@ -153,18 +175,23 @@ def _prepare(
     host = hosts.name(hosts.index)
     earlier = store.key if isinstance(options.reuse, bool) else store_at(options.reuse).key
     before = turns.last(earlier, host) if options.reuse else None
-    turn = turns.take(store.at(file).key if file else store.key, host)
-    return Save(
-        store, file, prefix or "", format, sources, entry, options, hosts, turn, compared, before, write_index
-    )
+    turn = turns.take(store.at(file).key if file else store.key, host, in_background=detach)
+    return Save(store, file, prefix or "", format, sources, entry, options, hosts, turn, compared, before)
 
 
 def place_of(path: str | os.PathLike[str], format: Format) -> tuple[Store, str]:  # noqa: A002
     """Return the directory to save to and ""; or the directory of a file, and its name."""
     store, name = locate(absolute(path))
+    refuse_other_suffix(name, format)
     if format == "safetensors" and name.endswith(SUFFIX) and name != SUFFIX:
         return store.real(), name
     return store.at(name) if name else store, ""
+
+
+def refuse_swapped(tree: Any, path: Any, call: str) -> None:
+    """Refuse a path in the place of the tree. A tree that is text is one, as long as there is a path as well."""
+    if isinstance(tree, (str, os.PathLike)) and not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(f"{call}: the arguments are swapped; the path is {tree!r}")
 
 
 def _check_format(format: str, options: SaveOptions) -> None:  # noqa: A002
@@ -209,12 +236,3 @@ def _check_prefix(prefix: str | None) -> None:
         raise ValueError(
             f"prefix={prefix[:40] if prefix else prefix!r}... is too long: {nbytes} bytes in a file name"
         )
-
-
-def _metadata_to_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    recorded: dict[Any, Any] = {}
-    for name, value in (metadata or {}).items():
-        recorded[name] = value_to_json(value)
-        if type(name) is not str or not is_recorded(recorded[name]):
-            raise LeafError(f"metadata {name!r}: a {type(value).__name__} cannot be stored; use plain values")
-    return recorded

@@ -16,6 +16,7 @@ from eformer._engine.record.dtypes import is_floating, name_of_dtype
 from eformer._engine.record.pieces import merged
 from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
+from eformer._engine.record.text import few
 from eformer._engine.record.values import function_to_json, is_recorded, value_to_json
 from eformer._engine.saving.agreement import Compared
 from eformer._engine.trees.devices import PACKED, copied, is_host_memory
@@ -64,9 +65,11 @@ def snapshot(
                 values[name] = _plain_value(leaf)
             else:
                 sources.append(read(name, leaf))
+        except _DeletedError:
+            raise _deleted_error(leaves) from None
         except LeafError as error:
             raise LeafError(f"leaf {name!r}: {error}") from None
-        except (RuntimeError, jax.errors.JAXTypeError) as error:  # deleted by donation, or traced
+        except (RuntimeError, jax.errors.JAXTypeError) as error:  # an error of the device, or traced
             error.add_note(f"while saving leaf {name!r}, a {kind.__name__}")
             raise
     number = len(sources)
@@ -112,6 +115,8 @@ class _Reader:
         return Source(name, dtype, host.shape, "numpy", None, None, host)
 
     def jax_array(self, name: str, array: Any) -> Source:
+        if array.is_deleted():
+            raise _DeletedError
         key = None
         place, owner, sharding = self.look_at(array)
         if not isinstance(array.dtype, np.dtype):
@@ -255,6 +260,19 @@ def _cut(array: jax.Array, hosts: Hosts) -> _Cut:
             here.setdefault(_region(shard.index, array.shape), number)
     processes = {region: np.array(list(who)) for region, who in holders.items()}
     return _Cut(processes, here, array.sharding.shard_shape(array.shape), hosts)
+
+
+class _DeletedError(Exception):
+    """A signal to `snapshot`, which looks for all deleted arrays."""
+
+
+def _deleted_error(leaves: Mapping[str, Any]) -> LeafError:
+    names = [repr(n) for n, leaf in leaves.items() if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+    what = f"leaf {names[0]}: the array was" if len(names) == 1 else f"leaves {few(names)}: the arrays were"
+    return LeafError(
+        f"{what} deleted, probably donated to a jitted function (donate_argnums); save before that call, or save what "
+        "it returned"
+    )
 
 
 def _data(array: jax.Array, number: int) -> Any:

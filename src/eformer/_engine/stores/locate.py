@@ -56,7 +56,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 def with_home(path: str) -> str:
     """Return a path with its leading "~" or "~user" replaced as a shell does: a name that is not a user stays."""
-    return os.path.expanduser(path)
+    return os.path.expanduser(path)  # pathlib raises for a name that is not a user
 
 
 def is_file_url(path: str) -> bool:

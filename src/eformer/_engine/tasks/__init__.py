@@ -1,1 +1,1 @@
-"""Run many tasks on threads, and report their progress. No jax."""
+"""Run many tasks on threads, report their progress, and keep saves in order. No jax."""

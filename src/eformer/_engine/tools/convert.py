@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
-from eformer._engine.formats.find import find
+from eformer._engine.formats.find import find, look_at
 from eformer._engine.formats.others.peft import CONFIG, WEIGHTS, with_config
 from eformer._engine.formats.safetensors.names import SUFFIX
+from eformer._engine.formats.suffixes import refuse_other_suffix
 from eformer._engine.processes.hosts import Alone
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import count, few, size
-from eformer._engine.saving.pending import turns
 from eformer._engine.saving.record import new_tree
 from eformer._engine.saving.run import Save, carry_out
 from eformer._engine.saving.staging import Staging
@@ -30,6 +30,7 @@ from eformer._engine.stores.local_upload import appearing
 from eformer._engine.stores.locate import local_path
 from eformer._engine.tasks.pool import default_threads
 from eformer._engine.tasks.progress import metered
+from eformer._engine.tasks.turns import turns
 from eformer._engine.tools import sequential_writers
 from eformer._engine.tools.adapter import plan_adapter
 from eformer._engine.tools.conversion import Conversion, ConvertedTree, TargetFormat, plan_tree, summarize
@@ -135,12 +136,15 @@ def _target_format(where: Path, to: TargetFormat | None) -> TargetFormat:
         raise ValueError(f"{where.name!r} has the suffix of {named}, but to= is {to!r}; choose another name")
     target = to or named
     assert target
+    if target != named:
+        refuse_other_suffix(where.name, target)
     return target
 
 
 def _open(source: str | os.PathLike[str], prefix: str | None, stack: ExitStack) -> dict[str, View]:
     """Open the trees to convert, by the prefixes that they will have."""
-    old_prefixes = {"": prefix} if prefix is not None else {name: name for name in find(source).trees}
+    prefixes = look_at(source, lambda found: tuple(found.trees))
+    old_prefixes = {"": prefix} if prefix is not None else {name: name for name in prefixes}
     views = {}
     for name, old in old_prefixes.items():
         views[name] = open_view(source, prefix=old)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from eformer._engine.formats.find import find
+from eformer._engine.formats.find import look_at
 from eformer._engine.record.lazy_arrays import StoredLeaf
 from eformer._engine.record.manifest import UNREADABLE, LeafEntry
 from eformer._engine.record.pieces import pieces
@@ -145,7 +145,7 @@ def _pairs(a: str | os.PathLike[str], b: str | os.PathLike[str], prefix: str | N
     """Match the trees of both sides: the only tree of each, or those with the same prefix."""
     if prefix is not None:
         return [_Pair(open_view(a, prefix=prefix), open_view(b, prefix=prefix), "")]
-    of_a, of_b = list(find(a).trees), list(find(b).trees)
+    of_a, of_b = (look_at(path, lambda found: list(found.trees)) for path in (a, b))
     if len(of_a) == len(of_b) == 1:
         return [_Pair(open_view(a, prefix=of_a[0]), open_view(b, prefix=of_b[0]), "")]
     return [

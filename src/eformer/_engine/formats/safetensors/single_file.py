@@ -10,13 +10,13 @@ import msgspec
 from eformer._engine.formats.find import FOREIGN, find
 from eformer._engine.formats.safetensors.directory import FORMAT
 from eformer._engine.formats.safetensors.layout import header_of, own_nbytes, plan_files
-from eformer._engine.formats.safetensors.names import INDEX_SUFFIX
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, is_marked
 from eformer._engine.formats.safetensors.read import read_manifest
 from eformer._engine.formats.write_format import Commit
 from eformer._engine.record.digests import stamp_digest
 from eformer._engine.record.manifest import DataFile, Manifest, encode_leaves
 from eformer._engine.record.planned import PlannedFile, leaf_entries
-from eformer.errors import FormatError
+from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 class SafetensorsFile:
     """The format of one save to a file. `tensors` has what each leaf is called in it, in the order of the tree.
 
+    With `overwrite` it may replace a file that another program wrote.
+
     The header has the manifest in it. Digests have a fixed width, so its length is known before they are.
     """
 
@@ -41,6 +43,7 @@ class SafetensorsFile:
     prefix: str
     tree: TreeEntry
     tensors: Mapping[str, str]
+    overwrite: bool = False
 
     def own_nbytes(self, source: Source) -> int:
         return own_nbytes(source)
@@ -93,7 +96,10 @@ class SafetensorsFile:
             return True
         try:
             found = find(path)
-        except (FileNotFoundError, FormatError):  # the caller has named it, and it is not a checkpoint
+        except (FileNotFoundError, CorruptionError):  # it is gone; or eformer wrote it, and it is damaged
+            return True
+        except FormatError as error:
+            self._require_overwrite(store, f"cannot be read: {error}")
             return True
         if found.path != path:
             there = "" if found.path.endswith(INDEX_SUFFIX) else "there, or "
@@ -104,7 +110,17 @@ class SafetensorsFile:
                 f"{path} holds the tree {sorted(others)}, and one file holds one tree; save to a directory to keep "
                 "several"
             )
+        if found.manifest.format in FOREIGN and not is_marked(found.tree(None).raw_metadata):
+            self._require_overwrite(store, "was not written by eformer")
         return True
+
+    def _require_overwrite(self, store: Store, problem: str) -> None:
+        """Refuse to replace a file that may be all that somebody has of a model. An empty file is nothing to lose."""
+        if not self.overwrite and store.read(self.index_name, 0, 0)[1].nbytes:
+            raise FileExistsError(
+                f"{store.path_to(self.index_name)} {problem}; to replace it, remove it first or pass overwrite=True to "
+                "checkpoint.save"
+            )
 
     def read_index(self, store: Store) -> _NoIndex:
         return _NoIndex()

@@ -1,0 +1,83 @@
+"""Keep saves to one place in order, and let readers of this process wait for saves in the background."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container
+
+
+class _Turns:
+    """Saves to one place commit in the order of their calls, however long each takes to write."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._lock = threading.Lock()
+        self._last: dict[tuple[str, str], threading.Event] = {}
+        self._in_background: dict[threading.Event, str] = {}
+
+    def take(self, key: str, host: str, *, in_background: bool = False) -> Turn:
+        place = (key, host)
+        with self._lock:
+            before = self._last.get(place)
+            after = self._last[place] = threading.Event()
+            if in_background:
+                self._in_background[after] = key
+        return Turn(before, after, lambda: self._forget(place, after))
+
+    def last(self, key: str, host: str) -> threading.Event | None:
+        """Return the event that is set when the latest save to a place is over; None if none is under way."""
+        with self._lock:
+            return self._last.get((key, host))
+
+    def are_awaited(self, key: str) -> bool:
+        """Tell whether a save to a place is under way."""
+        with self._lock:
+            return any(where == key for where, _ in self._last)
+
+    @property
+    def has_background(self) -> bool:
+        """Tell whether any save in the background is under way."""
+        return bool(self._in_background)
+
+    def wait_for_background(self, keys: Container[str]) -> None:
+        """Wait for the saves in the background to these places that are under way now.
+
+        Saves in the foreground are not waited for: this may be a function that one of them calls.
+        """
+        with self._lock:
+            events = [event for event, key in self._in_background.items() if key in keys]
+        for event in events:
+            event.wait()
+
+    def _forget(self, place: tuple[str, str], event: threading.Event) -> None:
+        with self._lock:
+            self._in_background.pop(event, None)
+            if self._last.get(place) is event:
+                del self._last[place]
+
+
+class Turn:
+    """A place in the queue of saves to one path."""
+
+    def __init__(
+        self, before: threading.Event | None, after: threading.Event, forget: Callable[[], None]
+    ) -> None:
+        self._before, self._after, self._forget = before, after, forget
+
+    def wait(self) -> None:
+        if self._before:
+            self._before.wait()
+
+    def end(self) -> None:
+        self._forget()
+        self._after.set()
+
+
+turns = _Turns()
+os.register_at_fork(after_in_child=turns.reset)  # the threads that would end these turns are in the parent
