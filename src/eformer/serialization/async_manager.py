@@ -287,10 +287,10 @@ class AsyncCheckpointManager:
     ) -> tuple[Any, dict[str, Any]]:
         """Load the tree at `path`, and return it with its `CheckpointMetadata` as a dict.
 
-        mesh               every array goes to this mesh, also those that were saved as numpy arrays, unless JAX cannot
-                           hold it (64 bits without jax_enable_x64), which is logged; None for that of `jax.set_mesh`
         path               a directory, its index, a safetensors file, one shard of several, or the common beginning of
                            their names
+        mesh               every array goes to this mesh, also those that were saved as numpy arrays, unless JAX cannot
+                           hold it (64 bits without jax_enable_x64), which is logged; None for that of `jax.set_mesh`
         shardings          where leaves go, by key, nested or flat: a Sharding, a PartitionSpec or a function
         partition_rules    where leaves go that `shardings` does not name; others are placed as they were saved
         mismatch_allowed   False raises a KeyError for leaves that `shardings` does not name
