@@ -129,16 +129,16 @@ class Shardings(Contract):
         on_mesh = load(path, mesh=meshes()[0])
         assert on_mesh["rows"].sharding == pinned
         assert on_mesh["alone"].sharding == NamedSharding(meshes()[0], P(), memory_kind="pinned_host")
+        usual = jnp.ones(8).sharding.memory_kind
         for loaded in (load(path), on_mesh):
             kinds = {name: leaf.sharding.memory_kind for name, leaf in loaded.items()}
-            assert kinds == {
-                "rows": "pinned_host",
-                "alone": "pinned_host",
-                "usual": jnp.ones(8).sharding.memory_kind,
-            }
+            assert kinds == {"rows": "pinned_host", "alone": "pinned_host", "usual": usual}
             assert_same(np.asarray(loaded["rows"]), np.ones(8, np.float32))
-        liked = load(path, like={"rows": jnp.ones(8), "alone": alone, "usual": pinned})
-        assert [leaf.sharding.memory_kind for leaf in liked.values()][1:] == ["pinned_host", "pinned_host"]
+        like = {"rows": jnp.ones(8), "alone": alone, "usual": pinned}
+        for mesh in (None, meshes()[0]):
+            loaded = load(path, like=like, mesh=mesh)
+            kinds = {name: leaf.sharding.memory_kind for name, leaf in loaded.items()}
+            assert kinds == {"rows": usual, "alone": "pinned_host", "usual": "pinned_host"}
 
     # -------------------------------------------------------------------------------------- jax.set_mesh
 

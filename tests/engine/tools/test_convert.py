@@ -557,5 +557,11 @@ def test_weakly_typed_arrays_stay_so_unless_they_are_changed(tmp_path):
     save({"a": jnp.asarray(0.5), "b": [jnp.asarray(1), jnp.asarray(2)]}, tmp_path / "old")
     convert(tmp_path / "old", tmp_path / "same", to="tensorstore")
     assert all(leaf.weak_type for leaf in jax.tree.leaves(load(tmp_path / "same")))
-    convert(tmp_path / "old", tmp_path / "new", to="safetensors", dtype="bf16", rename=["b.{} -> b | stack"])
+    convert(
+        tmp_path / "old",
+        tmp_path / "new",
+        to="safetensors",
+        dtype="bf16",
+        rename=[r"b\.(\d+) -> b | stack \1"],
+    )
     assert not any(leaf.weak_type for leaf in jax.tree.leaves(load(tmp_path / "new")))

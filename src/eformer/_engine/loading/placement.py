@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jax
+import msgspec
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
@@ -52,7 +53,8 @@ def place_targets(targets: Sequence[LeafTarget], contents: Contents, request: Re
         _follow_request(targets, contents, request)
     x64 = _config.jax_enable_x64
     _keep_on_host([t for t in targets if not t.as_numpy and not jax_holds(t.dtype, x64)])
-    _keep_memory([t for t in targets if t.entry.sharding is not None and t.sharding is None])
+    if request.like is None:  # which decides about memory, too
+        _keep_memory([t for t in targets if t.entry.sharding is not None and t.sharding is None])
     for target in targets:
         if target.sharding is not None and not target.as_numpy and target.new_shape is None:
             if request.broadcast and not target.entry.key:
@@ -62,7 +64,7 @@ def place_targets(targets: Sequence[LeafTarget], contents: Contents, request: Re
 
 
 def _follow_request(targets: Sequence[LeafTarget], contents: Contents, request: Request) -> None:
-    leaves = {target.name: _as_placeable(target) for target in targets}
+    leaves = {target.name: _as_placeable(target, keep_memory=request.like is None) for target in targets}
     deselected = contents.arrays.keys() - leaves.keys()  # by `keys`, or because `like` lacks them
     asked = request.placement
     placed, functions = place(leaves, asked, prefix=request.prefix, ignored=deselected)
@@ -75,9 +77,12 @@ def _follow_request(targets: Sequence[LeafTarget], contents: Contents, request: 
             target.as_numpy = False  # JAX cannot hold it: it becomes one again, with a warning
 
 
-def _as_placeable(target: LeafTarget) -> PlaceableLeaf:
+def _as_placeable(target: LeafTarget, *, keep_memory: bool) -> PlaceableLeaf:
+    recorded = target.entry.sharding
+    if recorded is not None and not keep_memory:
+        recorded = msgspec.structs.replace(recorded, memory_kind=None)
     is_host_only = not jax_holds(target.dtype, _config.jax_enable_x64)
-    return PlaceableLeaf(target.shape, target.sharding, target.entry.sharding, target.as_numpy, is_host_only)
+    return PlaceableLeaf(target.shape, target.sharding, recorded, target.as_numpy, is_host_only)
 
 
 def _keep_memory(targets: Sequence[LeafTarget]) -> None:
