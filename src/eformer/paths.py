@@ -14,7 +14,7 @@ from pathlib import PosixPath, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from eformer._engine.stores.durable import replacing
-from eformer._engine.stores.locate import path_of_file_url
+from eformer._engine.stores.local_paths import path_of_file_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

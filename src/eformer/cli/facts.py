@@ -15,7 +15,7 @@ from eformer._engine.record.manifest import encode_leaves
 from eformer._engine.record.names import readable_names, resolve
 from eformer._engine.record.values import value_from_json
 from eformer._engine.stores.local import LocalStore
-from eformer._engine.stores.locate import local_path
+from eformer._engine.stores.local_paths import local_path
 from eformer.errors import EformerError, MismatchError
 
 if TYPE_CHECKING:

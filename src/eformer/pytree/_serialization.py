@@ -18,8 +18,8 @@ from eformer._engine.formats.msgpack.views import unpack as _unpack
 from eformer._engine.formats.msgpack.writer import can_pack as _can_pack
 from eformer._engine.formats.msgpack.writer import pack as _pack
 from eformer._engine.stores.durable import replacing as _replacing
-from eformer._engine.stores.locate import is_file_url as _is_file_url
-from eformer._engine.stores.locate import local_path as _local_path
+from eformer._engine.stores.local_paths import is_file_url as _is_file_url
+from eformer._engine.stores.local_paths import local_path as _local_path
 from eformer._engine.trees.state_dicts import (
     current_path,
     from_state_dict,

@@ -26,7 +26,7 @@ from eformer._engine.saving.pending import Pending, wait_for
 from eformer._engine.saving.run import carry_out, run_in_background
 from eformer._engine.saving.save import refuse_swapped, start
 from eformer._engine.stores.local import LocalStore
-from eformer._engine.stores.locate import is_file_url, path_of_file_url, with_home
+from eformer._engine.stores.local_paths import is_file_url, path_of_file_url, with_home
 from eformer._engine.trees.devices import is_key
 from eformer.paths import GCSPath, LocalPath, ePath
 from eformer.serialization._keys import by_key

@@ -89,6 +89,11 @@ class Request:
             )
 
     @property
+    def is_template(self) -> bool:
+        """Tell whether a documented door asks, which has no `partial`, `root`, `rename` and `resize`."""
+        return self.like_name == "template"
+
+    @property
     def cast(self) -> str | None:
         """Return the name of the dtype that floating leaves are cast to; None if they are not cast."""
         return None if self.dtype is None else floating_dtype(self.dtype)

@@ -136,7 +136,7 @@ def compare(
         problems = list(_other_leaves(missing, unexpected, found, wanted))
     targets = _targets(contents, found, request.cast)
     _change_shapes(targets, wanted, request)
-    problems += _mismatches(targets, values, wanted, request.cast)
+    problems += _mismatches(targets, values, wanted, request)
     if problems:
         context = f"the checkpoint does not fit `{request.like_name}`"
         raise MismatchError(problems, context, _advice(missing, unexpected, names, request))
@@ -250,17 +250,17 @@ def _without_a_value(missing: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _mismatches(
-    targets: Sequence[LeafTarget], values: Mapping[str, Any], like: Mapping[str, Any], cast: str | None
+    targets: Sequence[LeafTarget], values: Mapping[str, Any], like: Mapping[str, Any], request: Request
 ) -> Iterable[str]:
     for target in targets:
         if target.name in like:
-            yield from _array_mismatch(target, like[target.name])
+            yield from _array_mismatch(target, like[target.name], request)
     for name, value in values.items():
         if name in like:
-            yield from _value_mismatch(name, value, like[name], cast)
+            yield from _value_mismatch(name, value, like[name], request.cast)
 
 
-def _array_mismatch(target: LeafTarget, leaf: Any) -> Iterable[str]:
+def _array_mismatch(target: LeafTarget, leaf: Any, request: Request) -> Iterable[str]:
     if isinstance(leaf, (Sharding, PartitionSpec)):
         return
     found = _array_text(_key_dtype(target.entry.key) if target.entry.key else target.dtype, target.shape)
@@ -273,7 +273,8 @@ def _array_mismatch(target: LeafTarget, leaf: Any) -> Iterable[str]:
     same_shape = tuple(leaf.shape) == target.shape
     if expected != found:
         cast = "; dtype= casts" if is_floating(expected) and is_floating(found) else ""
-        how = cast if same_shape else "; resize= changes shapes" if not target.entry.key else ""
+        resize = "; resize= changes shapes" if not request.is_template and not target.entry.key else ""
+        how = cast if same_shape else resize
         yield f"leaf {target.name!r}: expected {expected}, found {found}{how}"
 
 
@@ -297,7 +298,7 @@ def _advice(
     missing: Collection[str], unexpected: Collection[str], names: Collection[str], request: Request
 ) -> str:
     """Say which arguments of `load` would help if leaves have other names, or are only on one side."""
-    if not (missing or unexpected) or request.like_name == "template":
+    if not (missing or unexpected) or request.is_template:
         return ""
     advice = []
     root, number = _best_root(missing, names)

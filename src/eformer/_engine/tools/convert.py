@@ -26,8 +26,8 @@ from eformer._engine.saving.run import Save, carry_out
 from eformer._engine.saving.staging import Staging
 from eformer._engine.stores.durable import make_directories, replacing
 from eformer._engine.stores.local import LocalStore
+from eformer._engine.stores.local_paths import local_path
 from eformer._engine.stores.local_upload import appearing
-from eformer._engine.stores.locate import local_path
 from eformer._engine.tasks.pool import default_threads
 from eformer._engine.tasks.progress import metered
 from eformer._engine.tasks.turns import turns

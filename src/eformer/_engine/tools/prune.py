@@ -16,7 +16,7 @@ from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
 from eformer._engine.formats.zarr.zarray import ZARRAY
 from eformer._engine.stores.inside import walk
 from eformer._engine.stores.local import LocalStore
-from eformer._engine.stores.locate import local_path
+from eformer._engine.stores.local_paths import local_path
 from eformer._engine.stores.removal import Identity, identity_of, remove_checkpoint
 from eformer._engine.tools.verify import verify
 from eformer.errors import CorruptionError, EformerError, NotFoundError
