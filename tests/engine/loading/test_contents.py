@@ -77,6 +77,10 @@ def test_a_subtree_loads_as_it_was_saved(tmp_path, fmt):
     assert_same(load(tmp_path / "x", root="params.enc"), tree["params"]["enc"])
     assert_same(load(tmp_path / "x", root="params.enc.1", like=(np.ones(2), 0)), (np.zeros(2), 7))
     assert_same(load(tmp_path / "x", root="step"), 3)
+    save({"a": {"b": {"c": np.ones(1)}}}, tmp_path / "y", format=fmt)
+    assert_same(load(tmp_path / "y", root="a"), {"b": {"c": np.ones(1)}})
+    assert_same(load(tmp_path / "y", root="a.b"), {"c": np.ones(1)})
+    assert_same(load(tmp_path / "y", root="a.b.c"), np.ones(1))
     assert_same(load(tmp_path / "x", root="params", keys="dec"), {"dec": np.ones(1)})
 
 
