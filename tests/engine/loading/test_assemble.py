@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from eformer._engine.loading.assemble import assemble
+from eformer._engine.loading.assemble import assemble, change_shapes
 from eformer._engine.loading.fetch import aligned
 from eformer._engine.loading.select import LeafTarget
 from eformer._engine.record.manifest import LeafEntry
@@ -71,7 +71,9 @@ def test_a_leaf_that_is_broadcast_ends_where_it_belongs():
 
 @pytest.mark.parametrize("place", [None, SingleDeviceSharding(jax.devices()[1])])
 def test_a_leaf_is_reshaped_wherever_it_goes(place):
-    found = assemble([target(NUMBERS, new_shape=(2, 4), sharding=place)])["w"]
+    reshaped = target(NUMBERS, new_shape=(2, 4), sharding=place)
+    change_shapes([reshaped])
+    found = assemble([reshaped])["w"]
     assert_same(np.asarray(found), NUMBERS.reshape(2, 4))
     assert found.devices() == {jax.devices()[0 if place is None else 1]}
 

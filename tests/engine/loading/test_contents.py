@@ -62,6 +62,13 @@ def test_a_root_among_the_keys_of_a_flat_dict_gives_nested_dicts():
     assert found.structure == {"dict": {"0": {"dict": {"w": "0.w"}}, "1": {"dict": {"w": "1.w"}}}}
 
 
+def test_the_exact_name_of_a_root_wins():
+    tree = {"a.b": {"x": 1, "y": 2}, "a": {"b": {"x": 3}}}
+    assert below(of_tree(tree), "a.b").stored_names == {"x": "a.b.x"}
+    assert below(of_tree(tree), "a%2Eb").stored_names == {"x": "a%2Eb.x", "y": "a%2Eb.y"}
+    assert below(of_tree({"a.b": {"x": 1}, "c": 2}), "a.b").stored_names == {"x": "a%2Eb.x"}
+
+
 def test_a_root_that_is_not_there_is_an_error_with_the_nearest_one():
     with pytest.raises(
         MismatchError,
@@ -130,5 +137,7 @@ def test_a_name_that_like_has_already_stays(stored, like):
 
 
 def test_two_leaves_never_become_one():
+    like = {"a.b": 0, "x.y": 0}
+    assert named_like(contents("a.b.value", "a%2Eb", "x%2Ey"), like).names == ["a.b.value", "a%2Eb", "x.y"]
     assert named_like(contents("a.b", "a%2Eb"), {"a%2Eb.c": 0, "x": 0}).names == ["a.b", "a%2Eb"]
     assert named_like(contents("w.value", "w%2Evalue"), {"w": 0}).names == ["w.value", "w%2Evalue"]

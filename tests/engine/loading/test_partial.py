@@ -1,5 +1,6 @@
 """Loads that take a part of a checkpoint, or change it on the way."""
 
+import functools
 import logging
 import time
 
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
 from eformer.checkpoint import LoadReport, load, save
-from eformer.errors import CorruptionError, MismatchError, StructureError
+from eformer.errors import CorruptionError, LeafError, MismatchError, StructureError
 from support.meshes import meshes
 from support.trees import assert_same
 
@@ -81,6 +82,14 @@ def test_shapes_and_dtypes_still_have_to_fit(pretrained):
         "leaf 'enc.b': expected int32[3], found float32[3]",
         "leaf 'head': expected float32[3, 4], found float32[3, 2]; resize= changes shapes",
     )
+
+
+def test_a_donated_array_cannot_stay(pretrained):
+    path, _ = pretrained
+    gone = jnp.zeros(2)
+    gone.delete()
+    with pytest.raises(MismatchError, match=r"missing leaf 'new': .* `into` has an array that was deleted"):
+        load(path, into={"step": 0, "new": gone}, partial=True)
 
 
 def test_nothing_in_common_is_an_error(pretrained):
@@ -156,6 +165,35 @@ def test_a_resized_array_goes_where_like_has_it(pretrained):
         resize=double,
     )
     assert_same(as_numpy["w"], np.tile(tree["enc"]["w"], (2, 1)))
+
+
+def test_the_memory_that_a_function_returns_is_its_own(tmp_path):
+    save({"a": np.full((2, 2), 1, np.float32), "b": np.full((2, 2), 2, np.float32)}, tmp_path / "x")
+    memory = np.zeros((4, 2), np.float32)
+
+    def grow(array, leaf):
+        memory[:2] = array
+        return memory
+
+    for zeros in (np.zeros, jnp.zeros):
+        found = load(
+            tmp_path / "x",
+            like={"a": zeros((4, 2), np.float32), "b": zeros((4, 2), np.float32)},
+            resize=[("*", grow)],
+        )
+        memory[:] = -1
+        assert (found["a"][0, 0], found["b"][0, 0], found["b"][3, 1]) == (1, 2, 0)
+        memory[:] = 0
+
+
+def test_another_dtype_is_told_with_the_stored_shape(pretrained):
+    with pytest.raises(MismatchError, match=r"leaf 'w': expected int32\[6, 3\], found float32\[4, 3\]"):
+        load(
+            pretrained[0],
+            like={"w": jnp.zeros((6, 3), jnp.int32), "b": jnp.zeros(3)},
+            root="enc",
+            resize={"w": grown},
+        )
 
 
 @pytest.mark.parametrize("result", [np.zeros((5, 3), np.float32), np.zeros((6, 3)), "text"])
@@ -237,6 +275,38 @@ def test_leaves_that_a_rule_leaves_out_are_in_the_report(hugging_face):
     assert report.left_out == tuple(f"model.layers.{n}.proj.weight" for n in range(4))
 
 
+def test_rules_that_match_no_leaf_are_named(hugging_face, caplog):
+    path, _ = hugging_face
+    load(path, rename={r"modle\.embed\.weight": "embed"})
+    assert caplog.messages == [
+        r"rename= rules that match no leaf: line 1, modle\.embed\.weight (nearest is 'model.embed.weight')"
+    ]
+    assert_same(load(path, rename={}), load(path))
+
+
+def test_two_leaves_never_get_one_name(tmp_path):
+    save({"m/x": np.ones(2), "old": np.zeros(2)}, tmp_path / "x")
+    with pytest.raises(MismatchError, match="leaves 'm%2Fx' and 'm/x' would both be called 'm%2Fx'"):
+        load(tmp_path / "x", rename={"old": "m/x"})
+    with pytest.raises(MismatchError, match="'old' keeps its name, which is the new name of another leaf"):
+        load(tmp_path / "x", rename={"m/x": "old"})
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_layers_in_large_compressed_chunks_are_stacked_by_several_threads(tmp_path, axis):
+    layers = [np.full((1200, 2000), n, np.float32) for n in range(6)]
+    tree = {f"l{n}": layer for n, layer in enumerate(layers)}
+    save(
+        tree,
+        tmp_path / "x",
+        format="tensorstore",
+        options={"compression": "zstd", "max_chunk_bytes": 5_000_000},
+    )
+    for _ in range(3):
+        found = load(tmp_path / "x", rename={r"l(\d)": rf"L | stack \1 {axis}"})["L"]
+        assert (np.asarray(found) == np.stack(layers, axis)).all()
+
+
 def test_damage_is_noticed_in_what_rules_compute(tmp_path):
     save({"w": np.arange(2**16, dtype=np.float32).reshape(256, 256)}, tmp_path / "x")
     file = tmp_path / "x" / "model.safetensors"
@@ -287,3 +357,37 @@ def test_a_function_in_the_place_of_an_array_is_a_mismatch(tmp_path):
     with pytest.raises(MismatchError, match="leaf 'w': expected float64"):
         load(tmp_path / "y", like={"w": np.ones(2)})
     assert load(tmp_path / "x", like={"w": np.ones(2), "f": time.time})["f"] is time.time
+
+
+class Net:
+    """An object that can be called and holds an array, which JAX does not know of."""
+
+    def __init__(self, value):
+        self.w = jnp.full(3, value)
+
+    def __call__(self, x):
+        return x @ self.w
+
+
+@pytest.mark.parametrize(
+    "leaf", [Net(1.0), Net(1.0).__call__, functools.partial(jnp.add, jnp.ones(2)), [1].append]
+)
+def test_what_can_be_called_and_may_hold_arrays_is_not_taken_for_a_function(tmp_path, leaf):
+    with pytest.raises(LeafError, match=r"leaf 'f': .* cannot be stored"):
+        save({"f": leaf, "step": 7}, tmp_path / "x")
+    save({"step": 7}, tmp_path / "x")
+    with pytest.raises(MismatchError, match="missing leaf 'f'"):
+        load(tmp_path / "x", like={"f": leaf, "step": 0})
+
+
+@pytest.mark.parametrize(
+    "function",
+    [len, np.add, jnp.tanh, jax.nn.relu, jax.nn.gelu, jax.jit(jnp.sin), jax.vmap(jnp.sin), dict, lambda x: x,
+     functools.partial(jnp.sum, axis=0), functools.lru_cache(len), jnp.add],
+
+)  # fmt: skip
+def test_functions_of_all_kinds_are_left_to_the_code(tmp_path, function):
+    save({"f": function, "n": 1}, tmp_path / "x")
+    found, report = load(tmp_path / "x", like={"f": function, "n": 0}, return_report=True)
+    assert (found["f"], found["n"]) == (function, 1)
+    assert str(report) == "1 leaf loaded, 1 left to the code (f)"

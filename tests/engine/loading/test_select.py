@@ -121,8 +121,8 @@ def test_every_mismatch_is_listed_and_the_callers_argument_is_named():
     with pytest.raises(MismatchError, match="the checkpoint does not fit `template`") as error:
         targets({"w": leaf(), "old": leaf()}, like, {"s": 3, "n": 3}, like_name="template")
     assert error.value.problems == (
-        "missing leaf 'extra': `like` has it, the checkpoint does not",
-        "unexpected leaf 'old': the checkpoint has it, `like` does not",
+        "missing leaf 'extra': `template` has it, the checkpoint does not",
+        "unexpected leaf 'old': the checkpoint has it, `template` does not",
         "leaf 'w': expected float32[4], found float32[3]",
         "leaf 's': expected an array, found the int 3; pass a ShapeDtypeStruct to give its dtype",
         "leaf 'n': expected a plain float such as 0.5, found the int 3",

@@ -13,7 +13,7 @@ from eformer._engine.record.names import (
     split_name,
     unescape,
 )
-from eformer.errors import FormatError
+from eformer.errors import FormatError, MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,6 +45,19 @@ def parts_of_path(path: str) -> Parts:
         return split_name(path_to_name(components))
     except FormatError:  # not a path that eformer would write
         return tuple(escape(part) for part in components)
+
+
+def nested_spelled(names: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
+    """Return `nested` of names that people wrote. Raise if two of them are spellings of one name."""
+    structure, final = nested({leaf: split_spelled(name) for leaf, name in names.items()})
+    seen: dict[str, str] = {}
+    problems = []
+    for leaf, name in final.items():
+        if seen.setdefault(name, leaf) != leaf:
+            problems.append(f"leaves {seen[name]!r} and {leaf!r} would both be called {name!r}")
+    if problems:
+        raise MismatchError(problems, context="names of leaves")
+    return structure, final
 
 
 def nested(leaves: Mapping[str, Parts]) -> tuple[Any, dict[str, str]]:

@@ -20,11 +20,12 @@ _NOT_WRITTEN = (
 def refuse_other_suffix(name: str, format: str) -> None:  # noqa: A002
     """Raise a ValueError if a checkpoint of this format must not have this name: that of a file of another kind."""
     path = PurePath(name)
-    if path.suffix == SUFFIX and format != "safetensors":
+    suffix = path.suffix.lower()
+    if suffix == SUFFIX and format != "safetensors":
         raise ValueError(f"{name!r} is the name of a safetensors file, and the format is {format!r}")
-    if path.suffix not in (*_CONVERTED, *_NOT_WRITTEN):
+    if suffix not in (*_CONVERTED, *_NOT_WRITTEN):
         return
-    hint = _CONVERTED.get(path.suffix, f"eformer does not write {path.suffix} files")
+    hint = _CONVERTED.get(suffix, f"eformer does not write {suffix} files")
     raise ValueError(
         f"{name!r} is the name of a file, and a checkpoint is a directory or a {SUFFIX} file: save to "
         f"{path.stem!r} or {path.stem + SUFFIX!r}; {hint}"

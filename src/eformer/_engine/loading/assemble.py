@@ -26,8 +26,6 @@ def assemble(targets: Sequence[LeafTarget]) -> dict[str, Any]:
     devices: list[Any] = []
     plain: list[Any] = []
     for target in targets:
-        if target.new_shape is not None:
-            target.arrays = [_with_new_shape(target, target.arrays[0])]
         if target.as_numpy or target.new_shape is not None:
             continue
         if target.read_sharding is not None:
@@ -59,11 +57,17 @@ def assemble(targets: Sequence[LeafTarget]) -> dict[str, Any]:
     return leaves
 
 
+def change_shapes(targets: Sequence[LeafTarget]) -> None:
+    """Reshape the arrays that are to have another shape, or call the caller's functions to resize them."""
+    for target in targets:
+        if target.new_shape is not None:
+            target.arrays = [_with_new_shape(target, target.arrays[0])]
+
+
 def _with_new_shape(target: LeafTarget, whole: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Reshape the whole array, or call the caller's function to resize it."""
     if target.resize is None:
         return whole.reshape(target.shape)
-    resized = np.asarray(target.resize(whole))
+    resized = np.array(target.resize(whole))  # a copy: the caller may use the memory again
     expected, found = (f"{a.dtype}{list(a.shape)}" for a in (np.empty(target.shape, whole.dtype), resized))
     if expected != found:
         raise MismatchError([f"leaf {target.name!r}: resize= returned {found}, expected {expected}"])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.formats.nested_names import nested, split_spelled
+from eformer._engine.formats.nested_names import nested_spelled
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE, LeafEntry
 from eformer._engine.record.names import BARE_LEAF, readable, split_name, with_nearest
 from eformer._engine.record.rename import apply, refuse_transformed_keys
+from eformer._engine.record.text import few
 from eformer._engine.record.values import value_from_json
 from eformer._engine.trees.unflatten import leaves_of, part_of
 from eformer.errors import MismatchError
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.record.rename import Rule
+
+
+logger = logging.getLogger("eformer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +107,20 @@ def _spellings(name: str) -> tuple[str, str]:
 
 
 def _below(names: Iterable[str], root: str) -> dict[str, str]:
-    """Return what the leaves at or below the root are called there, by name. The root may be in either spelling."""
-    found = {}
-    for name in names:
-        for spelling in _spellings(name):
-            if spelling == root or spelling.startswith(f"{root}."):
-                found[name] = spelling[len(root) + 1 :] or BARE_LEAF
-                break
-    return found
+    """Return what the leaves at or below the root are called there, by name.
+
+    If the root is the exact name of a subtree, it is that subtree, and not others that read the same.
+    """
+    spelled = {name: name for name in names}
+    for spellings in (spelled, {name: readable(name) for name in spelled}):
+        found = {
+            name: text[len(root) + 1 :] or BARE_LEAF
+            for name, text in spellings.items()
+            if text == root or text.startswith(f"{root}.")
+        }
+        if found:
+            return found
+    return {}
 
 
 def _under(contents: Contents, names: Mapping[str, str]) -> Contents:
@@ -123,7 +135,7 @@ def _under(contents: Contents, names: Mapping[str, str]) -> Contents:
 
 def _in_dicts(contents: Contents, names: Mapping[str, str]) -> Contents:
     """Return the leaves that are in `names` in nested dicts by their new names."""
-    structure, final = nested({old: split_spelled(new) for old, new in names.items()})
+    structure, final = nested_spelled(names)
     return replace(_under(contents, final), raw_structure=msgspec.json.encode(structure))
 
 
@@ -132,11 +144,14 @@ def _in_dicts(contents: Contents, names: Mapping[str, str]) -> Contents:
 
 def renamed(contents: Contents, rules: Sequence[Rule], reader: LeafReader) -> tuple[Contents, list[str]]:
     """Apply rules to the leaves; return them in nested dicts by their new names, and the names that rules leave out."""
-    stored = {name: StoredLeaf(reader, name, entry) for name, entry in contents.arrays.items()}
+    stored = {
+        name: StoredLeaf(reader, name, entry, keeps_small=True) for name, entry in contents.arrays.items()
+    }
     result = apply(rules, stored, list(contents.raw_values))
     refuse_transformed_keys(result.arrays.values())
-    names = {name: split_spelled(name) for name in (*result.arrays, *result.plain.values())}
-    structure, final = nested(names)
+    if result.unused_rules:
+        logger.warning("rename= rules that match no leaf: %s", few(result.unused_rules))
+    structure, final = nested_spelled({name: name for name in (*result.arrays, *result.plain.values())})
     arrays, computed = {}, {}
     for new, array in result.arrays.items():
         name = final[new]
@@ -165,11 +180,11 @@ def named_like(contents: Contents, like: Mapping[str, Any]) -> Contents:
     wanted: dict[str, list[str]] = {}
     for name in missing:
         wanted.setdefault(readable(name), []).append(name)
-    names: dict[str, str] = {}
+    names = {name: name for name in contents.names}
     for name in contents.names:
         text = readable(name)
         found = wanted.get(text) or wanted.get(text.removesuffix(".value")) or []
-        names[name] = found[0] if name not in like and len(found) == 1 else name
-    if len(set(names.values())) < len(names):  # two leaves would be one
-        return contents
-    return _under(contents, names)
+        if name not in like and len(found) == 1:
+            names[name] = found[0]
+    times = Counter(names.values())  # two leaves never become one
+    return _under(contents, {old: new if times[new] == 1 else old for old, new in names.items()})

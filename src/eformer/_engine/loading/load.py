@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from eformer._engine.formats.find import ReplacedError, reading, reread
-from eformer._engine.loading.assemble import assemble
+from eformer._engine.loading.assemble import assemble, change_shapes
 from eformer._engine.loading.computed import TreeReader, nbytes_computed, read_computed
 from eformer._engine.loading.contents import below, contents_of, named_like, renamed
 from eformer._engine.loading.fetch import check_sha256
@@ -176,7 +176,7 @@ def load(
         like_name="like" if into is None else "into",
         partial=partial,
         root=root,
-        rename=None if rename is None else rules_from(rename),
+        rename=None if rename is None else rules_from(rename) or None,
         resize=resize,
         prefix=prefix,
         keys=None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys),
@@ -322,6 +322,7 @@ def _fetch_and_assemble(
                 assembled = stream(found, entry, streamed, threads, verify=request.verify, meter=meter)
             read(found, entry, others, threads, verify=request.verify, mmap=request.mmap, meter=meter)
             read_computed(contents.computed, others, threads, meter)
+        change_shapes(others)
         is_last = start + size >= end
         if is_last or request.broadcast:  # a broadcast needs all processes
             _agree(hosts, f"{entry.save_id} {start}", is_last=is_last)

@@ -32,4 +32,6 @@ class LoadReport:
             parts.append(f"{len(self.kept)} kept as they were ({few(self.kept)})")
         if self.left_out:
             parts.append(f"{len(self.left_out)} of the checkpoint left out ({few(self.left_out)})")
+        if self.code:
+            parts.append(f"{len(self.code)} left to the code ({few(self.code)})")
         return ", ".join(parts)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from eformer._engine.tasks.progress import Progress
 
 Rules = Mapping[str, "PartitionSpec"] | Sequence[tuple[str, "PartitionSpec"]]
-Resize = Callable[[Any, Any, str], Any] | Mapping[str, Callable[[Any, Any], Any]]
+_ResizeOne = Callable[[Any, Any], Any]
+Resize = Callable[[Any, Any, str], Any] | Mapping[str, _ResizeOne] | Sequence[tuple[str, _ResizeOne]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

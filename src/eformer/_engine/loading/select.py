@@ -23,6 +23,7 @@ from eformer._engine.record.manifest import LeafEntry
 from eformer._engine.record.names import readable, resolve, split_name, with_nearest
 from eformer._engine.record.text import few
 from eformer._engine.record.values import LeftToCode
+from eformer._engine.trees.functions import is_function
 from eformer.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -118,7 +119,11 @@ def compare(
     values: Mapping[str, Any] = {n: contents.value(n) for n in names if n in contents.raw_values}
     if like is None:
         return Selection(_targets(contents, names, request.cast), values)
-    code = {name: leaf for name, leaf in like.items() if _is_function(leaf, values.get(name), name in names)}
+    code = {
+        name: leaf
+        for name, leaf in like.items()
+        if callable(leaf) and _is_left_to_code(leaf, values.get(name), name in names)
+    }
     names, values, like = (_without(mapping, code) for mapping in (names, values, like))
     missing = {name: leaf for name, leaf in like.items() if name not in names}
     unexpected = {name: None for name in names if name not in like}
@@ -138,11 +143,9 @@ def compare(
     return Selection(targets, plain, missing, code, tuple(unexpected))
 
 
-def _is_function(leaf: Any, value: Any, is_stored: bool) -> bool:
+def _is_left_to_code(leaf: Any, value: Any, is_stored: bool) -> bool:
     """Tell whether a leaf of `like` is a function, of which the checkpoint holds nothing, or the name."""
-    if not callable(leaf) or _has_shape(leaf) or isinstance(leaf, (Sharding, PartitionSpec)):
-        return False
-    return not is_stored or isinstance(value, LeftToCode)
+    return is_function(leaf) and (not is_stored or isinstance(value, LeftToCode))
 
 
 def _without(mapping: Mapping[str, T], names: Collection[str]) -> Mapping[str, T]:
@@ -192,7 +195,7 @@ def _resize_of(name: str, leaf: Any, resize: Resize | None) -> Callable[[Any], A
     if callable(resize):
         return lambda array: resize(array, leaf, name)
     spellings = (name, readable(name))
-    for pattern, function in resize.items():
+    for pattern, function in dict(resize).items():
         if any(fnmatch.fnmatchcase(spelling, pattern) for spelling in spellings):
             return lambda array: function(array, leaf)
     return None
@@ -234,18 +237,30 @@ def _other_leaves(
     request: Request,
 ) -> Iterable[str]:
     """Yield what is wrong with leaves that are only in the checkpoint or only in `like`."""
+    there = request.like_name
     if not request.partial:
         for name, hint in with_nearest(missing, names):
-            yield f"missing leaf {name!r}{hint}: `like` has it, the checkpoint does not"
+            yield f"missing leaf {name!r}{hint}: `{there}` has it, the checkpoint does not"
         for name, hint in with_nearest(unexpected, like):
-            yield f"unexpected leaf {name!r}{hint}: the checkpoint has it, `like` does not"
+            yield f"unexpected leaf {name!r}{hint}: the checkpoint has it, `{there}` does not"
     elif like and len(missing) == len(like):
-        yield f"no leaf has the same name in both: the checkpoint has {_first(names)}, `like` has {_first(like)}"
+        yield f"no leaf has the same name in both: the checkpoint has {_first(names)}, `{there}` has {_first(like)}"
     else:
         for name, leaf in missing.items():
-            if isinstance(leaf, (jax.ShapeDtypeStruct, Sharding, PartitionSpec)):
-                kind = type(leaf).__name__
-                yield f"missing leaf {name!r}: the checkpoint does not have it, and `like` has a {kind}, not a value"
+            if why := _why_without_value(leaf):
+                yield f"missing leaf {name!r}: the checkpoint does not have it, and `{there}` has {why}"
+
+
+def _why_without_value(leaf: Any) -> str | None:
+    """Say why a leaf of `like` cannot stay as it is; None if it can."""
+    if isinstance(leaf, jax.Array):
+        return (
+            "an array that was deleted, probably donated to a jitted function" if leaf.is_deleted() else None
+        )
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return None
+    is_value = not _has_shape(leaf) and not isinstance(leaf, (Sharding, PartitionSpec))
+    return None if is_value else f"a {type(leaf).__name__}, not a value"
 
 
 def _first(names: Iterable[str]) -> str:
@@ -264,7 +279,8 @@ def _mismatches(
 def _array_mismatch(target: LeafTarget, leaf: Any, request: Request) -> Iterable[str]:
     if isinstance(leaf, (Sharding, PartitionSpec)):
         return
-    found = _array_text(_key_dtype(target.entry.key) if target.entry.key else target.dtype, target.shape)
+    dtype = _key_dtype(target.entry.key) if target.entry.key else target.dtype
+    found = _array_text(dtype, target.entry.logical_shape)
     if not _has_shape(leaf):
         kind = None if target.shape or target.entry.key else kind_of_dtype(target.dtype)
         if kind is None or kind is not kind_of(leaf):
@@ -272,7 +288,7 @@ def _array_mismatch(target: LeafTarget, leaf: Any, request: Request) -> Iterable
         return
     expected = _array_text(_dtype_name(leaf.dtype), tuple(leaf.shape))
     same_shape = tuple(leaf.shape) == target.shape
-    if expected != found:
+    if not same_shape or _dtype_name(leaf.dtype) != dtype:
         cast = "; dtype= casts" if is_floating(expected) and is_floating(found) else ""
         resize = "; resize= changes shapes" if not request.is_template and not target.entry.key else ""
         how = cast if same_shape else resize
@@ -281,6 +297,8 @@ def _array_mismatch(target: LeafTarget, leaf: Any, request: Request) -> Iterable
 
 def _value_mismatch(name: str, value: Any, leaf: Any, cast: str | None) -> Iterable[str]:
     found = f"found the {type(value).__name__} {_short_repr(value)}"
+    if isinstance(value, LeftToCode):
+        found = f"found {value!r}"
     if isinstance(leaf, (Sharding, PartitionSpec)):
         yield f"leaf {name!r}: expected an array, {found}; pass a ShapeDtypeStruct to give its dtype"
     elif not _has_shape(leaf):

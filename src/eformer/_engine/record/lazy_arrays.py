@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
+_FEW_CHUNKS = 4
 _LARGE_CHUNKS = 2**23  # bytes; larger ones are kept between reads
 
 
@@ -33,23 +34,28 @@ class LeafReader(Protocol):
 
 
 class StoredLeaf(LazyArray):
-    """A leaf as it is stored in a checkpoint."""
+    """A leaf as it is stored in a checkpoint. Decoded chunks are kept for the next read if they are large, or if
+    `keeps_small` and the read needs few of them."""
 
     in_order = True
 
-    def __init__(self, reader: LeafReader, name: str, entry: LeafEntry) -> None:
+    def __init__(self, reader: LeafReader, name: str, entry: LeafEntry, *, keeps_small: bool = False) -> None:
         self.reader, self.name, self.entry = reader, name, entry
+        self.keeps_small = keeps_small
         self.shape, self.dtype = entry.shape, dtype_from_name(entry.dtype)
         self.threads: int | None = None
         self._decoded: dict[Region, Array] = {}
         self._lock = threading.Lock()
 
     def read(self, region: Region) -> Array:
-        if self.decoded_nbytes > _LARGE_CHUNKS:
+        if self.decoded_nbytes > _LARGE_CHUNKS or (self.keeps_small and self._is_in_few_chunks(region)):
             return self._from_chunks(region)
         return self.reader.read(self.name, self.entry, region, self.threads)
 
-    @property
+    def _is_in_few_chunks(self, region: Region) -> bool:
+        return 0 < sum(chunk.overlap(region) is not None for chunk in self.chunks) <= _FEW_CHUNKS
+
+    @cached_property
     def chunks(self) -> list[Region]:
         """List the boxes that are stored encoded, and can only be read whole."""
         return [self.entry.region_of(extent) for extent in self.entry.extents if extent.coding]
@@ -76,7 +82,8 @@ class StoredLeaf(LazyArray):
         return np.array(contiguous(boxes, region, self.entry.dtype))  # a view would keep the whole chunk
 
     def forget(self) -> None:
-        self._decoded = {}
+        with self._lock:
+            self._decoded = {}
 
 
 class Transposed(LazyArray):
@@ -122,11 +129,12 @@ class Stacked(LazyArray):
         return whole
 
     def _read(self, number: int, region: Region) -> Array:
-        """Read from one array, after the previous one has dropped its decoded chunks."""
-        if self._latest is not self.inners[number]:
-            self._latest.forget()
-        self._latest = self.inners[number]
-        return self._latest.read(region)
+        """Read from one array, after the previous one has dropped its decoded chunks. Several threads may read."""
+        before, array = self._latest, self.inners[number]
+        self._latest = array
+        if before is not array:
+            before.forget()
+        return array.read(region)
 
     def forget(self) -> None:
         self._latest.forget()

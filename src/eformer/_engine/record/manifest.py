@@ -264,8 +264,12 @@ def _value_text(value: Any) -> str:
 class _ByName(dict[str, LeafEntry]):
     """Find leaves by the readable spellings of their names, too."""
 
+    @cached_property
+    def _spellings(self) -> Spellings:
+        return Spellings(self)
+
     def __missing__(self, name: str) -> LeafEntry:
-        spellings = Spellings(self)
+        spellings = self._spellings
         found = spellings.leaves(name)
         if len(found) == 1:
             return self[found[0]]

@@ -7,6 +7,7 @@ import fnmatch
 import itertools
 import re
 from collections import Counter
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from eformer.errors import FormatError
@@ -187,6 +188,9 @@ def nearest(name: str, existing: Iterable[str]) -> str | None:
 # -------------------------------------------------------------------------------------------- look up
 
 
+_WILDCARD = re.compile(r"[*?[]")
+
+
 class Spellings:
     """Find leaves by their names, escaped or as people write them, and by the names of subtrees.
 
@@ -205,12 +209,20 @@ class Spellings:
 
     def below(self, spelling: str) -> list[str]:
         """Return the leaves of a subtree."""
-        start = f"{spelling}."
-        exact = [name for name in self._readable if name.startswith(start)]
-        return exact or [name for name, text in self._readable.items() if text.startswith(start)]
+        return self._exact_subtrees.get(spelling) or self._readable_subtrees.get(spelling) or []
+
+    @cached_property
+    def _exact_subtrees(self) -> dict[str, list[str]]:
+        return _subtrees((name, name) for name in self._readable)
+
+    @cached_property
+    def _readable_subtrees(self) -> dict[str, list[str]]:
+        return _subtrees((text, name) for name, text in self._readable.items())
 
     def matching(self, pattern: str) -> list[str]:
         """Return the leaves whose names, in either spelling, match a pattern such as "layers.*.bias"."""
+        if not _WILDCARD.search(pattern):
+            return []
         return [
             name
             for name, text in self._readable.items()
@@ -225,6 +237,15 @@ class Spellings:
                 seen.add(text)
                 yield text
                 text = text.rpartition(".")[0]
+
+
+def _subtrees(spelled: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return the leaves of all subtrees, by the names of these, for pairs of a spelling and a leaf."""
+    subtrees: dict[str, list[str]] = {}
+    for text, name in spelled:
+        while text := text.rpartition(".")[0]:
+            subtrees.setdefault(text, []).append(name)
+    return subtrees
 
 
 def resolve(spellings: Iterable[str], names: Iterable[str]) -> tuple[dict[str, None], list[str]]:

@@ -87,11 +87,13 @@ class Renamed:
 def rules_from(given: RenameRules) -> list[Rule]:
     """Parse rules in any form in which a caller may give them. Text with a line break or an arrow is rules, else a
     path."""
-    if isinstance(given, str) and ("\n" in given or _ARROW.search(given)):
+    if isinstance(given, str) and ("\n" in given or "->" in given):
         return parse_rules(given, "rename")
     if isinstance(given, (str, os.PathLike)):
         return _rules_of_file(given)
     rules: list[str | _Pair] = list(given.items() if isinstance(given, Mapping) else given)
+    if not rules:
+        return []
     return _parsed(
         [(number, rule) for number, rule in enumerate(rules, 1) if not _is_comment(rule)], "rename"
     )
@@ -238,8 +240,9 @@ class _Renaming:
         self.taken: set[str] = set()
 
     def add_leaf(self, name: str, array: LazyArray | None) -> None:
+        text = readable(name)
         for rule in self.rules:
-            if match := rule.pattern.fullmatch(name) or rule.pattern.fullmatch(readable(name)):
+            if match := rule.pattern.fullmatch(name) or (text != name and rule.pattern.fullmatch(text)):
                 self.used_lines.add(rule.line)
                 self.apply_rule(rule, name, match, array)
                 return
@@ -271,9 +274,9 @@ class _Renaming:
     def add(self, new: str, old: str, array: LazyArray | None, transform: str = "") -> None:
         renamed = self.renamed
         if new in self.taken:
-            self.problems.append(
-                f"leaf {old!r} would be renamed to {new!r}, which is the name of another leaf"
-            )
+            keeps = f"leaf {old!r} keeps its name, which is the new name of another leaf"
+            renamed_to = f"leaf {old!r} would be renamed to {new!r}, which is the name of another leaf"
+            self.problems.append(keeps if old == new else renamed_to)
         elif array is None:
             renamed.plain[old] = new
         else:

@@ -20,7 +20,7 @@ def metadata_to_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     stored."""
     recorded: dict[str, Any] = {}
     problems = []
-    for name, value in (metadata or {}).items():
+    for name, value in dict(metadata or {}).items():
         try:
             recorded[name] = _recorded(name, value)
         except LeafError as error:

@@ -20,6 +20,7 @@ from eformer._engine.record.text import few
 from eformer._engine.record.values import function_to_json, is_recorded, value_to_json
 from eformer._engine.saving.agreement import Compared
 from eformer._engine.trees.devices import PACKED, copied, is_host_memory
+from eformer._engine.trees.functions import is_function
 from eformer._engine.trees.shardings import recorded_sharding
 from eformer.errors import LeafError
 
@@ -288,12 +289,13 @@ def _with_copies(source: Source, copies: Any) -> Source:
 def _plain_value(leaf: Any) -> Any:
     value = value_to_json(leaf)
     if not is_recorded(value):
-        if callable(leaf):  # an activation of Equinox, say
+        if is_function(leaf):  # an activation of Equinox, say
             return function_to_json(leaf)
         kind = type(leaf)
         raise LeafError(
             f"a {kind.__module__}.{kind.__qualname__} cannot be stored; a checkpoint holds jax and numpy "
-            "arrays, numbers, text and bytes. Register the class with jax.tree_util if it is a container"
+            "arrays, numbers, text and bytes. If it holds arrays, register the class with jax.tree_util, or with "
+            "eformer.checkpoint.register_module"
         )
     return value
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from eformer._engine.formats.nested_names import nested, split_spelled
+from eformer._engine.formats.nested_names import nested_spelled, split_spelled
 from eformer._engine.record.dtypes import floating_dtype, is_floating
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE
@@ -144,7 +144,7 @@ def _source(name: str, array: LazyArray, cast: str | None) -> Source:
 def _rename_tree(view: View, renamed: Renamed, values: dict[str, Any], cast: str | None) -> ConvertedTree:
     refuse_transformed_keys(renamed.arrays.values())
     names = [*renamed.arrays, *renamed.plain.values()]
-    structure, final = nested({name: split_spelled(name) for name in names})
+    structure, final = nested_spelled({name: name for name in names})
     converted = ConvertedTree(
         view,
         [_source(final[name], array, cast) for name, array in renamed.arrays.items()],

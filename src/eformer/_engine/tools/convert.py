@@ -101,7 +101,7 @@ def convert(
     target = _target_format(where, to)
     if config is not None and target != "peft":
         raise ValueError(f"config= is for to='peft', and the target is {target}")
-    rules = None if rename is None else rules_from(rename)
+    rules = None if rename is None else rules_from(rename) or None
     with ExitStack() as stack:
         views = _open(source, prefix, stack)
         left_out = find(source).left_out(prefix)

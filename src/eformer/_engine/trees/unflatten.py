@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import reprlib
 from collections import Counter, OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from eformer._engine.trees.nodes import build_dataclass, build_node, resolve_cla
 from eformer.errors import MismatchError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from eformer._engine.record.names import Place
 
@@ -43,27 +42,23 @@ def unflatten_like(like: Any, leaves: Mapping[str, Any], *, in_place: bool = Fal
     """Build a tree of the structure of `like`, whose own leaves are not used. `in_place` updates its modules."""
     wanted, _ = flatten(like)
     _require_same_names(list(wanted), leaves)
-    loaded = [leaves[name] for name in wanted]
-    nodes, treedef = jax.tree_util.tree_flatten(like, is_leaf=is_module if has_frameworks() else None)
-    return jax.tree_util.tree_unflatten(treedef, _with_modules(nodes, loaded, in_place))
+    return _filled(like, iter([leaves[name] for name in wanted]), in_place)
 
 
-def _with_modules(nodes: list[Any], leaves: list[Any], in_place: bool) -> list[Any]:
-    """Replace the leaves that belong to the state of a module by a module with that state. `nodes` has the modules."""
-    modules = [node for node in nodes if is_module(node)] if has_frameworks() else []
-    if not modules:
-        return leaves
-    remaining, treedefs = iter(leaves), map(jax.tree_util.tree_structure, states_of(modules))
-    merged, states = [], []
-    for node in nodes:
-        if is_module(node):
-            treedef: Any = next(treedefs)
-            states.append(treedef.unflatten(itertools.islice(remaining, treedef.num_leaves)))
-            merged.append(node)
-        else:
-            merged.append(next(remaining))
-    put = iter(with_states(modules, states, in_place=in_place))
-    return [next(put) if is_module(node) else node for node in merged]
+def _filled(like: Any, leaves: Iterator[Any], in_place: bool) -> Any:
+    """Take the leaves of one tree; those of a module are its state."""
+    if not has_frameworks():
+        treedef = jax.tree_util.tree_structure(like)
+        return jax.tree_util.tree_unflatten(treedef, leaves)
+    nodes, treedef = jax.tree_util.tree_flatten(like, is_leaf=is_module)
+    modules = [node for node in nodes if is_module(node)]
+    states = iter(states_of(modules))
+    loaded = [_filled(next(states), leaves, in_place) if is_module(node) else next(leaves) for node in nodes]
+    if modules:
+        loaded_states = [state for node, state in zip(nodes, loaded, strict=True) if is_module(node)]
+        put = iter(with_states(modules, loaded_states, in_place=in_place))
+        loaded = [next(put) if is_module(node) else leaf for node, leaf in zip(nodes, loaded, strict=True)]
+    return jax.tree_util.tree_unflatten(treedef, loaded)
 
 
 def _require_same_names(names: list[str], leaves: Mapping[str, Any]) -> None:

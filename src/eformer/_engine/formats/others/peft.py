@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer._engine.formats.left_out import left_out
+from eformer._engine.formats.markers import PEFT_CONFIG
 from eformer._engine.formats.safetensors.names import MANIFEST, SUFFIX
 from eformer._engine.formats.safetensors.read import find_file
 from eformer._engine.record.manifest import Manifest
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 FORMAT = "PEFT adapter"
 
 WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
+CONFIG = PEFT_CONFIG
 CONFIG_KEY = "adapter_config"  # in the metadata of a tree
 
 

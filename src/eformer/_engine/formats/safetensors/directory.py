@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from eformer._engine.formats.markers import ORBAX_TREE
+from eformer._engine.formats.markers import ORBAX_TREE, PEFT_CONFIG
 from eformer._engine.formats.process_records import CARRIED
 from eformer._engine.formats.safetensors.header import open_header
 from eformer._engine.formats.safetensors.hf_index import bring_up_to_date, save_of_index
@@ -123,7 +123,7 @@ class SafetensorsDirectory:
     def _foreign_files(self, store: Store, there: Mapping[str, Kind]) -> Iterator[str]:
         """List names that a new tree would use, where files of other programs have them."""
         base = base_name(self.prefix)
-        yield ORBAX_TREE
+        yield from (ORBAX_TREE, PEFT_CONFIG)
         if base + SUFFIX in there and not is_marked(_metadata(store, base + SUFFIX)):
             yield base + SUFFIX
         index = base + INDEX_SUFFIX
