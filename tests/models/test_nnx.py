@@ -8,9 +8,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
 from eformer.errors import MismatchError
+from support.meshes import grid, tall
 
 X = jnp.linspace(-1, 1, 24).reshape(6, 4)
 Y = jnp.ones((6, 3))
@@ -89,7 +92,9 @@ def test_a_load_into_a_model_updates_it_in_place(path):
     assert model.first is first
     assert model.first.kernel is kernel
     assert_same(model, trained())
-    np.testing.assert_array_equal(nnx.view(model, deterministic=True)(X), nnx.view(trained(), deterministic=True)(X))
+    np.testing.assert_array_equal(
+        nnx.view(model, deterministic=True)(X), nnx.view(trained(), deterministic=True)(X)
+    )
 
 
 def test_a_load_like_a_model_is_a_new_one_and_the_old_one_stays(path):
@@ -363,3 +368,104 @@ def test_a_checkpoint_whose_names_end_in_value(tmp_path):
     assert_same(checkpoint.load(tmp_path / "earlier", like=Model(1)), trained())
     loaded = checkpoint.load(tmp_path / "earlier", like=nnx.state(Model(1)))
     np.testing.assert_array_equal(loaded["last"]["kernel"][...], trained().last.kernel[...])
+
+
+# ---------------------------------------------------------------------------------------------- meshes
+
+
+class Partitioned(nnx.Module):
+    def __init__(self, seed=0):
+        rngs = nnx.Rngs(seed)
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+        self.first = nnx.Linear(4, 8, kernel_init=init, rngs=rngs)
+        self.last = nnx.Linear(8, 4, kernel_metadata={"out_sharding": ("ff", None)}, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+RULES = [("ff", "model")]
+LIKE_ITS_METADATA = {"first": P(None, "model"), "last": P("model", None)}
+
+
+@pytest.fixture
+def partitioned(tmp_path):
+    """A model that was saved on one device, as somebody without a mesh would."""
+    with nnx.use_eager_sharding(False):
+        checkpoint.save(Partitioned(), tmp_path / "partitioned")
+        yield tmp_path / "partitioned"
+
+
+def abstract():
+    model = nnx.eval_shape(Partitioned)
+    assert model.first.kernel.get_raw_value().sharding is None
+    return model
+
+
+def assert_partitioned(model, mesh):
+    for layer, spec in LIKE_ITS_METADATA.items():
+        kernel, bias = getattr(model, layer).kernel[...], getattr(model, layer).bias[...]
+        assert kernel.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+        assert bias.sharding.is_equivalent_to(NamedSharding(mesh, P()), 1)
+    assert_same(model, Partitioned())
+
+
+@pytest.mark.parametrize("argument", ["like", "into"])
+def test_an_abstract_model_is_placed_by_its_metadata(partitioned, argument):
+    with nnx.logical_axis_rules(RULES):
+        model = checkpoint.load(partitioned, **{argument: abstract()}, mesh=grid())
+        assert_partitioned(model, grid())
+        like = abstract()
+        with jax.set_mesh(grid()):
+            assert_partitioned(checkpoint.load(partitioned, like=like), grid())
+        state = checkpoint.load(partitioned, like=nnx.state(abstract()), mesh=grid())
+        assert state["first"]["kernel"].get_raw_value().sharding.spec == P(None, "model")
+
+
+def test_metadata_have_no_effect_without_a_mesh(partitioned):
+    model = checkpoint.load(partitioned, like=abstract())
+    assert_same(model, Partitioned())
+    assert model.first.kernel[...].sharding.device_set == {jax.devices()[0]}
+
+
+def test_names_of_axes_that_the_mesh_lacks_are_one_error(partitioned):
+    with pytest.raises(MismatchError, match=r"leaf 'last.kernel' \[8, 4\]: .*'ff'.* does not fit"):
+        checkpoint.load(partitioned, like=abstract(), mesh=grid())
+
+
+def test_shardings_of_values_and_arguments_win_over_metadata(partitioned):
+    model = abstract()
+    shape = model.first.kernel.get_raw_value()
+    rows = NamedSharding(grid(), P("data"))
+    model.first.kernel.set_raw_value(jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=rows))
+    columns = {"last.kernel": P(None, "data")}
+    loaded = checkpoint.load(partitioned, like=model, mesh=grid(), shardings=columns)
+    assert loaded.first.kernel[...].sharding == rows
+    assert loaded.last.kernel[...].sharding.spec == P(None, "data")
+
+
+def test_an_abstract_optimizer_is_placed_like_its_model(tmp_path):
+    def make():
+        model = Partitioned()
+        return {"model": model, "opt": optimizer_of(model)}
+
+    with nnx.use_eager_sharding(False), nnx.logical_axis_rules(RULES):
+        checkpoint.save(make(), tmp_path / "run")
+        loaded = checkpoint.load(tmp_path / "run", like=nnx.eval_shape(make), mesh=grid())
+        assert_partitioned(loaded["model"], grid())
+    assert loaded["opt"].opt_state[0].mu["first"]["kernel"][...].sharding.spec == P(None, "model")
+
+
+def test_a_model_made_on_a_mesh_loads_on_another(tmp_path):
+    def on(mesh, make=lambda: Partitioned()):
+        with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+            return make()
+
+    checkpoint.save(on(grid()), tmp_path / "model")
+    wanted = on(tall())
+    shardings = {layer: getattr(wanted, layer).kernel[...].sharding for layer in LIKE_ITS_METADATA}
+    abstract = on(tall(), lambda: nnx.eval_shape(Partitioned))  # with shardings on an AbstractMesh
+    for loaded in (
+        checkpoint.load(tmp_path / "model", into=wanted),
+        checkpoint.load(tmp_path / "model", like=abstract, mesh=tall()),
+    ):
+        assert {layer: getattr(loaded, layer).kernel[...].sharding for layer in shardings} == shardings
+        assert_same(loaded, on(grid()))

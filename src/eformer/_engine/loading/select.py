@@ -23,6 +23,7 @@ from eformer._engine.record.manifest import LeafEntry
 from eformer._engine.record.names import readable, resolve, split_name, with_nearest
 from eformer._engine.record.text import few
 from eformer._engine.record.values import LeftToCode
+from eformer._engine.trees.shardings import AnnotatedShape
 from eformer.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def compare(
     plain = {n: fitted(value, wanted[n], request.cast) for n, value in values.items() if n not in numbers}
     targets += numbers.values()
     for target in targets:
-        _imitate(target, wanted[target.name])
+        _imitate(target, wanted[target.name], has_mesh=request.placement.mesh is not None)
     return Selection(targets, plain, missing, code, unexpected)
 
 
@@ -212,7 +213,7 @@ def _values_as_arrays(
             yield LeafTarget(name, LeafEntry(dtype, (), ()), dtype, arrays=[array], is_stored=False)
 
 
-def _imitate(target: LeafTarget, leaf: Any) -> None:
+def _imitate(target: LeafTarget, leaf: Any, *, has_mesh: bool) -> None:
     """Make the target the kind of array or number that the leaf of `like` is, and place it likewise."""
     if isinstance(leaf, (Sharding, PartitionSpec)):
         target.as_numpy, target.sharding, target.is_explicit = False, leaf, True
@@ -220,6 +221,10 @@ def _imitate(target: LeafTarget, leaf: Any) -> None:
         target.as_numpy, target.like_scalar = True, leaf
     elif isinstance(leaf, np.ndarray):
         target.as_numpy = True
+    elif isinstance(leaf, AnnotatedShape):
+        target.as_numpy, target.is_weak = False, leaf.weak_type
+        if has_mesh:
+            target.sharding, target.is_explicit = leaf.axes, True
     else:
         target.as_numpy, target.is_weak = False, bool(getattr(leaf, "weak_type", False))
         if (sharding := getattr(leaf, "sharding", None)) is not None and getattr(leaf, "committed", True):
