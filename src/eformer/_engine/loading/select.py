@@ -22,7 +22,7 @@ from eformer._engine.record.dtypes import is_floating
 from eformer._engine.record.manifest import LeafEntry
 from eformer._engine.record.names import readable, resolve, split_name, with_nearest
 from eformer._engine.record.text import few
-from eformer._engine.record.values import LeftToCode
+from eformer._engine.record.values import LeftToCode, is_code
 from eformer._engine.trees.shardings import AnnotatedShape
 from eformer.errors import MismatchError
 
@@ -166,7 +166,7 @@ def _targets(contents: Contents, names: Mapping[str, None], cast: str | None) ->
 
 
 def _is_function(leaf: Any) -> bool:
-    return callable(leaf) and not _has_shape(leaf) and not isinstance(leaf, (Sharding, PartitionSpec))
+    return is_code(leaf) and not _has_shape(leaf) and not isinstance(leaf, (Sharding, PartitionSpec))
 
 
 # ------------------------------------------------------------------------------------------ new shapes

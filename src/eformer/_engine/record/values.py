@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LeftToCode:
-    """A leaf that is a function. A checkpoint holds its name only: the program that loads the checkpoint has it."""
+    """A leaf that is a function or a placeholder. Only its name is stored: the program that loads has the leaf."""
 
     name: str
 
@@ -61,10 +61,22 @@ def value_to_json(value: Any) -> Any:
         return _opaque(value)
 
 
-def function_to_json(function: Any) -> Any:
-    """Record that a leaf is a function, by its name."""
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return {"code": f"{named.__module__}.{named.__qualname__}"}
+# Leaves without a value: Equinox puts one in the place of each weight that another one is tied to.
+_PLACEHOLDERS = frozenset({"equinox.nn._shared.SharedNode"})
+
+
+def is_code(leaf: Any) -> bool:
+    """Tell whether a leaf is a function or a placeholder, which belongs to the code."""
+    return callable(leaf) or _full_name(type(leaf)) in _PLACEHOLDERS
+
+
+def code_to_json(leaf: Any) -> Any:
+    """Record that a leaf belongs to the code, by its name."""
+    return {"code": _full_name(leaf if hasattr(leaf, "__qualname__") else type(leaf))}
+
+
+def _full_name(named: Any) -> str:
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _to_json(value: Any) -> Any:

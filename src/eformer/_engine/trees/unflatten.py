@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import reprlib
 from collections import Counter, OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
-import jax
 from msgspec import Struct
 
 from eformer._engine.record.names import steps_to, unescape, with_nearest
 from eformer._engine.record.values import value_from_json
 from eformer._engine.trees.flatten import FACTORIES, MAX_DEPTH, flatten
-from eformer._engine.trees.modules import has_frameworks, is_module, states_of, with_states
+from eformer._engine.trees.modules import with_leaves
 from eformer._engine.trees.nodes import build_dataclass, build_node, resolve_class
 from eformer.errors import MismatchError, StructureError
 
@@ -43,27 +41,7 @@ def unflatten_like(like: Any, leaves: Mapping[str, Any], *, in_place: bool = Fal
     """Build a tree of the structure of `like`, whose own leaves are not used. `in_place` updates its modules."""
     wanted, _ = flatten(like)
     _require_same_names(list(wanted), leaves)
-    loaded = [leaves[name] for name in wanted]
-    nodes, treedef = jax.tree_util.tree_flatten(like, is_leaf=is_module if has_frameworks() else None)
-    return jax.tree_util.tree_unflatten(treedef, _with_modules(nodes, loaded, in_place))
-
-
-def _with_modules(nodes: list[Any], leaves: list[Any], in_place: bool) -> list[Any]:
-    """Replace the leaves that belong to the state of a module by a module with that state. `nodes` has the modules."""
-    modules = [node for node in nodes if is_module(node)] if has_frameworks() else []
-    if not modules:
-        return leaves
-    remaining, treedefs = iter(leaves), map(jax.tree_util.tree_structure, states_of(modules))
-    merged, states = [], []
-    for node in nodes:
-        if is_module(node):
-            treedef: Any = next(treedefs)
-            states.append(treedef.unflatten(itertools.islice(remaining, treedef.num_leaves)))
-            merged.append(node)
-        else:
-            merged.append(next(remaining))
-    put = iter(with_states(modules, states, in_place=in_place))
-    return [next(put) if is_module(node) else node for node in merged]
+    return with_leaves(like, [leaves[name] for name in wanted], in_place=in_place)
 
 
 def _require_same_names(names: list[str], leaves: Mapping[str, Any]) -> None:
