@@ -6,6 +6,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from eformer.checkpoint import inspect, load, save, verify
 from eformer.errors import NotFoundError
@@ -58,6 +59,18 @@ def test_each_process_is_told_of_its_own_part(two, layout):
         assert calls[-1] == (total, total)
         assert calls == sorted(calls)
         assert total > 0
+
+
+def test_layers_of_another_program_land_renamed_and_each_process_reads_its_own(two, tmp_path):
+    """The embedding is resized, which takes all of it; of the layers each process reads half."""
+    rng = np.random.default_rng(0)
+    weights = {f"layers.{n}": rng.normal(size=(96, 64)).astype(np.float32) for n in range(4)}
+    weights["embed"] = rng.normal(size=(100, 64)).astype(np.float32)
+    save_file(weights, tmp_path / "model.safetensors")
+    layers, embed = 4 * 96 * 64 * 4, 100 * 64 * 4
+    for nbytes, is_kept in succeed(two.run("load_renamed", tmp_path / "model.safetensors", weights)):
+        assert is_kept
+        assert layers / 2 + embed <= nbytes < layers / 2 + embed + 4096
 
 
 def test_a_callback_that_raises_in_one_process_fails_the_save_of_all(two, path):

@@ -273,3 +273,25 @@ def meet_often(times, nbytes):
 
 def count_entries():
     return len(coordination.service_client().key_value_dir_get_bytes("eformer"))
+
+
+def load_renamed(path, weights):
+    """Loads layers of another program stacked and transposed; returns the bytes that this process read."""
+    rules = {r"layers\.(\d+)": r"kernel | transpose | stack \1", "embed": "embed"}
+    like = {
+        "kernel": jax.ShapeDtypeStruct((4, 64, 96), jnp.float32, sharding=NamedSharding(mesh(), P("x"))),
+        "embed": jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=NamedSharding(mesh(), P("y", "x"))),
+        "head": jnp.full(3, 7.0),
+    }
+    before = Counted.nbytes
+    resize = {"embed": lambda array, leaf: np.resize(array, leaf.shape)}
+    found = load(path, like=like, rename=rules, partial=True, resize=resize)
+    nbytes = Counted.nbytes - before
+    expected = {
+        "kernel": np.stack([weights[f"layers.{n}"].T for n in range(4)]),
+        "embed": np.resize(weights["embed"], (128, 64)),
+    }
+    for name, array in expected.items():
+        for shard in found[name].addressable_shards:
+            np.testing.assert_array_equal(shard.data, array[shard.index])
+    return nbytes, found["head"] is like["head"]

@@ -44,7 +44,7 @@ _ShapeDtypeStruct: Any = jax.ShapeDtypeStruct  # its constructor has no types
 
 def _struct(leaf: LeafEntry) -> Any:
     dtype = _key_dtype(leaf.key) if leaf.key else dtype_from_name(leaf.dtype)
-    return _ShapeDtypeStruct(leaf.logical_shape, dtype)
+    return _ShapeDtypeStruct(leaf.logical_shape, dtype, weak_type=leaf.home == "weak")
 
 
 def _key_dtype(generator: str) -> Any:

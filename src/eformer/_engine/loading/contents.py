@@ -9,11 +9,11 @@ import msgspec
 
 from eformer._engine.formats.nested_names import nested, split_spelled
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
-from eformer._engine.record.manifest import LeafEntry
-from eformer._engine.record.names import BARE_LEAF, readable, with_nearest
+from eformer._engine.record.manifest import UNREADABLE, LeafEntry
+from eformer._engine.record.names import BARE_LEAF, readable, split_name, with_nearest
 from eformer._engine.record.rename import apply, refuse_transformed_keys
 from eformer._engine.record.values import value_from_json
-from eformer._engine.trees.unflatten import part_of
+from eformer._engine.trees.unflatten import leaves_of, part_of
 from eformer.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -78,18 +78,33 @@ def below(contents: Contents, root: str) -> Contents:
         known = dict.fromkeys(name.rpartition(".")[0] for name in map(readable, contents.names))
         hint = next(with_nearest([root], filter(None, known)))[1]
         raise MismatchError([f"no leaf is named {root!r} or lies below it{hint}"], context="root")
-    part = part_of(contents.structure, found)
+    part = _part(contents.structure, root, found)
     if part is None:  # names that only read as if they lay below something, as in a flat dict
         return _in_dicts(contents, found)
     stored = {new: old for old, new in found.items()}
     return replace(_under(contents, found), raw_structure=msgspec.json.encode(part), stored_names=stored)
 
 
+def _part(structure: Any, root: str, names: Mapping[str, str]) -> Any:
+    """Return the part of the structure at the root; None if there is none."""
+    one = next(iter(names))
+    parts = split_name(one)
+    depths = [depth for depth in range(1, len(parts) + 1) if root in _spellings(".".join(parts[:depth]))]
+    if not depths or UNREADABLE in structure:
+        return None
+    part = part_of(structure, one, depths[0])
+    return part if set(leaves_of(part)) == names.keys() else None
+
+
+def _spellings(name: str) -> tuple[str, str]:
+    return name, readable(name)
+
+
 def _below(names: Iterable[str], root: str) -> dict[str, str]:
     """Return what the leaves at or below the root are called there, by name. The root may be in either spelling."""
     found = {}
     for name in names:
-        for spelling in (name, readable(name)):
+        for spelling in _spellings(name):
             if spelling == root or spelling.startswith(f"{root}."):
                 found[name] = spelling[len(root) + 1 :] or BARE_LEAF
                 break

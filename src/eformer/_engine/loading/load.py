@@ -361,9 +361,9 @@ def _rebuild(loaded: _Loaded, request: Request) -> Any:
     """Return the loaded leaves in the structure of `like`, flat by name for `keys`, or in the recorded structure."""
     selection, arrays = loaded.selection, loaded.arrays
     with gc_paused():
-        leaves = arrays | selection.values
+        leaves = {**arrays, **selection.values}
         if request.like is not None:
-            leaves |= selection.kept | selection.code
+            leaves |= {**selection.kept, **selection.code}
             return unflatten_like(request.like, leaves, in_place=request.in_place)
         if request.keys is not None:
             return {name: leaves[name] for name in loaded.contents.names if name in leaves}

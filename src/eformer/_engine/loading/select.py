@@ -9,7 +9,7 @@ import reprlib
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import msgspec
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from eformer._engine.loading.contents import Contents
     from eformer._engine.loading.request import Request, Resize
     from eformer._engine.record.regions import Region
+
+T = TypeVar("T")
 
 logger = logging.getLogger("eformer")
 
@@ -101,9 +103,9 @@ class Selection:
     """
 
     targets: list[LeafTarget]
-    values: dict[str, Any]
-    kept: dict[str, Any] = field(default_factory=dict)
-    code: dict[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any]
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    code: Mapping[str, Any] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
 
@@ -114,39 +116,38 @@ def compare(
 
     Raises a MismatchError that lists every difference.
     """
-    values = {name: contents.value(name) for name in names if name in contents.raw_values}
+    values: Mapping[str, Any] = {n: contents.value(n) for n in names if n in contents.raw_values}
     if like is None:
         return Selection(_targets(contents, names, request.cast), values)
-    code = {
-        name: leaf
-        for name, leaf in like.items()
-        if _is_function(leaf) and (name not in names or isinstance(values.get(name), LeftToCode))
-    }
-    values = {name: value for name, value in values.items() if name not in code}
-    wanted = {name: leaf for name, leaf in like.items() if name not in code}
-    found = {name: None for name in names if name not in code}
-    missing = {name: leaf for name, leaf in wanted.items() if name not in found}
-    unexpected = tuple(name for name in found if name not in wanted)
-    if request.partial:
-        found = {name: None for name in found if name in wanted}
-        values = {name: value for name, value in values.items() if name in wanted}
-        problems = (
-            list(_without_a_value(missing)) if found or not wanted else [_nothing_in_common(names, like)]
-        )
-    else:
-        problems = list(_other_leaves(missing, unexpected, found, wanted))
-    targets = _targets(contents, found, request.cast)
-    _change_shapes(targets, wanted, request)
-    problems += _mismatches(targets, values, wanted, request)
+    code = {name: leaf for name, leaf in like.items() if _is_function(leaf, values.get(name), name in names)}
+    names, values, like = (_without(mapping, code) for mapping in (names, values, like))
+    missing = {name: leaf for name, leaf in like.items() if name not in names}
+    unexpected = {name: None for name in names if name not in like}
+    problems = list(_other_leaves(missing, unexpected, names, like, request))
+    common, values = _without(names, unexpected), _without(values, unexpected)
+    targets = _targets(contents, common, request.cast)
+    _change_shapes(targets, like, request)
+    problems += _mismatches(targets, values, like, request)
     if problems:
         context = f"the checkpoint does not fit `{request.like_name}`"
         raise MismatchError(problems, context, _advice(missing, unexpected, names, request))
-    numbers = {target.name: target for target in _values_as_arrays(values, wanted, request.cast)}
-    plain = {n: fitted(value, wanted[n], request.cast) for n, value in values.items() if n not in numbers}
+    numbers = {target.name: target for target in _values_as_arrays(values, like, request.cast)}
+    plain = {n: fitted(value, like[n], request.cast) for n, value in values.items() if n not in numbers}
     targets += numbers.values()
     for target in targets:
-        _imitate(target, wanted[target.name], has_mesh=request.placement.mesh is not None)
-    return Selection(targets, plain, missing, code, unexpected)
+        _imitate(target, like[target.name], has_mesh=request.placement.mesh is not None)
+    return Selection(targets, plain, missing, code, tuple(unexpected))
+
+
+def _is_function(leaf: Any, value: Any, is_stored: bool) -> bool:
+    """Tell whether a leaf of `like` is a function or a placeholder, of which the checkpoint holds nothing, or the name."""
+    if not is_code(leaf) or _has_shape(leaf) or isinstance(leaf, (Sharding, PartitionSpec)):
+        return False
+    return not is_stored or isinstance(value, LeftToCode)
+
+
+def _without(mapping: Mapping[str, T], names: Collection[str]) -> Mapping[str, T]:
+    return {name: value for name, value in mapping.items() if name not in names} if names else mapping
 
 
 def _targets(contents: Contents, names: Mapping[str, None], cast: str | None) -> list[LeafTarget]:
@@ -163,10 +164,6 @@ def _targets(contents: Contents, names: Mapping[str, None], cast: str | None) ->
                 target.is_weak = dtype == entry.dtype  # a cast makes it strong
             targets.append(target)
     return targets
-
-
-def _is_function(leaf: Any) -> bool:
-    return is_code(leaf) and not _has_shape(leaf) and not isinstance(leaf, (Sharding, PartitionSpec))
 
 
 # ------------------------------------------------------------------------------------------ new shapes
@@ -235,34 +232,38 @@ def _imitate(target: LeafTarget, leaf: Any, *, has_mesh: bool) -> None:
 
 
 def _other_leaves(
-    missing: Iterable[str], unexpected: Iterable[str], names: Iterable[str], like: Iterable[str]
+    missing: Mapping[str, Any],
+    unexpected: Collection[str],
+    names: Collection[str],
+    like: Collection[str],
+    request: Request,
 ) -> Iterable[str]:
-    for name, hint in with_nearest(missing, names):
-        yield f"missing leaf {name!r}{hint}: `like` has it, the checkpoint does not"
-    for name, hint in with_nearest(unexpected, like):
-        yield f"unexpected leaf {name!r}{hint}: the checkpoint has it, `like` does not"
+    """Yield what is wrong with leaves that are only in the checkpoint or only in `like`."""
+    if not request.partial:
+        for name, hint in with_nearest(missing, names):
+            yield f"missing leaf {name!r}{hint}: `like` has it, the checkpoint does not"
+        for name, hint in with_nearest(unexpected, like):
+            yield f"unexpected leaf {name!r}{hint}: the checkpoint has it, `like` does not"
+    elif like and len(missing) == len(like):
+        yield f"no leaf has the same name in both: the checkpoint has {_first(names)}, `like` has {_first(like)}"
+    else:
+        for name, leaf in missing.items():
+            if isinstance(leaf, (jax.ShapeDtypeStruct, Sharding, PartitionSpec)):
+                kind = type(leaf).__name__
+                yield f"missing leaf {name!r}: the checkpoint does not have it, and `like` has a {kind}, not a value"
 
 
-def _nothing_in_common(names: Iterable[str], like: Iterable[str]) -> str:
-    return f"no leaf has the same name in both: the checkpoint has {few(list(names))}, `like` has {few(list(like))}"
-
-
-def _without_a_value(missing: Mapping[str, Any]) -> Iterable[str]:
-    for name, leaf in missing.items():
-        if isinstance(leaf, (jax.ShapeDtypeStruct, Sharding, PartitionSpec)):
-            kind = type(leaf).__name__
-            yield f"missing leaf {name!r}: the checkpoint does not have it, and `like` has a {kind}, not a value"
+def _first(names: Iterable[str]) -> str:
+    return few(list(names)) or "none"
 
 
 def _mismatches(
     targets: Sequence[LeafTarget], values: Mapping[str, Any], like: Mapping[str, Any], request: Request
 ) -> Iterable[str]:
     for target in targets:
-        if target.name in like:
-            yield from _array_mismatch(target, like[target.name], request)
+        yield from _array_mismatch(target, like[target.name], request)
     for name, value in values.items():
-        if name in like:
-            yield from _value_mismatch(name, value, like[name], request.cast)
+        yield from _value_mismatch(name, value, like[name], request.cast)
 
 
 def _array_mismatch(target: LeafTarget, leaf: Any, request: Request) -> Iterable[str]:

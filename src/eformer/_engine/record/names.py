@@ -99,9 +99,13 @@ def readable_names(names: Iterable[str]) -> dict[str, str]:
     Names that read the same stay escaped, and so do those whose spelling would be empty, unprintable or have a percent
     sign in it: one with a percent sign is always escaped.
     """
-    texts = {name: readable(name) for name in names}
-    times = Counter(texts.values())
-    return {name: text if times[text] == 1 and _is_plain(text) else name for name, text in texts.items()}
+    spelled = {name: name for name in names}
+    escaped = {name: readable(name) for name in spelled if "%" in name}
+    times = Counter(escaped.values())
+    for name, text in escaped.items():
+        if times[text] == 1 and text not in spelled and _is_plain(text):
+            spelled[name] = text
+    return spelled
 
 
 def _is_plain(text: str) -> bool:

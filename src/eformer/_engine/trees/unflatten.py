@@ -17,7 +17,7 @@ from eformer._engine.trees.nodes import build_dataclass, build_node, resolve_cla
 from eformer.errors import MismatchError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Mapping
 
     from eformer._engine.record.names import Place
 
@@ -58,17 +58,18 @@ def _require_same_names(names: list[str], leaves: Mapping[str, Any]) -> None:
         raise MismatchError(problems, context="the leaves do not fit the structure")
 
 
-def part_of(structure: Any, names: Collection[str]) -> Any:
-    """Return the largest part of a structure that has exactly the leaves `names`; None if there is none."""
-    one = next(iter(names))
+def part_of(structure: Any, leaf: str, depth: int) -> Any:
+    """Return the part of a structure that is `depth` levels below its root, on the way to a leaf; None if none is."""
     part = structure
-    while part is not None:
-        containers, leaves = _containers(part)
-        if len(leaves) == len(names) and set(leaves) == set(names):
-            return part
-        inner = containers[0].children if containers else []
-        part = next((child for child in inner if one in _containers(child)[1]), None)
-    return None
+    for _ in range(depth):
+        children = containers[0].children if (containers := _containers(part)[0]) else []
+        part = next((child for child in children if leaf in leaves_of(child)), None)
+    return part
+
+
+def leaves_of(structure: Any) -> list[str]:
+    """List the names of the leaves in a structure."""
+    return _containers(structure)[1]
 
 
 class _Container(Struct, gc=False):

@@ -106,6 +106,15 @@ def read_header(store: Store, name: str) -> tuple[bytes, Entry]:
     return data + rest, entry
 
 
+def read_tensor_names(store: Store, name: str) -> list[str]:
+    """Read the names of the tensors in a file that eformer wrote; their places are not checked."""
+    raw, _ = read_header(store, name)
+    entries = parse_json(
+        raw[8:], dict[str, msgspec.Raw], f"{store.path_to(name)} has no valid safetensors header"
+    )
+    return [tensor for tensor in entries if tensor != "__metadata__"]
+
+
 def header_length(first: bytes, file_nbytes: int, origin: str) -> int:
     """Return the length of the whole header, given the first eight bytes of the file."""
     if len(first) < 8:

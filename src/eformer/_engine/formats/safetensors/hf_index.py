@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from eformer._engine.formats.safetensors.header import open_header
+from eformer._engine.formats.safetensors.header import read_tensor_names
 from eformer._engine.formats.safetensors.names import (
     INDEX_SUFFIX,
     PRIVATE,
@@ -56,8 +56,8 @@ def _update(store: Store, upload: Upload, there: Mapping[str, Kind], base: str, 
 
 def _index(store: Store, tree: TreeEntry) -> bytes:
     """List the tensors of all files, by their headers: the manifest does not say what a leaf is called there."""
-    opened = ((open_header(store, file.name).header.tensors, file.name) for file in tree.files)
-    weight_map = {tensor: name for tensors, name in opened for tensor in tensors}
+    names = [file.name for file in tree.files]
+    weight_map = {tensor: name for name in names for tensor in read_tensor_names(store, name)}
     total = sum(file.nbytes - file.header_nbytes for file in tree.files)
     index = {"metadata": {"total_size": total, "eformer": tree.save_id}, "weight_map": weight_map}
     return msgspec.json.format(msgspec.json.encode(index), indent=2)

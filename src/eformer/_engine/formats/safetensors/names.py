@@ -54,7 +54,7 @@ def tensor_names(leaves: Iterable[str]) -> dict[str, str]:
     It depends on all leaves of the tree: processes that write some of them must still pass all.
     """
     names = readable_names(leaves)
-    return {leaf: "%5F_metadata__" if name == "__metadata__" else name for leaf, name in names.items()}
+    return names | {leaf: "%5F_metadata__" for leaf, name in names.items() if name == "__metadata__"}
 
 
 def region_name(tensor: str, region: Region | None) -> str:

@@ -1,0 +1,19 @@
+"""Calls whose types a type checker knows: `make check` runs mypy on this file, nothing runs it."""
+
+from typing import Any, assert_type
+
+from eformer import checkpoint
+from eformer.checkpoint import LoadReport
+
+
+class State:
+    """What somebody trains."""
+
+
+def load(state: State) -> None:
+    assert_type(checkpoint.load("run/100"), Any)
+    assert_type(checkpoint.load("run/100", like=state), State)
+    assert_type(checkpoint.load("run/100", into=state, mesh=None, partial=True), State)
+    assert_type(checkpoint.load("run/100", like={"step": 1}), dict[str, int])
+    assert_type(checkpoint.load("run/100", like=state, return_report=True), tuple[State, LoadReport])
+    assert_type(checkpoint.load("run/100", into=state, return_report=True), tuple[State, LoadReport])
