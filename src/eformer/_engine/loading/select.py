@@ -140,7 +140,7 @@ def compare(
 
 
 def _is_function(leaf: Any, value: Any, is_stored: bool) -> bool:
-    """Tell whether a leaf of `like` is a function or a placeholder, of which the checkpoint holds nothing, or the name."""
+    """Tell whether a leaf of `like` belongs to the code, and the checkpoint holds nothing of it, or the name."""
     if not is_code(leaf) or _has_shape(leaf) or isinstance(leaf, (Sharding, PartitionSpec)):
         return False
     return not is_stored or isinstance(value, LeftToCode)
