@@ -7,7 +7,6 @@ wait has a limit; after it the processes are killed by pid.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import socket
@@ -16,11 +15,10 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any, Self
 
+from support import forkserver
+
 if TYPE_CHECKING:
     from pathlib import Path
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["multihost.scenes"])
 
 LIMIT = 90  # seconds
 
@@ -43,12 +41,12 @@ class Job:
         self.count, self.log = processes, log
         self.is_open = True
         log.mkdir(parents=True, exist_ok=True)
-        port = _free_port()
+        port, context = _free_port(), forkserver.context()
         self.pipes, self.ranks = [], []
         for rank in range(processes):
-            ours, theirs = _context.Pipe()
+            ours, theirs = context.Pipe()
             arguments = (rank, processes, devices, port, heartbeat, str(log / f"rank-{rank}.log"), theirs)
-            process = _context.Process(target=_play, args=arguments, daemon=True)
+            process = context.Process(target=_play, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
