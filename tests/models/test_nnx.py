@@ -426,6 +426,16 @@ def test_metadata_have_no_effect_without_a_mesh(partitioned):
     assert model.first.kernel[...].sharding.device_set == {jax.devices()[0]}
 
 
+def test_abstract_variables_that_the_checkpoint_lacks_are_named(partitioned):
+    def larger():
+        model = Partitioned()
+        model.extra = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+        return model
+
+    with pytest.raises(MismatchError, match=r"'extra.bias'.* has a ShapeDtypeStruct, not a value"):
+        checkpoint.load(partitioned, like=nnx.eval_shape(larger), partial=True)
+
+
 def test_names_of_axes_that_the_mesh_lacks_are_one_error(partitioned):
     with pytest.raises(MismatchError, match=r"leaf 'last.kernel' \[8, 4\]: .*'ff'.* does not fit"):
         checkpoint.load(partitioned, like=abstract(), mesh=grid())

@@ -20,6 +20,6 @@ def sections() -> dict[str, str]:
 
 def run(section: str) -> dict[str, Any]:
     """Run the blocks of a section, one after the other, in the current directory; return their variables."""
-    variables: dict[str, Any] = {"__name__": "guide"}
-    exec(compile(sections()[section], f"{PAGE}: {section}", "exec"), variables)
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(sections()[section], f"{PAGE}: {section}", "exec", dont_inherit=True), variables)
     return variables

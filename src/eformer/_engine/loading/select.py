@@ -249,8 +249,9 @@ def _other_leaves(
     else:
         for name, leaf in missing.items():
             if isinstance(leaf, (jax.ShapeDtypeStruct, Sharding, PartitionSpec)):
-                kind = type(leaf).__name__
-                yield f"missing leaf {name!r}: the checkpoint does not have it, and `like` has a {kind}, not a value"
+                kind = jax.ShapeDtypeStruct if isinstance(leaf, jax.ShapeDtypeStruct) else type(leaf)
+                has = f"`like` has a {kind.__name__}, not a value"
+                yield f"missing leaf {name!r}: the checkpoint does not have it, and {has}"
 
 
 def _first(names: Iterable[str]) -> str:
