@@ -171,8 +171,8 @@ def renamed(contents: Contents, rules: Sequence[Rule], reader: LeafReader) -> tu
 def named_like(contents: Contents, like: Mapping[str, Any]) -> Contents:
     """Take over the spelling of `like` for leaves that it has under the same name in another spelling.
 
-    A flat dict has a dot in a key where a nested one has a level; and variables of flax NNX, saved by other programs,
-    have their value one level below.
+    A flat dict has a dot in a key where a nested one has a level; and in boxes of flax, such as variables of NNX that
+    other programs saved and `nn.Partitioned`, the value is one level below.
     """
     missing = like.keys() - contents.arrays.keys() - contents.raw_values.keys()
     if not missing:
@@ -183,7 +183,8 @@ def named_like(contents: Contents, like: Mapping[str, Any]) -> Contents:
     names = {name: name for name in contents.names}
     for name in contents.names:
         text = readable(name)
-        found = wanted.get(text) or wanted.get(text.removesuffix(".value")) or []
+        spellings = (text, text.removesuffix(".value"), f"{text}.value")
+        found = next(filter(None, map(wanted.get, spellings)), [])
         if name not in like and len(found) == 1:
             names[name] = found[0]
     times = Counter(names.values())  # two leaves never become one

@@ -25,6 +25,7 @@ from eformer._engine.loading.rules import (
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.regions import Region
 from eformer._engine.trees.devices import PACKED, takes_host_memory
+from eformer._engine.trees.shardings import AnnotatedShape
 from eformer.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -139,7 +140,9 @@ def _needs_mesh(placement: PlacementRequest, like: Mapping[str, Any] | None) -> 
         return True
     asked = [*jax.tree.leaves(placement.shardings), *(like or {}).values()]
     return any(
-        isinstance(leaf, PartitionSpec) or is_abstract(leaf) or is_abstract(getattr(leaf, "sharding", None))
+        isinstance(leaf, (PartitionSpec, AnnotatedShape))
+        or is_abstract(leaf)
+        or is_abstract(getattr(leaf, "sharding", None))
         for leaf in asked
     )
 

@@ -99,6 +99,7 @@ def _leaf_name(name: str, leaves: Container[str], prefix: str | None) -> str:
     names = [name, name.replace("%2E", ".")]
     if prefix:
         names += [n.removeprefix(f"{start}.") for n in names for start in (prefix, escape(prefix))]
+    names += [f"{n}.value" for n in names]  # `nn.get_sharding` of flax leaves boxes out
     return next((n for n in names if n in leaves), names[1])
 
 

@@ -23,7 +23,8 @@ from eformer._engine.record.manifest import LeafEntry
 from eformer._engine.record.names import readable, resolve, split_name, with_nearest
 from eformer._engine.record.text import few
 from eformer._engine.record.values import LeftToCode
-from eformer._engine.trees.functions import is_function
+from eformer._engine.trees.functions import is_code
+from eformer._engine.trees.shardings import AnnotatedShape
 from eformer.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -120,9 +121,7 @@ def compare(
     if like is None:
         return Selection(_targets(contents, names, request.cast), values)
     code = {
-        name: leaf
-        for name, leaf in like.items()
-        if callable(leaf) and _is_left_to_code(leaf, values.get(name), name in names)
+        name: leaf for name, leaf in like.items() if _is_left_to_code(leaf, values.get(name), name in names)
     }
     names, values, like = (_without(mapping, code) for mapping in (names, values, like))
     missing = {name: leaf for name, leaf in like.items() if name not in names}
@@ -139,13 +138,13 @@ def compare(
     plain = {n: fitted(value, like[n], request.cast) for n, value in values.items() if n not in numbers}
     targets += numbers.values()
     for target in targets:
-        _imitate(target, like[target.name])
+        _imitate(target, like[target.name], has_mesh=request.placement.mesh is not None)
     return Selection(targets, plain, missing, code, tuple(unexpected))
 
 
 def _is_left_to_code(leaf: Any, value: Any, is_stored: bool) -> bool:
-    """Tell whether a leaf of `like` is a function, of which the checkpoint holds nothing, or the name."""
-    return is_function(leaf) and (not is_stored or isinstance(value, LeftToCode))
+    """Tell whether a leaf of `like` belongs to the code, and the checkpoint holds nothing of it, or the name."""
+    return is_code(leaf) and (not is_stored or isinstance(value, LeftToCode))
 
 
 def _without(mapping: Mapping[str, T], names: Collection[str]) -> Mapping[str, T]:
@@ -212,7 +211,7 @@ def _values_as_arrays(
             yield LeafTarget(name, LeafEntry(dtype, (), ()), dtype, arrays=[array], is_stored=False)
 
 
-def _imitate(target: LeafTarget, leaf: Any) -> None:
+def _imitate(target: LeafTarget, leaf: Any, *, has_mesh: bool) -> None:
     """Make the target the kind of array or number that the leaf of `like` is, and place it likewise."""
     if isinstance(leaf, (Sharding, PartitionSpec)):
         target.as_numpy, target.sharding, target.is_explicit = False, leaf, True
@@ -220,6 +219,10 @@ def _imitate(target: LeafTarget, leaf: Any) -> None:
         target.as_numpy, target.like_scalar = True, leaf
     elif isinstance(leaf, np.ndarray):
         target.as_numpy = True
+    elif isinstance(leaf, AnnotatedShape):
+        target.as_numpy, target.is_weak = False, leaf.weak_type
+        if has_mesh:
+            target.sharding, target.is_explicit = leaf.axes, True
     else:
         target.as_numpy, target.is_weak = False, bool(getattr(leaf, "weak_type", False))
         if (sharding := getattr(leaf, "sharding", None)) is not None and getattr(leaf, "committed", True):
@@ -260,7 +263,8 @@ def _why_without_value(leaf: Any) -> str | None:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return None
     is_value = not _has_shape(leaf) and not isinstance(leaf, (Sharding, PartitionSpec))
-    return None if is_value else f"a {type(leaf).__name__}, not a value"
+    kind = jax.ShapeDtypeStruct if isinstance(leaf, jax.ShapeDtypeStruct) else type(leaf)
+    return None if is_value else f"a {kind.__name__}, not a value"
 
 
 def _first(names: Iterable[str]) -> str:

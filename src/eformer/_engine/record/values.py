@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LeftToCode:
-    """A leaf that is a function. A checkpoint holds its name only: the program that loads the checkpoint has it."""
+    """A leaf that is a function or a placeholder. Only its name is stored: the program that loads has the leaf."""
 
     name: str
 
@@ -61,9 +61,9 @@ def value_to_json(value: Any) -> Any:
         return _opaque(value)
 
 
-def function_to_json(function: Any) -> Any:
-    """Record that a leaf is a function, by its name."""
-    named = function if hasattr(function, "__qualname__") else type(function)
+def code_to_json(leaf: Any) -> Any:
+    """Record that a leaf belongs to the code, by its name."""
+    named = leaf if hasattr(leaf, "__qualname__") else type(leaf)
     return {"code": f"{named.__module__}.{named.__qualname__}"}
 
 

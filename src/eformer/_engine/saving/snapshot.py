@@ -17,10 +17,10 @@ from eformer._engine.record.pieces import merged
 from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
 from eformer._engine.record.text import few
-from eformer._engine.record.values import function_to_json, is_recorded, value_to_json
+from eformer._engine.record.values import code_to_json, is_recorded, value_to_json
 from eformer._engine.saving.agreement import Compared
 from eformer._engine.trees.devices import PACKED, copied, is_host_memory
-from eformer._engine.trees.functions import is_function
+from eformer._engine.trees.functions import is_code
 from eformer._engine.trees.shardings import recorded_sharding
 from eformer.errors import LeafError
 
@@ -289,8 +289,8 @@ def _with_copies(source: Source, copies: Any) -> Source:
 def _plain_value(leaf: Any) -> Any:
     value = value_to_json(leaf)
     if not is_recorded(value):
-        if is_function(leaf):  # an activation of Equinox, say
-            return function_to_json(leaf)
+        if is_code(leaf):  # an activation of Equinox, say
+            return code_to_json(leaf)
         kind = type(leaf)
         raise LeafError(
             f"a {kind.__module__}.{kind.__qualname__} cannot be stored; a checkpoint holds jax and numpy "

@@ -17,7 +17,7 @@ from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
 from eformer._engine.record.rename import Renamed, Rule, apply, origins, refuse_transformed_keys
 from eformer._engine.record.text import few, shortened, size
-from eformer._engine.record.values import value_from_json
+from eformer._engine.record.values import LeftToCode, value_from_json
 from eformer._engine.tools.sequential_writers import has_sequences, names_as_structure, renamed_in_npz
 
 if TYPE_CHECKING:
@@ -119,8 +119,17 @@ def plan_tree(view: View, rules: list[Rule] | None, dtype: Any, target: TargetFo
     if isinstance(structure, dict) and UNREADABLE in structure and rules is None:
         converted.structure = names_as_structure([*arrays, *values])
         converted.notes.append("the structure cannot be read; the result is nested dicts by the names")
+    if target in ("npz", "msgpack"):
+        _leave_out_functions(converted, target)
     converted.notes += _losses(converted, target)
     return converted
+
+
+def _leave_out_functions(tree: ConvertedTree, target: TargetFormat) -> None:
+    functions = [name for name, value in tree.values.items() if isinstance(value, LeftToCode)]
+    tree.raw_values = {name: value for name, value in tree.raw_values.items() if name not in functions}
+    if functions:
+        tree.notes.append(f"{target} has no functions, which are left to the code: {few(functions)}")
 
 
 def _source(name: str, array: LazyArray, cast: str | None) -> Source:

@@ -126,11 +126,14 @@ def write_msgpack(
 
 
 def state_of(structure: Any, leaves: Mapping[str, Any]) -> Any:
-    """Build the state dict as flax does: nested dicts with string keys, whatever the containers were."""
+    """Build the state dict as flax does: nested dicts with string keys, whatever the containers were.
+
+    A leaf that is left out is None.
+    """
     if structure is None:
         return None
     if isinstance(structure, str):
-        return leaves[structure]
+        return leaves.get(structure)
     return {key: state_of(child, leaves) for key, child in _children(structure)}
 
 

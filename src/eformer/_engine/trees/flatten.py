@@ -48,18 +48,8 @@ def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
     """
     leaves, structure, modules = _walk(tree, ())
     if modules:
-        leaves, structure, _ = _walk(tree, _all_states(modules))
+        leaves, structure, _ = _walk(tree, states_of(modules))
     return leaves, structure
-
-
-def _all_states(modules: Sequence[Any], depth: int = 0) -> list[Any]:
-    """Return the states of modules, each followed by those of the modules in it."""
-    if depth > MAX_DEPTH:
-        raise StructureError(f"the state of a {type(modules[0]).__qualname__} contains itself")
-    states = []
-    for state in states_of(modules):
-        states += [state, *_all_states(inner, depth + 1)] if (inner := _walk(state, ())[2]) else [state]
-    return states
 
 
 def _walk(tree: Any, states: Sequence[Any]) -> tuple[dict[str, Any], Any, list[Any]]:

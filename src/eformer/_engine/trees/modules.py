@@ -5,8 +5,11 @@ A framework whose modules are plain pytrees (flax linen, Equinox, Haiku) needs n
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
 
 from eformer._engine.trees.keras import Keras
 from eformer._engine.trees.nnx import Nnx
@@ -14,6 +17,9 @@ from eformer.errors import StructureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+
+_MAX_DEPTH = 50  # of modules in the states of other modules
 
 
 class Framework(Protocol):
@@ -105,13 +111,51 @@ def register_module(
     _framework_of.cache_clear()
 
 
-def has_frameworks() -> bool:
-    """Tell whether any tree can have modules: a framework is imported, or a class is registered."""
-    return any(framework.is_imported() for framework in _FRAMEWORKS)
+def states_of(modules: Sequence[Any], depth: int = 0) -> list[Any]:
+    """Return the state of each module, as a tree without modules."""
+    if depth > _MAX_DEPTH:
+        raise StructureError(f"the state of a {type(modules[0]).__qualname__} contains itself")
+    taken = _taken(modules)
+    nodes, treedef, inner = _modules_in(taken)
+    if not inner:
+        return taken
+    states = iter(states_of(inner, depth + 1))
+    plain: list[Any] = treedef.unflatten([next(states) if is_module(node) else node for node in nodes])
+    return plain
 
 
-def states_of(modules: Sequence[Any]) -> list[Any]:
-    """Return the state of each module, as a tree of plain containers."""
+def with_leaves(tree: Any, leaves: Sequence[Any], *, in_place: bool) -> Any:
+    """Return a tree with other leaves. `in_place` changes the modules in it themselves where their class allows it."""
+    nodes, treedef, modules = _modules_in(tree)
+    if not modules:
+        return treedef.unflatten(leaves)
+    counts = [len(jax.tree.leaves(state)) for state in states_of(modules)]
+    remaining, sizes = iter(leaves), iter(counts)
+    of_modules: list[Any] = []
+    others = []
+    for node in nodes:
+        if is_module(node):
+            of_modules += itertools.islice(remaining, next(sizes))
+        else:
+            others.append(next(remaining))
+    filled, plain = iter(_with_states(modules, of_modules, in_place)), iter(others)
+    return treedef.unflatten([next(filled if is_module(node) else plain) for node in nodes])
+
+
+def _with_states(modules: Sequence[Any], leaves: Sequence[Any], in_place: bool) -> list[Any]:
+    """Return the modules with states of these leaves."""
+    states = with_leaves(_taken(modules), leaves, in_place=in_place)
+    done: list[Any] = [None] * len(modules)
+    for framework, positions in _by_framework(modules).items():
+        mine = [modules[position] for position in positions]
+        put = framework.put(mine, [states[position] for position in positions], in_place=in_place)
+        for position, module in zip(positions, put, strict=True):
+            done[position] = module
+    return done
+
+
+def _taken(modules: Sequence[Any]) -> list[Any]:
+    """Return the state of each module as its framework has it; modules may be part of it."""
     states: list[Any] = [None] * len(modules)
     for framework, positions in _by_framework(modules).items():
         taken = framework.take([modules[position] for position in positions])
@@ -120,15 +164,11 @@ def states_of(modules: Sequence[Any]) -> list[Any]:
     return states
 
 
-def with_states(modules: Sequence[Any], states: Sequence[Any], *, in_place: bool) -> list[Any]:
-    """Return the modules with other states; `in_place` changes the modules themselves where their class allows it."""
-    done: list[Any] = [None] * len(modules)
-    for framework, positions in _by_framework(modules).items():
-        mine = [modules[position] for position in positions]
-        put = framework.put(mine, [states[position] for position in positions], in_place=in_place)
-        for position, module in zip(positions, put, strict=True):
-            done[position] = module
-    return done
+def _modules_in(tree: Any) -> tuple[list[Any], Any, list[Any]]:
+    """Return the leaves of a tree in which modules count as leaves, its structure, and the modules."""
+    any_modules = any(framework.is_imported() for framework in _FRAMEWORKS)
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_module if any_modules else None)
+    return nodes, treedef, [node for node in nodes if is_module(node)] if any_modules else []
 
 
 def is_module(node: Any) -> bool:

@@ -5,15 +5,24 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+import jax
+
+from eformer._engine.trees.shardings import AnnotatedShape
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Sequence
+
+    from jax.sharding import PartitionSpec
+
+    _Flat = dict[tuple[Any, ...], Any]
 
 
 class Nnx:
     """Stores the value of every variable under the path to it.
 
     Variables that are shared are stored once, and are shared again after a load. Metadata of variables, such as names
-    of axes for partitioning, and static attributes are those of the module that is loaded into.
+    of axes for partitioning, and static attributes are those of the module that is loaded into. Abstract variables, as
+    `nnx.eval_shape` makes them, are placed by the names of axes in their metadata.
     """
 
     def is_imported(self) -> bool:
@@ -24,7 +33,7 @@ class Nnx:
         return issubclass(kind, (nnx.Pytree, nnx.State, nnx.Variable))
 
     def take(self, modules: Sequence[Any]) -> Sequence[Any]:
-        return [_nested(flat) for flat in _flat_states(modules)]
+        return [_nested(values) for values in _values(_flat_states(modules))]
 
     def put(self, modules: Sequence[Any], states: Sequence[Any], *, in_place: bool) -> Sequence[Any]:
         nnx = _nnx()
@@ -49,10 +58,10 @@ def _nnx() -> Any:
     return sys.modules["flax.nnx"]
 
 
-def _flat_states(modules: Sequence[Any]) -> list[dict[tuple[Any, ...], Any]]:
+def _flat_states(modules: Sequence[Any]) -> list[_Flat]:
     """Return the variables of each module by path. A variable that several modules share is in the first of them."""
     nnx = _nnx()
-    flat: list[dict[tuple[Any, ...], Any]] = [{} for _ in modules]
+    flat: list[_Flat] = [{} for _ in modules]
     graphs = {number: module for number, module in enumerate(modules) if isinstance(module, nnx.Pytree)}
     if graphs:
         for (number, *path), leaf in nnx.to_flat_state(nnx.state(graphs)):
@@ -65,16 +74,40 @@ def _flat_states(modules: Sequence[Any]) -> list[dict[tuple[Any, ...], Any]]:
     return flat
 
 
-def _nested(flat: Mapping[tuple[Any, ...], Any]) -> Any:
-    """Return the values of variables in nested dicts."""
+def _values(flats: Sequence[_Flat]) -> Iterable[_Flat]:
+    """Return the values of variables; of abstract ones with the axes that their metadata name.
+
+    If any variable has names of axes, one without them is replicated, as flax itself has it.
+    """
+    specs = [{path: _axes(leaf) for path, leaf in flat.items()} for flat in flats]
+    is_annotated = any(spec for by_path in specs for spec in by_path.values())
+    for flat, by_path in zip(flats, specs, strict=True):
+        values = {path: _value(leaf) for path, leaf in flat.items()}
+        axes = {path: spec for path, spec in by_path.items() if is_annotated and spec is not None}
+        yield values | {path: AnnotatedShape(values[path], spec) for path, spec in axes.items()}
+
+
+def _axes(leaf: Any) -> PartitionSpec | None:
+    """Return the axes of a mesh for an abstract variable that has no sharding; None for other leaves."""
+    value = _value(leaf)
+    if not isinstance(value, jax.ShapeDtypeStruct) or value.sharding is not None or value is leaf:
+        return None
+    if isinstance(leaf.get_metadata().get("out_sharding"), jax.sharding.Sharding):
+        return None  # which names devices, not only axes
+    spec: PartitionSpec = _nnx().get_partition_spec(leaf).get_raw_value()
+    return spec
+
+
+def _nested(flat: _Flat) -> Any:
+    """Return values by path in nested dicts."""
     if list(flat) == [()]:
-        return _value(flat[()])
+        return flat[()]
     tree: dict[Any, Any] = {}
-    for (*path, last), leaf in flat.items():
+    for (*path, last), value in flat.items():
         inner = tree
         for key in path:
             inner = inner.setdefault(key, {})
-        inner[last] = _value(leaf)
+        inner[last] = value
     return tree
 
 
@@ -92,7 +125,7 @@ def _replaced(leaf: Any, value: Any) -> Any:
     return leaf.replace(value) if isinstance(leaf, _nnx().Variable) else value
 
 
-def _update(module: Any, flat: Mapping[tuple[Any, ...], Any]) -> None:
+def _update(module: Any, flat: _Flat) -> None:
     nnx = _nnx()
     if isinstance(module, nnx.Variable):
         module.update_from_state(flat[()])
@@ -102,7 +135,7 @@ def _update(module: Any, flat: Mapping[tuple[Any, ...], Any]) -> None:
         nnx.update(module, nnx.from_flat_state(flat))
 
 
-def _built(module: Any, flat: Mapping[tuple[Any, ...], Any]) -> Any:
+def _built(module: Any, flat: _Flat) -> Any:
     """Return a new state, or a new variable on its own."""
     nnx = _nnx()
     return flat[()] if isinstance(module, nnx.Variable) else nnx.from_flat_state(flat)

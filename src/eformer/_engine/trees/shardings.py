@@ -1,10 +1,11 @@
-"""Shardings of JAX, in the form that a checkpoint records."""
+"""Shardings of JAX, in the form that a checkpoint records, and as modules name them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from jax.sharding import NamedSharding, Sharding
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from eformer._engine.record.manifest import RecordedSharding
 
@@ -27,3 +28,13 @@ def _memory_kind(sharding: Sharding) -> str | None:
     if device is None or sharding.memory_kind == device.default_memory().kind:
         return None
     return sharding.memory_kind
+
+
+class AnnotatedShape(jax.ShapeDtypeStruct):
+    """An abstract array for which a module names axes of a mesh. Without a mesh they have no effect."""
+
+    axes: PartitionSpec
+
+    def __init__(self, shape: jax.ShapeDtypeStruct, axes: PartitionSpec) -> None:
+        super().__init__(shape.shape, shape.dtype, weak_type=shape.weak_type)  # type: ignore[no-untyped-call]
+        object.__setattr__(self, "axes", axes)  # the class is frozen

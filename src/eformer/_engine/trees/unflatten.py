@@ -7,18 +7,17 @@ import reprlib
 from collections import Counter, OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
-import jax
 from msgspec import Struct
 
 from eformer._engine.record.names import steps_to, unescape, with_nearest
 from eformer._engine.record.values import value_from_json
 from eformer._engine.trees.flatten import FACTORIES, MAX_DEPTH, flatten
-from eformer._engine.trees.modules import has_frameworks, is_module, states_of, with_states
+from eformer._engine.trees.modules import with_leaves
 from eformer._engine.trees.nodes import build_dataclass, build_node, resolve_class
 from eformer.errors import MismatchError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from eformer._engine.record.names import Place
 
@@ -42,23 +41,7 @@ def unflatten_like(like: Any, leaves: Mapping[str, Any], *, in_place: bool = Fal
     """Build a tree of the structure of `like`, whose own leaves are not used. `in_place` updates its modules."""
     wanted, _ = flatten(like)
     _require_same_names(list(wanted), leaves)
-    return _filled(like, iter([leaves[name] for name in wanted]), in_place)
-
-
-def _filled(like: Any, leaves: Iterator[Any], in_place: bool) -> Any:
-    """Take the leaves of one tree; those of a module are its state."""
-    if not has_frameworks():
-        treedef = jax.tree_util.tree_structure(like)
-        return jax.tree_util.tree_unflatten(treedef, leaves)
-    nodes, treedef = jax.tree_util.tree_flatten(like, is_leaf=is_module)
-    modules = [node for node in nodes if is_module(node)]
-    states = iter(states_of(modules))
-    loaded = [_filled(next(states), leaves, in_place) if is_module(node) else next(leaves) for node in nodes]
-    if modules:
-        loaded_states = [state for node, state in zip(nodes, loaded, strict=True) if is_module(node)]
-        put = iter(with_states(modules, loaded_states, in_place=in_place))
-        loaded = [next(put) if is_module(node) else leaf for node, leaf in zip(nodes, loaded, strict=True)]
-    return jax.tree_util.tree_unflatten(treedef, loaded)
+    return with_leaves(like, [leaves[name] for name in wanted], in_place=in_place)
 
 
 def _require_same_names(names: list[str], leaves: Mapping[str, Any]) -> None:
