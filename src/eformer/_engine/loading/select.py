@@ -295,6 +295,8 @@ def _array_mismatch(target: LeafTarget, leaf: Any, request: Request) -> Iterable
     if not same_shape or _dtype_name(leaf.dtype) != dtype:
         cast = "; dtype= casts" if is_floating(expected) and is_floating(found) else ""
         resize = "; resize= changes shapes" if not request.is_template and not target.entry.key else ""
+        if request.partial:
+            resize += f", rename={{{target.name!r}: None}} leaves it out"
         how = cast if same_shape else resize
         yield f"leaf {target.name!r}: expected {expected}, found {found}{how}"
 
