@@ -161,3 +161,33 @@ def test_equal_sets_are_equal_json_in_every_process():
         for seed in range(5)
     }
     assert len(outputs) == 1
+
+
+THREADS = """
+import msgspec, sys, threading, types
+from eformer._engine.record.values import parse_json
+sys.setswitchinterval(1e-6)
+SOURCE = '''
+import msgspec
+class Inner(msgspec.Struct, array_like=True):
+    a: int
+    b: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+class Outer(msgspec.Struct):
+    metadata: dict[str, tuple[Inner, ...]]
+'''
+for number in range(100):
+    module = sys.modules[f"m{number}"] = types.ModuleType(f"m{number}")
+    exec(SOURCE, module.__dict__)
+    barrier = threading.Barrier(8)
+    def work():
+        barrier.wait()
+        assert parse_json(b'{"metadata": {"l": [[1, [[1], [2]]]]}}', module.Outer, "").metadata["l"][0].b == ((1,), (2,))
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+"""
+
+
+def test_several_threads_may_be_the_first_to_parse_a_class():
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

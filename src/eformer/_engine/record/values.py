@@ -12,6 +12,7 @@ import math
 import reprlib
 import struct
 import sys
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,9 +49,25 @@ class LeftToCode:
 def parse_json(data: bytes | str | msgspec.Raw, kind: type[T], problem: str) -> T:
     """Parse JSON from outside; raise a FormatError that begins with `problem` if it is malformed or of another kind."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return json_decoder(kind).decode(data)
     except MALFORMED_JSON as error:
         raise FormatError(f"{problem}: {error}") from error
+
+
+_decoders: dict[Any, Any] = {}
+_decoders_lock = threading.Lock()
+
+
+def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    """Return the decoder of JSON of this kind, which is made once, by one thread.
+
+    If two threads decode a new class at a time, msgspec may use a description of it that is not complete, and crash.
+    """
+    found: msgspec.json.Decoder[T] | None = _decoders.get(kind)
+    if found is None:
+        with _decoders_lock:
+            found = _decoders[kind] = msgspec.json.Decoder(kind)
+    return found
 
 
 def value_to_json(value: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from eformer._engine.record.values import MALFORMED_JSON
+from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.stores.directory import Directory, try_lock
 from eformer._engine.stores.durable import SCRATCH
 from eformer._engine.stores.removal import ZARRAY, Described, Moved, read_array, remove_moved
@@ -140,7 +140,7 @@ def _sweep(
 
 def read_journal(scratch: Directory) -> Journal | None:
     try:
-        return msgspec.json.decode(scratch.read(JOURNAL, _MOST_JOURNAL), type=Journal)
+        return json_decoder(Journal).decode(scratch.read(JOURNAL, _MOST_JOURNAL))
     except (FileNotFoundError, FormatError, *MALFORMED_JSON):  # it died before it had one: nothing was moved
         return None
 

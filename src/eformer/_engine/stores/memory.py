@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer._engine.record.names import is_inside
+from eformer._engine.record.values import json_decoder
 from eformer._engine.stores.base import Entry, Replaced, SwapError
 from eformer.errors import FormatError
 
@@ -270,7 +271,7 @@ class MemoryUpload:
     def sweep(self, committed: Container[str] | None) -> None:
         for key, found in _bucket.below(f"{self._path}/{_UPLOADS}").items():
             if key.removeprefix(f"{self._path}/{_UPLOADS}") not in _bucket.alive:
-                lease = msgspec.json.decode(found.data, type=_Lease)
+                lease = json_decoder(_Lease).decode(found.data)
                 if committed is not None:
                     if lease.save_id in committed:
                         self._remove_replaced(lease)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from eformer._engine.record.names import is_inside
-from eformer._engine.record.values import MALFORMED_JSON
+from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.durable import scratch_name
 from eformer.errors import FormatError
@@ -197,7 +197,7 @@ def read_array(folder: Directory, kinds: Mapping[str, Kind]) -> Array | None:
     if kinds.get(ZARRAY) != "file":
         return None
     try:
-        array = msgspec.json.decode(folder.read(ZARRAY, _MOST_ZARRAY), type=Array)
+        array = json_decoder(Array).decode(folder.read(ZARRAY, _MOST_ZARRAY))
     except (FileNotFoundError, FormatError, *MALFORMED_JSON):
         return None
     return array if len(array.shape) <= _MOST_AXES else None

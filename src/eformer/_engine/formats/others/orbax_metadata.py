@@ -20,7 +20,7 @@ import msgspec
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.record.manifest import RecordedSharding
 from eformer._engine.record.names import escape, join_name
-from eformer._engine.record.values import MALFORMED_JSON, parse_json
+from eformer._engine.record.values import MALFORMED_JSON, json_decoder, parse_json
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.local import LocalStore
 from eformer.errors import FormatError
@@ -154,7 +154,7 @@ def read_shardings(directory: Path) -> dict[str, RecordedSharding]:
     found: dict[str, RecordedSharding] = {}
     for name, text in (_read_optional(directory, SHARDINGS, dict[str, str]) or {}).items():
         with suppress(*MALFORMED_JSON, ValueError):
-            sharding = msgspec.json.decode(text, type=_Sharding)
+            sharding = json_decoder(_Sharding).decode(text)
             if sharding.sharding_type == "NamedSharding":
                 spec = tuple(
                     tuple(axis) if isinstance(axis, list) else axis for axis in sharding.partition_spec

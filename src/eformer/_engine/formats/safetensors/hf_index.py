@@ -14,7 +14,7 @@ from eformer._engine.formats.safetensors.names import (
     base_name,
     plain_names,
 )
-from eformer._engine.record.values import MALFORMED_JSON
+from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.stores.base import read_whole
 from eformer.errors import FormatError
 
@@ -84,7 +84,7 @@ def save_of_index(store: Store, name: str, kind: Kind | None) -> tuple[str | Non
     except (OSError, FormatError):
         return None, None if kind == "other" else ""
     try:
-        return msgspec.json.decode(data, type=_IndexHead).metadata.eformer, entry.version
+        return json_decoder(_IndexHead).decode(data).metadata.eformer, entry.version
     except msgspec.ValidationError:  # it is sound, and says something else
         saved = None
     except MALFORMED_JSON:
