@@ -8,7 +8,9 @@ from hypothesis import HealthCheck, settings
 
 collect_ignore = ["frameworks"]  # they need torch and more: `make frameworks` runs them
 
-settings.register_profile("quick", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "quick", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
 if not os.access(".", os.W_OK):  # a checkout of somebody else's: failures are not remembered
     settings.register_profile("quick", parent=settings.get_profile("quick"), database=None)
 settings.register_profile("thorough", parent=settings.get_profile("quick"), max_examples=5000)
