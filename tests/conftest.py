@@ -17,6 +17,7 @@ settings.register_profile("thorough", parent=settings.get_profile("quick"), max_
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 jax.config.update("jax_num_cpu_devices", 8)  # eight virtual devices, before any backend starts
+jax.config.update("jax_disable_most_optimizations", True)  # small programs take longest to compile
 
 
 @pytest.fixture(scope="session")
