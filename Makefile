@@ -22,9 +22,9 @@ test: export PYTHONUTF8 = 1
 test: check
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-# The whole matrix of faults: every call of a save is killed, failed and cut off, where `make test` takes every 24th.
+# The whole matrix of faults: every call of a save is killed, failed and cut off, where `make test` takes every sixteenth.
 faults: $(VENV)/.dev
-	EFORMER_FAULTS_STRIDE=1 EFORMER_KILLS=20 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/faults tests/multihost/test_kills.py tests/compat/test_files_hostile.py
+	EFORMER_FAULTS_STRIDE=1 EFORMER_KILLS=20 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/faults tests/multihost/test_kills.py tests/compat/test_files_hostile.py tests/engine/tools/test_convert.py
 
 # The tests that need torch, transformers, peft or Keras, which `make test` leaves out.
 frameworks: $(FRAMEWORKS)/.installed

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 collect_ignore = ["frameworks"]  # they need torch and more: `make frameworks` runs them
 
 settings.register_profile(
-    "quick", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+    "quick", deadline=None, max_examples=35, suppress_health_check=[HealthCheck.too_slow]
 )
 if not os.access(".", os.W_OK):  # a checkout of somebody else's: failures are not remembered
     settings.register_profile("quick", parent=settings.get_profile("quick"), database=None)
@@ -17,7 +17,6 @@ settings.register_profile("thorough", parent=settings.get_profile("quick"), max_
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 jax.config.update("jax_num_cpu_devices", 8)  # eight virtual devices, before any backend starts
-jax.config.update("jax_disable_most_optimizations", True)  # small programs take longest to compile
 
 
 @pytest.fixture(scope="session")

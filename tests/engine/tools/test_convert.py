@@ -22,6 +22,7 @@ from eformer._engine.record.regions import Region
 from eformer.checkpoint import SaveOptions, convert, diff, inspect, load, save, verify
 from eformer.errors import CorruptionError, MismatchError
 from support import trees
+from support.faults import STRIDE
 from support.trees import Moments, assert_same
 
 pytestmark = pytest.mark.usefixtures("trusted")
@@ -334,13 +335,13 @@ def large(tmp_path_factory):
 @pytest.mark.parametrize(
     ("form", "rules"),
     [
+        ("safetensors", ["w -> w | transpose"]),
+        ("msgpack", []),
+        ("npz", [r"layers\.(\d) -> layers | stack \1 1", "w ->"]),
         ("safetensors", []),
         ("tensorstore", []),
         ("npz", []),
-        ("msgpack", []),
-        ("safetensors", ["w -> w | transpose"]),
-        ("npz", [r"layers\.(\d) -> layers | stack \1 1", "w ->"]),
-    ],
+    ][: 6 if STRIDE == 1 else 3],  # all of them by `make faults`
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
 def test_a_conversion_stays_within_its_memory(large, tmp_path, form, rules):
@@ -500,7 +501,7 @@ def test_many_leaves_and_trees_stay_within_their_memory(tmp_path):
             tmp_path / "old",
             prefix=f"t{number}",
         )
-    for form in ("safetensors", "tensorstore"):
+    for form in ("safetensors", "tensorstore") if STRIDE == 1 else ("tensorstore",):
         command = [sys.executable, "-c", _UNDER_A_LIMIT, tmp_path / "old", tmp_path / form, form, 300_000_000]
         done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
