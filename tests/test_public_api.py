@@ -61,6 +61,7 @@ CHECKPOINT = {
     "diff": "(a, b, *, prefix=None, progress=None)",
     "dry_run": "(what, mesh=None, *, rules=None, shardings=None, prefix=None, dtype=None)",
     "inspect": "(path)",
+    "latest": "(path)",
     "load": "(path, *, like=None, into=None, partial=False, root=None, rename=None, resize=None, return_report=False, "
     "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, batch=None, verify=None, mmap=False, progress=None, broadcast=False, timeout=600.0)",
     "open": "(path, *, prefix=None)",
@@ -71,6 +72,7 @@ CHECKPOINT = {
     "progress=None)",
     "save_async": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), "
     "overwrite=False)",
+    "steps": "(path)",
     "verify": "(path, *, progress=None)",
     "wait": "(timeout=None)",
 }
@@ -183,12 +185,17 @@ def test_the_engine_offers_what_is_documented_and_no_more():
         "Conversion",
         "Diff",
         "DryRun",
+        "Every",
+        "Keep",
         "LoadReport",
         "Manifest",
         "Pending",
         "Pruned",
         "Report",
+        "Resumed",
+        "Run",
         "SaveOptions",
+        "Step",
         "View",
     }
     assert set(eformer.checkpoint.__all__) == set(CHECKPOINT) | nouns

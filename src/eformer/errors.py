@@ -9,8 +9,9 @@ EformerError
 ├── StructureError   (ValueError)   a tree's structure cannot be recorded or rebuilt
 ├── LeafError        (TypeError,    a leaf cannot be stored, because of its type
 │                     ValueError)   or its value
-└── ProcessError     (RuntimeError) another process failed, or made a different call
-    └── ProcessTimeoutError         another process did not answer in time; also a TimeoutError
+├── ProcessError     (RuntimeError) another process failed, or made a different call
+│   └── ProcessTimeoutError         another process did not answer in time; also a TimeoutError
+└── SupersededError  (RuntimeError) another job has become the writer of a run
 """
 
 from __future__ import annotations
@@ -93,3 +94,7 @@ class ProcessError(EformerError, RuntimeError):
 
 class ProcessTimeoutError(ProcessError, TimeoutError):
     """Another of the processes that work together did not answer in time."""
+
+
+class SupersededError(EformerError, RuntimeError):
+    """Another job has become the writer of a run; this one saves nothing any more."""

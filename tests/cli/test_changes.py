@@ -288,7 +288,7 @@ def test_completion_for_other_shells(shell):
 
 
 @pytest.mark.parametrize(
-    "command", ["inspect", "ls", "verify", "diff", "convert", "prune", "demo", "completion"]
+    "command", ["inspect", "ls", "verify", "diff", "convert", "prune", "steps", "demo", "completion"]
 )
 def test_every_command_has_help_with_an_example(command):
     shown = run(command, "--help").stdout

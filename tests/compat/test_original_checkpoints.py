@@ -14,7 +14,7 @@ import pytest
 
 from eformer import checkpoint
 from eformer._engine.trees.flatten import flatten
-from eformer.errors import CorruptionError, FormatError, NotFoundError, StructureError
+from eformer.errors import CorruptionError, FormatError, StructureError
 from eformer.serialization.async_manager import AsyncCheckpointManager
 from support.damage import flip
 from support.original import DATA
@@ -88,8 +88,11 @@ def test_steps_hold_one_checkpoint_each():
     )
     assert list(tree) == ["w"]
     assert metadata["version"] == "0.0.101"
-    with pytest.raises(NotFoundError, match=r"Is it one of \['run-5'\]"):
+    with pytest.raises(
+        ValueError, match=r"run-5 holds several trees; pass prefix=, one of \['model', 'tx'\]"
+    ):
         checkpoint.load(DATA / "checkpointer")
+    assert list(checkpoint.load(DATA / "checkpointer", prefix="model")) == ["w"]  # of the last step
 
 
 def test_metadata_has_one_shape_whatever_the_format():

@@ -2,6 +2,8 @@
 
 save, save_async         save a tree, with SaveOptions; save_async returns a Pending
 wait                     wait for every save_async of this process
+Run                      save the steps of a training run by rule (Every, Keep), and resume it (Resumed, Step)
+steps, latest            list the steps of a run; the path of the last whole one
 load                     load a tree onto any mesh; with return_report a LoadReport, too
 abstract                 give the shapes and dtypes of a saved tree, in its structure
 open, inspect            look at the leaves of a checkpoint without loading it; return a View, a Manifest
@@ -29,6 +31,13 @@ if TYPE_CHECKING:
     from eformer._engine.loading.report import LoadReport as LoadReport
     from eformer._engine.record.manifest import Manifest as Manifest
     from eformer._engine.record.options import SaveOptions as SaveOptions
+    from eformer._engine.record.policies import Every as Every
+    from eformer._engine.record.policies import Keep as Keep
+    from eformer._engine.runs.run import Resumed as Resumed
+    from eformer._engine.runs.run import Run as Run
+    from eformer._engine.runs.steps import Step as Step
+    from eformer._engine.runs.steps import latest as latest
+    from eformer._engine.runs.steps import steps as steps
     from eformer._engine.saving.pending import Pending as Pending
     from eformer._engine.saving.pending import wait as wait
     from eformer._engine.saving.save import save as save
@@ -51,18 +60,24 @@ _HOME = {
     "Conversion": "tools.conversion",
     "Diff": "tools.diff",
     "DryRun": "loading.dry_run",
+    "Every": "record.policies",
+    "Keep": "record.policies",
     "LoadReport": "loading.report",
     "Manifest": "record.manifest",
     "Pending": "saving.pending",
     "Pruned": "tools.prune",
     "Report": "tools.verify",
+    "Resumed": "runs.run",
+    "Run": "runs.run",
     "SaveOptions": "record.options",
+    "Step": "runs.steps",
     "View": "tools.view",
     "abstract": "loading.abstract",
     "convert": "tools.convert",
     "diff": "tools.diff",
     "dry_run": "loading.dry_run",
     "inspect": "tools.view",
+    "latest": "runs.steps",
     "load": "loading.load",
     "open": "tools.view",
     "prune": "tools.prune",
@@ -70,6 +85,7 @@ _HOME = {
     "register_node": "trees.nodes",
     "save": "saving.save",
     "save_async": "saving.save",
+    "steps": "runs.steps",
     "verify": "tools.verify",
     "wait": "saving.pending",
 }
@@ -78,18 +94,24 @@ __all__ = [
     "Conversion",
     "Diff",
     "DryRun",
+    "Every",
+    "Keep",
     "LoadReport",
     "Manifest",
     "Pending",
     "Pruned",
     "Report",
+    "Resumed",
+    "Run",
     "SaveOptions",
+    "Step",
     "View",
     "abstract",
     "convert",
     "diff",
     "dry_run",
     "inspect",
+    "latest",
     "load",
     "open",
     "prune",
@@ -97,6 +119,7 @@ __all__ = [
     "register_node",
     "save",
     "save_async",
+    "steps",
     "verify",
     "wait",
 ]

@@ -155,6 +155,7 @@ def main(debug: bool) -> None:  # noqa: ARG001  read by the group
     eformer verify ./checkpoint              check every byte against its digest
     eformer diff ./checkpoint ./other        show which leaves differ, and by how much
     eformer convert ./checkpoint model.safetensors --dtype bf16
+    eformer steps ./run                      list the steps of a run
     eformer prune ./run --keep 3             delete old checkpoints
     eformer demo                             try everything in ten seconds
     """
@@ -476,6 +477,44 @@ def _show_plan(plan: Pruned) -> None:
         click.secho(line, fg="cyan", color=_colours())
     for name in plan.removed:
         click.secho(f"remove  {printable(name)}", fg="red", color=_colours())
+
+
+@main.command()
+@click.argument("run", type=click.Path())
+@click.option(
+    "--keep", type=click.IntRange(min=1), help="Mark what keeping this many of the last steps would remove."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def steps(run: str, keep: int | None, as_json: bool) -> None:
+    """List the steps of RUN: when and why each was saved, its size, and its metrics.
+
+    Bytes that steps share, because leaves did not change, are counted with the first of them.
+
+    \b
+    eformer steps ./run
+    eformer steps ./run --keep 3
+    """
+    from eformer._engine.record.text import size
+    from eformer.cli.facts import facts_of_steps
+
+    found = facts_of_steps(run, keep)
+    if as_json:
+        _print_json({"run": run, "steps": found})
+        return
+    for step in found:
+        metrics = " ".join(f"{name}={value:.6g}" for name, value in step["metrics"].items())
+        parts = [
+            f"{step['number']:>10}",
+            f"{size(step['nbytes']):>8}",
+            step["saved_at"] or "",
+            step["why"],
+            metrics,
+        ]
+        line = "  ".join(filter(None, parts))
+        if step["problem"]:
+            click.secho(printable(f"{line}  damaged: {step['problem']}"), fg="red", color=_colours())
+        else:
+            click.echo(printable(f"{line}  would be removed" if step["is_removed"] else line))
 
 
 @main.command()

@@ -131,3 +131,36 @@ def sharding_text(sharding: RecordedSharding | None) -> str:
     axes = ", ".join(map(repr, sharding.spec))
     mesh = ", ".join(f"{name}={size}" for name, size in sharding.mesh.items())
     return f"P({axes}) on {mesh}" if mesh else f"P({axes})"
+
+
+def facts_of_steps(run: str, keep: int | None) -> list[dict[str, Any]]:
+    """Describe the steps of a run. Bytes that several steps share count for the first of them."""
+    from eformer._engine.record.policies import keep_from
+    from eformer._engine.runs.retention import others
+    from eformer._engine.runs.steps import steps
+
+    found = steps(run)
+    removed = {step.number for step in others(run, keep_from(keep) or ())} if keep else set()
+    seen: set[tuple[int, int]] = set()
+    facts = []
+    for step in found:
+        problem = step.problem()
+        nbytes = 0
+        for path in Path(step.path).rglob("*"):
+            status = path.lstat()
+            if (status.st_dev, status.st_ino) not in seen and path.is_file():
+                seen.add((status.st_dev, status.st_ino))
+                nbytes += status.st_size
+        facts.append(
+            {
+                "number": step.number,
+                "path": step.path,
+                "nbytes": nbytes,
+                "saved_at": step.saved_at.isoformat() if problem is None and step.saved_at else None,
+                "why": step.why if problem is None else "",
+                "metrics": step.metrics if problem is None else {},
+                "problem": problem,
+                "is_removed": step.number in removed,
+            }
+        )
+    return facts

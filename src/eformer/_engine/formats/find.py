@@ -13,12 +13,14 @@ from eformer._engine.formats.others import sniff as files
 from eformer._engine.formats.read_format import DirectoryReader, Place
 from eformer._engine.formats.safetensors import read as safetensors
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
+from eformer._engine.formats.steps import steps_in
 from eformer._engine.formats.zarr import read as arrays
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.record.names import with_nearest
+from eformer._engine.record.text import few
 from eformer._engine.stores.locate import locate, store_at
 from eformer._engine.tasks.turns import turns
-from eformer.errors import CorruptionError, FormatError, NotFoundError
+from eformer.errors import CorruptionError, EformerError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -133,12 +135,42 @@ DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
 )
 
 
+def problem_of(found: Found) -> str | None:
+    """Say which file of a checkpoint is missing or has another length than it should; None if none. Digests are not
+    checked."""
+    for tree in found.trees.values():
+        files = found.files(tree)
+        try:
+            for number, file in enumerate(tree.files):
+                if (nbytes := files.nbytes(number)) != file.nbytes:
+                    return f"{file.name} is {nbytes} bytes long, expected {file.nbytes}"
+        finally:
+            files.close()
+    return None
+
+
 def _in_directory(store: Store) -> Found:
     place = Place(store)
     for read in DIRECTORY_READERS:
         if found := read(place):
             return found
-    return _nothing_in(store, place.names)
+    return _last_step(store) or _nothing_in(store, place.names)
+
+
+def _last_step(store: Store) -> Found | None:
+    """Find the last whole step of a run; None if this is not a run. Raise if it is one, and no step is whole."""
+    problems = []
+    for _, name in reversed(steps_in(store)):
+        try:
+            found = find(store.path_to(name))
+            if (problem := problem_of(found)) is None:
+                return found
+        except (EformerError, OSError) as error:
+            problem = str(error)
+        problems.append(f"{name}: {problem}")
+    if problems:
+        raise CorruptionError(f"no step of {store.url} is whole: {few(problems)}")
+    return None
 
 
 def _nothing_in(store: Store, names: list[str]) -> NoReturn:

@@ -103,6 +103,11 @@ def current(doing: str, processes: Iterable[int] | None = None, timeout: float =
     return Alone() if count == 1 else _select(members, process, doing, timeout)
 
 
+def is_alone() -> bool:
+    """Tell whether the running program has one process."""
+    return this_process()[1] == 1
+
+
 def _select(members: tuple[int, ...], process: int, doing: str, timeout: float) -> Hosts:
     if len(members) == 1:
         return _OneOfMany(process)

@@ -375,13 +375,14 @@ class Receipt(Struct):
     """The receipt of one process: complete and synced files, under names that no manifest refers to yet.
 
     If several processes save together, the leaves are in a `ProcessRecord` instead, and the sum of the `weight`s tells
-    whether they have written every element exactly once.
+    whether they have written every element exactly once. `parts` has what each process adds to the metadata.
     """
 
     files: list[DataFile] = field(default_factory=list)
     leaves: dict[str, LeafEntry] = field(default_factory=dict)
     weight: int = 0
     is_torn: bool = False
+    parts: list[bytes] = field(default_factory=list)
 
 
 # ------------------------------------------------------------------------------------- process records

@@ -367,6 +367,7 @@ def merged(receipts: Sequence[Receipt]) -> Receipt:
         whole.leaves |= receipt.leaves
         whole.weight = (whole.weight + receipt.weight) % 2**64
         whole.is_torn |= receipt.is_torn
+        whole.parts += receipt.parts
     return whole
 
 

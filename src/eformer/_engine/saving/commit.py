@@ -9,6 +9,8 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from eformer._engine.saving.record import recorded_tree, recorded_tree_of_several
 from eformer._engine.stores.base import SwapError
 from eformer.errors import FormatError
@@ -29,6 +31,9 @@ def commit(team: Team, receipt: Receipt) -> None:
         if team.is_several
         else recorded_tree(team.tree, receipt)
     )
+    if team.save.late:
+        metadata = {**tree.raw_metadata, **team.save.late(receipt.parts)}
+        tree = msgspec.structs.replace(tree, raw_metadata=metadata)
     upload = team.upload
     assert upload is not None
     team.save.turn.wait()
@@ -52,6 +57,8 @@ def _commit(team: Team, tree: TreeEntry, upload: Upload) -> Commit:
 def _try(team: Team, tree: TreeEntry, upload: Upload) -> Commit:
     store, fmt = team.save.store, team.format
     index = fmt.read_index(store)
+    if team.save.fence:
+        team.save.fence()
     upload.sweep(index.save_ids)
     planned = index.commit(tree, store, upload)
     upload.publish(planned.moves, planned.replaced, save_id=tree.save_id, unmarked=planned.unmarked)

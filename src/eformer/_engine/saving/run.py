@@ -7,7 +7,7 @@ import os
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from eformer._engine.formats.safetensors.directory import SafetensorsDirectory
 from eformer._engine.formats.safetensors.names import tensor_names
@@ -56,6 +56,9 @@ class Save:
     tree            the record, without files and leaves
     has_index       False for arrays that shall look like those of any other program
     overwrite       replace a file even if eformer did not write it
+    late            returns more metadata, as JSON, when the save is committed, given the `part` of every process
+    part            what this process adds to the metadata, such as its place in the data
+    fence           is called right before the commit: if it raises, nothing is committed
     compared        what several processes compare with each other
     before          is set when the save is over whose leaves this one may use again
     """
@@ -73,6 +76,9 @@ class Save:
     before: threading.Event | None = None
     has_index: bool = True
     overwrite: bool = False
+    late: Callable[[Sequence[bytes]], Mapping[str, Any]] | None = None
+    part: bytes = b""
+    fence: Callable[[], None] | None = None
 
     @property
     def threads(self) -> int:
@@ -128,8 +134,11 @@ def write_tree(team: Team, meter: Meter) -> Receipt:
     header = partial(team.format.header, sha256=sha256) if team.format.header_needs_digests else None
     write(files, upload, save.tree.block, staging, threads=save.threads, meter=meter, header=header)
     if team.is_several:
-        return receipt_of_several(files, team.format, upload, sha256)
-    return receipt_of_one(files, kept, leaves, sha256)
+        receipt = receipt_of_several(files, team.format, upload, sha256)
+    else:
+        receipt = receipt_of_one(files, kept, leaves, sha256)
+    receipt.parts = [save.part]
+    return receipt
 
 
 def plan(

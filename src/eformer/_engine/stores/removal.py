@@ -303,3 +303,15 @@ def remove_checkpoint(directory: Path, name: str, identity: Identity) -> None:
             place.remove_tree(hidden)
         else:
             place.unlink(hidden)
+
+
+def set_aside(directory: Path, name: str, why: str) -> str:
+    """Give a checkpoint another name, by which it is no step of a run any more: step-100.damaged. Return that name."""
+    with Directory.open(directory) as place:
+        number, aside = 1, f"{name}.{why}"
+        while place.status(aside) is not None:
+            number += 1
+            aside = f"{name}.{why}-{number}"
+        place.rename(name, place, aside)
+        place.sync()
+    return aside

@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from eformer._engine.formats.find import find
+from eformer._engine.formats.find import find, problem_of
 from eformer._engine.formats.others import orbax
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX, split_shard
 from eformer._engine.formats.zarr.index import INDEX
@@ -136,17 +136,9 @@ def _problem(path: Path) -> str | None:
         found = find(path)
         if found.manifest.format == ARRAYS and not (path / INDEX).exists():
             return "it contains arrays without an index, and perhaps other data"
-        for tree in found.trees.values():
-            files = found.files(tree)
-            try:
-                for number, file in enumerate(tree.files):
-                    if files.nbytes(number) != file.nbytes:
-                        return f"{file.name} is {files.nbytes(number)} bytes long, expected {file.nbytes}"
-            finally:
-                files.close()
+        return problem_of(found)
     except (EformerError, OSError) as error:
         return str(error)
-    return None
 
 
 def _require_sound(plan: Pruned) -> None:

@@ -1,0 +1,165 @@
+"""When a run saves, and which of its steps it keeps. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """One rule for when a run saves.
+
+    steps      at every multiple of this number
+    minutes    when so many minutes have passed since the last save
+    at         at these steps
+    until      up to this step, and no further
+    """
+
+    steps: int | None = None
+    minutes: float | None = None
+    at: tuple[int, ...] = ()
+    until: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is None and self.minutes is None and not self.at:
+            raise ValueError("Every needs steps=, minutes= or at=")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"Every(steps={self.steps}): steps must be positive")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"Every(minutes={self.minutes}): minutes must be positive")
+        object.__setattr__(self, "at", tuple(self.at))
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """One rule for which steps stay: of the multiples of `every`, the last, the best, the recent, or all.
+
+    every     only multiples of this number count for the rule
+    last      the last so many of them
+    best      the best so many of them, by the metric `by`; steps without it do not count
+    by        the name of the metric, such as "eval.loss"
+    mode      whether the best is the "min" or the "max"
+    hours     those that were saved at most so many hours before the newest step
+    at        these steps
+    """
+
+    every: int | None = None
+    last: int | None = None
+    best: int | None = None
+    by: str | None = None
+    mode: Literal["min", "max"] = "min"
+    hours: float | None = None
+    at: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "at", tuple(self.at))
+        rules = (self.every, self.last, self.best, self.hours)
+        if all(rule is None for rule in rules) and not self.at:
+            raise ValueError("Keep needs every=, last=, best=, hours= or at=")
+        for name in ("every", "last", "best"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"Keep({name}={value}): {name} must be positive")
+        if (self.best is None) != (self.by is None):
+            raise ValueError("Keep(best=) needs by=, the name of a metric, and by= needs best=")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"Keep(mode={self.mode!r}): expected 'min' or 'max'")
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What the rules look at: the number of a step, when it was saved, in seconds, and its metrics."""
+
+    number: int
+    saved_at: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def kept(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> set[int]:
+    """Return the numbers of the steps that stay: the newest one, and those that any rule keeps."""
+    ordered = sorted(steps, key=lambda step: step.number)
+    if not ordered:
+        return set()
+    stay = {ordered[-1].number}
+    for rule in rules:
+        stay |= _kept_by(rule, ordered)
+    return stay
+
+
+def _kept_by(rule: Keep, ordered: Sequence[StepFacts]) -> set[int]:
+    found = {step.number for step in ordered if step.number in rule.at}
+    those = [step for step in ordered if rule.every is None or step.number % rule.every == 0]
+    if rule.last is not None:
+        found |= {step.number for step in those[-rule.last :]}
+    if rule.best is not None and rule.by is not None:
+        found |= _best(those, rule.by, rule.mode, rule.best)
+    if rule.hours is not None:
+        newest = max(step.saved_at for step in ordered)
+        found |= {step.number for step in those if newest - step.saved_at <= 3600 * rule.hours}
+    if rule.last is rule.best is rule.hours is None and not rule.at:
+        found |= {step.number for step in those}
+    return found
+
+
+def _best(steps: Sequence[StepFacts], metric: str, mode: str, number: int) -> set[int]:
+    """Return the best steps; of equal ones the later. A metric that is not a number is no metric."""
+    sign = 1 if mode == "min" else -1
+    found = [(sign * step.metrics[metric], -step.number) for step in steps if metric in step.metrics]
+    found = [pair for pair in found if not math.isnan(pair[0])]
+    return {-negative for _, negative in sorted(found)[:number]}
+
+
+def needs_manifests(rules: Sequence[Keep]) -> bool:
+    """Tell whether the rules look at more than the numbers of steps."""
+    return any(rule.by is not None or rule.hours is not None for rule in rules)
+
+
+# -------------------------------------------------------------------------------- what people pass
+
+
+def every_from(given: int | timedelta | Every | Sequence[Every] | None) -> tuple[Every, ...]:
+    """Return rules for saving, given as a number of steps, a time, a rule or several."""
+    if given is None:
+        return ()
+    if isinstance(given, Every):
+        return (given,)
+    if isinstance(given, timedelta):
+        return (Every(minutes=given.total_seconds() / 60),)
+    if isinstance(given, int):
+        return (Every(given),)
+    return tuple(rule for one in given for rule in every_from(one))
+
+
+def keep_from(given: int | Keep | Sequence[Keep] | None) -> tuple[Keep, ...] | None:
+    """Return rules for keeping, given as a number of steps, a rule or several; None keeps everything."""
+    if given is None:
+        return None
+    if isinstance(given, Keep):
+        return (given,)
+    if isinstance(given, int):
+        return (Keep(last=given),)
+    return tuple(rule for one in given for rule in keep_from(one) or ())
+
+
+def is_due(rules: Sequence[Every], step: int) -> bool:
+    """Tell whether a rule asks for a save at this step, whatever the clock says."""
+    return any(
+        step in rule.at or (rule.steps is not None and step % rule.steps == 0)
+        for rule in rules
+        if _is_in_force(rule, step)
+    )
+
+
+def minutes_due(rules: Sequence[Every], step: int) -> float | None:
+    """Return after how many minutes since the last save a rule asks for one; None if none does."""
+    found = [rule.minutes for rule in rules if rule.minutes is not None and _is_in_force(rule, step)]
+    return min(found, default=None)
+
+
+def _is_in_force(rule: Every, step: int) -> bool:
+    return rule.until is None or step <= rule.until

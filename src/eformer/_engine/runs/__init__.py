@@ -1,0 +1,1 @@
+"""Runs: steps that are saved, kept and resumed by rule."""

@@ -1,0 +1,57 @@
+"""Decide by the clock when a run saves, without a message at every step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from eformer._engine.processes import hosts as _hosts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class Clock:
+    """The clock of the first process. The processes meet at steps that they have agreed on at the last meeting.
+
+    At a meeting the first process estimates at which step the time will be over; the next meeting is half of the way
+    there. A clock that is set back or stops only makes a save late.
+    """
+
+    def __init__(self, clock: Callable[[], float], timeout: float) -> None:
+        self._clock, self._timeout = clock, timeout
+        self._is_alone = _hosts.is_alone()
+        self._saved_at = self._met_at = clock()
+        self._met_step = self._next_step = 0
+
+    def note_save(self, step: int) -> None:
+        self._saved_at = self._met_at = self._clock()
+        self._met_step, self._next_step = step, step + 1
+
+    def is_due(self, step: int, minutes: float | None, *, is_asked: bool) -> bool:
+        """Tell whether it is time to save, or somebody has asked for it. All processes get the same answer."""
+        if self._is_alone:
+            return is_asked or (minutes is not None and self._left(minutes) <= 0)
+        if minutes is None or step < self._next_step:
+            return False
+        hosts = _hosts.current("runs", None, self._timeout)
+
+        def answer(_: Sequence[bytes]) -> bytes:
+            left = self._left(minutes)
+            return b"save" if is_asked or left <= 0 else str(self._next_meeting(step, left)).encode()
+
+        said = hosts.meet(b"", answer)
+        hosts.end()
+        self._met_at, self._met_step = self._clock(), step
+        if said == b"save":
+            return True
+        self._next_step = int(said)
+        return False
+
+    def _left(self, minutes: float) -> float:
+        return self._saved_at + 60 * minutes - self._clock()
+
+    def _next_meeting(self, step: int, left: float) -> int:
+        """Return the step half of the way to where the time will be over, as fast as the steps have been."""
+        passed = max(self._clock() - self._met_at, 1e-6)
+        per_second = max(step - self._met_step, 1) / passed
+        return step + max(1, int(left * per_second / 2))

@@ -1,0 +1,45 @@
+"""Remove the steps of a run that no rule keeps. No jax."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from eformer._engine.record.policies import StepFacts, kept, needs_manifests
+from eformer._engine.runs.steps import steps
+from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.removal import identity_of, remove_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from eformer._engine.record.policies import Keep
+    from eformer._engine.runs.steps import Step
+
+
+def others(path: str, rules: Sequence[Keep], stay: Collection[int | None] = ()) -> list[Step]:
+    """Return the steps that no rule keeps, except those in `stay`. Damaged ones neither count nor go."""
+    found = list(steps(path))
+    sound = [step for step in found if step.problem() is None] if needs_manifests(rules) else found
+    facts = [_facts(step, rules) for step in sound]
+    keep = kept(facts, rules)
+    return [step for step in sound if step.number not in keep and step.number not in stay]
+
+
+def remove_others(path: str, rules: Sequence[Keep], stay: Collection[int | None] = ()) -> list[Step]:
+    """Remove the steps that no rule keeps; return them."""
+    place = store_at(path).local_path()
+    if place is None:
+        return []
+    removed = []
+    for step in others(path, rules, stay):
+        if step.problem() is None:
+            remove_checkpoint(place, step.name, identity_of(place / step.name))
+            removed.append(step)
+    return removed
+
+
+def _facts(step: Step, rules: Sequence[Keep]) -> StepFacts:
+    if not needs_manifests(rules):
+        return StepFacts(step.number)
+    saved_at = step.saved_at
+    return StepFacts(step.number, saved_at.timestamp() if saved_at else 0.0, step.metrics)

@@ -1,0 +1,474 @@
+"""A training run: save steps when it is time, keep those that the rules keep, resume from the newest sound one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import secrets
+import time
+import types
+from datetime import timedelta  # noqa: TC003
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import jax
+
+from eformer._engine.formats.steps import step_name
+from eformer._engine.loading.load import load_tree
+from eformer._engine.loading.request import PlacementRequest, Request, Rules
+from eformer._engine.processes import hosts as _hosts
+from eformer._engine.record.options import SaveOptions, options_from
+from eformer._engine.record.policies import every_from, is_due, keep_from, minutes_due
+from eformer._engine.runs.clock import Clock
+from eformer._engine.runs.data import position_of, set_position
+from eformer._engine.runs.retention import remove_others
+from eformer._engine.runs.signals import Signals
+from eformer._engine.runs.steps import RUN_METADATA, Step, steps
+from eformer._engine.runs.writer import Writer
+from eformer._engine.saving.metadata import metadata_to_json
+from eformer._engine.saving.pending import Pending
+from eformer._engine.saving.run import Format, run_in_background
+from eformer._engine.saving.save import start
+from eformer._engine.stores.locate import absolute, store_at
+from eformer._engine.stores.removal import set_aside
+from eformer.errors import CorruptionError, FormatError, NotFoundError, ProcessError
+
+if TYPE_CHECKING:
+    import os
+    import signal
+    from collections.abc import Callable, Mapping, Sequence
+
+    from eformer._engine.record.policies import Every, Keep
+
+logger = logging.getLogger("eformer")
+
+_DEFAULT = SaveOptions()
+_LONG_WAIT = 1.0  # seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a run goes on from: the tree, how many steps are done, and why steps were skipped."""
+
+    tree: Any
+    step: int
+    skipped: dict[int, str] = dataclasses.field(default_factory=dict)
+
+
+class Run:
+    """Save the steps of a training run by rule, and resume it.
+
+        with checkpoint.Run("runs/llama", every=1000, keep=3) as run:
+            if found := run.resume(like=state, data=data):
+                state = found.tree
+            for step in range(run.step, 100_000):
+                state, loss = train_step(state, next(data))
+                run.after(step + 1, state, data=data, metrics={"loss": loss})
+                if run.stopping:
+                    break
+
+    every      when `after` saves: a number of steps, a timedelta, an `Every`, or several
+    keep       which steps stay: the number of the last ones, a `Keep`, or several; None deletes nothing
+    signals    signals at which the run saves and stops; None for SIGTERM where that works, () for none
+    tolerate   how many saves in a row may fail before a call raises the error
+    on_saved   function that is called with each `Step` that is committed, in the thread of the save
+
+    All processes of a job make the same calls. The directory is the truth: a step exists if it is there, whole.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        every: int | timedelta | Every | Sequence[Every] | None = None,
+        keep: int | Keep | Sequence[Keep] | None = None,
+        signals: Sequence[signal.Signals] | None = None,
+        tolerate: int = 0,
+        on_saved: Callable[[Step], object] | None = None,
+        format: Format = "safetensors",  # noqa: A002
+        options: SaveOptions | Mapping[str, Any] = _DEFAULT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path = absolute(path)
+        self.step = 0
+        self.stopping = False
+        self._every, self._keep = every_from(every), keep_from(keep)
+        self._tolerate, self._on_saved = tolerate, on_saved
+        self._format: Format = format
+        self._options = options_from(options)
+        self._writer = Writer(store_at(self.path), secrets.token_hex(8))
+        self._signals = Signals(signals)
+        self._clock = Clock(clock, self._options.timeout)
+        self._calls = self._failures = 0
+        self._is_told = self._is_asked = False
+        self._pending: Pending | None = None
+        self._resumed_from: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<Run at {self.path}: {self.step} steps done>"
+
+    # ---------------------------------------------------------------------------------------- look
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps that are there, read from the directory each time."""
+        try:
+            return steps(self.path)
+        except NotFoundError:
+            return ()
+
+    # -------------------------------------------------------------------------------------- resume
+
+    def resume(
+        self,
+        like: Any = None,
+        *,
+        step: int | Literal["newest", "best"] = "newest",
+        into: Any = None,
+        data: Any = None,
+        mesh: jax.sharding.Mesh | None = None,
+        rules: Rules | None = None,
+        shardings: Any = None,
+        fallback: bool = True,
+        rewind: bool = False,
+    ) -> Resumed | None:
+        """Load the newest step that is sound in every process; return None for a new run.
+
+        Steps that are damaged are skipped and put aside under other names; `skipped` says why. A tree that does not fit
+        is an error, and so is a run whose steps are all damaged: it never starts afresh by itself. `fallback=False`
+        raises for a damaged step instead of skipping it.
+
+        step      a number, or "best" for the best step by the rule of `keep` that names a metric
+        into      like `like`, but modules in it are updated in place, see `load`
+        data      an iterator, which is put to the position that it had
+        rewind    with an older `step`: put the newer ones aside; without it they are an error
+        """
+        self._writer.claim()
+        there = self._agreed_steps()
+        if not there:
+            return None
+        wanted = self._wanted(there, step)
+        newer = [number for number in there if number > wanted]
+        if newer and step == "newest":
+            newer = []
+        if newer and not rewind:
+            raise ValueError(
+                f"{self.path} has the steps {newer} after {wanted}; pass rewind=True to put them aside, or resume from "
+                "the newest"
+            )
+        request = Request(
+            like=like if into is None else into,
+            in_place=into is not None,
+            placement=PlacementRequest(mesh=mesh, rules=rules, shardings=shardings),
+            timeout=self._options.timeout,
+        )
+        found = self._load_newest([number for number in there if number <= wanted], request, fallback)
+        self._put_aside({**dict.fromkeys(newer, "rewound"), **dict.fromkeys(found.skipped, "damaged")})
+        self._go_on_from(found, data)
+        return Resumed(found.tree, found.step, found.skipped)
+
+    def _agreed_steps(self) -> list[int]:
+        """Return the numbers of the steps that the first process sees."""
+        with _meeting(self._options.timeout) as hosts:
+            mine = json.dumps([step.number for step in self.steps]).encode()
+            agreed: list[int] = json.loads(hosts.meet(mine, lambda messages: messages[0]))
+        return agreed
+
+    def _wanted(self, there: Sequence[int], step: int | str) -> int:
+        if step == "newest":
+            return there[-1]
+        if step == "best":
+            return self._best(there)
+        if step not in there:
+            raise NotFoundError(f"{self.path} has no step {step}; it has {list(there)}")
+        return int(step)
+
+    def _best(self, there: Sequence[int]) -> int:
+        rule = next((rule for rule in self._keep or () if rule.by), None)
+        if rule is None or rule.by is None:
+            raise ValueError(
+                "step='best' needs a rule of keep= that names a metric: Keep(best=1, by='eval.loss')"
+            )
+        sign, metric = (1 if rule.mode == "min" else -1), rule.by
+        values = {step.number: step.metrics.get(metric) for step in self.steps if step.number in there}
+        found = {number: sign * value for number, value in values.items() if value is not None}
+        if not found:
+            raise NotFoundError(f"{self.path}: no step has the metric {metric!r}")
+        return min(found, key=lambda number: (found[number], -number))
+
+    def _load_newest(self, numbers: Sequence[int], request: Request, fallback: bool) -> _Found:
+        skipped: dict[int, str] = {}
+        for number in reversed(numbers):
+            loaded, problem = self._try(number, request)
+            if problem is None:
+                return _Found(loaded.tree, number, skipped, loaded.entry.metadata.get(RUN_METADATA, {}))
+            if not fallback:
+                raise CorruptionError(f"step {number} of {self.path} is damaged: {problem}")
+            logger.warning("%s: step %d is skipped: %s", self.path, number, problem)
+            skipped[number] = problem
+        listed = "; ".join(f"step {number}: {why}" for number, why in skipped.items())
+        raise CorruptionError(
+            f"no step of {self.path} is sound, and a run does not start afresh by itself: {listed}"
+        )
+
+    def _try(self, number: int, request: Request) -> tuple[Any, str | None]:
+        """Load a step in all processes. Return it, or why it is damaged in one of them."""
+        loaded, error = None, None
+        try:
+            loaded = load_tree(self._path_of(number), request)
+        except Exception as raised:  # noqa: BLE001  the others have to hear of it
+            error = raised
+        with _meeting(self._options.timeout) as hosts:
+            problem = hosts.meet(_kind(error), _worst).decode()
+        if problem.startswith("damage:"):
+            return None, problem.removeprefix("damage:")
+        if error is not None:
+            raise error
+        if problem:
+            raise ProcessError(
+                f"step {number} of {self.path} could not be loaded in another process: {problem}"
+            )
+        return loaded, None
+
+    def _put_aside(self, numbers: Mapping[int, str]) -> None:
+        names = {step.number: step.name for step in self.steps}
+        place = store_at(self.path).local_path()
+        if jax.process_index() == 0 and place is not None:
+            for number, why in numbers.items():
+                if number in names:
+                    set_aside(place, names[number], why)
+
+    def _go_on_from(self, found: _Found, data: Any) -> None:
+        self.step = self._resumed_from = found.step
+        if data is None:
+            return
+        positions = found.facts.get("data", [])
+        if len(positions) != jax.process_count():
+            raise ValueError(
+                f"step {found.step} of {self.path} has the positions of {len(positions)} processes in the data, and "
+                f"there are {jax.process_count()}; resume without data= and place the iterators yourself"
+            )
+        set_position(data, positions[jax.process_index()].encode())
+
+    # ---------------------------------------------------------------------------------------- save
+
+    def after(
+        self,
+        step: int,
+        tree: Any,
+        *,
+        data: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Pending | None:
+        """Save in the background if it is time: `step` steps are done. Return the save, or None.
+
+        If the job was told to end, save, wait for that, and set `stopping`. `tree` may be a function that returns the
+        tree, which is called only if it is saved. `metrics` may be on a device: they are fetched in the background.
+        """
+        why = self._why(step)
+        self._raise_failure(is_waiting=False)
+        if why is None:
+            return None
+        pending = self._save(step, tree, data, metrics, metadata, why)
+        if why == "signal":
+            self.wait()
+            self.stopping = True
+        return pending
+
+    def save(
+        self,
+        step: int,
+        tree: Any,
+        *,
+        data: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Pending:
+        """Save this step in the background, whatever the rules say. A step that exists is replaced."""
+        return self._save(step, tree, data, metrics, metadata, "call")
+
+    def request(self) -> None:
+        """Ask for a save at the next step, from any thread. With several processes: at the next step at which they
+        meet."""
+        self._is_asked = True
+
+    def tick(self) -> bool:
+        """Tell whether to stop, in loops without steps such as evaluation. The next `after` then saves."""
+        self._calls += 1
+        self._is_told = self._is_told or self._signals.reached(self._calls)
+        return self._is_told
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the save under way, and raise its error."""
+        if self._pending is not None:
+            self._pending.exception(timeout)
+        self._raise_failure(is_waiting=True)
+
+    def _why(self, step: int) -> str | None:
+        if self.tick():
+            return "signal"
+        minutes = minutes_due(self._every, step)
+        by_clock = self._clock.is_due(step, minutes, is_asked=self._is_asked)
+        if is_due(self._every, step):
+            return "every"
+        if by_clock:
+            return "asked" if self._is_asked else "every"
+        return None
+
+    def _save(
+        self,
+        step: int,
+        tree: Any,
+        data: Any,
+        metrics: Mapping[str, Any] | None,
+        metadata: Mapping[str, Any] | None,
+        why: str,
+    ) -> Pending:
+        self._wait_for_last()
+        self._writer.claim()
+        tree = tree() if isinstance(tree, (types.FunctionType, types.MethodType, functools.partial)) else tree
+        _fetch_later(metrics)
+        save = start(
+            tree,
+            self._path_of(step),
+            format=self._format,
+            metadata=metadata,
+            options=self._save_options(),
+            detach=True,
+        )
+        part = position_of(data) if data is not None else b""
+        save = dataclasses.replace(
+            save,
+            late=functools.partial(_facts, why, dict(metrics or {})),
+            part=part,
+            fence=self._writer.check,
+        )
+        pending = Pending(self._path_of(step))
+        run_in_background(save, pending, after=functools.partial(self._after_commit, step))
+        self.step, self._pending, self._is_asked = step, pending, False
+        self._clock.note_save(step)
+        return pending
+
+    def _save_options(self) -> SaveOptions:
+        """Use unchanged leaves of the last step again, where that is possible."""
+        options = self._options
+        can_reuse = not (options.ocdbt or options.compression) and jax.process_count() == 1
+        if options.reuse is not False or not can_reuse or not (there := self.steps):
+            return options
+        return dataclasses.replace(options, reuse=there[-1].path)
+
+    def _path_of(self, number: int) -> str:
+        names = {step.number: step.path for step in self.steps}
+        return names.get(number) or store_at(self.path).path_to(step_name(number))
+
+    def _after_commit(self, step: int) -> None:
+        """Apply retention and tell the caller. Errors are logged: the step is saved."""
+        if jax.process_index() != 0:
+            return
+        try:
+            if self._keep is not None:
+                remove_others(self.path, self._keep, {step, self._resumed_from})
+            if self._on_saved:
+                self._on_saved(Step(step, self._path_of(step)))
+        except Exception:
+            logger.exception("%s: step %d is saved, but what comes after it failed", self.path, step)
+
+    def _wait_for_last(self) -> None:
+        """Wait for the save under way, and say how long, if it took long."""
+        if self._pending is None:
+            return
+        began = time.monotonic()
+        self._pending.exception()
+        if (waited := time.monotonic() - began) > _LONG_WAIT:
+            logger.warning("%s: waited %.1f s for the save before", self.path, waited)
+        self._raise_failure(is_waiting=True)
+
+    def _raise_failure(self, *, is_waiting: bool) -> None:
+        """Raise the error of the last save, if it has failed, and more in a row than may fail."""
+        if self._pending is None or not (is_waiting or self._pending.done()):
+            return
+        pending, self._pending = self._pending, None
+        error = pending.exception()
+        if error is None:
+            self._failures = 0
+            return
+        self._failures += 1
+        if self._failures > self._tolerate:
+            raise error
+        logger.error("%s failed, %d in a row are tolerated", pending, self._tolerate, exc_info=error)
+
+    # ------------------------------------------------------------------------------------- context
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        self._signals.close()
+        if error is None:
+            self.wait()
+        elif self._pending is not None:  # what was raised is more important than an error of the save
+            self._pending.exception()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    """A step that was loaded, the steps before it that were skipped, and the facts that the run recorded."""
+
+    tree: Any
+    step: int
+    skipped: dict[int, str]
+    facts: Mapping[str, Any]
+
+
+class _meeting:  # noqa: N801
+    """Processes of a run that meet: `with _meeting(timeout) as hosts`."""
+
+    def __init__(self, timeout: float) -> None:
+        self._hosts = _hosts.current("runs", None, timeout)
+
+    def __enter__(self) -> Any:
+        return self._hosts
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if error is None:
+            self._hosts.end()
+        else:
+            self._hosts.fail(error)
+
+
+def _kind(error: Exception | None) -> bytes:
+    """Describe the outcome of a load for the other processes."""
+    if error is None:
+        return b""
+    is_damage = isinstance(error, (CorruptionError, FormatError, FileNotFoundError))
+    if is_damage:
+        return f"damage:{error}".encode(errors="replace")
+    return b"peer" if isinstance(error, ProcessError) else f"error:{error!r}".encode(errors="replace")
+
+
+def _worst(messages: Sequence[bytes]) -> bytes:
+    """Return an error that is no damage if there is one, else a damage, else nothing."""
+    for start_of in (b"error:", b"damage:", b"peer"):
+        for message in messages:
+            if message.startswith(start_of):
+                return message
+    return b""
+
+
+def _fetch_later(metrics: Mapping[str, Any] | None) -> None:
+    """Begin to copy metrics to the host, so that nobody waits for them."""
+    for value in (metrics or {}).values():
+        if isinstance(value, jax.Array):
+            value.copy_to_host_async()
+
+
+def _facts(why: str, metrics: Mapping[str, Any], parts: Sequence[bytes]) -> Mapping[str, Any]:
+    """Return what the run records with a step, as JSON."""
+    facts: dict[str, Any] = {"why": why}
+    if metrics:
+        facts["metrics"] = {name: float(value) for name, value in metrics.items()}
+    if any(parts):
+        facts["data"] = [part.decode() for part in parts]
+    return metadata_to_json({RUN_METADATA: facts})

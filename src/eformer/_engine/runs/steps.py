@@ -1,0 +1,103 @@
+"""Look at the steps of a run. No jax."""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from eformer._engine.formats.find import find, problem_of
+from eformer._engine.formats.steps import steps_in
+from eformer._engine.stores.locate import store_at
+from eformer.errors import EformerError, NotFoundError
+
+if TYPE_CHECKING:
+    import os
+
+    from eformer._engine.formats.found import Found
+
+# The metadata of a step that the run writes, in the manifest, and that is not the caller's.
+RUN_METADATA = "eformer.run"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a run. Everything but `number` and `path` is read from its manifest when it is asked for."""
+
+    number: int
+    path: str
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    @cached_property
+    def _found(self) -> Found:
+        return find(self.path)
+
+    @cached_property
+    def _metadata(self) -> dict[str, Any]:
+        return self._found.manifest.metadata
+
+    @property
+    def saved_at(self) -> dt.datetime | None:
+        """When it was saved; None if that is not recorded."""
+        times = [tree.saved_at for tree in self._found.trees.values() if tree.saved_at]
+        return dt.datetime.fromisoformat(max(times)) if times else None
+
+    @property
+    def why(self) -> str:
+        """Why it was saved: "every", "asked", "signal" or "call"; "" if a run did not save it."""
+        return str(self._metadata.get(RUN_METADATA, {}).get("why", ""))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the save, and those that `score` added."""
+        return dict(self._metadata.get(RUN_METADATA, {}).get("metrics", {}))
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return {name: value for name, value in self._metadata.items() if name != RUN_METADATA}
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its arrays. Steps that share unchanged leaves count them each."""
+        return sum(tree.nbytes for tree in self._found.trees.values())
+
+    def problem(self) -> str | None:
+        """Say why this is not a whole checkpoint, or return None. Lengths are compared, digests are not."""
+        try:
+            return problem_of(self._found)
+        except (EformerError, OSError) as error:
+            return str(error)
+
+
+def steps(path: str | os.PathLike[str]) -> tuple[Step, ...]:
+    """Return the steps of the run at `path`, in the order of their numbers. Reads names, and no manifest.
+
+    Example:
+
+        >>> [step.number for step in checkpoint.steps("run")]
+        [100, 200, 300]
+    """
+    store = store_at(path)
+    try:
+        return tuple(Step(number, store.path_to(name)) for number, name in steps_in(store))
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFoundError(f"{store.url} is not a directory of steps") from None
+
+
+def latest(path: str | os.PathLike[str]) -> str | None:
+    """Return the path of the last whole step of the run at `path`; None if there is none, or no run yet.
+
+    Example:
+
+        >>> checkpoint.latest("run")
+        'run/step-300'
+    """
+    try:
+        found = steps(path)
+    except NotFoundError:
+        return None
+    return next((step.path for step in reversed(found) if step.problem() is None), None)

@@ -1,0 +1,43 @@
+"""`eformer steps`."""
+
+import json
+
+import numpy as np
+import pytest
+
+from eformer.checkpoint import Run
+from support.commands import run as command
+
+
+@pytest.fixture
+def run(tmp_path):
+    frozen = np.zeros(2**18, np.float32)
+    with Run(tmp_path / "run", every=10) as run:
+        for step in range(1, 31):
+            tree = {"frozen": {"w": frozen}, "head": {"w": np.full(4, step, np.float32)}}
+            run.after(step, tree, metrics={"loss": 1 / step})
+    return tmp_path / "run"
+
+
+def test_steps_are_listed_with_what_they_are(run):
+    lines = command("steps", run).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["10", "20", "30"]
+    assert all("every" in line and "loss=" in line for line in lines)
+
+
+def test_shared_bytes_are_counted_once(run):
+    found = json.loads(command("steps", run, "--json").stdout)["steps"]
+    assert found[0]["nbytes"] > 2**20 > found[1]["nbytes"]
+    assert [step["metrics"]["loss"] for step in found] == [1 / 10, 1 / 20, 1 / 30]
+
+
+def test_what_would_go_and_what_is_damaged_is_marked(run):
+    (run / "step-20" / "manifest.json").write_bytes(b"{")
+    lines = command("steps", run, "--keep", 1).stdout.splitlines()
+    assert lines[0].endswith("would be removed")
+    assert "damaged: " in lines[1]
+    assert not any(word in lines[2] for word in ("damaged", "removed"))
+
+
+def test_what_is_no_run_is_an_error_in_one_line(tmp_path):
+    assert "is not a directory of steps" in command("steps", tmp_path / "nothing", code=1).stderr

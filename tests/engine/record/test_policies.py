@@ -1,0 +1,136 @@
+"""When a run saves, and which steps it keeps."""
+
+import math
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eformer._engine.record.policies import (
+    Every,
+    Keep,
+    StepFacts,
+    every_from,
+    is_due,
+    keep_from,
+    kept,
+    minutes_due,
+)
+
+# ----------------------------------------------------------------------------------------------- every
+
+
+@pytest.mark.parametrize(
+    ("rules", "due"),
+    [(Every(10), [10, 20, 30, 40]), (Every(at=(7, 33)), [7, 33]), (Every(10, until=20), [10, 20]),
+     ([Every(5, until=10), Every(20)], [5, 10, 20, 40]), (None, []), (Every(minutes=1), [])],
+)  # fmt: skip
+def test_steps_at_which_a_save_is_due(rules, due):
+    assert [step for step in range(1, 41) if is_due(every_from(rules), step)] == due
+
+
+def test_minutes_after_which_a_save_is_due():
+    rules = every_from([Every(100), Every(minutes=15), timedelta(minutes=5)])
+    assert minutes_due(rules, 3) == 5
+    assert minutes_due(every_from(100), 3) is None
+    assert minutes_due((Every(minutes=2, until=10),), 11) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [(lambda: Every(), "needs steps="), (lambda: Every(0), "must be positive"), (lambda: Every(minutes=0), "must be positive"),
+     (lambda: Keep(), "needs every="), (lambda: Keep(last=0), "must be positive"), (lambda: Keep(best=1), "needs by="),
+     (lambda: Keep(last=1, by="loss"), "needs best="), (lambda: Keep(best=1, by="x", mode="least"), "'min' or 'max'")],
+)  # fmt: skip
+def test_rules_that_make_no_sense_are_refused(make, problem):
+    with pytest.raises(ValueError, match=problem):
+        make()
+
+
+# ------------------------------------------------------------------------------------------------ keep
+
+
+def facts(*numbers, **metrics):
+    return [StepFacts(n, 60.0 * n, {"loss": metrics[f"s{n}"]} if f"s{n}" in metrics else {}) for n in numbers]
+
+
+@pytest.mark.parametrize(
+    ("keep", "stay"),
+    [(2, {40, 50}), (Keep(last=1), {50}), (Keep(every=20), {20, 40, 50}), (Keep(every=20, last=1), {40, 50}),
+     (Keep(at=(10, 11)), {10, 50}), (Keep(hours=0.3), {40, 50}), ([Keep(last=1), Keep(every=30)], {30, 50}), ([], {50})],
+)  # fmt: skip
+def test_steps_that_stay(keep, stay):
+    assert kept(facts(10, 20, 30, 40, 50), keep_from(keep)) == stay
+
+
+def test_the_best_stay_whatever_the_last_are_and_steps_without_a_metric_do_not_count():
+    steps = facts(1, 2, 3, 4, 5, s1=0.5, s2=0.1, s3=math.nan, s4=0.1)
+    assert kept(steps, [Keep(best=1, by="loss")]) == {4, 5}  # the later of two equal ones
+    assert kept(steps, [Keep(best=2, by="loss"), Keep(last=1)]) == {2, 4, 5}
+    assert kept(steps, [Keep(best=1, by="loss", mode="max")]) == {1, 5}
+    assert kept(steps, [Keep(best=3, by="accuracy")]) == {5}
+
+
+STEPS = st.lists(
+    st.builds(
+        StepFacts,
+        st.integers(0, 60),
+        st.floats(0, 1e5),
+        st.dictionaries(st.sampled_from(["a", "b"]), st.floats(allow_nan=True), max_size=2),
+    ),
+    unique_by=lambda step: step.number,
+    max_size=25,
+)
+RULES = st.lists(
+    st.one_of(
+        st.builds(Keep, last=st.integers(1, 5)),
+        st.builds(Keep, every=st.integers(1, 9)),
+        st.builds(Keep, every=st.integers(1, 9), last=st.integers(1, 3)),
+        st.builds(
+            Keep, best=st.integers(1, 3), by=st.sampled_from(["a", "b"]), mode=st.sampled_from(["min", "max"])
+        ),
+        st.builds(Keep, hours=st.floats(0, 30)),
+        st.builds(Keep, at=st.lists(st.integers(0, 60), min_size=1, max_size=4).map(tuple)),
+    ),
+    max_size=4,
+)
+
+
+def slow_kept(steps, rules):
+    """Decide for each step alone, by counting the steps that come before it."""
+
+    def stays(step, rule):
+        if step.number in rule.at:
+            return True
+        if rule.every is not None and step.number % rule.every:
+            return False
+        those = [s for s in steps if rule.every is None or s.number % rule.every == 0]
+        found = rule.every is not None and rule.last is rule.best is rule.hours is None
+        if rule.last is not None:
+            found |= sum(s.number > step.number for s in those) < rule.last
+        if rule.hours is not None:
+            found |= max(s.saved_at for s in steps) - step.saved_at <= 3600 * rule.hours
+        if rule.best is not None and not math.isnan(mine := step.metrics.get(rule.by, math.nan)):
+            better = 0
+            for s in those:
+                other = s.metrics.get(rule.by, math.nan)
+                is_better = other < mine if rule.mode == "min" else other > mine
+                better += is_better or (other == mine and s.number > step.number)
+            found |= better < rule.best
+        return found
+
+    newest = max((s.number for s in steps), default=None)
+    return {s.number for s in steps if s.number == newest or any(stays(s, rule) for rule in rules)}
+
+
+@given(STEPS, RULES)
+def test_retention_is_what_counting_says(steps, rules):
+    assert kept(steps, rules) == slow_kept(steps, rules)
+
+
+@given(STEPS, RULES)
+def test_retention_applied_twice_removes_nothing_more_unless_a_rule_is_about_time(steps, rules):
+    once = kept(steps, rules)
+    again = kept([step for step in steps if step.number in once], rules)
+    assert again == once

@@ -1,0 +1,339 @@
+"""A run in one process: what is saved, kept and resumed."""
+
+import logging
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eformer import checkpoint
+from eformer.checkpoint import Every, Keep, Run
+from eformer.errors import CorruptionError, LeafError, MismatchError, NotFoundError, SupersededError
+from support.trees import assert_same
+
+
+class Data:
+    """An iterator whose position can be taken and put back, as Grain's can."""
+
+    def __init__(self):
+        self.position = 0
+
+    def __next__(self):
+        self.position += 1
+        return self.position
+
+    def get_state(self):
+        return {"position": self.position}
+
+    def set_state(self, state):
+        self.position = state["position"]
+
+
+class Loader(Data):
+    """The same with the names of torchdata."""
+
+    get_state = set_state = None
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+@jax.jit
+def train(state, batch):
+    key, inner = jax.random.split(state["key"])
+    return {"w": state["w"] * 0.9 + batch + jax.random.normal(inner, (4,)), "key": key}, state["w"].sum()
+
+
+def fresh():
+    return {"w": jnp.zeros(4), "key": jax.random.key(0)}
+
+
+def loop(path, until, data=None, **arguments):
+    state, data = fresh(), data or Data()
+    with Run(path, **arguments) as run:
+        if found := run.resume(like=state, data=data):
+            state = found.tree
+        began = run.step
+        for step in range(run.step, until):
+            state, loss = train(state, next(data))
+            run.after(step + 1, state, data=data, metrics={"loss": loss})
+            if run.stopping:
+                break
+    return state, began
+
+
+def numbers(path):
+    return [step.number for step in checkpoint.steps(path)]
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "tensorstore"])
+@pytest.mark.parametrize("kind", [Data, Loader])
+def test_a_resumed_run_equals_one_that_was_never_interrupted(tmp_path, fmt, kind):
+    whole, _ = loop(tmp_path / "whole", 40, kind(), every=10, format=fmt)
+    loop(tmp_path / "parts", 23, kind(), every=10, format=fmt)
+    parts, began = loop(tmp_path / "parts", 40, kind(), every=10, format=fmt)
+    assert began == 20
+    assert_same(parts, whole)
+
+
+def test_what_is_recorded_with_a_step(tmp_path):
+    with Run(tmp_path, every=2) as run:
+        run.save(1, {"w": np.ones(2)}, metrics={"loss": jnp.float32(0.5)}, metadata={"note": "x"})
+        run.after(2, {"w": np.ones(2)})
+        run.request()
+        run.after(3, {"w": np.ones(2)})
+        assert run.after(5, lambda: pytest.fail("it is not saved")) is None
+    found = {step.number: step for step in checkpoint.steps(tmp_path)}
+    assert {number: step.why for number, step in found.items()} == {1: "call", 2: "every", 3: "asked"}
+    assert (found[1].metrics, found[1].metadata) == ({"loss": 0.5}, {"note": "x"})
+    assert run.step == 3
+
+
+@pytest.mark.parametrize(
+    ("keep", "stay"),
+    [(None, [10, 20, 30, 40, 50]), (2, [40, 50]), (1, [50]), ([Keep(last=1), Keep(every=20)], [20, 40, 50]),
+     (Keep(best=1, by="loss"), [10, 50])],
+)  # fmt: skip
+def test_steps_that_no_rule_keeps_are_removed(tmp_path, keep, stay):
+    with Run(tmp_path, every=10, keep=keep) as run:
+        for step in range(1, 51):
+            run.after(step, {"w": np.full(3, step)}, metrics={"loss": step})
+    assert numbers(tmp_path) == stay
+
+
+def test_a_clock_saves_by_time_and_a_clock_that_is_set_back_does_nothing(tmp_path):
+    now = [0.0]
+    with Run(tmp_path, every=Every(minutes=1), clock=lambda: now[0]) as run:
+        for step in range(1, 101):
+            now[0] += 7 if step != 50 else -100
+            run.after(step, {"w": np.ones(1)})
+    assert numbers(tmp_path) == [9, 18, 27, 36, 45, 69, 78, 87, 96]
+
+
+def test_unchanged_leaves_are_written_once(tmp_path):
+    frozen = np.zeros(2**18, np.float32)
+    with Run(tmp_path, every=1) as run:
+        for step in range(1, 6):
+            run.after(step, {"frozen": {"w": frozen}, "head": {"w": np.full(8, step, np.float32)}})
+    blocks = {(s.st_ino, s.st_blocks) for p in tmp_path.rglob("*") if p.is_file() for s in [p.stat()]}
+    assert 512 * sum(nblocks for _, nblocks in blocks) < 2 * frozen.nbytes
+
+
+# -------------------------------------------------------------------------------------------- resume
+
+
+def flip(path, number):
+    (file,) = (path / f"step-{number}").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_new_run_resumes_from_nothing(tmp_path):
+    with Run(tmp_path / "new") as run:
+        assert run.resume(like=fresh()) is None
+        assert run.step == 0
+
+
+def test_a_damaged_step_is_skipped_and_put_aside(tmp_path, caplog):
+    loop(tmp_path, 30, every=10)
+    flip(tmp_path, 30)
+    with Run(tmp_path) as run:
+        found = run.resume(like=fresh())
+    assert (found.step, run.step, list(found.skipped)) == (20, 20, [30])
+    assert "are damaged" in found.skipped[30]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.json", "step-10", "step-20", "step-30.damaged"]
+    assert "step 30 is skipped" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["cut", "gone", "manifest", "empty"])
+def test_any_kind_of_damage_is_skipped(tmp_path, how):
+    loop(tmp_path, 20, every=10)
+    step = tmp_path / "step-20"
+    (file,) = step.glob("*.safetensors")
+    if how == "cut":
+        os.truncate(file, file.stat().st_size - 1)
+    elif how == "gone":
+        file.unlink()
+    elif how == "manifest":
+        (step / "manifest.json").write_bytes((step / "manifest.json").read_bytes()[:-9])
+    else:
+        (step / "manifest.json").write_bytes(b"")
+    with Run(tmp_path) as run:
+        assert run.resume(like=fresh()).step == 10
+
+
+def test_if_all_are_damaged_nothing_changes_and_nothing_starts_afresh(tmp_path):
+    loop(tmp_path, 20, every=10)
+    for number in (10, 20):
+        flip(tmp_path, number)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    with Run(tmp_path) as run, pytest.raises(CorruptionError, match="does not start afresh by itself"):
+        run.resume(like=fresh())
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+def test_without_fallback_damage_is_an_error(tmp_path):
+    loop(tmp_path, 20, every=10)
+    flip(tmp_path, 20)
+    with Run(tmp_path) as run, pytest.raises(CorruptionError, match="step 20 of"):
+        run.resume(like=fresh(), fallback=False)
+
+
+def test_a_tree_that_does_not_fit_is_an_error_and_never_a_fresh_start(tmp_path):
+    loop(tmp_path, 20, every=10)
+    with Run(tmp_path) as run, pytest.raises(MismatchError, match="missing leaf 'more'"):
+        run.resume(like={**fresh(), "more": jnp.zeros(2)})
+    assert numbers(tmp_path) == [10, 20]
+
+
+def test_an_older_step_needs_rewind_if_there_are_newer_ones(tmp_path):
+    loop(tmp_path, 40, every=10)
+    with Run(tmp_path) as run:
+        with pytest.raises(ValueError, match=r"has the steps \[30, 40\] after 20; pass rewind=True"):
+            run.resume(like=fresh(), step=20)
+        with pytest.raises(NotFoundError, match="no step 25"):
+            run.resume(like=fresh(), step=25)
+        assert run.resume(like=fresh(), step=20, rewind=True).step == 20
+    assert numbers(tmp_path) == [10, 20]
+    assert (tmp_path / "step-40.rewound").is_dir()
+
+
+def test_the_best_step_is_that_of_the_metric(tmp_path):
+    with Run(tmp_path, keep=[Keep(best=2, by="loss"), Keep(last=3)]) as run:
+        for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+            run.save(step, {"w": np.full(1, step)}, metrics={"loss": loss})
+        run.wait()
+        assert_same(run.resume(step="best", rewind=True).tree, {"w": np.full(1, 2)})
+
+
+def test_modules_are_updated_in_place(tmp_path):
+    from flax import nnx
+
+    with Run(tmp_path) as run:
+        run.save(1, nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+        run.wait()
+        model = nnx.Linear(2, 3, rngs=nnx.Rngs(1))
+        assert run.resume(into=model).tree is model
+    np.testing.assert_array_equal(model.kernel[...], nnx.Linear(2, 3, rngs=nnx.Rngs(0)).kernel[...])
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path):
+    with Run(tmp_path, every=1) as run:
+        run.after(1, {"w": np.ones(1)}).result()
+        (tmp_path / "run.json").unlink()
+        run.after(2, {"w": np.ones(1)}).exception()
+        with pytest.raises(FileNotFoundError):
+            run.after(3, {"w": np.ones(1)})
+
+
+def test_so_many_errors_in_a_row_are_tolerated(tmp_path, caplog):
+    with Run(tmp_path, every=1, tolerate=2) as run:
+        run.after(1, {"w": np.ones(1)}).result()
+        claim = (tmp_path / "run.json").read_bytes()
+        (tmp_path / "run.json").unlink()
+        for step in (2, 3):
+            run.after(step, {"w": np.ones(1)}).exception()
+        (tmp_path / "run.json").write_bytes(claim)
+        run.after(4, {"w": np.ones(1)}).result()
+    assert numbers(tmp_path) == [1, 4]
+    assert caplog.text.count("are tolerated") == 2
+
+
+def test_what_cannot_be_stored_is_raised_at_once(tmp_path):
+    with Run(tmp_path) as run, pytest.raises(LeafError):
+        run.save(1, {"w": object()})
+
+
+def test_an_exception_in_the_block_waits_for_the_save_and_passes(tmp_path):
+    def fail():
+        with Run(tmp_path) as run:
+            run.save(1, {"w": np.ones(2**20)})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert numbers(tmp_path) == [1]
+
+
+def test_what_comes_after_a_save_is_told_and_its_errors_are_logged(tmp_path, caplog):
+    seen = []
+
+    def on_saved(step):
+        seen.append((step.number, checkpoint.verify(step.path).ok))
+        raise ZeroDivisionError("in the callback")
+
+    with Run(tmp_path, every=1, on_saved=on_saved) as run:
+        run.after(1, {"w": np.ones(1)}).result()
+    assert seen == [(1, True)]
+    assert "in the callback" in caplog.text
+
+
+def test_an_older_job_saves_nothing_any_more(tmp_path):
+    older, newer = Run(tmp_path, signals=()), Run(tmp_path, signals=())
+    older.save(1, {"w": np.ones(1)}).result()
+    assert newer.resume().step == 1
+    newer.save(2, {"w": np.ones(1)}).result()
+    with pytest.raises(SupersededError, match="written by another job"):
+        older.save(3, {"w": np.ones(1)}).result()
+    assert numbers(tmp_path) == [1, 2]
+
+
+# --------------------------------------------------------------------------------------------- signals
+
+
+def test_a_signal_saves_the_step_and_stops(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with Run(tmp_path, every=100) as run:
+        for step in range(1, 10):
+            if step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            run.after(step, {"w": np.full(1, step)})
+            if run.stopping:
+                break
+    assert (numbers(tmp_path), step, run.stopping) == ([4], 4, True)
+    assert checkpoint.steps(tmp_path)[0].why == "signal"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_in_an_evaluation_is_seen_by_tick_and_saved_by_the_next_step(tmp_path):
+    with Run(tmp_path, signals=[signal.SIGUSR1]) as run:
+        assert not run.tick()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert run.tick()
+        run.after(3, {"w": np.ones(1)})
+        assert run.stopping
+    assert numbers(tmp_path) == [3]
+
+
+def test_the_handler_before_is_called_too(tmp_path):
+    seen = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: seen.append("before"))
+    try:
+        with Run(tmp_path, signals=[signal.SIGUSR1]) as run:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert run.tick()
+        assert seen == ["before"]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_without_signals_nothing_is_handled(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with Run(tmp_path, signals=()):
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_nothing_is_logged_by_a_run_that_is_well(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "eformer"):
+        loop(tmp_path, 20, every=10, keep=1)
+    assert caplog.messages == []
