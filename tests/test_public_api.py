@@ -60,6 +60,7 @@ CHECKPOINT = {
     "max_shard_bytes=None, memory=None, dry_run=False, allow_missing=False, progress=None)",
     "diff": "(a, b, *, prefix=None, progress=None)",
     "dry_run": "(what, mesh=None, *, rules=None, shardings=None, prefix=None, dtype=None)",
+    "follow": "(path, *, after=None, poll=10.0, timeout=None)",
     "inspect": "(path)",
     "latest": "(path)",
     "load": "(path, *, like=None, into=None, partial=False, root=None, rename=None, resize=None, return_report=False, "
@@ -72,6 +73,7 @@ CHECKPOINT = {
     "progress=None)",
     "save_async": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), "
     "overwrite=False)",
+    "score": "(path, step, metrics)",
     "steps": "(path)",
     "verify": "(path, *, progress=None)",
     "wait": "(timeout=None)",

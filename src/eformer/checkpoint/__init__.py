@@ -4,6 +4,7 @@ save, save_async         save a tree, with SaveOptions; save_async returns a Pen
 wait                     wait for every save_async of this process
 Run                      save the steps of a training run by rule (Every, Keep), and resume it (Resumed, Step)
 steps, latest            list the steps of a run; the path of the last whole one
+follow, score            look at a run from another job: wait for its steps, add metrics to them
 load                     load a tree onto any mesh; with return_report a LoadReport, too
 abstract                 give the shapes and dtypes of a saved tree, in its structure
 open, inspect            look at the leaves of a checkpoint without loading it; return a View, a Manifest
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from eformer._engine.record.options import SaveOptions as SaveOptions
     from eformer._engine.record.policies import Every as Every
     from eformer._engine.record.policies import Keep as Keep
+    from eformer._engine.runs.follow import follow as follow
+    from eformer._engine.runs.follow import score as score
     from eformer._engine.runs.run import Resumed as Resumed
     from eformer._engine.runs.run import Run as Run
     from eformer._engine.runs.steps import Step as Step
@@ -76,6 +79,7 @@ _HOME = {
     "convert": "tools.convert",
     "diff": "tools.diff",
     "dry_run": "loading.dry_run",
+    "follow": "runs.follow",
     "inspect": "tools.view",
     "latest": "runs.steps",
     "load": "loading.load",
@@ -85,6 +89,7 @@ _HOME = {
     "register_node": "trees.nodes",
     "save": "saving.save",
     "save_async": "saving.save",
+    "score": "runs.follow",
     "steps": "runs.steps",
     "verify": "tools.verify",
     "wait": "saving.pending",
@@ -110,6 +115,7 @@ __all__ = [
     "convert",
     "diff",
     "dry_run",
+    "follow",
     "inspect",
     "latest",
     "load",
@@ -119,6 +125,7 @@ __all__ = [
     "register_node",
     "save",
     "save_async",
+    "score",
     "steps",
     "verify",
     "wait",

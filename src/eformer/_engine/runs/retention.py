@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from eformer._engine.record.policies import StepFacts, kept, needs_manifests
-from eformer._engine.runs.steps import steps
+from eformer._engine.runs.steps import score_name, steps
 from eformer._engine.stores.locate import store_at
-from eformer._engine.stores.removal import identity_of, remove_checkpoint
+from eformer._engine.stores.removal import identity_of, remove_checkpoint, remove_file
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -34,6 +34,7 @@ def remove_others(path: str, rules: Sequence[Keep], stay: Collection[int | None]
     for step in others(path, rules, stay):
         if step.problem() is None:
             remove_checkpoint(place, step.name, identity_of(place / step.name))
+            remove_file(place, score_name(step.name))
             removed.append(step)
     return removed
 

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.find import find, problem_of
 from eformer._engine.formats.steps import steps_in
+from eformer._engine.record.values import parse_json
+from eformer._engine.runs.hold import held
+from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.locate import store_at
-from eformer.errors import EformerError, NotFoundError
+from eformer.errors import EformerError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
     import os
+    from contextlib import AbstractContextManager
 
     from eformer._engine.formats.found import Found
 
@@ -54,7 +58,17 @@ class Step:
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics of the save, and those that `score` added."""
-        return dict(self._metadata.get(RUN_METADATA, {}).get("metrics", {}))
+        return {**self._metadata.get(RUN_METADATA, {}).get("metrics", {}), **self.scores}
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The metrics that `score` added."""
+        store, name = store_at(self.path).parent()
+        try:
+            data, _ = read_whole(store, score_name(name))
+            return parse_json(data, dict[str, float], f"{self.path}: its scores cannot be read")
+        except (FileNotFoundError, FormatError):
+            return {}
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -65,12 +79,27 @@ class Step:
         """The bytes of its arrays. Steps that share unchanged leaves count them each."""
         return sum(tree.nbytes for tree in self._found.trees.values())
 
+    def held(self) -> AbstractContextManager[str]:
+        """Return a context manager for a path by which the step can be read however often the run is pruned meanwhile.
+
+        Example:
+
+            >>> with step.held() as path:
+            ...     evaluate(checkpoint.load(path))
+        """
+        return held(self.path)
+
     def problem(self) -> str | None:
         """Say why this is not a whole checkpoint, or return None. Lengths are compared, digests are not."""
         try:
             return problem_of(self._found)
         except (EformerError, OSError) as error:
             return str(error)
+
+
+def score_name(step: str) -> str:
+    """Return the name of the file that has the scores of a step, which lies beside it."""
+    return f"{step}.scores.json"
 
 
 def steps(path: str | os.PathLike[str]) -> tuple[Step, ...]:

@@ -315,3 +315,9 @@ def set_aside(directory: Path, name: str, why: str) -> str:
         place.rename(name, place, aside)
         place.sync()
     return aside
+
+
+def remove_file(directory: Path, name: str) -> None:
+    """Remove a file that eformer wrote beside a checkpoint, if it is there."""
+    with Directory.open(directory) as place:
+        place.unlink(name)

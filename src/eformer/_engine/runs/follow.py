@@ -1,0 +1,80 @@
+"""Look at a run from another job: wait for its steps, and score them. No jax."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from eformer._engine.runs.steps import Step, score_name, steps
+from eformer._engine.stores.locate import store_at
+from eformer.errors import NotFoundError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping
+
+
+def follow(
+    path: str | os.PathLike[str],
+    *,
+    after: int | None = None,
+    poll: float = 10.0,
+    timeout: float | None = None,
+) -> Iterator[Step]:
+    """Yield every step of a run as it appears, whole, in the order of the numbers.
+
+    after     begin after this step; None begins with the first that is there
+    poll      seconds between two looks
+    timeout   end if no new step has appeared for so many seconds; None waits for ever
+
+    A step may be removed while it is used: hold it.
+
+    Example:
+
+        >>> for step in checkpoint.follow("run"):
+        ...     with step.held() as path:
+        ...         checkpoint.score("run", step.number, {"eval.loss": evaluate(path)})
+    """
+    last = -1 if after is None else after
+    since = time.monotonic()
+    while True:
+        for step in _newer(path, last):
+            yield step
+            last, since = step.number, time.monotonic()
+        if timeout is not None and time.monotonic() - since >= timeout:
+            return
+        time.sleep(poll)
+
+
+def _newer(path: str | os.PathLike[str], last: int) -> list[Step]:
+    try:
+        return [step for step in steps(path) if step.number > last and step.problem() is None]
+    except NotFoundError:  # the run has not begun
+        return []
+
+
+def score(path: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -> None:
+    """Add metrics to a step, in a small file beside it: the step itself stays as it was sealed.
+
+    `Step.metrics` has them, and rules such as `Keep(best=3, by="eval.loss")` count them. Later scores of the same name
+    replace earlier ones.
+    """
+    store = store_at(path)
+    found = next((there for there in steps(path) if there.number == step), None)
+    if found is None:
+        raise NotFoundError(f"{store.url} has no step {step}")
+    numbers = _finite({name: float(value) for name, value in metrics.items()})
+    upload = store.begin()
+    try:
+        with upload.exclusive():
+            upload.swap(score_name(found.name), msgspec.json.encode({**found.scores, **numbers}), None)
+    finally:
+        upload.close()
+
+
+def _finite(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Leave out what is not a number, which no rule counts."""
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}

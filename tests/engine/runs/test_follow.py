@@ -1,0 +1,73 @@
+"""A run, seen from another job."""
+
+import math
+import shutil
+import threading
+
+import numpy as np
+import pytest
+
+from eformer import checkpoint
+from eformer.checkpoint import Keep, Run, follow, load, score, steps
+from eformer.errors import NotFoundError
+from support.trees import assert_same
+
+
+def tree(number):
+    return {"w": np.full(3, number, np.float32)}
+
+
+def test_every_step_is_seen_once_in_order(tmp_path):
+    def write():
+        with Run(tmp_path / "run", every=1, signals=()) as run:
+            for step in range(1, 21):
+                run.after(step, tree(step)).result()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = []
+    for step in follow(tmp_path / "run", poll=0.01, timeout=5):
+        assert_same(load(step.path), tree(step.number))
+        seen.append(step.number)
+        if step.number == 20:
+            break
+    writer.join()
+    assert seen == list(range(1, 21))
+
+
+def test_it_begins_after_a_step_and_ends_when_nothing_comes(tmp_path):
+    with Run(tmp_path, every=1) as run:
+        for step in (1, 2, 3):
+            run.after(step, tree(step))
+    assert [step.number for step in follow(tmp_path, after=1, poll=0.01, timeout=0.05)] == [2, 3]
+    assert list(follow(tmp_path / "nothing", poll=0.01, timeout=0.05)) == []
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "tensorstore"])
+def test_what_is_held_survives_its_removal_and_leaves_nothing(tmp_path, fmt):
+    with Run(tmp_path, every=1, format=fmt) as run:
+        run.after(1, tree(1))
+    (step,) = steps(tmp_path)
+    with step.held() as path:
+        shutil.rmtree(step.path)
+        assert_same(load(path), tree(1))
+        assert steps(tmp_path) == ()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run.json"]
+
+
+def test_scores_are_metrics_and_decide_what_stays(tmp_path):
+    with Run(tmp_path, every=1, keep=[Keep(last=1), Keep(best=1, by="eval.loss")]) as run:
+        run.after(1, tree(1), metrics={"loss": 1.0}).result()
+        score(tmp_path, 1, {"eval.loss": np.float32(0.5), "bad": math.nan})
+        score(tmp_path, 1, {"eval.accuracy": 0.9})
+        assert steps(tmp_path)[0].metrics == {"loss": 1.0, "eval.loss": 0.5, "eval.accuracy": 0.9}
+        assert checkpoint.verify(tmp_path / "step-1").ok
+        for number in (2, 3):
+            run.after(number, tree(number)).result()
+        assert [step.number for step in steps(tmp_path)] == [1, 3]
+        score(tmp_path, 3, {"eval.loss": 0.1})
+        run.after(4, tree(4)).result()
+    assert [step.number for step in steps(tmp_path)] == [3, 4]
+    assert sorted(p.name for p in tmp_path.glob("*.json")) == ["run.json", "step-3.scores.json"]
+    with pytest.raises(NotFoundError, match="has no step 9"):
+        score(tmp_path, 9, {"x": 1})
