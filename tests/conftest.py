@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 collect_ignore = ["frameworks"]  # they need torch and more: `make frameworks` runs them
 
 settings.register_profile(
-    "quick", deadline=None, max_examples=35, suppress_health_check=[HealthCheck.too_slow]
+    "quick", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow]
 )
 if not os.access(".", os.W_OK):  # a checkout of somebody else's: failures are not remembered
     settings.register_profile("quick", parent=settings.get_profile("quick"), database=None)

@@ -83,7 +83,7 @@ class Prefixes(Contract):
         save({f"w{i}": np.full(1000, 0) for i in range(20)}, path)
 
         def write():
-            for n in range(1, 15):
+            for n in range(1, 9):
                 save({f"w{i}": np.full(1000, n) for i in range(20)}, path)
 
         with ThreadPoolExecutor(1) as pool:
