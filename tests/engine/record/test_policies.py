@@ -87,6 +87,7 @@ RULES = st.lists(
         st.builds(Keep, last=st.integers(1, 5)),
         st.builds(Keep, every=st.integers(1, 9)),
         st.builds(Keep, every=st.integers(1, 9), last=st.integers(1, 3)),
+        st.builds(Keep, every=st.integers(1, 9), at=st.just((7, 11))),
         st.builds(
             Keep, best=st.integers(1, 3), by=st.sampled_from(["a", "b"]), mode=st.sampled_from(["min", "max"])
         ),

@@ -107,6 +107,17 @@ def test_steps_that_no_rule_keeps_are_removed(tmp_path, keep, stay):
     assert numbers(tmp_path) == stay
 
 
+def test_a_damaged_step_does_not_count_and_does_not_go(tmp_path):
+    with Run(tmp_path, every=10, keep=2, signals=()) as run:
+        for step in range(1, 41):
+            if step == 40:
+                run.wait()
+                (file,) = (tmp_path / "step-30").glob("*.safetensors")
+                os.truncate(file, 10)
+            run.after(step, {"w": np.full(3, step)})
+    assert numbers(tmp_path) == [20, 30, 40]  # 30 is damaged: two sound ones stay
+
+
 def test_a_clock_saves_by_time_and_a_clock_that_is_set_back_does_nothing(tmp_path):
     now = [0.0]
     with Run(tmp_path, every=Every(minutes=1), clock=lambda: now[0]) as run:

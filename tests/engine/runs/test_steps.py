@@ -1,7 +1,6 @@
 """The steps of a run, as a directory has them."""
 
 import os
-import time
 
 import numpy as np
 import pytest
@@ -66,13 +65,12 @@ def test_without_steps_there_is_no_run(tmp_path):
         load(tmp_path)
 
 
-def test_listing_ten_thousand_steps_reads_no_manifest(tmp_path):
-    for number in range(1000):
+def test_listing_reads_no_manifest(tmp_path):
+    for number in range(3):
         (tmp_path / f"step-{number}").mkdir()
-        (tmp_path / f"step-{number}" / "manifest.json").touch()
-    began = time.process_time()
-    assert len(steps(tmp_path)) == 1000
-    assert time.process_time() - began < 5  # a broken listing takes minutes; figures are in bench/
+        (tmp_path / f"step-{number}" / "manifest.json").write_bytes(b"not a manifest")
+    assert [step.number for step in steps(tmp_path)] == [0, 1, 2]
+    assert latest(tmp_path) is None
 
 
 def test_what_a_dead_save_left_is_no_step(run):

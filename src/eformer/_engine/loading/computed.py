@@ -50,6 +50,11 @@ class TreeReader:
             self.opened = self.opened or self.found.files(self.tree)
             return self.opened
 
+    def require_unwritten(self) -> None:
+        """Raise if a file was written to while it was read, and has no digests that would have shown it."""
+        if self.opened and not self.tree.has_digests and (name := self.opened.rewritten()):
+            raise FileNotFoundError(f"{name} was written to while it was being read")
+
     def close(self) -> None:
         if self.opened:
             self.opened.close()

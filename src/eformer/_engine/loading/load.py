@@ -253,6 +253,8 @@ def _load_found(found: Found, request: Request, like: Mapping[str, Any] | None, 
             loaded = _load_arrays(found, entry, contents, request, like, hosts)
         else:
             loaded = _load_by_order(found, entry, contents, request, like, hosts)
+        with reading(found):
+            reader.require_unwritten()
     return replace(loaded, dropped=dropped)
 
 

@@ -101,7 +101,7 @@ def _kept_by(rule: Keep, ordered: Sequence[StepFacts]) -> set[int]:
     if rule.hours is not None:
         newest = max(step.saved_at for step in ordered)
         found |= {step.number for step in those if newest - step.saved_at <= 3600 * rule.hours}
-    if rule.last is rule.best is rule.hours is None and not rule.at:
+    if rule.every is not None and rule.last is rule.best is rule.hours is None:
         found |= {step.number for step in those}
     return found
 

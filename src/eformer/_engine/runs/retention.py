@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 def others(path: str, rules: Sequence[Keep], stay: Collection[int | None] = ()) -> list[Step]:
     """Return the steps that no rule keeps, except those in `stay`. Damaged ones neither count nor go."""
-    found = list(steps(path))
-    sound = [step for step in found if step.problem() is None] if needs_manifests(rules) else found
+    sound = [step for step in steps(path) if step.problem() is None]
     facts = [_facts(step, rules) for step in sound]
     keep = kept(facts, rules)
     return [step for step in sound if step.number not in keep and step.number not in stay]
@@ -32,10 +31,9 @@ def remove_others(path: str, rules: Sequence[Keep], stay: Collection[int | None]
         return []
     removed = []
     for step in others(path, rules, stay):
-        if step.problem() is None:
-            remove_checkpoint(place, step.name, identity_of(place / step.name))
-            remove_file(place, score_name(step.name))
-            removed.append(step)
+        remove_checkpoint(place, step.name, identity_of(place / step.name))
+        remove_file(place, score_name(step.name))
+        removed.append(step)
     return removed
 
 

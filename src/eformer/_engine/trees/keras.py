@@ -7,6 +7,7 @@ import sys
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from eformer._engine.trees.by_path import at, nested
 from eformer.errors import StructureError
 
 if TYPE_CHECKING:
@@ -30,14 +31,14 @@ class Keras:
         return issubclass(kind, sys.modules["keras"].Model)
 
     def take(self, modules: Sequence[Any]) -> Sequence[Any]:
-        return [_nested({path: variable.value for path, variable in _variables(m).items()}) for m in modules]
+        return [nested({path: variable.value for path, variable in _variables(m).items()}) for m in modules]
 
     def put(self, modules: Sequence[Any], states: Sequence[Any], *, in_place: bool) -> Sequence[Any]:
         if not in_place:
             raise StructureError("a Keras model can only be loaded in place: load(..., into=model)")
         for model, state in zip(modules, states, strict=True):
             for path, variable in _variables(model).items():
-                variable.assign(_at(state, path))
+                variable.assign(at(state, path))
         return modules
 
 
@@ -109,19 +110,3 @@ def _slot(name: str, weights: dict[str, str]) -> str:
     cuts = [match.start() for match in re.finditer("_", name)]
     weight = next((name[:cut] for cut in reversed(cuts) if name[:cut] in weights), None)
     return name if weight is None else weights[weight] + name[len(weight) :]
-
-
-def _nested(flat: dict[_Path, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for (*path, last), value in flat.items():
-        inner = tree
-        for key in path:
-            inner = inner.setdefault(key, {})
-        inner[last] = value
-    return tree
-
-
-def _at(tree: Any, path: _Path) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from eformer._engine.trees.by_path import at, nested
 from eformer._engine.trees.shardings import AnnotatedShape
 
 if TYPE_CHECKING:
@@ -33,12 +34,12 @@ class Nnx:
         return issubclass(kind, (nnx.Pytree, nnx.State, nnx.Variable))
 
     def take(self, modules: Sequence[Any]) -> Sequence[Any]:
-        return [_nested(values) for values in _values(_flat_states(modules))]
+        return [nested(values) for values in _values(_flat_states(modules))]
 
     def put(self, modules: Sequence[Any], states: Sequence[Any], *, in_place: bool) -> Sequence[Any]:
         nnx = _nnx()
         replaced = [
-            {path: _replaced(old, _at(state, path)) for path, old in flat.items()}
+            {path: _replaced(old, at(state, path)) for path, old in flat.items()}
             for flat, state in zip(_flat_states(modules), states, strict=True)
         ]
         if in_place:
@@ -96,25 +97,6 @@ def _axes(leaf: Any) -> PartitionSpec | None:
         return None  # which names devices, not only axes
     spec: PartitionSpec = _nnx().get_partition_spec(leaf).get_raw_value()
     return spec
-
-
-def _nested(flat: _Flat) -> Any:
-    """Return values by path in nested dicts."""
-    if list(flat) == [()]:
-        return flat[()]
-    tree: dict[Any, Any] = {}
-    for (*path, last), value in flat.items():
-        inner = tree
-        for key in path:
-            inner = inner.setdefault(key, {})
-        inner[last] = value
-    return tree
-
-
-def _at(tree: Any, path: Sequence[Any]) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree
 
 
 def _value(leaf: Any) -> Any:
