@@ -45,6 +45,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python bench/processes.py
 	$(BIN)/python bench/msgpack_door.py
 	$(BIN)/python bench/runs.py
+	$(BIN)/python bench/rename.py
 
 clean:
 	rm -rf $(VENV) $(FRAMEWORKS) .venv-peers .venv-original bench/.scratch .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
+from eformer._engine.loading.computed import TreeReader
 from eformer.checkpoint import LoadReport, load, save
 from eformer.errors import CorruptionError, LeafError, MismatchError, StructureError
 from support.meshes import meshes
@@ -316,6 +318,27 @@ def test_damage_is_noticed_in_what_rules_compute(tmp_path):
     with pytest.raises(CorruptionError, match="leaf 'w'"):
         load(tmp_path / "x", rename={"w": "v | transpose"})
     assert load(tmp_path / "x", rename={"w": "v | transpose"}, verify=False)["v"].shape == (256, 256)
+
+
+def test_a_file_that_is_rewritten_meanwhile_is_never_a_mixture(hugging_face, monkeypatch):
+    """It is written in place, as some programs do, while the last of it is read."""
+    path, weights = hugging_face
+    later = {name: array + 1 for name, array in weights.items()}
+    read, calls = TreeReader.read, []
+
+    def rewriting(self, *arguments):
+        array = read(self, *arguments)
+        calls.append(array)
+        if len(calls) == 4:
+            with open(path / "model.safetensors", "r+b") as file:
+                file.write(safetensors.numpy.save(later))
+        return array
+
+    monkeypatch.setattr(TreeReader, "read", rewriting)
+    found = load(path, rename=RULES)
+    assert len(calls) > 4  # it began again
+    for name in ("layers", "embed"):
+        assert_same(jax.tree.map(np.asarray, found[name]), expected(later)[name])
 
 
 def test_progress_counts_what_rules_compute(hugging_face):
