@@ -27,8 +27,7 @@ def others(path: str, rules: Sequence[Keep], stay: Collection[int | None] = ()) 
 def remove_others(path: str, rules: Sequence[Keep], stay: Collection[int | None] = ()) -> list[Step]:
     """Remove the steps that no rule keeps; return them."""
     place = store_at(path).local_path()
-    if place is None:
-        return []
+    assert place is not None, path
     removed = []
     for step in others(path, rules, stay):
         remove_checkpoint(place, step.name, identity_of(place / step.name))

@@ -97,7 +97,12 @@ class Run:
         self._tolerate, self._on_saved = tolerate, on_saved
         self._format: Format = format
         self._options = options_from(options)
-        self._writer = Writer(store_at(self.path), secrets.token_hex(8))
+        store = store_at(self.path)
+        if self._keep is not None and store.local_path() is None:
+            raise ValueError(
+                f"{self.path}: keep= removes steps from local directories only so far; pass keep=None"
+            )
+        self._writer = Writer(store, secrets.token_hex(8))
         self._signals = Signals(signals)
         self._clock = Clock(clock, self._options.timeout)
         self._calls = self._failures = 0
