@@ -27,6 +27,7 @@ def test_a_first_save_killed_at_any_call_leaves_nothing_or_the_tree(forks, layou
     for death in forks.deaths(scene, moment):
         with noted(death):
             survivors.append(scene.generation)
+            scene.check_no_half(survivors[-1])
             scene.check_next_save()
     assert set(survivors) == {NOTHING, NEW}
     assert survivors == sorted(survivors)

@@ -64,4 +64,5 @@ def check_cut(scene, disk, before, at):
         there = {NEW}
     disk.restart()
     assert scene.generation in there
+    scene.check_no_half(scene.generation)
     scene.check_next_save()

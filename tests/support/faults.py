@@ -222,6 +222,11 @@ class Scene:
     def generation(self) -> int:
         return self.layout.generation(self.folder)
 
+    def check_no_half(self, generation: int) -> None:
+        """Check that the name of a checkpoint is there only if the checkpoint is: for readers that list names."""
+        if not self.layout.prefix:
+            assert os.path.lexists(self.layout.path(self.folder)) == (generation != NOTHING)
+
     def check_next_save(self) -> None:
         """Check that an undisturbed save works, and removes everything that the disturbed one left."""
         self.layout.save(self.folder, NEXT)

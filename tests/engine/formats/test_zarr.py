@@ -250,9 +250,9 @@ def test_arrays_of_a_save_that_died_are_no_checkpoint_and_go_with_the_next(tmp_p
 
 @pytest.mark.parametrize(("inode", "mark"), [(1, ""), (0, "another")])
 def test_a_directory_that_took_the_place_of_a_dead_saves_is_not_removed(tmp_path, weights, inode, mark):
+    arrays_save({"w": np.ones(3)}, tmp_path / "x")
     scratch = tmp_path / ".eformer-0123456789abcdef.tmp"
     scratch.mkdir()
-    arrays_save({"w": np.ones(3)}, tmp_path / "x")
     there = Moved("x", (tmp_path / "x").stat().st_ino + inode, mark)
     (scratch / "journal.json").write_bytes(msgspec.json.encode(Journal("id", (there,), ())))
     arrays_save(weights, tmp_path)

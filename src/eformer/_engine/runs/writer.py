@@ -47,6 +47,7 @@ class Writer:
         upload = self._store.begin()
         try:
             with upload.exclusive():
+                upload.sweep(None)
                 upload.swap(RUN_FILE, data, None)
         finally:
             upload.close()

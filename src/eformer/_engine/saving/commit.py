@@ -55,7 +55,7 @@ def _commit(team: Team, tree: TreeEntry, upload: Upload) -> Commit:
 
 
 def _try(team: Team, tree: TreeEntry, upload: Upload) -> Commit:
-    store, fmt = team.save.store, team.format
+    store, fmt = upload.place_of(team.save.store), team.format
     index = fmt.read_index(store)
     if team.save.fence:
         team.save.fence()
@@ -73,6 +73,6 @@ def _tidy_up(team: Team, done: Commit, upload: Upload) -> None:
     try:
         upload.finish()
         if done.tidy:
-            done.tidy(team.save.store, upload)
+            done.tidy(upload.place_of(team.save.store), upload)
     except (OSError, FormatError, SwapError) as error:
         logger.warning("%s is saved, but could not be tidied up: %s", team.save.store.url, error)

@@ -160,7 +160,7 @@ class Store(Protocol):
         """Return where a file or the place itself is on this machine; None if it is somewhere else."""
 
     def make(self) -> None:
-        """Make the place, if it is not there, so that it survives a crash."""
+        """Make what the place is in, if it is not there, so that it survives a crash. An upload makes the place."""
 
     def check_replaceable(self, name: str) -> None:
         """Raise OSError if something is there that a file cannot replace: a directory, a pipe, a device."""
@@ -209,7 +209,10 @@ class Upload(Protocol):
         """Tell whether a linked file is in place already under this name."""
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """Keep other saves to the place waiting, where the store has locks."""
+        """Keep other saves to the place waiting, where the store has locks. A new place appears at the end."""
+
+    def place_of(self, store: Store) -> Store:
+        """Return where a commit finds and puts its files: `store`, or a new place that gets its name at the end."""
 
     def sweep(self, committed: Container[str] | None) -> None:
         """Remove the remains of writers that died, while the index names the saves in `committed`; None if that is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -121,8 +122,11 @@ class LocalStore:
     # -------------------------------------------------------------------------------------- write
 
     def make(self) -> None:
-        make_directories(self.path)
-        sync_directory(self.path.parent)  # whoever made the directory may have died before this
+        make_directories(self.path.parent)
+        if not self.path.parent.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.path))
+        if self.path.is_dir():
+            sync_directory(self.path.parent)  # whoever made the directory may have died before this
 
     def check_replaceable(self, name: str) -> None:
         with Directory.open(self.path) as directory:

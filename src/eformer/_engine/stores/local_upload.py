@@ -3,6 +3,9 @@
 The scratch directory lies beside the files that it will become. It is locked as long as its writers live, so that a
 later save can tell what a dead one left behind. Before whole directories are moved, a journal in it says which, so that
 whoever comes later can finish or undo the save.
+
+A save to a directory that does not exist yet has its scratch directory beside that one. The new directory is made in
+there, and gets its name when it is complete: nobody ever sees it without its checkpoint.
 """
 
 from __future__ import annotations
@@ -45,7 +48,6 @@ from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from eformer._engine.stores.base import Entry, Replaced, Store, Version
@@ -62,10 +64,12 @@ _SYNCED_BY_SYNCFS = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x7
 _LARGE_PART = 1 / 16  # of the memory: a larger save does not stay in the page cache
 
 _DATA = "data"
+_NEW = "new"
 
 
 class LocalUpload:
-    """A scratch directory: `place` is the directory that it lies in, `data` the one that new files are written to.
+    """A scratch directory: `data` is the directory in it that new files are written to, `place` the one that they will
+    be in.
 
     Other processes join it by its name; the process that made it removes it.
     """
@@ -75,7 +79,10 @@ class LocalUpload:
     def __init__(self, directory: Path, token: str = "") -> None:
         self.is_owner, self.token = not token, token
         self.must_stay = False  # because its journal is needed
-        self.place = Directory.open(directory)
+        self._directory = directory
+        self.is_new = _is_to_be_made(directory, token)  # the place is made by this save
+        self._around = Directory.open(directory.parent if self.is_new else directory)
+        self.place = self._around
         self.data = self._folder = Directory(directory, -1)
         self._made: set[str] = set()
         self._unsynced: list[str] = []
@@ -94,23 +101,38 @@ class LocalUpload:
         """Make the directory, or open the one that another process has made, and lock it."""
         self.token = name
         if self.is_owner:
-            self.place.make(name, usable=True)
+            self._around.make(name, usable=True)
         try:
-            self._folder = self.place.enter(name)
+            self._folder = self._around.enter(name)
             lock(self._folder.descriptor, shared=True)
             if self.is_owner:
                 self._folder.make(_DATA, usable=True)
+            if self.is_owner and self.is_new:
+                self._make_place()
             self.data = self._folder.enter(_DATA)
+            if self.is_new:
+                self.place = self._folder.enter(self._new)
         except FileNotFoundError:  # swept between its creation and the lock
+            self.data.close()
             self._folder.close()
-            if not self.is_owner or not self.place.path.is_dir():
+            if not self.is_owner or not self._around.path.is_dir():
                 raise
         except BaseException:
             self.close()
             raise
 
+    @property
+    def _new(self) -> str:
+        """Where the new place is in the scratch directory: with its name, so that nobody joins who means another."""
+        return f"{_NEW}/{self._directory.name}"
+
+    def _make_place(self) -> None:
+        self._folder.make(_NEW, usable=True)
+        with self._folder.enter(_NEW) as folder:
+            folder.make(self._directory.name)
+
     def announce(self) -> None:
-        self.place.sync()
+        self._around.sync()
 
     # --------------------------------------------------------------------------------------- write
 
@@ -223,8 +245,31 @@ class LocalUpload:
 
     # ------------------------------------------------------------------------------------- publish
 
-    def exclusive(self) -> AbstractContextManager[None]:
-        return self.place.locked()
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        if self.is_new:
+            with self._around.locked():
+                if not os.path.lexists(self._directory):
+                    yield
+                    self._appear()
+                    return
+            self._move_to(Directory.open(self._directory))  # another save has made it meanwhile
+        with self.place.locked():
+            yield
+
+    def _appear(self) -> None:
+        """Give the new directory its name."""
+        self.place.sync()
+        with self._folder.enter(_NEW) as folder:
+            folder.put(self._directory.name, self._around, self._directory.name)
+        self._around.sync()
+
+    def _move_to(self, place: Directory) -> None:
+        self.place.close()
+        self.place, self.is_new = place, False
+
+    def place_of(self, store: Store) -> Store:
+        return store.parent()[0].at(f"{self.token}/{self._new}") if self.is_new else store
 
     def sweep(self, committed: Container[str] | None) -> None:
         if committed is None:
@@ -232,6 +277,9 @@ class LocalUpload:
         else:
             sweep_uploads(self.place, committed)
         sweep_files(self.place)
+        with suppress(OSError), Directory.open(self._directory.parent) as around:  # saves that made the place
+            sweep_unpublished(around)
+            sweep_files(around)
 
     def publish(
         self,
@@ -244,7 +292,7 @@ class LocalUpload:
         directories = {
             name: final for name, final in moves.items() if not name or self.data.has_directory(name)
         }
-        if directories or replaced:
+        if (directories or replaced) and not self.is_new:  # what is in a new place is seen by nobody yet
             journal = make_journal(save_id, self.place, self.data, directories, replaced, unmarked)
             self._write_journal(journal)
         if "" in moves:
@@ -321,9 +369,9 @@ class LocalUpload:
 
     def close(self) -> None:
         try:
-            if self.is_owner and not self.must_stay and self.place.descriptor >= 0:
+            if self.is_owner and not self.must_stay and self._around.descriptor >= 0:
                 with suppress(OSError):  # left to the next save
-                    self.place.remove_tree(self.token)
+                    self._around.remove_tree(self.token)
         finally:
             self.abandon()
 
@@ -333,8 +381,15 @@ class LocalUpload:
             file.abandon()
         if self._folder.descriptor >= 0:
             unlock(self._folder.descriptor)
-        for directory in (self.data, self._folder, self.place):
+        for directory in (self.data, self._folder, self.place, self._around):
             directory.close()
+
+
+def _is_to_be_made(directory: Path, token: str) -> bool:
+    """Tell whether a save makes the directory, or whether the upload of this token does."""
+    if token:
+        return not (directory / token).is_dir() and (directory.parent / token).is_dir()
+    return not os.path.lexists(directory)
 
 
 class _Folders:

@@ -265,6 +265,9 @@ class MemoryUpload:
         """A name is never used for another object."""
         return name == final and name not in self._new
 
+    def place_of(self, store: Store) -> Store:
+        return store
+
     def exclusive(self) -> AbstractContextManager[None]:
         return nullcontext()
 

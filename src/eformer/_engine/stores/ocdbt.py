@@ -39,8 +39,7 @@ def _context() -> Any:
 def _open(directory: Path, context: Any = None) -> Any:
     import tensorstore as ts
 
-    if not is_text(str(directory)):
-        raise ValueError(f"{str(directory)!r} is not UTF-8; TensorStore needs a UTF-8 path for a database")
+    _require_text(directory)
     base = {"driver": "file", "path": f"{os.path.realpath(directory)}/"}  # it refuses paths with dots
     spec = {"driver": "ocdbt", "base": base, "config": {"compression": None}}
     context = context or _context()
@@ -48,6 +47,11 @@ def _open(directory: Path, context: Any = None) -> Any:
         return ts.KvStore.open(spec, context=context).result()
     except ValueError as error:
         raise FormatError(f"{directory} is not a readable OCDBT database: {error}") from error
+
+
+def _require_text(directory: Path) -> None:
+    if not is_text(str(directory)):
+        raise ValueError(f"{str(directory)!r} is not UTF-8; TensorStore needs a UTF-8 path for a database")
 
 
 def require_plain_files(directory: Path, *, is_database: bool = True) -> None:
@@ -80,6 +84,7 @@ class DatabaseUpload(LocalUpload):
     takes_whole_files = True
 
     def __init__(self, directory: Path, token: str = "", *, mark: str, process: int = 0) -> None:
+        _require_text(directory)
         super().__init__(directory, token)
         self._mark, self._branch = mark, f"{_BRANCH}{process}" if process else ""
         try:

@@ -128,6 +128,8 @@ class SafetensorsFile:
     def is_committed(self, store: Store, save_id: str) -> bool:
         try:
             trees = find(store.path_to(self.index_name)).manifest.trees
+        except FileNotFoundError:
+            return False
         except (OSError, FormatError):
             return True
         return any(tree.save_id == save_id for tree in trees.values())

@@ -1,0 +1,111 @@
+"""A directory that a save makes appears under its name when it is complete, and not before."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from eformer._engine.stores.local import LocalStore
+from eformer.checkpoint import load, save
+
+TREE = {"w": np.arange(6.0)}
+
+
+def upload_to(directory, data=b"x"):
+    upload = LocalStore(directory).begin()
+    upload.put([("file", data)])
+    upload.sync()
+    return upload
+
+
+def publish(upload, index):
+    with upload.exclusive():
+        upload.publish({"file": "file"}, save_id="id")
+        upload.swap(index, b"{}", None)
+    upload.close()
+
+
+def test_the_name_is_free_until_everything_is_there(tmp_path):
+    upload = upload_to(tmp_path / "new")
+    with upload.exclusive():
+        upload.publish({"file": "file"}, save_id="id")
+        upload.swap("index", b"{}", None)
+        assert not (tmp_path / "new").exists()
+        assert (upload.place_of(LocalStore(tmp_path / "new")).local_path() / "index").exists()
+    assert sorted(os.listdir(tmp_path / "new")) == ["file", "index"]
+    upload.close()
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_who_comes_second_goes_on_in_the_directory_of_the_first(tmp_path):
+    first, second = upload_to(tmp_path / "new", b"first"), upload_to(tmp_path / "new", b"second")
+    publish(first, "index")
+    publish(second, "other")
+    assert sorted(os.listdir(tmp_path / "new")) == ["file", "index", "other"]
+    assert (tmp_path / "new" / "file").read_bytes() == b"second"
+    assert os.listdir(tmp_path) == ["new"]
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "tensorstore"])
+def test_trees_that_are_saved_at_once_into_a_new_directory_are_all_there(tmp_path, fmt):
+    names = ["model", "ema", "optimizer"]
+    barrier = threading.Barrier(len(names))
+
+    def work(name):
+        barrier.wait()
+        save(TREE, tmp_path / "new", prefix=name, format=fmt)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name in names:
+        np.testing.assert_array_equal(load(tmp_path / "new", prefix=name)["w"], TREE["w"])
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_what_takes_the_name_meanwhile_is_not_replaced(tmp_path):
+    def publish_late():
+        with upload.exclusive():
+            upload.publish({"file": "file"}, save_id="id")
+            (tmp_path / "new").mkdir()
+            (tmp_path / "new" / "mine").touch()
+
+    upload = upload_to(tmp_path / "new")
+    with pytest.raises(FileExistsError, match="already exists"):
+        publish_late()
+    upload.close()
+    assert os.listdir(tmp_path / "new") == ["mine"]
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_a_process_that_means_another_directory_does_not_join(tmp_path):
+    upload = upload_to(tmp_path / "new")
+    with pytest.raises(FileNotFoundError):
+        LocalStore(tmp_path / "other").begin(token=upload.token)
+    joined = LocalStore(tmp_path / "new").begin(token=upload.token)
+    joined.put([("more", b"y")])
+    assert sorted(upload.names()) == ["file", "more"]
+    joined.close()
+    upload.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_dead_save_left_beside_its_directory_is_removed_by_the_next(tmp_path):
+    upload_to(tmp_path / "new").abandon()
+    assert len(os.listdir(tmp_path)) == 1
+    save(TREE, tmp_path / "other")
+    assert os.listdir(tmp_path) == ["other"]
+    upload_to(tmp_path / "new").abandon()
+    save(TREE, tmp_path / "other")
+    assert os.listdir(tmp_path) == ["other"]
+
+
+def test_a_live_save_beside_it_is_not_disturbed(tmp_path):
+    upload = upload_to(tmp_path / "new")
+    save(TREE, tmp_path / "other")
+    save(TREE, tmp_path / "other")
+    publish(upload, "index")
+    assert (tmp_path / "new" / "file").read_bytes() == b"x"
