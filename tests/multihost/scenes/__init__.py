@@ -3,5 +3,6 @@
 from multihost.scenes.checkpoints import *  # noqa: F403
 from multihost.scenes.doors import *  # noqa: F403
 from multihost.scenes.mistakes import *  # noqa: F403
+from multihost.scenes.near import *  # noqa: F403
 from multihost.scenes.runs import *  # noqa: F403
 from multihost.scenes.state import *  # noqa: F403

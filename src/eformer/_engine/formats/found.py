@@ -66,6 +66,8 @@ class Found:
     has_names       False for a file that stores one array after another; its leaves are named by number
     find_damages    checks checksums that cannot be checked by reading a piece of a file
     find_left_out   lists the files that are not read and may hold leaves
+
+    is_part         True if leaves may lack boxes, which other processes hold
     """
 
     path: str
@@ -79,6 +81,7 @@ class Found:
     has_names: bool = True
     find_damages: Callable[[], Iterator[Damage]] | None = None
     find_left_out: Callable[[], tuple[str, ...]] = tuple
+    is_part: bool = False
 
     def tree(self, prefix: str | None) -> TreeEntry:
         """Return the tree of a prefix; by default the one that was saved without a prefix, or the only one."""

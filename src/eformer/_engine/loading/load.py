@@ -16,7 +16,7 @@ from eformer._engine.loading.contents import below, contents_of, named_like, ren
 from eformer._engine.loading.fetch import check_sha256
 from eformer._engine.loading.pinned_stream import is_worth_streaming, stream
 from eformer._engine.loading.placement import accelerator_of, on_current_mesh, place_targets, processes_of
-from eformer._engine.loading.read import nbytes_read, read
+from eformer._engine.loading.read import nbytes_read, read, require_boxes
 from eformer._engine.loading.report import LoadReport
 from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.loading.scalars import as_scalar
@@ -207,13 +207,15 @@ class LoadedTree:
     report: LoadReport
 
 
-def load_tree(path: str | os.PathLike[str], request: Request) -> LoadedTree:
-    """Load what `request` asks for."""
+def load_tree(
+    path: str | os.PathLike[str], request: Request, see: Callable[[Found], Found] | None = None
+) -> LoadedTree:
+    """Load what `request` asks for. `see` makes of the checkpoint that was found the one to load."""
     _check(request)
     like = None if request.like is None else flatten(request.like)[0]
     request = replace(request, placement=on_current_mesh(request.placement, like))
     with _processes(request, like) as hosts:
-        loaded = reread(path, lambda found: _load_found(found, request, like, hosts))
+        loaded = reread(path, lambda found: _load_found(see(found) if see else found, request, like, hosts))
     return LoadedTree(_rebuild(loaded, request), loaded.entry, _report(loaded))
 
 
@@ -288,6 +290,8 @@ def _load_arrays(
         selection = compare(contents, names, request, like)
         _require_classes(contents, request)
         place_targets(selection.targets, contents, request)
+        if found.is_part:
+            require_boxes(selection.targets)
     total = _nbytes(entry, contents, selection.targets) if is_wanted(request.progress) else 0
     with metered(request.progress, total, "loading") as meter:
         arrays = _fetch_and_assemble(found, entry, contents, selection.targets, request, hosts, meter)
@@ -341,10 +345,14 @@ def _split(targets: list[LeafTarget], request: Request) -> tuple[list[LeafTarget
     """
     if request.broadcast:
         return [], targets
-    streamed = [target for target in targets if target.is_stored and accelerator_of(target) is not None]
+    streamed = [target for target in targets if _can_be_streamed(target)]
     if not is_worth_streaming(streamed):
         return [], targets
-    return streamed, [target for target in targets if not target.is_stored or accelerator_of(target) is None]
+    return streamed, [target for target in targets if not _can_be_streamed(target)]
+
+
+def _can_be_streamed(target: LeafTarget) -> bool:
+    return target.is_stored and target.read_sharding is None and accelerator_of(target) is not None
 
 
 def _finish(

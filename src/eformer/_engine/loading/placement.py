@@ -61,6 +61,8 @@ def place_targets(targets: Sequence[LeafTarget], contents: Contents, request: Re
             if request.broadcast and not target.entry.key:
                 dtype = dtype_from_name(target.dtype)
                 target.read_sharding = _disjoint(target.sharding, target.entry.shape, dtype)
+            elif request.as_saved:
+                target.read_sharding = _as_saved(target)
             _assign_regions(target)
 
 
@@ -106,6 +108,22 @@ def _assign_regions(target: LeafTarget) -> None:
         region = Region((*(a for a, _ in bounds), *(0 for _ in inner)), (*(b for _, b in bounds), *inner))
         target.devices.append((device, numbers.setdefault(region, len(numbers))))
     target.regions = list(numbers)
+
+
+def _as_saved(target: LeafTarget) -> Sharding | None:
+    """Return the sharding that a leaf was saved with, on the mesh that it goes to.
+
+    Returns None if it is the one that is wanted, or cannot be told; the answer is the same in every process.
+    """
+    saved, wanted = target.entry.sharding, target.sharding
+    if saved is None or not isinstance(wanted, NamedSharding) or wanted.is_fully_addressable:
+        return None
+    if dict(wanted.mesh.shape) != saved.mesh or dtype_from_name(target.dtype) in PACKED:
+        return None
+    if saved.memory_kind is not None or wanted.memory_kind not in (None, _default_memory(wanted)):
+        return None
+    found = NamedSharding(wanted.mesh, PartitionSpec(*saved.spec))
+    return None if found.is_equivalent_to(wanted, len(target.entry.logical_shape)) else found
 
 
 # ---------------------------------------------------------------------------------------- current mesh

@@ -9,6 +9,7 @@ from eformer._engine.loading.fetch import check, prepare, raise_damage
 from eformer._engine.loading.mapped import MappedFiles
 from eformer._engine.loading.read_plan import READ_BYTES, Read, Want, plan_reads
 from eformer._engine.record.pieces import ALIGNMENT
+from eformer._engine.record.regions import Region
 from eformer._engine.tasks.pool import in_turn, run_all
 from eformer._engine.tasks.progress import SILENT, Meter
 from eformer.errors import CorruptionError, FormatError
@@ -122,6 +123,19 @@ class Reading:
             if nbytes > file.nbytes:
                 raise FormatError(
                     f"the leaves in {file.name!r} claim {nbytes} bytes, but it has {file.nbytes}"
+                )
+
+
+def require_boxes(targets: Iterable[LeafTarget]) -> None:
+    """Refuse targets of which a wanted box is not stored: nothing would be read into it."""
+    for target in targets:
+        entry = target.entry
+        stored = [entry.region_of(extent) for extent in entry.extents]
+        for box in [Region.whole(entry.shape)] if target.regions is None else target.regions:
+            there = sum(overlap.size for other in stored if (overlap := box.overlap(other)))
+            if target.is_stored and there != box.size:
+                raise FormatError(
+                    f"leaf {target.name!r}: {box.slices} of {entry.described} is not among the boxes of this process"
                 )
 
 

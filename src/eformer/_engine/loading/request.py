@@ -59,6 +59,7 @@ class Request:
     reshape        accept a leaf of another shape than in `like` if it has as many elements
     threads        number of threads that read; None for one per core, 2 to 16
     sha256         function that returns the recorded SHA-256 of leaves, which are checked before the load
+    as_saved       read leaves with the sharding that they were saved with, then move them between the devices
     """
 
     like: Any = None
@@ -82,6 +83,7 @@ class Request:
     reshape: bool = False
     threads: int | None = None
     sha256: Callable[[TreeEntry], Mapping[str, str]] | None = None
+    as_saved: bool = False
 
     def __post_init__(self) -> None:
         if self.batch is not None and self.batch <= 0:

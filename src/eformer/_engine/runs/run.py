@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import logging
 import secrets
 import time
@@ -22,6 +21,7 @@ from eformer._engine.record.options import SaveOptions, options_from
 from eformer._engine.record.policies import every_from, is_due, keep_from, minutes_due
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.data import position_of, set_position
+from eformer._engine.runs.near import Agreed, Held, Near, NearStep, agree, own_position
 from eformer._engine.runs.retention import remove_others
 from eformer._engine.runs.signals import Signals
 from eformer._engine.runs.steps import RUN_METADATA, Step, steps
@@ -73,6 +73,10 @@ class Run:
     signals    signals at which the run saves and stops; None for SIGTERM where that works, () for none
     tolerate   how many saves in a row may fail before a call raises the error
     on_saved   function that is called with each `Step` that is committed, in the thread of the save
+    near       a directory in memory or on a local disk of each host, for steps that are saved more often: each process
+               saves what it holds, and the run resumes from them if all processes still have theirs
+    near_every
+               when `after` saves there, as `every`; a step that is due for both is saved to `path` alone
 
     All processes of a job make the same calls. The directory is the truth: a step exists if it is there, whole.
     """
@@ -89,6 +93,8 @@ class Run:
         format: Format = "safetensors",  # noqa: A002
         options: SaveOptions | Mapping[str, Any] = _DEFAULT,
         clock: Callable[[], float] = time.monotonic,
+        near: str | os.PathLike[str] | None = None,
+        near_every: int | timedelta | Every | Sequence[Every] | None = None,
     ) -> None:
         self.path = absolute(path)
         self.step = 0
@@ -103,6 +109,9 @@ class Run:
                 f"{self.path}: keep= removes steps from local directories only so far; pass keep=None"
             )
         self._writer = Writer(store, secrets.token_hex(8))
+        if near is None and near_every is not None:
+            raise ValueError("near_every= needs near=, the directory to save to")
+        self._near = None if near is None else Near(near, near_every, self._writer, self._options, clock)
         self._signals = Signals(signals)
         self._clock = Clock(clock, self._options.timeout)
         self._calls = self._failures = 0
@@ -144,17 +153,23 @@ class Run:
         is an error, and so is a run whose steps are all damaged: it never starts afresh by itself. `fallback=False`
         raises for a damaged step instead of skipping it.
 
+        Near steps count as others do if all processes hold theirs; "best" does not look at them. Those after the step
+        that the run goes on from are removed.
+
         step      a number, or "best" for the best step by the rule of `keep` that names a metric
         into      like `like`, but modules in it are updated in place, see `load`
         data      an iterator, which is put to the position that it had
         rewind    with an older `step`: put the newer ones aside; without it they are an error
         """
+        if self._near:
+            self._near.before_claim()
         self._writer.claim()
-        there = self._agreed_steps()
-        if not there:
+        agreed = self._agreed_steps()
+        if not agreed.steps:
+            self._begin_near(0, agreed)
             return None
-        wanted = self._wanted(there, step)
-        newer = [number for number in there if number > wanted]
+        wanted = self._wanted(agreed, step)
+        newer = [place.number for place in agreed.steps if place.number > wanted]
         if newer and not rewind:
             raise ValueError(
                 f"{self.path} has the steps {newer} after {wanted}; pass rewind=True to put them aside, or resume from "
@@ -166,25 +181,34 @@ class Run:
             placement=PlacementRequest(mesh=mesh, rules=rules, shardings=shardings),
             timeout=self._options.timeout,
         )
-        found = self._load_newest([number for number in there if number <= wanted], request, fallback)
+        found = self._load_newest(
+            [place for place in agreed.steps if place.number <= wanted], request, fallback
+        )
+        self._begin_near(found.step, agreed)
         self._put_aside({**dict.fromkeys(newer, "rewound"), **dict.fromkeys(found.skipped, "damaged")})
         self._go_on_from(found, data)
         return Resumed(found.tree, found.step, found.skipped)
 
-    def _agreed_steps(self) -> list[int]:
-        """Return the numbers of the steps that the first process sees."""
+    def _agreed_steps(self) -> Agreed:
+        """Return the steps that the first process sees, and the near ones that all processes hold."""
+        near = self._near
         with _meeting(self._options.timeout) as hosts:
-            mine = json.dumps([step.number for step in self.steps]).encode()
-            agreed: list[int] = json.loads(hosts.meet(mine, lambda messages: messages[0]))
-        return agreed
+            mine = Held([step.number for step in self.steps], near.held() if near else [])
+            agreed = hosts.meet(mine.to_json(), lambda held: agree(held, near).to_json())
+        return Agreed.from_json(agreed)
 
-    def _wanted(self, there: Sequence[int], step: int | str) -> int:
+    def _begin_near(self, step: int, agreed: Agreed) -> None:
+        if self._near:
+            self._near.begin(step, agreed.epoch, agreed.before)
+
+    def _wanted(self, agreed: Agreed, step: int | str) -> int:
+        there = [place.number for place in agreed.steps]
         if step == "newest":
             return there[-1]
         if step == "best":
-            return self._best(there)
+            return self._best(agreed.far)
         if step not in there:
-            raise NotFoundError(f"{self.path} has no step {step}; it has {list(there)}")
+            raise NotFoundError(f"{self.path} has no step {step}; it has {there}")
         return int(step)
 
     def _best(self, there: Sequence[int]) -> int:
@@ -200,12 +224,14 @@ class Run:
             raise NotFoundError(f"{self.path}: no step has the metric {metric!r}")
         return min(found, key=lambda number: (found[number], -number))
 
-    def _load_newest(self, numbers: Sequence[int], request: Request, fallback: bool) -> _Found:
+    def _load_newest(self, places: Sequence[NearStep], request: Request, fallback: bool) -> _Found:
         skipped: dict[int, str] = {}
-        for number in reversed(numbers):
-            loaded, problem = self._try(number, request)
+        for place in reversed(places):
+            number = place.number
+            loaded, problem = self._try(place, request)
             if problem is None:
-                return _Found(loaded.tree, number, skipped, loaded.entry.metadata.get(RUN_METADATA, {}))
+                facts = loaded.entry.metadata.get(RUN_METADATA, {})
+                return _Found(loaded.tree, number, skipped, own_position(facts) if place.epoch else facts)
             if not fallback:
                 raise CorruptionError(f"step {number} of {self.path} is damaged: {problem}")
             logger.warning("%s: step %d is skipped: %s", self.path, number, problem)
@@ -215,11 +241,14 @@ class Run:
             f"no step of {self.path} is sound, and a run does not start afresh by itself: {listed}"
         )
 
-    def _try(self, number: int, request: Request) -> tuple[Any, str | None]:
+    def _try(self, place: NearStep, request: Request) -> tuple[Any, str | None]:
         """Load a step in all processes. Return it, or why it is damaged in one of them."""
-        loaded, error = None, None
+        loaded, error, number = None, None, place.number
         try:
-            loaded = load_tree(self._path_of(number), request)
+            if place.epoch and self._near:
+                loaded = self._near.load(place, request)
+            else:
+                loaded = load_tree(self._path_of(number), request)
         except Exception as raised:  # noqa: BLE001  the others have to hear of it
             error = raised
         with _meeting(self._options.timeout) as hosts:
@@ -265,7 +294,8 @@ class Run:
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Pending | None:
-        """Save in the background if it is time: `step` steps are done. Return the save, or None.
+        """Save in the background if it is time: `step` steps are done. Return the save, or None; a near one is not
+        returned.
 
         If the job was told to end, save, wait for that, and set `stopping`. `tree` may be a function that returns the
         tree, which is called only if it is saved. `metrics` may be on a device: they are fetched in the background.
@@ -273,6 +303,8 @@ class Run:
         why = self._why(step)
         self._raise_failure(is_waiting=False)
         if why is None:
+            if self._near and self._near.is_due(step):
+                self._save_near(step, tree, data, metrics, metadata)
             return None
         pending = self._save(step, tree, data, metrics, metadata, why)
         if why == "signal":
@@ -305,6 +337,8 @@ class Run:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the save under way, and raise its error."""
+        if self._near:
+            self._near.wait(timeout)
         if self._pending is not None:
             self._pending.exception(timeout)
         self._raise_failure(is_waiting=True)
@@ -331,10 +365,9 @@ class Run:
     ) -> Pending:
         self._wait_for_last()
         self._writer.claim()
-        tree = tree() if isinstance(tree, (types.FunctionType, types.MethodType, functools.partial)) else tree
         _fetch_later(metrics)
         save = start(
-            tree,
+            _called(tree),
             self._path_of(step),
             format=self._format,
             metadata=metadata,
@@ -352,7 +385,24 @@ class Run:
         run_in_background(save, pending, after=functools.partial(self._after_commit, step))
         self.step, self._pending, self._is_asked = step, pending, False
         self._clock.note_save(step)
+        if self._near:
+            self._near.note_save(step)
         return pending
+
+    def _save_near(
+        self,
+        step: int,
+        tree: Any,
+        data: Any,
+        metrics: Mapping[str, Any] | None,
+        metadata: Mapping[str, Any] | None,
+    ) -> None:
+        assert self._near
+        _fetch_later(metrics)
+        late = functools.partial(_facts, "near", dict(metrics or {}))
+        part = position_of(data) if data is not None else b""
+        self._near.save(step, _called(tree), metadata, late, part)
+        self.step = step
 
     def _save_options(self) -> SaveOptions:
         """Use unchanged leaves of the last step again, where that is possible."""
@@ -409,6 +459,8 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         self._signals.close()
+        if self._near:
+            self._near.wait()
         if error is None:
             self.wait()
         elif self._pending is not None:  # what was raised is more important than an error of the save
@@ -458,6 +510,11 @@ def _worst(messages: Sequence[bytes]) -> bytes:
             if message.startswith(start_of):
                 return message
     return b""
+
+
+def _called(tree: Any) -> Any:
+    """Return the tree that is to be saved, which may be given as a function."""
+    return tree() if isinstance(tree, (types.FunctionType, types.MethodType, functools.partial)) else tree
 
 
 def _fetch_later(metrics: Mapping[str, Any] | None) -> None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import jax
 import msgspec
 
-from eformer._engine.record.values import json_decoder
+from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.stores.base import read_whole
-from eformer.errors import SupersededError
+from eformer.errors import FormatError, SupersededError
 
 if TYPE_CHECKING:
     from eformer._engine.stores.base import Store
@@ -34,30 +34,37 @@ class Writer:
     there."""
 
     def __init__(self, store: Store, own_id: str) -> None:
-        self._store, self._id = store, own_id
-        self._has_claimed = False
+        self.store, self.id = store, own_id
+        self.has_claimed = False
+
+    def holder(self) -> str:
+        """Return the id of the job that is the writer now; "" if there is none, or it cannot be read."""
+        try:
+            return json_decoder(_Claim).decode(read_whole(self.store, RUN_FILE)[0]).id
+        except (FileNotFoundError, NotADirectoryError, FormatError, *MALFORMED_JSON):
+            return ""
 
     def claim(self) -> None:
         """Become the writer, before the first step is loaded or saved."""
-        if self._has_claimed or jax.process_index() != 0:
+        if self.has_claimed or jax.process_index() != 0:
             return
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-        data = msgspec.json.encode(_Claim(self._id, socket.gethostname(), os.getpid(), now))
-        self._store.make()
-        upload = self._store.begin()
+        data = msgspec.json.encode(_Claim(self.id, socket.gethostname(), os.getpid(), now))
+        self.store.make()
+        upload = self.store.begin()
         try:
             with upload.exclusive():
                 upload.sweep(None)
                 upload.swap(RUN_FILE, data, None)
         finally:
             upload.close()
-        self._has_claimed = True
+        self.has_claimed = True
 
     def check(self) -> None:
         """Raise a SupersededError if another job has become the writer."""
-        claim = json_decoder(_Claim).decode(read_whole(self._store, RUN_FILE)[0])
-        if claim.id != self._id:
+        claim = json_decoder(_Claim).decode(read_whole(self.store, RUN_FILE)[0])
+        if claim.id != self.id:
             raise SupersededError(
-                f"{self._store.url} is written by another job since {claim.since}: process {claim.pid} on "
+                f"{self.store.url} is written by another job since {claim.since}: process {claim.pid} on "
                 f"{claim.host}. This one saves nothing any more"
             )

@@ -1,0 +1,401 @@
+"""The near tier of a run: frequent steps in memory or on a local disk, in which each process has its own part.
+
+    <near>/process-0/<epoch>/step-510      what process 0 holds of step 510
+    <run>/near.json                        which epochs belong to the run, and up to which step
+
+An epoch is the time from one resume to the next, and has an id that no other has. Steps belong together if they have
+one number and one epoch: processes never mix what different jobs wrote. An epoch that is not in the run's own file, or
+a step after the one from which the run went on, is never resumed from: it is of another run, or was left behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import re
+import secrets
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import msgspec
+
+from eformer._engine.formats.steps import step_name
+from eformer._engine.processes import hosts as _hosts
+from eformer._engine.record.policies import every_from, is_due, minutes_due
+from eformer._engine.record.values import json_decoder, parse_json
+from eformer._engine.runs.clock import Clock
+from eformer._engine.runs.own_part import cut_to_own, load_own
+from eformer._engine.runs.steps import Step, steps
+from eformer._engine.saving.pending import Pending
+from eformer._engine.saving.run import carry_out
+from eformer._engine.saving.save import start
+from eformer._engine.stores.base import read_whole
+from eformer._engine.stores.locate import absolute, store_at
+from eformer._engine.stores.removal import identity_of, remove_checkpoint
+from eformer._engine.trees.devices import compile_copies
+from eformer.errors import CorruptionError, FormatError, NotFoundError, ProcessError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from datetime import timedelta
+
+    from eformer._engine.loading.load import LoadedTree
+    from eformer._engine.loading.request import Request
+    from eformer._engine.record.options import SaveOptions
+    from eformer._engine.record.policies import Every
+    from eformer._engine.runs.writer import Writer
+    from eformer._engine.saving.run import Save
+
+logger = logging.getLogger("eformer")
+
+NEAR_FILE = "near.json"
+
+# Whole steps beside the one that is being written. When its arrays are computed, every other process has begun the
+# step before it, and so has finished the one before that.
+_KEPT = 2
+_MOST_EPOCHS = 64  # in the file; older ones have no steps any more
+
+_EPOCH = re.compile(r"[0-9a-f]{16}")
+_PROCESS = re.compile(r"process-(?P<index>\d{1,9})")
+_COUNT = "eformer.processes"
+
+
+class NearStep(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """A step: its number, and the epoch in which it was saved to the near tier; "" for one of the run itself."""
+
+    number: int
+    epoch: str = ""
+
+
+class _Line(msgspec.Struct):
+    """The epochs from which the run may go on, each up to a step, None for all.
+
+    They count only where the file was written, not in a copy of the run, and only as long as one of these is the
+    writer: a job without a near tier that came after them has left the near steps behind.
+    """
+
+    path: str = ""
+    writers: list[str] = []
+    epochs: list[tuple[str, int | None]] = []
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.epochs]
+
+    def has(self, step: NearStep) -> bool:
+        return any(
+            step.epoch == epoch and (last is None or step.number <= last) for epoch, last in self.epochs
+        )
+
+    def up_to(self, number: int, epoch: str) -> _Line:
+        """Return the line that goes on from a step in a new epoch."""
+        before = [(name, number if last is None else min(number, last)) for name, last in self.epochs]
+        return _Line(self.path, self.writers, [*before, (epoch, None)][-_MOST_EPOCHS:])
+
+
+class Near:
+    """The near tier of a run, seen from one process.
+
+    The order of calls: `before_claim`, `held`, `in_common`, `begin`, as `Run.resume` makes them; then `is_due`, `save`
+    and `note_save`. Errors of its saves are logged: what is not saved here is saved by the run, later.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        every: int | timedelta | Every | Sequence[Every] | None,
+        writer: Writer,
+        options: SaveOptions,
+        clock: Callable[[], float],
+    ) -> None:
+        place = store_at(absolute(path)).local_path()
+        self._every = every_from(every)
+        if place is None:
+            raise ValueError(
+                f"near={path!r}: the near tier is in memory or on a local disk, /dev/shm/run say"
+            )
+        if not self._every:
+            raise ValueError("near= needs near_every=, which says when it saves")
+        self._process = Path(place) / f"process-{jax.process_index()}"
+        self._writer, self._run = writer, writer.store
+        self._clock, self._timeout = Clock(clock, options.timeout), options.timeout
+        self._options = dataclasses.replace(
+            options,
+            dtype=None,
+            reuse=False,
+            processes=None,
+            max_chunk_bytes=None,
+            compression=None,
+            ocdbt=False,
+        )
+        self._line, self._epoch = _Line(), ""
+        self._is_superseded = False
+        self._pending: Pending | None = None
+
+    # -------------------------------------------------------------------------------------- resume
+
+    def before_claim(self) -> None:
+        """Read which epochs count, and note that this writer knows of them, before it becomes the writer."""
+        self.wait()
+        if jax.process_index() != 0:
+            return
+        writer = self._writer
+        line, holder = self._read_line(), writer.holder()
+        is_ours = line.path == self._run.url and holder in line.writers
+        self._line = _Line(self._run.url, [writer.id, holder], line.epochs if is_ours else [])
+        self._is_superseded = writer.has_claimed and holder != writer.id
+        self._write_line()
+
+    def held(self) -> list[NearStep]:
+        """Return the steps that this process holds whole, if they were saved by as many processes as there are."""
+        return sorted(step for step in self._there() if self._is_whole(step))
+
+    def _is_whole(self, step: NearStep) -> bool:
+        found = Step(step.number, self._path_of(step))
+        if problem := found.problem():
+            logger.warning("%s is not used: %s", found.path, problem)
+            return False
+        count = found.metadata.get(_COUNT)
+        if count != jax.process_count():
+            logger.warning("%s is not used: it was saved by %s processes", found.path, count)
+        return bool(count == jax.process_count())
+
+    def in_common(self, held: Sequence[Iterable[NearStep]]) -> list[NearStep]:
+        """Return the steps that all processes hold and that are of this run, given those of each. For the first one."""
+        everywhere = set.intersection(*(set(steps) for steps in held))
+        found = sorted(step for step in everywhere if self._line.has(step))
+        newest = found[-1].number if found else -1
+        others = {step.number for steps in held for step in steps if step.number > newest}
+        if others:
+            logger.warning(
+                "the near steps %s are not used: they are not of this run, or not every process holds them",
+                sorted(others),
+            )
+        return found
+
+    @property
+    def epochs(self) -> list[str]:
+        """The epochs of this run. For the first process."""
+        return self._line.names
+
+    def load(self, step: NearStep, request: Request) -> LoadedTree:
+        """Load this process's part of a step. What cannot be read is damage, for which there is another step."""
+        try:
+            return load_own(self._path_of(step), f"{step.epoch}-{step.number}", request)
+        except ProcessError:  # one of them is a TimeoutError, and so an OSError
+            raise
+        except OSError as error:
+            raise CorruptionError(f"{self._path_of(step)} cannot be read: {error}") from error
+
+    def begin(self, number: int, epoch: str, before: Iterable[str] = ()) -> None:
+        """Begin an epoch after so many steps. Steps after that, and those not of the epochs `before`, are removed."""
+        self._epoch = epoch
+        if jax.process_index() == 0 and not self._is_superseded:
+            self._line = self._line.up_to(number, epoch)
+            self._write_line()
+        stay = [step for step in self.held() if step.number <= number and step.epoch in before]
+        _remove_but(stay, self._process)
+        for name in _names_in(self._process.parent):  # of a job that had more processes
+            if (found := _PROCESS.fullmatch(name)) and int(found["index"]) >= jax.process_count():
+                _remove_but((), self._process.parent / name)
+        self.note_save(number)
+
+    def _begin_afresh(self) -> None:
+        """Begin an epoch of a run that was not resumed."""
+        hosts = _hosts.current("runs", None, self._timeout)
+        epoch = hosts.meet(b"", lambda _: new_epoch().encode()).decode()
+        hosts.end()
+        self._writer.claim()
+        self._line = _Line(self._run.url, [self._writer.id])
+        self.begin(0, epoch)
+
+    def _read_line(self) -> _Line:
+        try:
+            data, _ = read_whole(self._run, NEAR_FILE)
+            return parse_json(data, _Line, f"{self._run.path_to(NEAR_FILE)} cannot be read")
+        except (FileNotFoundError, NotADirectoryError):
+            return _Line()
+        except FormatError as error:
+            logger.warning("the near tier is not used: %s", error)
+            return _Line()
+
+    def _write_line(self) -> None:
+        if self._is_superseded:
+            return
+        self._run.make()
+        upload = self._run.begin()
+        try:
+            with upload.exclusive():
+                upload.swap(NEAR_FILE, msgspec.json.encode(self._line), None)
+        finally:
+            upload.close()
+
+    # ---------------------------------------------------------------------------------------- save
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether it is time for a near step. All processes get the same answer."""
+        by_clock = self._clock.is_due(step, minutes_due(self._every, step), is_asked=False)
+        return is_due(self._every, step) or by_clock
+
+    def note_save(self, step: int) -> None:
+        """Note that a step is saved, here or by the run."""
+        self._clock.note_save(step)
+
+    def save(
+        self,
+        step: int,
+        tree: Any,
+        metadata: Mapping[str, Any] | None,
+        late: Callable[[Sequence[bytes]], Mapping[str, Any]],
+        part: bytes,
+    ) -> None:
+        """Save this process's part of the tree in the background. Wait for the near save before it, for nobody else."""
+        self.wait()
+        if not self._epoch:
+            self._begin_afresh()
+        path = self._path_of(NearStep(step, self._epoch))
+        own, table = cut_to_own(tree)
+        save = start(
+            own,
+            path,
+            metadata={**(metadata or {}), **table, _COUNT: jax.process_count()},
+            options=self._options,
+            detach=True,
+            hosts=_hosts.current("saves", (jax.process_index(),), self._timeout),
+        )
+        save = dataclasses.replace(save, late=late, part=part)
+        self._pending = Pending(path)
+        self.note_save(step)
+        try:
+            self._pending.start(functools.partial(self._carry_out, save), afterwards=compile_copies)
+        except BaseException:  # no thread could be started: nobody shall wait for this save
+            save.turn.end()
+            raise
+
+    def _carry_out(self, save: Save) -> None:
+        """Make room for the step, once all processes must have finished the last but one, and write it."""
+        try:
+            for array in (array for source in save.sources for _, array in source.parts):
+                if isinstance(array, jax.Array):
+                    array.block_until_ready()
+            for step in sorted(self._there())[:-_KEPT]:
+                _remove(self._process / step.epoch, step_name(step.number))
+        except BaseException:
+            save.turn.end()
+            raise
+        carry_out(save)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the near save under way. Its error is logged, not raised."""
+        pending = self._pending
+        if pending is not None and (error := pending.exception(timeout)):
+            logger.error("the near step at %s was not saved", pending.path, exc_info=error)
+        self._pending = None
+
+    # --------------------------------------------------------------------------------------- files
+
+    def _path_of(self, step: NearStep) -> str:
+        return str(self._process / step.epoch / step_name(step.number))
+
+    def _there(self) -> list[NearStep]:
+        """List the steps of this process, whole or not, of whatever run."""
+        return [
+            NearStep(step.number, epoch)
+            for epoch in _names_in(self._process)
+            if _EPOCH.fullmatch(epoch)
+            for step in _steps_in(self._process / epoch)
+        ]
+
+
+def new_epoch() -> str:
+    """Return an id that no other epoch has."""
+    return secrets.token_hex(8)
+
+
+# ------------------------------------------------------------------------------------------- meeting
+
+
+class Held(msgspec.Struct):
+    """The message of a process that resumes: the steps of the run that it sees, and the near steps that it holds."""
+
+    far: list[int]
+    near: list[NearStep]
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+
+class Agreed(msgspec.Struct):
+    """The answer: the steps that there are for all processes, the epoch that begins, and those of the run before it."""
+
+    far: list[int]
+    near: list[NearStep]
+    epoch: str
+    before: list[str]
+
+    @property
+    def steps(self) -> list[NearStep]:
+        """All steps in the order of their numbers; of equal ones, that of the run itself is the last."""
+        both = [*(NearStep(number) for number in self.far), *self.near]
+        return sorted(both, key=lambda step: (step.number, not step.epoch))
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Agreed:
+        return json_decoder(cls).decode(data)
+
+
+def agree(messages: Sequence[bytes], near: Near | None) -> Agreed:
+    """Answer the messages of all processes that resume, in the first one, which has this near tier."""
+    held = [json_decoder(Held).decode(message) for message in messages]
+    common = near.in_common([one.near for one in held]) if near else []
+    return Agreed(held[0].far, common, new_epoch(), near.epochs if near else [])
+
+
+def own_position(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of a near step, which has the position of one process in the data, as those of a run's step."""
+    return {**facts, "data": list(facts.get("data", [])) * jax.process_count()}
+
+
+def _steps_in(place: Path) -> Sequence[Step]:
+    try:
+        return steps(place)
+    except NotFoundError:
+        return ()
+
+
+def _names_in(place: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in place.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _remove_but(stay: Iterable[NearStep], process: Path) -> None:
+    """Remove everything in the epochs of a process but these steps: other steps, and what killed saves have left.
+
+    Errors are logged: what stays takes room, and nothing else.
+    """
+    kept = {(step.epoch, step_name(step.number)) for step in stay}
+    for epoch in filter(_EPOCH.fullmatch, _names_in(process)):
+        for name in _names_in(process / epoch):
+            if (epoch, name) not in kept:
+                _remove(process / epoch, name)
+        if not _names_in(process / epoch):
+            shutil.rmtree(process / epoch, ignore_errors=True)
+
+
+def _remove(place: Path, name: str) -> None:
+    try:
+        if name.startswith("."):
+            shutil.rmtree(place / name)
+        else:
+            remove_checkpoint(place, name, identity_of(place / name))
+    except (OSError, ValueError) as error:
+        logger.warning("%s was not removed: %s", place / name, error)

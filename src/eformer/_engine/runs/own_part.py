@@ -1,0 +1,162 @@
+"""Cut a tree to what this process holds of it, save that as a tree of its own, and load it as the tree it was cut from.
+
+The part is a list: arrays that only this process holds and plain values as they are, of every other array the distinct
+boxes that the devices of this process hold. The metadata of the save has a table that says which is which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import msgspec
+
+from eformer._engine.loading.load import load_tree
+from eformer._engine.record.dtypes import name_of_dtype
+from eformer._engine.record.manifest import LeafEntry, RecordedSharding, TreeEntry
+from eformer._engine.record.values import parse_json
+from eformer._engine.trees.devices import is_key
+from eformer._engine.trees.flatten import flatten
+from eformer._engine.trees.shardings import recorded_sharding
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from eformer._engine.formats.found import Found
+    from eformer._engine.loading.load import LoadedTree
+    from eformer._engine.loading.request import Request
+    from eformer._engine.record.manifest import Extent
+
+PART_METADATA = "eformer.part"
+
+
+class _Cut(msgspec.Struct, frozen=True, array_like=True):
+    """An array of which only boxes are in the part: the whole array as it is stored, and where each box begins."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    key: str | None
+    sharding: RecordedSharding | None
+    starts: tuple[tuple[int, ...], ...]
+
+
+class _Table(msgspec.Struct, frozen=True):
+    """The leaves of the tree in the order of the part, the arrays among them that were cut, and the structure."""
+
+    names: list[str]
+    cuts: dict[str, _Cut]
+    structure: msgspec.Raw
+
+
+def cut_to_own(tree: Any) -> tuple[list[Any], dict[str, str]]:
+    """Return the part of the tree that this process holds, and the metadata that `load_own` needs."""
+    leaves, structure = flatten(tree)
+    part: list[Any] = []
+    cuts: dict[str, _Cut] = {}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            boxes = _boxes(leaf)
+            cuts[name] = _cut(leaf, tuple(boxes))
+            part += boxes.values()
+        else:
+            part.append(leaf)
+    table = _Table(list(leaves), cuts, msgspec.Raw(msgspec.json.encode(structure)))
+    return part, {PART_METADATA: msgspec.json.encode(table).decode()}
+
+
+def _boxes(array: jax.Array) -> dict[tuple[int, ...], jax.Array]:
+    """Return the distinct boxes that the devices of this process hold, by where they begin."""
+    found: dict[tuple[int, ...], jax.Array] = {}
+    for shard in array.addressable_shards:
+        # The index of PRNG keys has an axis more, that of the numbers inside.
+        start = tuple(s.indices(size)[0] for s, size in zip(shard.index, array.shape, strict=False))
+        found.setdefault(start, shard.data)
+    return found
+
+
+def _cut(array: jax.Array, starts: tuple[tuple[int, ...], ...]) -> _Cut:
+    sharding = recorded_sharding(array.sharding)
+    if not is_key(array):
+        return _Cut(name_of_dtype(array.dtype), array.shape, None, sharding, starts)
+    data = jax.eval_shape(jax.random.key_data, array)
+    inner = (0,) * (len(data.shape) - array.ndim)
+    key = str(jax.random.key_impl(array))
+    return _Cut(
+        name_of_dtype(data.dtype), data.shape, key, sharding, tuple((*start, *inner) for start in starts)
+    )
+
+
+# --------------------------------------------------------------------------------------------- load
+
+
+def load_own(path: str, common_id: str, request: Request) -> LoadedTree:
+    """Load the part at `path` as the tree that it was cut from, together with the other processes, from their parts.
+
+    Arrays that are to lie elsewhere on the same mesh are moved between the devices. Raise a FormatError if a box that
+    is needed here is not in the part. `common_id` is the same in all processes if their parts belong together.
+    """
+
+    def see(found: Found) -> Found:
+        whole = _uncut(found.tree(None), path, common_id)
+        return dataclasses.replace(found, trees={"": whole}, only=None, is_part=True)
+
+    return load_tree(path, dataclasses.replace(request, as_saved=True), see)
+
+
+class _UncutTree(TreeEntry, frozen=True, kw_only=True, dict=True):
+    """A tree whose leaves lack boxes, which other processes hold. `leaves` is the field: nothing checks for gaps."""
+
+    boxed: dict[str, LeafEntry]
+
+    @property
+    def leaves(self) -> dict[str, LeafEntry]:
+        return self.boxed
+
+
+def _uncut(part: TreeEntry, path: str, common_id: str) -> _UncutTree:
+    """Return the record of the tree that the part was cut from."""
+    text = part.metadata.get(PART_METADATA)
+    if not isinstance(text, str):
+        raise FormatError(f"{path} is not a part of a tree: its metadata has no {PART_METADATA!r}")
+    table = parse_json(text.encode(), _Table, f"{path}: the table of its leaves cannot be read")
+    stored, number = part.leaves, 0
+    arrays: dict[str, LeafEntry] = {}
+    values: dict[str, Any] = {}
+    for name in table.names:
+        cut = table.cuts.get(name)
+        if cut is not None:
+            boxes = [stored[str(number + i)] for i in range(len(cut.starts))]
+            arrays[name] = _joined(cut, boxes)
+            number += len(boxes)
+            continue
+        if str(number) in part.raw_values:
+            values[name] = part.raw_values[str(number)]
+        else:
+            arrays[name] = stored[str(number)]
+        number += 1
+    fields = {field: getattr(part, field) for field in part.__struct_fields__}
+    fields |= {"save_id": common_id, "raw_values": values, "structure": table.structure}
+    return _UncutTree(**fields, boxed=arrays)
+
+
+def _joined(cut: _Cut, boxes: Sequence[LeafEntry]) -> LeafEntry:
+    """Return the record of the whole array, with the extents of the boxes where these lie in it."""
+    extents = [
+        _moved(extent, box, start, cut.shape)
+        for box, start in zip(boxes, cut.starts, strict=True)
+        for extent in box.extents
+    ]
+    home = boxes[0].home if boxes else "jax"
+    return LeafEntry(cut.dtype, cut.shape, tuple(extents), home, cut.key, cut.sharding)
+
+
+def _moved(extent: Extent, box: LeafEntry, start: tuple[int, ...], shape: tuple[int, ...]) -> Extent:
+    if box.shape == shape:
+        return extent
+    region = box.region_of(extent)
+    first, last = (
+        tuple(a + b for a, b in zip(start, side, strict=True)) for side in (region.start, region.stop)
+    )
+    return msgspec.structs.replace(extent, region=(first, last))
