@@ -15,7 +15,7 @@ import eformer.pytree
 import eformer.serialization
 from eformer import paths
 from eformer.pytree import _serialization
-from eformer.serialization import async_manager, serialization, utils
+from eformer.serialization import async_manager, checkpointer, serialization, utils
 
 # Name by name from the documentation: parameters with their defaults.
 PYTREE_SERIALIZATION = {
@@ -112,6 +112,20 @@ MANAGER = {
     "save_tree": _SAVE,
     "wait_until_finished": "(self)",
 }
+CHECKPOINTER = {
+    "__init__": "(self, base_path, save_interval, step_policies, *, manager=None, dt_now_injection=None, "
+    "delete_old_temp_checkpoints=True)",
+    "load_checkpoint": "(self, mesh, *, path=None, discover_latest=True, shardings=None, partition_rules=None, dtype=None, "
+    "prefix=None, structured=False, template=None, strict_shapes=True)",
+    "load_pytree": "(self, mesh, *, prefix, path=None, discover_latest=True, discover_raise=True, partition_rules=None, "
+    "dtype=None, load_treedef=False, callback=None, template=None, strict_shapes=True, chunk_size=None)",
+    "on_step": "(self, mesh, pytree=None, force=False, *, step, true_callbacks=None, extras=None)",
+    "save_checkpoint": "(self, tree, destination, *, commit_callback=None, is_temporary=False, mesh=None, step=-1, "
+    "shardings=None, partition_rules=None, prefix=None, structured=False, dtype=None, extras=None)",
+    "save_pytree": "(self, tree, prefix, *, step=None, destination=None, mesh=None, dtype=None, extras=None, "
+    "temporary=False, write_index=True)",
+    "wait_until_finished": "(self)",
+}
 METADATA = {
     "__init__": "(self, version='0.0.90', timestamp=None, checksum=None, array_metadata=None, framework_version=None, "
     "custom_metadata=None)",
@@ -137,7 +151,9 @@ def documented(text):
     + [(utils, n, t) for n, t in UTILS.items()]
     + [(eformer.checkpoint, n, t) for n, t in CHECKPOINT.items()]
     + [(async_manager.AsyncCheckpointManager, n, t) for n, t in MANAGER.items()]
-    + [(async_manager.CheckpointMetadata, n, t) for n, t in METADATA.items()],
+    + [(async_manager.CheckpointMetadata, n, t) for n, t in METADATA.items()]
+    + [(checkpointer.Checkpointer, n, t) for n, t in CHECKPOINTER.items()]
+    + [(checkpointer, "find_latest_checkpoint", "(base_path)")],
 )
 def test_every_documented_function_has_its_documented_signature(module, name, text):
     function = getattr(module, name)
@@ -150,6 +166,7 @@ def test_the_modules_export_what_is_documented_and_no_more():
     assert set(serialization.__all__) == set(SERIALIZATION)
     assert set(utils.__all__) == set(UTILS)
     assert set(async_manager.__all__) == {"AsyncCheckpointManager", "CheckpointMetadata"}
+    assert set(checkpointer.__all__) == {"CheckpointInterval", "Checkpointer", "find_latest_checkpoint"}
     assert set(paths.__all__) == {"GCSPath", "LocalPath", "MLUtilPath", "ePath"}
     assert eformer.serialization.dry_run is eformer.checkpoint.dry_run
     public = {
@@ -160,7 +177,10 @@ def test_the_modules_export_what_is_documented_and_no_more():
 
 @pytest.mark.parametrize(
     ("package", "modules"),
-    [(eformer.pytree, [_serialization]), (eformer.serialization, [async_manager, serialization, utils])],
+    [
+        (eformer.pytree, [_serialization]),
+        (eformer.serialization, [async_manager, checkpointer, serialization, utils]),
+    ],
 )
 def test_the_packages_export_every_name_of_their_modules(package, modules):
     for module in modules:
@@ -180,6 +200,8 @@ def test_the_manager_offers_what_is_documented_and_no_more():
     public = {name for name in vars(async_manager.AsyncCheckpointManager) if name[0] != "_"}
     assert public == {*MANAGER, "global_manager"} - {"__init__"}
     assert inspect.getdoc(async_manager.AsyncCheckpointManager.global_manager)
+    public = {name for name in vars(checkpointer.Checkpointer) if name[0] != "_"}
+    assert public == set(CHECKPOINTER) - {"__init__"}
 
 
 def test_the_engine_offers_what_is_documented_and_no_more():
@@ -258,6 +280,7 @@ def test_importing_the_package_imports_no_jax_and_starts_no_backend():
         "import eformer.pytree, eformer.serialization; assert not {'jax', 'numpy'} & sys.modules.keys()\n"
         "import eformer.pytree._serialization, eformer.serialization.utils, jax\n"
         "import eformer.serialization.async_manager, eformer.serialization.serialization\n"
+        "import eformer.serialization.checkpointer\n"
         "assert 'tensorstore' not in sys.modules\n"
         "from eformer.checkpoint import save, load, save_async, open, inspect, verify\n"
         "jax.distributed.is_initialized(); jax.config.update('jax_platforms', 'cpu')\n"

@@ -60,6 +60,14 @@ def test_the_clock_of_the_first_process_decides_with_few_messages(two, tmp_path)
     assert met[0] == met[1] < 80  # with the meetings of the saves
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_checkpointer_of_trainers_decides_in_the_first_process(two, tmp_path, rank):
+    (saved, step), (others_saved, others_step) = succeed(two.run("use_checkpointer", tmp_path, rank))
+    assert saved == others_saved == [(7, True), (14, True), (20, False), (27, True)]
+    assert step == others_step == (31 if rank else 20)
+    assert numbers(tmp_path) == [20, 31]
+
+
 def test_another_number_of_processes_is_an_error_for_the_data(jobs, tmp_path):
     succeed(jobs(2, 2).run("run_loop", tmp_path, 20))
     outcomes = jobs(4, 1).run("run_loop", tmp_path, 40)

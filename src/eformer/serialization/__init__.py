@@ -1,6 +1,7 @@
 """The documented serialization API, as thin functions over the engine.
 
 async_manager      AsyncCheckpointManager, CheckpointMetadata
+checkpointer       Checkpointer, CheckpointInterval, find_latest_checkpoint: save by rule, in a trainer
 serialization      tree_serialize_leaves, tree_deserialize_leaves, and the names of leaves
 utils              names of files, sizes, shard layouts, gathering and resharding
 dry_run            compute how many bytes a load would put on each device
@@ -17,10 +18,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eformer._engine.loading.dry_run import dry_run as dry_run
     from eformer.serialization import async_manager as async_manager
+    from eformer.serialization import checkpointer as checkpointer
     from eformer.serialization import serialization as serialization
     from eformer.serialization import utils as utils
     from eformer.serialization.async_manager import AsyncCheckpointManager as AsyncCheckpointManager
     from eformer.serialization.async_manager import CheckpointMetadata as CheckpointMetadata
+    from eformer.serialization.checkpointer import Checkpointer as Checkpointer
+    from eformer.serialization.checkpointer import CheckpointInterval as CheckpointInterval
+    from eformer.serialization.checkpointer import find_latest_checkpoint as find_latest_checkpoint
     from eformer.serialization.serialization import is_array_like as is_array_like
     from eformer.serialization.serialization import join_key as join_key
     from eformer.serialization.serialization import leaf_key_paths as leaf_key_paths
@@ -45,7 +50,9 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AsyncCheckpointManager": "eformer.serialization.async_manager",
+    "CheckpointInterval": "eformer.serialization.checkpointer",
     "CheckpointMetadata": "eformer.serialization.async_manager",
+    "Checkpointer": "eformer.serialization.checkpointer",
     "apply_gather_functions": "eformer.serialization.utils",
     "broadcast_tensor": "eformer.serialization.utils",
     "chunk_tensor_by_memory": "eformer.serialization.utils",
@@ -53,6 +60,7 @@ _HOME = {
     "dry_run": "eformer._engine.loading.dry_run",
     "estimate_array_nbytes": "eformer.serialization.utils",
     "estimate_available_memory": "eformer.serialization.utils",
+    "find_latest_checkpoint": "eformer.serialization.checkpointer",
     "flatten_for_broadcast": "eformer.serialization.utils",
     "group_keys_by_shard_size": "eformer.serialization.utils",
     "index_filename": "eformer.serialization.utils",
@@ -72,15 +80,19 @@ _HOME = {
 
 __all__ = [
     "AsyncCheckpointManager",
+    "CheckpointInterval",
     "CheckpointMetadata",
+    "Checkpointer",
     "apply_gather_functions",
     "async_manager",
     "broadcast_tensor",
+    "checkpointer",
     "chunk_tensor_by_memory",
     "derive_base_prefix_from_path",
     "dry_run",
     "estimate_array_nbytes",
     "estimate_available_memory",
+    "find_latest_checkpoint",
     "flatten_for_broadcast",
     "group_keys_by_shard_size",
     "index_filename",

@@ -104,3 +104,34 @@ def gather_all():
     for name, leaf in gathered.items():
         if name != "bits":
             assert bits(leaf) == bits(whole(name)), name
+
+
+def use_checkpointer(path, rank):
+    """Clocks differ by an hour, and one process sees the directory without its last checkpoint."""
+    import datetime as dt
+
+    from eformer.serialization import Checkpointer, CheckpointInterval, checkpointer
+
+    now, saved = [dt.datetime(2026, 1, 1, jax.process_index(), tzinfo=dt.UTC)], []
+    one = Checkpointer(
+        path, dt.timedelta(minutes=7), [CheckpointInterval(20)], dt_now_injection=lambda: now[0]
+    )
+
+    def save(name, mesh, metadata):
+        Checkpointer(path / name, None, []).save_pytree(tree(metadata["step"]), "model", mesh=mesh)
+        saved.append((metadata["step"], metadata["is_temporary"]))
+
+    for step in range(1, 31):
+        now[0] += dt.timedelta(minutes=1)
+        one.on_step(mesh(), step=step, true_callbacks=[save])
+    one.on_step(mesh(), tree(31), force=True, step=31)
+    one.wait_until_finished()
+    seen = checkpointer.find_latest_checkpoint
+    checkpointer.find_latest_checkpoint = lambda root: (
+        str(path / "run-20") if jax.process_index() == rank else seen(root)
+    )
+    try:
+        _, metadata = one.load_checkpoint(mesh(), partition_rules=[(".*", P())])
+        return saved, metadata["step"]
+    finally:
+        checkpointer.find_latest_checkpoint = seen

@@ -20,11 +20,11 @@ class Clock:
     def __init__(self, clock: Callable[[], float], timeout: float) -> None:
         self._clock, self._timeout = clock, timeout
         self._is_alone = _hosts.is_alone()
-        self._saved_at = self._met_at = clock()
+        self.saved_at = self._met_at = clock()  # when the last save began
         self._met_step = self._next_step = 0
 
     def note_save(self, step: int) -> None:
-        self._saved_at = self._met_at = self._clock()
+        self.saved_at = self._met_at = self._clock()
         self._met_step, self._next_step = step, step + 1
 
     def is_due(self, step: int, minutes: float | None, *, is_asked: bool) -> bool:
@@ -48,7 +48,7 @@ class Clock:
         return False
 
     def _left(self, minutes: float) -> float:
-        return self._saved_at + 60 * minutes - self._clock()
+        return self.saved_at + 60 * minutes - self._clock()
 
     def _next_meeting(self, step: int, left: float) -> int:
         """Return the step half of the way to where the time will be over, as fast as the steps have been."""

@@ -1,0 +1,181 @@
+"""Find the checkpoints that a Checkpointer has finished, read what it recorded, and remove them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from eformer._engine.formats.find import find, problem_of, reread
+from eformer._engine.formats.steps import step_number
+from eformer._engine.record.values import parse_json
+from eformer._engine.runs.steps import RUN_METADATA, Step, steps
+from eformer._engine.stores.base import read_whole
+from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.removal import identity_of, remove_checkpoint
+from eformer.errors import EformerError, FormatError, NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from eformer._engine.stores.removal import Identity
+
+logger = logging.getLogger("eformer")
+
+METADATA = "metadata.json"
+
+# ---------------------------------------------------------------------------------------------- find
+
+
+def find_latest_checkpoint(base_path: str | os.PathLike[str]) -> str | None:
+    """Return the path of the last finished checkpoint in `base_path`, or of `base_path` if it is one; None for neither.
+
+    The last one is that of the highest step, whatever clocks say. Those that are damaged are skipped with a warning.
+
+    Example:
+
+        >>> find_latest_checkpoint("runs/llama")
+        'runs/llama/run-1000'
+    """
+    root = str(base_path)
+    try:
+        names = store_at(root).kinds()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    inner = [name for name, kind in names.items() if kind == "directory" and _may_be_one(name)]
+    found = [_finished(os.path.join(root, name)) for name in inner]  # noqa: PTH118  URLs, too
+    for step in sorted(filter(None, found), key=lambda step: (step.number, step.path), reverse=True):
+        if (problem := step.problem()) is None:
+            return step.path
+        logger.warning("%s is skipped, because it is not whole: %s", step.path, problem)
+    own = _finished(root) if METADATA in names else None
+    return root if own is not None and own.problem() is None else None
+
+
+def _may_be_one(name: str) -> bool:
+    """Leave out hidden directories, and checkpoints that were put aside: run-100.damaged."""
+    return "." not in name
+
+
+def _finished(path: str) -> Step | None:
+    """Return a checkpoint with its step; None if it is not one, or not finished."""
+    try:
+        recorded = read_checkpoint_metadata(path).get("step", -1)
+    except (EformerError, OSError):
+        return None
+    return Step(step_of(recorded if isinstance(recorded, int) else -1, path), path)
+
+
+def is_checkpoint(path: str) -> bool:
+    """Tell whether this is itself a checkpoint, and not a directory of them."""
+    try:
+        found = find(path)
+    except NotFoundError:
+        return False
+    except (EformerError, OSError):  # damaged: the load will say how
+        return True
+    try:
+        return found.path not in {step.path for step in steps(path)}
+    except NotFoundError:  # a file
+        return True
+
+
+def problem_at(path: str) -> str | None:
+    """Say why this is not a whole checkpoint, or return None. Saves to it in the background are waited for."""
+    try:
+        return reread(path, problem_of)
+    except (EformerError, OSError) as error:
+        return str(error)
+
+
+# ------------------------------------------------------------------------------------------- metadata
+
+
+def step_of(step: int, destination: str) -> int:
+    """Return the step, or the number that ends the name if it is not given; -1 for neither."""
+    if step >= 0:
+        return int(step)
+    number = step_number(destination.rstrip("/").rpartition("/")[2])
+    return -1 if number is None else number
+
+
+def write_metadata(path: str, facts: Mapping[str, Any]) -> None:
+    """Write `metadata.json` of a checkpoint, whole or not at all."""
+    upload = store_at(path).begin()
+    try:
+        with upload.exclusive():
+            upload.swap(METADATA, msgspec.json.encode(facts), None)
+    finally:
+        upload.close()
+
+
+def metadata_file(path: str) -> dict[str, Any] | None:
+    """Read `metadata.json` of a checkpoint; None if it has none, or one that cannot be read."""
+    try:
+        data, _ = read_whole(store_at(path), METADATA)
+        return parse_json(data, dict[str, Any], f"{path}: its {METADATA} cannot be read")
+    except (FileNotFoundError, NotADirectoryError, FormatError):
+        return None
+
+
+def read_checkpoint_metadata(checkpoint_path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return `step`, `timestamp` and `is_temporary` of a finished checkpoint, and what callbacks wrote beside them.
+
+    Raise FileNotFoundError if it is not finished.
+    """
+    path = str(checkpoint_path)
+    if (written := metadata_file(path)) is not None:
+        return written
+    if (committed := _committed_facts(path)) is not None:
+        return committed
+    raise NotFoundError(f"{path} has no {METADATA}: it is not a checkpoint, or its save was not finished")
+
+
+def _committed_facts(path: str) -> dict[str, Any] | None:
+    """Return the facts that were committed together with a tree; None if there are none."""
+    for tree in find(path).trees.values():
+        facts = tree.metadata
+        if "is_temporary" in facts or RUN_METADATA in facts:
+            return {
+                "step": facts.get("step", step_of(-1, path)),
+                "timestamp": tree.saved_at,
+                "is_temporary": facts.get("is_temporary", False),
+            }
+    return None
+
+
+def is_temporary(path: str) -> bool:
+    """Tell whether all that is recorded says so: one that has just been replaced by one that stays has both for a
+    moment."""
+    try:
+        said = [facts for facts in (metadata_file(path), _committed_facts(path)) if facts is not None]
+    except (EformerError, OSError):
+        return False
+    return bool(said) and all(facts.get("is_temporary") is True for facts in said)
+
+
+# --------------------------------------------------------------------------------------------- remove
+
+
+def removable(path: Path) -> Identity | None:
+    """Return the identity of a checkpoint that may be removed; None if it is gone, or the newest that is finished."""
+    try:
+        identity = identity_of(path)
+    except FileNotFoundError:
+        return None
+    newest = find_latest_checkpoint(path.parent)
+    if newest is None or Path(newest) == path:
+        logger.warning("%s is not removed: no newer checkpoint is finished", path)
+        return None
+    return identity
+
+
+def remove(path: Path, identity: Identity) -> None:
+    """Remove a checkpoint. Errors are logged."""
+    try:
+        remove_checkpoint(path.parent, path.name, identity)
+    except (EformerError, OSError, ValueError):
+        logger.exception("%s could not be removed", path)

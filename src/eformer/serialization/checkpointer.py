@@ -1,0 +1,489 @@
+"""The checkpointer that trainers call at every step: it decides when to save, and which checkpoints stay.
+
+Checkpoints are directories `run-100` of `base_path`. Those that a step policy asks for stay for ever; those that the
+clock asks for are temporary: a newer checkpoint takes their place. A checkpoint is finished when it has a
+`metadata.json`, which is written after everything else in it; one that was saved in a single commit is finished with
+that commit.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from eformer._engine.processes import hosts as _hosts
+from eformer._engine.record.options import SaveOptions
+from eformer._engine.runs.clock import Clock
+from eformer._engine.runs.steps import steps
+from eformer._engine.saving.run import told_to_all
+from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.removal import remove_file
+from eformer.errors import NotFoundError
+from eformer.serialization._finished import (
+    METADATA,
+    find_latest_checkpoint,
+    is_checkpoint,
+    is_temporary,
+    metadata_file,
+    problem_at,
+    removable,
+    remove,
+    step_of,
+    write_metadata,
+)
+from eformer.serialization._finished import read_checkpoint_metadata as _read_checkpoint_metadata  # noqa: F401
+from eformer.serialization.async_manager import AsyncCheckpointManager
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from jax.sharding import Mesh
+
+    from eformer._engine.saving.pending import Pending
+    from eformer.serialization.async_manager import Callback, Rules
+
+__all__ = ["CheckpointInterval", "Checkpointer", "find_latest_checkpoint"]
+
+logger = logging.getLogger("eformer")
+
+SaveCallback = Callable[[str, Any, dict[str, Any]], object]
+
+
+@dataclass(frozen=True)
+class CheckpointInterval:
+    """Save at every multiple of `every`, up to the step `until`; None for no end."""
+
+    every: int
+    until: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"CheckpointInterval(every={self.every}): every must be positive")
+
+
+class Checkpointer:
+    """Save checkpoints `run-100` of a training run by rule, in the background, and load them.
+
+    base_path                     the directory of the checkpoints
+    save_interval                 save a temporary checkpoint when this time has passed since the last save
+    step_policies                 save checkpoints that stay, by the first policy that has not ended; sorted by `until`
+    manager                       writes and reads the trees; by default as zarr arrays
+    dt_now_injection              the clock, a function that returns a datetime; by default one that is never set back
+    delete_old_temp_checkpoints   False leaves the temporary checkpoints of earlier jobs alone
+
+    All processes of a job make the same calls. Only `save_pytree` waits for its save; an error of a save in the
+    background is raised by the next call.
+
+    Example:
+
+        >>> checkpointer = Checkpointer("runs/llama", timedelta(minutes=15), [CheckpointInterval(every=1000)])
+        >>> checkpointer.on_step(mesh, state, step=1000)
+        >>> checkpointer.wait_until_finished()
+    """
+
+    def __init__(
+        self,
+        base_path: str | os.PathLike[str],
+        save_interval: dt.timedelta | None,
+        step_policies: Sequence[CheckpointInterval],
+        *,
+        manager: AsyncCheckpointManager | None = None,
+        dt_now_injection: Callable[[], dt.datetime] | None = None,
+        delete_old_temp_checkpoints: bool = True,
+    ) -> None:
+        self.base_path = str(base_path)
+        self.save_interval = save_interval
+        self.step_policies = _in_order(step_policies)
+        self._manager = AsyncCheckpointManager() if manager is None else manager
+        self._dt_now_injection = dt_now_injection or _steady_clock()
+        self._began = self._dt_now_injection()
+        self._clock = Clock(self._seconds, SaveOptions().timeout)
+        self._last_save_step = 0
+        self._deletes_old = delete_old_temp_checkpoints
+        self._own_temporaries: set[int] = set()  # steps that this job has saved
+        self._pending: Pending | None = None
+        self._remover: futures.ThreadPoolExecutor | None = None
+        self._removals: list[futures.Future[None]] = []
+
+    def __repr__(self) -> str:
+        return f"<Checkpointer at {self.base_path}: last saved at step {self._last_save_step}>"
+
+    @property
+    def _last_save_time(self) -> dt.datetime:
+        """When the last save began, by the injected clock. Trainers that save by callbacks set it themselves."""
+        return self._began + dt.timedelta(seconds=self._clock.saved_at)
+
+    @_last_save_time.setter
+    def _last_save_time(self, when: dt.datetime) -> None:
+        self._clock.saved_at = (when - self._began).total_seconds()
+
+    def _seconds(self) -> float:
+        return (self._dt_now_injection() - self._began).total_seconds()
+
+    # -------------------------------------------------------------------------------------------- save
+
+    def on_step(
+        self,
+        mesh: Mesh | None,
+        pytree: Any = None,
+        force: bool = False,
+        *,
+        step: int,
+        true_callbacks: Sequence[SaveCallback] | None = None,
+        extras: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save to `run-{step}` if it is time: `pytree` in the background, or by functions of the caller.
+
+        force            save a checkpoint that stays, whatever the policies say
+        true_callbacks   functions that save, called with the name `run-{step}`, the mesh and a dict that has `step`,
+                         `is_temporary` and the extras; the checkpoint is finished when all of them have returned
+        extras           metadata of the checkpoint
+
+        A step that was just saved, and step 0, are saved only with `force`.
+        """
+        self._raise_failure()
+        if pytree is None and not true_callbacks:
+            raise ValueError("on_step has nothing to save: pass pytree=, or true_callbacks= that save it")
+        if step == 0 and not force:
+            self._last_save_time = self._dt_now_injection()
+            return
+        if not force and (step == self._last_save_step or not self._is_due(step)):
+            return
+        is_temporary = not (force or self._is_on_policy(step))
+        name = _name_of(step)
+        if not true_callbacks:
+            self.save_checkpoint(pytree, name, mesh=mesh, step=step, is_temporary=is_temporary, extras=extras)
+            return
+        self._wait_for_save()
+        self._unfinish(name)
+        if pytree is not None:
+            self._start(pytree, name, mesh=mesh, metadata={**(extras or {}), "step": step}).result()
+        for callback in true_callbacks:
+            callback(name, mesh, {"step": step, "is_temporary": is_temporary, **(extras or {})})
+        path = self._path_of(name)
+        self._finish(path, step, is_temporary, also=metadata_file(path))  # of the callbacks
+        self._note_save(step)
+
+    def save_checkpoint(
+        self,
+        tree: Any,
+        destination: str,
+        *,
+        commit_callback: Callable[[], object] | None = None,
+        is_temporary: bool = False,
+        mesh: Mesh | None = None,
+        step: int = -1,
+        shardings: Any = None,
+        partition_rules: Rules | None = None,
+        prefix: str | None = None,
+        structured: bool = False,
+        dtype: Any = None,
+        extras: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save `tree` to `destination`, a name in `base_path`, in the background.
+
+        commit_callback   is called when the checkpoint is finished
+        step              by default the number in the name
+        structured        the structure is always recorded; True only asks for a prefix
+
+        Arrays are saved as they are sharded: `shardings` and `partition_rules` are refused.
+        """
+        if structured and not prefix:
+            raise ValueError("prefix is required when structured=True")
+        if shardings is not None or partition_rules is not None:
+            raise ValueError(
+                "save_checkpoint saves arrays as they are sharded: pass shardings= and partition_rules= to "
+                "load_checkpoint, or reshard the tree first"
+            )
+        step = step_of(step, destination)
+        finish = partial(self._finish, self._path_of(destination), step, is_temporary)
+
+        def after(_: str) -> None:
+            finish()
+            if commit_callback is not None:
+                commit_callback()
+
+        metadata = _recorded(step, is_temporary, extras)
+        self._pending = self._start(tree, destination, after, mesh, metadata, prefix, dtype)
+        self._note_save(step)
+
+    def save_pytree(
+        self,
+        tree: Any,
+        prefix: str,
+        *,
+        step: int | None = None,
+        destination: str | None = None,
+        mesh: Mesh | None = None,
+        dtype: Any = None,
+        extras: Mapping[str, Any] | None = None,
+        temporary: bool = False,
+        write_index: bool = True,
+    ) -> str:
+        """Save `tree` under a prefix, and return the path: `run-{step}`, `destination`, or `base_path` itself.
+
+        Several prefixes may be saved to one checkpoint. With `step` it is finished afterwards, see `on_step`.
+        """
+        self._raise_failure()
+        name = destination or ("" if step is None else _name_of(step))
+        path = self._path_of(name)
+        metadata = {**(extras or {}), **({} if step is None else {"step": int(step)})}
+        self._manager.save_pytree(
+            tree,
+            path,
+            mesh,
+            prefix=prefix,
+            cpu_offload=False,
+            dtype=dtype,
+            extras=metadata,
+            write_index=write_index,
+        )
+        if step is not None and self._manager.enable is not False:
+            self._finish(path, int(step), temporary, also=metadata_file(path))
+        return path
+
+    def _is_due(self, step: int) -> bool:
+        """Tell whether to save. All processes get the same answer; a step without a save costs no message."""
+        if self._is_on_policy(step):
+            return True
+        minutes = None if self.save_interval is None else self.save_interval.total_seconds() / 60
+        return self._clock.is_due(step, minutes, is_asked=False)
+
+    def _is_on_policy(self, step: int) -> bool:
+        policy = next((rule for rule in self.step_policies if rule.until is None or step <= rule.until), None)
+        return policy is not None and step % policy.every == 0
+
+    def _start(
+        self,
+        tree: Any,
+        name: str,
+        after: Callable[[str], None] | None = None,
+        mesh: Mesh | None = None,
+        metadata: dict[str, Any] | None = None,
+        prefix: str | None = None,
+        dtype: Any = None,
+    ) -> Pending:
+        """Begin a save, when the one before is over."""
+        self._wait_for_save()
+        return self._manager.save_async(
+            tree, self._path_of(name), mesh, None, dtype, metadata, callback=after, prefix=prefix
+        )
+
+    def _unfinish(self, name: str) -> None:
+        """Take the mark from a checkpoint that is about to be replaced in parts: until it is finished again, some of
+        its trees may be older than others."""
+        place = store_at(self._path_of(name)).local_path()
+        if jax.process_index() == 0 and place is not None and place.is_dir():
+            remove_file(place, METADATA)
+
+    def _finish(
+        self, path: str, step: int, is_temporary: bool, also: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write `metadata.json`, then remove older temporary checkpoints."""
+        if jax.process_index() != 0:
+            return
+        if (problem := problem_at(path)) is not None:
+            logger.warning("%s: not marked as finished, because it is not whole: %s", path, problem)
+            return
+        write_metadata(path, {**(also or {}), **_facts(step, is_temporary)})
+        if is_temporary:
+            self._own_temporaries.add(step)
+        for older in self._older_temporaries(step):
+            self._queue_checkpoint_removal(older)
+
+    def _note_save(self, step: int) -> None:
+        if step >= 0:
+            self._last_save_step = step
+        self._clock.note_save(step)
+
+    def _path_of(self, destination: str) -> str:
+        """Return where a name leads: in `base_path`, unless it is absolute."""
+        if not destination or "://" in destination:
+            return destination or self.base_path
+        return os.path.join(self.base_path, destination)  # noqa: PTH118  URLs, too
+
+    # ------------------------------------------------------------------------------------------ remove
+
+    def _older_temporaries(self, step: int) -> Iterator[str]:
+        for found in steps(self.base_path):
+            is_ours = self._deletes_old or found.number in self._own_temporaries
+            if found.number < step and is_ours and is_temporary(found.path):
+                yield found.path
+
+    def _queue_checkpoint_removal(self, checkpoint_dir: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint, in a thread of its own. The newest one of its directory is never removed."""
+        if jax.process_index() != 0:
+            return
+        path = Path(checkpoint_dir)
+        if (identity := removable(path)) is None:
+            return
+        if self._remover is None:
+            self._remover = futures.ThreadPoolExecutor(1, "eformer-remove")
+        self._removals = [removal for removal in self._removals if not removal.done()]
+        self._removals.append(self._remover.submit(remove, path, identity))
+
+    # -------------------------------------------------------------------------------------------- wait
+
+    def wait_until_finished(self) -> None:
+        """Wait for all saves and removals. Raises the error of a save that has not been raised yet."""
+        try:
+            self._wait_for_save()
+            self._manager.wait_until_finished()
+        finally:
+            futures.wait(self._removals)
+
+    def _wait_for_save(self) -> None:
+        if self._pending is not None:
+            self._pending.exception()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        """Raise the error of the last save, if it is over and has failed: its step can be saved again then."""
+        if self._pending is None or not self._pending.done():
+            return
+        pending, self._pending = self._pending, None
+        if (error := pending.exception()) is not None:
+            self._last_save_step = -1
+            raise error
+
+    # -------------------------------------------------------------------------------------------- load
+
+    def load_checkpoint(
+        self,
+        mesh: Mesh | None,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        discover_latest: bool = True,
+        shardings: Any = None,
+        partition_rules: Rules | None = None,
+        dtype: Any = None,
+        prefix: str | None = None,
+        structured: bool = False,
+        template: Any = None,
+        strict_shapes: bool = True,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Load the latest checkpoint below `path`, by default `base_path`; return it with its metadata.
+
+        discover_latest           False loads `path` itself
+        structured                load a prefix like `AsyncCheckpointManager.load_pytree`, which `template` and
+                                  `strict_shapes=False` need
+        """
+        where = self._find(path, discover_latest, discover_raise=True)
+        placement = {"shardings": shardings, "partition_rules": partition_rules, "dtype": dtype}
+        if not structured:
+            if template is not None or not strict_shapes:
+                raise ValueError("template= and strict_shapes=False need structured=True and a prefix")
+            return _with_facts(where, *self._manager.load(where, mesh, prefix=prefix, **placement))
+        if not prefix:
+            raise ValueError("prefix is required when structured=True")
+        loaded = self._manager.load_pytree(
+            where, mesh, prefix=prefix, template=template, strict_shapes=strict_shapes, **placement
+        )
+        return _with_facts(where, *loaded)
+
+    def load_pytree(
+        self,
+        mesh: Mesh | None,
+        *,
+        prefix: str,
+        path: str | os.PathLike[str] | None = None,
+        discover_latest: bool = True,
+        discover_raise: bool = True,
+        partition_rules: Rules | None = None,
+        dtype: Any = None,
+        load_treedef: bool = False,
+        callback: Callback | None = None,
+        template: Any = None,
+        strict_shapes: bool = True,
+        chunk_size: int | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Load a prefix of the latest checkpoint below `path`, by default `base_path`; return it with its metadata.
+
+        discover_raise   False returns `(None, {})` if `base_path` has no checkpoint; a `path` that has none is an error
+        load_treedef     load like `AsyncCheckpointManager.load_pytree`: leaves without a rule are replicated.
+                         `template` and `strict_shapes=False` imply it
+        """
+        where = self._find(path, discover_latest, discover_raise=discover_raise or path is not None)
+        if not where:
+            return None, {}
+        options: dict[str, Any] = {
+            "prefix": prefix,
+            "partition_rules": partition_rules,
+            "dtype": dtype,
+            "callback": callback,
+            "chunk_size": chunk_size,
+        }
+        if load_treedef or template is not None or not strict_shapes:
+            options |= {"template": template, "strict_shapes": strict_shapes}
+            return _with_facts(where, *self._manager.load_pytree(where, mesh, **options))
+        return _with_facts(where, *self._manager.load(where, mesh, **options))
+
+    def _find(
+        self, path: str | os.PathLike[str] | None, discover_latest: bool, *, discover_raise: bool
+    ) -> str:
+        """Return the path of the checkpoint to load; "" if there is none, and that is not to be an error."""
+        self._wait_for_save()
+        root = self.base_path if path is None else str(path)
+        if not discover_latest:
+            return root
+        if found := _agreed(root):
+            return found
+        if discover_raise:
+            raise NotFoundError(f"No checkpoint found under {root}")
+        return ""
+
+
+def _agreed(root: str) -> str:
+    """Return the latest checkpoint below `root`, or `root` if it is one, as the first process sees it; "" for none."""
+    hosts = _hosts.current("find the latest checkpoint", None, SaveOptions().timeout)
+    with told_to_all(hosts):
+        mine = find_latest_checkpoint(root) or (root if is_checkpoint(root) else "")
+        found = hosts.meet(mine.encode(), lambda messages: messages[0]).decode()
+    hosts.end()
+    return found
+
+
+def _in_order(policies: Sequence[CheckpointInterval]) -> list[CheckpointInterval]:
+    """Return the policies as a list; raise if one of them could never be asked."""
+    for one, after in itertools.pairwise(policies):
+        if one.until is None:
+            raise ValueError("Only the last step policy can have an 'until' of None")
+        if after.until is not None and one.until >= after.until:
+            raise ValueError("Step policies must be sorted by 'until' value")
+    return list(policies)
+
+
+def _steady_clock() -> Callable[[], dt.datetime]:
+    """Return a clock that goes on from now, and that nobody can set."""
+    began, since = dt.datetime.now(dt.UTC), time.monotonic()
+    return lambda: began + dt.timedelta(seconds=time.monotonic() - since)
+
+
+def _name_of(step: int) -> str:
+    return f"run-{int(step)}"
+
+
+def _recorded(step: int, is_temporary: bool, extras: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the metadata that is committed with a tree."""
+    return {**(extras or {}), "step": int(step), "is_temporary": is_temporary}
+
+
+def _facts(step: int, is_temporary: bool) -> dict[str, Any]:
+    now = dt.datetime.now(dt.UTC).isoformat()
+    return {"step": int(step), "timestamp": now, "is_temporary": is_temporary}
+
+
+def _with_facts(path: str, tree: Any, metadata: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Add the extras of the save, and what `metadata.json` says, to the metadata of a tree."""
+    return tree, (metadata_file(path) or {}) | (metadata["custom_metadata"] or {}) | metadata
