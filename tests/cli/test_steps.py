@@ -39,5 +39,38 @@ def test_what_would_go_and_what_is_damaged_is_marked(run):
     assert not any(word in lines[2] for word in ("damaged", "removed"))
 
 
+@pytest.mark.parametrize(
+    ("rules", "removed"),
+    [
+        (["--keep-every", 20], ["10"]),
+        (["--keep-at", 10, "--keep-at", 20], []),
+        (["--keep-best", 1, "--by", "loss", "--mode", "max"], ["20"]),
+        (["--keep-best", 2, "--by", "loss"], ["10"]),
+        (["--keep-hours", 1], []),
+        (["--keep", 1, "--keep-at", 10], ["20"]),
+    ],
+)
+def test_prune_removes_what_steps_marks_by_the_same_rules(run, rules, removed):
+    lines = command("steps", run, *rules).stdout.splitlines()
+    assert [line.split()[0] for line in lines if line.endswith("would be removed")] == removed
+    done = json.loads(command("prune", run, *rules, "--json", "--yes").stdout)
+    assert done["removed"] == [f"step-{number}" for number in removed]
+    assert len(list(run.glob("step-*"))) == 3 - len(removed)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([], "say which checkpoints stay"),
+        (["--keep-best", 1], "need each other"),
+        (["--by", "loss"], "need each other"),
+        (["--keep", 1, "--mode", "max"], "--keep-best, which is missing"),
+    ],
+)
+def test_rules_that_say_too_little_are_refused(run, rules, message):
+    assert message in command("prune", run, *rules, "--yes", code=2).stderr
+    assert len(list(run.glob("step-*"))) == 3
+
+
 def test_what_is_no_run_is_an_error_in_one_line(tmp_path):
     assert "is not a directory of steps" in command("steps", tmp_path / "nothing", code=1).stderr

@@ -17,6 +17,7 @@ import click
 
 from eformer._engine.record.text import printable
 from eformer._version import __version__
+from eformer.cli.rules import keep_options, rules_from
 from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -432,21 +433,21 @@ def _read_settings(path: str) -> dict[str, Any]:
 
 @main.command()
 @click.argument("directory", type=click.Path())
-@click.option(
-    "--keep", type=click.IntRange(min=1), required=True, help="How many of the last checkpoints to keep."
-)
+@keep_options
 @click.option("--check", is_flag=True, help="First verify the checkpoints to keep.")
 @click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; needs --yes or --dry-run.")
-def prune(directory: str, keep: int, check: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
-    """Delete all but the last checkpoints in DIRECTORY, which are named by their steps: run-100, step_200, 300.
+def prune(directory: str, check: bool, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> None:
+    """Delete checkpoints in DIRECTORY, which are named by their steps: run-100, step_200, 300.
 
-    Entries that are not complete checkpoints do not count and are left alone.
+    Those that any of the rules keeps stay, and the newest. Entries that are not complete checkpoints do not count and
+    are left alone; what saves that died have left is removed.
 
     \b
     eformer prune ./run --keep 3 --dry-run
     eformer prune ./run --keep 3 --check --yes
+    eformer prune ./run --keep 2 --keep-every 1000 --keep-best 3 --by eval.loss
     """
     from eformer._engine.record.text import count, size
     from eformer._engine.tools.prune import prune as carry_out
@@ -454,12 +455,14 @@ def prune(directory: str, keep: int, check: bool, dry_run: bool, yes: bool, as_j
 
     if as_json and not (yes or dry_run):
         raise click.UsageError("--json cannot ask for confirmation: add --yes or --dry-run")
-    plan = carry_out(directory, keep=keep, check=check, dry_run=True)
+    if not (rules := rules_from(**keep)):
+        raise click.UsageError("say which checkpoints stay, such as --keep 3")
+    plan = carry_out(directory, keep=rules, check=check, dry_run=True)
     if not as_json:
         _show_plan(plan)
     what = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
-    if plan.removed and not dry_run:
-        if not yes:
+    if not dry_run:
+        if plan.removed and not yes:
             click.confirm(f"Remove {what}?", abort=True)
         remove(plan)
     if as_json:
@@ -481,14 +484,13 @@ def _show_plan(plan: Pruned) -> None:
 
 @main.command()
 @click.argument("run", type=click.Path())
-@click.option(
-    "--keep", type=click.IntRange(min=1), help="Mark what keeping this many of the last steps would remove."
-)
+@keep_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def steps(run: str, keep: int | None, as_json: bool) -> None:
+def steps(run: str, as_json: bool, **keep: Any) -> None:
     """List the steps of RUN: when and why each was saved, its size, and its metrics.
 
-    Bytes that steps share, because leaves did not change, are counted with the first of them.
+    With rules, the steps that `prune` would remove by them are marked. Bytes that steps share, because leaves did not
+    change, are counted with the first of them.
 
     \b
     eformer steps ./run
@@ -497,7 +499,7 @@ def steps(run: str, keep: int | None, as_json: bool) -> None:
     from eformer._engine.record.text import size
     from eformer.cli.facts import facts_of_steps
 
-    found = facts_of_steps(run, keep)
+    found = facts_of_steps(run, rules_from(**keep))
     if as_json:
         _print_json({"run": run, "steps": found})
         return

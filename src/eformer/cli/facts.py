@@ -19,9 +19,10 @@ from eformer._engine.stores.local_paths import local_path
 from eformer.errors import EformerError, MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from eformer._engine.record.manifest import RecordedSharding, TreeEntry
+    from eformer._engine.record.policies import Keep
 
 Facts = dict[str, Any]
 
@@ -133,14 +134,13 @@ def sharding_text(sharding: RecordedSharding | None) -> str:
     return f"P({axes}) on {mesh}" if mesh else f"P({axes})"
 
 
-def facts_of_steps(run: str, keep: int | None) -> list[dict[str, Any]]:
+def facts_of_steps(run: str, rules: Sequence[Keep]) -> list[dict[str, Any]]:
     """Describe the steps of a run. Bytes that several steps share count for the first of them."""
-    from eformer._engine.record.policies import keep_from
     from eformer._engine.runs.retention import others
     from eformer._engine.runs.steps import steps
 
     found = steps(run)
-    removed = {step.number for step in others(run, keep_from(keep) or ())} if keep else set()
+    removed = {step.number for step in others(run, rules)} if rules else set()
     seen: set[tuple[int, int]] = set()
     facts = []
     for step in found:

@@ -2,6 +2,9 @@
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ import safetensors.numpy
 
 from eformer._engine.stores.directory import Directory
 from eformer._engine.tools.prune import plan_removal, remove
-from eformer.checkpoint import load, prune, save
+from eformer.checkpoint import Keep, load, prune, save, score
 from eformer.errors import EformerError, NotFoundError
 
 
@@ -132,3 +135,93 @@ def test_targets_of_links_stay(run):
     (run / "best").symlink_to("run-100")
     assert prune(run, keep=1).removed == ("run-90", "run-200")
     assert load(run / "best")["w"][0] == 100
+
+
+# ----------------------------------------------------------------------------------------------- rules
+
+
+def test_rules_are_a_union_and_the_newest_stays(run):
+    done = prune(run, keep=[Keep(every=100, last=2), Keep(at=(90,))])
+    assert done.removed == ("run-100",)
+    assert done.kept == ("run-90", "run-200", "run-1000")
+    assert prune(run, keep=Keep(at=(90,))).removed == ("run-200",)
+
+
+def test_the_best_stay_by_scores_which_go_with_their_step(run):
+    for step, loss in ((90, 0.1), (100, 0.3), (200, 0.2)):
+        score(run, step, {"eval.loss": loss})
+    assert prune(run, keep=Keep(best=2, by="eval.loss")).removed == ("run-100",)
+    assert prune(run, keep=Keep(best=1, by="eval.loss", mode="max")).removed == ("run-90",)
+    assert sorted(os.listdir(run)) == ["run-1000", "run-200", "run-200.scores.json"]
+
+
+def test_rules_count_each_series_and_no_damaged_checkpoint(run):
+    for number in (300, 900):
+        save({"w": np.ones(3)}, run / f"ema-{number}")
+    (run / "run-1000" / "model.safetensors").unlink()
+    done = prune(run, keep=[Keep(last=1), Keep(every=300)])
+    assert set(done.kept) == {"run-200", "ema-300", "ema-900"}
+    assert set(done.left) == {"run-1000"}
+    assert (run / "run-1000").is_dir()
+
+
+def test_a_step_of_several_trees_has_metrics(run):
+    for number, loss in ((2000, 0.5), (3000, 0.7)):
+        save(
+            {"w": np.ones(2)},
+            run / f"run-{number}",
+            prefix="model",
+            metadata={"eformer.run": {"metrics": {"loss": loss}}},
+        )
+        save({"m": np.ones(2)}, run / f"run-{number}", prefix="tx")
+    assert prune(run, keep=Keep(best=1, by="loss")).kept == ("run-2000", "run-3000")
+
+
+def test_no_rule_is_refused(run):
+    for nothing in ([], None):
+        with pytest.raises(ValueError, match="no rule says which checkpoints stay"):
+            prune(run, keep=nothing)
+    assert len(os.listdir(run)) == 4
+
+
+# ------------------------------------------------------------------------------- what dead saves left
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+from eformer._engine.saving import run
+from eformer.checkpoint import save
+
+write = run.write
+def killed(*arguments, **more):
+    write(*arguments, **more)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+run.write = killed
+save({"w": np.ones(1000)}, sys.argv[1], format=sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("form", ["safetensors", "tensorstore"])
+@pytest.mark.parametrize("step", [100, 2000], ids=["over-a-step", "a-new-step"])
+def test_what_a_dead_save_left_is_swept(run, form, step):
+    shutil.rmtree(run / "run-100")
+    save({"w": np.full(1000, 100)}, run / "run-100", format=form)
+    before = {name: sorted(os.listdir(run / name)) for name in os.listdir(run)}
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(run / f"run-{step}"), form], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert any(path.name.endswith(".tmp") for path in run.rglob("*"))
+    prune(run, keep=4, dry_run=True)
+    assert any(path.name.endswith(".tmp") for path in run.rglob("*"))
+    prune(run, keep=4)
+    assert {name: sorted(os.listdir(run / name)) for name in os.listdir(run)} == before
+    assert load(run / "run-100")["w"][0] == 100
+
+
+def test_the_scratch_of_a_save_that_lives_is_left_alone(run):
+    from eformer._engine.stores.locate import store_at
+
+    upload = store_at(run / "run-100").begin()
+    prune(run, keep=4)
+    assert (run / "run-100" / upload.token).is_dir()
+    upload.close()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def others(path: str, rules: Sequence[Keep], stay: Collection[int | None] = ()) -> list[Step]:
     """Return the steps that no rule keeps, except those in `stay`. Damaged ones neither count nor go."""
     sound = [step for step in steps(path) if step.problem() is None]
-    facts = [_facts(step, rules) for step in sound]
+    facts = [facts_of(step, rules) for step in sound]
     keep = kept(facts, rules)
     return [step for step in sound if step.number not in keep and step.number not in stay]
 
@@ -36,7 +36,8 @@ def remove_others(path: str, rules: Sequence[Keep], stay: Collection[int | None]
     return removed
 
 
-def _facts(step: Step, rules: Sequence[Keep]) -> StepFacts:
+def facts_of(step: Step, rules: Sequence[Keep]) -> StepFacts:
+    """Return what the rules look at. The manifest is read only if they need it."""
     if not needs_manifests(rules):
         return StepFacts(step.number)
     saved_at = step.saved_at

@@ -42,7 +42,11 @@ class Step:
 
     @cached_property
     def _metadata(self) -> dict[str, Any]:
-        return self._found.manifest.metadata
+        """The metadata of the step; of several trees, that of all."""
+        trees = sorted(
+            self._found.manifest.trees.items(), reverse=True
+        )  # the one without a prefix counts most
+        return {name: value for _, tree in trees for name, value in tree.metadata.items()}
 
     @property
     def saved_at(self) -> dt.datetime | None:

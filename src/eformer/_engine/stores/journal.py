@@ -14,7 +14,7 @@ import msgspec
 
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.stores.directory import Directory, try_lock
-from eformer._engine.stores.durable import SCRATCH
+from eformer._engine.stores.durable import SCRATCH, sweep_files
 from eformer._engine.stores.removal import ZARRAY, Described, Moved, read_array, remove_moved
 from eformer.errors import FormatError
 
@@ -121,6 +121,23 @@ def sweep_unpublished(place: Directory) -> None:
     with suppress(OSError):  # the directory cannot be listed
         for name in _scratch_names(place):
             _sweep(place, name, None, only_unpublished=True)
+
+
+def sweep_dead(place: Directory, name: str = "") -> None:
+    """Remove what saves to a directory have left that died before they published anything.
+
+    With a `name`, do so in that directory of `place`, which is removed, too, if it had nothing else.
+    """
+    if not name:
+        sweep_unpublished(place)
+        sweep_files(place)
+        return
+    with suppress(OSError):  # it cannot be listed, or its save has just begun
+        with place.enter(name) as inner:
+            was_left = any(SCRATCH.fullmatch(one) for one in inner.kinds())
+            sweep_dead(inner)
+        if was_left:
+            place.remove_if_empty(name)
 
 
 def _scratch_names(place: Directory) -> list[str]:

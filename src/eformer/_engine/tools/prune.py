@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from eformer._engine.formats.find import find, problem_of
 from eformer._engine.formats.others import orbax
@@ -14,12 +15,22 @@ from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SU
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
 from eformer._engine.formats.zarr.zarray import ZARRAY
+from eformer._engine.record.policies import keep_from, kept
+from eformer._engine.runs.retention import facts_of
+from eformer._engine.runs.steps import Step, score_name
+from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.inside import walk
+from eformer._engine.stores.journal import sweep_dead
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_paths import local_path
-from eformer._engine.stores.removal import Identity, identity_of, remove_checkpoint
+from eformer._engine.stores.removal import Identity, identity_of, remove_checkpoint, remove_file
 from eformer._engine.tools.verify import verify
 from eformer.errors import CorruptionError, EformerError, NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from eformer._engine.record.policies import Keep
 
 _STEP = re.compile(r"(?P<before>.*?)(?P<step>\d+)(?P<after>\.(safetensors|npz|msgpack|eqx))?")
 
@@ -43,15 +54,19 @@ class Pruned:
 
 
 def prune(
-    directory: str | os.PathLike[str], *, keep: int, check: bool = False, dry_run: bool = False
+    directory: str | os.PathLike[str],
+    *,
+    keep: int | Keep | Sequence[Keep],
+    check: bool = False,
+    dry_run: bool = False,
 ) -> Pruned:
-    """Delete all but the last `keep` checkpoints in a directory.
+    """Delete the checkpoints in a directory that no rule keeps, and what saves that died have left there.
 
     Checkpoints are recognized by a name that ends in the step: run-100, step_200, 300. Series with different names
     (ema-100 beside run-100) are counted separately. Entries that cannot be read do not count and are never deleted;
-    nor are checkpoints that a symbolic link in the directory points to.
+    nor are the newest of a series, and checkpoints that a symbolic link in the directory points to.
 
-    keep      how many checkpoints of each series stay
+    keep      how many checkpoints of each series stay, or rules as for `Run`, which are a union
     check     verify the checkpoints that stay first; if one is damaged, delete nothing
     dry_run   delete nothing, only return the plan
 
@@ -61,6 +76,7 @@ def prune(
         ('step-100', 'step-200')
         >>> prune("run", keep=2, check=True).kept
         ('step-300', 'step-400')
+        >>> prune("run", keep=[Keep(last=2), Keep(every=1000), Keep(best=3, by="eval.loss")])
     """
     plan = plan_removal(directory, keep)
     if check:
@@ -70,23 +86,32 @@ def prune(
     return plan
 
 
-def plan_removal(directory: str | os.PathLike[str], keep: int) -> Pruned:
+def plan_removal(directory: str | os.PathLike[str], keep: int | Keep | Sequence[Keep]) -> Pruned:
     """Decide which checkpoints to delete, and remember which files and directories they are."""
-    if keep < 1:
+    if isinstance(keep, int) and keep < 1:
         raise ValueError(f"keep={keep}: at least one checkpoint must stay")
+    if not (rules := keep_from(keep)):
+        raise ValueError(f"keep={keep!r}: no rule says which checkpoints stay")
     where = local_path(directory)
     if not where.is_dir():
         raise NotFoundError(f"{where} is not a directory")
     _refuse_checkpoint(where)
     series, left = _series(where)
     linked = _linked(where)
-    removed = [name for names in series for name in names[:-keep] if name not in linked]
-    kept = [name for names in series for name in names if name not in removed]
-    if not removed and not kept:
+    others = {step.name for one in series for step in _others(one, rules)} - linked
+    names = [step.name for one in series for step in one]
+    removed, stay = [n for n in names if n in others], [n for n in names if n not in others]
+    if not names:
         raise NotFoundError(f"{where} has no checkpoints named by their steps, such as run-100")
     nbytes = sum(_nbytes(where / name) for name in removed)
     identities = tuple(identity_of(where / name) for name in removed)
-    return Pruned(str(where), tuple(removed), tuple(kept), left, nbytes, identities)
+    return Pruned(str(where), tuple(removed), tuple(stay), left, nbytes, identities)
+
+
+def _others(series: Sequence[Step], rules: Sequence[Keep]) -> list[Step]:
+    """Return the steps that no rule keeps."""
+    stay = kept([facts_of(step, rules) for step in series], rules)
+    return [step for step in series if step.number not in stay]
 
 
 def _linked(where: Path) -> set[str]:
@@ -97,9 +122,19 @@ def _linked(where: Path) -> set[str]:
 
 
 def remove(plan: Pruned) -> None:
-    """Delete exactly the planned checkpoints. Raise if one has been replaced since."""
+    """Delete exactly the planned checkpoints, with their scores. Raise if one has been replaced since.
+
+    Then sweep what saves that died have left: nobody has seen it, so nobody needs to be asked.
+    """
+    where = Path(plan.directory)
     for name, identity in zip(plan.removed, plan.identities, strict=True):
-        remove_checkpoint(Path(plan.directory), name, identity)
+        remove_checkpoint(where, name, identity)
+        remove_file(where, score_name(name))
+    with Directory.open(where) as place:
+        sweep_dead(place)
+        for name, kind in place.kinds().items():
+            if kind == "directory" and not name.startswith(".") and _STEP.fullmatch(name):
+                sweep_dead(place, name)
 
 
 def _refuse_checkpoint(where: Path) -> None:
@@ -112,9 +147,9 @@ def _refuse_checkpoint(where: Path) -> None:
         )
 
 
-def _series(where: Path) -> tuple[list[list[str]], dict[str, str]]:
-    """List the names of complete checkpoints by series, in order of their steps; and other entries with the reason."""
-    steps: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)
+def _series(where: Path) -> tuple[list[list[Step]], dict[str, str]]:
+    """List complete checkpoints by series, in order of their steps; and the names of other entries with the reason."""
+    steps: dict[tuple[str, str], list[Step]] = defaultdict(list)
     left: dict[str, str] = {}
     for name in list(LocalStore(where).kinds()):
         match = _STEP.fullmatch(name)
@@ -124,8 +159,8 @@ def _series(where: Path) -> tuple[list[list[str]], dict[str, str]]:
         if problem := _problem(where / name):
             left[name] = problem
         else:
-            steps[match["before"], match["after"] or ""].append((int(match["step"]), name))
-    return [[name for _, name in sorted(found)] for found in steps.values()], left
+            steps[match["before"], match["after"] or ""].append(Step(int(match["step"]), str(where / name)))
+    return [sorted(found, key=lambda step: (step.number, step.name)) for found in steps.values()], left
 
 
 def _problem(path: Path) -> str | None:

@@ -1,0 +1,67 @@
+"""The options that say which steps of a run stay, of `prune` and `steps`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from eformer._engine.record.policies import Keep
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+_POSITIVE = click.IntRange(min=1)
+
+_OPTIONS = (
+    click.option("--keep", type=_POSITIVE, metavar="N", help="Keep the last N."),
+    click.option("--keep-every", type=_POSITIVE, metavar="N", help="Keep the multiples of N."),
+    click.option("--keep-best", type=_POSITIVE, metavar="N", help="Keep the best N, by the metric of --by."),
+    click.option("--by", metavar="METRIC", help="The metric of --keep-best, such as eval.loss."),
+    click.option(
+        "--mode", type=click.Choice(["min", "max"]), help="Whether the best is the least, as by default."
+    ),
+    click.option(
+        "--keep-hours", type=float, metavar="H", help="Keep those of the H hours before the newest."
+    ),
+    click.option(
+        "--keep-at", type=int, multiple=True, metavar="STEP", help="Keep this step; may be repeated."
+    ),
+)
+
+
+def keep_options(command: F) -> F:
+    """Add the options; the command gets them as keywords for `rules_from`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def rules_from(
+    keep: int | None = None,
+    keep_every: int | None = None,
+    keep_best: int | None = None,
+    by: str | None = None,
+    mode: str | None = None,
+    keep_hours: float | None = None,
+    keep_at: tuple[int, ...] = (),
+) -> tuple[Keep, ...]:
+    """Return a rule for each option that is given: a step stays if any of them keeps it."""
+    from eformer._engine.record.policies import Keep
+
+    if (keep_best is None) != (by is None):
+        raise click.UsageError("--keep-best and --by METRIC need each other")
+    if mode is not None and keep_best is None:
+        raise click.UsageError("--mode is that of --keep-best, which is missing")
+    given: list[dict[str, Any]] = [
+        {"last": keep},
+        {"every": keep_every},
+        {"best": keep_best, "by": by, "mode": mode or "min"},
+        {"hours": keep_hours},
+        {"at": keep_at},
+    ]
+    return tuple(
+        Keep(**rule) for rule in given if any(value for name, value in rule.items() if name != "mode")
+    )
