@@ -1,8 +1,12 @@
-"""Demonstrate eformer: save a training state, load it on another mesh, convert it, and detect a flipped bit."""
+"""Demonstrate eformer: save a training state, load it on another mesh, convert it, detect a flipped bit, and kill a
+training run and resume it."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,9 +36,9 @@ checkpoint.register_node(AdamState)  # lets checkpoints rebuild this namedtuple 
 
 
 def run(folder: Path) -> None:
-    """Write `step-100`, `step-200`, `hf` (with other names) and `damaged` to the folder, and print what happens."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES)
+    """Write `step-100`, `step-200`, `hf` (with other names), `damaged` and `run` to the folder, and print what
+    happens."""
+    use_cpu()
     devices = np.array(jax.devices())
     line, grid = Mesh(devices, ("devices",)), Mesh(devices.reshape(2, 4), ("data", "model"))
     state = training_state(line)
@@ -47,6 +51,12 @@ def run(folder: Path) -> None:
     convert(path, hf)
     refuse_another_model(state, path)
     catch_a_flipped_bit(path, folder / "damaged")
+    kill_and_resume(folder / "run", folder / "whole")
+
+
+def use_cpu() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
 
 
 def training_state(mesh: Mesh) -> dict[str, Any]:
@@ -125,6 +135,70 @@ def catch_a_flipped_bit(path: Path, damaged: Path) -> None:
     echo("\nLoad and verify a copy with one flipped bit:")
     echo("  load:   " + refusal(checkpoint.load, damaged))
     echo("  verify: " + str(checkpoint.verify(damaged)).splitlines()[-1].strip())
+
+
+def kill_and_resume(path: Path, whole: Path) -> None:
+    echo("\nKill a training run, and start it again:")
+    killed_in = kill(path, after=17)
+    began, state = train(path, until=30)
+    _, expected = train(whole, until=30)
+    echo(f"  SIGKILL in step {killed_in}, then resumed from step {began}, with the data where they were then")
+    echo(f"  at step 30, as in a run that was never killed: {compare(state, expected)}")
+
+
+def kill(path: Path, after: int) -> int:
+    """Train in another process, kill that after so many steps, and return the step that it was in."""
+    code = "import sys; from eformer import demo; demo.use_cpu(); demo.train(sys.argv[1], 10_000, pause=0.02)"
+    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as process:  # noqa: S603
+        assert process.stdout is not None
+        done = next((step for step in map(int, process.stdout) if step >= after), None)
+        process.kill()
+        last = max(map(int, process.stdout), default=done)  # it was faster than the signal
+    if last is None or process.returncode != -signal.SIGKILL:
+        raise SystemExit(f"the run ended by itself, with code {process.returncode}")
+    return last + 1
+
+
+class Batches:
+    """An iterator whose position is saved with each step."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __next__(self) -> jax.Array:
+        self.taken += 1
+        return jax.random.normal(jax.random.key(self.taken), (16, 8))
+
+    def get_state(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.taken = state["taken"]
+
+
+@jax.jit
+def train_step(state: dict[str, jax.Array], batch: jax.Array) -> dict[str, jax.Array]:
+    key, dropout = jax.random.split(state["key"])
+    batch = batch * jax.random.bernoulli(dropout, 0.9, batch.shape)
+    gradient = jax.grad(lambda w: jnp.mean((jnp.tanh(batch @ w) - batch) ** 2))(state["w"])
+    return {"w": state["w"] - 0.1 * gradient, "key": key}
+
+
+def train(path: str | os.PathLike[str], until: int, pause: float = 0.0) -> tuple[int, dict[str, jax.Array]]:
+    """Train a small model, resumed if it can be; return the step it began at, and the state. Print the steps that are
+    done if there is a pause after each."""
+    state, data = {"w": jnp.eye(8), "key": jax.random.key(1)}, Batches()
+    with checkpoint.Run(path, every=5, keep=2) as run:
+        if found := run.resume(like=state, data=data):
+            state = found.tree
+        began = run.step
+        for step in range(began + 1, until + 1):
+            state = train_step(state, next(data))
+            run.after(step, state, data=data)
+            if pause:
+                echo(step)
+                time.sleep(pause)
+    return began, state
 
 
 def bits(leaf: Any) -> Any:

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -264,10 +265,13 @@ def test_demo_keeps_its_files_in_the_given_directory(tmp_path):
         "verify: leaf 'params.embedding': bytes",
         f"eformer diff {tmp_path}/d/step-100 {tmp_path}/d/step-200",
         "5 leaves changed",
+        "never killed: 2 of 2 leaves equal bit for bit",
     ):
         assert part in shown
     assert checkpoint.verify(tmp_path / "d" / "step-100").ok
     assert "1 damaged" in run("verify", tmp_path / "d" / "damaged", code=1).stdout
+    assert re.search(r"SIGKILL in step \d\d, then resumed from step (10|15|20),", shown)
+    assert [step.number for step in checkpoint.steps(tmp_path / "d" / "run")][-2:] == [25, 30]
     assert "already exists" in run("demo", tmp_path / "d", code=1).stderr
 
 

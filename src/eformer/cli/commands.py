@@ -522,7 +522,7 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
 @main.command()
 @click.argument("directory", type=click.Path(), required=False)
 def demo(directory: str | None) -> None:
-    """Save a training state, load it on another mesh, convert it, and detect a flipped bit. Takes ten seconds.
+    """Save a training state, load it on another mesh, convert it, detect a flipped bit, and kill a run and resume it.
 
     The files stay in DIRECTORY, if one is given.
 
@@ -547,6 +547,7 @@ def demo(directory: str | None) -> None:
         f"inspect {where}/step-100": "show the tree",
         f"diff {where}/step-100 {where}/step-200": "show what a step changed, and by how much",
         f"verify {where}/damaged": "show which bytes are damaged",
+        f"steps {where}/run": "list the steps of the run that was killed",
         "inspect YOUR/CHECKPOINT": "Orbax, safetensors, flax, npz and others",
     }
     if directory is None:
