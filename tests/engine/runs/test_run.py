@@ -82,6 +82,30 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted(tmp_path, fmt, kind
     assert_same(parts, whole)
 
 
+def test_a_position_may_have_arrays_in_it(tmp_path):
+    class Random(Data):
+        """Its position is the state of a random generator of numpy."""
+
+        def __init__(self):
+            self.random = np.random.RandomState(3)
+
+        def __next__(self):
+            return self.random.randint(100)
+
+        def get_state(self):
+            return {"generator": self.random.get_state(), "shape": [np.ones((2, 3), np.int8)]}
+
+        def set_state(self, state):
+            assert state["shape"][0].shape == (2, 3)
+            self.random.set_state(state["generator"])
+
+    whole, _ = loop(tmp_path / "whole", 30, Random(), every=10)
+    loop(tmp_path / "parts", 13, Random(), every=10)
+    parts, began = loop(tmp_path / "parts", 30, Random(), every=10)
+    assert began == 10
+    assert_same(parts, whole)
+
+
 def test_what_is_recorded_with_a_step(tmp_path):
     with Run(tmp_path, every=2) as run:
         run.save(1, {"w": np.ones(2)}, metrics={"loss": jnp.float32(0.5)}, metadata={"note": "x"})

@@ -1,14 +1,18 @@
 """Take the position out of an iterator over data, and put it back.
 
 Grain's iterators have `get_state` and `set_state`; loaders of torchdata and datasets of Hugging Face have `state_dict`
-and `load_state_dict`. A position is plain values, or bytes.
+and `load_state_dict`. A position is plain values, bytes, and arrays of numpy and torch, such as the state of a random
+generator.
 """
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from eformer._engine.record.values import is_recorded, value_from_json, value_to_json
 from eformer.errors import LeafError, StructureError
@@ -19,7 +23,7 @@ _PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 def position_of(data: Any) -> bytes:
     """Return the position of an iterator, as bytes."""
     get, _ = _methods(data)
-    position = value_to_json(getattr(data, get)())
+    position = value_to_json(_without_arrays(getattr(data, get)()))
     if not is_recorded(position):
         raise LeafError(f"the position of a {type(data).__qualname__} cannot be stored: {position}")
     return msgspec.json.encode(position)
@@ -28,7 +32,7 @@ def position_of(data: Any) -> bytes:
 def set_position(data: Any, position: bytes) -> None:
     """Put an iterator to a position that `position_of` returned."""
     _, put = _methods(data)
-    getattr(data, put)(value_from_json(msgspec.json.decode(position)))
+    getattr(data, put)(_with_arrays(value_from_json(msgspec.json.decode(position))))
 
 
 def _methods(data: Any) -> tuple[str, str]:
@@ -37,3 +41,39 @@ def _methods(data: Any) -> tuple[str, str]:
             return pair
     names = " nor ".join(f"{get} and {put}" for get, put in _PAIRS)
     raise StructureError(f"data= is a {type(data).__qualname__}, which has neither {names}")
+
+
+# ------------------------------------------------------------------------------------------- arrays
+
+_ARRAY = "eformer.array"  # the only key of a dict that stands for an array
+
+
+def _without_arrays(value: Any) -> Any:
+    """Return the same value with a dict of plain values for each array in it."""
+    if type(value) is dict:
+        return {name: _without_arrays(inner) for name, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_arrays, value))
+    torch: Any = sys.modules.get("torch")
+    is_tensor = torch is not None and type(value) is torch.Tensor and value.device.type == "cpu"
+    if not is_tensor and type(value) is not np.ndarray:
+        return value
+    array = value.numpy() if is_tensor else value
+    if array.dtype.kind not in "biuf":
+        return value
+    return {_ARRAY: ["torch" if is_tensor else "numpy", array.dtype.str, list(array.shape), array.tobytes()]}
+
+
+def _with_arrays(value: Any) -> Any:
+    """Undo `_without_arrays`."""
+    if type(value) is dict and list(value) == [_ARRAY]:
+        kind, dtype, shape, data = value[_ARRAY]
+        array = np.frombuffer(data, dtype).reshape(shape).copy()
+        return _tensor(array) if kind == "torch" else array
+    if type(value) is dict:
+        return {name: _with_arrays(inner) for name, inner in value.items()}
+    return type(value)(map(_with_arrays, value)) if type(value) in (list, tuple) else value
+
+
+def _tensor(array: np.ndarray[Any, Any]) -> Any:
+    return import_module("torch").from_numpy(array)  # only its own loaders have tensors in their positions
