@@ -34,6 +34,10 @@ class FormatError(EformerError, ValueError):
     """The bytes do not follow their format."""
 
 
+class VersionError(FormatError):
+    """A newer eformer wrote it, in a format that this one does not know."""
+
+
 class CorruptionError(FormatError):
     """The bytes are not what was saved: they changed, or are missing."""
 

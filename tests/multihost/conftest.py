@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from support.faults import CannotMount, SmallDisk
 from support.processes import Job
 
 
@@ -40,3 +41,13 @@ def two(jobs):
 @pytest.fixture
 def four(jobs):
     return jobs(4, 2)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    try:
+        disk = SmallDisk(tmp_path / "disk")
+    except CannotMount as reason:
+        pytest.skip(str(reason))
+    yield disk
+    disk.close()

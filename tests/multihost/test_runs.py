@@ -7,7 +7,7 @@ import time
 import pytest
 
 from eformer import checkpoint
-from support.processes import Failed, Job
+from support.processes import Failed
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -36,12 +36,48 @@ def test_steps_that_no_rule_keeps_are_removed_by_the_first_process(two, tmp_path
     assert numbers(tmp_path) == [40, 50]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_damage_that_one_process_alone_sees_is_skipped_by_all(two, tmp_path, rank):
+@pytest.mark.parametrize(
+    ("rank", "fault"), [(0, "damage"), (1, "damage"), (1, "EIO"), (0, "gone"), (1, "gone")]
+)
+def test_damage_that_one_process_alone_sees_is_skipped_by_all(two, tmp_path, rank, fault):
     succeed(two.run("run_loop", tmp_path, 20))
-    outcomes = succeed(two.run("run_with_damage_seen_by", tmp_path, rank, 20))
+    outcomes = succeed(two.run("run_with_fault_seen_by", tmp_path, rank, 20, fault))
     assert [(began, skipped) for began, _, _, _, skipped in outcomes] == [(10, [20])] * 2
     assert (tmp_path / "step-20.damaged").is_dir()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_that_one_process_sees_at_the_second_look_only_is_resumed_from(two, tmp_path, rank):
+    succeed(two.run("run_loop", tmp_path, 20))
+    outcomes = succeed(two.run("run_with_fault_seen_by", tmp_path, rank, 20, "gone", 1))
+    assert [(began, skipped) for began, _, _, _, skipped in outcomes] == [(20, [])] * 2
+    assert numbers(tmp_path) == [10, 20]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_no_damage_is_an_error_in_all(two, tmp_path, rank):
+    succeed(two.run("run_loop", tmp_path, 20))
+    outcomes = two.run("run_with_fault_seen_by", tmp_path, rank, 20, "refused")
+    assert all("only this process sees it" in str(outcome) for outcome in outcomes)
+    assert numbers(tmp_path) == [10, 20]
+
+
+def test_a_run_that_cannot_be_claimed_is_an_error_in_all_at_once(two, tmp_path):
+    (tmp_path / "run.json").mkdir()
+    outcomes = two.run("run_loop", tmp_path, 20, limit=20)
+    assert ["Not a regular file" in str(outcome) for outcome in outcomes] == [True, True]
+
+
+def test_a_process_that_stands_still_is_named(two, tmp_path):
+    os.kill(two.ranks[1].pid, signal.SIGSTOP)
+    try:
+        two.start("run_slowly_answered", tmp_path, 1.0)
+        waiting = two.answer(0, time.monotonic() + 30)
+    finally:
+        os.kill(two.ranks[1].pid, signal.SIGCONT)
+    assert waiting.kind == "ProcessTimeoutError"
+    assert "after 1 s process 0 still waits for process 1" in waiting.text
+    assert isinstance(two.answer(1, time.monotonic() + 30), Failed)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -54,10 +90,43 @@ def test_a_step_without_a_save_costs_no_message(two, tmp_path):
     assert succeed(two.run("count_messages", tmp_path, 500)) == [0, 0]
 
 
-def test_the_clock_of_the_first_process_decides_with_few_messages(two, tmp_path):
-    met = succeed(two.run("run_by_the_clock", tmp_path, 1.0, 1.5, 3600.0))
-    assert numbers(tmp_path) == [40, 80, 120, 160, 200]
-    assert met[0] == met[1] < 80  # with the meetings of the saves
+@pytest.mark.parametrize("clock", ["right", "an hour behind", "an hour ahead", "set back an hour", "stopped"])
+def test_the_clocks_of_other_processes_do_nothing(two, tmp_path, clock):
+    (saved, met), (other, _) = succeed(two.run("run_by_the_clock", tmp_path, 1.0, 1.5, ["right", clock]))
+    assert other == saved
+    assert saved == numbers(tmp_path) == [40, 80, 120, 160, 200]
+    assert met < 90  # with the meetings of the saves
+
+
+@pytest.mark.parametrize(
+    ("clock", "expected"),
+    [
+        ("an hour behind", [40, 80, 120, 160, 200]),
+        ("set back", [40, 100, 140, 180]),
+        ("stopped for a minute", [40, 120, 160, 200]),
+        ("stopped", []),
+    ],
+)
+def test_a_clock_that_is_set_back_or_stops_makes_a_save_late(two, tmp_path, clock, expected):
+    (saved, met), (other, _) = succeed(two.run("run_by_the_clock", tmp_path, 1.0, 1.5, [clock, "right"]))
+    assert other == saved
+    assert saved == numbers(tmp_path)
+    assert len(saved) == len(expected)
+    assert all(0 <= step - due < 20 for step, due in zip(saved, expected, strict=True))
+    assert clock == "stopped" or met < 90
+
+
+def test_a_run_that_begins_late_meets_as_often(two, tmp_path):
+    (saved, met), _ = succeed(two.run("run_by_the_clock", tmp_path, 1.0, 1.5, ["right"] * 2, 5001))
+    assert saved == numbers(tmp_path) == [5040, 5080, 5120, 5160, 5200]
+    assert met < 90
+
+
+@pytest.mark.parametrize(("tolerate", "expected"), [(0, [3, 5, "wait"]), (1, [])])
+def test_a_full_disk_is_told_to_all_by_the_next_call(two, small_disk, tolerate, expected):
+    outcomes = succeed(two.run("run_out_of_room", small_disk.place, tolerate))
+    assert outcomes == [[(step, True) for step in expected]] * 2
+    assert numbers(small_disk.place / "run") == ([1] if tolerate == 0 else [5])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -74,17 +143,3 @@ def test_another_number_of_processes_is_an_error_for_the_data(jobs, tmp_path):
     assert all(
         isinstance(outcome, Failed) and "positions of 2 processes" in str(outcome) for outcome in outcomes
     )
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_in_one_process_stops_all_at_one_step(tmp_path, rank):
-    with Job(2, 1, tmp_path / "log") as job:
-        job.start("run_loop", tmp_path / "run", 2000, 10_000, None, 0.02)
-        time.sleep(3)
-        os.kill(job.ranks[rank].pid, signal.SIGTERM)
-        deadline = time.monotonic() + 60
-        outcomes = succeed([job.answer(one, deadline) for one in (0, 1)])
-    ended = {outcome[1] for outcome in outcomes}
-    assert len(ended) == 1
-    assert numbers(tmp_path / "run") == list(ended)
-    assert checkpoint.steps(tmp_path / "run")[0].why == "signal"

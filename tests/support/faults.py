@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -358,7 +359,8 @@ class Forks:
     def __init__(self) -> None:
         one_thread = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"), "1")
         self._server = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, "-m", "support.faults"],
+            cwd=Path(__file__).parents[1],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -372,7 +374,7 @@ class Forks:
         """Save, and kill the process at call number `at`. Return None if the save makes fewer calls."""
         assert self._server.stdin
         assert self._server.stdout
-        request = [asdict(layout), str(folder), generation, at, moment]
+        request = [type(layout).__name__, asdict(layout), str(folder), generation, at, moment]
         print(json.dumps(request), file=self._server.stdin, flush=True)
         status, said = json.loads(self._server.stdout.readline())
         assert status in (0, signal.SIGKILL), said
@@ -391,6 +393,8 @@ class Forks:
 def serve() -> None:
     # Otherwise every fork would start a backend of JAX to learn that it is alone, and collect garbage in shared memory.
     _hosts.current = lambda *_: _hosts.Alone()
+    _hosts.is_alone = lambda: True
+    jax.process_index, jax.process_count = lambda: 0, lambda: 1
     gc.freeze()
     for line in sys.stdin:
         reader, writer = os.pipe()
@@ -405,16 +409,17 @@ def serve() -> None:
 
 
 def _save_and_die(
-    report: Any, layout: dict[str, Any], folder: str, generation: int, at: int, moment: str
+    report: Any, kind: str, layout: dict[str, Any], folder: str, generation: int, at: int, moment: str
 ) -> None:
     def strike(number: int, name: str) -> None:
         if number == at:
             report.write(name.encode())  # not os.write, which is hooked
             os.kill(os.getpid(), signal.SIGKILL)
 
+    kinds = {one.__name__: one for one in (Layout, *Layout.__subclasses__())}
     try:
         with hooked(**{moment: strike}):
-            Layout(**layout).save(Path(folder), generation)
+            kinds[kind](**layout).save(Path(folder), generation)
         os._exit(0)
     except Exception:  # noqa: BLE001  reported to the tests
         report.write(traceback.format_exc().encode())
@@ -541,4 +546,6 @@ def _administer(*command: str) -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    from support import faults, run_faults  # noqa: F401  by their names, as tests know them
+
+    faults.serve()

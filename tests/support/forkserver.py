@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
 
-_PRELOADED = ["support.started_commands", "multihost.scenes"]
+_PRELOADED = ["support.started_commands", "multihost.scenes", "support.run_faults"]
 
 
 def context() -> ForkServerContext:

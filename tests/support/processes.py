@@ -37,7 +37,9 @@ class Failed(Exception):
 class Job:
     """Ranks that play scenes (functions of `multihost.scenes`), all of them the same scene at a time."""
 
-    def __init__(self, processes: int, devices: int, log: Path, heartbeat: int = 60) -> None:
+    def __init__(
+        self, processes: int, devices: int, log: Path, heartbeat: int = 60, *, preemption: bool = True
+    ) -> None:
         self.count, self.log = processes, log
         self.is_open = True
         log.mkdir(parents=True, exist_ok=True)
@@ -46,7 +48,7 @@ class Job:
         for rank in range(processes):
             ours, theirs = context.Pipe()
             arguments = (rank, processes, devices, port, heartbeat, str(log / f"rank-{rank}.log"), theirs)
-            process = context.Process(target=_play, args=arguments, daemon=True)
+            process = context.Process(target=_play, args=(*arguments, preemption), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -114,7 +116,9 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _play(rank: int, processes: int, devices: int, port: int, heartbeat: int, log: str, pipe: Any) -> None:
+def _play(
+    rank: int, processes: int, devices: int, port: int, heartbeat: int, log: str, pipe: Any, preemption: bool
+) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -123,6 +127,7 @@ def _play(rank: int, processes: int, devices: int, port: int, heartbeat: int, lo
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_enable_preemption_service", preemption)
     if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
+from eformer._engine.stores.locate import store_at
 from eformer.checkpoint import Keep, Run, follow, load, score, steps
 from eformer.errors import NotFoundError
 from support.trees import assert_same
@@ -43,6 +44,17 @@ def test_it_begins_after_a_step_and_ends_when_nothing_comes(tmp_path):
     assert list(follow(tmp_path / "nothing", poll=0.01, timeout=0.05)) == []
 
 
+def test_a_step_that_has_gone_while_the_one_before_was_used_is_passed_over(tmp_path):
+    with Run(tmp_path, every=1) as run:
+        for step in (1, 2, 3):
+            run.after(step, tree(step))
+    seen = []
+    for step in follow(tmp_path, poll=0.01, timeout=0.05):
+        seen.append(step.number)
+        shutil.rmtree(tmp_path / "step-2", ignore_errors=True)
+    assert seen == [1, 3]
+
+
 @pytest.mark.parametrize("fmt", ["safetensors", "tensorstore"])
 def test_what_is_held_survives_its_removal_and_leaves_nothing(tmp_path, fmt):
     with Run(tmp_path, every=1, format=fmt) as run:
@@ -71,3 +83,28 @@ def test_scores_are_metrics_and_decide_what_stays(tmp_path):
     assert sorted(p.name for p in tmp_path.glob("*.json")) == ["run.json", "step-3.scores.json"]
     with pytest.raises(NotFoundError, match="has no step 9"):
         score(tmp_path, 9, {"x": 1})
+
+
+@pytest.mark.parametrize("how", ["replaced", "rewound"])
+def test_scores_are_of_the_step_that_was_scored_and_of_no_later_one(tmp_path, how):
+    with Run(tmp_path, signals=()) as run:
+        for number in (1, 2):
+            run.save(number, tree(number)).result()
+        score(tmp_path, 2, {"eval.loss": 0.5})
+        if how == "rewound":
+            assert run.resume(step=1, rewind=True).step == 1
+        run.save(2, tree(2), metrics={"loss": 1.0}).result()
+        assert steps(tmp_path)[-1].metrics == {"loss": 1.0}
+        score(tmp_path, 2, {"eval.loss": 0.7})
+    assert steps(tmp_path)[-1].metrics == {"loss": 1.0, "eval.loss": 0.7}
+
+
+def test_what_a_dead_follower_held_is_removed_when_the_next_job_begins(tmp_path):
+    with Run(tmp_path, signals=()) as run:
+        run.save(1, tree(1)).result()
+    upload = store_at(tmp_path).begin()
+    upload.put([("step-1/model.safetensors", b"linked")])
+    upload.abandon()
+    with Run(tmp_path, signals=()) as run:
+        run.save(2, tree(2))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run.json", "step-1", "step-2"]

@@ -6,12 +6,21 @@ import signal
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
 from eformer import checkpoint
+from eformer._engine.record.manifest import Manifest
 from eformer.checkpoint import Every, Keep, Run
-from eformer.errors import CorruptionError, LeafError, MismatchError, NotFoundError, SupersededError
+from eformer.errors import (
+    CorruptionError,
+    LeafError,
+    MismatchError,
+    NotFoundError,
+    SupersededError,
+    VersionError,
+)
 from support.trees import assert_same
 
 
@@ -196,7 +205,7 @@ def test_a_damaged_step_is_skipped_and_put_aside(tmp_path, caplog):
     assert "step 30 is skipped" in caplog.text
 
 
-@pytest.mark.parametrize("how", ["cut", "gone", "manifest", "empty"])
+@pytest.mark.parametrize("how", ["cut", "gone", "manifest", "empty", "no manifest"])
 def test_any_kind_of_damage_is_skipped(tmp_path, how):
     loop(tmp_path, 20, every=10)
     step = tmp_path / "step-20"
@@ -207,10 +216,31 @@ def test_any_kind_of_damage_is_skipped(tmp_path, how):
         file.unlink()
     elif how == "manifest":
         (step / "manifest.json").write_bytes((step / "manifest.json").read_bytes()[:-9])
+    elif how == "no manifest":
+        (step / "manifest.json").unlink()
     else:
         (step / "manifest.json").write_bytes(b"")
     with Run(tmp_path) as run:
-        assert run.resume(like=fresh()).step == 10
+        found = run.resume(like=fresh())
+    assert (found.step, list(found.skipped)) == (10, [20])
+    assert (tmp_path / "step-20.damaged").is_dir()
+
+
+def test_a_step_without_its_manifest_is_no_fresh_start(tmp_path):
+    loop(tmp_path, 10, every=10)
+    (tmp_path / "step-10" / "manifest.json").unlink()
+    with Run(tmp_path) as run, pytest.raises(CorruptionError, match="does not start afresh by itself"):
+        run.resume(like=fresh())
+
+
+def test_a_step_of_a_newer_eformer_is_not_damage(tmp_path):
+    loop(tmp_path, 20, every=10)
+    file = tmp_path / "step-20" / "manifest.json"
+    manifest = Manifest.from_json(file.read_bytes(), "")
+    file.write_bytes(msgspec.structs.replace(manifest, version=99).to_json())
+    with Run(tmp_path) as run, pytest.raises(VersionError, match=r"version 99.*upgrade"):
+        run.resume(like=fresh())
+    assert (tmp_path / "step-20").is_dir()
 
 
 def test_if_all_are_damaged_nothing_changes_and_nothing_starts_afresh(tmp_path):
@@ -296,6 +326,18 @@ def test_so_many_errors_in_a_row_are_tolerated(tmp_path, caplog):
 def test_what_cannot_be_stored_is_raised_at_once(tmp_path):
     with Run(tmp_path) as run, pytest.raises(LeafError):
         run.save(1, {"w": object()})
+
+
+def test_a_position_that_cannot_be_stored_is_raised_at_once_and_the_step_can_be_saved_again(tmp_path):
+    class Bad(Data):
+        def get_state(self):
+            return object()
+
+    with Run(tmp_path) as run:
+        with pytest.raises(LeafError, match="Bad cannot be stored"):
+            run.save(1, {"w": np.ones(1)}, data=Bad())
+        run.save(1, {"w": np.ones(1)}).result(timeout=20)
+    assert numbers(tmp_path) == [1]
 
 
 def test_an_exception_in_the_block_waits_for_the_save_and_passes(tmp_path):

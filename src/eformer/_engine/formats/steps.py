@@ -33,7 +33,9 @@ def step_number(name: str) -> int | None:
 def steps_in(store: Store) -> list[tuple[int, str]]:
     """List the steps of a run by number and name, the last step last. Reads no manifest.
 
-    A directory without an index, a manifest or the marks of Orbax is not a step: its save has not been committed.
+    A directory without an index, a manifest or the marks of Orbax is not a step: another program made it, or its save
+    has not been committed. Where directories appear whole, one that has the name of a step of ours and something else
+    in it is damaged, and is listed.
     """
     found: dict[int, str] = {}
     for name in _named_like_steps(store):
@@ -48,5 +50,15 @@ def _named_like_steps(store: Store) -> Iterable[str]:
     for name, kind in store.kinds().items():
         if kind != "directory" or step_number(name) is None:
             continue
-        if any(store.kind(f"{name}/{mark}") == "file" for mark in _MARKS):
+        has_mark = any(store.kind(f"{name}/{mark}") == "file" for mark in _MARKS)
+        if has_mark or (store.can_rename and _is_ours(name) and _has_files(store, name)):
             yield name
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("step-")
+
+
+def _has_files(store: Store, name: str) -> bool:
+    """Tell whether a directory has more than hidden files, which a save that is under way or dead has there."""
+    return any(not inner.startswith(".") for inner in store.kinds(name))

@@ -24,7 +24,7 @@ from eformer._engine.record.pieces import PIECE_BYTES
 from eformer._engine.record.regions import Region
 from eformer._engine.record.text import printable, shortened
 from eformer._engine.record.values import MALFORMED_JSON, value_from_json
-from eformer.errors import FormatError
+from eformer.errors import FormatError, VersionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -360,14 +360,16 @@ class Manifest(Struct, frozen=True, kw_only=True):
         """Parse a manifest that is part of a document whose digest has been checked."""
         try:
             manifest = _decode_manifest(data)
-            if manifest.version > VERSION:
-                raise FormatError(
-                    f"version {manifest.version}; this eformer reads up to {VERSION}, upgrade it"
-                )
-            for tree in manifest.trees.values():
-                check_tree(tree)
+            if manifest.version <= VERSION:
+                for tree in manifest.trees.values():
+                    check_tree(tree)
         except (*MALFORMED_JSON, FormatError) as error:
             raise FormatError(f"{origin} is not a readable manifest: {error}") from error
+        if manifest.version > VERSION:
+            raise VersionError(
+                f"{origin} is not a readable manifest: version {manifest.version}; this eformer reads up to {VERSION}, "
+                "upgrade it"
+            )
         return manifest
 
 

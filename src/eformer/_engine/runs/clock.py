@@ -14,14 +14,16 @@ class Clock:
     """The clock of the first process. The processes meet at steps that they have agreed on at the last meeting.
 
     At a meeting the first process estimates at which step the time will be over; the next meeting is half of the way
-    there. A clock that is set back or stops only makes a save late.
+    there, and at most twice as far away as this one was, because steps may become slower. A clock that is set back or
+    stops only makes a save late.
     """
 
     def __init__(self, clock: Callable[[], float], timeout: float) -> None:
         self._clock, self._timeout = clock, timeout
         self._is_alone = _hosts.is_alone()
         self.saved_at = self._met_at = clock()  # when the last save began
-        self._met_step = self._next_step = 0
+        self._met_step: int | None = None
+        self._next_step = 0
 
     def note_save(self, step: int) -> None:
         self.saved_at = self._met_at = self._clock()
@@ -37,7 +39,7 @@ class Clock:
 
         def answer(_: Sequence[bytes]) -> bytes:
             left = self._left(minutes)
-            return b"save" if is_asked or left <= 0 else str(self._next_meeting(step, left)).encode()
+            return b"save" if is_asked or left <= 0 else str(step + self._distance(step, left)).encode()
 
         said = hosts.meet(b"", answer)
         hosts.end()
@@ -50,8 +52,11 @@ class Clock:
     def _left(self, minutes: float) -> float:
         return self.saved_at + 60 * minutes - self._clock()
 
-    def _next_meeting(self, step: int, left: float) -> int:
-        """Return the step half of the way to where the time will be over, as fast as the steps have been."""
-        passed = max(self._clock() - self._met_at, 1e-6)
-        per_second = max(step - self._met_step, 1) / passed
-        return step + max(1, int(left * per_second / 2))
+    def _distance(self, step: int, left: float) -> int:
+        """Return how many steps away the next meeting is: half of the way, as fast as the last steps have been."""
+        if self._met_step is None:  # how long a step takes is not known yet
+            return 1
+        passed, steps = self._clock() - self._met_at, max(step - self._met_step, 1)
+        if passed <= 0:  # the clock was set back, or stands
+            return steps
+        return max(1, min(int(left * steps / passed / 2), 2 * steps))

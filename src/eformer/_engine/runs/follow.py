@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.runs.steps import Step, score_name, steps
+from eformer._engine.runs.steps import Scores, Step, digest_of, score_name, steps
 from eformer._engine.stores.locate import store_at
 from eformer.errors import NotFoundError
 
@@ -42,8 +42,9 @@ def follow(
     since = time.monotonic()
     while True:
         for step in _newer(path, last):
-            yield step
-            last, since = step.number, time.monotonic()
+            if step.problem() is None:  # read now: it may have gone while the one before was used
+                yield step
+                last, since = step.number, time.monotonic()
         if timeout is not None and time.monotonic() - since >= timeout:
             return
         time.sleep(poll)
@@ -51,7 +52,7 @@ def follow(
 
 def _newer(path: str | os.PathLike[str], last: int) -> list[Step]:
     try:
-        return [step for step in steps(path) if step.number > last and step.problem() is None]
+        return [step for step in steps(path) if step.number > last]
     except NotFoundError:  # the run has not begun
         return []
 
@@ -70,7 +71,8 @@ def score(path: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
     upload = store.begin()
     try:
         with upload.exclusive():
-            upload.swap(score_name(found.name), msgspec.json.encode({**found.scores, **numbers}), None)
+            scores = Scores(digest_of(found), {**found.scores, **numbers})
+            upload.swap(score_name(found.name), msgspec.json.encode(scores), None)
     finally:
         upload.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from eformer._engine.record.policies import StepFacts, kept, needs_manifests
@@ -30,9 +31,11 @@ def remove_others(path: str, rules: Sequence[Keep], stay: Collection[int | None]
     assert place is not None, path
     removed = []
     for step in others(path, rules, stay):
-        remove_checkpoint(place, step.name, identity_of(place / step.name))
-        remove_file(place, score_name(step.name))
-        removed.append(step)
+        with suppress(FileNotFoundError):  # somebody else has removed it
+            identity = identity_of(place / step.name)
+            remove_file(place, score_name(step.name))  # first: nobody looks for it once the step is gone
+            remove_checkpoint(place, step.name, identity)
+            removed.append(step)
     return removed
 
 

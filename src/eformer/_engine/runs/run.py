@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import logging
 import secrets
@@ -32,7 +33,14 @@ from eformer._engine.saving.run import Format, run_in_background
 from eformer._engine.saving.save import start
 from eformer._engine.stores.locate import absolute, store_at
 from eformer._engine.stores.removal import set_aside
-from eformer.errors import CorruptionError, FormatError, NotFoundError, ProcessError
+from eformer.errors import (
+    CorruptionError,
+    FormatError,
+    NotFoundError,
+    ProcessError,
+    SupersededError,
+    VersionError,
+)
 
 if TYPE_CHECKING:
     import os
@@ -108,13 +116,13 @@ class Run:
             raise ValueError(
                 f"{self.path}: keep= removes steps from local directories only so far; pass keep=None"
             )
-        self._writer = Writer(store, secrets.token_hex(8))
+        self._writer, self._has_claimed = Writer(store, secrets.token_hex(8)), False
         if near is None and near_every is not None:
             raise ValueError("near_every= needs near=, the directory to save to")
         self._near = None if near is None else Near(near, near_every, self._writer, self._options, clock)
         self._signals = Signals(signals)
         self._clock = Clock(clock, self._options.timeout)
-        self._calls = self._failures = 0
+        self._failures = 0
         self._is_told = self._is_asked = False
         self._pending: Pending | None = None
         self._resumed_from: int | None = None
@@ -163,7 +171,7 @@ class Run:
         """
         if self._near:
             self._near.before_claim()
-        self._writer.claim()
+        self._claim()
         agreed = self._agreed_steps()
         if not agreed.steps:
             self._begin_near(0, agreed)
@@ -188,6 +196,15 @@ class Run:
         self._put_aside({**dict.fromkeys(newer, "rewound"), **dict.fromkeys(found.skipped, "damaged")})
         self._go_on_from(found, data)
         return Resumed(found.tree, found.step, found.skipped)
+
+    def _claim(self) -> None:
+        """Become the writer, before the first step is loaded or saved. All processes hear of an error."""
+        if self._has_claimed:
+            return
+        with _meeting(self._options.timeout) as hosts:
+            self._writer.claim()
+            hosts.meet(b"", lambda _: b"")
+        self._has_claimed = True
 
     def _agreed_steps(self) -> Agreed:
         """Return the steps that the first process sees, and the near ones that all processes hold."""
@@ -229,6 +246,8 @@ class Run:
         for place in reversed(places):
             number = place.number
             loaded, problem = self._try(place, request)
+            if problem is not None and fallback:  # a second look: a directory may be stale for a moment
+                loaded, problem = self._try(place, request)
             if problem is None:
                 facts = loaded.entry.metadata.get(RUN_METADATA, {})
                 return _Found(loaded.tree, number, skipped, own_position(facts) if place.epoch else facts)
@@ -264,12 +283,16 @@ class Run:
         return loaded, None
 
     def _put_aside(self, numbers: Mapping[int, str]) -> None:
-        names = {step.number: step.name for step in self.steps}
+        """Give steps other names, in the first process, before any process goes on."""
         place = store_at(self.path).local_path()
-        if jax.process_index() == 0 and place is not None:
+        if not numbers or place is None:
+            return
+        with _meeting(self._options.timeout) as hosts:
+            names = {step.number: step.name for step in self.steps} if hosts.index == 0 else {}
             for number, why in numbers.items():
                 if number in names:
                     set_aside(place, names[number], why)
+            hosts.meet(b"", lambda _: b"")
 
     def _go_on_from(self, found: _Found, data: Any) -> None:
         self.step = self._resumed_from = found.step
@@ -331,8 +354,7 @@ class Run:
 
     def tick(self) -> bool:
         """Tell whether to stop, in loops without steps such as evaluation. The next `after` then saves."""
-        self._calls += 1
-        self._is_told = self._is_told or self._signals.reached(self._calls)
+        self._is_told = self._signals.reached() or self._is_told
         return self._is_told
 
     def wait(self, timeout: float | None = None) -> None:
@@ -364,8 +386,9 @@ class Run:
         why: str,
     ) -> Pending:
         self._wait_for_last()
-        self._writer.claim()
+        self._claim()
         _fetch_later(metrics)
+        part = position_of(data) if data is not None else b""
         save = start(
             _called(tree),
             self._path_of(step),
@@ -374,7 +397,6 @@ class Run:
             options=self._save_options(),
             detach=True,
         )
-        part = position_of(data) if data is not None else b""
         save = dataclasses.replace(
             save,
             late=functools.partial(_facts, why, dict(metrics or {})),
@@ -422,6 +444,7 @@ class Run:
             return
         try:
             if self._keep is not None:
+                self._writer.check()
                 remove_others(self.path, self._keep, {step, self._resumed_from})
             if self._on_saved:
                 self._on_saved(Step(step, self._path_of(step)))
@@ -448,7 +471,7 @@ class Run:
             self._failures = 0
             return
         self._failures += 1
-        if self._failures > self._tolerate:
+        if self._failures > self._tolerate or isinstance(error, SupersededError):
             raise error
         logger.error("%s failed, %d in a row are tolerated", pending, self._tolerate, exc_info=error)
 
@@ -458,13 +481,15 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        self._signals.close()
-        if self._near:
-            self._near.wait()
-        if error is None:
-            self.wait()
-        elif self._pending is not None:  # what was raised is more important than an error of the save
-            self._pending.exception()
+        try:
+            if self._near:
+                self._near.wait()
+            if error is None:
+                self.wait()
+            elif self._pending is not None:  # what was raised is more important than an error of the save
+                self._pending.exception()
+        finally:
+            self._signals.close()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -497,8 +522,9 @@ def _kind(error: Exception | None) -> bytes:
     """Describe the outcome of a load for the other processes."""
     if error is None:
         return b""
-    is_damage = isinstance(error, (CorruptionError, FormatError, FileNotFoundError))
-    if is_damage:
+    is_unreadable = isinstance(error, OSError) and error.errno == errno.EIO
+    is_damage = isinstance(error, (FormatError, FileNotFoundError)) and not isinstance(error, VersionError)
+    if is_unreadable or is_damage:
         return f"damage:{error}".encode(errors="replace")
     return b"peer" if isinstance(error, ProcessError) else f"error:{error!r}".encode(errors="replace")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
+# The service has one sync point a program, the number of a call. So all runs of a program count together: a notice
+# between two runs is seen by the first call of the second.
+_calls = itertools.count(1)
+
 
 class Signals:
     """Tells at which call all processes stop. `None` for SIGTERM where that works, `()` for none.
@@ -30,12 +35,13 @@ class Signals:
         self._wanted = (signal.SIGTERM,) if signals is None else tuple(signals)
         self._is_optional = signals is None
         self._told = threading.Event()
+        self._unseen: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._service = _has_service()
         self._install()
 
     def _install(self) -> None:
-        if self._wanted and _hosts.current("runs", None, 1.0).count > 1 and not self._service:
+        if self._wanted and not _hosts.is_alone() and not self._service:
             if self._is_optional:
                 logger.warning("no signals: several processes need JAX's preemption service, which is off")
                 self._wanted = ()
@@ -44,6 +50,8 @@ class Signals:
                     "signals= of several processes need JAX's preemption service: "
                     "jax.config.update('jax_enable_preemption_service', True) before jax.distributed.initialize"
                 )
+        if self._wanted and self._service:
+            _warn_of_handler()
         for one in self._wanted:
             if self._service and one == signal.SIGTERM:
                 continue
@@ -58,26 +66,43 @@ class Signals:
         if self._service:
             os.kill(os.getpid(), signal.SIGTERM)
         self._told.set()
-        before = self._before.get(signal.Signals(number))
+        self._unseen = signal.Signals(number)
+        before = self._before.get(self._unseen)
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
-    def reached(self, call: int) -> bool:
-        """Tell whether to stop at this call, which all processes make with the same number."""
+    def reached(self) -> bool:
+        """Tell whether to stop at this call. All processes make the same calls."""
         if self._service and self._wanted:
             from jax.experimental import multihost_utils
 
-            return bool(multihost_utils.reached_preemption_sync_point(call))
+            return bool(multihost_utils.reached_preemption_sync_point(next(_calls)))
+        if self._told.is_set():
+            self._unseen = None
         return self._told.is_set()
 
     def close(self) -> None:
-        """Put the handlers back that were there before."""
-        for one, before in self._before.items():
-            if signal.getsignal(one) == self._handle:
-                signal.signal(one, before if before is not None else signal.SIG_DFL)
+        """Put the handlers back that were there before. A signal that came too late for any call is sent again."""
+        put_back = {
+            one: before for one, before in self._before.items() if signal.getsignal(one) == self._handle
+        }
+        for one, before in put_back.items():
+            signal.signal(one, before if before is not None else signal.SIG_DFL)
         self._before = {}
+        unseen, self._unseen = self._unseen, None
+        if unseen in put_back and put_back[unseen] is signal.SIG_DFL and not self._service:
+            os.kill(os.getpid(), unseen)
 
 
 def _has_service() -> bool:
     config: Any = jax.config  # its attributes have no types
     return bool(jax.distributed.is_initialized() and getattr(config, "jax_enable_preemption_service", False))
+
+
+def _warn_of_handler() -> None:
+    """Warn of a handler in Python, which JAX has replaced, or which has replaced JAX's: nobody can tell which."""
+    if callable(signal.getsignal(signal.SIGTERM)):
+        logger.warning(
+            "SIGTERM has a handler in Python: if it was set before jax.distributed.initialize it is not called any "
+            "more, if it was set after, JAX does not hear of SIGTERM, and the run does not stop at it"
+        )

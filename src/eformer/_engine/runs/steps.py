@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from eformer._engine.formats.find import find, problem_of
 from eformer._engine.formats.steps import steps_in
 from eformer._engine.record.values import parse_json
@@ -23,6 +25,16 @@ if TYPE_CHECKING:
 
 # The metadata of a step that the run writes, in the manifest, and that is not the caller's.
 RUN_METADATA = "eformer.run"
+
+
+class Scores(msgspec.Struct):
+    """The file beside a step: metrics, and the digest of the manifest that they are of.
+
+    The digest tells whether this is still the step that was scored: a step may be replaced, or saved anew.
+    """
+
+    digest: str
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -70,9 +82,10 @@ class Step:
         store, name = store_at(self.path).parent()
         try:
             data, _ = read_whole(store, score_name(name))
-            return parse_json(data, dict[str, float], f"{self.path}: its scores cannot be read")
+            scores = parse_json(data, Scores, f"{self.path}: its scores cannot be read")
         except (FileNotFoundError, FormatError):
             return {}
+        return scores.metrics if scores.digest == digest_of(self) else {}
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -99,6 +112,11 @@ class Step:
             return problem_of(self._found)
         except (EformerError, OSError) as error:
             return str(error)
+
+
+def digest_of(step: Step) -> str:
+    """Return the digest of the manifest of a step, which no other step has."""
+    return step._found.manifest.digest
 
 
 def score_name(step: str) -> str:

@@ -45,7 +45,7 @@ class Writer:
             return ""
 
     def claim(self) -> None:
-        """Become the writer, before the first step is loaded or saved."""
+        """Become the writer, if this is the first process. Remove what jobs have left that died."""
         if self.has_claimed or jax.process_index() != 0:
             return
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")

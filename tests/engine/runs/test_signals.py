@@ -1,0 +1,198 @@
+"""How a run learns that the job is told to end: in one process, with JAX's service and without."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from eformer import checkpoint
+from eformer._engine.runs import signals as signals_module
+from eformer.checkpoint import Run
+
+TREE = {"w": np.ones(2)}
+
+
+@pytest.fixture
+def several(monkeypatch):
+    """One of several processes, without the service."""
+    monkeypatch.setattr(signals_module._hosts, "is_alone", lambda: False)
+
+
+def test_several_processes_without_the_service_refuse_named_signals(several):
+    with pytest.raises(ValueError, match=r"signals= of several processes need JAX's preemption service"):
+        signals_module.Signals([signal.SIGUSR1])
+
+
+def test_several_processes_without_the_service_warn_if_no_signal_is_named(several, caplog):
+    before = signal.getsignal(signal.SIGTERM)
+    told = signals_module.Signals(None)
+    assert "no signals: several processes need JAX's preemption service, which is off" in caplog.text
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert not told.reached()
+
+
+def in_thread(work):
+    outcome = []
+
+    def play():
+        try:
+            outcome.append(work())
+        except ValueError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    thread.join()
+    return outcome[0]
+
+
+def test_a_run_that_is_not_made_in_the_main_thread_works_without_signals(tmp_path, caplog):
+    def work():
+        with Run(tmp_path, every=1) as run:
+            run.after(1, TREE)
+        return run.step
+
+    assert in_thread(work) == 1
+    assert "a Run that is not made in the main thread cannot handle them" in caplog.text
+    assert [step.number for step in checkpoint.steps(tmp_path)] == [1]
+
+
+def test_named_signals_need_the_main_thread(tmp_path):
+    error = in_thread(lambda: Run(tmp_path, signals=[signal.SIGUSR1]))
+    assert "signals= need the main thread" in str(error)
+
+
+def test_a_second_signal_while_the_first_is_saved_changes_nothing(tmp_path):
+    with Run(tmp_path, on_saved=lambda _: os.kill(os.getpid(), signal.SIGTERM)) as run:
+        os.kill(os.getpid(), signal.SIGTERM)
+        run.after(1, TREE)
+        assert run.stopping
+        assert run.tick()  # which has seen both
+    assert [step.number for step in checkpoint.steps(tmp_path)] == [1]
+
+
+def test_a_run_inside_of_another_tells_both(tmp_path):
+    with Run(tmp_path / "outer") as outer, Run(tmp_path / "inner") as inner:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (outer.tick(), inner.tick()) == (True, True)
+
+
+# ------------------------------------------------------------------------------------- other programs
+
+_START = """
+import os, signal, sys, time
+import jax, numpy as np
+from eformer.checkpoint import Run
+def initialize():
+    jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 1, 0)
+def tell(*signals):
+    for one in signals:
+        os.kill(os.getpid(), one)
+def loop(run, first=1):
+    for step in range(first, first + 1000):
+        run.after(step, {"w": np.ones(2)})
+        if run.stopping:
+            print("stopped", step)
+            return
+        time.sleep(0.01)
+seen = []
+"""
+
+# JAX looks once a second, so the run stops some steps after the signal.
+PROGRAMS = {
+    "late": """
+with Run(sys.argv[1]) as run:
+    run._on_saved = lambda step: (time.sleep(0.2), tell(signal.SIGTERM), time.sleep(0.2))
+    run.save(1, {"w": np.ones(2)})
+print("goes on")
+""",
+    "service": "initialize()\nwith Run(sys.argv[1]) as run:\n    tell(signal.SIGTERM)\n    loop(run)",
+    "service, USR1": """
+initialize()
+with Run(sys.argv[1], signals=[signal.SIGUSR1]) as run:
+    tell(signal.SIGUSR1)
+    loop(run)
+""",
+    "service, two runs": """
+initialize()
+with Run(sys.argv[1] + "-first") as run:
+    for step in range(1, 500):
+        run.after(step, {})
+tell(signal.SIGTERM)
+time.sleep(2.5)
+with Run(sys.argv[1]) as run:
+    loop(run)
+""",
+    "service off": """
+jax.config.update("jax_enable_preemption_service", False)
+initialize()
+with Run(sys.argv[1], signals=[signal.SIGTERM]) as run:
+    tell(signal.SIGTERM)
+    loop(run)
+""",
+    "handler before": """
+signal.signal(signal.SIGTERM, lambda *_: seen.append("called"))
+initialize()
+with Run(sys.argv[1]) as run:
+    tell(signal.SIGTERM)
+    loop(run)
+print("handler", seen)
+""",
+    "handler after": """
+initialize()
+signal.signal(signal.SIGTERM, lambda *_: seen.append("called"))
+with Run(sys.argv[1]) as run:
+    tell(signal.SIGTERM)
+    run.save(1, {"w": np.ones(2)})
+print("handler", seen)
+""",
+}
+QUICK = ("late", "service, two runs")
+is_thorough = os.environ.get("EFORMER_FAULTS_STRIDE") == "1"
+
+
+def played(name, path, free_port):
+    program = subprocess.run(
+        [sys.executable, "-c", _START + PROGRAMS[name], path, str(free_port)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    return program.returncode, program.stdout, program.stderr
+
+
+@pytest.fixture
+def free_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("name", PROGRAMS if is_thorough else QUICK)
+def test_a_program_is_told_to_end(tmp_path, free_port, name):
+    path = tmp_path / "run"
+    code, said, log = played(name, path, free_port)
+    step = checkpoint.steps(path)[-1]
+    assert checkpoint.verify(step.path).ok
+    if (
+        name == "late"
+    ):  # it came after the last call: the save is finished, then the signal does what it always does
+        assert (code, said, step.number) == (-signal.SIGTERM, "", 1), log
+    elif name == "handler after":  # JAX does not hear of it
+        assert (code, said, step.why) == (0, "handler ['called']\n", "call"), log
+        assert "SIGTERM has a handler in Python" in log
+    else:
+        assert code == 0, log
+        assert said.startswith(f"stopped {step.number}\n"), said + log
+        assert step.why == "signal"
+        assert ("SIGTERM has a handler in Python" in log) == (name == "handler before")
+    if name in ("service, two runs", "service off"):
+        assert step.number == 1
