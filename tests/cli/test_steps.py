@@ -74,3 +74,14 @@ def test_rules_that_say_too_little_are_refused(run, rules, message):
 
 def test_what_is_no_run_is_an_error_in_one_line(tmp_path):
     assert "is not a directory of steps" in command("steps", tmp_path / "nothing", code=1).stderr
+
+
+def test_a_directory_without_steps_says_so(tmp_path):
+    assert command("steps", tmp_path).stdout == f"no steps in {tmp_path}\n"
+
+
+def test_series_are_counted_as_prune_counts_them(run):
+    (run / "step-10").rename(run / "run-10")
+    lines = command("steps", run, "--keep", 1).stdout.splitlines()
+    assert [line.split()[0] for line in lines if line.endswith("would be removed")] == ["20"]
+    assert json.loads(command("prune", run, "--keep", 1, "--json", "--yes").stdout)["removed"] == ["step-20"]

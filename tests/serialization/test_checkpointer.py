@@ -508,3 +508,16 @@ def test_easydel_keeps_the_last_ones(trainer, tmp_path):
     assert one.resume()[0] == 60
     assert checkpoint.load(tmp_path / "run-60", prefix="model")["step"] == 60
     assert not checkpoint.verify(tmp_path / "run-60").damages
+
+
+def test_a_relative_path_is_that_of_the_directory_in_which_the_checkpointer_was_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpointer = Checkpointer("runs", None, [CheckpointInterval(every=1)])
+    checkpointer.on_step(None, {"w": np.ones(2**20)}, step=1)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    checkpointer.on_step(None, {"w": np.ones(1)}, step=2)
+    checkpointer.wait_until_finished()
+    assert (tmp_path / "runs" / "run-1" / "metadata.json").exists()
+    assert (tmp_path / "runs" / "run-2" / "metadata.json").exists()
+    assert not list((tmp_path / "elsewhere").iterdir())

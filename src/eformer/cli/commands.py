@@ -503,6 +503,8 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
     if as_json:
         _print_json({"run": run, "steps": found})
         return
+    if not found:
+        click.echo(printable(f"no steps in {run}"))
     for step in found:
         metrics = " ".join(f"{name}={value:.6g}" for name, value in step["metrics"].items())
         parts = [

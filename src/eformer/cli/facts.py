@@ -136,11 +136,11 @@ def sharding_text(sharding: RecordedSharding | None) -> str:
 
 def facts_of_steps(run: str, rules: Sequence[Keep]) -> list[dict[str, Any]]:
     """Describe the steps of a run. Bytes that several steps share count for the first of them."""
-    from eformer._engine.runs.retention import others
     from eformer._engine.runs.steps import steps
+    from eformer._engine.tools.prune import plan_removal
 
     found = steps(run)
-    removed = {step.number for step in others(run, rules)} if rules else set()
+    removed = plan_removal(run, rules).removed if rules and found else ()
     seen: set[tuple[int, int]] = set()
     facts = []
     for step in found:
@@ -160,7 +160,7 @@ def facts_of_steps(run: str, rules: Sequence[Keep]) -> list[dict[str, Any]]:
                 "why": step.why if problem is None else "",
                 "metrics": step.metrics if problem is None else {},
                 "problem": problem,
-                "is_removed": step.number in removed,
+                "is_removed": step.name in removed,
             }
         )
     return facts

@@ -27,7 +27,7 @@ from eformer._engine.record.options import SaveOptions
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.steps import steps
 from eformer._engine.saving.run import told_to_all
-from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.locate import absolute, store_at
 from eformer._engine.stores.removal import remove_file
 from eformer.errors import NotFoundError
 from eformer.serialization._finished import (
@@ -103,6 +103,7 @@ class Checkpointer:
         delete_old_temp_checkpoints: bool = True,
     ) -> None:
         self.base_path = str(base_path)
+        self._root = absolute(base_path)  # saves end in the background, and the program may go elsewhere
         self.save_interval = save_interval
         self.step_policies = _in_order(step_policies)
         self._manager = AsyncCheckpointManager() if manager is None else manager
@@ -251,7 +252,7 @@ class Checkpointer:
         )
         if step is not None and self._manager.enable is not False:
             self._finish(path, int(step), temporary, also=metadata_file(path))
-        return path
+        return _below(self.base_path, name)  # as it was given
 
     def _is_due(self, step: int) -> bool:
         """Tell whether to save. All processes get the same answer; a step without a save costs no message."""
@@ -309,14 +310,12 @@ class Checkpointer:
 
     def _path_of(self, destination: str) -> str:
         """Return where a name leads: in `base_path`, unless it is absolute."""
-        if not destination or "://" in destination:
-            return destination or self.base_path
-        return os.path.join(self.base_path, destination)  # noqa: PTH118  URLs, too
+        return _below(self._root, destination)
 
     # ------------------------------------------------------------------------------------------ remove
 
     def _older_temporaries(self, step: int) -> Iterator[str]:
-        for found in steps(self.base_path):
+        for found in steps(self._root):
             is_ours = self._deletes_old or found.number in self._own_temporaries
             if found.number < step and is_ours and is_temporary(found.path):
                 yield found.path
@@ -434,7 +433,7 @@ class Checkpointer:
     ) -> str:
         """Return the path of the checkpoint to load; "" if there is none, and that is not to be an error."""
         self._wait_for_save()
-        root = self.base_path if path is None else str(path)
+        root = self._root if path is None else str(path)
         if not discover_latest:
             return root
         if found := _agreed(root):
@@ -442,6 +441,12 @@ class Checkpointer:
         if discover_raise:
             raise NotFoundError(f"No checkpoint found under {root}")
         return ""
+
+
+def _below(root: str, name: str) -> str:
+    if not name or "://" in name:
+        return name or root
+    return os.path.join(root, name)  # noqa: PTH118  URLs, too
 
 
 def _agreed(root: str) -> str:

@@ -108,3 +108,20 @@ def test_what_a_dead_follower_held_is_removed_when_the_next_job_begins(tmp_path)
     with Run(tmp_path, signals=()) as run:
         run.save(2, tree(2))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run.json", "step-1", "step-2"]
+
+
+def test_following_ends_in_time_though_the_next_look_is_far(tmp_path, monkeypatch):
+    slept = []
+    monkeypatch.setattr("eformer._engine.runs.follow.time.sleep", slept.append)
+    list(checkpoint.follow(tmp_path, poll=10, timeout=0.01))
+    assert slept
+    assert max(slept) <= 0.01
+
+
+def test_a_score_that_is_not_finite_takes_the_one_before_away_and_one_that_is_no_number_is_refused(tmp_path):
+    checkpoint.save({"w": np.ones(1)}, tmp_path / "step-1")
+    checkpoint.score(tmp_path, 1, {"loss": 1.0, "other": 2.0})
+    checkpoint.score(tmp_path, 1, {"loss": float("nan")})
+    assert checkpoint.steps(tmp_path)[0].metrics == {"other": 2.0}
+    with pytest.raises(ValueError, match=r"metrics\['loss'\] is 'low'; expected a single number"):
+        checkpoint.score(tmp_path, 1, {"loss": "low"})

@@ -196,3 +196,43 @@ def test_a_program_is_told_to_end(tmp_path, free_port, name):
         assert ("SIGTERM has a handler in Python" in log) == (name == "handler before")
     if name in ("service, two runs", "service off"):
         assert step.number == 1
+
+
+def outcome_of(code, tmp_path):
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+
+
+FORKED = """
+import os, signal, time
+from eformer.checkpoint import Run
+with Run("outer"), Run("run"):
+    began, begin = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(begin, b"!")  # Python drops signals that come before
+        time.sleep(20)
+        os._exit(0)
+    os.read(began, 1)
+    os.kill(child, signal.SIGTERM)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_ends_at_a_signal_as_it_would_without_a_run(tmp_path):
+    assert outcome_of(FORKED, tmp_path).stdout == "-15\n"
+
+
+CLOSED = """
+import os, signal
+from eformer.checkpoint import Run
+one, other = Run("one"), Run("other")
+one.__exit__(None, None, None)
+other.__exit__(None, None, None)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_runs_that_end_in_the_order_in_which_they_began_leave_no_handler(tmp_path):
+    assert outcome_of(CLOSED, tmp_path).returncode == -signal.SIGTERM

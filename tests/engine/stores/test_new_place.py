@@ -1,6 +1,8 @@
 """A directory that a save makes appears under its name when it is complete, and not before."""
 
+import errno
 import os
+import re
 import threading
 
 import numpy as np
@@ -109,3 +111,12 @@ def test_a_live_save_beside_it_is_not_disturbed(tmp_path):
     save(TREE, tmp_path / "other")
     publish(upload, "index")
     assert (tmp_path / "new" / "file").read_bytes() == b"x"
+
+
+def test_an_error_names_the_directory_that_cannot_be_written(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", "the name alone")
+
+    monkeypatch.setattr("eformer._engine.stores.directory.os.mkdir", refuse)
+    with pytest.raises(PermissionError, match=re.escape(f"Permission denied: '{tmp_path}/")):
+        save(TREE, tmp_path / "new")

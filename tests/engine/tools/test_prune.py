@@ -11,6 +11,7 @@ import pytest
 import safetensors.numpy
 
 from eformer._engine.stores.directory import Directory
+from eformer._engine.tools import prune as prune_module
 from eformer._engine.tools.prune import plan_removal, remove
 from eformer.checkpoint import Keep, load, prune, save, score
 from eformer.errors import EformerError, NotFoundError
@@ -225,3 +226,19 @@ def test_the_scratch_of_a_save_that_lives_is_left_alone(run):
     prune(run, keep=4)
     assert (run / "run-100" / upload.token).is_dir()
     upload.close()
+
+
+def test_steps_that_the_run_removes_meanwhile_are_passed_over(run, monkeypatch):
+    identity_of = prune_module.identity_of
+
+    def late(path):
+        if path.name == "run-90":
+            shutil.rmtree(path)
+        return identity_of(path)
+
+    monkeypatch.setattr(prune_module, "identity_of", late)
+    plan = plan_removal(run, 1)
+    assert plan.removed == ("run-100", "run-200")
+    shutil.rmtree(run / "run-100")
+    remove(plan)
+    assert os.listdir(run) == ["run-1000"]

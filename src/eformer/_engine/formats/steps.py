@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.safetensors.names import MANIFEST
 from eformer._engine.formats.zarr.index import INDEX
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from eformer._engine.stores.base import Store
 
@@ -22,6 +23,18 @@ _MARKS = (MANIFEST, INDEX, ORBAX_TREE, ORBAX_CHECKPOINT)
 def step_name(number: int) -> str:
     """Return the name that a run gives to a step."""
     return f"step-{number}"
+
+
+def checked_number(step: SupportsIndex) -> int:
+    """Return the number of a step as an int; raise if it cannot be one, and would be saved under a name that is not
+    listed."""
+    try:
+        number = int(operator.index(step))
+    except TypeError:
+        raise TypeError(f"step={step!r}: expected a whole number, how many steps are done") from None
+    if not 0 <= number < 10**18:
+        raise ValueError(f"step={number}: expected a number from 0 on, of at most 18 digits")
+    return number
 
 
 def step_number(name: str) -> int | None:
@@ -37,22 +50,50 @@ def steps_in(store: Store) -> list[tuple[int, str]]:
     has not been committed. Where directories appear whole, one that has the name of a step of ours and something else
     in it is damaged, and is listed.
     """
-    found: dict[int, str] = {}
-    for name in _named_like_steps(store):
-        number = step_number(name)
-        assert number is not None
-        if number not in found or name == step_name(number):
-            found[number] = name
-    return sorted(found.items())
+    return list(_steps_among(store, sorted(_names_by_number(store).items())))
 
 
-def _named_like_steps(store: Store) -> Iterable[str]:
+def last_step_in(store: Store) -> tuple[int, str] | None:
+    """Return the last step of a run by number and name. Looks into no other directory."""
+    return next(_steps_among(store, sorted(_names_if_there(store).items(), reverse=True)), None)
+
+
+def name_of_step(store: Store, number: int) -> str:
+    """Return the name that a step of a run has, or will have. Looks into no other directory."""
+    names = _names_if_there(store).get(number, [])
+    return next((name for _, name in _steps_among(store, [(number, names)])), step_name(number))
+
+
+def is_checkpoint(store: Store) -> bool:
+    """Tell whether a directory has the mark of a checkpoint."""
+    return any(store.kind(mark) == "file" for mark in _MARKS)
+
+
+def _names_by_number(store: Store) -> dict[int, list[str]]:
+    """List the names of directories that are like those of steps; for each number our own first."""
+    found: dict[int, list[str]] = {}
     for name, kind in store.kinds().items():
-        if kind != "directory" or step_number(name) is None:
-            continue
-        has_mark = any(store.kind(f"{name}/{mark}") == "file" for mark in _MARKS)
-        if has_mark or (store.can_rename and _is_ours(name) and _has_files(store, name)):
-            yield name
+        if kind == "directory" and (number := step_number(name)) is not None:
+            found.setdefault(number, []).append(name)
+    return {number: sorted(names, key=lambda name: not _is_ours(name)) for number, names in found.items()}
+
+
+def _names_if_there(store: Store) -> dict[int, list[str]]:
+    try:
+        return _names_by_number(store)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+
+
+def _steps_among(store: Store, names: Iterable[tuple[int, list[str]]]) -> Iterator[tuple[int, str]]:
+    for number, several in names:
+        if (name := next((name for name in several if _is_step(store, name)), None)) is not None:
+            yield number, name
+
+
+def _is_step(store: Store, name: str) -> bool:
+    has_mark = any(store.kind(f"{name}/{mark}") == "file" for mark in _MARKS)
+    return has_mark or (store.can_rename and _is_ours(name) and _has_files(store, name))
 
 
 def _is_ours(name: str) -> bool:

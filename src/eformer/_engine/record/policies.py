@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +132,12 @@ def every_from(given: int | timedelta | Every | Sequence[Every] | None) -> tuple
         return (given,)
     if isinstance(given, timedelta):
         return (Every(minutes=given.total_seconds() / 60),)
-    if isinstance(given, int):
-        return (Every(given),)
+    if isinstance(given, SupportsIndex):
+        return (Every(operator.index(given)),)
+    if not _is_several(given):
+        raise TypeError(
+            f"every={given!r}: expected a number of steps, a timedelta, an Every, or several of these"
+        )
     return tuple(rule for one in given for rule in every_from(one))
 
 
@@ -141,9 +147,23 @@ def keep_from(given: int | Keep | Sequence[Keep] | None) -> tuple[Keep, ...] | N
         return None
     if isinstance(given, Keep):
         return (given,)
-    if isinstance(given, int):
-        return (Keep(last=given),)
+    if isinstance(given, SupportsIndex):
+        return (Keep(last=operator.index(given)),)
+    if not _is_several(given):
+        raise TypeError(f"keep={given!r}: expected how many of the last steps stay, a Keep, or several")
     return tuple(rule for one in given for rule in keep_from(one) or ())
+
+
+def _is_several(given: object) -> bool:
+    return isinstance(given, Iterable) and not isinstance(given, (str, bytes))
+
+
+def metric_from(name: str, value: Any) -> float:
+    """Return a metric as a number; raise ValueError if it is not one."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metrics[{name!r}] is {str(value)[:80]!r}; expected a single number") from error
 
 
 def is_due(rules: Sequence[Every], step: int) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from eformer._engine.record.policies import metric_from
 from eformer._engine.runs.steps import Scores, Step, digest_of, score_name, steps
 from eformer._engine.stores.locate import store_at
 from eformer.errors import NotFoundError
@@ -30,7 +31,8 @@ def follow(
     poll      seconds between two looks
     timeout   end if no new step has appeared for so many seconds; None waits for ever
 
-    A step may be removed while it is used: hold it.
+    A step may be removed while it is used: hold it. Steps that are saved again after the run was rewound are not
+    yielded again.
 
     Example:
 
@@ -47,7 +49,8 @@ def follow(
                 last, since = step.number, time.monotonic()
         if timeout is not None and time.monotonic() - since >= timeout:
             return
-        time.sleep(poll)
+        left = poll if timeout is None else since + timeout - time.monotonic()
+        time.sleep(max(0.0, min(poll, left)))
 
 
 def _newer(path: str | os.PathLike[str], last: int) -> list[Step]:
@@ -67,11 +70,11 @@ def score(path: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
     found = next((there for there in steps(path) if there.number == step), None)
     if found is None:
         raise NotFoundError(f"{store.url} has no step {step}")
-    numbers = _finite({name: float(value) for name, value in metrics.items()})
+    numbers = {name: metric_from(name, value) for name, value in metrics.items()}
     upload = store.begin()
     try:
         with upload.exclusive():
-            scores = Scores(digest_of(found), {**found.scores, **numbers})
+            scores = Scores(digest_of(found), _finite({**found.scores, **numbers}))
             upload.swap(score_name(found.name), msgspec.json.encode(scores), None)
     finally:
         upload.close()

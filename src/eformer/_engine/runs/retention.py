@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eformer._engine.record.policies import StepFacts, kept, needs_manifests
@@ -18,11 +20,22 @@ if TYPE_CHECKING:
 
 
 def others(path: str, rules: Sequence[Keep], stay: Collection[int | None] = ()) -> list[Step]:
-    """Return the steps that no rule keeps, except those in `stay`. Damaged ones neither count nor go."""
+    """Return the steps that no rule keeps, except those in `stay`, and those that a link in the run points to. Damaged
+    ones neither count nor go."""
     sound = [step for step in steps(path) if step.problem() is None]
     facts = [facts_of(step, rules) for step in sound]
-    keep = kept(facts, rules)
-    return [step for step in sound if step.number not in keep and step.number not in stay]
+    keep = kept(facts, rules).union(stay)
+    place = store_at(path).local_path()
+    linked = linked_in(Path(place)) if place is not None else set()
+    return [step for step in sound if step.number not in keep and step.name not in linked]
+
+
+def linked_in(where: Path) -> set[str]:
+    """Name the entries that links beside them point to (best -> step-100) or into (best.bin -> step-100/model.bin)."""
+    prefix = f"{os.path.realpath(where)}/"
+    with os.scandir(where) as entries:
+        targets = [os.path.realpath(entry.path) for entry in entries if entry.is_symlink()]
+    return {target.removeprefix(prefix).partition("/")[0] for target in targets if target.startswith(prefix)}
 
 
 def remove_others(path: str, rules: Sequence[Keep], stay: Collection[int | None] = ()) -> list[Step]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import jax
 
-from eformer._engine.formats.steps import step_name
+from eformer._engine.formats.steps import checked_number, last_step_in, name_of_step
 from eformer._engine.loading.load import load_tree
 from eformer._engine.loading.request import PlacementRequest, Request, Rules
 from eformer._engine.processes import hosts as _hosts
@@ -22,6 +22,7 @@ from eformer._engine.record.options import SaveOptions, options_from
 from eformer._engine.record.policies import every_from, is_due, keep_from, minutes_due
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.data import position_of, set_position
+from eformer._engine.runs.metrics import numbers, taken
 from eformer._engine.runs.near import Agreed, Held, Near, NearStep, agree, own_position
 from eformer._engine.runs.retention import remove_others
 from eformer._engine.runs.signals import Signals
@@ -53,6 +54,7 @@ logger = logging.getLogger("eformer")
 
 _DEFAULT = SaveOptions()
 _LONG_WAIT = 1.0  # seconds
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, type(jax.jit(lambda: None)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,6 +114,8 @@ class Run:
         self._format: Format = format
         self._options = options_from(options)
         store = store_at(self.path)
+        if self._keep == ():
+            raise ValueError(f"keep={keep!r}: no rule says which steps stay; None keeps all")
         if self._keep is not None and store.local_path() is None:
             raise ValueError(
                 f"{self.path}: keep= removes steps from local directories only so far; pass keep=None"
@@ -123,7 +127,7 @@ class Run:
         self._signals = Signals(signals)
         self._clock = Clock(clock, self._options.timeout)
         self._failures = 0
-        self._is_told = self._is_asked = False
+        self._is_told = self._is_asked = self._has_warned = False
         self._pending: Pending | None = None
         self._resumed_from: int | None = None
 
@@ -224,6 +228,8 @@ class Run:
             return there[-1]
         if step == "best":
             return self._best(agreed.far)
+        if isinstance(step, str):
+            raise ValueError(f"resume(step={step!r}): expected a number, 'newest' or 'best'")
         if step not in there:
             raise NotFoundError(f"{self.path} has no step {step}; it has {there}")
         return int(step)
@@ -299,6 +305,11 @@ class Run:
         if data is None:
             return
         positions = found.facts.get("data", [])
+        if not positions:
+            raise ValueError(
+                f"step {found.step} of {self.path} was saved without data=, so it has no position in them; resume "
+                "without data= and place the iterator yourself"
+            )
         if len(positions) != jax.process_count():
             raise ValueError(
                 f"step {found.step} of {self.path} has the positions of {len(positions)} processes in the data, and "
@@ -323,6 +334,7 @@ class Run:
         If the job was told to end, save, wait for that, and set `stopping`. `tree` may be a function that returns the
         tree, which is called only if it is saved. `metrics` may be on a device: they are fetched in the background.
         """
+        step = checked_number(step)
         why = self._why(step)
         self._raise_failure(is_waiting=False)
         if why is None:
@@ -345,7 +357,7 @@ class Run:
         metadata: Mapping[str, Any] | None = None,
     ) -> Pending:
         """Save this step in the background, whatever the rules say. A step that exists is replaced."""
-        return self._save(step, tree, data, metrics, metadata, "call")
+        return self._save(checked_number(step), tree, data, metrics, metadata, "call")
 
     def request(self) -> None:
         """Ask for a save at the next step, from any thread. With several processes: at the next step at which they
@@ -386,24 +398,26 @@ class Run:
         why: str,
     ) -> Pending:
         self._wait_for_last()
+        late = functools.partial(_facts, why, taken(metrics))
         self._claim()
-        _fetch_later(metrics)
+        path, last = self._path_of(step), last_step_in(store_at(self.path))
+        self._warn_of_newer(step, last)
         part = position_of(data) if data is not None else b""
         save = start(
             _called(tree),
-            self._path_of(step),
+            path,
             format=self._format,
             metadata=metadata,
-            options=self._save_options(),
+            options=self._save_options(last),
             detach=True,
         )
         save = dataclasses.replace(
             save,
-            late=functools.partial(_facts, why, dict(metrics or {})),
+            late=late,
             part=part,
             fence=self._writer.check,
         )
-        pending = Pending(self._path_of(step))
+        pending = Pending(path)
         run_in_background(save, pending, after=functools.partial(self._after_commit, step))
         self.step, self._pending, self._is_asked = step, pending, False
         self._clock.note_save(step)
@@ -420,36 +434,56 @@ class Run:
         metadata: Mapping[str, Any] | None,
     ) -> None:
         assert self._near
-        _fetch_later(metrics)
-        late = functools.partial(_facts, "near", dict(metrics or {}))
+        late = functools.partial(_facts, "near", taken(metrics))
         part = position_of(data) if data is not None else b""
         self._near.save(step, _called(tree), metadata, late, part)
         self.step = step
 
-    def _save_options(self) -> SaveOptions:
+    def _save_options(self, last: tuple[int, str] | None) -> SaveOptions:
         """Use unchanged leaves of the last step again, where that is possible."""
         options = self._options
         can_reuse = not (options.ocdbt or options.compression) and jax.process_count() == 1
-        if options.reuse is not False or not can_reuse or not (there := self.steps):
+        if options.reuse is not False or not can_reuse or last is None:
             return options
-        return dataclasses.replace(options, reuse=there[-1].path)
+        return dataclasses.replace(options, reuse=store_at(self.path).path_to(last[1]))
+
+    def _warn_of_newer(self, step: int, last: tuple[int, str] | None) -> None:
+        if last is None or last[0] <= step or self._has_warned or jax.process_index() != 0:
+            return
+        self._has_warned = True
+        logger.warning(
+            "%s: step %d is saved, but step %d is there: a job that resumes takes that one, and keep= counts it. Call "
+            "resume before the first save, or save to another directory",
+            self.path,
+            step,
+            last[0],
+        )
 
     def _path_of(self, number: int) -> str:
-        names = {step.number: step.path for step in self.steps}
-        return names.get(number) or store_at(self.path).path_to(step_name(number))
+        store = store_at(self.path)
+        name = name_of_step(store, number)
+        if store.kind(name) not in (None, "directory"):
+            raise FileExistsError(f"{store.path_to(name)} is a file or a link, not a step; move it away")
+        return store.path_to(name)
 
     def _after_commit(self, step: int) -> None:
         """Apply retention and tell the caller. Errors are logged: the step is saved."""
         if jax.process_index() != 0:
             return
-        try:
-            if self._keep is not None:
-                self._writer.check()
-                remove_others(self.path, self._keep, {step, self._resumed_from})
-            if self._on_saved:
-                self._on_saved(Step(step, self._path_of(step)))
-        except Exception:
-            logger.exception("%s: step %d is saved, but what comes after it failed", self.path, step)
+        for then in (self._remove_others, self._tell):
+            try:
+                then(step)
+            except Exception:
+                logger.exception("%s: step %d is saved, but what comes after it failed", self.path, step)
+
+    def _remove_others(self, step: int) -> None:
+        if self._keep is not None:
+            self._writer.check()
+            remove_others(self.path, self._keep, {step, self._resumed_from})
+
+    def _tell(self, step: int) -> None:
+        if self._on_saved:
+            self._on_saved(Step(step, self._path_of(step)))
 
     def _wait_for_last(self) -> None:
         """Wait for the save under way, and say how long, if it took long."""
@@ -487,9 +521,13 @@ class Run:
             if error is None:
                 self.wait()
             elif self._pending is not None:  # what was raised is more important than an error of the save
-                self._pending.exception()
+                self._log_failure(self._pending)
         finally:
             self._signals.close()
+
+    def _log_failure(self, pending: Pending) -> None:
+        if (failure := pending.exception()) is not None:
+            logger.error("%s failed, too", pending, exc_info=failure)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -540,21 +578,14 @@ def _worst(messages: Sequence[bytes]) -> bytes:
 
 def _called(tree: Any) -> Any:
     """Return the tree that is to be saved, which may be given as a function."""
-    return tree() if isinstance(tree, (types.FunctionType, types.MethodType, functools.partial)) else tree
-
-
-def _fetch_later(metrics: Mapping[str, Any] | None) -> None:
-    """Begin to copy metrics to the host, so that nobody waits for them."""
-    for value in (metrics or {}).values():
-        if isinstance(value, jax.Array):
-            value.copy_to_host_async()
+    return tree() if isinstance(tree, _FUNCTIONS) else tree
 
 
 def _facts(why: str, metrics: Mapping[str, Any], parts: Sequence[bytes]) -> Mapping[str, Any]:
     """Return what the run records with a step, as JSON."""
     facts: dict[str, Any] = {"why": why}
     if metrics:
-        facts["metrics"] = {name: float(value) for name, value in metrics.items()}
+        facts["metrics"] = numbers(metrics)
     if any(parts):
         facts["data"] = [part.decode() for part in parts]
     return metadata_to_json({RUN_METADATA: facts})

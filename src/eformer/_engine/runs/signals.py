@@ -6,7 +6,6 @@ import itertools
 import logging
 import os
 import signal
-import threading
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -28,13 +27,15 @@ class Signals:
     """Tells at which call all processes stop. `None` for SIGTERM where that works, `()` for none.
 
     With JAX's service, SIGTERM belongs to it: a signal in one process stops all at the same call. Other signals raise
-    SIGTERM in this process. Without it, a handler notes the signal and calls the handler before it.
+    SIGTERM in this process. Without it, a handler notes the signal and calls the handler before it. A process that was
+    forked from this one is no part of the job: in it signals do what they would without a run.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] | None) -> None:
         self._wanted = (signal.SIGTERM,) if signals is None else tuple(signals)
         self._is_optional = signals is None
-        self._told = threading.Event()
+        self._pid = os.getpid()
+        self._is_told = self._is_closed = False  # no lock: a handler may interrupt itself
         self._unseen: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._service = _has_service()
@@ -63,9 +64,13 @@ class Signals:
                 logger.warning("no signals: a Run that is not made in the main thread cannot handle them")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            self._put_back(signal.Signals(number))
+            os.kill(os.getpid(), number)
+            return
         if self._service:
             os.kill(os.getpid(), signal.SIGTERM)
-        self._told.set()
+        self._is_told = True
         self._unseen = signal.Signals(number)
         before = self._before.get(self._unseen)
         if callable(before) and before is not signal.default_int_handler:
@@ -77,21 +82,26 @@ class Signals:
             from jax.experimental import multihost_utils
 
             return bool(multihost_utils.reached_preemption_sync_point(next(_calls)))
-        if self._told.is_set():
+        if self._is_told:
             self._unseen = None
-        return self._told.is_set()
+        return self._is_told
 
     def close(self) -> None:
         """Put the handlers back that were there before. A signal that came too late for any call is sent again."""
-        put_back = {
-            one: before for one, before in self._before.items() if signal.getsignal(one) == self._handle
-        }
-        for one, before in put_back.items():
-            signal.signal(one, before if before is not None else signal.SIG_DFL)
-        self._before = {}
+        self._is_closed = True
+        put_back = {one: self._put_back(one) for one in self._before if signal.getsignal(one) == self._handle}
         unseen, self._unseen = self._unseen, None
         if unseen in put_back and put_back[unseen] is signal.SIG_DFL and not self._service:
             os.kill(os.getpid(), unseen)
+
+    def _put_back(self, one: signal.Signals) -> Any:
+        """Put back the handler that was there before; of runs that are closed already, the one before theirs."""
+        before = self._before[one]
+        while isinstance(owner := getattr(before, "__self__", None), Signals) and owner._is_closed:
+            before = owner._before[one]
+        before = signal.SIG_DFL if before is None else before
+        signal.signal(one, before)
+        return before
 
 
 def _has_service() -> bool:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import jax
 import msgspec
 
+from eformer._engine.formats.steps import is_checkpoint, last_step_in
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.stores.base import read_whole
-from eformer.errors import FormatError, SupersededError
+from eformer.errors import FormatError, NotFoundError, SupersededError
 
 if TYPE_CHECKING:
     from eformer._engine.stores.base import Store
@@ -51,6 +52,7 @@ class Writer:
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         data = msgspec.json.encode(_Claim(self.id, socket.gethostname(), os.getpid(), now))
         self.store.make()
+        self._refuse_checkpoint()
         upload = self.store.begin()
         try:
             with upload.exclusive():
@@ -60,9 +62,22 @@ class Writer:
             upload.close()
         self.has_claimed = True
 
+    def _refuse_checkpoint(self) -> None:
+        """Refuse a step as a run, which would be a run without steps."""
+        if is_checkpoint(self.store) and last_step_in(self.store) is None:
+            raise ValueError(
+                f"{self.store.url} is a checkpoint, not a run. Pass the directory that contains the steps"
+            )
+
     def check(self) -> None:
         """Raise a SupersededError if another job has become the writer."""
-        claim = json_decoder(_Claim).decode(read_whole(self.store, RUN_FILE)[0])
+        try:
+            claim = json_decoder(_Claim).decode(read_whole(self.store, RUN_FILE)[0])
+        except FileNotFoundError:
+            raise NotFoundError(
+                f"{self.store.path_to(RUN_FILE)} is gone: the run was removed or moved while this job wrote it. Start "
+                "the job again to go on there"
+            ) from None
         if claim.id != self.id:
             raise SupersededError(
                 f"{self.store.url} is written by another job since {claim.since}: process {claim.pid} on "

@@ -162,7 +162,10 @@ class Directory:
 
     def make(self, name: str, *, usable: bool = False) -> None:
         """Make a directory; a `usable` one can be entered and written to by its owner, whatever the umask says."""
-        os.mkdir(self._plain(name), dir_fd=self.descriptor)
+        try:
+            os.mkdir(self._plain(name), dir_fd=self.descriptor)
+        except OSError as error:  # which names no more than the name
+            raise OSError(error.errno, error.strerror, str(self.path / name)) from error
         if usable and (status := self.status(name)) and status.st_mode & 0o700 != 0o700:
             os.chmod(name, stat.S_IMODE(status.st_mode) | 0o700, dir_fd=self.descriptor)
 

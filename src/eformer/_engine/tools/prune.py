@@ -16,7 +16,7 @@ from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
 from eformer._engine.formats.zarr.zarray import ZARRAY
 from eformer._engine.record.policies import keep_from, kept
-from eformer._engine.runs.retention import facts_of
+from eformer._engine.runs.retention import facts_of, linked_in
 from eformer._engine.runs.steps import Step, score_name
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.inside import walk
@@ -97,28 +97,30 @@ def plan_removal(directory: str | os.PathLike[str], keep: int | Keep | Sequence[
         raise NotFoundError(f"{where} is not a directory")
     _refuse_checkpoint(where)
     series, left = _series(where)
-    linked = _linked(where)
+    linked = linked_in(where)
     others = {step.name for one in series for step in _others(one, rules)} - linked
     names = [step.name for one in series for step in one]
     removed, stay = [n for n in names if n in others], [n for n in names if n not in others]
     if not names:
         raise NotFoundError(f"{where} has no checkpoints named by their steps, such as run-100")
-    nbytes = sum(_nbytes(where / name) for name in removed)
-    identities = tuple(identity_of(where / name) for name in removed)
-    return Pruned(str(where), tuple(removed), tuple(stay), left, nbytes, identities)
+    there = {name: facts for name in removed if (facts := _facts_of(where / name)) is not None}
+    nbytes = sum(nbytes for nbytes, _ in there.values())
+    identities = tuple(identity for _, identity in there.values())
+    return Pruned(str(where), tuple(there), tuple(stay), left, nbytes, identities)
+
+
+def _facts_of(path: Path) -> tuple[int, Identity] | None:
+    """Return the size of a checkpoint and its identity; None if it has gone: the run removes steps, too."""
+    try:
+        return _nbytes(path), identity_of(path)
+    except FileNotFoundError:
+        return None
 
 
 def _others(series: Sequence[Step], rules: Sequence[Keep]) -> list[Step]:
     """Return the steps that no rule keeps."""
     stay = kept([facts_of(step, rules) for step in series], rules)
     return [step for step in series if step.number not in stay]
-
-
-def _linked(where: Path) -> set[str]:
-    """Name the entries that links beside them point to (best -> step-100) or into (best.bin -> step-100/model.bin)."""
-    prefix = f"{os.path.realpath(where)}/"
-    targets = [os.path.realpath(path) for path in where.iterdir() if path.is_symlink()]
-    return {target.removeprefix(prefix).partition("/")[0] for target in targets if target.startswith(prefix)}
 
 
 def remove(plan: Pruned) -> None:
@@ -128,7 +130,8 @@ def remove(plan: Pruned) -> None:
     """
     where = Path(plan.directory)
     for name, identity in zip(plan.removed, plan.identities, strict=True):
-        remove_checkpoint(where, name, identity)
+        if os.path.lexists(where / name):  # else the run has removed it
+            remove_checkpoint(where, name, identity)
         remove_file(where, score_name(name))
     with Directory.open(where) as place:
         sweep_dead(place)
