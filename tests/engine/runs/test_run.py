@@ -570,3 +570,11 @@ def test_a_save_looks_into_no_other_steps_than_the_last(tmp_path, monkeypatch):
         monkeypatch.setattr(LocalStore, "kind", lambda store, name: looked.append(name) or kind(store, name))
         run.save(6, {"w": np.ones(1)}).result()
     assert {name.partition("/")[0] for name in looked} & {"step-1", "step-2", "step-3", "step-4"} == set()
+
+
+def test_resume_waits_for_the_save_under_way(tmp_path):
+    with Run(tmp_path) as run:
+        run.save(1, {"w": jnp.ones(2**22)})
+        found = run.resume()
+    assert found is not None
+    assert found.step == 1

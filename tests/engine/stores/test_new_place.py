@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.local import LocalStore
 from eformer.checkpoint import load, save
 
@@ -120,3 +121,20 @@ def test_an_error_names_the_directory_that_cannot_be_written(tmp_path, monkeypat
     monkeypatch.setattr("eformer._engine.stores.directory.os.mkdir", refuse)
     with pytest.raises(PermissionError, match=re.escape(f"Permission denied: '{tmp_path}/")):
         save(TREE, tmp_path / "new")
+
+
+@pytest.mark.parametrize("at", ["unlink", "rmdir"])
+def test_a_tree_may_be_removed_by_two_at_once(tmp_path, monkeypatch, at):
+    (tmp_path / "tree" / "inner").mkdir(parents=True)
+    (tmp_path / "tree" / "inner" / "file").touch()
+    (tmp_path / "tree" / "other").touch()
+    remove = getattr(os, at)
+
+    def late(name, **where):
+        remove(name, **where)  # by the other one
+        remove(name, **where)
+
+    monkeypatch.setattr(f"eformer._engine.stores.directory.os.{at}", late)
+    with Directory.open(tmp_path) as place:
+        place.remove_tree("tree")
+    assert not os.listdir(tmp_path)

@@ -161,9 +161,9 @@ class Run:
     ) -> Resumed | None:
         """Load the newest step that is sound in every process; return None for a new run.
 
-        Steps that are damaged are skipped and put aside under other names; `skipped` says why. A tree that does not fit
-        is an error, and so is a run whose steps are all damaged: it never starts afresh by itself. `fallback=False`
-        raises for a damaged step instead of skipping it.
+        Wait for the save under way first. Steps that are damaged are skipped and put aside under other names; `skipped`
+        says why. A tree that does not fit is an error, and so is a run whose steps are all damaged: it never starts
+        afresh by itself. `fallback=False` raises for a damaged step instead of skipping it.
 
         Near steps count as others do if all processes hold theirs; "best" does not look at them. Those after the step
         that the run goes on from are removed.
@@ -173,6 +173,7 @@ class Run:
         data      an iterator, which is put to the position that it had
         rewind    with an older `step`: put the newer ones aside; without it they are an error
         """
+        self._wait_for_last()  # it may be the newest step
         if self._near:
             self._near.before_claim()
         self._claim()

@@ -244,20 +244,22 @@ class Directory:
         """Remove a directory and everything below it. Links are removed, not followed.
 
         Raise OSError at a mount point, and at directories that are nested too deeply to be written by eformer;
-        everything that was not removed before stays.
+        everything that was not removed before stays. Another process may remove it at the same time.
         """
         with self.enter(name) as inner:
             inner._empty(0)
-        os.rmdir(name, dir_fd=self.descriptor)
+        with suppress(FileNotFoundError):
+            os.rmdir(name, dir_fd=self.descriptor)
 
     def _empty(self, depth: int) -> None:
         for name, kind in self.kinds().items():
-            if kind == "directory":
-                with self.deeper(name, depth) as inner:
-                    inner._empty(depth + 1)
-                os.rmdir(name, dir_fd=self.descriptor)
-            else:
-                os.unlink(name, dir_fd=self.descriptor)
+            with suppress(FileNotFoundError):
+                if kind == "directory":
+                    with self.deeper(name, depth) as inner:
+                        inner._empty(depth + 1)
+                    os.rmdir(name, dir_fd=self.descriptor)
+                else:
+                    os.unlink(name, dir_fd=self.descriptor)
 
     def require_removable(self, name: str) -> None:
         """Raise the error that `remove_tree` would raise because of the contents, before anything is removed."""

@@ -12,6 +12,7 @@ import errno
 import logging
 import re
 import stat
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -300,7 +301,8 @@ def remove_checkpoint(directory: Path, name: str, identity: Identity) -> None:
         place.rename(name, place, hidden)
         place.sync()
         if is_directory:
-            place.remove_tree(hidden)
+            with suppress(FileNotFoundError):  # a save sweeps it at the same time
+                place.remove_tree(hidden)
         else:
             place.unlink(hidden)
 
