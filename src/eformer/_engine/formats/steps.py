@@ -64,16 +64,24 @@ def name_of_step(store: Store, number: int) -> str:
     return next((name for _, name in _steps_among(store, [(number, names)])), step_name(number))
 
 
+def name_to_save(store: Store, number: int) -> str:
+    """Return the name under which a step is saved; raise FileExistsError for a link, which would be saved through."""
+    name = name_of_step(store, number)
+    if store.kind(name) not in (None, "directory"):
+        raise FileExistsError(f"{store.path_to(name)} is a file or a link, not a directory; move it away")
+    return name
+
+
 def is_checkpoint(store: Store) -> bool:
     """Tell whether a directory has the mark of a checkpoint."""
     return any(store.kind(mark) == "file" for mark in _MARKS)
 
 
 def _names_by_number(store: Store) -> dict[int, list[str]]:
-    """List the names of directories that are like those of steps; for each number our own first."""
+    """List the names of directories, and links to some, that are like those of steps; for each number our own first."""
     found: dict[int, list[str]] = {}
     for name, kind in store.kinds().items():
-        if kind == "directory" and (number := step_number(name)) is not None:
+        if kind != "file" and (number := step_number(name)) is not None:
             found.setdefault(number, []).append(name)
     return {number: sorted(names, key=lambda name: not _is_ours(name)) for number, names in found.items()}
 
@@ -102,4 +110,6 @@ def _is_ours(name: str) -> bool:
 
 def _has_files(store: Store, name: str) -> bool:
     """Tell whether a directory has more than hidden files, which a save that is under way or dead has there."""
+    if store.kind(name) != "directory":  # a link that leads nowhere: the disk with the step is missing
+        return True
     return any(not inner.startswith(".") for inner in store.kinds(name))

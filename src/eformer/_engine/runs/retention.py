@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 def others(path: str, rules: Sequence[Keep], stay: Collection[int | None] = ()) -> list[Step]:
     """Return the steps that no rule keeps, except those in `stay`, and those that a link in the run points to. Damaged
-    ones neither count nor go."""
-    sound = [step for step in steps(path) if step.problem() is None]
+    ones, and links to steps that are elsewhere, neither count nor go."""
+    sound = [step for step in steps(path) if step.problem() is None and not Path(step.path).is_symlink()]
     facts = [facts_of(step, rules) for step in sound]
     keep = kept(facts, rules).union(stay)
     place = store_at(path).local_path()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import jax
 
-from eformer._engine.formats.steps import checked_number, last_step_in, name_of_step
+from eformer._engine.formats.steps import checked_number, last_step_in, name_of_step, name_to_save
 from eformer._engine.loading.load import load_tree
 from eformer._engine.loading.request import PlacementRequest, Request, Rules
 from eformer._engine.processes import hosts as _hosts
@@ -401,7 +401,8 @@ class Run:
         self._wait_for_last()
         late = functools.partial(_facts, why, taken(metrics))
         self._claim()
-        path, last = self._path_of(step), last_step_in(store_at(self.path))
+        store = store_at(self.path)
+        path, last = store.path_to(name_to_save(store, step)), last_step_in(store)
         self._warn_of_newer(step, last)
         part = position_of(data) if data is not None else b""
         save = start(
@@ -462,10 +463,7 @@ class Run:
 
     def _path_of(self, number: int) -> str:
         store = store_at(self.path)
-        name = name_of_step(store, number)
-        if store.kind(name) not in (None, "directory"):
-            raise FileExistsError(f"{store.path_to(name)} is a file or a link, not a step; move it away")
-        return store.path_to(name)
+        return store.path_to(name_of_step(store, number))
 
     def _after_commit(self, step: int) -> None:
         """Apply retention and tell the caller. Errors are logged: the step is saved."""
