@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from eformer._engine.record.policies import metric_from
 
@@ -22,14 +23,16 @@ def taken(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics that were `taken` as numbers. Wait for those on a device."""
     return {
-        name: float(value.item() if isinstance(value, jax.Array) else value)
+        name: metric_from(name, value.item() if isinstance(value, jax.Array) else value)
         for name, value in metrics.items()
     }
 
 
 def _taken(name: str, value: Any) -> Any:
-    if not isinstance(value, jax.Array):
+    if isinstance(value, np.ndarray) or not hasattr(value, "__float__"):
         return metric_from(name, value)
+    if not isinstance(value, jax.Array):  # perhaps of another library, and on a device, too
+        return value
     if value.size != 1:
         raise ValueError(f"metrics[{name!r}] has the shape {value.shape}; expected a single number")
     shards = value.addressable_shards
