@@ -41,7 +41,9 @@ class Damage(Contract):
 
     def test_a_file_cut_short_is_found_and_named(self, path):
         save({"w": np.arange(1000.0)}, path)
-        self.damage(self.data_file(path), lambda data: data[: len(data) // 2])  # the end of a database may be unused
+        self.damage(
+            self.data_file(path), lambda data: data[: len(data) // 2]
+        )  # the end of a database may be unused
         with pytest.raises(CorruptionError, match=r"'w'.*cut short"):
             load(path)
         assert not checkpoint.verify(path).ok

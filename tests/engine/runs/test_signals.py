@@ -236,3 +236,31 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 def test_runs_that_end_in_the_order_in_which_they_began_leave_no_handler(tmp_path):
     assert outcome_of(CLOSED, tmp_path).returncode == -signal.SIGTERM
+
+
+def test_the_last_save_is_made_even_if_the_one_before_has_failed(tmp_path, caplog):
+    with Run(tmp_path, signals=[signal.SIGUSR1]) as run:
+        run.save(1, TREE).result()
+        run.save(2, TREE, metadata={"late": 1}, metrics={"x": Late()}).exception()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        run.after(3, TREE)
+        assert run.stopping
+    assert [step.number for step in checkpoint.steps(tmp_path)] == [1, 3]
+    assert "not now" in caplog.text
+
+
+class Late:
+    """A metric that cannot be fetched."""
+
+    def __float__(self):
+        raise ValueError("not now")
+
+
+def test_a_run_can_be_closed_without_a_with_block(tmp_path):
+    before = signal.getsignal(signal.SIGUSR1)
+    run = Run(tmp_path, every=1, signals=[signal.SIGUSR1])
+    run.after(1, TREE)
+    assert signal.getsignal(signal.SIGUSR1) != before
+    run.close()
+    assert signal.getsignal(signal.SIGUSR1) == before
+    assert [step.number for step in checkpoint.steps(tmp_path)] == [1]

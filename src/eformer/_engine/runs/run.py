@@ -337,6 +337,11 @@ class Run:
         """
         step = checked_number(step)
         why = self._why(step)
+        if (
+            why == "signal" and self._pending is not None
+        ):  # the last chance to save: an earlier error is logged
+            self._log_failure(self._pending)
+            self._pending = None
         self._raise_failure(is_waiting=False)
         if why is None:
             if self._near and self._near.is_due(step):
@@ -510,6 +515,10 @@ class Run:
 
     # ------------------------------------------------------------------------------------- context
 
+    def close(self) -> None:
+        """Wait for the save under way, and handle signals no longer. `with` does so at its end."""
+        self.__exit__(None, None)
+
     def __enter__(self) -> Self:
         return self
 
@@ -526,7 +535,7 @@ class Run:
 
     def _log_failure(self, pending: Pending) -> None:
         if (failure := pending.exception()) is not None:
-            logger.error("%s failed, too", pending, exc_info=failure)
+            logger.error("%s failed", pending, exc_info=failure)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
