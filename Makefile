@@ -26,7 +26,7 @@ test: check
 # and a thousand damaged steps, ten thousand steps under a reader, a hundred kills of a run.
 FAULTS := EFORMER_FAULTS_STRIDE=1 EFORMER_KILLS=20 EFORMER_RUN_KILLS=100 EFORMER_DAMAGES=1000 EFORMER_STEPS=10000
 faults: $(VENV)/.dev
-	$(FAULTS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/faults tests/multihost/test_kills.py tests/multihost/test_runs.py tests/multihost/test_run_signals.py tests/engine/runs/test_signals.py tests/compat/test_files_hostile.py tests/engine/tools/test_convert.py
+	$(FAULTS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/faults tests/multihost/test_kills.py tests/multihost/test_near.py tests/multihost/test_runs.py tests/multihost/test_run_signals.py tests/engine/runs/test_signals.py tests/compat/test_files_hostile.py tests/engine/tools/test_convert.py
 
 # The tests that need torch, transformers, peft or Keras, which `make test` leaves out.
 frameworks: $(FRAMEWORKS)/.installed

@@ -101,21 +101,22 @@ def test_a_file_that_is_written_to_meanwhile_is_never_a_mixture(tmp_path, suffix
         while not stop.is_set():
             number += 1
             rewrite(path, number)
-            stop.wait(0.005)
+            stop.wait(0.02)
+
+    def numbers():
+        tree = checkpoint.load(path, like=like)
+        return {float(x) for leaf in tree.values() for x in (leaf.min(), leaf.max())}
 
     writer = threading.Thread(target=keep_writing)
     writer.start()
-    whole = 0
     try:
-        for _ in range(150):
+        for _ in range(100):
             with suppress(EformerError):
-                tree = checkpoint.load(path, like=like)
-                assert len({float(x) for leaf in tree.values() for x in (leaf.min(), leaf.max())}) == 1
-                whole += 1
+                assert len(numbers()) == 1
     finally:
         stop.set()
         writer.join()
-    assert whole
+    assert len(numbers()) == 1
 
 
 def test_a_view_notices_that_its_file_was_written_to(tmp_path):
