@@ -8,10 +8,13 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # torch, transformers, peft and Keras are heavy, so they have an environment of their own.
 FRAMEWORKS := .venv-frameworks
 
+# Servers of object stores: they are not needed for anything else, and some have many dependencies.
+SERVERS := .venv-cloud
+
 # Tests wait for disks and other processes as long as they compute.
 WORKERS ?= $(shell $(PYTHON) -c "import os; n = len(os.sched_getaffinity(0)); print(min(16, n + (n + 1) // 2))")
 
-.PHONY: demo test faults frameworks check format bench clean
+.PHONY: demo test cloud faults frameworks check format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -26,7 +29,15 @@ test: check
 # and a thousand damaged steps, ten thousand steps under a reader, a hundred kills of a run.
 FAULTS := EFORMER_FAULTS_STRIDE=1 EFORMER_KILLS=20 EFORMER_RUN_KILLS=100 EFORMER_DAMAGES=1000 EFORMER_STEPS=10000
 faults: $(VENV)/.dev
-	$(FAULTS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/faults tests/multihost/test_kills.py tests/multihost/test_near.py tests/multihost/test_runs.py tests/multihost/test_run_signals.py tests/engine/runs/test_signals.py tests/compat/test_files_hostile.py tests/engine/tools/test_convert.py
+	$(FAULTS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/faults tests/multihost/test_kills.py tests/multihost/test_near.py tests/multihost/test_buckets.py tests/multihost/test_runs.py tests/multihost/test_run_signals.py tests/engine/runs/test_signals.py tests/compat/test_files_hostile.py tests/engine/tools/test_convert.py
+
+# Everything that a checkpoint in a bucket promises, on servers on loopback: moto, ministack, SeaweedFS, Ceph, azurite, a
+# double of Google's, and one that ignores conditions. Installs what it can, and says which servers it could not start.
+cloud: export EFORMER_CLOUD = 1
+cloud: export EFORMER_CLOUD_BIN = $(CURDIR)/$(SERVERS)/bin:$(CURDIR)/$(SERVERS)/npm/node_modules/.bin
+cloud: $(VENV)/.dev
+	sh tests/cloud/install.sh $(SERVERS) $(PYTHON)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/cloud
 
 # The tests that need torch, transformers, peft or Keras, which `make test` leaves out.
 frameworks: $(FRAMEWORKS)/.installed
@@ -50,7 +61,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python bench/rename.py
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) .venv-peers .venv-original bench/.scratch .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(FRAMEWORKS) $(SERVERS) .venv-peers .venv-original bench/.scratch .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "eformer needs Python >= 3.11, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'

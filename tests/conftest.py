@@ -2,9 +2,13 @@
 
 import os
 
-import jax
-import pytest
-from hypothesis import HealthCheck, settings
+from support import loopback
+
+loopback.keep()  # before anything can ask for an address
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 collect_ignore = ["frameworks"]  # they need torch and more: `make frameworks` runs them
 
@@ -27,3 +31,13 @@ def trusted():
 
     register_node(Moments)
     register_node(Empty)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """Fail if anything has asked for an address other than loopback."""
+    if asked := loopback.asked_for():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter:
+            reporter.write_line(f"These tests left this machine, or tried to: {sorted(asked)}", red=True)

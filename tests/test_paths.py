@@ -1,18 +1,16 @@
-"""Local paths, and names in buckets, tested against a small server with the protocol of Google Cloud Storage."""
+"""Local paths, and names in buckets, tested against a small server with the interface of Google Cloud Storage."""
 
-import json
 import os
 import pickle
 import subprocess
 import sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
-from threading import Thread
-from urllib.parse import parse_qsl, unquote, urlsplit
 
 import pytest
 
+from eformer import checkpoint
 from eformer.paths import GCSPath, LocalPath, MLUtilPath, ePath
+from support.object_server import serving
 
 # ------------------------------------------------------------------------------------------- factory
 
@@ -67,10 +65,10 @@ def test_an_empty_path_is_refused():
         ePath("")
 
 
-def test_names_need_neither_jax_nor_tensorstore():
+def test_names_need_neither_jax_nor_a_client():
     code = (
         "import sys; from eformer.paths import ePath; ePath('gs://bucket/a') / 'b'\n"
-        "assert not {'jax', 'tensorstore'} & set(sys.modules)"
+        "assert not {'jax', 'tensorstore', 'obstore'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -189,78 +187,16 @@ def test_a_name_in_a_bucket_is_not_taken_for_a_file():
 # ----------------------------------------------------------------------------------- objects in buckets
 
 
-class Service(BaseHTTPRequestHandler):
-    """Answer the requests that TensorStore makes to Google Cloud Storage, from objects in memory."""
-
-    def do_GET(self):
-        if not self.key:
-            found = [describe(key) for key in sorted(self.server.objects) if self.is_listed(key)]
-            self.answer(200, json.dumps({"items": found}).encode())
-        elif self.key not in self.server.objects:
-            self.answer(404)
-        else:
-            is_data = self.query["alt"] == "media"
-            self.answer(
-                200, self.server.objects[self.key] if is_data else json.dumps(describe(self.key)).encode()
-            )
-
-    def do_POST(self):
-        key, data = self.query["name"], self.rfile.read(int(self.headers["content-length"]))
-        if not self.server.is_closed_to_us:
-            self.server.objects[key] = data  # before the answer, after which it is looked for
-        self.answer(200, json.dumps(describe(key)).encode())
-
-    def do_DELETE(self):
-        self.answer(204 if self.server.objects.pop(self.key, None) is not None else 404)
-
-    @property
-    def key(self):
-        return unquote(urlsplit(self.path).path.partition("/o/")[2])
-
-    @property
-    def query(self):
-        return dict(parse_qsl(urlsplit(self.path).query))
-
-    def is_listed(self, key):
-        start, end = self.query.get("startOffset", ""), self.query.get("endOffset", "\U0010ffff")
-        return start <= key < end
-
-    def answer(self, status, body=b"{}"):
-        if self.server.is_closed_to_us:
-            status, body = 403, b'{"error": {"code": 403}}'
-        self.send_response(status)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
-
-
-def describe(key):
-    return {"name": key, "generation": "1"}
-
-
 @pytest.fixture
 def service(monkeypatch):
-    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
-        server.objects, server.is_closed_to_us = {}, False
-        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", f"http://127.0.0.1:{server.server_port}")
-        monkeypatch.setenv(
-            "GOOGLE_AUTH_TOKEN_FOR_TESTING", "any"
-        )  # or TensorStore looks for real credentials
-        thread = Thread(target=server.serve_forever, args=(0.01,))  # how soon it sees that it shall end
-        thread.start()
+    with serving() as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture
 def bucket(service):
-    return ePath(
-        f"gs://bucket-{service.server_port}"
-    )  # its own name: TensorStore remembers where a bucket is
+    return ePath("gs://bucket")
 
 
 def test_an_object_is_written_and_read(bucket, service):
@@ -318,9 +254,16 @@ def test_a_pattern_that_could_not_be_followed_is_refused(pattern):
         GCSPath("gs://bucket").glob(pattern)
 
 
-def test_keys_that_no_path_can_say_are_not_listed_but_placeholders_of_directories_are(bucket, service):
-    service.objects.update(dict.fromkeys(["a/", "b//c", "d/../e", "f"], b""))
+def test_placeholders_of_directories_are_listed(bucket, service):
+    service.objects.update(dict.fromkeys(["a/", "f"], b""))
     assert list(bucket.glob("**/*")) == [bucket / "a", bucket / "f"]
+
+
+@pytest.mark.parametrize("key", ["b//c", "d/../e"])
+def test_a_key_that_no_path_can_say_is_an_error_that_names_it(bucket, service, key):
+    service.objects.update(dict.fromkeys(["a", key], b""))
+    with pytest.raises(OSError, match=f"{bucket}.*{key}"):
+        bucket.iterdir()
 
 
 def test_an_object_is_removed(bucket):
@@ -364,9 +307,15 @@ def test_a_directory_that_is_there_is_not_made_again(bucket):
 )
 def test_a_service_that_refuses_is_not_an_empty_one(bucket, service, act):
     service.objects["a/b"] = b""
-    service.is_closed_to_us = True
-    with pytest.raises(OSError, match=f"{bucket}.*PERMISSION_DENIED"):
+    service.refuse_with = 403, b"<Error><Code>AccessDenied</Code></Error>"
+    with pytest.raises(OSError, match=f"{bucket}.*403"):
         act(bucket / "a")
+
+
+def test_options_of_the_bucket_are_used(service):
+    with checkpoint.store_options("gs://other", endpoint=service.url, bearer_token="of-tests"):
+        (ePath("gs://other") / "a").write_bytes(b"1")
+    assert service.requests[-1][2]["authorization"] == "Bearer of-tests"
 
 
 @pytest.mark.parametrize("data", [3, "text"])

@@ -64,7 +64,7 @@ CHECKPOINT = {
     "inspect": "(path)",
     "latest": "(path)",
     "load": "(path, *, like=None, into=None, partial=False, root=None, rename=None, resize=None, return_report=False, "
-    "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, batch=None, verify=None, mmap=False, progress=None, broadcast=False, timeout=600.0)",
+    "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, batch=None, verify=None, mmap=False, progress=None, broadcast=False, timeout=600.0, store_options=None)",
     "open": "(path, *, prefix=None)",
     "prune": "(directory, *, keep, check=False, dry_run=False)",
     "register_module": "(kind, *, state, update=None, build=None)",
@@ -75,6 +75,7 @@ CHECKPOINT = {
     "overwrite=False)",
     "score": "(path, step, metrics)",
     "steps": "(path)",
+    "store_options": "(url, /, **options)",
     "verify": "(path, *, progress=None)",
     "wait": "(timeout=None)",
 }
@@ -250,7 +251,7 @@ def test_the_doors_open_after_import_eformer_alone():
         "import sys, eformer\n"
         "assert not {'jax', 'numpy'} & sys.modules.keys() and dir(eformer)\n"
         "assert eformer.checkpoint and eformer.errors.MismatchError and eformer.paths.ePath\n"
-        "assert not {'jax', 'tensorstore'} & sys.modules.keys()\n"
+        "assert not {'jax', 'tensorstore', 'obstore'} & sys.modules.keys()\n"
         "assert eformer.checkpoint.save and eformer.serialization.async_manager.AsyncCheckpointManager\n"
         "assert eformer.serialization.utils.to_host and eformer.serialization.serialization.join_key\n"
         "from eformer.serialization import tree_serialize_leaves, to_host\n"
@@ -281,7 +282,7 @@ def test_importing_the_package_imports_no_jax_and_starts_no_backend():
         "import eformer.pytree._serialization, eformer.serialization.utils, jax\n"
         "import eformer.serialization.async_manager, eformer.serialization.serialization\n"
         "import eformer.serialization.checkpointer\n"
-        "assert 'tensorstore' not in sys.modules\n"
+        "assert not {'tensorstore', 'obstore'} & sys.modules.keys()\n"
         "from eformer.checkpoint import save, load, save_async, open, inspect, verify\n"
         "jax.distributed.is_initialized(); jax.config.update('jax_platforms', 'cpu')\n"
         "jax.config.update('jax_num_cpu_devices', 3); assert jax.device_count() == 3"

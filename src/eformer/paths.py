@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from functools import reduce
 from operator import truediv
 from pathlib import PosixPath, PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from eformer._engine.stores.durable import replacing
 from eformer._engine.stores.local_paths import path_of_file_url
@@ -19,12 +19,11 @@ from eformer._engine.stores.local_paths import path_of_file_url
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import tensorstore
     from _typeshed import ReadableBuffer
 
-__all__ = ["GCSPath", "LocalPath", "MLUtilPath", "ePath"]
+    from eformer._engine.stores.objects import Objects
 
-T = TypeVar("T")
+__all__ = ["GCSPath", "LocalPath", "MLUtilPath", "ePath"]
 
 # One slash is enough: pathlib turns gs://bucket into gs:/bucket. At least two letters: C:/ is a drive.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
@@ -78,10 +77,10 @@ class LocalPath(PosixPath):
 class GCSPath:
     """A name in a bucket: gs://bucket/name. It is not an os.PathLike, so that nothing mistakes it for a local file.
 
-    Joining and splitting names needs no network. Reading and writing uses TensorStore with Google's default
-    credentials, and raises OSError if the service refuses. Buckets have objects but no directories: a directory exists
-    as long as an object is below it, and testing for it lists these objects. There is no `rename`, because objects
-    cannot be renamed atomically.
+    Joining and splitting names needs no network. Reading and writing uses the credentials that saves to gs:// use, and
+    raises OSError if the service refuses. Buckets have objects but no directories: a directory exists as long as an
+    object is below it, and testing for it lists these objects. There is no `rename`, because objects cannot be renamed
+    atomically.
     """
 
     bucket: str
@@ -157,10 +156,10 @@ class GCSPath:
         return self.is_file() or self.is_dir()
 
     def is_file(self) -> bool:
-        return bool(self._object) and self._has(self._object)
+        return bool(self._object) and self._objects().find(self._object) is not None
 
     def is_dir(self) -> bool:
-        return bool(self._keys_below())
+        return any(self._objects().children(self._object))
 
     def iterdir(self) -> Iterator[GCSPath]:
         """Iterate over the objects and directories directly below, in order."""
@@ -175,17 +174,17 @@ class GCSPath:
         return iter([self.joinpath(*name) for name in names if _matches(name, wanted)])
 
     def read_bytes(self) -> bytes:
-        found = self._answer(self._store().read(self._object))
-        if found.state == "missing":
-            raise self._not_found()
-        return found.value
+        try:
+            return bytes(self._objects().read(self._object)[0])
+        except FileNotFoundError:
+            raise self._not_found() from None
 
     def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         return self.read_bytes().decode(encoding, errors)
 
     def write_bytes(self, data: ReadableBuffer) -> int:
         content = bytes(memoryview(data))  # bytes(3) would be three zeros
-        self._answer(self._store().write(self._object, content))
+        self._objects().write(self._object, content)
         return len(content)
 
     def write_text(self, data: str, encoding: str = "utf-8", errors: str = "strict") -> int:
@@ -195,7 +194,7 @@ class GCSPath:
     def unlink(self, missing_ok: bool = False) -> None:
         if not missing_ok and not self.is_file():
             raise self._not_found()
-        self._answer(self._store().write(self._object, None))
+        self._objects().delete([self._object])
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
         """Do nothing, or raise if the path exists: the first object below it makes it a directory."""
@@ -206,34 +205,18 @@ class GCSPath:
     def _object(self) -> str:
         return "/".join(self._key.parts)
 
-    def _has(self, key: str) -> bool:
-        return self._answer(self._store().read(key, byte_range=slice(0, 0))).state == "value"
-
     def _keys_below(self) -> list[str]:
         prefix = f"{self._object}/" if self._object else ""
-        keys = self._answer((self._store() + prefix).list())
-        if not keys:
-            # TensorStore 0.1.86 returns an empty listing if the service refuses; a refused read raises.
-            self._has(prefix or "/")
-        return [key.decode() for key in keys]
-
-    def _answer(self, future: tensorstore.Future[T]) -> T:
-        try:
-            return future.result()
-        except ValueError as error:
-            # TensorStore raises only this class for a refusal, and does not name the object.
-            raise OSError(f"{self}: {error}") from error
+        return [found.key.removeprefix(prefix) for found in self._objects().list(prefix)]
 
     def _not_found(self) -> FileNotFoundError:
         return FileNotFoundError(errno.ENOENT, "No such object", str(self))
 
-    def _store(self) -> tensorstore.KvStore:
-        import tensorstore  # late: importing it takes a while, and names do not need it
+    def _objects(self) -> Objects:
+        from eformer._engine.stores.clouds import objects_at  # late: names do not need obstore
+        from eformer._engine.stores.urls import Address
 
-        return tensorstore.KvStore.open(self._spec()).result()
-
-    def _spec(self) -> dict[str, Any]:
-        return {"driver": "gcs", "bucket": self.bucket}
+        return objects_at(Address("gcs", f"gs://{self.bucket}", self.bucket, ""), str(self))
 
 
 def _with_directories(keys: list[str]) -> set[tuple[str, ...]]:

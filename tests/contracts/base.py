@@ -18,6 +18,8 @@ class Contract:
     # The store, and what can fail in the middle of a save: while data is written, and right before the commit.
     upload = LocalUpload
     steps = ("put", "create"), ("sync",), ("publish",)
+    # Whether `load` takes mmap=True.
+    can_map = True
 
     @pytest.fixture(autouse=True)
     def saved_so(self, monkeypatch):

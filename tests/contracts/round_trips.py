@@ -83,7 +83,12 @@ class RoundTrips(Contract):
             "key": jax.random.key(0),
         }
         save(tree, path)
-        for loaded in (load(path), load(path, mesh=meshes()[0]), load(path, mmap=True), load(path, batch=1)):
+        for loaded in (
+            load(path),
+            load(path, mesh=meshes()[0]),
+            load(path, mmap=self.can_map),
+            load(path, batch=1),
+        ):
             assert_same(loaded, tree)
             weak = {name for name, leaf in loaded.items() if getattr(leaf, "weak_type", False)}
             assert weak == {"rate", "step", "phase", "rows"}
@@ -235,8 +240,8 @@ class RoundTrips(Contract):
             checkpoint.verify(path)
 
     def test_an_address_is_not_taken_for_a_path(self):
-        for call in (lambda: save({}, "gs://bucket/x"), lambda: load("s3://bucket/x")):
-            with pytest.raises(ValueError, match="only local paths"):
+        for call in (lambda: save({}, "ftp://host/x"), lambda: load("ipfs://x")):
+            with pytest.raises(ValueError, match="is a URL of a kind that is not known"):
                 call()
 
     def test_prefixes_and_paths_that_cannot_be_are_refused_at_once(self, path):

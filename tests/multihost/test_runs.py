@@ -65,7 +65,7 @@ def test_what_is_no_damage_is_an_error_in_all(two, tmp_path, rank):
 def test_a_run_that_cannot_be_claimed_is_an_error_in_all_at_once(two, tmp_path):
     (tmp_path / "run.json").mkdir()
     outcomes = two.run("run_loop", tmp_path, 20, limit=20)
-    assert ["Not a regular file" in str(outcome) for outcome in outcomes] == [True, True]
+    assert ["not a regular file" in str(outcome) for outcome in outcomes] == [True, True]
 
 
 def test_a_process_that_stands_still_is_named(two, tmp_path):

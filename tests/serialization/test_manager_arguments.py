@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
 
+from eformer._engine.stores.store_options import options_of
 from eformer.paths import GCSPath
 from eformer.serialization.async_manager import AsyncCheckpointManager, CheckpointMetadata
 from support.backends import Backend, Compressed, OneFile, Safetensors, TensorStore
 from support.meshes import line
+from support.object_server import serving
 from support.states import is_floating, state
 from support.trees import assert_same
 
@@ -28,6 +30,12 @@ Manager = AsyncCheckpointManager
 
 class Arguments(Backend):
     """What a manager is told when it is made."""
+
+    @pytest.fixture
+    def google(self, monkeypatch):
+        with serving() as server:
+            monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+            yield server
 
     @pytest.mark.parametrize("enable", [None, True])
     def test_saving_is_on_unless_it_is_turned_off(self, path, enable):
@@ -118,28 +126,36 @@ class Arguments(Backend):
         assert f"saving to {path}" in caplog.text
         assert f"loading from {path}" in caplog.text
 
-    def test_with_a_bucket_relative_paths_lead_into_it_and_others_do_not(self, path):
-        manager = self.make(gcs_bucket="bucket")
-        where = f"runs/{self.name}"
-        for call in (
-            lambda: manager.save({}, where),
-            lambda: manager.save({}, Path(where)),
-            lambda: manager.save_async({}, where),
-            lambda: manager.save_pytree({}, where, prefix="m"),
-            lambda: manager.load(where, line()),
-            lambda: manager.load_pytree(where, line(), prefix="m"),
-            lambda: manager.load_tree_parallel(where),
-        ):
-            with pytest.raises(ValueError, match=f"gs://bucket/{where}: only local paths"):
-                call()
+    def test_with_a_bucket_relative_paths_lead_into_it_and_others_do_not(self, path, google):
+        manager, where = self.make(gcs_bucket="bucket"), f"runs/{self.name}"
+        assert manager.save(state(), where, prefix="m") == f"gs://bucket/{where}"
+        assert all(key.startswith("runs/") for key in google.objects)
+        assert_same(manager.load(where, line(), prefix="m")[0], state())
+        assert_same(manager.load_pytree(Path(where), line(), prefix="m")[0], state())
+        manager.save_pytree(state(1), Path(where), prefix="m")
+        assert manager.save_async(state(2), where, prefix="m").result() == f"gs://bucket/{where}"
+        assert_same(manager.load_tree_parallel(where, prefix_filter="m")[0], state(2))
+        before = dict(google.objects)
         manager.save(state(), path)
         assert_same(manager.load(path, line())[0], state())
+        assert google.objects == before
 
-    def test_an_address_is_not_taken_for_a_path(self, manager):
-        for where in ("gs://bucket/x", GCSPath("gs://bucket/x"), "s3://bucket/x"):
-            for call in (lambda w: manager.save({}, w), lambda w: manager.load(w, line())):
-                with pytest.raises(ValueError, match=r"//bucket/x: only local paths"):
-                    call(where)
+    def test_urls_of_buckets_are_used_as_they_are(self, manager, google):
+        own = f"{type(self).__name__}/{self.name}"
+        for where in (f"gs://bucket/a/{own}", GCSPath(f"gs://bucket/b/{own}"), f"memory://manager/{own}"):
+            assert self.make(gcs_bucket="other").save(state(), where) == str(where)
+            assert_same(manager.load(where, line())[0], state())
+            assert manager.is_tensorstore(where) == isinstance(self, TensorStore)
+        assert {key[:2] for key in google.objects} == {"a/", "b/"}
+
+    def test_credentials_are_used_for_google(self, tmp_path, google):
+        key = tmp_path / "key.json"
+        key.write_text("{}")
+        manager = self.make(gcs_bucket="keys", gcs_credentials_path=str(key))
+        with pytest.raises(ValueError, match="gs://keys: obstore does not accept the settings"):
+            manager.load(self.name, None)
+        assert options_of(f"gs://keys/{self.name}") == {"credentials_path": str(key)}
+        assert options_of("gs://keys/other") == {}
 
     def test_credentials_have_to_be_a_file(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"gcs_credentials_path='/no/such\.json'"):

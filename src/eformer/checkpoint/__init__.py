@@ -12,6 +12,7 @@ verify                   check every byte against its digest; return a Report
 diff                     compare two checkpoints; return a Diff
 convert                  write a checkpoint in another format; return a Conversion
 prune                    delete all but the last checkpoints of a run; return a Pruned
+store_options            set endpoints, credentials and other options of buckets
 dry_run                  compute how many bytes a load would put on each device; return a DryRun
 register_module          allow objects of a class of your own as parts of a tree
 register_node            allow trees with nodes of a class to be rebuilt without `like`
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from eformer._engine.saving.pending import wait as wait
     from eformer._engine.saving.save import save as save
     from eformer._engine.saving.save import save_async as save_async
+    from eformer._engine.stores.store_options import store_options as store_options
     from eformer._engine.tools.conversion import Conversion as Conversion
     from eformer._engine.tools.convert import convert as convert
     from eformer._engine.tools.diff import Diff as Diff
@@ -91,6 +93,7 @@ _HOME = {
     "save_async": "saving.save",
     "score": "runs.follow",
     "steps": "runs.steps",
+    "store_options": "stores.store_options",
     "verify": "tools.verify",
     "wait": "saving.pending",
 }
@@ -127,6 +130,7 @@ __all__ = [
     "save_async",
     "score",
     "steps",
+    "store_options",
     "verify",
     "wait",
 ]

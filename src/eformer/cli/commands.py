@@ -17,6 +17,7 @@ import click
 
 from eformer._engine.record.text import printable
 from eformer._version import __version__
+from eformer.cli.buckets import store_option
 from eformer.cli.rules import keep_options, rules_from
 from eformer.errors import NotFoundError
 
@@ -575,6 +576,10 @@ def completion(shell: str) -> None:
     kind = get_completion_class(shell)
     assert kind is not None
     click.echo(kind(main, {}, "eformer", "_EFORMER_COMPLETE").source())
+
+
+for _command in (inspect, list_leaves, verify, diff, convert, prune, steps):
+    _command.params.append(store_option())
 
 
 def _wants_bar(quiet: bool) -> bool:

@@ -14,8 +14,7 @@ from eformer._engine.formats.others.orbax import steps_in
 from eformer._engine.record.manifest import encode_leaves
 from eformer._engine.record.names import readable_names, resolve
 from eformer._engine.record.values import value_from_json
-from eformer._engine.stores.local import LocalStore
-from eformer._engine.stores.local_paths import local_path
+from eformer._engine.stores.locate import store_at
 from eformer.errors import EformerError, MismatchError
 
 if TYPE_CHECKING:
@@ -52,8 +51,9 @@ def checkpoint_facts(
         "problems": problems,
         "left_out": list(found.left_out()),
     }
-    where = local_path(path)
-    steps = steps_in(where, list(LocalStore(where).kinds())) if where.is_dir() else []
+    store = store_at(path)
+    where = store.local_path()
+    steps = steps_in(where, list(store.kinds())) if where and where.is_dir() else []
     if steps and Path(found.path).name == steps[-1]:
         facts["steps"] = steps
     if found.find_damages:

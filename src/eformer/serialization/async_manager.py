@@ -25,8 +25,10 @@ from eformer._engine.record.options import SaveOptions
 from eformer._engine.saving.pending import Pending, wait_for
 from eformer._engine.saving.run import carry_out, run_in_background
 from eformer._engine.saving.save import refuse_swapped, start
-from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_paths import is_file_url, path_of_file_url, with_home
+from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.store_options import remember
+from eformer._engine.stores.urls import is_bucket_url
 from eformer._engine.trees.devices import is_key
 from eformer.paths import GCSPath, LocalPath, ePath
 from eformer.serialization._keys import by_key
@@ -56,8 +58,9 @@ class AsyncCheckpointManager:
     enable                 False turns saving off; each skipped save is logged
     float_dtype            store floating leaves as this dtype; None, the default, stores them as they are
     verbose                log every save and load
-    gcs_bucket             the bucket of relative paths, with `gcs_credentials_path`; saves to buckets and loads from
-                           them are not supported yet, and raise
+    gcs_bucket             the bucket of Google Cloud Storage that relative paths lead into
+    gcs_credentials_path   a file of Google credentials, for this bucket and other gs:// URLs; None for those of the
+                           environment
     enable_validation      record the SHA-256 of every array and check it on load, in addition to the digests, which are
                            always recorded and checked
     enable_compression     compress arrays with zstd; not possible for safetensors
@@ -389,12 +392,14 @@ class AsyncCheckpointManager:
     @staticmethod
     def is_tensorstore(path: Path) -> bool:
         """Tell whether the path is a checkpoint of zarr arrays, or the index of one."""
-        where = AsyncCheckpointManager.safe_loadpath(path)
-        if not where.is_dir():
+        text = str(path) if isinstance(path, GCSPath) else os.fsdecode(path)
+        is_remote = is_bucket_url(text)
+        store = store_at(
+            text.removesuffix(f"/{INDEX}") if is_remote else str(AsyncCheckpointManager.safe_loadpath(path))
+        )
+        if not store.is_there():
             return False
-        if (where / INDEX).exists():
-            return True
-        return isinstance(where, LocalPath) and next(discover(LocalStore(where)), None) is not None
+        return store.exists(INDEX) or next(discover(store), None) is not None
 
     @staticmethod
     def safe_loadpath(path: Path) -> GCSPath | LocalPath:
@@ -406,8 +411,10 @@ class AsyncCheckpointManager:
         text = str(path) if isinstance(path, GCSPath) else with_home(os.fsdecode(path))
         if is_file_url(text):
             text = path_of_file_url(text)
-        if self.gcs_bucket and not is_gcs_path(text) and not os.path.isabs(text):  # noqa: PTH117
-            return f"gs://{self.gcs_bucket}/{text}"
+        if self.gcs_bucket and not is_bucket_url(text) and not os.path.isabs(text):  # noqa: PTH117
+            text = f"gs://{self.gcs_bucket}/{text}"
+        if self.gcs_credentials_path and is_gcs_path(text):
+            remember(text, {"credentials_path": self.gcs_credentials_path})
         return text
 
     # -------------------------------------------------------------------------------------------- rest

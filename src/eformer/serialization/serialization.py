@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.loading.load import load_tree
 from eformer._engine.loading.request import PlacementRequest, Request
-from eformer._engine.processes.hosts import TIMEOUT
-from eformer._engine.record.options import SaveOptions
+from eformer._engine.processes import hosts as _hosts
 from eformer._engine.saving.jax_manager import serialize_with
 from eformer._engine.saving.run import carry_out
 from eformer._engine.saving.save import refuse_swapped, start
@@ -47,13 +46,13 @@ def tree_serialize_leaves(
         >>> tree_serialize_leaves("run", {"w": jnp.ones(2)}, prefix="model")
     """
     refuse_swapped(pytree, checkpoint_dir, "tree_serialize_leaves(checkpoint_dir, pytree)")
-    timeout = getattr(manager, "_timeout_secs", TIMEOUT)  # a manager has a timeout of its own
+    patience = getattr(manager, "_timeout_secs", None)  # a manager has a timeout of its own
     save = start(
         pytree,
         checkpoint_dir,
         prefix=prefix,
         format="tensorstore",
-        options=SaveOptions(timeout=timeout),
+        hosts=_hosts.current("saves", None, patience),
         write_index=write_index,
         detach=manager is not None,
     )

@@ -140,15 +140,6 @@ def test_steps_that_no_rule_keeps_are_removed(tmp_path, keep, stay):
     assert numbers(tmp_path) == stay
 
 
-def test_a_run_in_memory_refuses_what_it_cannot_do():
-    with pytest.raises(ValueError, match="keep= removes steps from local directories only"):
-        Run("memory://run", keep=2)
-    with Run("memory://run", every=1, signals=()) as run:
-        run.after(1, {"w": np.ones(2)})
-        run.wait()
-        assert_same(run.resume().tree, {"w": np.ones(2)})
-
-
 def test_a_damaged_step_does_not_count_and_does_not_go(tmp_path):
     with Run(tmp_path, every=10, keep=2, signals=()) as run:
         for step in range(1, 41):

@@ -51,7 +51,9 @@ def hold(monkeypatch):
     """Lets no save go on until the event is set."""
     go = threading.Event()
     begin = LocalStore.begin
-    monkeypatch.setattr(LocalStore, "begin", lambda store, *how: go.wait(60) and begin(store, *how))
+    monkeypatch.setattr(
+        LocalStore, "begin", lambda store, *how, **more: go.wait(60) and begin(store, *how, **more)
+    )
     return go
 
 
@@ -155,7 +157,7 @@ from eformer._engine.stores.local_upload import LocalUpload
 
 _hosts.current = lambda *_: _hosts.Alone()  # else a backend of JAX would start, and those do not survive a fork
 path, go, begin = sys.argv[1], threading.Event(), LocalStore.begin
-LocalStore.begin = lambda store, *how: go.wait(60) and begin(store, *how)
+LocalStore.begin = lambda store, *how, **more: go.wait(60) and begin(store, *how, **more)
 pending = save_async({"w": 1}, path)
 child = os.fork()
 if child == 0:  # the parent's save is under way, and ends in the parent alone

@@ -153,7 +153,9 @@ def test_a_relative_path_means_where_it_was_called(tmp_path, kind, monkeypatch, 
     save(tree(0), "a")
     written.since()
     go, begin = threading.Event(), LocalStore.begin
-    monkeypatch.setattr(LocalStore, "begin", lambda store, *how: go.wait(60) and begin(store, *how))
+    monkeypatch.setattr(
+        LocalStore, "begin", lambda store, *how, **more: go.wait(60) and begin(store, *how, **more)
+    )
     pending = save_async(tree(1), "b", options=SaveOptions(reuse="a"))
     monkeypatch.chdir(tmp_path)
     go.set()

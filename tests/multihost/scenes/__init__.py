@@ -1,5 +1,6 @@
 """What the processes of a job do. Every function is called in all of them, with the same arguments, by its name here."""
 
+from multihost.scenes.buckets import *  # noqa: F403
 from multihost.scenes.checkpoints import *  # noqa: F403
 from multihost.scenes.doors import *  # noqa: F403
 from multihost.scenes.mistakes import *  # noqa: F403

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _STEP = re.compile(r"(?:(?:step|run|checkpoint|ckpt)[-_]?)?(?P<number>\d{1,18})")
 
-_MARKS = (MANIFEST, INDEX, ORBAX_TREE, ORBAX_CHECKPOINT)
+MARKS = (MANIFEST, INDEX, ORBAX_TREE, ORBAX_CHECKPOINT)
 
 
 def step_name(number: int) -> str:
@@ -74,7 +74,7 @@ def name_to_save(store: Store, number: int) -> str:
 
 def is_checkpoint(store: Store) -> bool:
     """Tell whether a directory has the mark of a checkpoint."""
-    return any(store.kind(mark) == "file" for mark in _MARKS)
+    return any(store.is_file(mark) for mark in MARKS)
 
 
 def _names_by_number(store: Store) -> dict[int, list[str]]:
@@ -100,7 +100,7 @@ def _steps_among(store: Store, names: Iterable[tuple[int, list[str]]]) -> Iterat
 
 
 def _is_step(store: Store, name: str) -> bool:
-    has_mark = any(store.kind(f"{name}/{mark}") == "file" for mark in _MARKS)
+    has_mark = any(store.is_file(f"{name}/{mark}") for mark in MARKS)
     return has_mark or (store.can_rename and _is_ours(name) and _has_files(store, name))
 
 

@@ -50,6 +50,13 @@ class Index(Protocol):
     def save_ids(self) -> Container[str] | None:
         """The saves that it names; None if that is not known."""
 
+    @property
+    def barred(self) -> Container[str]:
+        """The saves and files that no index may name any more."""
+
+    def has_committed(self, save_id: str) -> bool:
+        """Tell whether a save was committed, even if others have replaced its tree since."""
+
     def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Commit:
         """Choose final names for the new files, and make the next index."""
 

@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Struct
 
 from eformer._engine.formats.codecs import decoded
-from eformer._engine.loading.read_plan import Read, StoredPiece, Want, plan_reads
+from eformer._engine.loading.read_plan import READ_BYTES, Read, StoredPiece, Want, plan_reads
 from eformer._engine.record.digests import sha256_of, xxh3_128
 from eformer._engine.record.dtypes import DTYPES, dtype_from_name, raw_pieces, unpack_nibbles
 from eformer._engine.record.pieces import ALIGNMENT, pieces
@@ -70,10 +70,11 @@ def check(
     threads: int,
     on_damage: Callable[[Damage], None],
     meter: Meter = SILENT,
+    read_bytes: int = READ_BYTES,
 ) -> None:
     """Read and check every piece of the wants, keep none, and report damage to `on_damage`."""
     fetching = Fetching(wants, tree, files, True, on_damage, meter)
-    run_all([partial(fetching.check, read) for read in plan_reads(wants, tree)], threads)
+    run_all([partial(fetching.check, read) for read in plan_reads(wants, tree, read_bytes)], threads)
 
 
 def raise_damage(damage: Damage) -> None:

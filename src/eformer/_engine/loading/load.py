@@ -27,7 +27,10 @@ from eformer._engine.processes.hosts import TIMEOUT
 from eformer._engine.record.manifest import UNREADABLE
 from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import few
-from eformer._engine.tasks.pool import default_threads, gc_paused
+from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.store_options import remember
+from eformer._engine.tasks.deadline import within
+from eformer._engine.tasks.pool import gc_paused
 from eformer._engine.tasks.progress import is_wanted, metered
 from eformer._engine.trees.flatten import flatten
 from eformer._engine.trees.unflatten import unflatten, unflatten_like
@@ -75,6 +78,7 @@ class _Arguments(TypedDict, total=False):
     progress: Progress
     broadcast: bool
     timeout: float
+    store_options: Mapping[str, Any] | None
 
 
 @overload
@@ -114,6 +118,7 @@ def load(
     progress: Progress = None,
     broadcast: bool = False,
     timeout: float = TIMEOUT,
+    store_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Load the tree that was saved at `path`, bit for bit.
 
@@ -164,12 +169,19 @@ def load(
     never does either. Leaves that are not stored as they are wanted are read.
 
     If leaves go to devices of several processes, all of these must call `load`; no other process has to take part. An
-    error in one is an error in all. They wait for each other for `timeout` seconds. Each process reads what its devices
-    hold. With `broadcast`, data that several processes hold is read once, a part by each, and sent between the devices;
-    this is faster for large leaves on slow storage.
+    error in one is an error in all. They wait for each other for `timeout` seconds. Each process reads what its
+    devices hold. With `broadcast`, data that several processes hold is read once, a part by each, and sent between the
+    devices; this is faster for large leaves on slow storage.
+
+    A load from a bucket is given up with TimeoutError after `timeout` seconds in all, unless that is the default: then
+    only its requests have limits. `store_options` are options of the bucket that `path` is in, see `store_options`;
+    from this call on they hold for the path and all below it.
     """
+    remember(path, store_options)
     if like is not None and into is not None:
         raise ValueError("pass like= or into=, not both")
+    if mmap and store_at(path).local_path() is None:
+        raise ValueError(f"mmap=True: {os.fspath(path)} is not on this machine; leave out mmap= to read it")
     request = Request(
         like=like if into is None else into,
         in_place=into is not None,
@@ -188,7 +200,7 @@ def load(
         mmap=mmap,
         progress=progress,
         broadcast=broadcast,
-        timeout=timeout,
+        timeout=None if timeout == TIMEOUT else timeout,  # the default bounds meetings alone
     )
     loaded = load_tree(path, request)
     if return_report:
@@ -214,7 +226,7 @@ def load_tree(
     _check(request)
     like = None if request.like is None else flatten(request.like)[0]
     request = replace(request, placement=on_current_mesh(request.placement, like))
-    with _processes(request, like) as hosts:
+    with within(request.timeout, f"load(timeout={request.timeout})"), _processes(request, like) as hosts:
         loaded = reread(path, lambda found: _load_found(see(found) if see else found, request, like, hosts))
     return LoadedTree(_rebuild(loaded, request), loaded.entry, _report(loaded))
 
@@ -312,7 +324,7 @@ def _fetch_and_assemble(
     meter: Meter,
 ) -> dict[str, Any]:
     """Read the arrays and hand them to the caller's functions, batch by batch."""
-    threads = request.threads or default_threads()
+    threads = request.threads or found.store.read_threads
     if request.sha256 is not None:
         with reading(found):
             check_sha256(found, entry, request.sha256(entry), threads)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.loading.fetch import check, prepare, raise_damage
 from eformer._engine.loading.mapped import MappedFiles
-from eformer._engine.loading.read_plan import READ_BYTES, Read, Want, plan_reads
+from eformer._engine.loading.read_plan import Read, Want, plan_reads
 from eformer._engine.record.pieces import ALIGNMENT
 from eformer._engine.record.regions import Region
 from eformer._engine.tasks.pool import in_turn, run_all
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Files
 
 _LARGE_FILE = 2**20
+_MANY = 8  # files, from which on threads are worth their start
 
 
 def nbytes_read(tree: TreeEntry, targets: Sequence[LeafTarget]) -> int:
@@ -60,7 +61,7 @@ class Reading:
 
     def __init__(self, found: Found, tree: TreeEntry, *, verify: bool, meter: Meter = SILENT) -> None:
         self.tree, self.verify, self.meter = tree, verify, meter
-        self.files = found.files(tree)
+        self.store, self.files = found.store, found.files(tree)
         self.claimed = [0] * len(tree.files)
 
     def close(self) -> None:
@@ -93,18 +94,19 @@ class Reading:
         *,
         memory: np.ndarray[Any, Any] | None = None,
         end: Callable[[], None] | None = None,
-        read_bytes: int = READ_BYTES,
+        read_bytes: int | None = None,
     ) -> list[Callable[[], None]]:
-        """Return tasks that read the targets, in about `read_bytes` each; the last one to finish calls `end`.
+        """Return tasks that read the targets, in about `read_bytes` each, or as many as suit the store; the last one
+        to finish calls `end`.
 
         Large arrays are taken from `memory` while it lasts.
         """
         wants = [_want(target) for target in targets]
-        reads = plan_reads(wants, self.tree, read_bytes)
+        reads = plan_reads(wants, self.tree, read_bytes or self.store.read_bytes)
         needed = {read.file for read in reads}
         self.files.hold(needed)
         self.require_space(reads)
-        _require_length(self.tree, targets, needed, self.files)
+        _require_length(self.tree, targets, needed, self.files, self.store.read_threads)
         fetching = prepare(wants, self.tree, self.files, verify=self.verify, memory=memory, meter=self.meter)
 
         def hand_over() -> None:
@@ -144,13 +146,16 @@ def _want(target: LeafTarget) -> Want:
 
 
 def _require_length(
-    tree: TreeEntry, targets: Sequence[LeafTarget], needed: Iterable[int], files: Files
+    tree: TreeEntry, targets: Sequence[LeafTarget], needed: Iterable[int], files: Files, threads: int
 ) -> None:
     """Refuse large files that are shorter than their leaves, before memory is allocated for these."""
     lengths = [file.nbytes for file in tree.files]
-    for number in needed:
-        if lengths[number] > _LARGE_FILE and not tree.is_database:
-            lengths[number] = files.nbytes(number)
+
+    def look(number: int) -> None:
+        lengths[number] = files.nbytes(number)
+
+    large = [number for number in needed if lengths[number] > _LARGE_FILE and not tree.is_database]
+    run_all([partial(look, number) for number in large], threads if len(large) >= _MANY else 1)
     if all(length >= file.nbytes for length, file in zip(lengths, tree.files, strict=True)):
         return
     for target in targets:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.processes.hosts import TIMEOUT
 from eformer._engine.record.dtypes import floating_dtype
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class Request:
     mmap: bool = False
     progress: Progress = None
     broadcast: bool = False
-    timeout: float = TIMEOUT
+    timeout: float | None = None
     like_name: str = "like"
     reshape: bool = False
     threads: int | None = None

@@ -86,11 +86,11 @@ class _OneOfMany(Alone):
         return f"process {self._process}"
 
 
-def current(doing: str, processes: Iterable[int] | None = None, timeout: float = TIMEOUT) -> Hosts:
+def current(doing: str, processes: Iterable[int] | None = None, timeout: float | None = None) -> Hosts:
     """Return the processes of the running program that take part: all of them, or `processes`.
 
     `doing` says in error messages what they do together. Every process that takes part has to make these calls in the
-    same order.
+    same order. They wait for each other for `timeout` seconds, or 600.
     """
     process, count = this_process()
     members = tuple(range(count)) if processes is None else tuple(sorted({as_number(p) for p in processes}))
@@ -100,7 +100,7 @@ def current(doing: str, processes: Iterable[int] | None = None, timeout: float =
         raise ValueError(
             f"processes={list(members)} leaves out process {process}, which must not make this call then"
         )
-    return Alone() if count == 1 else _select(members, process, doing, timeout)
+    return Alone() if count == 1 else _select(members, process, doing, timeout or TIMEOUT)
 
 
 def is_alone() -> bool:

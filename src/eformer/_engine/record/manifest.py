@@ -27,7 +27,7 @@ from eformer._engine.record.values import MALFORMED_JSON, value_from_json
 from eformer.errors import FormatError, VersionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
 T = TypeVar("T")
 
@@ -306,12 +306,27 @@ def _parsed(raw: Raw, decode: Callable[[Raw], T]) -> T:
         raise FormatError(f"the manifest's list of leaves is invalid: {error}") from error
 
 
+class CommitLog(Struct, frozen=True, omit_defaults=True):
+    """What an index in a bucket says of saves, so that each is committed once or never.
+
+    by      differs in every version of the index, so that no two are the same
+    done    the saves that were committed last, the newest first
+    dead    the saves that were given up for dead, and when: none of them may be committed any more; and single files
+            of other saves that were removed: none may be named again
+    """
+
+    by: str = ""
+    done: tuple[str, ...] = ()
+    dead: dict[str, str] = field(default_factory=dict)
+
+
 class Manifest(Struct, frozen=True, kw_only=True):
     """The record of a checkpoint: its format, and its trees by prefix. A tree saved without a prefix is under ""."""
 
     digest: str = NO_DIGEST
     format: str
     version: int = VERSION
+    log: CommitLog | msgspec.UnsetType = msgspec.UNSET
     trees: dict[str, TreeEntry] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -331,6 +346,15 @@ class Manifest(Struct, frozen=True, kw_only=True):
     def save_ids(self) -> set[str]:
         """The ids of the saves that wrote the trees."""
         return {tree.save_id for tree in self.trees.values()}
+
+    @property
+    def barred(self) -> Container[str]:
+        """The saves and files that no later version may name."""
+        return self.log.dead if self.log else ()
+
+    def has_committed(self, save_id: str) -> bool:
+        """Tell whether a save was committed, even if others have replaced its tree since."""
+        return save_id in self.save_ids or bool(self.log and save_id in self.log.done)
 
     @property
     def metadata(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from eformer._engine.record.names import with_nearest
@@ -26,11 +26,15 @@ class SaveOptions:
                       several processes save, only for arrays that one of them holds whole
     processes         numbers of the processes that save the tree together; None for all. A single process saves its own
                       data without waiting for others
-    timeout           seconds that a process waits for the others, at each of the two meetings of a save
+    timeout           seconds that a process waits for the others, at each of the two meetings of a save; None for 600.
+                      A save to a bucket is also given up after so many seconds in all; None: only its requests have
+                      limits
     reuse             do not write leaves whose digests an earlier checkpoint already has: True for the checkpoint that
                       this save replaces, or the path of another one on the same file system. Files are hard-linked, so
                       either checkpoint may be deleted. Reused bytes are not read; `verify` checks them. Other programs
                       can open the result if no linked file holds leaves that have changed since
+    store_options     a dict of options of the bucket, see `store_options`; from this call on they hold for the path and
+                      all below it
 
     Only for the format "tensorstore":
 
@@ -47,17 +51,20 @@ class SaveOptions:
     threads: int | None = None
     checksums: bool = False
     processes: tuple[int, ...] | None = None
-    timeout: float = 600.0
+    timeout: float | None = None
     reuse: bool | str | os.PathLike[str] = False
+    store_options: Mapping[str, Any] | None = field(
+        default=None, repr=False, hash=False
+    )  # it may hold secrets
     max_chunk_bytes: int | None = None
     compression: Literal["zstd"] | None = None
     ocdbt: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_shard_bytes", "staging_bytes", "timeout"):
+        for name in ("max_shard_bytes", "staging_bytes"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"SaveOptions.{name} must be positive, not {getattr(self, name)}")
-        for name in ("threads", "max_chunk_bytes"):
+        for name in ("threads", "max_chunk_bytes", "timeout"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"SaveOptions.{name} must be positive, not {value}")
@@ -77,7 +84,7 @@ def options_from(given: SaveOptions | Mapping[str, Any]) -> SaveOptions:
         return given
     if not isinstance(given, Mapping):
         raise TypeError(f"options must be SaveOptions or a dict of its fields, not {given!r}")
-    known = [field.name for field in fields(SaveOptions)]
+    known = [one.name for one in fields(SaveOptions)]
     unknown = [f"{name!r}{hint}" for name, hint in with_nearest(map(str, given.keys() - set(known)), known)]
     if unknown:
         raise TypeError(f"options has fields that SaveOptions does not: {', '.join(sorted(unknown))}")

@@ -18,7 +18,7 @@ class Clock:
     stops only makes a save late.
     """
 
-    def __init__(self, clock: Callable[[], float], timeout: float) -> None:
+    def __init__(self, clock: Callable[[], float], timeout: float | None) -> None:
         self._clock, self._timeout = clock, timeout
         self._is_alone = _hosts.is_alone()
         self.saved_at = self._met_at = clock()  # when the last save began

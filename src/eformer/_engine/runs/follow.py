@@ -10,6 +10,7 @@ import msgspec
 
 from eformer._engine.record.policies import metric_from
 from eformer._engine.runs.steps import Scores, Step, digest_of, score_name, steps
+from eformer._engine.stores.base import update_file
 from eformer._engine.stores.locate import store_at
 from eformer.errors import NotFoundError
 
@@ -71,13 +72,12 @@ def score(path: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
     if found is None:
         raise NotFoundError(f"{store.url} has no step {step}")
     numbers = {name: metric_from(name, value) for name, value in metrics.items()}
-    upload = store.begin()
-    try:
-        with upload.exclusive():
-            scores = Scores(digest_of(found), _finite({**found.scores, **numbers}))
-            upload.swap(score_name(found.name), msgspec.json.encode(scores), None)
-    finally:
-        upload.close()
+
+    def added(data: bytes | None) -> bytes:
+        before = found.scores_in(data) if data else {}
+        return msgspec.json.encode(Scores(digest_of(found), _finite({**before, **numbers})))
+
+    update_file(store, score_name(found.name), added)
 
 
 def _finite(numbers: Mapping[str, float]) -> dict[str, float]:

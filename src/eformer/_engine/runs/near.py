@@ -32,7 +32,7 @@ from eformer._engine.runs.steps import Step, steps
 from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.run import carry_out
 from eformer._engine.saving.save import start
-from eformer._engine.stores.base import read_whole
+from eformer._engine.stores.base import read_whole, update_file
 from eformer._engine.stores.locate import absolute, store_at
 from eformer._engine.stores.removal import identity_of, remove_checkpoint
 from eformer._engine.trees.devices import compile_copies
@@ -131,6 +131,7 @@ class Near:
             max_chunk_bytes=None,
             compression=None,
             ocdbt=False,
+            store_options=None,
         )
         self._line, self._epoch = _Line(), ""
         self._is_superseded = False
@@ -226,13 +227,7 @@ class Near:
     def _write_line(self) -> None:
         if self._is_superseded:
             return
-        self._run.make()
-        upload = self._run.begin()
-        try:
-            with upload.exclusive():
-                upload.swap(NEAR_FILE, msgspec.json.encode(self._line), None)
-        finally:
-            upload.close()
+        update_file(self._run, NEAR_FILE, lambda _: msgspec.json.encode(self._line))
 
     # ---------------------------------------------------------------------------------------- save
 

@@ -7,10 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eformer._engine.formats.steps import MARKS
 from eformer._engine.record.policies import StepFacts, kept, needs_manifests
-from eformer._engine.runs.steps import score_name, steps
+from eformer._engine.runs.steps import scored_step, steps
+from eformer._engine.stores.base import remove_files
 from eformer._engine.stores.locate import store_at
-from eformer._engine.stores.removal import identity_of, remove_checkpoint, remove_file
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -40,15 +41,13 @@ def linked_in(where: Path) -> set[str]:
 
 def remove_others(path: str, rules: Sequence[Keep], stay: Collection[int | None] = ()) -> list[Step]:
     """Remove the steps that no rule keeps; return them."""
-    place = store_at(path).local_path()
-    assert place is not None, path
-    removed = []
+    store, removed = store_at(path), []
     for step in others(path, rules, stay):
         with suppress(FileNotFoundError):  # somebody else has removed it
-            identity = identity_of(place / step.name)
-            remove_file(place, score_name(step.name))  # first: nobody looks for it once the step is gone
-            remove_checkpoint(place, step.name, identity)
-            removed.append(step)
+            if store.remove_checkpoint(step.name, MARKS):
+                removed.append(step)
+    there = store.kinds()
+    remove_files(store, [name for name in there if (step_of := scored_step(name)) and step_of not in there])
     return removed
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import jax
 
-from eformer._engine.formats.steps import checked_number, last_step_in, name_of_step, name_to_save
+from eformer._engine.formats.steps import MARKS, checked_number, last_step_in, name_of_step, name_to_save
 from eformer._engine.loading.load import load_tree
 from eformer._engine.loading.request import PlacementRequest, Request, Rules
 from eformer._engine.processes import hosts as _hosts
@@ -33,7 +33,7 @@ from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.run import Format, run_in_background
 from eformer._engine.saving.save import start
 from eformer._engine.stores.locate import absolute, store_at
-from eformer._engine.stores.removal import set_aside
+from eformer._engine.stores.store_options import remember
 from eformer.errors import (
     CorruptionError,
     FormatError,
@@ -113,13 +113,10 @@ class Run:
         self._tolerate, self._on_saved = tolerate, on_saved
         self._format: Format = format
         self._options = options_from(options)
+        remember(self.path, self._options.store_options)
         store = store_at(self.path)
         if self._keep == ():
             raise ValueError(f"keep={keep!r}: no rule says which steps stay; None keeps all")
-        if self._keep is not None and store.local_path() is None:
-            raise ValueError(
-                f"{self.path}: keep= removes steps from local directories only so far; pass keep=None"
-            )
         self._writer, self._has_claimed = Writer(store, secrets.token_hex(8)), False
         if near is None and near_every is not None:
             raise ValueError("near_every= needs near=, the directory to save to")
@@ -291,14 +288,13 @@ class Run:
 
     def _put_aside(self, numbers: Mapping[int, str]) -> None:
         """Give steps other names, in the first process, before any process goes on."""
-        place = store_at(self.path).local_path()
-        if not numbers or place is None:
+        if not numbers:
             return
         with _meeting(self._options.timeout) as hosts:
             names = {step.number: step.name for step in self.steps} if hosts.index == 0 else {}
             for number, why in numbers.items():
                 if number in names:
-                    set_aside(place, names[number], why)
+                    store_at(self.path).set_aside(names[number], why, MARKS)
             hosts.meet(b"", lambda _: b"")
 
     def _go_on_from(self, found: _Found, data: Any) -> None:
@@ -551,7 +547,7 @@ class _Found:
 class _meeting:  # noqa: N801
     """Processes of a run that meet: `with _meeting(timeout) as hosts`."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float | None) -> None:
         self._hosts = _hosts.current("runs", None, timeout)
 
     def __enter__(self) -> Any:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer._engine.formats.find import find, problem_of
-from eformer._engine.formats.steps import steps_in
+from eformer._engine.formats.steps import step_number, steps_in
 from eformer._engine.record.values import parse_json
-from eformer._engine.runs.hold import held
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.locate import store_at
 from eformer.errors import EformerError, FormatError, NotFoundError
@@ -81,9 +80,15 @@ class Step:
         """The metrics that `score` added."""
         store, name = store_at(self.path).parent()
         try:
-            data, _ = read_whole(store, score_name(name))
-            scores = parse_json(data, Scores, f"{self.path}: its scores cannot be read")
+            return self.scores_in(read_whole(store, score_name(name))[0])
         except (FileNotFoundError, FormatError):
+            return {}
+
+    def scores_in(self, data: bytes) -> dict[str, float]:
+        """Return the scores in a file, if they are of this step and not of one that was there before."""
+        try:
+            scores = parse_json(data, Scores, f"{self.path}: its scores cannot be read")
+        except FormatError:
             return {}
         return scores.metrics if scores.digest == digest_of(self) else {}
 
@@ -104,7 +109,8 @@ class Step:
             >>> with step.held() as path:
             ...     evaluate(checkpoint.load(path))
         """
-        return held(self.path)
+        store, name = store_at(self.path).parent()
+        return store.held(name)
 
     def problem(self) -> str | None:
         """Say why this is not a whole checkpoint, or return None. Lengths are compared, digests are not."""
@@ -119,9 +125,18 @@ def digest_of(step: Step) -> str:
     return step._found.manifest.digest
 
 
+_SCORES = ".scores.json"
+
+
 def score_name(step: str) -> str:
     """Return the name of the file that has the scores of a step, which lies beside it."""
-    return f"{step}.scores.json"
+    return f"{step}{_SCORES}"
+
+
+def scored_step(name: str) -> str | None:
+    """Return the step that a file has the scores of; None for any other file."""
+    step = name.removesuffix(_SCORES)
+    return step if step != name and step_number(step) is not None else None
 
 
 def steps(path: str | os.PathLike[str]) -> tuple[Step, ...]:

@@ -12,7 +12,7 @@ import msgspec
 
 from eformer._engine.formats.steps import is_checkpoint, last_step_in
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
-from eformer._engine.stores.base import read_whole
+from eformer._engine.stores.base import read_whole, update_file
 from eformer.errors import FormatError, NotFoundError, SupersededError
 
 if TYPE_CHECKING:
@@ -53,13 +53,7 @@ class Writer:
         data = msgspec.json.encode(_Claim(self.id, socket.gethostname(), os.getpid(), now))
         self.store.make()
         self._refuse_checkpoint()
-        upload = self.store.begin()
-        try:
-            with upload.exclusive():
-                upload.sweep(None)
-                upload.swap(RUN_FILE, data, None)
-        finally:
-            upload.close()
+        update_file(self.store, RUN_FILE, lambda _: data, sweep=True)
         self.has_claimed = True
 
     def _refuse_checkpoint(self) -> None:

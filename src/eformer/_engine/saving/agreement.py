@@ -17,6 +17,7 @@ from eformer._engine.processes.hosts import LostError
 from eformer._engine.record.digests import xxh3_128_of
 from eformer._engine.record.manifest import Receipt
 from eformer._engine.saving.staging import on_host
+from eformer._engine.tasks.deadline import clearing_up
 from eformer.errors import MismatchError, ProcessError, ProcessTimeoutError
 
 if TYPE_CHECKING:
@@ -209,7 +210,9 @@ class Team:
         together(self.save.hosts, write, commit, self.is_committed)
 
     def is_committed(self) -> bool:
-        return self.format.is_committed(self.save.store, self.tree.save_id)
+        """Tell, after an error, whether the index names the save; True if that cannot be known."""
+        with clearing_up():
+            return self.format.is_committed(self.save.store, self.tree.save_id)
 
 
 def gather(save: Save, stack: ExitStack) -> Team:

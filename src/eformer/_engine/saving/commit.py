@@ -16,7 +16,7 @@ from eformer._engine.stores.base import SwapError
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from eformer._engine.formats.write_format import Commit
+    from eformer._engine.formats.write_format import Commit, Index
     from eformer._engine.record.manifest import Receipt, TreeEntry
     from eformer._engine.saving.agreement import Team
     from eformer._engine.stores.base import Upload
@@ -44,26 +44,33 @@ def commit(team: Team, receipt: Receipt) -> None:
 
 def _commit(team: Team, tree: TreeEntry, upload: Upload) -> Commit:
     """Publish the files and swap the index; again, if another save has swapped it first."""
+    store, fmt, planned = upload.place_of(team.save.store), team.format, None
     try:
         while True:
+            index = fmt.read_index(store)
+            if planned and index.has_committed(
+                tree.save_id
+            ):  # the answer was lost, and another save has come since
+                return planned
+            planned = _publish(team, tree, upload, index)
+            if planned.index is None:
+                return planned
             with suppress(SwapError):
-                return _try(team, tree, upload)
+                upload.swap(fmt.index_name, planned.index, index.version)
+                return planned
     except BaseException:
         if not team.is_committed():  # a sync may fail after the index is in place
             upload.withdraw()
         raise
 
 
-def _try(team: Team, tree: TreeEntry, upload: Upload) -> Commit:
-    store, fmt = upload.place_of(team.save.store), team.format
-    index = fmt.read_index(store)
+def _publish(team: Team, tree: TreeEntry, upload: Upload, index: Index) -> Commit:
+    """Give the files their final names, and make the index that will name them."""
     if team.save.fence:
         team.save.fence()
     upload.sweep(index.save_ids)
-    planned = index.commit(tree, store, upload)
+    planned = index.commit(tree, upload.place_of(team.save.store), upload)
     upload.publish(planned.moves, planned.replaced, save_id=tree.save_id, unmarked=planned.unmarked)
-    if planned.index is not None:
-        upload.swap(fmt.index_name, planned.index, index.version)
     return planned
 
 

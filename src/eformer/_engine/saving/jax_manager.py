@@ -54,6 +54,11 @@ def serialize_with(manager: Any, save: Save, tree: Any, callback: Callable[[], N
     has for itself) are written at once. An error is raised by the manager's `wait_until_finished`, as JAX has it.
     """
     save.turn.end()  # the manager has its own order; should it fail, nobody shall wait for this save
+    if save.store.local_path() is None:
+        raise ValueError(
+            f"{save.store.url}: JAX's own manager writes to local directories here; leave out manager= to save to a "
+            "bucket"
+        )
     if not is_text(save.store.url):
         raise ValueError(f"{save.store.url!r} is not UTF-8, which TensorStore needs")
     stack = ExitStack()

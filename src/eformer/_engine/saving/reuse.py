@@ -23,7 +23,7 @@ from eformer._engine.tasks.pool import run_all
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry
     from eformer._engine.record.planned import PlannedExtent, PlannedFile, Source
@@ -123,14 +123,19 @@ class Kept:
 
 
 def keep_files(
-    earlier: Earlier, sources: Sequence[Source], upload: Upload, staging: Staging, threads: int
+    earlier: Earlier,
+    sources: Sequence[Source],
+    upload: Upload,
+    staging: Staging,
+    threads: int,
+    barred: Container[str] = (),
 ) -> tuple[Kept, list[list[Source]]]:
     """Link the safetensors files that hold unchanged leaves. Return them, and the leaves that have to be written in two
     groups, unchanged and changed, so that the next save can keep the files of the former as a whole.
 
     A file is kept if at least half of it is still needed, and its tensors are called as this save would call them.
     Leaves in it that are not part of the tree any more keep their room; because other readers take all that a file
-    holds, it is hidden from them.
+    holds, it is hidden from them. Names and saves that are `barred` are not used again.
     """
     kept, tree = Kept(), earlier.tree
     tensors = tensor_names(source.name for source in sources)
@@ -151,7 +156,7 @@ def keep_files(
         file = tree.files[number]
         if 2 * nbytes < file.nbytes - file.header_nbytes:
             continue
-        if name := _link_file(earlier, file, called[number], upload, is_outdated=number in outdated):
+        if name := _link_file(earlier, file, called[number], upload, barred, is_outdated=number in outdated):
             numbers[number] = len(kept.files)
             kept.files.append(msgspec.structs.replace(file, name=name))
     for source in sources:
@@ -164,7 +169,13 @@ def keep_files(
 
 
 def _link_file(
-    earlier: Earlier, file: DataFile, tensors: set[str], upload: Upload, *, is_outdated: bool
+    earlier: Earlier,
+    file: DataFile,
+    tensors: set[str],
+    upload: Upload,
+    barred: Container[str],
+    *,
+    is_outdated: bool,
 ) -> str | None:
     """Link a file that holds these tensors. Return the name that it has now, and is to have in the end."""
     try:
@@ -181,6 +192,8 @@ def _link_file(
         logger.warning("reuse: cannot link %s, writing it again: %s", earlier.store.path_to(file.name), error)
         return None
     name = own_name(file.name, save_id, is_private=is_outdated)
+    if save_id in barred or name in barred:
+        return None
     return name if upload.link(name, earlier.store, entry) else None
 
 

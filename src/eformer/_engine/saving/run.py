@@ -21,6 +21,7 @@ from eformer._engine.saving.record import receipt_of_one, receipt_of_several
 from eformer._engine.saving.reuse import Kept, apart, find_earlier, keep_chunks, keep_files
 from eformer._engine.saving.staging import Staging
 from eformer._engine.saving.write import compute_sha256, write
+from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.pool import default_threads, gc_paused
 from eformer._engine.tasks.progress import is_wanted, metered
 from eformer._engine.trees.devices import compile_copies
@@ -103,6 +104,8 @@ def carry_out(save: Save, progress: Progress = None, meter: Meter | None = None)
     it."""
     with ExitStack() as stack, told_to_all(save.hosts):
         stack.callback(save.turn.end)
+        limit = save.options.timeout
+        stack.enter_context(within(limit, f"SaveOptions(timeout={limit})"))
         meter = meter or stack.enter_context(_watched(save, progress))
         team = gather(save, stack)
         team.meet(lambda: write_tree(team, meter), lambda receipt: commit(team, receipt))
@@ -149,7 +152,8 @@ def plan(
     earlier = _earlier(save)
     if save.kind == "safetensors" and save.options.reuse is not False and not team.is_several:
         if earlier:
-            kept, groups = keep_files(earlier, save.sources, upload, staging, save.threads)
+            barred = () if save.store.can_rename else team.format.read_index(save.store).barred
+            kept, groups = keep_files(earlier, save.sources, upload, staging, save.threads, barred)
         groups = [some for group in groups for some in apart(group)]
         meter.add(kept.nbytes)
     with gc_paused():

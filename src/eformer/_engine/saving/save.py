@@ -19,6 +19,8 @@ from eformer._engine.saving.record import new_tree
 from eformer._engine.saving.run import Format, Save, carry_out, run_in_background, told_to_all
 from eformer._engine.saving.snapshot import snapshot
 from eformer._engine.stores.locate import absolute, locate, store_at
+from eformer._engine.stores.store_options import remember
+from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.pool import gc_paused
 from eformer._engine.tasks.turns import turns
 from eformer._engine.trees.flatten import flatten
@@ -54,7 +56,7 @@ def save(
     Args:
         tree: any pytree. Nobody may write to its numpy arrays meanwhile; `save_async` copies them.
         path: a directory, which holds one tree for each prefix, or one file if it ends in ".safetensors". "~" and
-            file:// URLs are understood.
+            file:// URLs are understood, and those of buckets: s3://, gs://, az:// and others.
         prefix: the name of the tree in the directory.
         format: "safetensors", or "tensorstore" for zarr arrays.
         metadata: a dict of plain values that `inspect` gives back; arrays without axes become plain numbers.
@@ -75,10 +77,12 @@ def save(
         'run/step-100'
     """
     refuse_swapped(tree, path, "save(tree, path)")
-    save = start(
-        tree, path, prefix=prefix, format=format, metadata=metadata, options=options, overwrite=overwrite
-    )
-    carry_out(save, progress)
+    options = options_from(options)
+    with within(options.timeout, f"SaveOptions(timeout={options.timeout})"):
+        save = start(
+            tree, path, prefix=prefix, format=format, metadata=metadata, options=options, overwrite=overwrite
+        )
+        carry_out(save, progress)
     return os.fspath(path)
 
 
@@ -143,6 +147,7 @@ def start(
             raise ValueError(
                 f"write_index=False is for the format 'tensorstore'; {format} needs its manifest"
             )
+        remember(path, options.store_options)
         tree = first(tree) if first else tree
         save = _prepare(tree, path, prefix, format, metadata, options, hosts, detach)
         return dataclasses.replace(save, has_index=write_index, overwrite=overwrite)

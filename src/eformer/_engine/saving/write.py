@@ -15,6 +15,7 @@ from eformer._engine.record.dtypes import pack_nibbles
 from eformer._engine.record.pieces import bounding, joined, piece_sizes, pieces, shifted
 from eformer._engine.saving.staging import released
 from eformer._engine.tasks.pool import run_all
+from eformer._engine.tasks.progress import SILENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -77,6 +78,8 @@ class _Writer:
                 room -= file.nbytes
             elif self.upload.takes_whole_files or file.extents[0].coding:
                 yield partial(self.put_whole, file)
+            elif self.upload.takes_streams:
+                yield partial(self.stream, file)
             else:
                 yield from self.pieces_of(file)
         if small:
@@ -117,13 +120,40 @@ class _Writer:
         self.upload.put([(file.name, _encoded(file, padded) if extent.coding else padded)])
         self.meter.add(len(data))
 
+    # -------------------------------------------------------------------------------------- streams
+
+    def stream(self, file: PlannedFile) -> None:
+        """Write a file from its beginning to its end. If its header needs the digests, everything is read twice."""
+        if self.header:
+            sources = [extent.source for extent in file.extents]
+            for _ in self.chunks_of(file, SILENT):
+                pass
+            for extent, source in zip(file.extents, sources, strict=True):
+                extent.source = source
+            file.header = self.header(file)
+        self.upload.stream(file.name, file.nbytes, self.chunks_of(file, self.meter))
+
+    def chunks_of(self, file: PlannedFile, meter: Meter) -> Iterator[Any]:
+        """Yield the bytes of a file in their order, and set their digests on the way."""
+        yield file.header
+        caught, at = _Caught(), len(file.header)
+        for task in self.extent_tasks(file, caught, meter):
+            task()
+            data, offset = caught.written
+            if offset > at:
+                yield bytes(offset - at)
+            yield data
+            at = offset + len(data)
+        if at < file.nbytes:
+            yield bytes(file.nbytes - at)
+
     # --------------------------------------------------------------------------------------- pieces
 
     def pieces_of(self, file: PlannedFile) -> Iterator[Callable[[], None]]:
         """Write small neighbours together and large boxes piece by piece; the last task closes the file."""
         sink = self.upload.create(file.name, file.nbytes)
         last = Countdown(partial(self.finish, file, sink))
-        for task in self.extent_tasks(file, sink):
+        for task in self.extent_tasks(file, sink, self.meter):
             yield last.after(task)
         yield last.close
 
@@ -134,8 +164,9 @@ class _Writer:
             sink.write(file.header, 0)
         sink.close()
 
-    def extent_tasks(self, file: PlannedFile, sink: Sink) -> Iterator[Callable[[], None]]:
-        counted, start = _Counted(sink, self.meter), len(file.header)
+    def extent_tasks(self, file: PlannedFile, sink: _BytesSink, meter: Meter) -> Iterator[Callable[[], None]]:
+        """Write the extents in their order, each task some neighbours or a part of one, by one write."""
+        counted, start = _Counted(sink, meter), len(file.header)
         small: list[PlannedExtent] = []
         room = self.block
         for extent in file.extents:
@@ -164,12 +195,21 @@ class _Counted:
 
     __slots__ = ("_meter", "_sink")
 
-    def __init__(self, sink: Sink, meter: Meter) -> None:
+    def __init__(self, sink: _BytesSink, meter: Meter) -> None:
         self._sink, self._meter = sink, meter
 
     def write(self, data: Any, offset: int) -> None:
         self._sink.write(data, offset)
         self._meter.add(len(data))
+
+
+class _Caught:
+    """Holds what a task has written last."""
+
+    written: tuple[Any, int]
+
+    def write(self, data: Any, offset: int) -> None:
+        self.written = data, offset
 
 
 def _is_small(file: PlannedFile, block: int) -> bool:

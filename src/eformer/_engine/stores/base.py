@@ -17,6 +17,7 @@ and whose save nobody sees before its index is swapped:
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from msgspec import Struct
@@ -24,11 +25,14 @@ from msgspec import Struct
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
     import numpy as np
+    from msgspec import UnsetType
+
+    from eformer._engine.record.manifest import CommitLog, Manifest
 
 Version = str
 """Tells a file from a later one of the same name: identity and times of a local file, the ETag of an object."""
@@ -112,8 +116,19 @@ class Store(Protocol):
     def can_rename(self) -> bool:
         """Whether `publish` can give files other names than they were created with."""
 
+    @property
+    def read_threads(self) -> int:
+        """How many reads to have under way at once."""
+
+    @property
+    def read_bytes(self) -> int:
+        """How many bytes to read at once."""
+
     def path_to(self, name: str) -> str:
         """Return where a file is, for messages."""
+
+    def require_short(self, name: str) -> None:
+        """Raise OSError if the place cannot hold a file of this name, because it is too long."""
 
     def is_there(self) -> bool:
         """Tell whether this is a directory: one that exists, or a prefix that objects have."""
@@ -139,6 +154,9 @@ class Store(Protocol):
     def kind(self, name: str) -> Kind | None:
         """Tell what a name is; None if nothing has it. Links are "other"."""
 
+    def is_file(self, name: str) -> bool:
+        """Tell whether a name is a file, and no link."""
+
     def exists(self, name: str) -> bool:
         """Tell whether a name leads to something, perhaps through a link."""
 
@@ -162,11 +180,23 @@ class Store(Protocol):
     def make(self) -> None:
         """Make what the place is in, if it is not there, so that it survives a crash. An upload makes the place."""
 
+    def remove_checkpoint(self, name: str, marks: Sequence[str]) -> bool:
+        """Remove a directory that holds a checkpoint, by whose `marks` readers know it, so that nobody ever sees a part
+        of it. Return False if somebody holds it. Raise FileNotFoundError if it is gone."""
+
+    def set_aside(self, name: str, why: str, marks: Sequence[str]) -> None:
+        """Let a directory be no checkpoint any more, by whose `marks` readers know it, without losing anything."""
+
+    def held(self, name: str) -> AbstractContextManager[str]:
+        """Return a context manager for a path by which a checkpoint can be read even if it is removed meanwhile."""
+
     def check_replaceable(self, name: str) -> None:
         """Raise OSError if something is there that a file cannot replace: a directory, a pipe, a device."""
 
-    def begin(self, root: str = "", token: str = "") -> Upload:
+    def begin(self, root: str = "", token: str = "", *, save_id: str = "") -> Upload:
         """Begin an upload, or join the one of another process by its `token`.
+
+        `save_id` is in the names of all files; without one the names are those that the files will have.
 
         `root` is the directory that the files will be in, unless `publish` moves them somewhere else; a store that
         cannot rename writes there at once.
@@ -184,6 +214,10 @@ class Upload(Protocol):
     def takes_whole_files(self) -> bool:
         """Whether files can only be `put`, in one piece."""
 
+    @property
+    def takes_streams(self) -> bool:
+        """Whether large files are written from their beginning to their end, by `stream`."""
+
     def announce(self) -> None:
         """Let other processes find the upload by its token."""
 
@@ -192,6 +226,9 @@ class Upload(Protocol):
 
     def create(self, name: str, nbytes: int) -> Sink:
         """Begin a file of known length. One that is not closed is removed with the upload."""
+
+    def stream(self, name: str, nbytes: int, chunks: Iterable[Any]) -> None:
+        """Write a file of known length from pieces of memory, in their order."""
 
     def put(self, files: Sequence[tuple[str, bytes]]) -> None:
         """Write many small files. Neighbours of one directory should follow each other."""
@@ -217,6 +254,12 @@ class Upload(Protocol):
     def sweep(self, committed: Container[str] | None) -> None:
         """Remove the remains of writers that died, while the index names the saves in `committed`; None if that is
         not known."""
+
+    def log(self, before: Manifest, after: Manifest, save_id: str) -> CommitLog | UnsetType:
+        """Return what the next index has to say of saves, where the store has no locks.
+
+        Raise SupersededError if another save has taken this one for dead.
+        """
 
     def publish(
         self,
@@ -251,6 +294,45 @@ class Upload(Protocol):
         """Remove what was replaced: the save is committed."""
 
     def close(self) -> None: ...
+
+
+def update_file(
+    store: Store, name: str, change: Callable[[bytes | None], bytes], *, sweep: bool = False
+) -> None:
+    """Replace a small file by what `change` makes of it; again if another process has replaced it meanwhile.
+
+    With `sweep`, the remains of uploads to the place that died are removed, too.
+    """
+    store.make()
+    upload = store.begin()
+    try:
+        while True:
+            with upload.exclusive(), suppress(SwapError):
+                if sweep:
+                    upload.sweep(None)
+                data, version = _read_if_there(upload.place_of(store), name)
+                upload.swap(name, change(data), version)
+                return
+    finally:
+        upload.close()
+
+
+def remove_files(store: Store, names: Sequence[str]) -> None:
+    """Remove files that eformer wrote, if they are there."""
+    if names:
+        upload = store.begin()
+        try:
+            upload.remove(names)
+        finally:
+            upload.close()
+
+
+def _read_if_there(store: Store, name: str) -> tuple[bytes | None, Version | None]:
+    try:
+        data, entry = read_whole(store, name)
+    except FileNotFoundError:
+        return None, None
+    return data, entry.version
 
 
 def read_whole(store: Store, name: str, most: int = _MOST_WHOLE) -> tuple[bytes, Entry]:

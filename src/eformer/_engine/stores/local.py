@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,16 @@ from eformer._engine.stores.inside import open_inside, read_range, version_of
 from eformer._engine.stores.journal import has_unfinished
 from eformer._engine.stores.local_files import LocalFiles
 from eformer._engine.stores.local_upload import LocalUpload
+from eformer._engine.stores.removal import identity_of, remove_checkpoint, set_aside
+from eformer._engine.tasks.pool import default_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from eformer._engine.stores.base import Kind, Version
+
+
+_MOST_PATH = 4096  # bytes
 
 
 class LocalStore:
@@ -30,6 +36,7 @@ class LocalStore:
     """
 
     can_rename = True
+    read_bytes = 4 * 2**20  # one system call's worth: enough for the disk, and still in the processor's cache
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -41,6 +48,10 @@ class LocalStore:
     @property
     def key(self) -> str:
         return os.path.realpath(self.path)
+
+    @property
+    def read_threads(self) -> int:
+        return default_threads()
 
     def path_to(self, name: str) -> str:
         return str(self.path / name)
@@ -65,6 +76,11 @@ class LocalStore:
         if name:
             os.close(open_inside(self.path, name))  # refuses a name that leads out
         return self.path / name
+
+    def require_short(self, name: str) -> None:
+        path = self.path_to(name)
+        if len(os.fsencode(path)) >= _MOST_PATH:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), path)
 
     # --------------------------------------------------------------------------------------- look
 
@@ -97,6 +113,9 @@ class LocalStore:
         except (FileNotFoundError, NotADirectoryError):
             return None
         return "file" if stat.S_ISREG(mode) else "directory" if stat.S_ISDIR(mode) else "other"
+
+    def is_file(self, name: str) -> bool:
+        return self.kind(name) == "file"
 
     def exists(self, name: str) -> bool:
         return (self.path / name).exists()
@@ -132,5 +151,22 @@ class LocalStore:
         with Directory.open(self.path) as directory:
             replaceable_mode(directory, name)
 
-    def begin(self, root: str = "", token: str = "") -> LocalUpload:
+    def remove_checkpoint(self, name: str, marks: Sequence[str]) -> bool:
+        remove_checkpoint(self.path, name, identity_of(self.path / name))
+        return True
+
+    def set_aside(self, name: str, why: str, marks: Sequence[str]) -> None:
+        set_aside(self.path, name, why)
+
+    @contextmanager
+    def held(self, name: str) -> Iterator[str]:
+        """Link the files into a hidden directory, which is removed at the end. If this process dies, the next save
+        beside it removes it."""
+        upload = self.begin()
+        try:
+            yield str(upload.linked(self, name))
+        finally:
+            upload.close()
+
+    def begin(self, root: str = "", token: str = "", *, save_id: str = "") -> LocalUpload:
         return LocalUpload(self.path, token)

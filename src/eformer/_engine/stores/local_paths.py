@@ -18,7 +18,10 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     if is_file_url(text):
         return Path(path_of_file_url(text))
     if "://" in text:
-        raise ValueError(f"{path}: only local paths are supported so far")
+        raise ValueError(
+            f"{path} is a URL of a kind that is not known here; buckets are s3://, gs:// and az://, local files are "
+            "file:// or a path"
+        )
     return Path(with_home(text))
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from eformer._engine.stores.base import Entry
 from eformer._engine.stores.directory import Directory, lock, unlock
 from eformer._engine.stores.durable import (
     LARGE_WRITE,
@@ -44,13 +45,14 @@ from eformer._engine.stores.journal import (
     sweep_uploads,
 )
 from eformer._engine.tasks.pool import default_threads, run_all
-from eformer.errors import FormatError
+from eformer.errors import FormatError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from eformer._engine.stores.base import Entry, Replaced, Store, Version
+    from eformer._engine.record.manifest import Manifest
+    from eformer._engine.stores.base import Replaced, Store, Version
 
 logger = logging.getLogger("eformer")
 
@@ -62,6 +64,8 @@ _FEW = 32
 _SYNCED_BY_SYNCFS = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x794C7630, 0x2FC12FC1}
 
 _LARGE_PART = 1 / 16  # of the memory: a larger save does not stay in the page cache
+
+_MOST_DEPTH = 64  # of directories in a checkpoint that is linked
 
 _DATA = "data"
 _NEW = "new"
@@ -75,6 +79,7 @@ class LocalUpload:
     """
 
     takes_whole_files = False
+    takes_streams = False
 
     def __init__(self, directory: Path, token: str = "") -> None:
         self.is_owner, self.token = not token, token
@@ -150,6 +155,13 @@ class LocalUpload:
         """Whether so much is written that it should not stay in the page cache."""
         return self._expected > physical_memory() * _LARGE_PART
 
+    def stream(self, name: str, nbytes: int, chunks: Iterable[Any]) -> None:
+        file, offset = self.create(name, nbytes), 0
+        for chunk in chunks:
+            file.write(chunk, offset)
+            offset += len(chunk)
+        file.close()
+
     def put(self, files: Sequence[tuple[str, bytes]]) -> None:
         with _Folders(self) as folders:
             for path, data in files:
@@ -175,6 +187,14 @@ class LocalUpload:
         if outer:  # the new name in its directory; the bytes were synced by the save that wrote them
             self._unsynced.append(name)
         return True
+
+    def linked(self, source: Store, name: str) -> Path:
+        """Link all files of a directory. Return where they are."""
+        for file in _files(source, name, _MOST_DEPTH):
+            nbytes, version = (entry := source.read(file, 0, 0)[1]).nbytes, entry.version
+            if not self.link(file, source, Entry(file, nbytes, version)):
+                raise NotFoundError(f"{source.path_to(file)} cannot be linked")
+        return self.data.path / name
 
     def folder(self, path: str) -> Directory:
         """Open a directory of the data; "" is the data itself. The caller closes it."""
@@ -280,6 +300,10 @@ class LocalUpload:
         with suppress(OSError), Directory.open(self._directory.parent) as around:  # saves that made the place
             sweep_unpublished(around)
             sweep_files(around)
+
+    def log(self, before: Manifest, after: Manifest, save_id: str) -> msgspec.UnsetType:
+        """Return nothing: locks tell the living from the dead."""
+        return msgspec.UNSET
 
     def publish(
         self,
@@ -390,6 +414,16 @@ def _is_to_be_made(directory: Path, token: str) -> bool:
     if token:
         return not (directory / token).is_dir() and (directory.parent / token).is_dir()
     return not os.path.lexists(directory)
+
+
+def _files(store: Store, below: str, depth: int) -> Iterator[str]:
+    """List the files of a directory, and of those in it."""
+    for name, kind in store.kinds(below).items():
+        path = f"{below}/{name}"
+        if kind == "file":
+            yield path
+        elif kind == "directory" and depth and not name.startswith("."):
+            yield from _files(store, path, depth - 1)
 
 
 class _Folders:

@@ -7,22 +7,18 @@ from typing import TYPE_CHECKING
 
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_paths import local_path
-from eformer._engine.stores.memory import MemoryStore
+from eformer._engine.stores.urls import is_bucket_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from eformer._engine.stores.base import Store
-
-# The stores that are not on this machine's disk, by the scheme of their URLs.
-_BY_SCHEME: dict[str, Callable[[str], Store]] = {"memory": MemoryStore}
 
 
 def store_at(path: str | os.PathLike[str]) -> Store:
     """Return the store of a directory, which need not exist yet."""
-    scheme, is_url, _ = os.fspath(path).partition("://")
-    if is_url and scheme in _BY_SCHEME:
-        return _BY_SCHEME[scheme](os.fspath(path))
+    if is_bucket_url(os.fspath(path)):
+        from eformer._engine.stores.clouds import bucket_at  # late: obstore is needed for buckets only
+
+        return bucket_at(os.fspath(path))
     return LocalStore(local_path(path))
 
 
@@ -34,5 +30,4 @@ def locate(path: str | os.PathLike[str]) -> tuple[Store, str]:
 
 def absolute(path: str | os.PathLike[str]) -> str:
     """Return a path that names the same place, whatever the current directory is later."""
-    where = store_at(path).local_path()
-    return os.fspath(path) if where is None else str(where.absolute())
+    return os.fspath(path) if is_bucket_url(os.fspath(path)) else str(local_path(path).absolute())

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Sized
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,10 @@ def run_all(
     if isinstance(tasks, Sized):
         threads = min(threads, len(tasks))
     work = _Work(tasks, on_error)
-    helpers = [threading.Thread(target=work.help, name="eformer-io") for _ in range(threads - 1)]
+    helpers = [
+        threading.Thread(target=copy_context().run, args=(work.help,), name="eformer-io")  # with its deadline
+        for _ in range(threads - 1)
+    ]
     try:
         with suppress(RuntimeError):  # no new threads can start, as when the interpreter exits: go on without
             for helper in helpers:
@@ -49,6 +53,20 @@ def run_all(
             work.fail(error)
     if work.error:
         raise work.error
+
+
+@contextmanager
+def cancelled_with_others(cancel: Callable[[], object]) -> Iterator[None]:
+    """Call `cancel` if another task of the same `run_all` fails meanwhile, so that this one does not wait in vain."""
+    work: _Work | None = getattr(_current, "work", None)
+    if work is None:
+        yield
+        return
+    work.watch(cancel)
+    try:
+        yield
+    finally:
+        work.forget(cancel)
 
 
 def in_turn(tasks: Sequence[Callable[[], None]], end: Callable[[], None]) -> list[Callable[[], None]]:
@@ -96,6 +114,9 @@ def gc_paused() -> Iterator[None]:
                 gc.enable()
 
 
+_current = threading.local()  # `work` is that of the task that this thread carries out
+
+
 class _Work:
     """The shared state of the threads of one `run_all`."""
 
@@ -105,6 +126,8 @@ class _Work:
         self.lock = threading.Lock()
         self.error: BaseException | None = None
         self.helping, self.helpers = threading.Condition(), 0
+        self.watching = threading.Lock()
+        self.cancels: list[Callable[[], object]] = []
 
     def help(self) -> None:
         with self.helping:
@@ -127,13 +150,30 @@ class _Work:
             return None if self.error else next(self.tasks, None)
 
     def run(self) -> None:
+        before, _current.work = getattr(_current, "work", None), self
         try:
             while task := self.take():
                 task()
         except BaseException as error:  # noqa: BLE001  raised by run_all, in the caller's thread
             self.fail(error)
+        finally:
+            _current.work = before
+
+    def watch(self, cancel: Callable[[], object]) -> None:
+        with self.watching:
+            self.cancels.append(cancel)
+            is_late = self.error is not None
+        if is_late:
+            cancel()
+
+    def forget(self, cancel: Callable[[], object]) -> None:
+        with self.watching:
+            self.cancels.remove(cancel)
 
     def fail(self, error: BaseException) -> None:
-        self.error = self.error or error
+        with self.watching:  # not the lock of the tasks, which may be held for long
+            self.error, cancels = self.error or error, list(self.cancels)
+        for cancel in cancels:
+            cancel()
         if self.on_error:
             self.on_error()

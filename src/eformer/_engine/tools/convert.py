@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 from contextlib import ExitStack
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
@@ -24,16 +23,14 @@ from eformer._engine.record.text import count, few, size
 from eformer._engine.saving.record import new_tree
 from eformer._engine.saving.run import Save, carry_out
 from eformer._engine.saving.staging import Staging
-from eformer._engine.stores.durable import make_directories, replacing
-from eformer._engine.stores.local import LocalStore
-from eformer._engine.stores.local_paths import local_path
-from eformer._engine.stores.local_upload import appearing
+from eformer._engine.stores.durable import replacing
 from eformer._engine.tasks.pool import default_threads
 from eformer._engine.tasks.progress import metered
 from eformer._engine.tasks.turns import turns
 from eformer._engine.tools import sequential_writers
 from eformer._engine.tools.adapter import plan_adapter
 from eformer._engine.tools.conversion import Conversion, ConvertedTree, TargetFormat, plan_tree, summarize
+from eformer._engine.tools.destination import destination_at
 from eformer._engine.tools.view import View
 from eformer._engine.tools.view import open as open_view
 from eformer._version import __version__
@@ -44,7 +41,9 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.planned import Source
     from eformer._engine.record.rename import RenameRules
+    from eformer._engine.stores.base import Store
     from eformer._engine.tasks.progress import Meter, Progress
+    from eformer._engine.tools.destination import Destination
 
 _DEFAULT_MEMORY = 2 * 10**9  # bytes, beside what the program takes already
 _RESERVE = 64 * 2**20  # bytes: threads, buffers of the system's libraries, Python's allocator
@@ -72,8 +71,9 @@ def convert(
 ) -> Conversion:
     """Convert the checkpoint at `source`, of any format that `load` reads, to a new checkpoint at `destination`.
 
-    The destination appears complete or not at all. Every byte read is checked against its digest, if the source has
-    digests. On an error the source is untouched and nothing is at the destination.
+    The destination appears complete or not at all; in a bucket, each of several trees does. Every byte read is checked
+    against its digest, if the source has digests. On an error the source is untouched and nothing is at the
+    destination. npz, msgpack and adapters are written to a temporary file on their way to a bucket.
 
     to               the target format; may be left out if the suffix of the destination names it
     prefix           convert this tree alone, and store it without a prefix; None converts all trees
@@ -95,10 +95,8 @@ def convert(
         >>> convert("model.msgpack", "model.safetensors", dry_run=True).notes
         ('the source has no digests: its bytes could be read, but not checked',)
     """
-    where = local_path(destination).absolute()
-    if where.name in ("", ".."):
-        raise ValueError(f"{os.fspath(destination)!r} does not name a file or directory to create")
-    target = _target_format(where, to)
+    place = destination_at(destination)
+    target = _target_format(place.name, to)
     if config is not None and target != "peft":
         raise ValueError(f"config= is for to='peft', and the target is {target}")
     rules = None if rename is None else rules_from(rename) or None
@@ -108,36 +106,36 @@ def convert(
         if left_out and not allow_missing:
             raise _left_out_error(source, left_out)
         trees = {name: plan_tree(view, rules, dtype, target) for name, view in views.items()}
-        _check(trees, target, where, max_shard_bytes)
+        _check(trees, target, place.name, max_shard_bytes)
         if target == "peft":
             (tree,) = trees.values()
             plan_adapter(tree, config or {}, rules)
         conversion = summarize(source, destination, target, trees, left_out)
         budget = _budget(memory, trees, target)
         if not dry_run:
-            _require_free_place(where, conversion.nbytes)
+            place.require_free(conversion.nbytes)
             with metered(progress, conversion.nbytes, "converting") as meter:
-                _write(where, target, trees, budget, max_shard_bytes, meter)
+                _write(place, target, trees, budget, max_shard_bytes, meter)
     return conversion
 
 
 # ------------------------------------------------------------------------------------------- arguments
 
 
-def _target_format(where: Path, to: TargetFormat | None) -> TargetFormat:
+def _target_format(name: str, to: TargetFormat | None) -> TargetFormat:
     known = get_args(TargetFormat)
     by_suffix: dict[str, TargetFormat] = {SUFFIX: "safetensors", ".npz": "npz", ".msgpack": "msgpack"}
-    named = by_suffix.get(where.suffix)
+    named = by_suffix.get(PurePath(name).suffix)
     if to is None and named is None:
-        raise ValueError(f"no format given, and {where.name!r} does not name one; to= is one of {known}")
+        raise ValueError(f"no format given, and {name!r} does not name one; to= is one of {known}")
     if to is not None and to not in known:
         raise ValueError(f"unknown format {to!r}; to= is one of {known}")
     if to and named and to != named:
-        raise ValueError(f"{where.name!r} has the suffix of {named}, but to= is {to!r}; choose another name")
+        raise ValueError(f"{name!r} has the suffix of {named}, but to= is {to!r}; choose another name")
     target = to or named
     assert target
     if target != named:
-        refuse_other_suffix(where.name, target)
+        refuse_other_suffix(name, target)
     return target
 
 
@@ -163,10 +161,10 @@ def _left_out_error(source: str | os.PathLike[str], left_out: Sequence[str]) -> 
 
 
 def _check(
-    trees: Mapping[str, ConvertedTree], target: TargetFormat, where: Path, max_shard_bytes: int | None
+    trees: Mapping[str, ConvertedTree], target: TargetFormat, name: str, max_shard_bytes: int | None
 ) -> None:
     """Refuse a conversion that cannot work, before anything is written."""
-    is_one_file = target in ("npz", "msgpack") or where.suffix == SUFFIX
+    is_one_file = target in ("npz", "msgpack") or name.endswith(SUFFIX)
     if max_shard_bytes is not None and (is_one_file or target != "safetensors"):
         raise ValueError(
             f"max_shard_bytes={max_shard_bytes}: only a directory of safetensors files has shards"
@@ -216,26 +214,11 @@ def _resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _require_free_place(where: Path, nbytes: int) -> None:
-    """Refuse a destination that exists, or a disk without enough space."""
-    is_empty = where.is_dir() and not where.is_symlink() and not where.is_mount() and not any(where.iterdir())
-    if os.path.lexists(where) and not is_empty:
-        raise FileExistsError(
-            f"{where} already exists; a conversion creates a new checkpoint: choose another path"
-        )
-    existing = next(parent for parent in where.parents if parent.exists())
-    free = shutil.disk_usage(existing).free
-    if nbytes > free:
-        raise OSError(
-            f"not enough space for {where}: it takes {size(nbytes)}, {existing} has {size(free)} left"
-        )
-
-
 # ----------------------------------------------------------------------------------------------- writing
 
 
 def _write(
-    where: Path,
+    place: Destination,
     target: TargetFormat,
     trees: Mapping[str, ConvertedTree],
     budget: int,
@@ -245,16 +228,21 @@ def _write(
     options = SaveOptions(staging_bytes=budget)
     if max_shard_bytes is not None:
         options = SaveOptions(staging_bytes=budget, max_shard_bytes=max_shard_bytes)
-    make_directories(where.parent)
-    with appearing(where) as path:
+    with place.creating(in_files=target not in ("safetensors", "tensorstore")) as (store, name):
         for prefix, tree in trees.items():
             tree.sources = _with_small_leaves_read(tree, budget // 4)
             if target in ("npz", "msgpack"):
-                _write_stream(path, target, tree, Staging(budget), meter)
+                _write_stream(_file(store, name), target, tree, Staging(budget), meter)
             elif target == "peft":
-                _write_adapter(path, tree, options, meter)
+                _write_adapter(store.at(name), tree, options, meter)
             else:
-                carry_out(_save(path, prefix, target, tree, options), meter=meter)
+                carry_out(_save(store, name, prefix, target, tree, options), meter=meter)
+
+
+def _file(store: Store, name: str) -> Path:
+    directory = store.local_path()
+    assert directory is not None
+    return directory / name
 
 
 def _with_small_leaves_read(tree: ConvertedTree, room: int) -> list[Source]:
@@ -289,20 +277,22 @@ def _write_stream(
             sequential_writers.write_msgpack(file, tree.structure, tree.sources, tree.values, staging, meter)
 
 
-def _write_adapter(path: Path, tree: ConvertedTree, options: SaveOptions, meter: Meter) -> None:
-    carry_out(_save(path / WEIGHTS, "", "safetensors", tree, options), meter=meter)
-    with replacing(path / CONFIG) as file:
+def _write_adapter(store: Store, tree: ConvertedTree, options: SaveOptions, meter: Meter) -> None:
+    carry_out(_save(store, WEIGHTS, "", "safetensors", tree, options), meter=meter)
+    with replacing(_file(store, CONFIG)) as file:
         file.write(msgspec.json.format(msgspec.json.encode(tree.adapter_config), indent=2))
 
 
-def _save(path: Path, prefix: str, target: Any, converted: ConvertedTree, options: SaveOptions) -> Save:
+def _save(
+    around: Store, name: str, prefix: str, target: Any, converted: ConvertedTree, options: SaveOptions
+) -> Save:
     hosts, view = Alone(), converted.view
     written_by = f"eformer {__version__}, converted from {_first_writer(view)}"
     tree = new_tree(written_by, converted.structure, view.tree.raw_metadata, converted.raw_values)
     if converted.adapter_config:
         tree = with_config(tree, converted.adapter_config)
-    store, file = (LocalStore(path.parent), path.name) if path.suffix == SUFFIX else (LocalStore(path), "")
-    turn = turns.take(str(path), hosts.name(0))
+    store, file = (around, name) if name.endswith(SUFFIX) else (around.at(name), "")
+    turn = turns.take(around.path_to(name), hosts.name(0))
     sources, converted.sources = converted.sources, []  # the save drops each leaf when it is written
     return Save(store, file, prefix, target, sources, tree, options, hosts, turn)
 

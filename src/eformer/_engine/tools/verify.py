@@ -11,7 +11,6 @@ from eformer._engine.loading.fetch import check
 from eformer._engine.loading.read_plan import Want
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.record.text import count, few
-from eformer._engine.tasks.pool import default_threads
 from eformer._engine.tasks.progress import metered
 from eformer.errors import Damage, FormatError
 
@@ -148,7 +147,8 @@ def _damages(found: Found, tree: TreeEntry, meter: Meter) -> list[Damage]:
                 damages += [_lost_extent(name, extent, tree, lost[extent.file]) for extent in extents]
             else:
                 wants.append(Want(name, entry, entry.dtype))
-        check(wants, tree, files, default_threads(), damages.append, meter)
+        store = found.store
+        check(wants, tree, files, store.read_threads, damages.append, meter, store.read_bytes)
     finally:
         files.close()
     return damages

@@ -20,7 +20,6 @@ from eformer._engine.record.manifest import Leaves, Manifest
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
 from eformer._engine.record.regions import Region
 from eformer._engine.record.values import value_from_json
-from eformer._engine.tasks.pool import default_threads
 from eformer.errors import CorruptionError
 
 if TYPE_CHECKING:
@@ -206,8 +205,9 @@ class View(Mapping[str, Any]):
         if not self._is_open:
             raise ValueError(f"the view of {self._path} is closed")
         try:
-            reads = plan_reads(wants, self._tree)
-            arrays = fetch(reads, wants, self._tree, self._files, threads or default_threads())
+            store = self._found.store
+            reads = plan_reads(wants, self._tree, store.read_bytes)
+            arrays = fetch(reads, wants, self._tree, self._files, threads or store.read_threads)
             if not self._tree.has_digests and (name := self._files.rewritten()):
                 raise FileNotFoundError(
                     f"{self._path}: {name} has been written to since it was opened; open it again"

@@ -35,10 +35,11 @@ from eformer._engine.formats.write_format import Commit
 from eformer._engine.formats.zarr.index import INDEX as ZARR_INDEX
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.planned import process_record
+from eformer._engine.stores.base import SwapError
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.planned import PlannedFile, Source
@@ -74,7 +75,7 @@ class SafetensorsDirectory:
         return own_nbytes(source)
 
     def begin(self, store: Store, token: str = "") -> Upload:
-        return store.begin("", token)
+        return store.begin("", token, save_id=self.save_id)
 
     # ---------------------------------------------------------------------------------------- plan
 
@@ -139,7 +140,7 @@ class SafetensorsDirectory:
             manifest, _ = read_manifest(store)
         except (OSError, FormatError):
             return True  # nothing is removed that might be named
-        return manifest is not None and save_id in manifest.save_ids
+        return manifest is not None and manifest.has_committed(save_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,23 +153,32 @@ class _Index:
     def save_ids(self) -> set[str]:
         return self.manifest.save_ids
 
+    @property
+    def barred(self) -> Container[str]:
+        return self.manifest.barred
+
+    def has_committed(self, save_id: str) -> bool:
+        return self.manifest.has_committed(save_id)
+
     def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Commit:
         finals = self._final_names(tree, store, upload)
         moves = {file.name: final for file, final in zip(tree.files, finals, strict=True)}
         files = tuple(msgspec.structs.replace(file, name=moves[file.name]) for file in tree.files)
         manifest = self.manifest.with_tree(self.prefix, msgspec.structs.replace(tree, files=files))
-        old = self.manifest.trees.get(self.prefix)
-        replaced = {file.name for file in old.files} if old else set()
-        return Commit(moves, manifest.to_json(), tidy=partial(_tidy, manifest, replaced))
+        log = upload.log(self.manifest, manifest, tree.save_id)
+        manifest = msgspec.structs.replace(manifest, log=log)
+        return Commit(moves, manifest.to_json(), tidy=partial(_tidy, manifest))
 
     def _final_names(self, tree: TreeEntry, store: Store, upload: Upload) -> list[str]:
         """Give plain names to a first save that is all there is. A name that a manifest ever gave is not given to
-        another file."""
+        another file. Objects have their final names from the beginning."""
+        if not store.can_rename:
+            return [file.name for file in tree.files]
         new = [file.name for file in tree.files if f".{tree.save_id}{SUFFIX}" in file.name]
         kept = [file.name for file in tree.files if f".{tree.save_id}{SUFFIX}" not in file.name]
         names = plain_names(base_name(self.prefix), len(new))
         is_first = not kept and self.prefix not in self.manifest.trees
-        if not (store.can_rename and is_first and store.kinds().keys().isdisjoint(names)):
+        if not (is_first and store.kinds().keys().isdisjoint(names)):
             names = unique_names(names, tree.save_id)
         if any(name.endswith(PRIVATE) for name in kept):  # nobody shall take the rest for the whole
             names = [name + PRIVATE for name in names]
@@ -180,19 +190,32 @@ def _free_name(store: Store, upload: Upload, planned: str) -> str:
     """Return the name for a file that is kept; another one if the place has another file of that name, as a copy of the
     directory that it is kept from does."""
     name = planned
-    while store.can_rename and store.kind(name) and not upload.is_published(planned, name):
+    while store.kind(name) and not upload.is_published(planned, name):
         name = renumbered(name)
     return name
 
 
-def _tidy(manifest: Manifest, replaced: set[str], store: Store, upload: Upload) -> None:
+def _tidy(manifest: Manifest, store: Store, upload: Upload) -> None:
+    if not store.can_rename:  # other saves may be under way, and the upload knows what may be removed
+        _bring_up_to_date_without_locks(manifest, store, upload)
+        return
     bases = bring_up_to_date(store, upload, manifest)
-    if (
-        not store.can_rename
-    ):  # nor lock: another save may have committed meanwhile, and others may be under way
-        manifest = read_manifest(store)[0] or manifest
     named = {file.name for tree in manifest.trees.values() for file in tree.files}
-    upload.remove(_leftovers(store, store.kinds() if store.can_rename else replaced, named, bases))
+    upload.remove(_leftovers(store, store.kinds(), named, bases))
+
+
+def _bring_up_to_date_without_locks(manifest: Manifest, store: Store, upload: Upload) -> None:
+    """Write the indexes for other readers until they are those of the manifest that is there afterwards."""
+    while True:
+        try:
+            bring_up_to_date(store, upload, manifest)
+            is_written = True
+        except SwapError:  # another save has written one
+            is_written = False
+        now, _ = read_manifest(store)
+        if now is None or (is_written and now.log == manifest.log):
+            return
+        manifest = now
 
 
 def _leftovers(store: Store, names: Iterable[str], named: set[str], bases: set[str]) -> list[str]:

@@ -140,6 +140,10 @@ class _NoIndex:
 
     version = None
     save_ids = None
+    barred = ()
+
+    def has_committed(self, save_id: str) -> bool:
+        return False
 
     def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Commit:
         return Commit({file.name: file.name for file in tree.files})

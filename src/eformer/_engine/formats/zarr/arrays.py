@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -28,7 +26,7 @@ from eformer._engine.stores.removal import DATABASE_MARK
 from eformer.errors import FormatError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.options import SaveOptions
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Store, Upload, Version
 
 _MOST_STRUCTURE = 2**29  # bytes
-_MOST_PATH = 4096
 _MOST_ZARRAY = 2**20  # bytes
 
 
@@ -83,11 +80,21 @@ class ZarrArrays:
 
     def begin(self, store: Store, token: str = "") -> Upload:
         directory = store.local_path()
+        if not self.has_index and not store.can_rename:
+            return self._begin_in_place(store)
         if not self.options.ocdbt:
-            return store.begin(self.root, token)
+            return store.begin(self.root, token, save_id=self.save_id if self.has_index else "")
         if directory is None:
             raise ValueError(f"{store.url}: SaveOptions.ocdbt needs a local directory")
         return DatabaseUpload(directory, token, mark=self.mark, process=self.process)
+
+    def _begin_in_place(self, store: Store) -> Upload:
+        """Without an index, and where nothing can be renamed, arrays have their plain names at once."""
+        if self.several:
+            raise ValueError(
+                f"{store.url}: write_index=False is for one process in a bucket; save with an index"
+            )
+        return store.begin(self.base if self.prefix else "")
 
     # ---------------------------------------------------------------------------------------- plan
 
@@ -137,12 +144,9 @@ class ZarrArrays:
 
     def _require_short_paths(self, store: Store) -> None:
         """Refuse paths that could be written, by names below an open directory, and not be read again as a whole."""
-        if store.local_path() is None or self.options.ocdbt:
-            return
-        longest = max((array.path for array in self.arrays.values()), key=len, default="")
-        path = store.path_to(f"{self.root}/{longest}/{'0' * 20}")
-        if len(os.fsencode(path)) >= _MOST_PATH:
-            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), path)
+        if not self.options.ocdbt:
+            longest = max((array.path for array in self.arrays.values()), key=len, default="")
+            store.require_short(f"{self.root}/{longest}/{'0' * 20}")
 
     def read_index(self, store: Store) -> _ArraysIndex:
         index, version = read_index(store)
@@ -154,7 +158,7 @@ class ZarrArrays:
             return False
         try:
             index, _ = read_index(store)
-            return index is not None and save_id in index.manifest(store.path_to(INDEX)).save_ids
+            return index is not None and index.manifest(store.path_to(INDEX)).has_committed(save_id)
         except (OSError, FormatError):
             return True  # nothing is removed that might be named
 
@@ -169,6 +173,13 @@ class _ArraysIndex:
     @property
     def save_ids(self) -> set[str]:
         return self.manifest.save_ids
+
+    @property
+    def barred(self) -> Container[str]:
+        return self.manifest.barred
+
+    def has_committed(self, save_id: str) -> bool:
+        return self.manifest.has_committed(save_id)
 
     def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Commit:
         fmt = self.format
@@ -186,7 +197,9 @@ class _ArraysIndex:
             raw_root=root or msgspec.UNSET,
             ocdbt=True if root and fmt.options.ocdbt else msgspec.UNSET,
         )
-        manifest = msgspec.structs.replace(self.manifest.with_tree(fmt.prefix, tree), digest=Index().digest)
+        manifest = self.manifest.with_tree(fmt.prefix, tree)
+        log = upload.log(self.manifest, manifest, tree.save_id)
+        manifest = msgspec.structs.replace(manifest, digest=Index().digest, log=log)
         listed = list(fmt.arrays.values())
         if root:
             listed = [Listed(f"{root}/{array.path}", array.shape, array.dtype) for array in listed]
@@ -212,6 +225,9 @@ class _ArraysIndex:
     def _final_places(self, index: Index, store: Store, upload: Upload) -> tuple[str, dict[str, str]]:
         """Choose plain names for a first save; a name that an index ever gave is not given twice."""
         fmt, contents = self.format, upload.names()
+        if not fmt.has_index and not store.can_rename:
+            self._require_unused(store)
+            return "", {}
         if not contents:
             return "", {}
         if not store.can_rename:
@@ -221,13 +237,18 @@ class _ArraysIndex:
         if is_first and not fmt.prefix and not fmt.options.ocdbt and there.isdisjoint(contents):
             return "", {name: name for name in contents}
         if not fmt.has_index and (not fmt.prefix or fmt.base in there):
-            raise FileExistsError(
-                f"{store.url} has {sorted(there & {fmt.base, *contents})[:8]}; without an index nothing could tell "
-                "which arrays are the new ones. Save to another directory, or with an index"
-            )
+            raise _not_told_apart(store, there & {fmt.base, *contents})
         plain = f"{fmt.base}.ocdbt" if fmt.options.ocdbt else fmt.base
         root = plain if is_first and plain not in there and plain != "tree" else fmt.root
         return root, {"": root}
+
+    def _require_unused(self, store: Store) -> None:
+        """Refuse plain names that are taken."""
+        fmt = self.format
+        tops = {fmt.base} if fmt.prefix else {array.path.split("/")[0] for array in fmt.arrays.values()}
+        there = store.kinds().keys() if store.is_there() else set()
+        if taken := tops & there:
+            raise _not_told_apart(store, taken)
 
     def _replaced(self, index: Index) -> Iterator[Replaced]:
         """List the directories that nobody will look for any more."""
@@ -242,6 +263,13 @@ class _ArraysIndex:
                 arrays.setdefault(array.path.split("/")[0], []).append((array.path, array.shape))
         for name in sorted(tops.get(prefix, set()) - kept):
             yield Replaced(name, mark, tuple(arrays.get(name, ())))
+
+
+def _not_told_apart(store: Store, names: set[str]) -> FileExistsError:
+    return FileExistsError(
+        f"{store.url} has {sorted(names)[:8]}; without an index nothing could tell which arrays are the new ones. Save "
+        "to another directory, or with an index"
+    )
 
 
 class _Described(msgspec.Struct):

@@ -1,0 +1,536 @@
+"""Checkpoints in a bucket: s3://, gs://, az://, and memory:// for tests.
+
+Objects are immutable and have no directories; nothing can be renamed or locked. Data objects get names that are never
+used again, and the index is replaced on the condition that it is still the one that was read. `leases` tells how the
+remains of dead saves are found and removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import threading
+import time
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from eformer._engine.record.names import is_inside
+from eformer._engine.stores.base import Entry, Replaced, SwapError
+from eformer._engine.stores.leases import LEASES, Leases, held, is_held
+from eformer._engine.stores.objects import PART_BYTES
+from eformer._engine.tasks.deadline import clearing_up, time_left
+from eformer._engine.tasks.pool import cancelled_with_others
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+
+    from eformer._engine.record.manifest import CommitLog, Manifest
+    from eformer._engine.stores.base import Kind, Store, Version
+    from eformer._engine.stores.objects import Objects, Stream
+
+_TRIES = 8  # of a put whose outcome is not known
+_MOST_KEY = 1024  # bytes, on all of Amazon's, Google's and Microsoft's
+_AHEAD = 8 * PART_BYTES  # bytes that wait to be sent
+
+
+class BucketStore:
+    """All objects whose keys begin with a path."""
+
+    can_rename = False
+    read_bytes = 16 * 2**20
+    read_threads = 16  # they wait for the network most of the time
+
+    def __init__(self, objects: Objects, path: str) -> None:
+        self.objects, self._path = objects, path.strip("/")
+
+    @property
+    def url(self) -> str:
+        return self.objects.path_to(self._path) if self._path else self.objects.url
+
+    @property
+    def key(self) -> str:
+        return self.url
+
+    def path_to(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
+    def parent(self) -> tuple[BucketStore, str]:
+        outer, _, name = self._path.rpartition("/")
+        return BucketStore(self.objects, outer), name
+
+    def at(self, below: str) -> BucketStore:
+        return BucketStore(self.objects, f"{self._path}/{below}")
+
+    def real(self) -> BucketStore:
+        return self
+
+    def resolve(self, name: str) -> tuple[BucketStore, str]:
+        return self, name
+
+    def local_path(self, name: str = "") -> None:
+        """Nothing of it is on this machine."""
+
+    def require_short(self, name: str) -> None:
+        if len(f"{self._path}/{name}".encode()) > _MOST_KEY:
+            raise OSError(
+                errno.ENAMETOOLONG,
+                f"keys of objects have at most {_MOST_KEY} bytes; use shorter names, or format='safetensors'",
+                self.path_to(name),
+            )
+
+    # ---------------------------------------------------------------------------------------- look
+
+    def kinds(self, below: str = "") -> dict[str, Kind]:
+        start = self.key_of(below) if below else self._path
+        directories, objects = self.objects.children(start)
+        kinds: dict[str, Kind] = {name: "directory" for name in directories if name != LEASES}
+        kinds.update({found.key.rpartition("/")[2]: "file" for found in objects})
+        if not kinds:
+            raise FileNotFoundError(f"there are no objects below {self.objects.path_to(start)}")
+        return dict(sorted(kinds.items()))
+
+    def sizes(self, below: str, depth: int = 1) -> dict[str, int]:
+        start = self.key_of(below) + "/"
+        found = {entry.key.removeprefix(start): entry.nbytes for entry in self.objects.list(start)}
+        return {name: nbytes for name, nbytes in found.items() if name.count("/") < depth}
+
+    def is_there(self) -> bool:
+        try:
+            return bool(self.kinds())
+        except FileNotFoundError:
+            return False
+
+    def kind(self, name: str) -> Kind | None:
+        if self.exists(name):
+            return "file"
+        return "directory" if self.at(name).is_there() else None
+
+    def is_file(self, name: str) -> bool:
+        return self.exists(name)
+
+    def exists(self, name: str) -> bool:
+        return self.objects.find(f"{self._path}/{name}") is not None
+
+    def has_unfinished(self) -> bool:
+        return bool(list(self.objects.list(f"{self._path}/{LEASES}/")))
+
+    # ---------------------------------------------------------------------------------------- read
+
+    def read(self, name: str, start: int = 0, nbytes: int | None = None) -> tuple[bytes, Entry]:
+        data, found = self.objects.read(self.key_of(name), start, nbytes)
+        return bytes(data), Entry(name, found.nbytes, found.version)
+
+    def open(self, names: Sequence[str], versions: Mapping[str, Version] | None = None) -> BucketFiles:
+        return BucketFiles(self.objects, names, [self.key_of(name) for name in names], versions or {})
+
+    def key_of(self, name: str) -> str:
+        if not is_inside(name):
+            raise FormatError(f"{name[:200]!r} is not the name of a file in {self.url}")
+        return f"{self._path}/{name}"
+
+    # --------------------------------------------------------------------------------------- write
+
+    def make(self) -> None:
+        """A directory is there as soon as an object is."""
+
+    def check_replaceable(self, name: str) -> None:
+        """An object can always be replaced."""
+
+    def remove_checkpoint(self, name: str, marks: Sequence[str]) -> bool:
+        """Remove the marks first, unless somebody holds the checkpoint; put them back if somebody just begins to."""
+        inner = self.at(name)
+        found = {mark: data for mark in marks if (data := inner._read_if_there(mark)) is not None}
+        if not found:
+            raise FileNotFoundError(f"{inner.url} holds no checkpoint")
+        if is_held(self.objects, inner._path):
+            return False
+        self.objects.delete(inner.key_of(mark) for mark in found)
+        if is_held(self.objects, inner._path):
+            self.objects.put_all([(inner.key_of(mark), data) for mark, data in found.items()])
+            return False
+        self.objects.delete([entry.key for entry in self.objects.list(f"{inner._path}/")])
+        return True
+
+    def set_aside(self, name: str, why: str, marks: Sequence[str]) -> None:
+        """Rename the marks; the data stays where it is."""
+        inner = self.at(name)
+        for mark in marks:
+            if (data := inner._read_if_there(mark)) is not None:
+                self.objects.put(inner.key_of(f"{mark}.{why}"), data)
+                self.objects.delete([inner.key_of(mark)])
+
+    def _read_if_there(self, name: str) -> bytes | None:
+        try:
+            return self.read(name)[0]
+        except FileNotFoundError:
+            return None
+
+    def held(self, name: str) -> AbstractContextManager[str]:
+        """Put a lease, which is renewed: the checkpoint is not removed before its end."""
+        return held(self.objects, self.key_of(name), self.path_to(name))
+
+    def begin(self, root: str = "", token: str = "", *, save_id: str = "") -> BucketUpload:
+        return BucketUpload(self.objects, self._path, root, token, save_id)
+
+
+class BucketFiles:
+    """Objects by number. A range is one request."""
+
+    def __init__(
+        self, objects: Objects, names: Sequence[str], keys: Sequence[str], versions: Mapping[str, Version]
+    ) -> None:
+        self._objects, self._keys = objects, keys
+        self._versions = {number: versions[name] for number, name in enumerate(names) if name in versions}
+
+    def read_into(self, number: int, memory: memoryview, offset: int) -> int:
+        data, _ = self._objects.read(self._keys[number], offset, len(memory), self._versions.get(number))
+        memory[: len(data)] = memoryview(data)
+        return len(data)
+
+    def nbytes(self, number: int) -> int:
+        found = self._objects.head(self._keys[number])
+        if self._versions.get(number, found.version) != found.version:
+            raise FileNotFoundError(f"{self._objects.path_to(self._keys[number])} was replaced")
+        return found.nbytes
+
+    def map(self, number: int) -> None:
+        """Objects are not in files."""
+
+    def hold(self, numbers: Iterable[int]) -> None:
+        """Do nothing: what a save replaces stays for a while by itself."""
+
+    def rewritten(self) -> None:
+        """Objects are replaced as a whole."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+# --------------------------------------------------------------------------------------------- writing
+
+
+class BucketUpload:
+    """New objects, under names that no index has yet. With a `save_id`, a lease says that their writer is alive.
+
+    Without one the names are final: then an object appears when it is published.
+    """
+
+    takes_whole_files = False
+    takes_streams = True
+
+    def __init__(self, objects: Objects, path: str, root: str, token: str, save_id: str) -> None:
+        self.is_owner = not token
+        self.token = token or save_id or secrets.token_hex(8)
+        self._objects, self._path = objects, path
+        self._start = f"{path}/{root}/" if root else f"{path}/"
+        self._new: set[str] = set()
+        self._sinks: list[_Sink] = []
+        self._replaced: list[Replaced] = []
+        self._has_asked = self._is_committed = False  # to replace the index; and it was
+        self._is_closed = False
+        self._is_shared = self._is_doubtful = False  # objects may arrive after this upload has ended
+        is_final = not save_id and self.is_owner
+        self._unpublished = _Unpublished(objects) if is_final else None
+        self._leases = Leases(objects, path, self.token) if save_id else None
+        if self.is_owner:
+            objects.require_conditions(f"{path}/{LEASES}/{secrets.token_hex(8)}")
+        if self._leases and self.is_owner:
+            self._leases.begin()
+        elif self._leases:
+            self._leases.join()
+
+    def announce(self) -> None:
+        """Note that other processes put objects, too. The lease is there already."""
+        self._is_shared = True
+
+    def expect(self, nbytes: int) -> None:
+        """There are no caches to spare."""
+
+    # --------------------------------------------------------------------------------------- write
+
+    def create(self, name: str, nbytes: int) -> _Sink:
+        self._sinks.append(_Sink(self, name, nbytes))
+        return self._sinks[-1]
+
+    def stream(self, name: str, nbytes: int, chunks: Iterable[Any]) -> None:
+        """Write a file from pieces in their order. Return when it is complete."""
+        key = self._start + name
+        self._new.add(key)
+        if nbytes <= PART_BYTES:
+            self.put([(name, b"".join(chunks))])
+        elif self._unpublished:
+            self._unpublished.send(key, chunks)
+        else:
+            with self._doubted():
+                self._objects.stream(key, chunks).wait()
+
+    def put(self, files: Sequence[tuple[str, bytes]]) -> None:
+        objects = [(self._start + name, data) for name, data in files]
+        self._new.update(key for key, _ in objects)
+        if self._unpublished is None:
+            with self._doubted():
+                self._objects.put_all(objects)
+            return
+        for key, data in objects:
+            self._unpublished.keep(key, data)
+
+    def link(self, name: str, source: Store, entry: Entry) -> bool:
+        """Name the object again if it has its final name already; else let the server copy it."""
+        if not isinstance(source, BucketStore) or source.objects is not self._objects:
+            return False
+        key, final = source.key_of(entry.name), self._start + name
+        try:
+            if self._objects.head(key).version != entry.version:
+                return False
+            if key != final:
+                self._new.add(final)
+                with self._doubted():
+                    self._objects.copy(key, final)
+        except OSError:
+            return False
+        return True
+
+    @contextmanager
+    def _doubted(self) -> Iterator[None]:
+        """Remember an object that may still arrive after an error."""
+        try:
+            yield
+        except BaseException:
+            self._is_doubtful = True
+            raise
+
+    def sync(self) -> None:
+        """A put that is acknowledged is durable."""
+
+    def names(self) -> list[str]:
+        directories, objects = self._objects.children(self._start.rstrip("/"))
+        return sorted({*directories, *(found.key.rpartition("/")[2] for found in objects)} - {LEASES})
+
+    def is_published(self, name: str, final: str) -> bool:
+        """A name is never used for another object."""
+        return name == final and self._start + name not in self._new
+
+    # ------------------------------------------------------------------------------------- publish
+
+    def place_of(self, store: Store) -> Store:
+        return store
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def sweep(self, committed: Container[str] | None) -> None:
+        """Look for dead saves. The commit bars them, and `finish` removes them."""
+        if self._leases:
+            self._leases.look()
+
+    def log(self, before: Manifest, after: Manifest, save_id: str) -> CommitLog | msgspec.UnsetType:
+        return self._leases.log(before, after) if self._leases else msgspec.UNSET
+
+    def publish(
+        self,
+        moves: Mapping[str, str],
+        replaced: Sequence[Replaced] = (),
+        *,
+        save_id: str,
+        unmarked: Sequence[str] | None = None,
+    ) -> None:
+        for name, final in moves.items():
+            if (self._start + name).rstrip("/") != f"{self._path}/{final}":
+                raise AssertionError(f"objects cannot be renamed: {name!r} to {final!r}")
+            is_kept = name and self.is_published(name, final)
+            if self._leases and is_kept and self._objects.find(self._start + name) is None:
+                raise self._leases.superseded()
+        self._replaced = [one for one in replaced if not one.mark]
+        if self._unpublished:
+            self._unpublished.publish()
+        if self._leases:
+            self._leases.retire()
+
+    def swap(self, name: str, data: bytes, expected: Version | None) -> None:
+        """Replace the index. After a refusal or an error only the object itself can tell what has happened."""
+        key = f"{self._path}/{name}"
+        self._has_asked = True  # first of all: this may be interrupted anywhere
+        for attempt in range(_TRIES):
+            problem: OSError | None = None
+            try:
+                if self._objects.swap(key, data, expected):
+                    return
+            except OSError as error:
+                problem = error
+            there = self._look(key)
+            if there is not None and there[0] == data:
+                return
+            version = there[1] if there else None
+            if problem is None and version == expected and expected and self._objects.use_unquoted_etags():
+                continue
+            if problem is None or version != expected:
+                raise SwapError(f"{self._objects.path_to(key)} is not the one that was read")
+            if attempt == _TRIES - 1:
+                raise problem
+            time.sleep(min(2.0, 0.05 * 2**attempt))
+
+    def _look(self, key: str) -> tuple[bytes, Version] | None:
+        try:
+            data, found = self._objects.read(key)
+        except FileNotFoundError:
+            return None
+        return bytes(data), found.version
+
+    def withdraw(self) -> None:
+        """Remove the new objects, unless a request to name them may still arrive. Then the next save removes them, once
+        its index makes sure that this one fails."""
+        if not self._has_asked and self._leases:
+            self._remove_new(self._leases)
+
+    def _remove_new(self, leases: Leases) -> None:
+        """Remove what this upload has put, and what other processes have: copies have the names of other saves."""
+        leases.remove_own()
+        self._objects.delete(self._new)
+
+    def finish(self) -> None:
+        self._is_committed = True
+        if self._leases:
+            self._leases.finish()
+        for replaced in self._replaced:
+            for path, _ in replaced.arrays:
+                self._objects.delete(found.key for found in self._objects.list(f"{self._path}/{path}/"))
+
+    def remove(self, names: Iterable[str]) -> None:
+        self._objects.delete(f"{self._path}/{name}" for name in names)
+
+    def read(self, name: str, most: int) -> bytes:
+        data, found = self._objects.read(f"{self._path}/{name}")
+        if found.nbytes > most:
+            raise FormatError(
+                f"{self._objects.path_to(found.key)} has {found.nbytes} bytes, more than {most}"
+            )
+        return bytes(data)
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._unpublished:
+            self._unpublished.cancel()
+        for sink in self._sinks:
+            sink.give_up()
+        try:
+            if self.is_owner and self._leases:
+                with suppress(OSError), clearing_up():  # else it is left to the next save
+                    self._clear_up(self._leases)
+        finally:
+            self.abandon()
+
+    def _clear_up(self, leases: Leases) -> None:
+        if self._is_committed:
+            leases.end()
+        elif not self._has_asked:
+            self._remove_new(leases)
+            if not (self._is_shared or self._is_doubtful):
+                leases.end()
+
+    def abandon(self) -> None:
+        """Let go of the upload as a process does that dies."""
+        if self._leases:
+            self._leases.stop()
+
+
+class _Unpublished:
+    """Objects that appear when they are published: small ones wait here, the last piece of a large one waits."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._small: list[tuple[str, bytes]] = []
+        self._large: list[Stream] = []
+        self._published = threading.Event()
+
+    def keep(self, key: str, data: bytes) -> None:
+        self._small.append((key, data))
+
+    def send(self, key: str, chunks: Iterable[Any]) -> None:
+        """Send an object, except for its end."""
+        sent = threading.Event()
+        stream = self._objects.stream(key, self._held_back(chunks, sent))
+        stream.on_end(sent.set)
+        self._large.append(stream)
+        with cancelled_with_others(stream.cancel):
+            if not sent.wait(time_left()):
+                stream.wait()
+        stream.raise_error()
+
+    def _held_back(self, chunks: Iterable[Any], sent: threading.Event) -> Iterator[Any]:
+        yield from chunks
+        sent.set()
+        self._published.wait()
+
+    def publish(self) -> None:
+        self._published.set()
+        for stream in self._large:
+            stream.wait()
+        self._objects.put_all(self._small)
+
+    def cancel(self) -> None:
+        for stream in self._large:
+            stream.cancel()
+        self._published.set()
+
+
+class _Sink:
+    """A file that is written in any order, and sent in its order."""
+
+    def __init__(self, upload: BucketUpload, name: str, nbytes: int) -> None:
+        self._nbytes, self._changed = nbytes, threading.Condition()
+        self._pieces: dict[int, bytes] = {}
+        self._next = self._waiting = 0
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._work, args=(upload, name), daemon=True)
+        self._thread.start()
+
+    def _work(self, upload: BucketUpload, name: str) -> None:
+        try:
+            upload.stream(name, self._nbytes, self._in_order())
+        except BaseException as error:  # noqa: BLE001  raised by the next write
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _in_order(self) -> Iterator[bytes]:
+        while self._next < self._nbytes:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next in self._pieces or self._is_closed)
+                piece = self._pieces.pop(self._next, None)
+                if piece is None:
+                    raise InterruptedError("the file was given up before it was complete")
+                self._next += len(piece)
+                self._waiting -= len(piece)
+                self._changed.notify_all()
+            yield piece
+
+    def write(self, data: Any, offset: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting < _AHEAD or self._error or offset == self._next)
+            if self._error:
+                raise self._error
+            if len(data):
+                self._pieces[offset] = bytes(data)
+                self._waiting += len(data)
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Return when nothing of the file is sent any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = not self._pieces and self._next < self._nbytes
+            self._changed.notify_all()
+        self._thread.join()
+        if self._error:
+            raise self._error

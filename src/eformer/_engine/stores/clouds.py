@@ -1,0 +1,143 @@
+"""Find the bucket that a URL names, and make its client: one for each bucket and settings."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+from eformer._engine.stores.bucket import BucketStore
+from eformer._engine.stores.objects import Objects
+from eformer._engine.stores.redact import Redactor
+from eformer._engine.stores.settings import (
+    CLIENT_OPTIONS,
+    OWN_OPTIONS,
+    OfBoto3,
+    OfGoogleAuth,
+    Settings,
+    settings_of,
+)
+from eformer._engine.stores.store_options import options_of
+from eformer._engine.stores.urls import Address, parse_url
+
+_REQUEST = 60.0  # seconds for one try of one request, which sends at most a part
+_CONNECT = 10.0
+_RETRY = 120.0  # after which a request is not tried again
+_making = threading.Lock()
+_STORES = {"s3": "S3Store", "gcs": "GCSStore", "azure": "AzureStore"}
+
+
+def bucket_at(url: str) -> BucketStore:
+    """Return the store of a directory in a bucket."""
+    address = parse_url(url)
+    return BucketStore(objects_at(address, url), address.path)
+
+
+def objects_at(address: Address, url: str) -> Objects:
+    """Return the objects of a bucket, with the options that callers have given for `url`."""
+    if address.cloud == "memory":
+        return _memory()
+    settings = _settings(address, url)
+    with _making:  # one client, however many threads ask for it first
+        return _objects(address.cloud, address.url, address.bucket, settings)
+
+
+def _settings(address: Address, url: str) -> Settings:
+    try:
+        return settings_of(address, options_of(url), os.environ)
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if address.url in text else f"{address.url}: {text}") from None
+
+
+@lru_cache(64)
+def _objects(cloud: str, url: str, bucket: str, settings: Settings) -> Objects:
+    return Objects(
+        _client(cloud, url, bucket, settings),
+        url,
+        settings.timeout,
+        hide=Redactor(settings.secrets),
+        is_trusted=settings.is_own,
+        is_alone=settings.single_writer,
+    )
+
+
+def _client(cloud: str, url: str, bucket: str, settings: Settings) -> Any:
+    from obstore import exceptions, store
+
+    hide = Redactor({*settings.secrets, *(str(value) for _, value in (*settings.config, *settings.client))})
+    how: dict[str, Any] = {"config": dict(settings.config)}
+    if (provider := _provider(url, settings.login)) is not None:
+        how["credential_provider"] = provider
+    try:
+        return getattr(store, _STORES[cloud])(
+            bucket, client_options=_client_options(settings), retry_config=_retry_config(settings), **how
+        )
+    except exceptions.UnknownConfigurationKeyError as error:
+        raise TypeError(f"{url}: {_first_line(hide, error)} {_known(cloud)}") from None
+    except (exceptions.BaseError, ValueError, TypeError) as error:
+        raise ValueError(f"{url}: obstore does not accept the settings: {_first_line(hide, error)}") from None
+
+
+def _first_line(hide: Redactor, error: Exception) -> str:
+    return hide(str(error).partition("\n")[0])
+
+
+def _known(cloud: str) -> str:
+    return (
+        f"Store options are {', '.join(OWN_OPTIONS)}; those of obstore's client, {', '.join(CLIENT_OPTIONS)}; and "
+        f"those of its {_STORES[cloud]}."
+    )
+
+
+def _client_options(settings: Settings) -> dict[str, Any]:
+    given = dict(settings.client)
+    if "default_headers" in given:
+        given["default_headers"] = dict(given["default_headers"])
+    limits = {
+        "timeout": timedelta(seconds=min(_REQUEST, settings.timeout)),
+        "connect_timeout": timedelta(seconds=min(_CONNECT, settings.timeout)),
+    }
+    return {**limits, **given}
+
+
+def _retry_config(settings: Settings) -> dict[str, Any]:
+    return {
+        "max_retries": settings.retries,
+        "retry_timeout": timedelta(seconds=min(_RETRY, settings.timeout)),
+    }
+
+
+def _provider(url: str, login: Any) -> Any:
+    """Return a function that gets credentials; None lets obstore find them."""
+    if isinstance(login, OfBoto3):
+        try:
+            import boto3
+            from obstore.auth.boto3 import Boto3CredentialProvider
+        except ImportError:
+            raise ImportError(
+                f"{url}: the AWS profile {login.profile!r} uses {login.why}, which needs boto3: pip install boto3"
+            ) from None
+        return Boto3CredentialProvider(boto3.Session(profile_name=login.profile))
+    if isinstance(login, OfGoogleAuth):
+        try:
+            import google.auth
+            from obstore.auth.google import GoogleCredentialProvider
+        except ImportError:
+            raise ImportError(
+                f"{url}: the Google credentials at {login.path} are of the kind {login.why}, which needs google-auth: "
+                "pip install google-auth requests"
+            ) from None
+        scopes = ["https://www.googleapis.com/auth/devstorage.read_write"]
+        found, _ = google.auth.load_credentials_from_file(login.path, scopes=scopes)
+        return GoogleCredentialProvider(found)
+    return login
+
+
+@lru_cache(1)
+def _memory() -> Objects:
+    from obstore.store import MemoryStore
+
+    return Objects(MemoryStore(), "memory:/")

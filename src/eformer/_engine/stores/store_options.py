@@ -1,0 +1,103 @@
+"""Settings of buckets that callers give: by the beginning of URLs, for this process."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Self
+
+from eformer._engine.stores.urls import is_bucket_url
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping
+
+_lock = threading.Lock()
+_given: dict[str, list[dict[str, Any]]] = {}  # by the beginning of a URL; the last one counts most
+_remembered: dict[str, dict[str, Any]] = {}  # of calls
+
+
+def store_options(url: str | os.PathLike[str], /, **options: Any) -> StoreOptions:
+    """Set options of all buckets whose URLs begin with `url`, until the end of a `with` block or of the process.
+
+    "s3://bucket/run" means that place and all below it, "s3://" all buckets of S3, and "" all buckets. Options of a
+    longer URL win over those of a shorter one, and all of them over the environment.
+
+    endpoint           the address of the server, such as "https://minio.example.com"; http only for this machine, or
+                       with allow_http
+    region             the region of the bucket
+    profile            a profile of ~/.aws/config and ~/.aws/credentials; some kinds of them need boto3
+    credentials_path   a file of Google credentials
+    connection_string  of an Azure storage account
+    anonymous          read without credentials
+    allow_http         allow a server without encryption
+    signed_payload     sign what is sent on S3, at a third of the speed; without it TLS and the digests protect it
+    timeout            seconds that a request may take with its retries, 300 if it is not given
+    retries            how often a request is tried again, 10 times if it is not given
+    single_writer      save to a server that ignores conditions of requests: nobody else saves to the same place at the
+                       same time. Without this such a server is refused for saving
+
+    All others are settings of obstore's stores and of its client, such as access_key_id, secret_access_key,
+    account_name, account_key, sas_key, bearer_token, credential_provider, proxy_url or root_certificate.
+
+    Example:
+        >>> checkpoint.store_options("s3://bucket", endpoint="https://minio.example.com", profile="training")
+        >>> checkpoint.save(state, "s3://bucket/run/step-100")
+    """
+    return StoreOptions(str(url), options)
+
+
+class StoreOptions:
+    """Options that are in effect until the end of a `with` block, or of the process."""
+
+    def __init__(self, url: str, options: dict[str, Any]) -> None:
+        self._url, self._options = url, options
+        with _lock:
+            _given.setdefault(_plain(url), []).append(options)
+
+    def __repr__(self) -> str:
+        return (
+            f"<store options of {self._url or 'all buckets'}: {', '.join(self._options)}>"  # without values
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with _lock:
+            _given[_plain(self._url)] = [one for one in _given[_plain(self._url)] if one is not self._options]
+
+
+def remember(path: str | os.PathLike[str], options: Mapping[str, Any] | None) -> None:
+    """Let options hold for a path and below it, from now on. Refuse options for a place that is not in a bucket."""
+    if not options:
+        return
+    if not is_bucket_url(str(path)):
+        raise ValueError(f"store_options are for buckets; {path} is a local path")
+    with _lock:
+        _remembered[_plain(str(path))] = dict(options)
+
+
+def options_of(url: str) -> dict[str, Any]:
+    """Return the options for a URL."""
+    with _lock:
+        return {
+            name: value
+            for start in _beginnings(url)
+            for options in (*_given.get(start, ()), _remembered.get(start, {}))
+            for name, value in options.items()
+        }
+
+
+def _plain(url: str) -> str:
+    return url.rstrip("/")
+
+
+def _beginnings(url: str) -> Iterator[str]:
+    """Yield "", "s3:", "s3://bucket", "s3://bucket/a", ..."""
+    yield ""
+    scheme, _, rest = url.partition("://")
+    yield f"{scheme}:"
+    start = f"{scheme}:/"
+    for part in rest.strip("/").split("/"):
+        start = f"{start}/{part}"
+        yield start

@@ -1,0 +1,90 @@
+"""What a run in a bucket does: the same as one in a directory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eformer import checkpoint
+from eformer.checkpoint import Keep, Run
+from eformer.errors import SupersededError
+from support.buckets import objects, overwrite
+from support.trees import assert_same
+
+
+def tree(number):
+    return {"frozen": np.arange(5000.0), "w": np.full(100, number)}
+
+
+def numbers(url):
+    return [step.number for step in checkpoint.steps(url)]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "tensorstore"])
+class BucketRuns:
+    """Steps that are saved, kept and resumed."""
+
+    def save(self, url, kind, stop, **how):
+        with Run(url, every=1, signals=(), format=kind, **how) as run:
+            run.resume()
+            for step in range(run.step + 1, stop + 1):
+                run.after(step, tree(step), metrics={"loss": -step})
+            return run.step
+
+    def test_steps_are_kept_by_rule_and_resumed(self, url, kind):
+        self.save(url, kind, 5, keep=[Keep(last=2), Keep(every=3)])
+        assert numbers(url) == [3, 4, 5]
+        assert not [key for key in objects(f"{url}/x") if "/step-1/" in key]
+        assert checkpoint.latest(url) == f"{url}/step-5"
+        assert_same(checkpoint.load(url), tree(5))
+        with Run(url, signals=()) as run:
+            found = run.resume(like=tree(0))
+        assert (found.step, found.skipped) == (5, {})
+        assert_same(found.tree, tree(5))
+
+    def test_a_damaged_step_is_skipped_and_put_aside(self, url, kind):
+        self.save(url, kind, 3)
+        data = {key: len(data) for key, data in objects(f"{url}/x").items() if "/step-3/" in key}
+        overwrite(f"{url}/x", max(data, key=data.get), lambda data: data[:100])
+        with Run(url, signals=()) as run:
+            found = run.resume()
+        assert (found.step, list(found.skipped)) == (2, [3])
+        assert_same(found.tree, tree(2))
+        assert numbers(url) == [1, 2]
+        assert set(data) - set(objects(f"{url}/x")) == {
+            key for key in data if key.endswith(("t.json", "x.json"))
+        }
+
+    def test_what_a_dead_save_left_is_no_step(self, url, kind):
+        from eformer._engine.stores.locate import store_at
+
+        self.save(url, kind, 2)
+        upload = store_at(f"{url}/step-3").begin("tree.0123456789abcdef", save_id="0123456789abcdef")
+        upload.put([("w/0", b"half")])
+        upload.abandon()
+        assert numbers(url) == [1, 2]
+        assert self.save(url, kind, 3) == 3
+        assert_same(checkpoint.load(url), tree(3))
+
+    def test_the_older_of_two_jobs_ends(self, url, kind):
+        older = Run(url, signals=(), format=kind)
+        older.save(1, tree(1)).result()
+        with Run(url, signals=(), format=kind) as newer:
+            assert newer.resume().step == 1
+            with pytest.raises(SupersededError):
+                older.save(2, tree(2)).result()
+        assert numbers(url) == [1]
+
+    def test_steps_are_scored_and_held(self, url, kind):
+        self.save(url, kind, 2)
+        for step in checkpoint.follow(url, poll=0.01, timeout=0.0):
+            checkpoint.score(url, step.number, {"eval": 10 - step.number})
+            checkpoint.score(url, step.number, {"other": 1})
+        assert checkpoint.steps(url)[0].metrics == {"loss": -1, "eval": 9, "other": 1}
+        with checkpoint.steps(url)[0].held() as path:
+            self.save(url, kind, 4, keep=1)
+            assert_same(checkpoint.load(path), tree(1))
+            assert 1 in numbers(url)
+        self.save(url, kind, 5, keep=1)
+        assert 1 not in numbers(url)
+        assert not [key for key in objects(f"{url}/x") if "step-1" in key]

@@ -1,0 +1,54 @@
+"""Requests to a server: what its answers become."""
+
+import numpy as np
+import pytest
+
+from eformer import checkpoint
+from eformer._engine.stores.locate import store_at
+from support.object_server import credentials, serving
+
+
+@pytest.fixture
+def server():
+    with serving() as server, checkpoint.store_options("s3://answers", endpoint=server.url, **credentials()):
+        yield server
+
+
+def test_a_number_in_a_message_is_not_taken_for_a_status(server):
+    server.refuse_with = 400, b"<Error><Code>Bad</Code><RequestId>416 InvalidRange</RequestId></Error>"
+    objects = store_at("s3://answers/x").objects
+    for ask in (
+        lambda: objects.read("416"),
+        lambda: objects.children("416"),
+        lambda: objects.put("416", b""),
+    ):
+        with pytest.raises(OSError, match=r"s3://answers/416: .*failed.*Bad"):
+            ask()
+
+
+def test_a_range_behind_the_end_is_empty(server):
+    objects = store_at("s3://answers/x").objects
+    objects.put("a", b"123")
+    for start, nbytes in ((3, 5), (7, None)):
+        data, found = objects.read("a", start, nbytes)
+        assert (bytes(data), found.nbytes) == (b"", 3)
+    assert bytes(objects.read("a", 1, 9)[0]) == b"23"
+
+
+def test_an_object_of_any_length_is_written(server):
+    store_at("s3://answers/x").objects.write("a", b"12")
+    assert server.objects == {"a": b"12"}
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "tensorstore"])
+def test_a_checkpoint_can_be_all_of_a_bucket(server, kind):
+    for number in range(2):
+        checkpoint.save({"w": np.full(3, number)}, "s3://answers", format=kind)
+    assert checkpoint.load("s3://answers")["w"].tolist() == [1, 1, 1]
+    assert checkpoint.verify("s3://answers").ok
+    store = store_at("s3://answers")
+    assert (store.url, store.path_to("x"), store.at("x").url) == (
+        "s3://answers",
+        "s3://answers/x",
+        "s3://answers/x",
+    )

@@ -1,0 +1,133 @@
+"""Options of buckets that callers give: for which URLs they hold, and how long."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from eformer import checkpoint
+from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.store_options import options_of
+from eformer.checkpoint import Run, SaveOptions, load, save, store_options
+from support.commands import run
+from support.object_server import credentials, serving
+
+numbers = itertools.count()
+
+
+@pytest.fixture
+def server():
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def url():
+    return f"s3://options-{next(numbers)}/run"
+
+
+def test_options_hold_for_all_that_is_below_a_url():
+    with store_options("s3://b/run", region="r"):
+        assert options_of("s3://b/run") == options_of("s3://b/run/step/x") == {"region": "r"}
+        for other in ("s3://b/run2", "s3://b", "gs://b/run", "s3://c/run"):
+            assert options_of(other) == {}
+    assert options_of("s3://b/run") == {}
+
+
+def test_options_of_longer_urls_and_later_ones_win():
+    with (
+        store_options("", timeout=1, retries=1, region="a"),
+        store_options("s3://b/run/", region="d"),
+        store_options("s3://", region="b", retries=2),
+        store_options("s3://b", region="c"),
+        store_options("s3://b", region="e"),
+    ):
+        assert options_of("s3://b/run/x") == {"timeout": 1, "retries": 2, "region": "d"}
+        assert options_of("s3://b/other")["region"] == "e"
+        assert options_of("gs://b")["region"] == "a"
+
+
+def test_a_client_is_made_once_for_the_same_settings():
+    with store_options("s3://once", **credentials()):
+        first = store_at("s3://once/a").objects
+        assert store_at("s3://once/b/c").objects is first
+        with store_options("s3://once", timeout=7):
+            other = store_at("s3://once/a").objects
+            assert other is not first
+        assert store_at("s3://once/a").objects is first
+
+
+def test_another_environment_makes_another_client(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "first-of-tests")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "first")
+    first = store_at("s3://rotated/a").objects
+    assert store_at("s3://rotated/a").objects is first
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "second")
+    assert store_at("s3://rotated/a").objects is not first
+
+
+def test_an_unknown_option_is_an_error_that_lists_the_known_ones():
+    with (
+        store_options("s3://b", endpont="https://SENTINEL", **credentials()),
+        pytest.raises(TypeError, match=r"'endpont'.*anonymous.*endpoint.*proxy_url.*S3Store") as raised,
+    ):
+        store_at("s3://b/x")
+    assert "SENTINEL" not in str(raised.value)
+
+
+def test_a_call_can_give_options_and_they_stay_for_its_path(server, url):
+    options = credentials() | {"endpoint": server.url}
+    save({"w": np.ones(3)}, url, options=SaveOptions(store_options=options))
+    assert load(url)["w"].tolist() == [1, 1, 1]
+    assert load(url, store_options=options | {"timeout": 9})["w"].tolist() == [1, 1, 1]
+    assert options_of(url)["timeout"] == 9
+    assert options_of(url.removesuffix("/run")) == {}
+    with checkpoint.open(url) as view:
+        assert view["w"][:1].tolist() == [1]
+
+
+def test_a_run_takes_them_with_its_other_options(server, url):
+    options = credentials() | {"endpoint": server.url}
+    with Run(url, every=1, options={"store_options": options}) as training:
+        training.after(1, {"w": np.ones(3)})
+    assert [step.number for step in checkpoint.steps(url)] == [1]
+
+
+def test_options_for_a_local_path_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="store_options are for buckets"):
+        save({"w": np.ones(3)}, tmp_path / "x", options=SaveOptions(store_options={"region": "x"}))
+    with pytest.raises(ValueError, match="store_options are for buckets"):
+        load(tmp_path / "x", store_options={"region": "x"})
+    assert not list(tmp_path.iterdir())
+
+
+def test_values_are_not_shown():
+    assert "SENTINEL" not in repr(store_options("s3://shown", secret_access_key="SENTINEL"))
+    assert "SENTINEL" not in repr(SaveOptions(store_options={"secret_access_key": "SENTINEL"}))
+
+
+# --------------------------------------------------------------------------------------- command line
+
+
+def test_the_command_line_takes_options(server, url):
+    options = credentials() | {"endpoint": server.url}
+    save({"w": np.ones(3)}, url, options=SaveOptions(store_options=options))
+    given = [f"--store-option={name}={value}" for name, value in options.items()]
+    assert "float64" in run("inspect", url, *given).stdout
+    assert run("verify", url, *given).returncode == 0
+    assert "timeout is a number" in run("verify", url, *given, "--store-option", "timeout=x", code=1).stderr
+
+
+def test_the_command_line_refuses_what_is_no_option(url):
+    shown = run("inspect", url, "--store-option", "SENTINEL", code=2).stderr
+    assert "NAME=VALUE" in shown
+    assert "SENTINEL" not in shown
+
+
+def test_options_of_a_command_end_with_it(server):
+    from click.testing import CliRunner
+
+    from eformer.cli.commands import main
+
+    CliRunner().invoke(main, ["inspect", "/no/such", "--store-option", "region=x"])
+    assert options_of("s3://b") == {}
