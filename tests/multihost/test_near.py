@@ -155,7 +155,8 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_never_was(two, fa
     assert [outcome[1:3] for outcome in outcomes] == [outcome[1:3] for outcome in whole]
     began = [noted(far, rank) for rank in (0, 1)]
     assert began[0] == began[1] == sorted(began[0])
-    assert any(step % 20 for step in began[0])
+    if KILLS >= 8:  # of a few, all may come right after a step of the run itself
+        assert any(step % 20 for step in began[0])
 
 
 def noted(far, rank):
