@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
+_BUCKETS = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://", "abfss://", "memory://")
+
 
 def local_path(path: str | os.PathLike[str]) -> Path:
     """Return a path of this machine, for a path that may begin with "~" or be a file:// URL.
@@ -17,6 +19,8 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         raise ValueError("the path is empty")
     if is_file_url(text):
         return Path(path_of_file_url(text))
+    if text.startswith(_BUCKETS):
+        raise ValueError(f"{path} is in a bucket, and this works in local directories only; copy it first")
     if "://" in text:
         raise ValueError(
             f"{path} is a URL of a kind that is not known here; buckets are s3://, gs:// and az://, local files are "
