@@ -18,8 +18,6 @@ class Contract:
     # The store, and what can fail in the middle of a save: while data is written, and right before the commit.
     upload = LocalUpload
     steps = ("put", "create"), ("sync",), ("publish",)
-    # Whether `load` takes mmap=True.
-    can_map = True
 
     @pytest.fixture(autouse=True)
     def saved_so(self, monkeypatch):
@@ -36,6 +34,11 @@ class Contract:
     def path(self, tmp_path):
         """Where to save; what is around it is there only if `make_surroundings` has made it."""
         return self.place(tmp_path / "inner")
+
+    @pytest.fixture
+    def mapping(self):
+        """The arguments of a load that maps what can be mapped."""
+        return {"mmap": True}
 
     # ------------------------------------------------------------------------------------------ store
 

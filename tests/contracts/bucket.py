@@ -153,7 +153,6 @@ class InBucket:
     """Where a layout is saved, and how its contract looks at it."""
 
     upload = BucketUpload
-    can_map = False
     suffix = ""
 
     @pytest.fixture(autouse=True)
@@ -163,6 +162,10 @@ class InBucket:
     @pytest.fixture
     def path(self, url):
         return url + self.suffix
+
+    @pytest.fixture
+    def mapping(self, tmp_path):
+        return {"mmap": True, "cache": tmp_path / "cache"}
 
     def place(self, folder):
         return f"{self.url.rpartition('/')[0]}/{folder.name}/x{self.suffix}"

@@ -229,7 +229,7 @@ class BucketTools:
 
     def test_a_map_of_an_object_is_refused(self, url):
         save(tree(), url)
-        with pytest.raises(ValueError, match=rf"mmap=True: {url} is not on this machine"):
+        with pytest.raises(ValueError, match=rf"{url}/.* is not a file of this machine.*pass cache="):
             load(url, mmap=True)
 
     def test_a_database_is_refused(self, url):

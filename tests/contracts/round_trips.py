@@ -73,7 +73,7 @@ class RoundTrips(Contract):
             np.testing.assert_array_equal(loaded[name], view)
             assert loaded[name].dtype == np.float32
 
-    def test_weakly_typed_arrays_come_back_weakly_typed(self, path):
+    def test_weakly_typed_arrays_come_back_weakly_typed(self, path, mapping):
         tree = {
             "rate": jnp.asarray(0.1),
             "step": jnp.asarray(3),
@@ -83,12 +83,7 @@ class RoundTrips(Contract):
             "key": jax.random.key(0),
         }
         save(tree, path)
-        for loaded in (
-            load(path),
-            load(path, mesh=meshes()[0]),
-            load(path, mmap=self.can_map),
-            load(path, batch=1),
-        ):
+        for loaded in (load(path), load(path, mesh=meshes()[0]), load(path, **mapping), load(path, batch=1)):
             assert_same(loaded, tree)
             weak = {name for name, leaf in loaded.items() if getattr(leaf, "weak_type", False)}
             assert weak == {"rate", "step", "phase", "rows"}

@@ -23,11 +23,10 @@ from eformer._engine.loading.scalars import as_scalar
 from eformer._engine.loading.select import compare, select
 from eformer._engine.loading.unnamed_leaves import by_order, completed
 from eformer._engine.processes import hosts as _hosts
-from eformer._engine.processes.hosts import TIMEOUT
 from eformer._engine.record.manifest import UNREADABLE
 from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import few
-from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.cache import caching
 from eformer._engine.stores.store_options import remember
 from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.pool import gc_paused
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from eformer._engine.processes.hosts import Hosts
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.rename import RenameRules
+    from eformer._engine.stores.cache import Cached
     from eformer._engine.tasks.progress import Meter, Progress
 
 logger = logging.getLogger("eformer")
@@ -77,8 +77,9 @@ class _Arguments(TypedDict, total=False):
     mmap: bool
     progress: Progress
     broadcast: bool
-    timeout: float
+    timeout: float | None
     store_options: Mapping[str, Any] | None
+    cache: Cached
 
 
 @overload
@@ -117,8 +118,9 @@ def load(
     mmap: bool = False,
     progress: Progress = None,
     broadcast: bool = False,
-    timeout: float = TIMEOUT,
+    timeout: float | None = None,
     store_options: Mapping[str, Any] | None = None,
+    cache: Cached = None,
 ) -> Any:
     """Load the tree that was saved at `path`, bit for bit.
 
@@ -166,22 +168,25 @@ def load(
     `mmap` maps numpy arrays and arrays on CPUs from the files, which are read when the arrays are used: the load takes
     only as long as making the arrays. Digests are then checked only with `verify=True`, which reads everything once.
     If another program writes to the files in place, the arrays change; if it truncates them, the process dies. eformer
-    never does either. Leaves that are not stored as they are wanted are read.
+    never does either. Leaves that are not stored as they are wanted are read. In a bucket, `mmap` needs a `cache`.
+
+    `cache` is a directory of this machine that keeps what is read from a bucket, and never changes there, for the next
+    load; by default that of the environment variable EFORMER_CACHE, and False for none. Damaged parts of it are fetched
+    again. The least recently used objects are removed when it is larger than EFORMER_CACHE_BYTES, by default 100 GB or
+    half of the disk.
 
     If leaves go to devices of several processes, all of these must call `load`; no other process has to take part. An
-    error in one is an error in all. They wait for each other for `timeout` seconds. Each process reads what its
-    devices hold. With `broadcast`, data that several processes hold is read once, a part by each, and sent between the
-    devices; this is faster for large leaves on slow storage.
+    error in one is an error in all. They wait for each other for `timeout` seconds, by default 600. Each process reads
+    what its devices hold. With `broadcast`, data that several processes hold is read once, a part by each, and sent
+    between the devices; this is faster for large leaves on slow storage.
 
-    A load from a bucket is given up with TimeoutError after `timeout` seconds in all, unless that is the default: then
-    only its requests have limits. `store_options` are options of the bucket that `path` is in, see `store_options`;
+    With `timeout`, a load from a bucket is given up with TimeoutError after as many seconds in all; without it, only
+    its requests have limits. `store_options` are options of the bucket that `path` is in, see `store_options`;
     from this call on they hold for the path and all below it.
     """
     remember(path, store_options)
     if like is not None and into is not None:
         raise ValueError("pass like= or into=, not both")
-    if mmap and store_at(path).local_path() is None:
-        raise ValueError(f"mmap=True: {os.fspath(path)} is not on this machine; leave out mmap= to read it")
     request = Request(
         like=like if into is None else into,
         in_place=into is not None,
@@ -200,7 +205,8 @@ def load(
         mmap=mmap,
         progress=progress,
         broadcast=broadcast,
-        timeout=None if timeout == TIMEOUT else timeout,  # the default bounds meetings alone
+        timeout=timeout,
+        cache=cache,
     )
     loaded = load_tree(path, request)
     if return_report:
@@ -226,7 +232,11 @@ def load_tree(
     _check(request)
     like = None if request.like is None else flatten(request.like)[0]
     request = replace(request, placement=on_current_mesh(request.placement, like))
-    with within(request.timeout, f"load(timeout={request.timeout})"), _processes(request, like) as hosts:
+    with (
+        within(request.timeout, f"load(timeout={request.timeout})"),
+        _processes(request, like) as hosts,
+        caching(request.cache),
+    ):
         loaded = reread(path, lambda found: _load_found(see(found) if see else found, request, like, hosts))
     return LoadedTree(_rebuild(loaded, request), loaded.entry, _report(loaded))
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.rename import Rule
+    from eformer._engine.stores.cache import Cached
     from eformer._engine.tasks.progress import Progress
 
 Rules = Mapping[str, "PartitionSpec"] | Sequence[tuple[str, "PartitionSpec"]]
@@ -78,6 +79,7 @@ class Request:
     progress: Progress = None
     broadcast: bool = False
     timeout: float | None = None
+    cache: Cached = None
     like_name: str = "like"
     reshape: bool = False
     threads: int | None = None

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from eformer._engine.record.policies import Every, Keep
+    from eformer._engine.stores.cache import Cached
 
 logger = logging.getLogger("eformer")
 
@@ -155,6 +156,7 @@ class Run:
         shardings: Any = None,
         fallback: bool = True,
         rewind: bool = False,
+        cache: Cached = None,
     ) -> Resumed | None:
         """Load the newest step that is sound in every process; return None for a new run.
 
@@ -169,6 +171,7 @@ class Run:
         into      like `like`, but modules in it are updated in place, see `load`
         data      an iterator, which is put to the position that it had
         rewind    with an older `step`: put the newer ones aside; without it they are an error
+        cache     a directory that keeps what is read from a bucket, see `load`
         """
         self._wait_for_last()  # it may be the newest step
         if self._near:
@@ -190,6 +193,7 @@ class Run:
             in_place=into is not None,
             placement=PlacementRequest(mesh=mesh, rules=rules, shardings=shardings),
             timeout=self._options.timeout,
+            cache=cache,
         )
         found = self._load_newest(
             [place for place in agreed.steps if place.number <= wanted], request, fallback

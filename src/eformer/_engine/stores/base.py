@@ -18,7 +18,7 @@ and whose save nobody sees before its index is swapped:
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -89,6 +89,14 @@ class Files(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class KeepsCopies(Protocol):
+    """Files that are read through a cache."""
+
+    def forget(self, number: int, offset: int, nbytes: int) -> bool:
+        """Read a range from its source the next time. Return False if that was so this time, too."""
 
 
 class Sink(Protocol):

@@ -18,6 +18,7 @@ import msgspec
 
 from eformer._engine.record.names import is_inside
 from eformer._engine.stores.base import Entry, Replaced, SwapError
+from eformer._engine.stores.cache import CachedFiles
 from eformer._engine.stores.leases import LEASES, Leases, held, is_held
 from eformer._engine.stores.objects import PART_BYTES
 from eformer._engine.tasks.deadline import clearing_up, time_left
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from eformer._engine.record.manifest import CommitLog, Manifest
-    from eformer._engine.stores.base import Kind, Store, Version
+    from eformer._engine.stores.base import Files, Kind, Store, Version
+    from eformer._engine.stores.cache import Cache
     from eformer._engine.stores.objects import Objects, Stream
 
 _TRIES = 8  # of a put whose outcome is not known
@@ -43,8 +45,8 @@ class BucketStore:
     read_bytes = 16 * 2**20
     read_threads = 16  # they wait for the network most of the time
 
-    def __init__(self, objects: Objects, path: str) -> None:
-        self.objects, self._path = objects, path.strip("/")
+    def __init__(self, objects: Objects, path: str, cache: Cache | None = None) -> None:
+        self.objects, self._path, self.cache = objects, path.strip("/"), cache
 
     @property
     def url(self) -> str:
@@ -59,10 +61,10 @@ class BucketStore:
 
     def parent(self) -> tuple[BucketStore, str]:
         outer, _, name = self._path.rpartition("/")
-        return BucketStore(self.objects, outer), name
+        return BucketStore(self.objects, outer, self.cache), name
 
     def at(self, below: str) -> BucketStore:
-        return BucketStore(self.objects, f"{self._path}/{below}")
+        return BucketStore(self.objects, f"{self._path}/{below}", self.cache)
 
     def real(self) -> BucketStore:
         return self
@@ -123,8 +125,9 @@ class BucketStore:
         data, found = self.objects.read(self.key_of(name), start, nbytes)
         return bytes(data), Entry(name, found.nbytes, found.version)
 
-    def open(self, names: Sequence[str], versions: Mapping[str, Version] | None = None) -> BucketFiles:
-        return BucketFiles(self.objects, names, [self.key_of(name) for name in names], versions or {})
+    def open(self, names: Sequence[str], versions: Mapping[str, Version] | None = None) -> Files:
+        files = BucketFiles(self.objects, names, [self.key_of(name) for name in names], versions or {})
+        return CachedFiles(files, self.cache, self.url, names, versions or {}) if self.cache else files
 
     def key_of(self, name: str) -> str:
         if not is_inside(name):
@@ -186,9 +189,14 @@ class BucketFiles:
         self._versions = {number: versions[name] for number, name in enumerate(names) if name in versions}
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
-        data, _ = self._objects.read(self._keys[number], offset, len(memory), self._versions.get(number))
+        data, _ = self.fetch(number, offset, len(memory))
         memory[: len(data)] = memoryview(data)
         return len(data)
+
+    def fetch(self, number: int, offset: int, nbytes: int) -> tuple[Any, int]:
+        """Return a range of an object, and the length of all of it."""
+        data, found = self._objects.read(self._keys[number], offset, nbytes, self._versions.get(number))
+        return data, found.nbytes
 
     def nbytes(self, number: int) -> int:
         found = self._objects.head(self._keys[number])
@@ -197,7 +205,11 @@ class BucketFiles:
         return found.nbytes
 
     def map(self, number: int) -> None:
-        """Objects are not in files."""
+        """Raise, because objects are not in files."""
+        raise ValueError(
+            f"{self._objects.path_to(self._keys[number])} is not a file of this machine, which mmap=True needs; pass "
+            "cache= with a directory, or set EFORMER_CACHE"
+        )
 
     def hold(self, numbers: Iterable[int]) -> None:
         """Do nothing: what a save replaces stays for a while by itself."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from eformer._engine.stores.cache import current_cache
+from eformer._engine.stores.hub import hub_at, is_hub_url, refuse_to_write
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_paths import local_path
 from eformer._engine.stores.urls import is_bucket_url
@@ -18,7 +20,11 @@ def store_at(path: str | os.PathLike[str]) -> Store:
     if is_bucket_url(os.fspath(path)):
         from eformer._engine.stores.clouds import bucket_at  # late: obstore is needed for buckets only
 
-        return bucket_at(os.fspath(path))
+        store = bucket_at(os.fspath(path))
+        store.cache = current_cache()
+        return store
+    if is_hub_url(os.fspath(path)):
+        return hub_at(os.fspath(path))
     return LocalStore(local_path(path))
 
 
@@ -29,5 +35,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Store, str]:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Return a path that names the same place, whatever the current directory is later."""
+    """Return a path to save to that names the same place, whatever the current directory is later."""
+    if is_hub_url(os.fspath(path)):
+        refuse_to_write(os.fspath(path))
     return os.fspath(path) if is_bucket_url(os.fspath(path)) else str(local_path(path).absolute())

@@ -11,6 +11,7 @@ from eformer._engine.loading.fetch import check
 from eformer._engine.loading.read_plan import Want
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.record.text import count, few
+from eformer._engine.stores.cache import caching
 from eformer._engine.tasks.progress import metered
 from eformer.errors import Damage, FormatError
 
@@ -85,7 +86,8 @@ def verify(path: str | os.PathLike[str], *, progress: Progress = None) -> Report
         >>> print(report)
         run/step-100: 14 leaves, 45875200 bytes: every digest matches
     """
-    return reread(path, lambda found: _report(found, progress))
+    with caching(False):  # it is the checkpoint that has to be checked
+        return reread(path, lambda found: _report(found, progress))
 
 
 def _report(found: Found, progress: Progress) -> Report:

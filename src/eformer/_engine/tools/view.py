@@ -20,6 +20,7 @@ from eformer._engine.record.manifest import Leaves, Manifest
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
 from eformer._engine.record.regions import Region
 from eformer._engine.record.values import value_from_json
+from eformer._engine.stores.cache import caching
 from eformer.errors import CorruptionError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.formats.found import Found
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
+    from eformer._engine.stores.cache import Cached
 
 
 class Inspected(Manifest, frozen=True, kw_only=True):
@@ -68,11 +70,13 @@ def _inspected(found: Found) -> Inspected:
     )
 
 
-def open(path: str | os.PathLike[str], *, prefix: str | None = None) -> View:  # noqa: A001
+def open(  # noqa: A001
+    path: str | os.PathLike[str], *, prefix: str | None = None, cache: Cached = None
+) -> View:
     """Open one tree of the checkpoint at `path` as a mapping from names to leaves. Reads no data.
 
     Indexing a leaf reads those elements and checks them against their digests. `prefix` chooses the tree, if there are
-    several.
+    several. `cache` keeps what is read from a bucket, see `load`.
 
     Example:
 
@@ -81,7 +85,8 @@ def open(path: str | os.PathLike[str], *, prefix: str | None = None) -> View:  #
         ...     step = view["step"]  # a plain value
         ...     params = view["params"]  # a subtree: a dict of its leaves by name
     """
-    return look_at(path, lambda found: View(found, prefix))
+    with caching(cache):
+        return look_at(path, lambda found: View(found, prefix, cache))
 
 
 class View(Mapping[str, Any]):
@@ -94,11 +99,11 @@ class View(Mapping[str, Any]):
     it, or use it as a context manager.
     """
 
-    def __init__(self, found: Found, prefix: str | None) -> None:
+    def __init__(self, found: Found, prefix: str | None, cache: Cached = None) -> None:
         self._found, self._path, self._asked, self._prefix = found, found.path, prefix, prefix or ""
         self._tree = found.tree(prefix)
         self._entries = Leaves(self._tree)
-        self._is_open = True
+        self._cache, self._is_open = cache, True
         self._files = found.files(self._tree)
         self._files.hold(n for n, file in enumerate(self._tree.files) if file.nbytes > file.header_nbytes)
 
@@ -176,7 +181,7 @@ class View(Mapping[str, Any]):
 
     def __reduce__(self) -> Any:
         """Pickle as a path: the copy opens the files again, in this process or another."""
-        return _opened, (self._path, self._asked)
+        return _opened, (self._path, self._asked, self._cache)
 
     def __repr__(self) -> str:
         return as_text(self._title, [self._tree.summary(self._prefix)], self.left_out)
@@ -221,8 +226,8 @@ class View(Mapping[str, Any]):
             raise
 
 
-def _opened(path: Path, prefix: str | None) -> View:
-    return open(path, prefix=prefix)
+def _opened(path: Path, prefix: str | None, cache: Cached = None) -> View:
+    return open(path, prefix=prefix, cache=cache)
 
 
 class LeafView:

@@ -1,0 +1,386 @@
+"""Models on the Hugging Face Hub, read through huggingface_hub: hf://org/model[@revision][/directory].
+
+A store reads one commit, which it finds out first, so that it never mixes two. Headers and a few rows are read by
+ranged requests; files that are needed as a whole come through the Hub's own cache, which other programs share.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import threading
+from contextlib import contextmanager
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import unquote
+
+from msgspec import Struct
+
+from eformer._engine.record.names import is_inside
+from eformer._engine.stores.base import Entry
+from eformer._engine.stores.local_files import LocalFiles
+from eformer.errors import FormatError, NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    import numpy as np
+
+    from eformer._engine.stores.base import Kind, Upload, Version
+
+_URL = re.compile(
+    r"hf://(?P<model>[^/@]+/[^/@]+)(@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?(/(?P<path>.*))?"
+)
+
+# A file is downloaded as a whole if half of it is asked for, or an eighth of a large one, or this much at once.
+_SMALL_FILE = 16 * 2**20
+_LARGE_READ = 32 * 2**20
+_TIMEOUT = 60.0  # seconds without an answer
+
+_QUERY = re.compile(r"\?[^\s\"'<>]*")  # of a URL: it may carry a signature
+
+
+def is_hub_url(path: str) -> bool:
+    return path.startswith("hf://")
+
+
+def hub_at(url: str) -> HubStore:
+    """Return the store of a model, or of a directory in it."""
+    found = _URL.fullmatch(url)
+    if found is None:
+        raise ValueError(
+            f"{url!r} is not a model of the Hugging Face Hub: expected hf://org/model[@revision][/directory]"
+        )
+    revision = found["revision"]
+    return HubStore(_Model(found["model"], revision and unquote(revision)), found["path"] or "")
+
+
+def refuse_to_write(url: str) -> NoReturn:
+    """Raise the error for everything that would change a model."""
+    raise io.UnsupportedOperation(
+        f"{url}: models of the Hugging Face Hub can only be read; save to a directory, and upload it by `hf upload`"
+    )
+
+
+def _library(part: str = "") -> Any:
+    try:
+        return import_module(f"huggingface_hub{part}")
+    except ImportError as error:
+        raise ImportError("hf:// needs the package huggingface_hub: pip install 'eformer[hf]'") from error
+
+
+# --------------------------------------------------------------------------------------------- requests
+
+
+class _File(Struct, frozen=True):
+    """A file of a commit; its version is a digest of its content."""
+
+    nbytes: int
+    version: Version
+
+
+class _Model:
+    """The files of one commit of a model."""
+
+    def __init__(self, name: str, revision: str | None) -> None:
+        self.name, self._revision = name, revision
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """The commit, once it is known, else what was asked for."""
+        revision = self.__dict__.get("commit", self._revision)
+        return f"hf://{self.name}@{revision}" if revision else f"hf://{self.name}"
+
+    @cached_property
+    def commit(self) -> str:
+        with self._explained("look it up", ""):
+            return str(
+                _library().HfApi().model_info(self.name, revision=self._revision, timeout=_TIMEOUT).sha
+            )
+
+    @cached_property
+    def files(self) -> dict[str, _File]:
+        commit = self.commit
+        with self._lock, self._explained("list its files", ""):
+            found = _library().HfApi().list_repo_tree(self.name, recursive=True, revision=commit)
+            return {
+                entry.path: _File(entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id)
+                for entry in found
+                if hasattr(entry, "size")  # directories have none
+            }
+
+    def fetch(self, name: str, start: int, nbytes: int) -> bytes:
+        """Read a range of a file by a request of its own."""
+        utils = _library(".utils")
+        url = _library().hf_hub_url(self.name, name, revision=self.commit)
+        headers = {
+            **utils.build_hf_headers(),
+            "Range": f"bytes={start}-{start + nbytes - 1}",
+            "Accept-Encoding": "identity",
+        }
+        with (
+            self._explained("read it", name),
+            utils.http_stream_backoff("GET", url, headers=headers, timeout=_TIMEOUT) as answer,
+        ):
+            utils.hf_raise_for_status(answer)
+            return _first_of(answer.iter_bytes(), 0 if answer.status_code == 206 else start, nbytes)
+
+    def downloaded(self, name: str) -> Path | None:
+        """Return where the Hub's cache has a file already."""
+        found = _library().try_to_load_from_cache(self.name, name, revision=self.commit)
+        return Path(os.path.realpath(found)) if isinstance(found, str) else None
+
+    def download(self, name: str) -> Path:
+        """Return where a file is in the Hub's cache, after it is there."""
+        with self._explained("download it", name):
+            return Path(os.path.realpath(_library().hf_hub_download(self.name, name, revision=self.commit)))
+
+    @contextmanager
+    def _explained(self, operation: str, name: str) -> Iterator[None]:
+        """Turn errors of huggingface_hub into built-in ones that name the model. None of them shows a secret."""
+        errors = _library(".errors")
+        where = f"{self.url}/{name}" if name else self.url
+        login = "if it is private or gated, ask for access, and log in by `hf auth login` or set HF_TOKEN"
+        try:
+            yield
+        except errors.GatedRepoError:
+            raise PermissionError(f"{where}: the Hub refuses to {operation}; {login}") from None
+        except errors.RepositoryNotFoundError:
+            raise NotFoundError(f"{where}: there is no such model on the Hub; {login}") from None
+        except errors.RevisionNotFoundError:
+            raise NotFoundError(f"{where}: the model has no such revision") from None
+        except errors.EntryNotFoundError:
+            raise FileNotFoundError(f"{where} does not exist") from None
+        except errors.OfflineModeIsEnabled:
+            raise OSError(
+                f"{where}: HF_HUB_OFFLINE is set; unset it, or load the directory that `hf download` has made"
+            ) from None
+        except (OSError, errors.HTTPError) as error:
+            text = _QUERY.sub("?...", str(error))
+            raise OSError(f"{where}: to {operation} on the Hub failed: {text}") from None
+
+
+def _first_of(chunks: Iterable[bytes], skipped: int, nbytes: int) -> bytes:
+    """Return some bytes of an answer, and read no more of it: a server may ignore ranges."""
+    found = bytearray()
+    for chunk in chunks:
+        found += chunk[skipped:]
+        skipped = max(0, skipped - len(chunk))
+        if len(found) >= nbytes:
+            break
+    return bytes(found[:nbytes])
+
+
+# ----------------------------------------------------------------------------------------------- store
+
+
+class HubStore:
+    """A directory of a model, at one commit."""
+
+    can_rename = False
+    read_bytes = 64 * 2**20  # of a file that is on this machine by then
+    read_threads = 16
+
+    def __init__(self, model: _Model, path: str) -> None:
+        self._model, self._path = model, path.strip("/")
+
+    @property
+    def url(self) -> str:
+        return f"{self._model.url}/{self._path}" if self._path else self._model.url
+
+    @property
+    def key(self) -> str:
+        return self.url
+
+    def path_to(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
+    def parent(self) -> tuple[HubStore, str]:
+        outer, _, name = self._path.rpartition("/")
+        return HubStore(self._model, outer), name
+
+    def at(self, below: str) -> HubStore:
+        return HubStore(self._model, f"{self._path}/{below}")
+
+    def real(self) -> HubStore:
+        return self
+
+    def resolve(self, name: str) -> tuple[HubStore, str]:
+        return self, name
+
+    def local_path(self, name: str = "") -> None:
+        """It is not a directory of this machine."""
+
+    # ---------------------------------------------------------------------------------------- look
+
+    def kinds(self, below: str = "") -> dict[str, Kind]:
+        kinds: dict[str, Kind] = {}
+        for path in self._below(below):
+            name, slash, _ = path.partition("/")
+            kinds[name] = "directory" if slash else "file"
+        if not kinds:
+            raise FileNotFoundError(f"there are no files in {self.path_to(below) if below else self.url}")
+        return dict(sorted(kinds.items()))
+
+    def sizes(self, below: str, depth: int = 1) -> dict[str, int]:
+        found = self._below(below)
+        return {path: file.nbytes for path, file in found.items() if path.count("/") < depth}
+
+    def _below(self, below: str) -> dict[str, _File]:
+        """Return the files in and below a directory, by path from there."""
+        start = "".join(f"{part}/" for part in (self._path, below) if part)
+        files = self._model.files.items()
+        return {path.removeprefix(start): file for path, file in files if path.startswith(start)}
+
+    def is_there(self) -> bool:
+        """Raise NotFoundError if there is no such model or revision."""
+        return bool(self._below("")) or not self._path
+
+    def kind(self, name: str) -> Kind | None:
+        if self.exists(name):
+            return "file"
+        return "directory" if self._below(name) else None
+
+    def is_file(self, name: str) -> bool:
+        return self.exists(name)
+
+    def exists(self, name: str) -> bool:
+        return self._inner(name) in self._model.files
+
+    def has_unfinished(self) -> bool:
+        return False
+
+    def _inner(self, name: str) -> str:
+        return f"{self._path}/{name}" if self._path else name
+
+    # ---------------------------------------------------------------------------------------- read
+
+    def read(self, name: str, start: int = 0, nbytes: int | None = None) -> tuple[bytes, Entry]:
+        path, file = self._found(name)
+        wanted = max(0, file.nbytes - start if nbytes is None else min(nbytes, file.nbytes - start))
+        entry = Entry(name, file.nbytes, file.version)
+        if not wanted:
+            return b"", entry
+        files = HubFiles(self._model, [(path, file)])
+        try:
+            memory = bytearray(wanted)
+            found = files.read_into(0, memoryview(memory), start)
+            return bytes(memory[:found]), entry
+        finally:
+            files.close()
+
+    def open(self, names: Sequence[str], versions: Mapping[str, Version] | None = None) -> HubFiles:
+        return HubFiles(self._model, [self._found(name) for name in names])
+
+    def _found(self, name: str) -> tuple[str, _File]:
+        if not is_inside(name):
+            raise FormatError(f"{name[:200]!r} is not the name of a file in {self.url}")
+        path = self._inner(name)
+        if path not in self._model.files:
+            raise FileNotFoundError(f"{self.path_to(name)} does not exist")
+        return path, self._model.files[path]
+
+    # --------------------------------------------------------------------------------------- write
+
+    def make(self) -> None:
+        refuse_to_write(self.url)
+
+    def require_short(self, name: str) -> None:
+        refuse_to_write(self.path_to(name))
+
+    def check_replaceable(self, name: str) -> None:
+        refuse_to_write(self.path_to(name))
+
+    def remove_checkpoint(self, name: str, marks: Sequence[str]) -> bool:
+        refuse_to_write(self.path_to(name))
+
+    def set_aside(self, name: str, why: str, marks: Sequence[str]) -> None:
+        refuse_to_write(self.path_to(name))
+
+    def held(self, name: str) -> AbstractContextManager[str]:
+        refuse_to_write(self.path_to(name))
+
+    def begin(self, root: str = "", token: str = "", *, save_id: str = "") -> Upload:
+        refuse_to_write(self.url)
+
+
+class HubFiles:
+    """Files of one commit by number, which never change."""
+
+    def __init__(self, model: _Model, files: Sequence[tuple[str, _File]]) -> None:
+        self._files = [_HubFile(model, name, file) for name, file in files]
+
+    def read_into(self, number: int, memory: memoryview, offset: int) -> int:
+        return self._files[number].read_into(memory, offset)
+
+    def nbytes(self, number: int) -> int:
+        return self._files[number].file.nbytes
+
+    def map(self, number: int) -> np.ndarray[Any, Any] | None:
+        return self._files[number].on_this_machine().map(0)
+
+    def hold(self, numbers: Iterable[int]) -> None:
+        """Do nothing: a commit does not change."""
+
+    def rewritten(self) -> None:
+        """A commit does not change."""
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+
+class _HubFile:
+    """A file that is read by ranged requests as long as little of it is wanted."""
+
+    def __init__(self, model: _Model, name: str, file: _File) -> None:
+        self.file, self._model, self._name = file, model, name
+        self._local: LocalFiles | None = None
+        self._was_sought, self._asked = False, 0
+        self._lock = threading.Lock()
+
+    def read_into(self, memory: memoryview, offset: int) -> int:
+        wanted = max(0, min(len(memory), self.file.nbytes - offset))
+        if not wanted:
+            return 0
+        local = self.on_this_machine() if self._is_worth_a_download(wanted) else self._local
+        if local is not None:
+            return local.read_into(0, memory, offset)
+        data = self._model.fetch(self._name, offset, wanted)
+        memory[: len(data)] = data
+        return len(data)
+
+    def _is_worth_a_download(self, wanted: int) -> bool:
+        with self._lock:
+            self._asked += wanted
+            if not self._was_sought:
+                self._was_sought = True
+                if (path := self._model.downloaded(self._name)) is not None:
+                    self._open(path)
+        if self._local is not None:
+            return False
+        part = 2 if self.file.nbytes <= _SMALL_FILE else 8
+        return wanted >= _LARGE_READ or self._asked * part >= self.file.nbytes
+
+    def on_this_machine(self) -> LocalFiles:
+        """Return the file in the Hub's cache, after it is there."""
+        with self._lock:
+            if self._local is None:
+                self._open(self._model.download(self._name))
+            assert self._local is not None
+            return self._local
+
+    def _open(self, path: Path) -> None:
+        files = LocalFiles(path.parent, [path.name])
+        if files.nbytes(0) != self.file.nbytes:
+            raise OSError(f"{path} has {files.nbytes(0)} bytes, but {self.file.nbytes} on the Hub; remove it")
+        self._local = files
+
+    def close(self) -> None:
+        if self._local is not None:
+            self._local.close()
