@@ -42,7 +42,7 @@ class BucketStore:
     """All objects whose keys begin with a path."""
 
     can_rename = False
-    read_bytes = 16 * 2**20
+    read_bytes = 8 * 2**20  # by as many threads at once this is 128 MiB of memory
     read_threads = 16  # they wait for the network most of the time
 
     def __init__(self, objects: Objects, path: str, cache: Cache | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,10 +17,11 @@ from eformer._engine.formats.safetensors.names import (
 )
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.stores.base import read_whole
+from eformer._engine.tasks.pool import run_all
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from eformer._engine.record.manifest import Manifest, TreeEntry
     from eformer._engine.stores.base import Kind, Store, Upload, Version
@@ -57,7 +59,13 @@ def _update(store: Store, upload: Upload, there: Mapping[str, Kind], base: str, 
 def _index(store: Store, tree: TreeEntry) -> bytes:
     """List the tensors of all files, by their headers: the manifest does not say what a leaf is called there."""
     names = [file.name for file in tree.files]
-    weight_map = {tensor: name for name in names for tensor in read_tensor_names(store, name)}
+    tensors: dict[str, Iterable[str]] = {}
+
+    def read(name: str) -> None:
+        tensors[name] = read_tensor_names(store, name)
+
+    run_all([partial(read, name) for name in names], store.read_threads)
+    weight_map = {tensor: name for name in names for tensor in tensors[name]}
     total = sum(file.nbytes - file.header_nbytes for file in tree.files)
     index = {"metadata": {"total_size": total, "eformer": tree.save_id}, "weight_map": weight_map}
     return msgspec.json.format(msgspec.json.encode(index), indent=2)
