@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from eformer._engine.record.names import is_inside
 from eformer._engine.stores.base import Entry, Replaced, SwapError
@@ -190,8 +191,9 @@ class BucketFiles:
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
         data, _ = self.fetch(number, offset, len(memory))
-        memory[: len(data)] = memoryview(data)
-        return len(data)
+        found = np.frombuffer(data, np.uint8)
+        np.frombuffer(memory, np.uint8)[: len(found)] = found  # numpy lets other threads run meanwhile
+        return len(found)
 
     def fetch(self, number: int, offset: int, nbytes: int) -> tuple[Any, int]:
         """Return a range of an object, and the length of all of it."""

@@ -493,7 +493,8 @@ def _copy(data: memoryview, start: int, memory: memoryview, offset: int) -> None
     """Copy what two ranges of an object have in common: `data` begins at `start`, `memory` at `offset`."""
     first, stop = max(start, offset), min(start + len(data), offset + len(memory))
     if first < stop:
-        memory[first - offset : stop - offset] = data[first - start : stop - start]
+        into, part = memory[first - offset : stop - offset], data[first - start : stop - start]
+        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(part, np.uint8))  # other threads run meanwhile
 
 
 def _runs(blocks: list[int]) -> Iterator[tuple[int, int]]:
