@@ -201,7 +201,7 @@ class Layout:
         indexes = {f"x/{prefix or 'model'}.safetensors.index.json" for prefix in trees} | {f"x/{index}"}
         data = {key for key in keys if f"/{leases.LEASES}/" not in key} - indexes
         assert named <= data
-        assert not [key for key in data - named if not leases._ids({key}) & replaced]
+        assert not [key for key in data - named if not leases.ids_in({key}) & replaced]
 
 
 MEMORY = [

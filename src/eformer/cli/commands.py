@@ -465,7 +465,8 @@ def prune(directory: str, check: bool, dry_run: bool, yes: bool, as_json: bool, 
     if not dry_run:
         if plan.removed and not yes:
             click.confirm(f"Remove {what}?", abort=True)
-        remove(plan)
+        plan = remove(plan)
+        what = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
     if as_json:
         names = ("directory", "removed", "kept", "left", "nbytes")
         _print_json({name: getattr(plan, name) for name in names} | {"dry_run": dry_run})

@@ -153,6 +153,10 @@ def _in_directory(store: Store) -> Found:
     place = Place(store)
     for read in DIRECTORY_READERS:
         if found := read(place):
+            if found.manifest.is_empty:
+                raise NotFoundError(
+                    f"no checkpoint at {store.url}: it was removed, or never saved completely"
+                )
             return found
     return _last_step(store) or _nothing_in(store, place.names)
 
