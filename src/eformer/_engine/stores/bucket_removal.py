@@ -19,12 +19,12 @@ from msgspec import Struct, structs
 from eformer._engine.record.manifest import CommitLog
 from eformer._engine.stores import leases
 from eformer._engine.stores.base import MOST_EMPTY, SwapError
-from eformer._engine.stores.leases import LEASES, ids_in, is_hold, is_removal, is_save, name_of, still_dead
+from eformer._engine.stores.leases import LEASES, ids_in, is_hold, is_save, name_of, still_dead
 from eformer._engine.stores.swaps import read_if_there, swap_index
 from eformer._engine.tasks.deadline import clearing_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from eformer._engine.record.manifest import Manifest
     from eformer._engine.stores.base import Identity, Indexes, Version
@@ -90,7 +90,8 @@ def _is_worth_a_look(seen: Seen, indexes: Indexes) -> bool:
     names = {f"{seen.path}/{name}" for name in (indexes.of_directories, indexes.of_files)}
     has_index = any(one.key in names for one in seen.data)
     is_old = any(seen.is_old(one.key) for one in seen.entries if one.key in names or one in seen.leases)
-    has_remains = bool(seen.of(seen.expired())) or (has_index and len(seen.data) > 1)
+    is_more = len(seen.data) > 1 or any(map(seen.is_late, seen.leases))
+    has_remains = bool(seen.of(seen.expired())) or (has_index and is_more)
     return not seen.is_held() and (is_old or has_remains)
 
 

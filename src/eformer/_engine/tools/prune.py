@@ -27,7 +27,7 @@ from eformer._engine.tools.verify import verify
 from eformer.errors import CorruptionError, EformerError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from eformer._engine.record.policies import Keep
     from eformer._engine.stores.base import Identity, Kind, Store
@@ -138,16 +138,17 @@ def remove(plan: Pruned) -> Pruned:
                 held[name] = "a reader holds it, or a save to it is under way"
                 continue
         remove_files(store, [score for score in [score_name(name)] if score in there])
-    _sweep(store)
+    _sweep(store, () if store.can_rename else plan.kept)
     removed = tuple(name for name in plan.removed if name not in held)
     nbytes = sum(plan.sizes[name] for name in removed)
     return replace(plan, removed=removed, left=plan.left | held, nbytes=nbytes)
 
 
-def _sweep(store: Store) -> None:
+def _sweep(store: Store, known: Collection[str]) -> None:
+    """Sweep a run, and all directories in it that have the name of a step, except for steps that are known."""
     store.sweep("", INDEXES)
     for name, kind in store.kinds().items():
-        if kind == "directory" and not name.startswith(".") and _STEP.fullmatch(name):
+        if kind == "directory" and name not in known and not name.startswith(".") and _STEP.fullmatch(name):
             store.sweep(name, INDEXES)
 
 
