@@ -8,9 +8,11 @@ remains of dead saves are found and removed.
 from __future__ import annotations
 
 import errno
+import os
 import secrets
 import threading
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 _MOST_KEY = 1024  # bytes, on all of Amazon's, Google's and Microsoft's
 _AHEAD = 8 * PART_BYTES  # bytes that wait to be sent
+_FEW = 8  # objects that are looked up one by one
 
 
 class BucketStore:
@@ -194,10 +197,19 @@ class BucketFiles:
         return len(data)
 
     def nbytes(self, number: int) -> int:
+        if not self._versions and len(self._keys) > _FEW:
+            return self._lengths.get(self._keys[number]) or self._objects.head(self._keys[number]).nbytes
         found = self._objects.head(self._keys[number])
         if self._versions.get(number, found.version) != found.version:
             raise FileNotFoundError(f"{self._objects.path_to(self._keys[number])} was replaced")
         return found.nbytes
+
+    @cached_property
+    def _lengths(self) -> dict[str, int]:
+        """The lengths of all objects in the directories of these, by one listing."""
+        tops = {key.rpartition("/")[0] for key in self._keys}
+        below = os.path.commonpath(tops)
+        return {entry.key: entry.nbytes for entry in self._objects.list(f"{below}/" if below else "")}
 
     def map(self, number: int) -> None:
         """Objects are not in files."""
