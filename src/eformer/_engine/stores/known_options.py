@@ -6,7 +6,6 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from eformer._engine.stores.settings import CLIENT_OPTIONS, ONLY_FOR, OWN_OPTIONS
-from eformer._engine.stores.urls import cloud_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,12 +32,10 @@ def is_for(cloud: str, name: str) -> bool:
 
 
 def require_known(url: str, names: Iterable[str]) -> None:
-    """Raise TypeError for an option that no cloud has whose buckets a URL can begin."""
-    cloud = cloud_of(url)
-    clouds = [cloud] if cloud in STORES else list(STORES)
+    """Raise TypeError for an option that no cloud has."""
     for name in names:
-        if not any(is_for(one, name) for one in clouds):
-            raise TypeError(f"{url or 'all buckets'}: there is no store option {name!r}. {known(clouds)}")
+        if not any(is_for(cloud, name) for cloud in STORES):
+            raise TypeError(f"{url or 'all buckets'}: there is no store option {name!r}. {known(STORES)}")
 
 
 def known(clouds: Iterable[str]) -> str:

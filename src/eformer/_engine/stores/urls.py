@@ -44,11 +44,6 @@ _AZURE = re.compile(
 )
 
 
-def cloud_of(url: str) -> Cloud | None:
-    """Return the cloud that the scheme of a URL names; None for the web, and without a scheme."""
-    return _CLOUDS.get(url.partition(":")[0].lower())
-
-
 class Address(Struct, frozen=True):
     """A place in a bucket.
 
