@@ -86,7 +86,10 @@ def test_an_option_of_one_cloud_for_all_buckets_holds_for_that_cloud():
         assert {objects._timeout for objects in (s3, gcs, azure)} == {7}
     with store_options("gs://", region="r"), pytest.raises(ValueError, match="region is for s3 only"):
         store_at("gs://some/x")
-    with store_options("gs://", account_key="SENTINEL"), pytest.raises(TypeError, match="account_key") as raised:
+    with (
+        store_options("gs://", account_key="SENTINEL"),
+        pytest.raises(TypeError, match="account_key") as raised,
+    ):
         store_at("gs://some/x")
     assert "SENTINEL" not in str(raised.value)
 

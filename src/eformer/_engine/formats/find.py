@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from eformer._engine.formats.markers import ORBAX_TREE
-from eformer._engine.formats.others import orbax, peft
+from eformer._engine.formats.others import orbax, orbax_in_bucket, peft
 from eformer._engine.formats.others import sniff as files
 from eformer._engine.formats.read_format import DirectoryReader, Place
 from eformer._engine.formats.safetensors import read as safetensors
@@ -129,6 +129,7 @@ def _missing(store: Store, name: str) -> NoReturn:
 DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     arrays.by_index,
     orbax.by_marks,
+    orbax_in_bucket.by_marks,
     peft.by_config,
     safetensors.by_files,
     arrays.without_index,
@@ -137,7 +138,9 @@ DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
 
 def problem_of(found: Found) -> str | None:
     """Say which file of a checkpoint is missing or has another length than it should; None if none. Digests are not
-    checked."""
+    checked. What would have to be copied first is not looked at."""
+    if found.is_costly:
+        return None
     for tree in found.trees.values():
         files = found.files(tree)
         try:

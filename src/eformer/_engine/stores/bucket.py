@@ -96,7 +96,7 @@ class BucketStore:
         return dict(sorted(kinds.items()))
 
     def sizes(self, below: str, depth: int = 1) -> dict[str, int]:
-        start = self.key_of(below) + "/"
+        start = f"{self.key_of(below) if below else self._path}/".lstrip("/")
         found = {entry.key.removeprefix(start): entry.nbytes for entry in self.objects.list(start)}
         return {name: nbytes for name, nbytes in found.items() if name.count("/") < depth}
 
