@@ -2,6 +2,7 @@
 requests: nothing is ever torn, and the next removal goes on."""
 
 import datetime as dt
+import itertools
 import threading
 from contextlib import ExitStack, suppress
 from unittest import mock
@@ -356,6 +357,36 @@ def test_a_reader_that_comes_before_anything_is_removed_keeps_the_step(kind):
                 kept.add(not removed)
                 assert removed or load(f"{run}/step-1")["n"] == 1
                 check_whole(run, 2)
+    assert kept == {True, False}
+
+
+@pytest.mark.parametrize("other", ["a removal", "a sweep"])
+def test_a_reader_and_two_removals_never_tear_a_step(other):
+    """One puts the index back for the reader, while another is about to go on with its removal."""
+    kept = set()
+    step = max(1, STRIDE // 8)
+    for at, where in itertools.product(range(1, MOST, step), range(1, MOST, step)):
+        run = new_url()
+        fill(run, "safetensors", (1, 2))
+        plan = plan_removal(run, 1)
+        two = Paused(
+            lambda run=run, plan=plan: sweep(store_at(run)) if other == "a sweep" else changed(plan), at
+        )
+        two.commits()
+        with ExitStack() as readers:
+
+            def come(two=two, readers=readers, run=run):
+                two.start()
+                readers.enter_context(store_at(run).held("step-1"))
+
+            here = threading.current_thread()
+            with watched({here: Countdown(where, come), two.thread: two.before}, {}):
+                changed(plan)
+                if two.thread.ident:
+                    two.finish()
+            with noted(f"the removal at {where}, the other at {at}"):
+                check_whole(run, 2)
+                kept.add(1 in numbers(run))
     assert kept == {True, False}
 
 

@@ -24,7 +24,7 @@ from eformer._engine.stores.swaps import read_if_there, swap_index
 from eformer._engine.tasks.deadline import clearing_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from eformer._engine.record.manifest import Manifest
     from eformer._engine.stores.base import Identity, Indexes, Version
@@ -167,6 +167,13 @@ class _There(Struct, frozen=True):
         return (self.manifest.log or CommitLog()) if self.manifest else CommitLog()
 
 
+class _Emptied(Struct, frozen=True):
+    """The index that a removal has put, and what the one before it said of saves."""
+
+    data: bytes
+    before: CommitLog
+
+
 # --------------------------------------------------------------------------------------------- removals
 
 
@@ -210,14 +217,14 @@ class _Claim:
     def remove_all(self, seen: Seen, there: dict[str, _There]) -> bool:
         """Remove everything that was seen, and at last the index: if there are no dead saves, who may still wake up."""
         zombies = set(seen.expired())
-        emptied: list[str] = []
+        emptied: dict[str, bytes] = {}
         for name in self._to_empty(seen, there):
-            log = self._empty(name, there.get(name), seen, seen.saves() | zombies, gone=True)
-            if log is None:
+            done = self._empty(name, there.get(name), seen, seen.saves() | zombies, gone=True)
+            if done is None:
                 self._restore(emptied, there)
                 return False
-            emptied.append(name)
-            zombies |= still_dead(log.dead, seen.now).keys()
+            emptied[name] = done.data
+            zombies |= still_dead(done.before.dead, seen.now).keys()
         if self._is_held_now(seen):  # a reader has come before anybody could notice
             self._restore(emptied, there)
             return False
@@ -244,9 +251,9 @@ class _Claim:
 
     def _empty(
         self, name: str, before: _There | None, seen: Seen, saves: Iterable[str], *, gone: bool
-    ) -> CommitLog | None:
-        """Replace an index by one without trees that bars saves. Return what the one before has said of saves; None if
-        a save has committed meanwhile, or there are too many to bar."""
+    ) -> _Emptied | None:
+        """Replace an index by one without trees that bars saves. Return None if a save has committed meanwhile, or
+        there are too many to bar."""
         while True:
             log = before.log if before else CommitLog()
             at = seen.now.isoformat(timespec="seconds")
@@ -262,13 +269,14 @@ class _Claim:
                 if before and not before.is_empty:
                     return None
                 continue
-            return log
+            return _Emptied(data, log)
 
-    def _restore(self, emptied: Iterable[str], there: dict[str, _There]) -> None:
-        """Put indexes back: nothing of what they name has been removed."""
-        for name in emptied:
+    def _restore(self, emptied: Mapping[str, bytes], there: Mapping[str, _There]) -> None:
+        """Put indexes back: nothing of what they name has been removed. Another removal that goes on from here has
+        replaced them by its own first."""
+        for name, data in emptied.items():
             now, before = self._read(name), there.get(name)
-            if before and not before.is_empty and now and now.is_empty:
+            if before and not before.is_empty and now and now.data == data:
                 with suppress(SwapError):
                     swap_index(self._objects, self._key(name), before.data, now.version)
 
@@ -281,20 +289,21 @@ class _Claim:
 
     # --------------------------------------------------------------------------------- what dead saves left
 
-    def sweep(self, seen: Seen, there: dict[str, _There]) -> None:
-        """Bar dead saves, remove their objects, and go on with a removal that died."""
+    def sweep(self, seen: Seen, there: Mapping[str, _There]) -> None:
+        """Bar dead saves, remove their objects, and go on with a removal that died. Nothing is removed before the index
+        is one of this sweep: until then another removal may still put the old one back."""
         expired = seen.expired()
         for name in [*there] or sorted(self._wanted_by(seen, set(expired)))[:1]:
             before = there.get(name)
             log = before.log if before else CommitLog()
             is_of_directories = name == self._indexes.of_directories
-            new = (seen.saves_of(directories=is_of_directories) & expired.keys()) - log.dead.keys()
-            if new and self._empty(name, before, seen, new, gone=False) is None:
+            dead = {*log.dead, *(seen.saves_of(directories=is_of_directories) & expired.keys())}
+            doomed = self._doomed(name, seen, dead, is_gone=log.gone)
+            if doomed and self._empty(name, before, seen, dead, gone=False) is None:
                 return
-            dead = new | log.dead.keys()
-            self._objects.delete(one.key for one in self._doomed(name, seen, dead, is_gone=log.gone))
+            self._objects.delete(one.key for one in doomed)
             self._objects.delete(one.key for save_id, one in expired.items() if save_id in dead)
-            if not new and seen.is_old(self._key(name)):  # nobody can be alive whom it bars
+            if not doomed and seen.is_old(self._key(name)):  # nobody can be alive whom it bars
                 self._remove_indexes([name])
         self._objects.delete(one.key for one in seen.leases if self._is_useless(one, seen))
 
