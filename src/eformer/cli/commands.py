@@ -324,6 +324,7 @@ def prune(directory: str, check: bool, dry_run: bool, yes: bool, as_json: bool, 
     eformer prune ./run --keep 3 --dry-run
     eformer prune ./run --keep 3 --check --yes
     eformer prune ./run --keep 2 --keep-every 1000 --keep-best 3 --by eval.loss
+    eformer prune s3://bucket/run --keep 3
     """
     from eformer._engine.record.text import count, size
     from eformer._engine.tools.prune import prune as carry_out
@@ -340,7 +341,10 @@ def prune(directory: str, check: bool, dry_run: bool, yes: bool, as_json: bool, 
     if not dry_run:
         if plan.removed and not yes:
             click.confirm(f"Remove {what}?", abort=True)
-        plan = remove(plan)
+        held, plan = plan.removed, remove(plan)
+        for name in held if not as_json else ():
+            if name not in plan.removed:
+                click.secho(printable(f"leave   {name}: {plan.left[name]}"), fg="cyan", color=colours())
         what = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
     if as_json:
         names = ("directory", "removed", "kept", "left", "nbytes")

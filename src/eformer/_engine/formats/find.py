@@ -13,7 +13,7 @@ from eformer._engine.formats.others import sniff as files
 from eformer._engine.formats.read_format import DirectoryReader, Place
 from eformer._engine.formats.safetensors import read as safetensors
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
-from eformer._engine.formats.steps import steps_in
+from eformer._engine.formats.steps import steps_from_last
 from eformer._engine.formats.zarr import read as arrays
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.record.names import with_nearest
@@ -125,6 +125,27 @@ def _missing(store: Store, name: str) -> NoReturn:
     raise NotFoundError(f"no checkpoint at {store.path_to(name)}{hint}")
 
 
+def _last_step(store: Store) -> Found | None:
+    """Find the last whole step of a run; None if this is not a run. Raise if it is one, and no step is whole."""
+    problems = []
+    for _, name in steps_from_last(store):
+        try:
+            found = find(store.path_to(name))
+            if (problem := problem_of(found)) is None:
+                return found
+        except (EformerError, OSError) as error:
+            problem = str(error)
+        problems.append(f"{name}: {problem}")
+    if problems:
+        raise CorruptionError(f"no step of {store.url} is whole: {few(problems)}")
+    return None
+
+
+def _steps_in_bucket(place: Place) -> Found | None:
+    """Find the last step of a run before arrays are: dead saves leave some in the directories of steps."""
+    return None if place.store.can_rename else _last_step(place.store)
+
+
 # In this order: an index of arrays settles it, and files of Orbax may lie beside safetensors files.
 DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     arrays.by_index,
@@ -132,6 +153,7 @@ DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     orbax_in_bucket.by_marks,
     peft.by_config,
     safetensors.by_files,
+    _steps_in_bucket,
     arrays.without_index,
 )
 
@@ -162,22 +184,6 @@ def _in_directory(store: Store) -> Found:
                 )
             return found
     return _last_step(store) or _nothing_in(store, place.names)
-
-
-def _last_step(store: Store) -> Found | None:
-    """Find the last whole step of a run; None if this is not a run. Raise if it is one, and no step is whole."""
-    problems = []
-    for _, name in reversed(steps_in(store)):
-        try:
-            found = find(store.path_to(name))
-            if (problem := problem_of(found)) is None:
-                return found
-        except (EformerError, OSError) as error:
-            problem = str(error)
-        problems.append(f"{name}: {problem}")
-    if problems:
-        raise CorruptionError(f"no step of {store.url} is whole: {few(problems)}")
-    return None
 
 
 def _nothing_in(store: Store, names: list[str]) -> NoReturn:

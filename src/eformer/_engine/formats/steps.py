@@ -54,9 +54,14 @@ def steps_in(store: Store) -> list[tuple[int, str]]:
     return list(_steps_among(store, sorted(_names_by_number(store).items())))
 
 
+def steps_from_last(store: Store) -> Iterator[tuple[int, str]]:
+    """Find the steps of a run by number and name, the last step first. Looks only into those that are asked for."""
+    return _steps_among(store, sorted(_names_if_there(store).items(), reverse=True))
+
+
 def last_step_in(store: Store) -> tuple[int, str] | None:
     """Return the last step of a run by number and name. Looks into no other directory."""
-    return next(_steps_among(store, sorted(_names_if_there(store).items(), reverse=True)), None)
+    return next(steps_from_last(store), None)
 
 
 def name_of_step(store: Store, number: int) -> str:

@@ -65,7 +65,8 @@ def prune(
 
     Checkpoints are recognized by a name that ends in the step: run-100, step_200, 300. Series with different names
     (ema-100 beside run-100) are counted separately. Entries that cannot be read do not count and are never deleted;
-    nor are the newest of a series, and checkpoints that a symbolic link in the directory points to.
+    nor are the newest of a series, and checkpoints that a symbolic link in the directory points to. In a bucket, those
+    that a reader holds or that are being saved to stay, too, and are in `left`.
 
     keep      how many checkpoints of each series stay, or rules as for `Run`, which are a union
     check     verify the checkpoints that stay first; if one is damaged, delete nothing
