@@ -364,8 +364,8 @@ def test_a_reader_that_comes_before_anything_is_removed_keeps_the_step(kind):
 def test_a_reader_and_two_removals_never_tear_a_step(other):
     """One puts the index back for the reader, while another is about to go on with its removal."""
     kept = set()
-    step = max(1, STRIDE // 8)
-    for at, where in itertools.product(range(1, MOST, step), range(1, MOST, step)):
+    every = (range(1, MOST), range(1, MOST)) if STRIDE == 1 else (range(6, 15), range(6, 13))
+    for at, where in itertools.product(*every):
         run = new_url()
         fill(run, "safetensors", (1, 2))
         plan = plan_removal(run, 1)

@@ -168,9 +168,10 @@ class _There(Struct, frozen=True):
 
 
 class _Emptied(Struct, frozen=True):
-    """The index that a removal has put, and what the one before it said of saves."""
+    """The index that a removal has put, the version that it has replaced, and what that one said of saves."""
 
     data: bytes
+    replaced: Version | None
     before: CommitLog
 
 
@@ -217,13 +218,13 @@ class _Claim:
     def remove_all(self, seen: Seen, there: dict[str, _There]) -> bool:
         """Remove everything that was seen, and at last the index: if there are no dead saves, who may still wake up."""
         zombies = set(seen.expired())
-        emptied: dict[str, bytes] = {}
+        emptied: dict[str, _Emptied] = {}
         for name in self._to_empty(seen, there):
             done = self._empty(name, there.get(name), seen, seen.saves() | zombies, gone=True)
             if done is None:
                 self._restore(emptied, there)
                 return False
-            emptied[name] = done.data
+            emptied[name] = done
             zombies |= still_dead(done.before.dead, seen.now).keys()
         if self._is_held_now(seen):  # a reader has come before anybody could notice
             self._restore(emptied, there)
@@ -262,21 +263,23 @@ class _Claim:
             data = self._indexes.empty(name, barring)
             if len(data) > MOST_EMPTY:
                 return None
+            version = before.version if before else None
             try:
-                swap_index(self._objects, self._key(name), data, before.version if before else None)
+                swap_index(self._objects, self._key(name), data, version)
             except SwapError:
                 before = self._read(name)
                 if before and not before.is_empty:
                     return None
                 continue
-            return _Emptied(data, log)
+            return _Emptied(data, version, log)
 
-    def _restore(self, emptied: Mapping[str, bytes], there: Mapping[str, _There]) -> None:
-        """Put indexes back: nothing of what they name has been removed. Another removal that goes on from here has
-        replaced them by its own first."""
-        for name, data in emptied.items():
+    def _restore(self, emptied: Mapping[str, _Emptied], there: Mapping[str, _There]) -> None:
+        """Put indexes back that this removal has replaced, and nobody else since or before: others may have removed
+        what they name."""
+        for name, done in emptied.items():
             now, before = self._read(name), there.get(name)
-            if before and not before.is_empty and now and now.data == data:
+            is_own = before and done.replaced == before.version and now and now.data == done.data
+            if before and now and is_own and not before.is_empty:
                 with suppress(SwapError):
                     swap_index(self._objects, self._key(name), before.data, now.version)
 
