@@ -62,7 +62,14 @@ class BucketRuns:
         upload = store_at(f"{url}/step-3").begin("tree.0123456789abcdef", save_id="0123456789abcdef")
         upload.put([("w/0", b"half")])
         upload.abandon()
+        upload = store_at(f"{url}/step-4").begin("tree.0123456789abcdef", save_id="0123456789abcdef")
+        array = (
+            b'{"zarr_format":2,"shape":[1],"chunks":[1],"dtype":"|u1","compressor":null,"fill_value":null,'
+        )
+        upload.put([("v/.zarray", array + b'"order":"C","filters":null,"eformer":"0123456789abcdef"}')])
+        upload.abandon()
         assert numbers(url) == [1, 2]
+        assert_same(checkpoint.load(url), tree(2))
         assert self.save(url, kind, 3) == 3
         assert_same(checkpoint.load(url), tree(3))
 

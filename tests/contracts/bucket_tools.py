@@ -5,8 +5,13 @@ A server inherits these classes and has a fixture `url`: a directory in a bucket
 
 from __future__ import annotations
 
+import gc
 import json
 import secrets
+import shutil
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +21,16 @@ import pytest
 
 from eformer import checkpoint
 from eformer.checkpoint import SaveOptions, load, save
-from eformer.errors import CorruptionError, FormatError, NotFoundError
+from eformer.errors import CorruptionError, NotFoundError
 from eformer.serialization import AsyncCheckpointManager
 from eformer.serialization.serialization import tree_deserialize_leaves, tree_serialize_leaves
-from support.buckets import around, objects, overwrite
+from support.buckets import around, objects, overwrite, upload
 from support.commands import run
 from support.trees import assert_same
 
 FORMATS = ["safetensors", "tensorstore"]
+DATA = Path(__file__).parent.parent / "compat" / "orbax"
+ORBAX = sorted(path.name for path in DATA.iterdir() if path.is_dir())
 
 
 def tree():
@@ -47,6 +54,18 @@ def data_key(url):
 
 class BucketTools:
     """Of one process."""
+
+    @pytest.fixture
+    def copies(self, tmp_path, monkeypatch):
+        """Return a function that lists the copies on this machine."""
+        (tmp_path / "copies").mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "copies"))
+
+        def there():
+            gc.collect()
+            return list((tmp_path / "copies").iterdir())
+
+        return there
 
     @pytest.mark.parametrize("kind", FORMATS)
     def test_a_save_in_the_background_is_there_when_it_is_done(self, url, kind):
@@ -237,12 +256,70 @@ class BucketTools:
             save(tree(), url, format="tensorstore", options=SaveOptions(ocdbt=True))
         assert not objects(url)
 
-    def test_a_checkpoint_of_orbax_is_refused(self, url):
-        found, start = around(url)
-        found.put(f"{start}x/_METADATA", b"{}")
-        with pytest.raises(
-            FormatError, match=rf"{url}: Orbax checkpoints can only be read from a local directory"
-        ):
+    # ----------------------------------------------------------------------------- read by way of this machine
+
+    @pytest.mark.parametrize("layout", ORBAX)
+    def test_a_checkpoint_of_orbax_is_read(self, url, layout, tmp_path, copies):
+        upload(DATA / layout, url)
+        here = DATA / layout
+        assert_same(load(url), load(here))
+        assert checkpoint.diff(url, here).same
+        assert checkpoint.inspect(url).left_out == checkpoint.inspect(here).left_out
+        report = checkpoint.verify(url)
+        assert report.ok
+        assert report.path.startswith(url)
+        checkpoint.convert(url, tmp_path / "x", to="tensorstore")
+        assert checkpoint.diff(here, tmp_path / "x").same
+        with checkpoint.open(url) as view:
+            name = next(iter(view))
+            gc.collect()
+            assert (np.asarray(view[name]) == np.asarray(checkpoint.open(here)[name])).all()
+        del view
+        assert not copies()
+
+    def test_a_database_of_ours_is_read(self, url, tmp_path, copies):
+        for prefix in ("a", "b"):
+            save(tree(), tmp_path / "x", prefix=prefix, format="tensorstore", options=SaveOptions(ocdbt=True))
+        upload(tmp_path / "x", url)
+        assert checkpoint.inspect(url).trees["a"].is_database
+        assert not copies()
+        for prefix in ("a", "b"):
+            assert_same(load(url, prefix=prefix), tree())
+        assert checkpoint.verify(url).ok
+        assert checkpoint.diff(url, tmp_path / "x").same
+        with checkpoint.open(url, prefix="a") as view:
+            gc.collect()
+            assert view["layers.0"][1, 2] == 5
+            assert len(copies()) == 1
+        del view
+        assert not copies()
+        checkpoint.convert(url, f"{url}-new", to="safetensors")
+        assert_same(load(f"{url}-new", prefix="b"), tree())
+
+    def test_a_damaged_database_is_found_and_named(self, url, tmp_path):
+        save({"w": np.arange(9000.0)}, tmp_path / "x", format="tensorstore", options=SaveOptions(ocdbt=True))
+        upload(tmp_path / "x", url)
+        damage(url, data_key(url))
+        report = checkpoint.verify(url)
+        assert not report.ok
+        assert url in str(report)
+
+    def test_steps_of_orbax_are_listed_and_removed_without_copying_them(self, url, monkeypatch):
+        for step in (1, 2, 3):
+            upload(DATA / "v0_standard", f"{url}/{step}")
+        monkeypatch.setattr("eformer._engine.formats.others.orbax_in_bucket.copy_of", None)
+        assert [step.number for step in checkpoint.steps(url)] == [1, 2, 3]
+        assert checkpoint.latest(url) == f"{url}/3"
+        done = checkpoint.prune(url, keep=1)
+        assert done.removed == ("1", "2"), done
+        assert {key.removeprefix(around(f"{url}/x")[1]).partition("/")[0] for key in objects(f"{url}/x")} == {
+            "3"
+        }
+
+    def test_a_full_disk_is_named(self, url, monkeypatch):
+        upload(DATA / "v0_standard", url)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        with pytest.raises(OSError, match=f"{url} has to be copied .* Set TMPDIR"):
             load(url)
 
 
@@ -271,3 +348,16 @@ class BucketCommands:
 
     def test_commands_say_what_is_missing(self, url):
         assert f"no checkpoint at {url}" in run("inspect", url, code=1).stderr
+
+    def test_commands_list_and_prune_the_steps_of_a_run(self, url):
+        for step in (1, 2, 3):
+            save(tree(), f"{url}/step-{step}")
+        found = json.loads(run("steps", url, "--json").stdout)["steps"]
+        kept = {key: data for key, data in objects(f"{url}/x").items() if "/step-2/" in key}
+        assert found[1]["nbytes"] == sum(map(len, kept.values()))
+        assert "would be removed" in run("steps", url, "--keep", 1).stdout
+        assert "removed 1 checkpoint" in run("prune", url, "--keep", 2, "--check", "--yes").stdout
+        assert not [key for key in objects(f"{url}/x") if "/step-1/" in key]
+        done = json.loads(run("prune", url, "--keep", 1, "--yes", "--json").stdout)
+        assert (done["removed"], done["kept"]) == (["step-2"], ["step-3"])
+        assert_same(load(url), tree())

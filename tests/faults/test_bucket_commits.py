@@ -48,7 +48,7 @@ def test_an_interrupt_around_the_put_of_the_index_removes_nothing_it_may_name(ur
         save(tree(3), url)
         save(tree(4), url)
     assert checkpoint.verify(url).ok
-    assert len({found for key in objects(url) for found in leases._ids({key})}) == 2
+    assert len({found for key in objects(url) for found in leases.ids_in({key})}) == 2
 
 
 def test_an_interrupt_right_after_the_commit_removes_nothing(url):
@@ -101,7 +101,7 @@ def test_what_is_replaced_keeps_its_lease_when_its_own_save_ends_late(url):
     with mock.patch.object(leases, "LEASE", EXPIRED):
         save(tree(3), url)
     assert load(url)["n"] == 3
-    assert len({found for key in objects(url) for found in leases._ids({key})}) == 2
+    assert len({found for key in objects(url) for found in leases.ids_in({key})}) == 2
 
 
 def test_a_file_with_outdated_leaves_is_used_again(url):

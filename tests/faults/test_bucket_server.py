@@ -3,17 +3,20 @@
 import os
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from eformer import checkpoint
 from eformer._engine.formats.safetensors.read import read_manifest
+from eformer._engine.stores import leases
 from eformer._engine.stores.base import SwapError
 from eformer._engine.stores.locate import store_at
 from eformer.checkpoint import load, save
 from support import forkserver, ministack
 from support.bucket_faults import (
+    EXPIRED,
     SCENES,
     SERVER,
     STRIDE,
@@ -58,6 +61,38 @@ def start(work, *args):
     process = forkserver.context().Process(target=work, args=args)
     process.start()
     return process
+
+
+def killed_prune(port, run, at):
+    """What a process does that is killed before one of the requests of its removals."""
+    with ministack.s3(ministack.client(port)), hooked(Deaths(at, killed)):
+        checkpoint.prune(run, keep=1)
+    os._exit(0)
+
+
+def test_a_killed_prune_leaves_whole_steps_and_the_next_one_goes_on(port, url):
+    at, is_over = 1, False
+    while not is_over:
+        run = f"{url}-{at}/x"
+        for step in (1, 2):
+            save({"w": np.full(9, step)}, f"{run}/step-{step}")
+        process = start(killed_prune, port, run, at)
+        process.join(60)
+        is_over = process.exitcode == 0
+        with noted(f"killed before request {at}"), mock.patch.object(leases, "LEASE", EXPIRED):
+            there = [step.number for step in checkpoint.steps(run)]
+            assert there in ([1, 2], [2])
+            assert [load(f"{run}/step-{step}")["w"][0] for step in there] == there
+            checkpoint.prune(run, keep=1)
+            assert [step.number for step in checkpoint.steps(run)] == [2]
+            assert len(list(store_at(run).objects.list(f"{key_of(run)}/step-1/"))) <= 1
+        forget_all(run)
+        at += 1 if IS_FULL else 17
+    assert at > 20
+
+
+def key_of(url):
+    return url.partition("://")[2].partition("/")[2]
 
 
 @pytest.mark.parametrize("name", SCENES)

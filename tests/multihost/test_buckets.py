@@ -89,5 +89,5 @@ def kill(port, url, folder, number, kind, rank, at):
         for later in (3, 4):
             save(scenes.tree(later), url, format=kind)
         scenes.check(load(url), 4)
-        assert len({save_id for key in keys(url) for save_id in leases._ids({key})}) <= 2, keys(url)
+        assert len({save_id for key in keys(url) for save_id in leases.ids_in({key})}) <= 2, keys(url)
     return code, version

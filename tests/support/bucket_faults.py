@@ -201,7 +201,7 @@ class Layout:
         indexes = {f"x/{prefix or 'model'}.safetensors.index.json" for prefix in trees} | {f"x/{index}"}
         data = {key for key in keys if f"/{leases.LEASES}/" not in key} - indexes
         assert named <= data
-        assert not [key for key in data - named if not leases._ids({key}) & replaced]
+        assert not [key for key in data - named if not leases.ids_in({key}) & replaced]
 
 
 MEMORY = [
@@ -378,10 +378,13 @@ class Paused:
 
 @contextmanager
 def watched(
-    before: dict[threading.Thread, Hook], on_commit: dict[threading.Thread, Callable[[], None]]
+    before: dict[threading.Thread, Hook],
+    on_commit: dict[threading.Thread, Callable[[], None]],
+    *,
+    looks: bool = False,
 ) -> Iterator[None]:
-    """Call the hook of the thread that makes a request before it is sent, and another one when it begins to commit. To
-    all other threads every save looks dead."""
+    """Call the hook of the thread that makes a request before it is sent, and another one when it begins to commit.
+    Unless it `looks`, such a thread takes no save for dead."""
     request, committing, look = Objects._request, commit._commit, Leases.look
 
     def requested(self: Objects, operation: str, key: str, work: Any) -> Any:
@@ -395,7 +398,7 @@ def watched(
         return committing(*args)
 
     def looked(self: Leases) -> None:
-        if threading.current_thread() not in on_commit:
+        if looks or threading.current_thread() not in on_commit:
             look(self)
 
     with (

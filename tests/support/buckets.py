@@ -35,3 +35,13 @@ def forget(url):
     """Remove every object in a checkpoint and beside it."""
     found, start = around(url)
     found.delete([entry.key for entry in found.list(start)])
+
+
+def upload(directory, url):
+    """Put the files of a directory below a URL, as another program would."""
+    store = store_at(url)
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    names = [path.relative_to(directory).as_posix() for path in files]
+    store.objects.put_all(
+        [(store.key_of(name), path.read_bytes()) for name, path in zip(names, files, strict=True)]
+    )

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
-import math
-import os
-import re
 import signal
 import sys
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,134 +13,14 @@ import click
 from eformer._engine.record.text import printable
 from eformer._version import __version__
 from eformer.cli.buckets import store_option
+from eformer.cli.group import Commands, Size, colours, print_error, print_json, wants_bar
 from eformer.cli.rules import keep_options, rules_from
-from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from eformer._engine.tools.prune import Pruned
 
 
-def _print_error(problem: str) -> None:
-    """Print an error in red to standard error."""
-    lines = "\n".join(map(printable, problem.split("\n")))
-    click.secho(f"error: {lines}", fg="red", err=True, color=_colours())
-
-
-_INTERRUPTED = 130  # the exit code that shells use
-
-
-def _colours() -> bool | None:
-    """Allow colours on terminals, unless NO_COLOR is set: https://no-color.org"""
-    return False if os.environ.get("NO_COLOR") else None
-
-
-# Arguments of the functions, as options of the command line.
-_OPTIONS = {
-    "SaveOptions.max_shard_bytes ": "--max-shard-size ", "max_shard_bytes=": "--max-shard-size ",
-    "allow_missing=True": "--allow-missing", "memory=": "--memory ", "prefix=": "--prefix", "dtype=": "--dtype",
-    "rename=": "--rename", "config=": "--config",
-    "to=": "--to", "like=": "`like` in Python",
-}  # fmt: skip
-_ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, _OPTIONS))})")
-
-
-class _Output(io.FileIO):
-    """A standard stream that discards what is written after its reader has gone, as `head` goes after a few lines."""
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            return memoryview(data).nbytes
-
-
-@contextmanager
-def _readers_may_go() -> Iterator[None]:
-    """Finish a command although nobody reads the rest of its output: the exit code still says how it went."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(_until_closed, before)
-    try:
-        yield
-    finally:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            with suppress(OSError):  # of a full disk, which the command has reported
-                stream.flush()
-        sys.stdout, sys.stderr = before
-
-
-def _until_closed(stream: Any) -> Any:
-    if not isinstance(stream, io.TextIOWrapper):  # there is none, or a program has put in its own
-        return stream
-    try:
-        number = stream.fileno()
-    except OSError:  # it is not a file
-        return stream
-    stream.flush()
-    return io.TextIOWrapper(
-        io.BufferedWriter(_Output(number, "wb", closefd=False)),
-        encoding=stream.encoding,
-        errors="backslashreplace",  # names may contain characters that the terminal's encoding lacks
-        line_buffering=stream.line_buffering,
-    )
-
-
-class _Commands(click.Group):
-    """Turn errors into one red line, and with `--json` into JSON. `--debug` shows the traceback."""
-
-    def main(self, *args: Any, **options: Any) -> Any:
-        with _readers_may_go():
-            return super().main(*args, **options)
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.obj = "--json" in args
-        return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
-            raise
-        except (ValueError, OSError, TypeError, RuntimeError, MemoryError) as error:
-            if ctx.params.get("debug"):
-                raise
-            problem = _ARGUMENT.sub(lambda found: _OPTIONS[found[1]], str(error) or "not enough memory")
-            if ctx.obj:
-                _print_json({"error": problem})
-            _print_error(problem)
-            ctx.exit(_exit_code(ctx.invoked_subcommand, error))
-        except KeyboardInterrupt:
-            _print_error("interrupted")
-            ctx.exit(_INTERRUPTED)
-
-
-def _exit_code(command: str | None, error: Exception) -> int:
-    """Return 2 where 1 is an answer: for `diff` that the checkpoints differ, for `verify` that there is damage."""
-    is_no_answer = command == "diff" or (command == "verify" and isinstance(error, NotFoundError))
-    return 2 if is_no_answer else 1
-
-
-if TYPE_CHECKING:
-    _Number = click.ParamType[int]
-else:  # not generic in older versions of click
-    _Number = click.ParamType
-
-
-class _Size(_Number):
-    """A number of bytes, with or without a unit."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", str(value), re.IGNORECASE)
-        if not match:
-            self.fail(f"{value!r} is not a size; write 500MB, 2GB or 1.5GiB", param, ctx)
-        number, unit, binary = match.groups()
-        return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
-
-
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="eformer")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:  # noqa: ARG001  read by the group
@@ -190,7 +65,7 @@ def inspect(path: str, name: str | None, prefix: str | None, as_json: bool, svg:
     if as_json:
         for each, tree in trees.items():
             facts["trees"][each]["leaves"] = list(leaf_facts(tree))
-        _print_json(facts)
+        print_json(facts)
     else:
         from eformer.cli import terminal
 
@@ -231,13 +106,13 @@ def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) 
         if leaf["name"] in names
     ]
     if as_json:
-        _print_json(leaves)
+        print_json(leaves)
     else:
         from eformer.cli import terminal
 
         terminal.list_leaves(leaves, spellings(trees), terminal.console())
     for each, problem in facts["problems"].items():
-        _print_error(f"{each or 'the tree'} cannot be read: {problem}")
+        print_error(f"{each or 'the tree'} cannot be read: {problem}")
     if facts["problems"]:
         sys.exit(1)
 
@@ -259,15 +134,15 @@ def verify(path: str, as_json: bool, quiet: bool) -> None:
     """
     from eformer._engine.tools.verify import verify as check
 
-    report = check(path, progress=_wants_bar(quiet))
+    report = check(path, progress=wants_bar(quiet))
     if as_json:
         damages = [{name: getattr(damage, name) for name in damage.__slots__} for damage in report.damages]
         names = ("path", "trees", "leaves", "nbytes", "has_digests", "has_checksums", "left_out", "ok")
         shown = {name: getattr(report, name) for name in names}
-        _print_json(shown | {"damages": damages})
+        print_json(shown | {"damages": damages})
     elif not quiet:
         lines = "\n".join(map(printable, str(report).split("\n")))
-        click.secho(lines, fg="green" if report.ok else "red", color=_colours())
+        click.secho(lines, fg="green" if report.ok else "red", color=colours())
     if not report.ok:
         sys.exit(1)
 
@@ -289,15 +164,15 @@ def diff(a: str, b: str, prefix: str | None, as_json: bool, quiet: bool) -> None
     """
     from eformer._engine.tools.diff import diff as compare
 
-    found = compare(a, b, prefix=prefix, progress=_wants_bar(quiet))
+    found = compare(a, b, prefix=prefix, progress=wants_bar(quiet))
     if as_json:
         names = ("a", "b", "same", "added", "removed", "unchanged", "notes")
         changed = [{name: getattr(change, name) for name in change.__slots__} for change in found.changed]
-        _print_json({name: getattr(found, name) for name in names} | {"changed": changed})
+        print_json({name: getattr(found, name) for name in names} | {"changed": changed})
     elif not quiet:
-        colours = {"-": "red", "+": "green", "~": "yellow", "!": "cyan"}
+        shades = {"-": "red", "+": "green", "~": "yellow", "!": "cyan"}
         for line in str(found).split("\n"):
-            click.secho(printable(line), fg=colours.get(line[:1]), color=_colours())
+            click.secho(printable(line), fg=shades.get(line[:1]), color=colours())
     if not found.same:
         sys.exit(1)
 
@@ -314,7 +189,7 @@ _MOST_NOTES = 20
     help="The target format.",
 )
 @click.option("--dtype", help="Cast floating leaves: bf16, fp16, float32, ...")
-@click.option("--max-shard-size", type=_Size(), help="The most bytes in one safetensors file, such as 5GB.")
+@click.option("--max-shard-size", type=Size(), help="The most bytes in one safetensors file, such as 5GB.")
 @click.option("--prefix", help="Convert only this tree, and store it without a prefix.")
 @click.option(
     "--rename",
@@ -334,7 +209,7 @@ _MOST_NOTES = 20
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan, and write nothing.")
 @click.option(
-    "--memory", type=_Size(), default="2GB", show_default=True, help="The most memory that the program takes."
+    "--memory", type=Size(), default="2GB", show_default=True, help="The most memory that the program takes."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def convert(
@@ -385,7 +260,7 @@ def convert(
         memory=memory,
         dry_run=dry_run,
         allow_missing=allow_missing,
-        progress=_wants_bar(as_json),
+        progress=wants_bar(as_json),
     )
     if as_json:
         leaves = {
@@ -393,10 +268,10 @@ def convert(
             for prefix, converted in done.leaves.items()
         }
         names = ("source", "destination", "to", "nbytes", "notes", "kept")
-        _print_json({name: getattr(done, name) for name in names} | {"leaves": leaves, "dry_run": dry_run})
+        print_json({name: getattr(done, name) for name in names} | {"leaves": leaves, "dry_run": dry_run})
         return
     first, *lines = str(done).split("\n")
-    click.secho(printable(first), bold=True, color=_colours())
+    click.secho(printable(first), bold=True, color=colours())
     if not dry_run:
         lines = [f"! {note}" for note in done.notes[:_MOST_NOTES]]
         if (more := len(done.notes) - _MOST_NOTES) > 0:
@@ -404,7 +279,7 @@ def convert(
         if done.kept:
             lines.append(f"! {count(len(done.kept), 'name')} matched by no rule and kept")
     for line in lines:
-        click.secho(printable(line), fg="cyan" if line.startswith("!") else None, color=_colours())
+        click.secho(printable(line), fg="cyan" if line.startswith("!") else None, color=colours())
 
 
 def _parse_settings(settings: tuple[str, ...]) -> dict[str, Any] | None:
@@ -449,6 +324,7 @@ def prune(directory: str, check: bool, dry_run: bool, yes: bool, as_json: bool, 
     eformer prune ./run --keep 3 --dry-run
     eformer prune ./run --keep 3 --check --yes
     eformer prune ./run --keep 2 --keep-every 1000 --keep-best 3 --by eval.loss
+    eformer prune s3://bucket/run --keep 3
     """
     from eformer._engine.record.text import count, size
     from eformer._engine.tools.prune import prune as carry_out
@@ -465,10 +341,14 @@ def prune(directory: str, check: bool, dry_run: bool, yes: bool, as_json: bool, 
     if not dry_run:
         if plan.removed and not yes:
             click.confirm(f"Remove {what}?", abort=True)
-        remove(plan)
+        held, plan = plan.removed, remove(plan)
+        for name in held if not as_json else ():
+            if name not in plan.removed:
+                click.secho(printable(f"leave   {name}: {plan.left[name]}"), fg="cyan", color=colours())
+        what = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
     if as_json:
         names = ("directory", "removed", "kept", "left", "nbytes")
-        _print_json({name: getattr(plan, name) for name in names} | {"dry_run": dry_run})
+        print_json({name: getattr(plan, name) for name in names} | {"dry_run": dry_run})
     elif plan.removed and not dry_run:
         click.echo(f"removed {what}")
 
@@ -478,9 +358,9 @@ def _show_plan(plan: Pruned) -> None:
         click.echo(f"keep    {printable(name)}")
     for name, why in plan.left.items():
         line = printable(f"leave   {name}, which is not a complete checkpoint: {why}")
-        click.secho(line, fg="cyan", color=_colours())
+        click.secho(line, fg="cyan", color=colours())
     for name in plan.removed:
-        click.secho(f"remove  {printable(name)}", fg="red", color=_colours())
+        click.secho(f"remove  {printable(name)}", fg="red", color=colours())
 
 
 @main.command()
@@ -502,7 +382,7 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
 
     found = facts_of_steps(run, rules_from(**keep))
     if as_json:
-        _print_json({"run": run, "steps": found})
+        print_json({"run": run, "steps": found})
         return
     if not found:
         click.echo(printable(f"no steps in {run}"))
@@ -517,7 +397,7 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
         ]
         line = "  ".join(filter(None, parts))
         if step["problem"]:
-            click.secho(printable(f"{line}  damaged: {step['problem']}"), fg="red", color=_colours())
+            click.secho(printable(f"{line}  damaged: {step['problem']}"), fg="red", color=colours())
         else:
             click.echo(printable(f"{line}  would be removed" if step["is_removed"] else line))
 
@@ -555,7 +435,7 @@ def demo(directory: str | None) -> None:
     }
     if directory is None:
         tries = {"demo ./demo": "run it again and keep the files"} | tries
-    click.secho("\nTry next:", bold=True, color=_colours())
+    click.secho("\nTry next:", bold=True, color=colours())
     width = max(map(len, tries))
     for command, what in tries.items():
         click.echo(f"  eformer {command:<{width}}   {what}")
@@ -580,23 +460,3 @@ def completion(shell: str) -> None:
 
 for _command in (inspect, list_leaves, verify, diff, convert, prune, steps):
     _command.params.append(store_option())
-
-
-def _wants_bar(quiet: bool) -> bool:
-    """Tell whether to draw a progress bar: standard error is a terminal, and the user wants output."""
-    return not quiet and sys.stderr is not None and sys.stderr.isatty()
-
-
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(_as_json(value), indent=1, allow_nan=False))
-
-
-def _as_json(value: Any) -> Any:
-    """Convert to strict JSON: keys are strings, and numbers that JSON lacks become strings."""
-    if isinstance(value, dict):
-        return {key if isinstance(key, str) else repr(key): _as_json(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)

@@ -137,25 +137,20 @@ def sharding_text(sharding: RecordedSharding | None) -> str:
 def facts_of_steps(run: str, rules: Sequence[Keep]) -> list[dict[str, Any]]:
     """Describe the steps of a run. Bytes that several steps share count for the first of them."""
     from eformer._engine.runs.steps import steps
+    from eformer._engine.stores.locate import store_at
     from eformer._engine.tools.prune import plan_removal
 
     found = steps(run)
     removed = plan_removal(run, rules).removed if rules and found else ()
-    seen: set[tuple[int, int]] = set()
+    sizes = store_at(run).usage([step.name for step in found])
     facts = []
     for step in found:
         problem = step.problem()
-        nbytes = 0
-        for path in Path(step.path).rglob("*"):
-            status = path.lstat()
-            if (status.st_dev, status.st_ino) not in seen and path.is_file():
-                seen.add((status.st_dev, status.st_ino))
-                nbytes += status.st_size
         facts.append(
             {
                 "number": step.number,
                 "path": step.path,
-                "nbytes": nbytes,
+                "nbytes": sizes[step.name],
                 "saved_at": step.saved_at.isoformat() if problem is None and step.saved_at else None,
                 "why": step.why if problem is None else "",
                 "metrics": step.metrics if problem is None else {},

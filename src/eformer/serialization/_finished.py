@@ -21,7 +21,7 @@ from eformer.errors import EformerError, FormatError, NotFoundError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from eformer._engine.stores.removal import Identity
+    from eformer._engine.stores.base import Identity
 
 logger = logging.getLogger("eformer")
 

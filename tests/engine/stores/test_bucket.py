@@ -2,7 +2,11 @@
 
 import itertools
 import os
+import threading
+from collections import Counter
+from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
 from contracts.bucket import (
@@ -15,6 +19,11 @@ from contracts.bucket import (
 )
 from contracts.bucket_runs import BucketRuns
 from contracts.bucket_tools import BucketTools
+from eformer import checkpoint
+from eformer._engine.stores.locate import store_at
+from eformer.checkpoint import SaveOptions
+from support.bucket_faults import hooked
+from support.buckets import objects
 
 numbers = itertools.count()
 
@@ -52,3 +61,48 @@ class TestRuns(BucketRuns):
 
 class TestTools(BucketTools):
     """In memory."""
+
+
+# -------------------------------------------------------------------------------------------- requests
+
+
+@contextmanager
+def counted():
+    """Count requests, by operation."""
+    requests = Counter()
+    with hooked(lambda operation, _: requests.update([operation])):
+        yield requests
+
+
+def test_lengths_of_many_objects_are_listed_and_not_asked_for_one_by_one(url):
+    tree = {f"w{number}": np.full(4, number) for number in range(50)}
+    checkpoint.save(tree, f"{url}/step-1", format="tensorstore")
+    with counted() as requests:
+        assert checkpoint.steps(url)[0].problem() is None
+    assert requests.total() < 20
+    with counted() as requests:
+        assert checkpoint.verify(f"{url}/step-1").ok
+    assert requests["look up"] < 10
+    assert requests["read"] < 120  # one for each description, and one for each chunk
+
+
+def test_headers_of_files_are_verified_several_at_once(url):
+    checkpoint.save({f"w{n}": np.ones(9) for n in range(12)}, url, options=SaveOptions(max_shard_bytes=1))
+    meeting, met = threading.Barrier(4, timeout=10), []
+
+    def meet(operation, key):
+        if operation == "read" and key.endswith(".safetensors") and len(met) < 4:
+            met.append(key)
+            meeting.wait()
+
+    with hooked(meet):
+        assert checkpoint.verify(url).ok
+
+
+def test_sizes_of_all_steps_are_one_listing(url):
+    for step in range(5):
+        checkpoint.save({"w": np.ones(step)}, f"{url}/step-{step}")
+    with counted() as requests:
+        sizes = store_at(url).usage([f"step-{step}" for step in range(5)])
+    assert requests == {"list": 1}
+    assert sizes["step-4"] == sum(len(data) for key, data in objects(f"{url}/x").items() if "/step-4/" in key)

@@ -104,8 +104,8 @@ def test_settings_that_obstore_refuses_are_not_shown(account):
         {"wat": SECRET},
     ):
         with (
-            checkpoint.store_options(url, **options, **bad),
             pytest.raises((TypeError, ValueError)) as raised,
+            checkpoint.store_options(url, **options, **bad),
         ):
             store_at(url)
         assert is_clean(shown(raised.value)), bad

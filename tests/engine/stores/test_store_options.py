@@ -66,12 +66,31 @@ def test_another_environment_makes_another_client(monkeypatch):
     assert store_at("s3://rotated/a").objects is not first
 
 
-def test_an_unknown_option_is_an_error_that_lists_the_known_ones():
+@pytest.mark.parametrize("start", ["", "s3://", "s3://b"])
+def test_an_unknown_option_is_an_error_at_once_that_lists_the_known_ones(start):
+    known = r"'endpont'.*anonymous.*endpoint.*proxy_url.*S3Store"
+    with pytest.raises(TypeError, match=known) as raised:
+        store_options(start, endpont="https://SENTINEL", **credentials())
+    assert "SENTINEL" not in str(raised.value)
+    assert options_of("s3://b/x") == {}
+    with pytest.raises(TypeError, match=known):
+        save({"w": 1}, "s3://b/x", options=SaveOptions(store_options={"endpont": "x"}))
+
+
+def test_an_option_of_one_cloud_for_all_buckets_holds_for_that_cloud():
+    """Of ours, and of obstore's; for a URL of another cloud it is an error."""
+    given = {"profile": "", "account_key": "SENTINEL", "account_name": "a", "timeout": 7}
+    with store_options("", **given, **credentials(), anonymous=True):
+        s3, gcs = store_at("s3://some/x").objects, store_at("gs://some/x").objects
+        azure = store_at("az://some/x").objects
+        assert {objects._timeout for objects in (s3, gcs, azure)} == {7}
+    with store_options("gs://", region="r"), pytest.raises(ValueError, match="region is for s3 only"):
+        store_at("gs://some/x")
     with (
-        store_options("s3://b", endpont="https://SENTINEL", **credentials()),
-        pytest.raises(TypeError, match=r"'endpont'.*anonymous.*endpoint.*proxy_url.*S3Store") as raised,
+        store_options("gs://", account_key="SENTINEL"),
+        pytest.raises(TypeError, match="account_key") as raised,
     ):
-        store_at("s3://b/x")
+        store_at("gs://some/x")
     assert "SENTINEL" not in str(raised.value)
 
 

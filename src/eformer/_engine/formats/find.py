@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from eformer._engine.formats.markers import ORBAX_TREE
-from eformer._engine.formats.others import orbax, peft
+from eformer._engine.formats.others import orbax, orbax_in_bucket, peft
 from eformer._engine.formats.others import sniff as files
 from eformer._engine.formats.read_format import DirectoryReader, Place
 from eformer._engine.formats.safetensors import read as safetensors
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
-from eformer._engine.formats.steps import steps_in
+from eformer._engine.formats.steps import steps_from_last
 from eformer._engine.formats.zarr import read as arrays
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.record.names import with_nearest
@@ -125,19 +125,44 @@ def _missing(store: Store, name: str) -> NoReturn:
     raise NotFoundError(f"no checkpoint at {store.path_to(name)}{hint}")
 
 
+def _last_step(store: Store) -> Found | None:
+    """Find the last whole step of a run; None if this is not a run. Raise if it is one, and no step is whole."""
+    problems = []
+    for _, name in steps_from_last(store):
+        try:
+            found = find(store.path_to(name))
+            if (problem := problem_of(found)) is None:
+                return found
+        except (EformerError, OSError) as error:
+            problem = str(error)
+        problems.append(f"{name}: {problem}")
+    if problems:
+        raise CorruptionError(f"no step of {store.url} is whole: {few(problems)}")
+    return None
+
+
+def _steps_in_bucket(place: Place) -> Found | None:
+    """Find the last step of a run before arrays are: dead saves leave some in the directories of steps."""
+    return None if place.store.can_rename else _last_step(place.store)
+
+
 # In this order: an index of arrays settles it, and files of Orbax may lie beside safetensors files.
 DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     arrays.by_index,
     orbax.by_marks,
+    orbax_in_bucket.by_marks,
     peft.by_config,
     safetensors.by_files,
+    _steps_in_bucket,
     arrays.without_index,
 )
 
 
 def problem_of(found: Found) -> str | None:
     """Say which file of a checkpoint is missing or has another length than it should; None if none. Digests are not
-    checked."""
+    checked. What would have to be copied first is not looked at."""
+    if found.is_costly:
+        return None
     for tree in found.trees.values():
         files = found.files(tree)
         try:
@@ -153,24 +178,12 @@ def _in_directory(store: Store) -> Found:
     place = Place(store)
     for read in DIRECTORY_READERS:
         if found := read(place):
+            if found.manifest.is_empty:
+                raise NotFoundError(
+                    f"no checkpoint at {store.url}: it was removed, or never saved completely"
+                )
             return found
     return _last_step(store) or _nothing_in(store, place.names)
-
-
-def _last_step(store: Store) -> Found | None:
-    """Find the last whole step of a run; None if this is not a run. Raise if it is one, and no step is whole."""
-    problems = []
-    for _, name in reversed(steps_in(store)):
-        try:
-            found = find(store.path_to(name))
-            if (problem := problem_of(found)) is None:
-                return found
-        except (EformerError, OSError) as error:
-            problem = str(error)
-        problems.append(f"{name}: {problem}")
-    if problems:
-        raise CorruptionError(f"no step of {store.url} is whole: {few(problems)}")
-    return None
 
 
 def _nothing_in(store: Store, names: list[str]) -> NoReturn:

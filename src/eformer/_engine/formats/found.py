@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from eformer._engine.record.names import with_nearest
+from eformer._engine.stores.local_copy import copy_of
 from eformer._engine.stores.ocdbt import DatabaseFiles
-from eformer.errors import FormatError, NotFoundError
+from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -68,6 +69,7 @@ class Found:
     find_left_out   lists the files that are not read and may hold leaves
 
     is_part         True if leaves may lack boxes, which other processes hold
+    is_costly       True if everything is copied to this machine as soon as a tree is asked for
     """
 
     path: str
@@ -82,6 +84,7 @@ class Found:
     find_damages: Callable[[], Iterator[Damage]] | None = None
     find_left_out: Callable[[], tuple[str, ...]] = tuple
     is_part: bool = False
+    is_costly: bool = False
 
     def tree(self, prefix: str | None) -> TreeEntry:
         """Return the tree of a prefix; by default the one that was saved without a prefix, or the only one."""
@@ -118,8 +121,9 @@ class Found:
 def files_of(store: Store, tree: TreeEntry, versions: Mapping[str, Version] | None = None) -> Files:
     """Open the files of a tree, or the keys of its database."""
     if tree.is_database:
-        directory = store.local_path()
-        if directory is None:
-            raise FormatError(f"{store.url}: OCDBT databases can only be read from a local directory so far")
-        return DatabaseFiles(directory / tree.root, [file.name for file in tree.files])
+        names, directory = [file.name for file in tree.files], store.local_path()
+        if directory is not None:
+            return DatabaseFiles(directory / tree.root, names)
+        copy = copy_of(store, tree.root)  # TensorStore reads it by its path
+        return DatabaseFiles(copy.path, names, copy)
     return store.open([tree.path_of(number) for number in range(len(tree.files))], versions)

@@ -6,12 +6,13 @@ import operator
 import re
 from typing import TYPE_CHECKING, SupportsIndex
 
+from eformer._engine.formats.indexes import has_mark
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.safetensors.names import MANIFEST
 from eformer._engine.formats.zarr.index import INDEX
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from eformer._engine.stores.base import Store
 
@@ -47,15 +48,20 @@ def steps_in(store: Store) -> list[tuple[int, str]]:
     """List the steps of a run by number and name, the last step last. Reads no manifest.
 
     A directory without an index, a manifest or the marks of Orbax is not a step: another program made it, or its save
-    has not been committed. Where directories appear whole, one that has the name of a step of ours and something else
-    in it is damaged, and is listed.
+    has not been committed. Nor is one whose index says that it was removed. Where directories appear whole, one that
+    has the name of a step of ours and something else in it is damaged, and is listed.
     """
     return list(_steps_among(store, sorted(_names_by_number(store).items())))
 
 
+def steps_from_last(store: Store) -> Iterator[tuple[int, str]]:
+    """Find the steps of a run by number and name, the last step first. Looks only into those that are asked for."""
+    return _steps_among(store, sorted(_names_if_there(store).items(), reverse=True))
+
+
 def last_step_in(store: Store) -> tuple[int, str] | None:
     """Return the last step of a run by number and name. Looks into no other directory."""
-    return next(_steps_among(store, sorted(_names_if_there(store).items(), reverse=True)), None)
+    return next(steps_from_last(store), None)
 
 
 def name_of_step(store: Store, number: int) -> str:
@@ -70,6 +76,13 @@ def name_to_save(store: Store, number: int) -> str:
     if store.kind(name) not in (None, "directory"):
         raise FileExistsError(f"{store.path_to(name)} is a file or a link, not a directory; move it away")
     return name
+
+
+def remains_in(store: Store, known: Collection[str]) -> list[str]:
+    """List the directories that have the names of steps, and are not steps: remains of dead saves and of removals. The
+    steps that are `known` are not looked at again."""
+    names = [name for several in _names_if_there(store).values() for name in several]
+    return [name for name in names if name not in known and not _is_step(store, name)]
 
 
 def is_checkpoint(store: Store) -> bool:
@@ -100,8 +113,10 @@ def _steps_among(store: Store, names: Iterable[tuple[int, list[str]]]) -> Iterat
 
 
 def _is_step(store: Store, name: str) -> bool:
-    has_mark = any(store.is_file(f"{name}/{mark}") for mark in MARKS)
-    return has_mark or (store.can_rename and _is_ours(name) and _has_files(store, name))
+    for mark in MARKS:
+        if (is_marked := has_mark(store, name, mark)) is not False:
+            return bool(is_marked)
+    return store.can_rename and _is_ours(name) and _has_files(store, name)
 
 
 def _is_ours(name: str) -> bool:

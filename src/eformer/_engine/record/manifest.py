@@ -313,11 +313,13 @@ class CommitLog(Struct, frozen=True, omit_defaults=True):
     done    the saves that were committed last, the newest first
     dead    the saves that were given up for dead, and when: none of them may be committed any more; and single files
             of other saves that were removed: none may be named again
+    gone    whether the whole checkpoint was removed, with all that lay in its directory
     """
 
     by: str = ""
     done: tuple[str, ...] = ()
     dead: dict[str, str] = field(default_factory=dict)
+    gone: bool = False
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
@@ -351,6 +353,11 @@ class Manifest(Struct, frozen=True, kw_only=True):
     def barred(self) -> Container[str]:
         """The saves and files that no later version may name."""
         return self.log.dead if self.log else ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it says that there is no checkpoint: one was removed, or a dead save was barred."""
+        return bool(self.log) and not self.trees
 
     def has_committed(self, save_id: str) -> bool:
         """Tell whether a save was committed, even if others have replaced its tree since."""

@@ -7,7 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eformer._engine.formats.steps import MARKS
+from eformer._engine.formats.indexes import INDEXES
+from eformer._engine.formats.steps import remains_in
 from eformer._engine.record.policies import StepFacts, kept, needs_manifests
 from eformer._engine.runs.steps import scored_step, steps
 from eformer._engine.stores.base import remove_files
@@ -18,15 +19,18 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.policies import Keep
     from eformer._engine.runs.steps import Step
+    from eformer._engine.stores.base import Store
 
 
-def others(path: str, rules: Sequence[Keep], stay: Collection[int | None] = ()) -> list[Step]:
+def _others(
+    store: Store, there: Sequence[Step], rules: Sequence[Keep], stay: Collection[int | None]
+) -> list[Step]:
     """Return the steps that no rule keeps, except those in `stay`, and those that a link in the run points to. Damaged
     ones, and links to steps that are elsewhere, neither count nor go."""
-    sound = [step for step in steps(path) if step.problem() is None and not Path(step.path).is_symlink()]
+    sound = [step for step in there if step.problem() is None and not Path(step.path).is_symlink()]
     facts = [facts_of(step, rules) for step in sound]
     keep = kept(facts, rules).union(stay)
-    place = store_at(path).local_path()
+    place = store.local_path()
     linked = linked_in(Path(place)) if place is not None else set()
     return [step for step in sound if step.number not in keep and step.name not in linked]
 
@@ -41,14 +45,23 @@ def linked_in(where: Path) -> set[str]:
 
 def remove_others(path: str, rules: Sequence[Keep], stay: Collection[int | None] = ()) -> list[Step]:
     """Remove the steps that no rule keeps; return them."""
-    store, removed = store_at(path), []
-    for step in others(path, rules, stay):
+    store, there, removed = store_at(path), steps(path), []
+    for step in _others(store, there, rules, stay):
         with suppress(FileNotFoundError):  # somebody else has removed it
-            if store.remove_checkpoint(step.name, MARKS):
+            if store.remove_checkpoint(step.name, INDEXES):
                 removed.append(step)
-    there = store.kinds()
-    remove_files(store, [name for name in there if (step_of := scored_step(name)) and step_of not in there])
+    sweep(store, [step.name for step in there])
+    left = store.kinds()
+    remove_files(store, [name for name in left if (step_of := scored_step(name)) and step_of not in left])
     return removed
+
+
+def sweep(store: Store, known: Collection[str] = ()) -> None:
+    """Remove what dead saves have left in directories that are not steps. On a disk they leave none: directories appear
+    whole there."""
+    if not store.can_rename:
+        for name in remains_in(store, known):
+            store.sweep(name, INDEXES)
 
 
 def facts_of(step: Step, rules: Sequence[Keep]) -> StepFacts:

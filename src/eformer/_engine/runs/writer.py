@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import logging
 import os
 import socket
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import msgspec
 
 from eformer._engine.formats.steps import is_checkpoint, last_step_in
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
+from eformer._engine.runs.retention import sweep
 from eformer._engine.stores.base import read_whole, update_file
 from eformer.errors import FormatError, NotFoundError, SupersededError
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Store
 
 RUN_FILE = "run.json"
+
+logger = logging.getLogger("eformer")
 
 
 class _Claim(msgspec.Struct):
@@ -54,6 +58,10 @@ class Writer:
         self.store.make()
         self._refuse_checkpoint()
         update_file(self.store, RUN_FILE, lambda _: data, sweep=True)
+        try:
+            sweep(self.store)
+        except OSError as error:
+            logger.warning("%s: what dead jobs have left could not be removed: %s", self.store.url, error)
         self.has_claimed = True
 
     def _refuse_checkpoint(self) -> None:

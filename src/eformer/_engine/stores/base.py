@@ -39,6 +39,8 @@ Version = str
 
 Kind = Literal["file", "directory", "other"]
 
+MOST_EMPTY = 8192  # bytes of an index that says that there is no checkpoint
+
 _MOST_WHOLE = 2**29  # bytes
 
 
@@ -60,6 +62,29 @@ class Replaced(Struct, frozen=True):
     name: str
     mark: str
     arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+
+Identity = tuple[object, ...]
+"""Tells a checkpoint from a later one of the same name."""
+
+
+class Indexes(Protocol):
+    """How the indexes of checkpoints look, for stores in which a removal begins by replacing them.
+
+    Of the two names, the one of checkpoints whose data are directories is looked at first.
+    """
+
+    @property
+    def of_directories(self) -> str: ...
+
+    @property
+    def of_files(self) -> str: ...
+
+    def parse(self, name: str, data: bytes) -> Manifest | None:
+        """Return what an index says; None if it cannot be read."""
+
+    def empty(self, name: str, log: CommitLog) -> bytes:
+        """Return an index that says that there is no checkpoint."""
 
 
 class SwapError(Exception):
@@ -159,6 +184,10 @@ class Store(Protocol):
     def sizes(self, below: str, depth: int = 1) -> dict[str, int]:
         """Return the lengths of the files in a directory, and `depth` levels down, by path from there."""
 
+    def usage(self, names: Sequence[str]) -> dict[str, int]:
+        """Return how many bytes each file takes, and each directory with all that is in it. What several share counts
+        for the first of them."""
+
     def kind(self, name: str) -> Kind | None:
         """Tell what a name is; None if nothing has it. Links are "other"."""
 
@@ -188,9 +217,19 @@ class Store(Protocol):
     def make(self) -> None:
         """Make what the place is in, if it is not there, so that it survives a crash. An upload makes the place."""
 
-    def remove_checkpoint(self, name: str, marks: Sequence[str]) -> bool:
-        """Remove a directory that holds a checkpoint, by whose `marks` readers know it, so that nobody ever sees a part
-        of it. Return False if somebody holds it. Raise FileNotFoundError if it is gone."""
+    def identity(self, name: str, indexes: Indexes) -> Identity:
+        """Return what tells a checkpoint, a directory or a file, from a later one of the same name. Raise
+        FileNotFoundError if it is gone."""
+
+    def remove_checkpoint(self, name: str, indexes: Indexes, identity: Identity | None = None) -> bool:
+        """Remove a directory or a file that is a checkpoint so that nobody ever sees a part of it.
+
+        Return False if a reader holds it or a save to it is under way. Raise FileNotFoundError if it is gone, and
+        ValueError if it is another one than that with the `identity`.
+        """
+
+    def sweep(self, name: str, indexes: Indexes) -> None:
+        """Remove what dead saves, and removals that died, have left in a directory; "" is the place itself."""
 
     def set_aside(self, name: str, why: str, marks: Sequence[str]) -> None:
         """Let a directory be no checkpoint any more, by whose `marks` readers know it, without losing anything."""

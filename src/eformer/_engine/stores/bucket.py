@@ -8,20 +8,23 @@ remains of dead saves are found and removed.
 from __future__ import annotations
 
 import errno
+import os
 import secrets
 import threading
-import time
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from eformer._engine.record.names import is_inside
-from eformer._engine.stores.base import Entry, Replaced, SwapError
+from eformer._engine.stores.base import Entry, Replaced
+from eformer._engine.stores.bucket_removal import identity_of, remove, sweep
 from eformer._engine.stores.cache import CachedFiles
-from eformer._engine.stores.leases import LEASES, Leases, held, is_held
+from eformer._engine.stores.leases import LEASES, Leases, held
 from eformer._engine.stores.objects import PART_BYTES
+from eformer._engine.stores.swaps import swap_index
 from eformer._engine.tasks.deadline import clearing_up, time_left
 from eformer._engine.tasks.pool import cancelled_with_others
 from eformer.errors import FormatError
@@ -30,13 +33,13 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from eformer._engine.record.manifest import CommitLog, Manifest
-    from eformer._engine.stores.base import Files, Kind, Store, Version
+    from eformer._engine.stores.base import Files, Identity, Indexes, Kind, Store, Version
     from eformer._engine.stores.cache import Cache
     from eformer._engine.stores.objects import Objects, Stream
 
-_TRIES = 8  # of a put whose outcome is not known
 _MOST_KEY = 1024  # bytes, on all of Amazon's, Google's and Microsoft's
 _AHEAD = 8 * PART_BYTES  # bytes that wait to be sent
+_FEW = 8  # objects that are looked up one by one
 
 
 class BucketStore:
@@ -96,9 +99,17 @@ class BucketStore:
         return dict(sorted(kinds.items()))
 
     def sizes(self, below: str, depth: int = 1) -> dict[str, int]:
-        start = self.key_of(below) + "/"
+        start = f"{self.key_of(below) if below else self._path}/".lstrip("/")
         found = {entry.key.removeprefix(start): entry.nbytes for entry in self.objects.list(start)}
         return {name: nbytes for name, nbytes in found.items() if name.count("/") < depth}
+
+    def usage(self, names: Sequence[str]) -> dict[str, int]:
+        """List all objects below, once."""
+        start, found = f"{self._path}/" if self._path else "", dict.fromkeys(names, 0)
+        for entry in self.objects.list(start):
+            if (top := entry.key.removeprefix(start).partition("/")[0]) in found:
+                found[top] += entry.nbytes
+        return found
 
     def is_there(self) -> bool:
         try:
@@ -143,20 +154,15 @@ class BucketStore:
     def check_replaceable(self, name: str) -> None:
         """An object can always be replaced."""
 
-    def remove_checkpoint(self, name: str, marks: Sequence[str]) -> bool:
-        """Remove the marks first, unless somebody holds the checkpoint; put them back if somebody just begins to."""
-        inner = self.at(name)
-        found = {mark: data for mark in marks if (data := inner._read_if_there(mark)) is not None}
-        if not found:
-            raise FileNotFoundError(f"{inner.url} holds no checkpoint")
-        if is_held(self.objects, inner._path):
-            return False
-        self.objects.delete(inner.key_of(mark) for mark in found)
-        if is_held(self.objects, inner._path):
-            self.objects.put_all([(inner.key_of(mark), data) for mark, data in found.items()])
-            return False
-        self.objects.delete([entry.key for entry in self.objects.list(f"{inner._path}/")])
-        return True
+    def identity(self, name: str, indexes: Indexes) -> Identity:
+        return identity_of(self.objects, self.key_of(name), indexes)
+
+    def remove_checkpoint(self, name: str, indexes: Indexes, identity: Identity | None = None) -> bool:
+        return remove(self.objects, self.key_of(name), indexes, identity)
+
+    def sweep(self, name: str, indexes: Indexes) -> None:
+        if name:
+            sweep(self.objects, self.key_of(name), indexes)
 
     def set_aside(self, name: str, why: str, marks: Sequence[str]) -> None:
         """Rename the marks; the data stays where it is."""
@@ -201,10 +207,19 @@ class BucketFiles:
         return data, found.nbytes
 
     def nbytes(self, number: int) -> int:
+        if not self._versions and len(self._keys) > _FEW:
+            return self._lengths.get(self._keys[number]) or self._objects.head(self._keys[number]).nbytes
         found = self._objects.head(self._keys[number])
         if self._versions.get(number, found.version) != found.version:
             raise FileNotFoundError(f"{self._objects.path_to(self._keys[number])} was replaced")
         return found.nbytes
+
+    @cached_property
+    def _lengths(self) -> dict[str, int]:
+        """The lengths of all objects in the directories of these, by one listing."""
+        tops = {key.rpartition("/")[0] for key in self._keys}
+        below = os.path.commonpath(tops)
+        return {entry.key: entry.nbytes for entry in self._objects.list(f"{below}/" if below else "")}
 
     def map(self, number: int) -> None:
         """Raise, because objects are not in files."""
@@ -364,34 +379,8 @@ class BucketUpload:
             self._leases.retire()
 
     def swap(self, name: str, data: bytes, expected: Version | None) -> None:
-        """Replace the index. After a refusal or an error only the object itself can tell what has happened."""
-        key = f"{self._path}/{name}"
         self._has_asked = True  # first of all: this may be interrupted anywhere
-        for attempt in range(_TRIES):
-            problem: OSError | None = None
-            try:
-                if self._objects.swap(key, data, expected):
-                    return
-            except OSError as error:
-                problem = error
-            there = self._look(key)
-            if there is not None and there[0] == data:
-                return
-            version = there[1] if there else None
-            if problem is None and version == expected and expected and self._objects.use_unquoted_etags():
-                continue
-            if problem is None or version != expected:
-                raise SwapError(f"{self._objects.path_to(key)} is not the one that was read")
-            if attempt == _TRIES - 1:
-                raise problem
-            time.sleep(min(2.0, 0.05 * 2**attempt))
-
-    def _look(self, key: str) -> tuple[bytes, Version] | None:
-        try:
-            data, found = self._objects.read(key)
-        except FileNotFoundError:
-            return None
-        return bytes(data), found.version
+        swap_index(self._objects, f"{self._path}/{name}", data, expected)
 
     def withdraw(self) -> None:
         """Remove the new objects, unless a request to name them may still arrive. Then the next save removes them, once

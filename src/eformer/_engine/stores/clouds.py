@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from eformer._engine.stores.bucket import BucketStore
+from eformer._engine.stores.known_options import STORES, is_for, known
 from eformer._engine.stores.objects import Objects
 from eformer._engine.stores.redact import Redactor
 from eformer._engine.stores.settings import (
-    CLIENT_OPTIONS,
-    OWN_OPTIONS,
     OfBoto3,
     OfGoogleAuth,
     Settings,
@@ -26,7 +25,6 @@ _REQUEST = 60.0  # seconds for one try of one request, which sends at most a par
 _CONNECT = 10.0
 _RETRY = 120.0  # after which a request is not tried again
 _making = threading.Lock()
-_STORES = {"s3": "S3Store", "gcs": "GCSStore", "azure": "AzureStore"}
 
 
 def bucket_at(url: str) -> BucketStore:
@@ -46,7 +44,7 @@ def objects_at(address: Address, url: str) -> Objects:
 
 def _settings(address: Address, url: str) -> Settings:
     try:
-        return settings_of(address, options_of(url), os.environ)
+        return settings_of(address, options_of(url, partial(is_for, address.cloud)), os.environ)
     except ValueError as error:
         text = str(error)
         raise ValueError(text if address.url in text else f"{address.url}: {text}") from None
@@ -72,24 +70,17 @@ def _client(cloud: str, url: str, bucket: str, settings: Settings) -> Any:
     if (provider := _provider(url, settings.login)) is not None:
         how["credential_provider"] = provider
     try:
-        return getattr(store, _STORES[cloud])(
+        return getattr(store, STORES[cloud])(
             bucket, client_options=_client_options(settings), retry_config=_retry_config(settings), **how
         )
     except exceptions.UnknownConfigurationKeyError as error:
-        raise TypeError(f"{url}: {_first_line(hide, error)} {_known(cloud)}") from None
+        raise TypeError(f"{url}: {_first_line(hide, error)} {known([cloud])}") from None
     except (exceptions.BaseError, ValueError, TypeError) as error:
         raise ValueError(f"{url}: obstore does not accept the settings: {_first_line(hide, error)}") from None
 
 
 def _first_line(hide: Redactor, error: Exception) -> str:
     return hide(str(error).partition("\n")[0])
-
-
-def _known(cloud: str) -> str:
-    return (
-        f"Store options are {', '.join(OWN_OPTIONS)}; those of obstore's client, {', '.join(CLIENT_OPTIONS)}; and "
-        f"those of its {_STORES[cloud]}."
-    )
 
 
 def _client_options(settings: Settings) -> dict[str, Any]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from eformer._engine.stores.base import Kind, Upload, Version
+    from eformer._engine.stores.base import Identity, Indexes, Kind, Upload, Version
 
 _URL = re.compile(
     r"hf://(?P<model>[^/@]+/[^/@]+)(@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?(/(?P<path>.*))?"
@@ -231,6 +231,15 @@ class HubStore:
         found = self._below(below)
         return {path: file.nbytes for path, file in found.items() if path.count("/") < depth}
 
+    def usage(self, names: Sequence[str]) -> dict[str, int]:
+        files = self._below("")
+        return {
+            name: sum(
+                file.nbytes for path, file in files.items() if path == name or path.startswith(f"{name}/")
+            )
+            for name in names
+        }
+
     def _below(self, below: str) -> dict[str, _File]:
         """Return the files in and below a directory, by path from there."""
         start = "".join(f"{part}/" for part in (self._path, below) if part)
@@ -296,7 +305,13 @@ class HubStore:
     def check_replaceable(self, name: str) -> None:
         refuse_to_write(self.path_to(name))
 
-    def remove_checkpoint(self, name: str, marks: Sequence[str]) -> bool:
+    def identity(self, name: str, indexes: Indexes) -> Identity:
+        refuse_to_write(self.path_to(name))
+
+    def remove_checkpoint(self, name: str, indexes: Indexes, identity: Identity | None = None) -> bool:
+        refuse_to_write(self.path_to(name))
+
+    def sweep(self, name: str, indexes: Indexes) -> None:
         refuse_to_write(self.path_to(name))
 
     def set_aside(self, name: str, why: str, marks: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from eformer._engine.record.manifest import CommitLog
 from eformer.errors import SupersededError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from eformer._engine.record.manifest import Manifest
     from eformer._engine.stores.objects import Object, Objects
@@ -31,20 +31,23 @@ LEASES = ".eformer-leases"
 LEASE = 900.0  # seconds
 _HEARTBEAT = 60.0
 _MOST_AGE = 24 * 3600.0  # of a save
-_DEAD_FOR = dt.timedelta(hours=48)  # twice as long as a save may take: then nobody can commit it any more
+DEAD_FOR = dt.timedelta(hours=48)  # twice as long as a save may take: then nobody can commit it any more
 _DONE = 64
 
 _HOLD = "hold-"  # begins the name of a reader's lease
+_REMOVAL = "removal-"  # and that of somebody who removes the index
+_PAUSE = 0.5  # seconds
 
 _ID = re.compile(r"\.([0-9a-f]{16})(?![0-9a-f])")
 
 
-class _Renewed:
+class Renewed:
     """An object that is put again and again, until it is stopped or its process dies."""
 
     def __init__(self, objects: Objects, key: str) -> None:
         self._objects, self.key = objects, key
         self._is_over, self._renewing = threading.Event(), threading.Lock()
+        self._put_at = _now()
 
     def begin(self) -> None:
         self._put()
@@ -62,7 +65,14 @@ class _Renewed:
                     self._put()
 
     def _put(self) -> None:
+        now = _now()
         self._objects.put(self.key, b"{}")
+        self._put_at = now
+
+    @property
+    def age(self) -> float:
+        """How many seconds ago it was put, at most."""
+        return _age(self._put_at)
 
     def stop(self) -> None:
         self._is_over.set()
@@ -83,7 +93,7 @@ class Leases:
     def __init__(self, objects: Objects, path: str, own: str) -> None:
         self._objects, self._path, self._own = objects, path, own
         self._began = _now()
-        self._lease = _Renewed(objects, self._key(own))
+        self._lease = Renewed(objects, self._key(own))
         self._now: dt.datetime | None = None  # of the server
         self._expired: dict[str, list[str]] = {}  # saves, and their leases
         self._replaced: set[str] = set()
@@ -112,10 +122,9 @@ class Leases:
     def look(self) -> None:
         """Find the saves all of whose leases have run out."""
         leases: dict[str, list[Object]] = {}
-        for entry in self._objects.list(f"{self._path}/{LEASES}/"):
-            if _is_hold(entry.key):
-                continue
-            leases.setdefault(entry.key.rpartition("/")[2].partition(".")[0], []).append(entry)
+        for entry in self._list():
+            if not (is_hold(entry) or is_removal(entry)):
+                leases.setdefault(name_of(entry).partition(".")[0], []).append(entry)
         self._expired, self._now = {}, None
         if leases.keys() - {self._own}:
             self._now = self._lease.renew()
@@ -126,6 +135,18 @@ class Leases:
                 if save_id != self._own and all(entry.modified < late for entry in entries)
             }
 
+    def _list(self) -> list[Object]:
+        """List the leases. Whoever removes the index is waited for: the removal has no condition."""
+        while True:
+            entries = list(self._objects.list(f"{self._path}/{LEASES}/"))
+            removals = [entry for entry in entries if is_removal(entry)]
+            if not removals:
+                return entries
+            late = self._lease.renew() - dt.timedelta(seconds=LEASE)
+            if all(entry.modified < late for entry in removals):
+                return entries
+            time.sleep(_PAUSE)
+
     def log(self, before: Manifest, after: Manifest) -> CommitLog:
         """Return what the next index says of saves: which are done, and what is dead.
 
@@ -135,17 +156,17 @@ class Leases:
         self._refuse_dead(said, named - was)
         if self._objects.is_unconditional:  # nobody can be barred: only what was replaced may go
             self._expired = {i: leases for i, leases in self._expired.items() if i in said.done}
-        self._replaced = _ids(was - named)
-        self._dead = set(self._expired) - _ids(named)
+        self._replaced = ids_in(was - named)
+        self._dead = set(self._expired) - ids_in(named)
         if partly := set(self._expired) - self._dead:
-            self._dead |= {name for name in self._files() if _ids({name}) & partly and name not in named}
+            self._dead |= {name for name in self._files() if ids_in({name}) & partly and name not in named}
         dead = {**said.dead, **{name: self._time() for name in self._dead}}
         return CommitLog(secrets.token_hex(8), (self._own, *said.done)[:_DONE], self._still_dead(dead))
 
     def _refuse_dead(self, said: CommitLog, new: set[str]) -> None:
         """Raise if the index bars what this save would make it name, itself or what it has kept of others; or may have
         barred it so long ago that it does not say so any more."""
-        if said.dead.keys() & {self._own, *new, *_ids(new)} or _age(self._began) > _MOST_AGE:
+        if said.dead.keys() & {self._own, *new, *ids_in(new)} or _age(self._began) > _MOST_AGE:
             raise self.superseded()
 
     def superseded(self) -> SupersededError:
@@ -162,9 +183,7 @@ class Leases:
         return self._now.isoformat(timespec="seconds")
 
     def _still_dead(self, dead: dict[str, str]) -> dict[str, str]:
-        if self._now is None:
-            return dead
-        return {i: at for i, at in dead.items() if self._now - dt.datetime.fromisoformat(at) < _DEAD_FOR}
+        return dead if self._now is None else still_dead(dead, self._now)
 
     def retire(self) -> None:
         """Give what is replaced a lease, from which on it stays for a while."""
@@ -188,11 +207,11 @@ class Leases:
             return
         directories, objects = self._objects.children(self._path)
         for name in directories:
-            if _ids({name}) & dead:
+            if ids_in({name}) & dead:
                 yield from (found.key for found in self._objects.list(f"{self._path}/{name}/"))
         for found in objects:
             name = found.key.rpartition("/")[2]
-            if name in dead or _ids({name}) & dead:
+            if name in dead or ids_in({name}) & dead:
                 yield found.key
 
 
@@ -205,8 +224,12 @@ def _names(manifest: Manifest) -> Iterator[str]:
             yield from (file.name for file in tree.files)
 
 
-def _ids(names: set[str]) -> set[str]:
+def ids_in(names: Iterable[str]) -> set[str]:
     return {found for name in names for found in _ID.findall(name)}
+
+
+def still_dead(dead: dict[str, str], now: dt.datetime) -> dict[str, str]:
+    return {name: at for name, at in dead.items() if now - dt.datetime.fromisoformat(at) < DEAD_FOR}
 
 
 def _now() -> tuple[float, float]:
@@ -224,7 +247,7 @@ def _age(began: tuple[float, float]) -> float:
 @contextmanager
 def held(objects: Objects, path: str, url: str) -> Iterator[str]:
     """Keep a checkpoint from being removed."""
-    lease = _Renewed(objects, f"{path}/{LEASES}/{_HOLD}{secrets.token_hex(8)}")
+    lease = Renewed(objects, f"{path}/{LEASES}/{_HOLD}{secrets.token_hex(8)}")
     lease.begin()
     try:
         yield url
@@ -232,16 +255,23 @@ def held(objects: Objects, path: str, url: str) -> Iterator[str]:
         lease.end()
 
 
-def is_held(objects: Objects, path: str) -> bool:
-    """Tell whether somebody holds a checkpoint whose lease has not run out."""
-    holds = [entry for entry in objects.list(f"{path}/{LEASES}/") if _is_hold(entry.key)]
-    if not holds:
-        return False
-    clock = _Renewed(objects, f"{path}/{LEASES}/{_HOLD}clock")
-    late = clock.renew() - dt.timedelta(seconds=LEASE)
-    clock.end()
-    return any(entry.modified >= late for entry in holds if entry.key != clock.key)
+def removing(objects: Objects, path: str) -> Renewed:
+    """Return a lease, not yet put, that keeps saves from committing while the index is removed."""
+    return Renewed(objects, f"{path}/{LEASES}/{_REMOVAL}{secrets.token_hex(8)}")
 
 
-def _is_hold(key: str) -> bool:
-    return key.rpartition("/")[2].startswith(_HOLD)
+def name_of(lease: Object) -> str:
+    return lease.key.rpartition("/")[2]
+
+
+def is_hold(lease: Object) -> bool:
+    return name_of(lease).startswith(_HOLD)
+
+
+def is_removal(lease: Object) -> bool:
+    return name_of(lease).startswith(_REMOVAL)
+
+
+def is_save(lease: Object) -> bool:
+    """Tell whether this is the lease of a save, and not of what another one has replaced."""
+    return not (is_hold(lease) or is_removal(lease) or "." in name_of(lease))

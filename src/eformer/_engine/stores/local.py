@@ -5,15 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eformer._engine.stores.base import Entry
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.durable import make_directories, replaceable_mode, sync_directory
-from eformer._engine.stores.inside import open_inside, read_range, version_of
-from eformer._engine.stores.journal import has_unfinished
+from eformer._engine.stores.inside import open_inside, read_range, version_of, walk
+from eformer._engine.stores.journal import has_unfinished, sweep_dead
 from eformer._engine.stores.local_files import LocalFiles
 from eformer._engine.stores.local_upload import LocalUpload
 from eformer._engine.stores.removal import identity_of, remove_checkpoint, set_aside
@@ -22,7 +22,7 @@ from eformer._engine.tasks.pool import default_threads
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from eformer._engine.stores.base import Kind, Version
+    from eformer._engine.stores.base import Identity, Indexes, Kind, Version
 
 
 _MOST_PATH = 4096  # bytes
@@ -107,6 +107,22 @@ class LocalStore:
                         todo.append((path, level + 1))
         return sizes
 
+    def usage(self, names: Sequence[str]) -> dict[str, int]:
+        seen: set[tuple[int, int]] = set()
+        return {name: self._usage(self.path / name, seen) for name in names}
+
+    def _usage(self, top: Path, seen: set[tuple[int, int]]) -> int:
+        """Count the bytes of files that were not `seen` yet, and add them to those."""
+        nbytes = 0
+        with suppress(FileNotFoundError):  # somebody removes them
+            for file in [entry.path for entry in walk(top)] if top.is_dir() else [top]:
+                status = os.lstat(file)
+                identity = (status.st_dev, status.st_ino)
+                if stat.S_ISREG(status.st_mode) and identity not in seen:
+                    seen.add(identity)
+                    nbytes += status.st_size
+        return nbytes
+
     def kind(self, name: str) -> Kind | None:
         try:
             mode = (self.path / name).lstat().st_mode
@@ -151,9 +167,17 @@ class LocalStore:
         with Directory.open(self.path) as directory:
             replaceable_mode(directory, name)
 
-    def remove_checkpoint(self, name: str, marks: Sequence[str]) -> bool:
-        remove_checkpoint(self.path, name, identity_of(self.path / name))
+    def identity(self, name: str, indexes: Indexes) -> Identity:
+        return identity_of(self.path / name)
+
+    def remove_checkpoint(self, name: str, indexes: Indexes, identity: Identity | None = None) -> bool:
+        now = identity_of(self.path / name)  # raises if it is gone
+        remove_checkpoint(self.path, name, identity or now)
         return True
+
+    def sweep(self, name: str, indexes: Indexes) -> None:
+        with Directory.open(self.path) as place:
+            sweep_dead(place, name)
 
     def set_aside(self, name: str, why: str, marks: Sequence[str]) -> None:
         set_aside(self.path, name, why)

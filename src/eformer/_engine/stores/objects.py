@@ -304,7 +304,7 @@ class Objects:
         took, why = time.monotonic() - began, told()
         over = f"; {why} is over" if why else ""
         return TimeoutError(
-            f"{self.path_to(key)}: the server has not answered a request to {operation} it for {took:.1f} s{over}"
+            f"{self.path_to(key)}: the server has not answered a request to {_to(operation)} for {took:.1f} s{over}"
         )
 
     def _explained(self, error: BaseException, operation: str, key: str, began: float) -> BaseException:
@@ -317,15 +317,19 @@ class Objects:
         if isinstance(error, (exceptions.AlreadyExistsError, exceptions.PreconditionError)):
             return _RefusedError(where)
         if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
-            return PermissionError(f"{where}: the server refuses to {operation} it: {text}")
+            return PermissionError(f"{where}: the server refuses to {_to(operation)}: {text}")
         if isinstance(error, exceptions.BaseError):
             if operation == "read" and _PAST_END.search(text):
                 return _PastEndError(where)
             if any(sign in str(error) for sign in _SLOW):
                 return self._slow(operation, key, began)
             took = time.monotonic() - began
-            return OSError(f"{where}: to {operation} it failed after {took:.1f} s: {text}")
+            return OSError(f"{where}: to {_to(operation)} failed after {took:.1f} s: {text}")
         return error
+
+
+def _to(operation: str) -> str:
+    return "look it up" if operation == "look up" else f"{operation} it"
 
 
 class Stream:

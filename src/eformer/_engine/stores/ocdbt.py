@@ -182,10 +182,11 @@ def _join_branches(directory: Path) -> bool:
 
 
 class DatabaseFiles:
-    """The values of a database, read as files."""
+    """The values of a database, read as files. `keep` is what the directory must not outlive."""
 
-    def __init__(self, directory: Path, names: Sequence[str]) -> None:
+    def __init__(self, directory: Path, names: Sequence[str], keep: object = None) -> None:
         require_plain_files(directory)
+        self._keep = keep
         self._store = _open(directory)
         self.directory, self.names = directory, names
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from eformer._engine.stores.base import Kind
+    from eformer._engine.stores.base import Identity, Kind
 
 logger = logging.getLogger("eformer")
 
@@ -270,8 +270,6 @@ def _remove_database_files(folder: Directory, kinds: Mapping[str, Kind]) -> None
 
 
 # --------------------------------------------------------------------------------------- checkpoints
-
-Identity = tuple[int, int, int]
 
 
 def identity_of(path: Path) -> Identity:

@@ -58,7 +58,7 @@ CLIENT_OPTIONS = (
     "root_certificate",
     "user_agent",
 )
-_ONLY_FOR = {
+ONLY_FOR = {
     "profile": "s3",
     "region": "s3",
     "signed_payload": "s3",
@@ -140,7 +140,7 @@ class Settings:
 
 def settings_of(address: Address, options: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     """Return the settings for a bucket. Options win over the URL, and the URL over the environment."""
-    for name, cloud in _ONLY_FOR.items():
+    for name, cloud in ONLY_FOR.items():
         if name in options and address.cloud != cloud:
             raise ValueError(f"{address.url}: the store option {name} is for {cloud} only")
     decide = {"s3": _s3, "gcs": _gcs, "azure": _azure}[address.cloud]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, Self
 
+from eformer._engine.stores.known_options import require_known
 from eformer._engine.stores.urls import is_bucket_url
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 _lock = threading.Lock()
 _given: dict[str, list[dict[str, Any]]] = {}  # by the beginning of a URL; the last one counts most
@@ -20,7 +21,8 @@ def store_options(url: str | os.PathLike[str], /, **options: Any) -> StoreOption
     """Set options of all buckets whose URLs begin with `url`, until the end of a `with` block or of the process.
 
     "s3://bucket/run" means that place and all below it, "s3://" all buckets of S3, and "" all buckets. Options of a
-    longer URL win over those of a shorter one, and all of them over the environment.
+    longer URL win over those of a shorter one, and all of them over the environment. An option for all buckets holds
+    for those of the clouds that have it; one that no cloud has is an error at once.
 
     endpoint           the address of the server, such as "https://minio.example.com"; http only for this machine, or
                        with allow_http
@@ -50,6 +52,7 @@ class StoreOptions:
     """Options that are in effect until the end of a `with` block, or of the process."""
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
+        require_known(url, options)
         self._url, self._options = url, options
         with _lock:
             _given.setdefault(_plain(url), []).append(options)
@@ -73,18 +76,20 @@ def remember(path: str | os.PathLike[str], options: Mapping[str, Any] | None) ->
         return
     if not is_bucket_url(str(path)):
         raise ValueError(f"store_options are for buckets; {path} is a local path")
+    require_known(str(path), options)
     with _lock:
         _remembered[_plain(str(path))] = dict(options)
 
 
-def options_of(url: str) -> dict[str, Any]:
-    """Return the options for a URL."""
+def options_of(url: str, is_for: Callable[[str], bool] = lambda _: True) -> dict[str, Any]:
+    """Return the options for a URL; of those for all buckets only the ones that are for its cloud."""
     with _lock:
         return {
             name: value
             for start in _beginnings(url)
             for options in (*_given.get(start, ()), _remembered.get(start, {}))
             for name, value in options.items()
+            if start or is_for(name)
         }
 
 

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import os
+import os  # noqa: TC003
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eformer._engine.formats.find import find, problem_of
+from eformer._engine.formats.indexes import INDEXES, is_removed
 from eformer._engine.formats.others import orbax
-from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX, split_shard
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, split_shard
+from eformer._engine.formats.steps import MARKS
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
 from eformer._engine.formats.zarr.zarray import ZARRAY
 from eformer._engine.record.policies import keep_from, kept
 from eformer._engine.runs.retention import facts_of, linked_in
 from eformer._engine.runs.steps import Step, score_name
-from eformer._engine.stores.directory import Directory
-from eformer._engine.stores.inside import walk
-from eformer._engine.stores.journal import sweep_dead
-from eformer._engine.stores.local import LocalStore
-from eformer._engine.stores.local_paths import local_path
-from eformer._engine.stores.removal import Identity, identity_of, remove_checkpoint, remove_file
+from eformer._engine.stores.base import remove_files
+from eformer._engine.stores.locate import store_at
 from eformer._engine.tools.verify import verify
 from eformer.errors import CorruptionError, EformerError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from eformer._engine.record.policies import Keep
+    from eformer._engine.stores.base import Identity, Kind, Store
 
 _STEP = re.compile(r"(?P<before>.*?)(?P<step>\d+)(?P<after>\.(safetensors|npz|msgpack|eqx))?")
 
@@ -50,7 +50,8 @@ class Pruned:
     kept: tuple[str, ...]
     left: dict[str, str]
     nbytes: int
-    identities: tuple[Identity, ...] = field(default=(), repr=False)  # of `removed`
+    sizes: dict[str, int] = field(default_factory=dict, repr=False)  # of `removed`, as were the identities
+    identities: tuple[Identity, ...] = field(default=(), repr=False)
 
 
 def prune(
@@ -64,7 +65,8 @@ def prune(
 
     Checkpoints are recognized by a name that ends in the step: run-100, step_200, 300. Series with different names
     (ema-100 beside run-100) are counted separately. Entries that cannot be read do not count and are never deleted;
-    nor are the newest of a series, and checkpoints that a symbolic link in the directory points to.
+    nor are the newest of a series, and checkpoints that a symbolic link in the directory points to. In a bucket, those
+    that a reader holds or that are being saved to stay, too, and are in `left`.
 
     keep      how many checkpoints of each series stay, or rules as for `Run`, which are a union
     check     verify the checkpoints that stay first; if one is damaged, delete nothing
@@ -81,9 +83,7 @@ def prune(
     plan = plan_removal(directory, keep)
     if check:
         _require_sound(plan)
-    if not dry_run:
-        remove(plan)
-    return plan
+    return plan if dry_run else remove(plan)
 
 
 def plan_removal(directory: str | os.PathLike[str], keep: int | Keep | Sequence[Keep]) -> Pruned:
@@ -92,27 +92,29 @@ def plan_removal(directory: str | os.PathLike[str], keep: int | Keep | Sequence[
         raise ValueError(f"keep={keep}: at least one checkpoint must stay")
     if not (rules := keep_from(keep)):
         raise ValueError(f"keep={keep!r}: no rule says which checkpoints stay")
-    where = local_path(directory)
-    if not where.is_dir():
-        raise NotFoundError(f"{where} is not a directory")
-    _refuse_checkpoint(where)
-    series, left = _series(where)
-    linked = linked_in(where)
+    store = store_at(directory)
+    if not store.is_there():
+        raise NotFoundError(f"{store.url} is not a directory")
+    _refuse_checkpoint(store)
+    series, left = _series(store)
+    place = store.local_path()
+    linked = linked_in(place) if place is not None else set()
     others = {step.name for one in series for step in _others(one, rules)} - linked
     names = [step.name for one in series for step in one]
     removed, stay = [n for n in names if n in others], [n for n in names if n not in others]
     if not names:
-        raise NotFoundError(f"{where} has no checkpoints named by their steps, such as run-100")
-    there = {name: facts for name in removed if (facts := _facts_of(where / name)) is not None}
-    nbytes = sum(nbytes for nbytes, _ in there.values())
-    identities = tuple(identity for _, identity in there.values())
-    return Pruned(str(where), tuple(there), tuple(stay), left, nbytes, identities)
+        raise NotFoundError(f"{store.url} has no checkpoints named by their steps, such as run-100")
+    identities = {name: found for name in removed if (found := _identity(store, name)) is not None}
+    sizes = store.usage([*identities])
+    return Pruned(
+        store.url, (*identities,), (*stay,), left, sum(sizes.values()), sizes, (*identities.values(),)
+    )
 
 
-def _facts_of(path: Path) -> tuple[int, Identity] | None:
-    """Return the size of a checkpoint and its identity; None if it has gone: the run removes steps, too."""
+def _identity(store: Store, name: str) -> Identity | None:
+    """Return the identity of a checkpoint; None if it has gone: the run removes steps, too."""
     try:
-        return _nbytes(path), identity_of(path)
+        return store.identity(name, INDEXES)
     except FileNotFoundError:
         return None
 
@@ -123,56 +125,70 @@ def _others(series: Sequence[Step], rules: Sequence[Keep]) -> list[Step]:
     return [step for step in series if step.number not in stay]
 
 
-def remove(plan: Pruned) -> None:
+def remove(plan: Pruned) -> Pruned:
     """Delete exactly the planned checkpoints, with their scores. Raise if one has been replaced since.
 
-    Then sweep what saves that died have left: nobody has seen it, so nobody needs to be asked.
+    Then sweep what saves that died have left: nobody has seen it, so nobody needs to be asked. Return what was done:
+    a checkpoint in a bucket that somebody holds stays.
     """
-    where = Path(plan.directory)
+    store, held = store_at(plan.directory), {}
+    there = store.kinds()
     for name, identity in zip(plan.removed, plan.identities, strict=True):
-        if os.path.lexists(where / name):  # else the run has removed it
-            remove_checkpoint(where, name, identity)
-        remove_file(where, score_name(name))
-    with Directory.open(where) as place:
-        sweep_dead(place)
-        for name, kind in place.kinds().items():
-            if kind == "directory" and not name.startswith(".") and _STEP.fullmatch(name):
-                sweep_dead(place, name)
+        with suppress(FileNotFoundError):  # the run has removed it
+            if not store.remove_checkpoint(name, INDEXES, identity):
+                held[name] = "a reader holds it, or a save to it is under way"
+                continue
+        remove_files(store, [score for score in [score_name(name)] if score in there])
+    _sweep(store, () if store.can_rename else plan.kept)
+    removed = tuple(name for name in plan.removed if name not in held)
+    nbytes = sum(plan.sizes[name] for name in removed)
+    return replace(plan, removed=removed, left=plan.left | held, nbytes=nbytes)
 
 
-def _refuse_checkpoint(where: Path) -> None:
+def _sweep(store: Store, known: Collection[str]) -> None:
+    """Sweep a run, and all directories in it that have the name of a step, except for steps that are known."""
+    store.sweep("", INDEXES)
+    for name, kind in store.kinds().items():
+        if kind == "directory" and name not in known and not name.startswith(".") and _STEP.fullmatch(name):
+            store.sweep(name, INDEXES)
+
+
+def _refuse_checkpoint(store: Store) -> None:
     """Refuse a directory that is one checkpoint, whose files may be numbered like steps."""
-    names = list(LocalStore(where).kinds())
-    marks = (MANIFEST, INDEX, ZARRAY, *orbax.marks(where))
+    names, place = list(store.kinds()), store.local_path()
+    marks = (*MARKS, ZARRAY, *(orbax.marks(place) if place is not None else ()))
     if index := [name for name in names if name in marks or name.endswith(INDEX_SUFFIX)]:
         raise ValueError(
-            f"{where} is itself a checkpoint: it contains {index[0]}. Pass the directory that contains the steps"
+            f"{store.url} is itself a checkpoint: it contains {index[0]}. Pass the directory that contains the steps"
         )
 
 
-def _series(where: Path) -> tuple[list[list[Step]], dict[str, str]]:
+def _series(store: Store) -> tuple[list[list[Step]], dict[str, str]]:
     """List complete checkpoints by series, in order of their steps; and the names of other entries with the reason."""
     steps: dict[tuple[str, str], list[Step]] = defaultdict(list)
     left: dict[str, str] = {}
-    for name in list(LocalStore(where).kinds()):
+    for name, kind in store.kinds().items():
         match = _STEP.fullmatch(name)
         is_shard = split_shard(name.removesuffix(SUFFIX)) is not None
-        if not match or is_shard or name.startswith(".") or (where / name).is_symlink():
+        if not match or is_shard or name.startswith(".") or Path(store.path_to(name)).is_symlink():
             continue
-        if problem := _problem(where / name):
+        if kind == "directory" and is_removed(store, name):
+            continue
+        if problem := _problem(store, name, kind):
             left[name] = problem
         else:
-            steps[match["before"], match["after"] or ""].append(Step(int(match["step"]), str(where / name)))
+            step = Step(int(match["step"]), store.path_to(name))
+            steps[match["before"], match["after"] or ""].append(step)
     return [sorted(found, key=lambda step: (step.number, step.name)) for found in steps.values()], left
 
 
-def _problem(path: Path) -> str | None:
+def _problem(store: Store, name: str, kind: Kind) -> str | None:
     """Say why this is not a complete checkpoint, or return None. Digests are not checked."""
     try:
-        if path.is_dir() and (path / ZARRAY).exists():
+        if kind == "directory" and store.exists(f"{name}/{ZARRAY}"):
             return "it is a single array"
-        found = find(path)
-        if found.manifest.format == ARRAYS and not (path / INDEX).exists():
+        found = find(store.path_to(name))
+        if found.manifest.format == ARRAYS and not store.exists(f"{name}/{INDEX}"):
             return "it contains arrays without an index, and perhaps other data"
         return problem_of(found)
     except (EformerError, OSError) as error:
@@ -181,13 +197,6 @@ def _problem(path: Path) -> str | None:
 
 def _require_sound(plan: Pruned) -> None:
     for name in plan.kept:
-        report = verify(Path(plan.directory) / name)
+        report = verify(store_at(plan.directory).path_to(name))
         if report.damages:
             raise CorruptionError(f"nothing was removed, because a checkpoint to keep is damaged: {report}")
-
-
-def _nbytes(path: Path) -> int:
-    if path.is_file():
-        return path.stat().st_size
-    files = (entry for entry in walk(path) if entry.is_file(follow_symlinks=False))
-    return sum(entry.stat(follow_symlinks=False).st_size for entry in files)

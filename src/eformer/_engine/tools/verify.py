@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from eformer._engine.formats.find import ReplacedError, reread, was_replaced
@@ -12,6 +13,7 @@ from eformer._engine.loading.read_plan import Want
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.record.text import count, few
 from eformer._engine.stores.cache import caching
+from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import metered
 from eformer.errors import Damage, FormatError
 
@@ -134,26 +136,35 @@ def _damages(found: Found, tree: TreeEntry, meter: Meter) -> list[Damage]:
     except (FileNotFoundError, FormatError) as error:
         return [Damage("", tree.root, 0, 0, f"cannot be read: {error}")]
     try:
-        damages: list[Damage] = []
-        lost: dict[int, str] = {}  # files that cannot be read, and why
-        for number in range(len(tree.files)):
-            try:
-                damages += _file_damages(tree, number, files)
-            except (OSError, FormatError) as error:
-                lost[number] = str(error)
-                if tree.files[number].header_nbytes == tree.files[number].nbytes:
-                    damages.append(_lost_header(tree, number, str(error)))
+        store = found.store
+        damages, lost = _damages_of_files(tree, files, store.read_threads)
         wants = []
         for name, entry in tree.leaves.items():
             if extents := [extent for extent in entry.extents if extent.file in lost]:
                 damages += [_lost_extent(name, extent, tree, lost[extent.file]) for extent in extents]
             else:
                 wants.append(Want(name, entry, entry.dtype))
-        store = found.store
         check(wants, tree, files, store.read_threads, damages.append, meter, store.read_bytes)
     finally:
         files.close()
     return damages
+
+
+def _damages_of_files(tree: TreeEntry, files: Files, threads: int) -> tuple[list[Damage], dict[int, str]]:
+    """Check files outside their leaves, several at once. Return what is damaged, and why files cannot be read."""
+    damages: list[list[Damage]] = [[] for _ in tree.files]
+    lost: dict[int, str] = {}
+
+    def look(number: int) -> None:
+        try:
+            damages[number] = list(_file_damages(tree, number, files))
+        except (OSError, FormatError) as error:
+            lost[number] = str(error)
+            if tree.files[number].header_nbytes == tree.files[number].nbytes:
+                damages[number] = [_lost_header(tree, number, str(error))]
+
+    run_all([partial(look, number) for number in range(len(tree.files))], threads)
+    return [damage for some in damages for damage in some], lost
 
 
 def _lost_extent(leaf: str, extent: Extent, tree: TreeEntry, why: str) -> Damage:

@@ -55,13 +55,7 @@ _INDICATOR = "orbax.checkpoint"  # an empty file that marks checkpoints of versi
 def by_marks(place: Place) -> Found | None:
     """Find the Orbax checkpoint of a directory, unless it is one of safetensors files."""
     directory = place.store.local_path()  # TensorStore reads it by its path
-    if MANIFEST in place.names:
-        return None
-    if directory is None:
-        if ORBAX_TREE in place.names or ORBAX_CHECKPOINT in place.names:
-            raise FormatError(
-                f"{place.store.url}: Orbax checkpoints can only be read from a local directory so far; copy it first"
-            )
+    if directory is None or MANIFEST in place.names:
         return None
     if any(name.endswith(SUFFIX) for name in place.names) and not marks(directory):
         return None

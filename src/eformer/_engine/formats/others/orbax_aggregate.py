@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from eformer._engine.stores.base import Version
+    from eformer._engine.stores.base import Store, Version
 
 NAME = "checkpoint"
 
@@ -58,8 +58,12 @@ class Aggregate:
 
 def is_aggregate(directory: Path) -> bool:
     """Tell whether the directory has such a file: one of its name that begins like a tree in msgpack."""
+    return is_aggregate_in(LocalStore(directory))
+
+
+def is_aggregate_in(store: Store) -> bool:
     try:
-        first, entry = LocalStore(directory).read(NAME, 0, 32)
+        first, entry = store.read(NAME, 0, 32)
     except (OSError, FormatError):
         return False
     if not first or (first[0] == _PICKLE and entry.nbytes > 1):

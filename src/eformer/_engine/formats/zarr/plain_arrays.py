@@ -32,7 +32,7 @@ def discover(store: Store) -> Iterator[Listed]:
     todo = [("", 0)]
     while todo:
         path, depth = todo.pop()
-        with suppress(PermissionError if path else FileNotFoundError):
+        with suppress(FileNotFoundError, *([PermissionError] if path else [])):  # somebody removes it
             kinds = store.kinds(path)
             if ZARRAY in kinds and path:
                 yield Listed(path)

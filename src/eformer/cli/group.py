@@ -1,0 +1,158 @@
+"""How all commands of `eformer` behave: errors, colours, JSON, and output that nobody reads."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import sys
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from eformer._engine.record.text import printable
+from eformer.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def print_error(problem: str) -> None:
+    """Print an error in red to standard error."""
+    lines = "\n".join(map(printable, problem.split("\n")))
+    click.secho(f"error: {lines}", fg="red", err=True, color=colours())
+
+
+_INTERRUPTED = 130  # the exit code that shells use
+
+
+def colours() -> bool | None:
+    """Allow colours on terminals, unless NO_COLOR is set: https://no-color.org"""
+    return False if os.environ.get("NO_COLOR") else None
+
+
+# Arguments of the functions, as options of the command line.
+_OPTIONS = {
+    "SaveOptions.max_shard_bytes ": "--max-shard-size ", "max_shard_bytes=": "--max-shard-size ",
+    "allow_missing=True": "--allow-missing", "memory=": "--memory ", "prefix=": "--prefix", "dtype=": "--dtype",
+    "rename=": "--rename", "config=": "--config",
+    "to=": "--to", "like=": "`like` in Python",
+}  # fmt: skip
+_ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, _OPTIONS))})")
+
+
+class _Output(io.FileIO):
+    """A standard stream that discards what is written after its reader has gone, as `head` goes after a few lines."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return memoryview(data).nbytes
+
+
+@contextmanager
+def _readers_may_go() -> Iterator[None]:
+    """Finish a command although nobody reads the rest of its output: the exit code still says how it went."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(_until_closed, before)
+    try:
+        yield
+    finally:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with suppress(OSError):  # of a full disk, which the command has reported
+                stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _until_closed(stream: Any) -> Any:
+    if not isinstance(stream, io.TextIOWrapper):  # there is none, or a program has put in its own
+        return stream
+    try:
+        number = stream.fileno()
+    except OSError:  # it is not a file
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Output(number, "wb", closefd=False)),
+        encoding=stream.encoding,
+        errors="backslashreplace",  # names may contain characters that the terminal's encoding lacks
+        line_buffering=stream.line_buffering,
+    )
+
+
+class Commands(click.Group):
+    """Turn errors into one red line, and with `--json` into JSON. `--debug` shows the traceback."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        with _readers_may_go():
+            return super().main(*args, **options)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.obj = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except (ValueError, OSError, TypeError, RuntimeError, MemoryError) as error:
+            if ctx.params.get("debug"):
+                raise
+            problem = _ARGUMENT.sub(lambda found: _OPTIONS[found[1]], str(error) or "not enough memory")
+            if ctx.obj:
+                print_json({"error": problem})
+            print_error(problem)
+            ctx.exit(_exit_code(ctx.invoked_subcommand, error))
+        except KeyboardInterrupt:
+            print_error("interrupted")
+            ctx.exit(_INTERRUPTED)
+
+
+def _exit_code(command: str | None, error: Exception) -> int:
+    """Return 2 where 1 is an answer: for `diff` that the checkpoints differ, for `verify` that there is damage."""
+    is_no_answer = command == "diff" or (command == "verify" and isinstance(error, NotFoundError))
+    return 2 if is_no_answer else 1
+
+
+if TYPE_CHECKING:
+    _Number = click.ParamType[int]
+else:  # not generic in older versions of click
+    _Number = click.ParamType
+
+
+class Size(_Number):
+    """A number of bytes, with or without a unit."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", str(value), re.IGNORECASE)
+        if not match:
+            self.fail(f"{value!r} is not a size; write 500MB, 2GB or 1.5GiB", param, ctx)
+        number, unit, binary = match.groups()
+        return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+
+
+def wants_bar(quiet: bool) -> bool:
+    """Tell whether to draw a progress bar: standard error is a terminal, and the user wants output."""
+    return not quiet and sys.stderr is not None and sys.stderr.isatty()
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(_as_json(value), indent=1, allow_nan=False))
+
+
+def _as_json(value: Any) -> Any:
+    """Convert to strict JSON: keys are strings, and numbers that JSON lacks become strings."""
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else repr(key): _as_json(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
