@@ -47,7 +47,9 @@ def remove_others(path: str, rules: Sequence[Keep], stay: Collection[int | None]
             if store.remove_checkpoint(step.name, MARKS):
                 removed.append(step)
     there = store.kinds()
-    remove_files(store, [name for name in there if (step_of := scored_step(name)) and step_of not in there])
+    # Not what is listed alone: SeaweedFS lists directories for a while that are empty.
+    left = there.keys() - {step.name for step in removed}
+    remove_files(store, [name for name in there if (step_of := scored_step(name)) and step_of not in left])
     return removed
 
 
