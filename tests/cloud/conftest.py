@@ -6,6 +6,7 @@ import os
 import pytest
 
 from contracts.bucket import InBucket
+from contracts.bucket_runs import BucketRuns
 from contracts.bucket_tools import BucketTools
 from support.buckets import forget
 from support.servers import CannotStartError, running
@@ -16,7 +17,7 @@ COULD_NOT = "could not start: "
 # Quick, and installed with the other tools of the tests.
 QUICK = {"test_ministack.py", "test_unquoted.py"}
 
-# Of the contracts of a checkpoint and of the tools `make test` runs every so many tests on a server; in memory all.
+# Of the contracts of a checkpoint, a run and the tools `make test` runs every so many tests on a server; in memory all.
 STRIDE = 12
 
 numbers = itertools.count()
@@ -34,7 +35,9 @@ def pytest_collection_modifyitems(config, items):
     for item in here:
         item.add_marker(pytest.mark.xdist_group(item.module.SERVER))
     if not IS_CLOUD:
-        long = [item for item in here if item.cls and issubclass(item.cls, (InBucket, BucketTools))]
+        long = [
+            item for item in here if item.cls and issubclass(item.cls, (InBucket, BucketRuns, BucketTools))
+        ]
         left_out = {item for number, item in enumerate(long) if number % STRIDE}
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=list(left_out))

@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 
-from eformer.checkpoint import load, save
+from eformer.checkpoint import load, save, store_options
 from support.buckets import leases, objects
-
-pytest.importorskip("eformer._engine.stores.probe")
-from eformer.checkpoint import store_options
 
 SERVER = "s3rver"
 

@@ -28,7 +28,7 @@ def play(job, scene, *arguments):
 
 
 class BucketProcesses:
-    """Each process uploads its own parts, and the first commits. A module that inherits it imports `job`, too."""
+    """Each process uploads its own parts, and the first commits."""
 
     @pytest.mark.parametrize("name", ["safetensors", "tensorstore"])
     @pytest.mark.parametrize("how", ["sync", "async"])

@@ -11,6 +11,9 @@ from eformer.errors import SupersededError
 from support.buckets import objects, overwrite
 from support.trees import assert_same
 
+ZARRAY = b"""{"zarr_format": 2, "shape": [1], "chunks": [1], "dtype": "<f4", "order": "C", "compressor": null,
+    "filters": null, "fill_value": null}"""
+
 
 def tree(number):
     return {"frozen": np.arange(5000.0), "w": np.full(100, number)}
@@ -60,7 +63,7 @@ class BucketRuns:
 
         self.save(url, kind, 2)
         upload = store_at(f"{url}/step-3").begin("tree.0123456789abcdef", save_id="0123456789abcdef")
-        upload.put([("w/0", b"half")])
+        upload.put([("w/.zarray", ZARRAY), ("w/0", b"half")])
         upload.abandon()
         upload = store_at(f"{url}/step-4").begin("tree.0123456789abcdef", save_id="0123456789abcdef")
         array = (

@@ -141,7 +141,7 @@ def test_what_a_save_is_told_is_what_is_there(port, url, mode, record_property):
     manifest, _ = read_manifest(store_at(url))
     assert len(told) == 8 * rounds
     committed = [value for value, what in told.items() if what == "committed"]
-    record_property("saves", len(told))
+    record_property("saves", f"{len(committed)} of {len(told)} committed")
     assert len(manifest.log.done) == len(committed), told
     for number in range(4):
         found = load(url, prefix=f"p{number}")

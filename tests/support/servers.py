@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from http.server import ThreadingHTTPServer
 
 REGION = "us-east-1"
-GOOGLE_TOKEN = "none"
 _PATIENCE = 90.0  # seconds; Ceph takes a quarter of a minute on an idle machine
 
 
@@ -139,10 +138,10 @@ def _azurite(folder: Path) -> Iterator[Server]:
 def _google(folder: Path) -> Iterator[Server]:
     from support import google
 
-    with serving(google.server("eformer-google", GOOGLE_TOKEN)) as endpoint:
+    token = secrets.token_hex(10)
+    with serving(google.server("eformer-google", token)) as endpoint:
         environment = {
-            "GOOGLE_BASE_URL": endpoint, "STORAGE_EMULATOR_HOST": endpoint, "GOOGLE_BEARER_TOKEN": GOOGLE_TOKEN,
-            "AWS_ALLOW_HTTP": "true",
+            "GOOGLE_BASE_URL": endpoint, "GOOGLE_BEARER_TOKEN": token, "AWS_ALLOW_HTTP": "true",
         }  # fmt: skip
         yield Server("google", "gs://eformer-google", environment, endpoint)
 

@@ -22,7 +22,7 @@ from eformer.checkpoint import Every, Run, SaveOptions
 from eformer.errors import CorruptionError, NotFoundError, ProcessError
 from multihost.scenes.state import mesh, put
 
-_train = jax.jit(lambda state, batch: {"w": state["w"] * 0.9 + batch, "n": state["n"] + 1})
+train = jax.jit(lambda state, batch: {"w": state["w"] * 0.9 + batch, "n": state["n"] + 1})
 
 
 class Data:
@@ -56,7 +56,7 @@ def run_loop(path, until, every=10, keep=None, sleep=0.0, signals=None):
             state, skipped = found.tree, found.skipped
         began = run.step
         for step in range(run.step, until):
-            state = _train(state, next(data))
+            state = train(state, next(data))
             run.after(step + 1, state, data=data, metrics={"n": state["n"]})
             if run.stopping:
                 break

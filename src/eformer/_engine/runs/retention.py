@@ -51,8 +51,10 @@ def remove_others(path: str, rules: Sequence[Keep], stay: Collection[int | None]
             if store.remove_checkpoint(step.name, INDEXES):
                 removed.append(step)
     sweep(store, [step.name for step in there])
-    left = store.kinds()
-    remove_files(store, [name for name in left if (step_of := scored_step(name)) and step_of not in left])
+    names = store.kinds()
+    # Not what is listed alone: SeaweedFS lists directories for a while that are empty.
+    left = names.keys() - {step.name for step in removed}
+    remove_files(store, [name for name in names if (step_of := scored_step(name)) and step_of not in left])
     return removed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,14 +21,16 @@ if TYPE_CHECKING:
 
 _MOST_DEPTH = 100
 _CHECKPOINTS = {INDEX, ORBAX_TREE, ORBAX_CHECKPOINT}  # files at the top of another checkpoint
+_SAVE = re.compile(r".+\.[0-9a-f]{16}")  # a directory in which a save has put its arrays, or is putting them
 _MOST_DESCRIPTION = 2**20
 
 
 def discover(store: Store) -> Iterator[Listed]:
     """List all arrays below a directory, in order.
 
-    Links are not followed, and other checkpoints are not entered. Directories that may not be listed, such as
-    lost+found, are skipped. A directory that does not exist has no arrays.
+    Links are not followed, and other checkpoints are not entered, nor saves to them that have not finished: in a bucket
+    those are in sight. Directories that may not be listed, such as lost+found, are skipped. A directory that does not
+    exist, or not any more, has no arrays.
     """
     todo = [("", 0)]
     while todo:
@@ -38,6 +41,7 @@ def discover(store: Store) -> Iterator[Listed]:
                 yield Listed(path)
             elif depth < _MOST_DEPTH and not (path and _CHECKPOINTS & kinds.keys()):
                 below = [name for name, kind in kinds.items() if kind == "directory" and name[0] != "."]
+                below = [name for name in below if not (path and _SAVE.fullmatch(name))]
                 todo += [(f"{path}/{name}" if path else name, depth + 1) for name in reversed(below)]
 
 
