@@ -14,6 +14,7 @@ import safetensors.numpy
 from eformer import checkpoint
 from eformer._engine.runs.retention import sweep
 from eformer._engine.stores import leases
+from eformer._engine.stores.bucket_removal import _Claim
 from eformer._engine.stores.leases import Leases
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tools.prune import plan_removal, remove
@@ -340,6 +341,21 @@ def test_a_step_that_is_held_or_saved_to_stays(kind):
 
 
 @KINDS
+def test_a_step_at_the_root_of_a_bucket_that_is_held_stays(kind):
+    name = "step-987654321"
+    put(f"memory://{name}", 1, kind)
+    store = store_at("memory://")
+    with store.held(name) as path:
+        assert not store.remove_checkpoint(name, _indexes())
+        assert (load(path)["w"] == 1).all()
+    upload = store_at(f"memory://{name}").begin("", save_id="0123456789abcdef")
+    assert not store.remove_checkpoint(name, _indexes())
+    upload.close()
+    assert store.remove_checkpoint(name, _indexes())
+    assert not list(store.objects.list(f"{name}/"))
+
+
+@KINDS
 def test_a_reader_that_comes_before_anything_is_removed_keeps_the_step(kind):
     kept = set()
     for where in range(1, MOST, max(1, STRIDE // 8)):
@@ -467,6 +483,28 @@ def test_a_step_that_was_replaced_since_the_plan_stays():
     with pytest.raises(ValueError, match="step-1 has changed since its removal was planned"):
         remove(plan)
     assert load(f"{run}/step-1")["n"] == 7
+
+
+def test_a_sweep_whose_index_is_removed_by_another_one_does_nothing():
+    run = new_url()
+    put(f"{run}/step-1", 1, "safetensors")
+    store, death = store_at(run), Deaths(8)
+    with suppress(Died), hooked(death):
+        store.remove_checkpoint("step-1", _indexes())
+    found, start = around(f"{run}/x")
+    index = f"{start}step-1/manifest.json"
+    assert b"gone" in bytes(found.read(index)[0])
+
+    look = _Claim.look
+
+    def looked(claim):
+        found.delete([index])
+        return look(claim)
+
+    with passed(), mock.patch.object(_Claim, "look", looked):
+        store.sweep("step-1", _indexes())
+    with pytest.raises(NotFoundError):
+        load(f"{run}/step-1")
 
 
 def test_a_removal_makes_few_requests():

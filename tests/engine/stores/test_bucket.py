@@ -1,5 +1,6 @@
 """Buckets in the memory of this process: the same code as for those of a server, without the network."""
 
+import asyncio
 import itertools
 import os
 import threading
@@ -20,6 +21,7 @@ from contracts.bucket import (
 from contracts.bucket_runs import BucketRuns
 from contracts.bucket_tools import BucketTools
 from eformer import checkpoint
+from eformer._engine.stores import objects as requests
 from eformer._engine.stores.locate import store_at
 from eformer.checkpoint import SaveOptions
 from support.bucket_faults import hooked
@@ -106,3 +108,22 @@ def test_sizes_of_all_steps_are_one_listing(url):
         sizes = store_at(url).usage([f"step-{step}" for step in range(5)])
     assert requests == {"list": 1}
     assert sizes["step-4"] == sum(len(data) for key, data in objects(f"{url}/x").items() if "/step-4/" in key)
+
+
+def test_a_lease_that_is_collected_in_the_thread_of_requests_does_not_hang(url):
+    lease = store_at(url).parent()[0].held("x")
+    lease.__enter__()
+
+    async def collected():
+        lease.__exit__(None, None, None)
+
+    asyncio.run_coroutine_threadsafe(collected(), requests._loop().loop).result(10)
+    assert store_at(url).has_unfinished()  # it runs out
+
+
+def test_a_request_in_the_thread_of_requests_is_refused(url):
+    async def asked():
+        store_at(url).exists("x")
+
+    with pytest.raises(RuntimeError, match="would wait for itself"):
+        asyncio.run_coroutine_threadsafe(asked(), requests._loop().loop).result(10)

@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
+import safetensors.numpy
+from obstore.store import MemoryStore
 
 from contracts.bucket_cache import MIB, BucketCache, change, files, largest
 from contracts.bucket_cache import cache as cache
@@ -16,7 +19,9 @@ from contracts.bucket_cache import fetched as fetched
 from contracts.bucket_cache import tree as tree
 from eformer import checkpoint
 from eformer._engine.stores import cache as caches
+from eformer._engine.stores import clouds
 from eformer._engine.stores.cache import BLOCK, Cache, key_of
+from eformer._engine.stores.objects import Objects
 from eformer.checkpoint import load, save
 from eformer.errors import CorruptionError
 from support.buckets import around, forget, objects, overwrite
@@ -89,6 +94,15 @@ def test_files_of_other_programs_are_known_by_their_version(url, cache, fetched)
     assert not fetched
     store.put(start + "x/model.safetensors", st.save({"w": np.ones(1000, np.float32)}))
     assert load(url, cache=cache)["w"].sum() == 1000
+
+
+def test_buckets_of_the_same_url_on_other_servers_are_told_apart(cache):
+    for server in ("one", "other"):
+        found = Objects(MemoryStore(), "memory:/", server=server)  # each numbers versions from 0 on
+        value = float(len(server))
+        found.put("x/model.safetensors", safetensors.numpy.save({"w": np.full(9, value)}))
+        with mock.patch.object(clouds, "_memory", return_value=found):
+            assert (load("memory://x", cache=cache)["w"] == value).all()
 
 
 def test_only_objects_that_never_change_have_a_key():
@@ -363,6 +377,20 @@ for _ in range(200):
     assert files.read_into(0, memoryview(memory), start) == min(len(memory), len(data) - start)
     assert data[start : start + len(memory)] == memory[: len(data) - start]
 """
+
+
+def test_a_file_that_another_thread_begins_meanwhile_is_not_taken_for_damaged(cache, monkeypatch):
+    data, pread = bytes(BLOCK), os.pread
+
+    def begun(descriptor, nbytes, offset):
+        if not os.fstat(descriptor).st_size:
+            caches._begin(descriptor, BLOCK)
+            caches._Entry(descriptor, BLOCK).write(0, memoryview(data))
+        return pread(descriptor, nbytes, offset)
+
+    monkeypatch.setattr(caches.os, "pread", begun)
+    with Cache(str(cache)).entry("key", BLOCK) as entry:
+        assert not caches._damaged(entry)
 
 
 def test_two_processes_fill_the_cache_at_once(cache):

@@ -139,12 +139,14 @@ class BucketStore:
 
     def open(self, names: Sequence[str], versions: Mapping[str, Version] | None = None) -> Files:
         files = BucketFiles(self.objects, names, [self.key_of(name) for name in names], versions or {})
-        return CachedFiles(files, self.cache, self.url, names, versions or {}) if self.cache else files
+        if self.cache is None:
+            return files
+        return CachedFiles(files, self.cache, f"{self.objects.server} {self.url}", names, versions or {})
 
     def key_of(self, name: str) -> str:
         if not is_inside(name):
             raise FormatError(f"{name[:200]!r} is not the name of a file in {self.url}")
-        return f"{self._path}/{name}"
+        return f"{self._path}/{name}" if self._path else name  # as it is listed
 
     # --------------------------------------------------------------------------------------- write
 

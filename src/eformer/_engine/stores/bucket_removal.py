@@ -315,7 +315,9 @@ class _Claim:
         for newer ones, which another program has put there."""
         doomed = seen.of(dead)
         if is_gone:
-            at = max(one.modified for one in seen.data if one.key == self._key(name))
+            at = max((one.modified for one in seen.data if one.key == self._key(name)), default=None)
+            if at is None:  # another removal has come to its end
+                return []
             others = [one for one in seen.data if not seen.saves_in(one) and one.modified <= at]
             doomed += [one for one in others if one.key != self._key(name)]
         return doomed

@@ -297,6 +297,7 @@ class Cache:
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             raise _CacheError(f"{path} is not a file of this user")
         header = os.pread(descriptor, _FIELDS.size + _DIGEST, 0)
+        status = os.fstat(descriptor)  # again: another thread may have begun the file, its length first
         if not header.strip(b"\0"):
             return None
         if len(header) == _FIELDS.size + _DIGEST:

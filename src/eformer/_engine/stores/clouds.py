@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -59,6 +60,7 @@ def _objects(cloud: str, url: str, bucket: str, settings: Settings) -> Objects:
         hide=Redactor(settings.secrets),
         is_trusted=settings.is_own,
         is_alone=settings.single_writer,
+        server=settings.endpoint,
     )
 
 
@@ -131,4 +133,4 @@ def _provider(url: str, login: Any) -> Any:
 def _memory() -> Objects:
     from obstore.store import MemoryStore
 
-    return Objects(MemoryStore(), "memory:/")
+    return Objects(MemoryStore(), "memory:/", server=secrets.token_hex(8))  # of this process alone

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from eformer._engine.record.manifest import CommitLog
+from eformer._engine.stores.objects import is_thread_of_requests
 from eformer.errors import SupersededError
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class Renewed:
 
     def end(self) -> None:
         self.stop()
+        if is_thread_of_requests():  # it may not wait for anybody; the lease runs out
+            return
         with self._renewing:  # a lease that is on its way would arrive after its removal
             self._objects.delete([self.key])
 

@@ -56,6 +56,7 @@ class Objects:
     is_trusted   whether the server is known to honour conditions; others are probed before the first save
     is_alone     whether the caller says that nobody else saves here at the same time; then a server need not honour
                  conditions
+    server       tells the bucket from others of the same URL
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class Objects:
         hide: Redactor | None = None,
         is_trusted: bool = True,
         is_alone: bool = False,
+        server: str = "",
     ) -> None:
+        self.server = server
         self.url, self._client, self._timeout = url, client, timeout
         self._hide = hide or Redactor()
         self.is_unconditional = is_alone and not is_trusted
@@ -410,7 +413,8 @@ class _Loop:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="eformer-requests", daemon=True).start()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="eformer-requests", daemon=True)
+        self.thread.start()
 
 
 @cache
@@ -428,10 +432,19 @@ def _check_process() -> _Loop:
     return loop
 
 
+def is_thread_of_requests() -> bool:
+    """Tell whether this is the thread of the event loop: it gets here if it collects garbage."""
+    return threading.current_thread() is _check_process().thread
+
+
 def _submit(work: Callable[[], Awaitable[Any]]) -> Future[Any]:
     async def awaited() -> Any:
         return await work()
 
+    if is_thread_of_requests():
+        raise RuntimeError(
+            "a request was made in the thread that carries out requests, which would wait for itself"
+        )
     return asyncio.run_coroutine_threadsafe(awaited(), _check_process().loop)
 
 

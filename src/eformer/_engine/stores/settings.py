@@ -119,6 +119,7 @@ class Settings:
     config       settings of obstore's store
     client       settings of its HTTP client
     login        where credentials come from, if not from obstore itself
+    endpoint     the address of the server, if it was given
     is_own       whether the server is the cloud's own, which is known to honour conditions
     secrets      what must not appear in messages
     """
@@ -128,6 +129,7 @@ class Settings:
     login: Keys | OfBoto3 | OfGoogleAuth | Callable[[], Any] | None = None
     timeout: float = TIMEOUT
     retries: int = RETRIES
+    endpoint: str = ""
     is_own: bool = True
     single_writer: bool = False
     secrets: frozenset[str] = frozenset()
@@ -162,6 +164,7 @@ def settings_of(address: Address, options: Mapping[str, Any], environ: Mapping[s
         login=login,
         timeout=_positive(options, "timeout", TIMEOUT),
         retries=int(_positive(options, "retries", RETRIES, least=0)),
+        endpoint=endpoint,
         is_own=not endpoint or is_own_server(address, endpoint),
         single_writer=_flag(options, "single_writer"),
         secrets=frozenset(secrets - {""}),
