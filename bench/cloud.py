@@ -373,7 +373,8 @@ def _first_call(python: str, name: str, what: str) -> str:
             [python, __file__, "--peer", name, "--call", what], capture_output=True, text=True, timeout=300
         )
         if done.returncode:
-            return f"could not run: {done.stderr.strip().splitlines()[-1]} | "
+            why = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            return f"could not run: {why[-1]} | "
         found.append([float(text) for text in done.stdout.split()])
     return " | ".join(f"{min(column):.2f}" for column in zip(*found, strict=True))
 

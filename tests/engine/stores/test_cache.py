@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -200,6 +201,17 @@ def test_an_object_that_arrived_damaged_does_not_stay_so(url, cache, tree, fetch
 
 def warned(caplog):
     return [record for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_directory_that_was_removed_is_made_again(url, cache, tree, fetched):
+    save(tree, url)
+    load(url, cache=cache)
+    shutil.rmtree(cache)
+    for _ in range(2):
+        assert_same(load(url, cache=cache), tree)
+    fetched.clear()
+    assert_same(load(url, cache=cache), tree)
+    assert not fetched
 
 
 def test_a_directory_that_cannot_be_made_is_only_a_warning(url, tmp_path, tree, caplog):

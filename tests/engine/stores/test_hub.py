@@ -174,7 +174,9 @@ def test_a_load_reads_one_commit_while_another_arrives(hub, sharded, monkeypatch
 # ------------------------------------------------------------------------------------------------ problems
 
 
-@pytest.mark.parametrize("url", ["hf://", "hf://model", "hf:///x/y", "hf://org/model@"])
+@pytest.mark.parametrize(
+    "url", ["hf://", "hf://model", "hf:///x/y", "hf://org/model@", "hf://datasets/org/name"]
+)
 def test_a_url_that_names_no_model_is_refused(url):
     with pytest.raises(ValueError, match=r"expected hf://org/model\[@revision\]\[/directory\]"):
         load(url)

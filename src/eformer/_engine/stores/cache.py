@@ -264,6 +264,7 @@ class Cache:
                 path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | create, 0o600
             )
         except FileNotFoundError:
+            self._was_seen = self._was_seen and not create  # else the directory is gone: make it again
             return None
         try:
             found = self._checked(descriptor, path)

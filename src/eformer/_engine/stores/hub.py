@@ -51,7 +51,7 @@ def is_hub_url(path: str) -> bool:
 def hub_at(url: str) -> HubStore:
     """Return the store of a model, or of a directory in it."""
     found = _URL.fullmatch(url)
-    if found is None:
+    if found is None or found["model"].startswith(("datasets/", "spaces/")):
         raise ValueError(
             f"{url!r} is not a model of the Hugging Face Hub: expected hf://org/model[@revision][/directory]"
         )
@@ -88,20 +88,24 @@ class _Model:
 
     def __init__(self, name: str, revision: str | None) -> None:
         self.name, self._revision = name, revision
+        self._commit: str | None = None
         self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
         """The commit, once it is known, else what was asked for."""
-        revision = self.__dict__.get("commit", self._revision)
+        revision = self._commit or self._revision
         return f"hf://{self.name}@{revision}" if revision else f"hf://{self.name}"
 
-    @cached_property
+    @property
     def commit(self) -> str:
-        with self._explained("look it up", ""):
-            return str(
-                _library().HfApi().model_info(self.name, revision=self._revision, timeout=_TIMEOUT).sha
-            )
+        """The commit that the revision was when it was first asked for, by whichever thread."""
+        with self._lock:
+            if self._commit is None:
+                with self._explained("look it up", ""):
+                    info = _library().HfApi().model_info(self.name, revision=self._revision, timeout=_TIMEOUT)
+                self._commit = str(info.sha)
+            return self._commit
 
     @cached_property
     def files(self) -> dict[str, _File]:
