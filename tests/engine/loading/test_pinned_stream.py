@@ -57,7 +57,7 @@ def tree():
 def test_a_tree_comes_back_through_a_few_slots(tmp_path, slots, tree):
     save(tree, tmp_path)
     assert_same(load(tmp_path), tree)
-    assert [len(slot) for slot in slots] == [2**18] * 8
+    assert [len(slot) for slot in slots] == [2**18] * 4
 
 
 def test_numbers_and_arrays_without_axes_are_what_like_has(tmp_path, slots, tree):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from eformer._engine.loading.device_put import Shards, as_weak, put_on_default, put_sharded
+from eformer._engine.loading.device_put import PutShards, Shards, as_weak, put_on_default, put_sharded
 from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.trees.devices import bits_of, resharded
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from eformer._engine.loading.select import LeafTarget
 
 
-def assemble(targets: Sequence[LeafTarget]) -> dict[str, Any]:
+def assemble(targets: Sequence[LeafTarget], put: PutShards | None = None) -> dict[str, Any]:
     """Return the arrays by name. JAX may alias the buffers of the targets, so nothing else may write to them."""
     plain: list[Any] = []
     sharded: list[Shards] = []
@@ -36,7 +36,7 @@ def assemble(targets: Sequence[LeafTarget]) -> dict[str, Any]:
         else:
             sharded.append(_shards(target))
     on_default = iter(put_on_default(plain))
-    on_devices = iter(put_sharded(sharded))
+    on_devices = iter(put_sharded(sharded, put))
     leaves = {}
     for target in targets:
         if target.as_numpy:

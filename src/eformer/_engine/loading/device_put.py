@@ -70,9 +70,12 @@ class Shards(msgspec.Struct, gc=False):
     devices: Sequence[Any]
 
 
-def put_sharded(arrays: Sequence[Shards]) -> list[Any]:
-    """Make an array of each, like `jax.make_array_from_single_device_arrays` of its parts on their devices."""
-    put, takes_parts = _PutShards(), _by_identity(_takes_parts)
+def put_sharded(arrays: Sequence[Shards], put: PutShards | None = None) -> list[Any]:
+    """Make an array of each, like `jax.make_array_from_single_device_arrays` of its parts on their devices.
+
+    Several calls for arrays of one tree can share a `put`, which knows what it has seen.
+    """
+    put, takes_parts = put or PutShards(), _by_identity(_takes_parts)
     is_taken = [takes_parts(array.sharding) and put.takes(array.dtype) for array in arrays]
     others = [array for array, taken in zip(arrays, is_taken, strict=True) if not taken]
     joined = iter(_joined_one_by_one(others))
@@ -110,8 +113,11 @@ def _by_identity(function: Callable[[Any], T]) -> Callable[[Any], T]:
     return found
 
 
-class _PutShards:
-    """Put all parts of an array on their devices by one call of the function underneath."""
+class PutShards:
+    """Put all parts of an array on their devices by one call of the function underneath.
+
+    The shardings must live as long: they are told from each other by identity.
+    """
 
     def __init__(self) -> None:
         self.converted = PACKED if _config.jax_enable_x64 else PACKED | _WIDE
@@ -150,7 +156,7 @@ def _takes_parts(sharding: Sharding) -> bool:
         found = sharding.addressable_devices_indices_map(shape)
         parts = [whole[index].copy() for index in found.values()]
         trial = Shards(shape, whole.dtype, sharding, parts, list(found))
-        put = _PutShards()
+        put = PutShards()
         theirs, ours = put(trial), put(trial)  # the first by the public functions
         is_same = (
             type(ours) is type(theirs)

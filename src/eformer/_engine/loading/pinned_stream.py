@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 
 from eformer._engine.loading.assemble import assemble
+from eformer._engine.loading.device_put import PutShards
 from eformer._engine.loading.fetch import aligned
 from eformer._engine.loading.large_leaves import LargeLeaf
 from eformer._engine.loading.placement import accelerator_of
 from eformer._engine.loading.read import Reading
+from eformer._engine.loading.read_plan import packed_nbytes
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.record.pieces import ALIGNMENT
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import SILENT, Meter
 from eformer._engine.trees.devices import page_locked
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 _wait_for: Any = jax.block_until_ready  # it has no types
 
 _SLOT_BYTES = 64 * 2**20
-_SLOTS = 8  # half of them are copied from while the others are read into
-_READ_BYTES = 16 * 2**20  # larger than for other reads: with many threads, fewer tasks contend for their turn
+_SLOTS = 4  # more of them have to be touched and locked for the first time, which takes as long as they help
+_READ_BYTES = 8 * 2**20  # larger than for other reads: with many threads, fewer tasks contend for their turn
 _WORTH_IT = 16 * 2**20
 
 
@@ -89,11 +90,11 @@ class _Leaves:
 
     is_claimed = False
 
-    def __init__(self, targets: list[LeafTarget], loaded: dict[str, Any]) -> None:
-        self.targets, self.loaded = targets, loaded
+    def __init__(self, targets: list[LeafTarget], loaded: dict[str, Any], put: PutShards) -> None:
+        self.targets, self.loaded, self.put = targets, loaded, put
 
     def move(self) -> Sequence[Any]:
-        arrays = assemble(self.targets)
+        arrays = assemble(self.targets, self.put)
         for target in self.targets:
             target.arrays = ()
         self.loaded.update(arrays)
@@ -109,6 +110,7 @@ class _Stream:
         self.large = sorted((target for target in targets if nbytes_of(target) > _SLOT_BYTES), key=_position)
         self.slots: SimpleQueue[_Slot | None] = SimpleQueue()  # an interrupt cannot leave it locked
         self.loaded: dict[str, Any] = {}
+        self.put = PutShards()
         total = sum(map(nbytes_of, targets))
         for _ in range(min(_SLOTS, max(1, -(-total // _SLOT_BYTES)))):
             self.slots.put(_Slot(aligned(min(_SLOT_BYTES, total)), self.device, stack))
@@ -138,10 +140,10 @@ class _Stream:
             for target in self.large
         ]
         for group in _groups(self.small):
-            yield _Leaves(group, self.loaded)
+            yield _Leaves(group, self.loaded, self.put)
         for target, leaf in large:
             if leaf is None:  # it has memory of its own
-                yield _Leaves([target], self.loaded)
+                yield _Leaves([target], self.loaded, self.put)
             else:
                 reading.claim(target)
                 yield from leaf.parts()
@@ -203,4 +205,4 @@ def nbytes_of(target: LeafTarget) -> int:
     """Return the memory that the boxes of this process take."""
     regions = target.regions
     size = math.prod(target.entry.shape) if regions is None else sum(region.size for region in regions)
-    return -(-size * dtype_from_name(target.dtype).itemsize // ALIGNMENT) * ALIGNMENT
+    return packed_nbytes(size * dtype_from_name(target.dtype).itemsize)

@@ -103,7 +103,9 @@ class Reading:
         Large arrays are taken from `memory` while it lasts. Parts of a leaf that was claimed before need not be.
         """
         wants = [_want(target) for target in targets]
-        reads = plan_reads(wants, self.tree, read_bytes or self.store.read_bytes)
+        reads = plan_reads(
+            wants, self.tree, read_bytes or self.store.read_bytes, is_packed=memory is not None
+        )
         needed = {read.file for read in reads}
         self.files.hold(needed)
         if not is_claimed:
