@@ -20,13 +20,18 @@ def way(request, monkeypatch):
     def gone():
         raise AttributeError("batched_device_put")
 
-    device_put._is_usable.cache_clear()
+    forget()
     if request.param == "device_put":
         monkeypatch.setattr(device_put, "_batched_device_put", lambda: other)
     if request.param == "gone":
         monkeypatch.setattr(device_put, "_batched_device_put", gone)
     yield request.param
+    forget()
+
+
+def forget():
     device_put._is_usable.cache_clear()
+    device_put._takes_parts.cache_clear()
 
 
 DTYPES = [np.float32, np.int8, np.bool_, np.complex64, jnp.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4]
@@ -75,7 +80,40 @@ def test_in_a_memory_of_a_device(arrays, way):
     same(device_put.put_on(arrays, places), jax.device_put(arrays, places))
 
 
+@pytest.mark.parametrize("spec", [jax.P(), jax.P("x"), jax.P(None, "x"), jax.P("y", "x"), jax.P(("x", "y"))])
+def test_parts_on_the_devices_of_a_sharding(spec, way):
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    arrays = [np.arange(64 * n).reshape(8, 8 * n).astype(d) for n in (1, 2, 2) for d in DTYPES]
+    shardings = [jax.NamedSharding(mesh, spec) for _ in arrays]
+    same(put_parts(arrays, shardings), jax.device_put(arrays, shardings))
+    assert device_put._takes_parts(shardings[0]) == (way == "underneath")
+
+
+def put_parts(arrays, shardings):
+    found = []
+    for array, sharding in zip(arrays, shardings, strict=True):
+        parts = sharding.addressable_devices_indices_map(array.shape)
+        cut = [array[index].copy() for index in parts.values()]
+        found.append(device_put.Shards(array.shape, array.dtype, sharding, cut, list(parts)))
+    return device_put.put_sharded(found)
+
+
+def test_parts_in_other_orders_places_and_memories_are_those_of_jax(way):
+    device = jax.devices()[5]
+    kind = device.default_memory().kind
+    backwards = jax.sharding.Mesh(np.array(jax.devices()[::-1]).reshape(2, 4), ("x", "y"))
+    places = [
+        jax.NamedSharding(backwards, jax.P("y", "x")),
+        jax.NamedSharding(backwards, jax.P("y"), memory_kind=kind),
+        jax.sharding.SingleDeviceSharding(device),
+        jax.sharding.SingleDeviceSharding(device, memory_kind=kind),
+    ]
+    arrays = [np.arange(64, dtype=np.float32).reshape(8, 8) + n for n in range(8)]
+    same(put_parts(arrays, places * 2), jax.device_put(arrays, places * 2))
+
+
 def test_nothing_at_all(way):
+    assert device_put.put_sharded([]) == []
     assert device_put.put_on_default([]) == []
     assert device_put.put_on([], []) == []
 

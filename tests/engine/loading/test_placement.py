@@ -33,6 +33,12 @@ def target(name="w", shape=(8, 4), dtype="float32", **more):
     return LeafTarget(name, LeafEntry(dtype, shape, (), key=more.pop("key", None)), dtype, **more)
 
 
+@pytest.fixture
+def by_boxes(monkeypatch):
+    """As if the leaves were too large to be read whole and cut afterwards."""
+    monkeypatch.setattr(placement, "_WORTH_READING_PARTS", 0)
+
+
 def placed(*targets, broadcast=False, **request):
     contents = Contents({}, {}, b"null")
     place_targets(targets, contents, Request(placement=PlacementRequest(**request), broadcast=broadcast))
@@ -44,17 +50,36 @@ def placed(*targets, broadcast=False, **request):
 
 def test_without_arguments_leaves_are_read_whole():
     found = placed(target())
-    assert (found.sharding, found.regions, found.devices) == (None, None, [])
+    assert (found.sharding, found.regions, found.boxes) == (None, None, None)
 
 
-def test_each_box_is_read_once_and_every_device_knows_its_own():
+def test_each_box_is_read_once_and_every_device_knows_its_own(by_boxes):
     found = placed(target(), mesh=grid(), rules=[("w", P("x"))])
     assert found.regions == [Region((0, 0), (4, 4)), Region((4, 0), (8, 4))]
-    assert dict(found.devices) == {device: n // 4 for n, device in enumerate(jax.devices())}
+    assert dict(zip(found.boxes.devices, found.boxes.numbers, strict=True)) == {
+        device: n // 4 for n, device in enumerate(jax.devices())
+    }
     assert (found.is_explicit, found.as_numpy) == (True, False)
 
 
-def test_the_numbers_inside_of_a_key_are_never_cut():
+def test_a_small_leaf_is_read_whole_and_cut_afterwards():
+    found = placed(target(), mesh=grid(), rules=[("w", P("x"))])
+    assert found.regions is None
+    assert found.boxes.cuts == [(slice(0, 4), slice(0, 4)), (slice(4, 8), slice(0, 4))]
+
+
+def test_a_leaf_that_every_device_holds_is_read_whole():
+    found = placed(target(shape=(2**20, 8)), mesh=grid(), rules=[("w", P())])
+    assert (found.regions, found.boxes.cuts, found.boxes.numbers) == (None, None, [0] * 8)
+
+
+def test_leaves_that_are_alike_share_their_placement():
+    one, two = placed(target("w"), target("x"), mesh=grid(), rules=[(".", P("x"))])
+    assert one.sharding is two.sharding
+    assert one.boxes is two.boxes
+
+
+def test_the_numbers_inside_of_a_key_are_never_cut(by_boxes):
     found = placed(
         target(shape=(8, 2), dtype="uint32", key="threefry2x32"), mesh=grid(), rules=[("w", P("x"))]
     )
@@ -169,7 +194,7 @@ def test_a_mesh_without_devices_names_none():
 
 
 @pytest.fixture
-def shared(monkeypatch):
+def shared(monkeypatch, by_boxes):
     """As if every sharding had the same boxes in several processes, and a byte were worth a broadcast."""
     placement._disjoint.cache_clear()
     monkeypatch.setattr(placement, "_is_shared", lambda sharding, shape: True)

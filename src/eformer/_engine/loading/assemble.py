@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from eformer._engine.loading.device_put import as_weak, put_on, put_on_default
+from eformer._engine.loading.device_put import PutShards, Shards, as_weak, put_on_default, put_sharded
 from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.trees.devices import bits_of, resharded
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from eformer._engine.loading.select import LeafTarget
 
 
-def assemble(targets: Sequence[LeafTarget]) -> dict[str, Any]:
+def assemble(targets: Sequence[LeafTarget], put: PutShards | None = None) -> dict[str, Any]:
     """Return the arrays by name. JAX may alias the buffers of the targets, so nothing else may write to them."""
-    buffers: list[Any] = []
-    devices: list[Any] = []
     plain: list[Any] = []
+    sharded: list[Shards] = []
     for target in targets:
         if target.as_numpy or target.new_shape is not None:
             continue
@@ -35,10 +34,9 @@ def assemble(targets: Sequence[LeafTarget]) -> dict[str, Any]:
         if target.sharding is None:
             plain.append(target.arrays[0])
         else:
-            buffers += [target.arrays[number] for _, number in target.devices]
-            devices += [_memory_of(device, target.sharding) for device, _ in target.devices]
+            sharded.append(_shards(target))
     on_default = iter(put_on_default(plain))
-    on_devices = iter(put_on(buffers, devices))
+    on_devices = iter(put_sharded(sharded, put))
     leaves = {}
     for target in targets:
         if target.as_numpy:
@@ -48,13 +46,29 @@ def assemble(targets: Sequence[LeafTarget]) -> dict[str, Any]:
         elif target.sharding is None:
             leaf = next(on_default)
         else:
-            leaf = _joined([next(on_devices) for _ in target.devices], target)
+            leaf = next(on_devices)
+            if target.read_sharding is not None:
+                leaf = resharded(leaf, target.sharding, dtype_from_name(target.dtype))
         if target.entry.key and not target.as_numpy:
             leaf = _as_keys(leaf, target)
         elif target.is_weak and not target.as_numpy:
             leaf = as_weak(leaf)
         leaves[target.name] = leaf
     return leaves
+
+
+def _shards(target: LeafTarget) -> Shards:
+    """Describe an array that goes to the devices of its sharding."""
+    sharding, boxes, arrays = target.read_sharding or target.sharding, target.boxes, target.arrays
+    assert boxes is not None
+    if target.entry.key:
+        sharding = _of_key_data(sharding, len(target.entry.logical_shape))
+    if boxes.cuts:
+        (whole,) = arrays
+        arrays = [np.ascontiguousarray(whole[cut]) for cut in boxes.cuts]
+    parts = arrays if boxes.is_one_each else [arrays[number] for number in boxes.numbers]
+    dtype = arrays[0].dtype if arrays else dtype_from_name(target.dtype)
+    return Shards(target.entry.shape, dtype, sharding, parts, boxes.devices)
 
 
 def change_shapes(targets: Sequence[LeafTarget]) -> None:
@@ -72,27 +86,6 @@ def _with_new_shape(target: LeafTarget, whole: np.ndarray[Any, Any]) -> np.ndarr
     if expected != found:
         raise MismatchError([f"leaf {target.name!r}: resize= returned {found}, expected {expected}"])
     return resized
-
-
-def _memory_of(device: Any, sharding: Any) -> Any:
-    """Return the device, or the memory of it that the sharding asks for."""
-    kind = sharding.memory_kind
-    if kind is None or kind == device.default_memory().kind:
-        return device
-    return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
-
-
-def _joined(shards: list[Any], target: LeafTarget) -> Any:
-    """Make one array of its shards; broadcast it if it was read with another sharding."""
-    sharding = target.read_sharding or target.sharding
-    assert sharding is not None
-    if target.entry.key:
-        sharding = _of_key_data(sharding, len(target.entry.logical_shape))
-    dtype = shards[0].dtype if shards else dtype_from_name(target.dtype)
-    array = jax.make_array_from_single_device_arrays(target.entry.shape, sharding, shards, dtype=dtype)
-    if target.read_sharding is None:
-        return array
-    return resharded(array, target.sharding, dtype_from_name(target.dtype))
 
 
 def _put_reshaped(target: LeafTarget) -> Any:

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
+import msgspec
 import numpy as np
+from jax.sharding import NamedSharding, Sharding
 
 from eformer._engine.trees.devices import PACKED
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+T = TypeVar("T")
 
 Array = np.ndarray[Any, Any]
+
+_UNKNOWN: Any = object()
 
 _config: Any = jax.config  # its attributes have no types
 
@@ -51,6 +58,125 @@ def put_on(arrays: Sequence[Array], places: Sequence[Any]) -> list[Any]:
     shardings = {device: jax.sharding.SingleDeviceSharding(device) for device in set(places)}
     put = _Put(committed=True)
     return [put(array, shardings[d], d) for array, d in zip(arrays, places, strict=True)]
+
+
+class Shards(msgspec.Struct, gc=False):
+    """An array on its way to several devices: the parts that this process has, in the order of their devices."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    sharding: Sharding
+    parts: Sequence[Array]
+    devices: Sequence[Any]
+
+
+def put_sharded(arrays: Sequence[Shards], put: PutShards | None = None) -> list[Any]:
+    """Make an array of each, like `jax.make_array_from_single_device_arrays` of its parts on their devices.
+
+    Several calls for arrays of one tree can share a `put`, which knows what it has seen.
+    """
+    put, takes_parts = put or PutShards(), _by_identity(_takes_parts)
+    is_taken = [takes_parts(array.sharding) and put.takes(array.dtype) for array in arrays]
+    others = [array for array, taken in zip(arrays, is_taken, strict=True) if not taken]
+    joined = iter(_joined_one_by_one(others))
+    return [put(array) if taken else next(joined) for array, taken in zip(arrays, is_taken, strict=True)]
+
+
+def _joined_one_by_one(arrays: Sequence[Shards]) -> Iterator[Any]:
+    """Put all parts of all arrays on their devices at once, then join them."""
+    places = [_memory_of(device, array.sharding) for array in arrays for device in array.devices]
+    put = iter(put_on([part for array in arrays for part in array.parts], places))
+    for array in arrays:
+        parts = [next(put) for _ in array.parts]
+        dtype = parts[0].dtype if parts else array.dtype
+        yield jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts, dtype=dtype)
+
+
+def _memory_of(device: Any, sharding: Any) -> Any:
+    """Return the device, or the memory of it that the sharding asks for."""
+    kind = sharding.memory_kind
+    if kind is None or kind == device.default_memory().kind:
+        return device
+    return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+
+
+def _by_identity(function: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Return the function with a memory of its results for the same objects, which must live as long."""
+    known: dict[int, T] = {}
+
+    def found(value: Any) -> T:
+        result = known.get(id(value), _UNKNOWN)
+        if result is _UNKNOWN:
+            result = known[id(value)] = function(value)
+        return cast("T", result)
+
+    return found
+
+
+class PutShards:
+    """Put all parts of an array on their devices by one call of the function underneath.
+
+    The shardings must live as long: they are told from each other by identity.
+    """
+
+    def __init__(self) -> None:
+        self.converted = PACKED if _config.jax_enable_x64 else PACKED | _WIDE
+        self.avals: dict[Any, Any] = {}  # most arrays of a tree are alike
+        self.put: Any = None
+
+    def takes(self, dtype: np.dtype[Any]) -> bool:
+        """Tell whether the bytes of an array are those that JAX holds."""
+        return dtype not in self.converted and dtype.isnative
+
+    def __call__(self, array: Shards) -> Any:
+        key = (array.shape, array.dtype, id(array.sharding))
+        aval = self.avals.get(key)
+        if aval is None:  # the first of its kind says what the others are
+            (made,) = _joined_one_by_one([array])
+            self.avals[key], self.put = made.aval, _batched_device_put()
+            return made
+        return self.put(aval, array.sharding, array.parts, array.devices, True)
+
+
+@lru_cache(1024)
+def _takes_parts(sharding: Sharding) -> bool:
+    """Tell whether the function underneath makes the same arrays of parts as the public functions."""
+    devices = list(sharding.addressable_devices)
+    if not isinstance(sharding, NamedSharding) or not all(map(_is_usable, devices)):
+        return False
+    if any(_memory_of(device, sharding) is not device for device in devices):
+        return False
+    sizes = sharding.mesh.shape
+    shape = tuple(
+        math.prod(sizes[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ()))
+        for entry in sharding.spec
+    )
+    try:
+        whole = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+        found = sharding.addressable_devices_indices_map(shape)
+        parts = [whole[index].copy() for index in found.values()]
+        trial = Shards(shape, whole.dtype, sharding, parts, list(found))
+        put = PutShards()
+        theirs, ours = put(trial), put(trial)  # the first by the public functions
+        is_same = (
+            type(ours) is type(theirs)
+            and ours.aval == theirs.aval
+            and ours.sharding == theirs.sharding
+            and ours.committed == theirs.committed
+            and _contents(ours) == _contents(theirs)
+        )
+        if not is_same:
+            raise TypeError(f"{ours!r} is not {theirs!r}")
+    except Exception as error:  # noqa: BLE001  a later JAX may raise anything
+        logger.debug("arrays are put on %s part by part, which takes longer: %s", sharding, error)
+        return False
+    return True
+
+
+def _contents(array: Any) -> list[Any]:
+    return [
+        (shard.device, shard.index, np.asarray(shard.data).tobytes()) for shard in array.addressable_shards
+    ]
 
 
 class _Put:

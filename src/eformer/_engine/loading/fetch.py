@@ -10,7 +10,14 @@ import numpy as np
 from msgspec import Struct
 
 from eformer._engine.formats.codecs import decoded
-from eformer._engine.loading.read_plan import READ_BYTES, Read, StoredPiece, Want, plan_reads
+from eformer._engine.loading.read_plan import (
+    READ_BYTES,
+    Read,
+    StoredPiece,
+    Want,
+    packed_nbytes,
+    plan_reads,
+)
 from eformer._engine.record.digests import sha256_of, xxh3_128
 from eformer._engine.record.dtypes import DTYPES, dtype_from_name, raw_pieces, unpack_nibbles
 from eformer._engine.record.pieces import ALIGNMENT, pieces
@@ -262,8 +269,8 @@ class Arena:
         nbytes = dtype.itemsize * region.size
         if nbytes > len(self.memory):
             self.memory = aligned(max(nbytes, self.least))
-        memory = self.memory[:nbytes]
-        self.memory = self.memory[-(-nbytes // ALIGNMENT) * ALIGNMENT :]
+        memory = self.memory  # with that of its neighbours, which may be read together with it
+        self.memory = memory[packed_nbytes(nbytes) :]
         return _Target(region, np.ndarray(region.shape, dtype, memory), memory)
 
 

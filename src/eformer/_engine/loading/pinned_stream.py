@@ -1,8 +1,8 @@
 """Stream leaves to accelerators through a few slots of page-locked memory.
 
 An accelerator copies several times as fast from page-locked memory; but locking memory takes longer than copying it,
-and XLA never frees the memory that it locks for its own transfers. So a few slots are locked and reused: while one is
-copied from, others are read into.
+and XLA never frees the memory that it locks for its own transfers. So a few slots are locked and reused: while some are
+copied from, others are read into. Small leaves share a slot, large ones pass through several, see `large_leaves`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ import math
 from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
 
 from eformer._engine.loading.assemble import assemble
+from eformer._engine.loading.device_put import PutShards
 from eformer._engine.loading.fetch import aligned
+from eformer._engine.loading.large_leaves import LargeLeaf
 from eformer._engine.loading.placement import accelerator_of
 from eformer._engine.loading.read import Reading
+from eformer._engine.loading.read_plan import packed_nbytes
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.record.pieces import ALIGNMENT
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import SILENT, Meter
 from eformer._engine.trees.devices import page_locked
@@ -32,10 +36,11 @@ if TYPE_CHECKING:
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import TreeEntry
 
-_LOCKED_BYTES = 2**30  # by one load, at most; a leaf that needs more has memory of its own
-_SLOT_BYTES = 64 * 2**20  # unless a leaf needs more
-_SLOTS = 4  # with more of them, the memory has left the processor's caches before it is used again
-_READ_BYTES = 16 * 2**20  # larger than for other reads: with many threads, fewer tasks contend for their turn
+_wait_for: Any = jax.block_until_ready  # it has no types
+
+_SLOT_BYTES = 64 * 2**20
+_SLOTS = 4  # more of them have to be touched and locked for the first time, which takes as long as they help
+_READ_BYTES = 8 * 2**20  # larger than for other reads: with many threads, fewer tasks contend for their turn
 _WORTH_IT = 16 * 2**20
 
 
@@ -57,78 +62,101 @@ def stream(
     with ExitStack() as stack:
         reading = Reading(found, tree, verify=verify, meter=meter)
         stack.callback(reading.close)
-        stream = _Stream(targets, stack)
+        stream = _Stream(targets, tree.block, stack)
         threads = max(2, threads * 3 // 4)  # leaves the others to the transfers
         run_all(stream.tasks(reading), threads, stream.give_up)
         reading.require_unwritten()
+        _wait_for(list(stream.loaded.values()))  # before the slots are unlocked
     return stream.loaded
 
 
-class _Stream:
-    """Pass leaves through slots of memory: large leaves first, each through a slot that is large enough, then small
-    ones, through the parts that these slots are cut into."""
+class Batch(Protocol):
+    """What passes through a slot at once: `targets` to read, and what to do when they have been read.
 
-    def __init__(self, targets: Sequence[LeafTarget], stack: ExitStack) -> None:
-        self.large = [target for target in targets if nbytes_of(target) > _SLOT_BYTES]
-        # The largest comes first: a slot is locked after its first leaf, which has to touch all of it.
-        self.large.sort(key=nbytes_of, reverse=True)
+    is_claimed   whether the space that they take was claimed before
+    """
+
+    is_claimed: bool
+
+    @property
+    def targets(self) -> Sequence[LeafTarget]: ...
+
+    def move(self) -> Sequence[Any]:
+        """Begin to move the targets to their devices. Return arrays that are ready when their memory is free."""
+
+
+class _Leaves:
+    """Whole leaves that fit into one slot, or a leaf with memory of its own."""
+
+    is_claimed = False
+
+    def __init__(self, targets: list[LeafTarget], loaded: dict[str, Any], put: PutShards) -> None:
+        self.targets, self.loaded, self.put = targets, loaded, put
+
+    def move(self) -> Sequence[Any]:
+        arrays = assemble(self.targets, self.put)
+        for target in self.targets:
+            target.arrays = ()
+        self.loaded.update(arrays)
+        return list(arrays.values())
+
+
+class _Stream:
+    """Pass leaves through slots of memory: small ones first, while the programs for large ones are compiled."""
+
+    def __init__(self, targets: Sequence[LeafTarget], block: int, stack: ExitStack) -> None:
+        self.device, self.stack, self.block = accelerator_of(targets[0]), stack, block
         self.small = sorted((target for target in targets if nbytes_of(target) <= _SLOT_BYTES), key=_position)
-        self.device, self.stack = accelerator_of(targets[0]), stack
+        self.large = sorted((target for target in targets if nbytes_of(target) > _SLOT_BYTES), key=_position)
         self.slots: SimpleQueue[_Slot | None] = SimpleQueue()  # an interrupt cannot leave it locked
-        self.parts = 0  # number of small slots that large ones are still to be cut into
         self.loaded: dict[str, Any] = {}
+        self.put = PutShards()
+        total = sum(map(nbytes_of, targets))
+        for _ in range(min(_SLOTS, max(1, -(-total // _SLOT_BYTES)))):
+            self.slots.put(_Slot(aligned(min(_SLOT_BYTES, total)), self.device, stack))
 
     def tasks(self, reading: Reading) -> Iterator[Callable[[], None]]:
-        """Yield tasks that read all leaves and move them to their devices."""
-        for group, slot in self.turns():
-            if slot is None:
-                return
-            arrive = partial(self.arrive, group, slot)
-            yield from reading.tasks(group, memory=slot.memory, end=arrive, read_bytes=_READ_BYTES)
-
-    def turns(self) -> Iterator[tuple[list[LeafTarget], _Slot | None]]:
-        """Yield groups of leaves, each with the slot that it goes through; None for the slot ends the stream.
+        """Yield tasks that read all leaves and move them to their devices.
 
         Waiting for a slot cannot deadlock: all reads into the other slots are under way in other threads.
         """
-        fitting = [nbytes for target in self.large if (nbytes := nbytes_of(target)) <= _LOCKED_BYTES]
-        room = max(fitting, default=_SLOT_BYTES)
-        number = min(2, len(self.large), _LOCKED_BYTES // room)
-        self.add_slots(number, room)
-        for target in self.large:
-            yield [target], self.slots.get()
-        total = sum(map(nbytes_of, self.small))
-        wanted = min(_SLOTS, max(1, -(-total // _SLOT_BYTES)))
-        self.parts = min(wanted, number * (room // _SLOT_BYTES))
-        self.add_slots(wanted - self.parts, min(_SLOT_BYTES, total))
+        for batch in self.batches(reading):
+            slot = self.slots.get()
+            if slot is None:
+                return
+            slot.wait()
+            arrive = partial(self.arrive, batch, slot)
+            yield from reading.tasks(
+                batch.targets,
+                memory=slot.memory,
+                end=arrive,
+                read_bytes=_READ_BYTES,
+                is_claimed=batch.is_claimed,
+            )
+
+    def batches(self, reading: Reading) -> Iterator[Batch]:
+        large = [
+            (target, LargeLeaf.of(target, self.device, _SLOT_BYTES, self.block, self.loaded))
+            for target in self.large
+        ]
         for group in _groups(self.small):
-            yield group, self.take_part()
-
-    def add_slots(self, number: int, nbytes: int) -> None:
-        for _ in range(number):
-            self.slots.put(_Slot(aligned(nbytes), self.device, self.stack))
-
-    def take_part(self) -> _Slot | None:
-        """Return a small slot; cut large ones, which no large leaf needs any more."""
-        while (slot := self.slots.get()) and len(slot.memory) > _SLOT_BYTES:
-            for part in slot.cut(_SLOT_BYTES)[: self.parts]:
-                self.slots.put(part)
-                self.parts -= 1
-        return slot
+            yield _Leaves(group, self.loaded, self.put)
+        for target, leaf in large:
+            if leaf is None:  # it has memory of its own
+                yield _Leaves([target], self.loaded, self.put)
+            else:
+                reading.claim(target)
+                yield from leaf.parts()
 
     def give_up(self) -> None:
         """Wake the thread that waits for a slot, and end the stream."""
         self.slots.put(None)
 
-    def arrive(self, group: Sequence[LeafTarget], slot: _Slot) -> None:
-        """Move a group that has been read to its devices, and free its slot."""
+    def arrive(self, batch: Batch, slot: _Slot) -> None:
+        """Begin to move what has been read to its devices, and let others wait for the slot."""
         slot.lock()
-        arrays = assemble(group)
-        for target in group:
-            target.arrays = ()
-        for array in arrays.values():
-            array.block_until_ready()
-        self.loaded.update(arrays)
+        with jax.default_device(self.device):  # which each thread has its own of
+            slot.pending = batch.move()
         self.slots.put(slot)
 
 
@@ -138,22 +166,21 @@ class _Slot:
     It is locked after the first read into it: locking memory that was never touched takes ten times as long.
     """
 
-    def __init__(
-        self, memory: np.ndarray[Any, Any], device: Any, stack: ExitStack, *, is_locked: bool = False
-    ) -> None:
-        self.memory, self.device, self.stack, self.is_locked = memory, device, stack, is_locked
-
-    def cut(self, nbytes: int) -> list[_Slot]:
-        """Return as many slots of `nbytes` as fit into this one."""
-        starts = range(0, len(self.memory) - nbytes + 1, nbytes)
-        parts = [self.memory[start : start + nbytes] for start in starts]
-        return [_Slot(part, self.device, self.stack, is_locked=self.is_locked) for part in parts]
+    def __init__(self, memory: np.ndarray[Any, Any], device: Any, stack: ExitStack) -> None:
+        self.memory, self.device, self.stack = memory, device, stack
+        self.is_locked = False
+        self.pending: Sequence[Any] = ()
 
     def lock(self) -> None:
         """Lock the memory until the end of the load, unless it is locked."""
         if not self.is_locked:
             self.is_locked = True
             self.stack.enter_context(page_locked(self.memory, self.device))
+
+    def wait(self) -> None:
+        """Return when the memory has been copied from."""
+        _wait_for(self.pending)
+        self.pending = ()
 
 
 def _groups(targets: Sequence[LeafTarget]) -> list[list[LeafTarget]]:
@@ -178,4 +205,4 @@ def nbytes_of(target: LeafTarget) -> int:
     """Return the memory that the boxes of this process take."""
     regions = target.regions
     size = math.prod(target.entry.shape) if regions is None else sum(region.size for region in regions)
-    return -(-size * dtype_from_name(target.dtype).itemsize // ALIGNMENT) * ALIGNMENT
+    return packed_nbytes(size * dtype_from_name(target.dtype).itemsize)

@@ -40,6 +40,7 @@ _config: Any = jax.config  # its attributes have no types
 logger = logging.getLogger("eformer")
 
 _WORTH_BROADCASTING = 2**20  # bytes on a device
+_WORTH_READING_PARTS = 2**18  # bytes of an array: smaller ones are cut after they are read
 
 
 def place_targets(targets: Sequence[LeafTarget], contents: Contents, request: Request) -> None:
@@ -63,7 +64,7 @@ def place_targets(targets: Sequence[LeafTarget], contents: Contents, request: Re
                 target.read_sharding = _disjoint(target.sharding, target.entry.shape, dtype)
             elif request.as_saved:
                 target.read_sharding = _as_saved(target)
-            _assign_regions(target)
+            _assign_boxes(target)
 
 
 def _follow_request(targets: Sequence[LeafTarget], contents: Contents, request: Request) -> None:
@@ -97,17 +98,54 @@ def _keep_memory(targets: Sequence[LeafTarget]) -> None:
             target.sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
 
 
-def _assign_regions(target: LeafTarget) -> None:
-    """List the distinct boxes that this process's devices hold, and which device holds which."""
-    sharding, shape = target.read_sharding or target.sharding, target.entry.logical_shape
-    assert sharding is not None
+class Boxes(msgspec.Struct, frozen=True):
+    """What the devices of this process hold of an array.
+
+    regions   the distinct boxes, as they are read; None for the whole array
+    devices   the devices, in the order of the sharding
+    numbers   for each of them the number of its box
+    cuts      if the whole array is read and holds several boxes: what each of them is of it
+    """
+
+    regions: list[Region] | None
+    devices: list[Any]
+    numbers: list[int]
+    cuts: list[tuple[slice, ...]] | None = None
+
+    @property
+    def is_one_each(self) -> bool:
+        return len(self.numbers) == 1
+
+
+def _assign_boxes(target: LeafTarget) -> None:
+    entry = target.entry
+    nbytes = math.prod(entry.shape) * dtype_from_name(target.dtype).itemsize
+    sharding = target.read_sharding or target.sharding
+    boxes = _boxes(sharding, entry.logical_shape, entry.shape, nbytes <= _WORTH_READING_PARTS)
+    target.boxes, target.regions = boxes, boxes.regions
+
+
+@lru_cache(4096)
+def _boxes(sharding: Sharding, shape: tuple[int, ...], stored: tuple[int, ...], is_small: bool) -> Boxes:
+    """List the distinct boxes that this process's devices hold, and which device holds which.
+
+    `stored` is the shape of the numbers: PRNG keys have a few for each, which are never cut. If all of a small array
+    is needed here, it is read as one, and cut afterwards.
+    """
     numbers: dict[Region, int] = {}
+    devices, held = [], []
+    inner = stored[len(shape) :]
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         bounds = [s.indices(size)[:2] for s, size in zip(index or (), shape, strict=True)]
-        inner = target.entry.shape[len(shape) :]  # the numbers of a PRNG key are never cut
         region = Region((*(a for a, _ in bounds), *(0 for _ in inner)), (*(b for _, b in bounds), *inner))
-        target.devices.append((device, numbers.setdefault(region, len(numbers))))
-    target.regions = list(numbers)
+        devices.append(device)
+        held.append(numbers.setdefault(region, len(numbers)))
+    regions = list(numbers)
+    if regions == [Region.whole(stored)]:
+        return Boxes(None, devices, held)
+    if is_small and regions and sum(region.size for region in regions) == math.prod(stored):
+        return Boxes(None, devices, held, [region.slices for region in regions])
+    return Boxes(regions, devices, held)
 
 
 def _as_saved(target: LeafTarget) -> Sharding | None:

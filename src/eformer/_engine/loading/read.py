@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.loading.fetch import check, prepare, raise_damage
 from eformer._engine.loading.mapped import MappedFiles
-from eformer._engine.loading.read_plan import Read, Want, plan_reads
+from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.record.pieces import ALIGNMENT
 from eformer._engine.record.regions import Region
 from eformer._engine.tasks.pool import in_turn, run_all
@@ -95,17 +95,21 @@ class Reading:
         memory: np.ndarray[Any, Any] | None = None,
         end: Callable[[], None] | None = None,
         read_bytes: int | None = None,
+        is_claimed: bool = False,
     ) -> list[Callable[[], None]]:
         """Return tasks that read the targets, in about `read_bytes` each, or as many as suit the store; the last one
         to finish calls `end`.
 
-        Large arrays are taken from `memory` while it lasts.
+        Large arrays are taken from `memory` while it lasts. Parts of a leaf that was claimed before need not be.
         """
         wants = [_want(target) for target in targets]
-        reads = plan_reads(wants, self.tree, read_bytes or self.store.read_bytes)
+        reads = plan_reads(
+            wants, self.tree, read_bytes or self.store.read_bytes, is_packed=memory is not None
+        )
         needed = {read.file for read in reads}
         self.files.hold(needed)
-        self.require_space(reads)
+        if not is_claimed:
+            self.require_space([(read.file, read.nbytes) for read in reads])
         _require_length(self.tree, targets, needed, self.files, self.store.read_threads)
         fetching = prepare(wants, self.tree, self.files, verify=self.verify, memory=memory, meter=self.meter)
 
@@ -117,10 +121,14 @@ class Reading:
 
         return in_turn([partial(fetching.carry_out, read) for read in reads], hand_over)
 
-    def require_space(self, reads: Sequence[Read]) -> None:
+    def claim(self, target: LeafTarget) -> None:
+        """Count the bytes of a leaf that is then read in parts."""
+        self.require_space([(extent.file, extent.nbytes) for extent in target.entry.extents])
+
+    def require_space(self, claims: Iterable[tuple[int, int]]) -> None:
         """Refuse leaves that claim more bytes than their file has, before memory is allocated for them."""
-        for read in reads:
-            self.claimed[read.file] += read.nbytes
+        for number, nbytes in claims:
+            self.claimed[number] += nbytes
         for file, nbytes in zip(self.tree.files, self.claimed, strict=True):
             if nbytes > file.nbytes:
                 raise FormatError(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from functools import lru_cache
+from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -10,7 +14,14 @@ from msgspec import Struct
 from eformer._engine.record.check import is_whole
 from eformer._engine.record.digests import DIGEST_DIGITS
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.record.pieces import offset_within, piece_sizes, pieces_in, shifted
+from eformer._engine.record.pieces import (
+    ALIGNMENT,
+    count_pieces,
+    offset_within,
+    piece_sizes,
+    pieces_in,
+    shifted,
+)
 from eformer._engine.record.regions import Region
 
 if TYPE_CHECKING:
@@ -63,8 +74,14 @@ class Read(Struct, frozen=True, gc=False):
     pieces: Sequence[StoredPiece]
 
 
-def plan_reads(wants: Sequence[Want], tree: TreeEntry, read_bytes: int = READ_BYTES) -> list[Read]:
-    """Return reads of about `read_bytes`, in file order, for the fewest pieces that cover the wants."""
+def plan_reads(
+    wants: Sequence[Want], tree: TreeEntry, read_bytes: int = READ_BYTES, *, is_packed: bool = False
+) -> list[Read]:
+    """Return reads of about `read_bytes`, in file order, for the fewest pieces that cover the wants.
+
+    `is_packed` says that arrays will lie in memory one after the other, in the order of the wants, each of
+    `packed_nbytes`, so that neighbours can be read together.
+    """
     found: list[StoredPiece] = []
     starts = [file.header_nbytes for file in tree.files]
     for index, want in enumerate(wants):
@@ -78,24 +95,54 @@ def plan_reads(wants: Sequence[Want], tree: TreeEntry, read_bytes: int = READ_BY
                     found.append(StoredPiece(extent.file, start, extent.nbytes, index, extent.digests))
             elif extent.nbytes <= min(_SMALL_BOX, tree.block) and extent.region is not None:
                 found.extend(_small_box(index, want, extent, start))
-            elif extent.region is None and want.regions is None and want.dtype == entry.dtype:
-                found.extend(_whole_pieces(index, entry, extent, start, tree.block))
+            elif extent.region is None and want.dtype == entry.dtype and (run := _run_of(want, tree.block)):
+                found.extend(_whole_pieces(index, entry, extent, start, tree.block, run))
             else:
                 found.extend(_stored_pieces(index, want, extent, start, tree.block))
     found.sort(key=attrgetter("offset"))  # one after the other: numbers compare quicker than pairs
     found.sort(key=attrgetter("file"))
-    return list(_adjacent(found, read_bytes))
+    return list(_adjacent(found, read_bytes, wants if is_packed else ()))
+
+
+def packed_nbytes(nbytes: int) -> int:
+    """Return how much memory an array takes up: the next one is aligned."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _run_of(want: Want, block: int) -> range | None:
+    """Return the numbers of the pieces that are wanted, if they are consecutive; None if they have to be cut."""
+    entry = want.entry
+    itemsize = dtype_from_name(entry.dtype).itemsize
+    if want.regions is None:
+        return range(count_pieces(entry.shape, itemsize, block))
+    if len(want.regions) != 1:
+        return None
+    (box,) = want.regions
+    before = offset_within(box, Region.whole(entry.shape))
+    if before is None:
+        return None
+    ends = _piece_ends(entry.shape, itemsize, block)
+    first, last = bisect_left(ends, before * itemsize), bisect_left(ends, (before + box.size) * itemsize)
+    is_exact = ends[first] == before * itemsize and ends[last] == (before + box.size) * itemsize
+    return range(first, last) if is_exact else None
+
+
+@lru_cache(64)
+def _piece_ends(shape: tuple[int, ...], itemsize: int, block: int) -> tuple[int, ...]:
+    """Return where the pieces of an array end, after 0, where the first one begins."""
+    return tuple(accumulate(piece_sizes(shape, itemsize, block), initial=0))
 
 
 def _whole_pieces(
-    index: int, entry: LeafEntry, extent: Extent, start: int, block: int
+    index: int, entry: LeafEntry, extent: Extent, start: int, block: int, run: range
 ) -> Iterator[StoredPiece]:
-    """Yield the pieces of a leaf that is wanted whole and unchanged."""
-    at = digits = 0
-    for nbytes in piece_sizes(entry.shape, dtype_from_name(entry.dtype).itemsize, block):
-        digest = extent.digests[digits : digits + DIGEST_DIGITS]
-        yield StoredPiece(extent.file, start + at, nbytes, index, digest, None, 0, at)
-        at, digits = at + nbytes, digits + DIGEST_DIGITS
+    """Yield consecutive pieces of a leaf that are wanted unchanged."""
+    ends = _piece_ends(entry.shape, dtype_from_name(entry.dtype).itemsize, block)
+    first = ends[run.start]
+    for number in run:
+        digest = extent.digests[number * DIGEST_DIGITS : (number + 1) * DIGEST_DIGITS]
+        at = ends[number]
+        yield StoredPiece(extent.file, start + at, ends[number + 1] - at, index, digest, None, 0, at - first)
 
 
 def _small_box(index: int, want: Want, extent: Extent, start: int) -> Iterator[StoredPiece]:
@@ -144,14 +191,24 @@ def _position(piece: Region, regions: Sequence[Region], itemsize: int) -> tuple[
     return -1, -1
 
 
-def _go_together(a: StoredPiece, b: StoredPiece) -> bool:
+def _go_together(a: StoredPiece, b: StoredPiece, packed: Sequence[Want]) -> bool:
     """Tell whether two adjacent pieces can share a read: small leaves can, and pieces that are adjacent in memory."""
     if a.at < 0 or b.at < 0:
         return a.at == b.at and (a.region is None) == (b.region is None)
-    return a.want == b.want and a.target == b.target and a.at + a.nbytes == b.at
+    if a.want == b.want:
+        return a.target == b.target and a.at + a.nbytes == b.at
+    end = a.at + a.nbytes
+    return a.want + 1 == b.want < len(packed) and b.at == 0 and end == packed_nbytes(_nbytes(packed[a.want]))
 
 
-def _adjacent(found: Sequence[StoredPiece], read_bytes: int) -> Iterator[Read]:
+def _nbytes(want: Want) -> int:
+    """Return how much memory the array that is wanted takes."""
+    boxes = want.regions
+    size = math.prod(want.entry.shape) if boxes is None else sum(box.size for box in boxes)
+    return size * dtype_from_name(want.dtype).itemsize
+
+
+def _adjacent(found: Sequence[StoredPiece], read_bytes: int, packed: Sequence[Want]) -> Iterator[Read]:
     """Join neighbours in a file into reads of at most `read_bytes`, or of one piece."""
     start = 0
     for i in range(1, len(found) + 1):
@@ -159,7 +216,7 @@ def _adjacent(found: Sequence[StoredPiece], read_bytes: int) -> Iterator[Read]:
             before, piece = found[i - 1], found[i]
             nbytes = piece.offset + piece.nbytes - found[start].offset
             touches = piece.file == before.file and piece.offset == before.offset + before.nbytes
-            if touches and nbytes <= read_bytes and _go_together(before, piece):
+            if touches and nbytes <= read_bytes and _go_together(before, piece, packed):
                 continue
         together = found[start:i]
         last = together[-1]

@@ -70,9 +70,9 @@ def place(
     if request.mesh is not None:
         others = {name: leaf for name, leaf in leaves.items() if name not in specs}
         specs |= _by_default(others, request, request.mesh, problems)
-    placed = {}
+    placed, fitted = {}, _Fitted(request.mesh)
     for name, spec in specs.items():
-        sharding = _sharding_or_problem(spec, request.mesh, leaves[name].shape)
+        sharding = fitted(spec, leaves[name].shape)
         if isinstance(sharding, str):
             problems.append(f"leaf {name!r} {list(leaves[name].shape)}: {sharding}")
         else:
@@ -148,6 +148,8 @@ def _require_every_leaf(leaves: Mapping[str, PlaceableLeaf], named: Collection[s
 def _by_rules(leaves: Mapping[str, PlaceableLeaf], request: PlacementRequest) -> dict[str, Any]:
     """Return the spec of the first rule that matches, by leaf. Scalars match none: they have no axis to cut."""
     patterns = [(_compiled(pattern, request.rules_name), spec) for pattern, spec in request.rule_pairs]
+    if not patterns:
+        return {}
     found = {name: _first_match(name, patterns) for name, leaf in leaves.items() if leaf.shape}
     return {name: spec for name, spec in found.items() if spec is not None}
 
@@ -178,7 +180,8 @@ def _first_match(name: str, patterns: Sequence[tuple[re.Pattern[str], Any]]) -> 
 
 def _key(name: str) -> str:
     """Return the name as rules see it."""
-    return "/".join(unescape(part) for part in split_name(name))
+    parts = split_name(name)
+    return "/".join(map(unescape, parts) if "%" in name else parts)
 
 
 # -------------------------------------------------------------------------------------------- defaults
@@ -234,6 +237,27 @@ def has_memory(devices: Iterable[Any], kind: str) -> bool:
     """Tell whether the devices of this process among these have memory of this kind."""
     here = [device for device in devices if device.process_index == jax.process_index()]
     return all(kind in {memory.kind for memory in device.addressable_memories()} for device in here)
+
+
+class _Fitted:
+    """Returns the sharding for a spec, or the reason why it does not fit: found once for all leaves that are alike.
+
+    The results are shared, so that later steps can tell by identity what is alike.
+    """
+
+    def __init__(self, mesh: Mesh | None) -> None:
+        self.mesh = mesh
+        self.by_identity: dict[tuple[int, tuple[int, ...]], Sharding | str] = {}
+        self.by_value: dict[tuple[Any, tuple[int, ...]], Sharding | str] = {}
+
+    def __call__(self, spec: Any, shape: tuple[int, ...]) -> Sharding | str:
+        found = self.by_identity.get((id(spec), shape))
+        if found is None:
+            found = self.by_value.get((spec, shape))
+            if found is None:
+                found = self.by_value[spec, shape] = _sharding_or_problem(spec, self.mesh, shape)
+            self.by_identity[id(spec), shape] = found
+        return found
 
 
 def _sharding_or_problem(spec: Any, mesh: Mesh | None, shape: tuple[int, ...]) -> Sharding | str:

@@ -31,10 +31,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from eformer._engine.loading.contents import Contents
+    from eformer._engine.loading.placement import Boxes
     from eformer._engine.loading.request import Request, Resize
     from eformer._engine.record.regions import Region
 
 T = TypeVar("T")
+
+_ARRAYS = (jax.ShapeDtypeStruct, jax.Array, np.ndarray)
 
 logger = logging.getLogger("eformer")
 
@@ -59,7 +62,7 @@ class LeafTarget(msgspec.Struct, gc=False):
     is_explicit      an argument asks for the sharding
     transform        function of the caller, from `shardings`, to call on the loaded array
     regions          distinct boxes that this process reads; None for the whole leaf
-    devices          pairs of a device of this process and the number of its region
+    boxes            which devices of this process hold which of them
     arrays           host memory of the regions, once they are read
     new_shape        shape to change to, if it is another than the stored one
     read_sharding    sharding to read with before the array is broadcast: no two processes hold the same box
@@ -77,7 +80,7 @@ class LeafTarget(msgspec.Struct, gc=False):
     is_explicit: bool = False
     transform: Callable[[Any], Any] | None = None
     regions: list[Region] | None = None
-    devices: list[Any] = []
+    boxes: Boxes | None = None
     arrays: Sequence[Any] = ()
     new_shape: tuple[int, ...] | None = None
     read_sharding: Any = None
@@ -275,9 +278,18 @@ def _mismatches(
     targets: Sequence[LeafTarget], values: Mapping[str, Any], like: Mapping[str, Any], request: Request
 ) -> Iterable[str]:
     for target in targets:
-        yield from _array_mismatch(target, like[target.name], request)
+        leaf = like[target.name]
+        if not _is_alike(target, leaf):
+            yield from _array_mismatch(target, leaf, request)
     for name, value in values.items():
         yield from _value_mismatch(name, value, like[name], request.cast)
+
+
+def _is_alike(target: LeafTarget, leaf: Any) -> bool:
+    """Tell in the most frequent case that there is no mismatch: both are arrays of numbers, and alike."""
+    if not isinstance(leaf, _ARRAYS) or target.entry.key or target.new_shape is not None:
+        return False
+    return leaf.shape == target.entry.shape and _dtype_name(leaf.dtype) == target.dtype
 
 
 def _array_mismatch(target: LeafTarget, leaf: Any, request: Request) -> Iterable[str]:
@@ -367,6 +379,7 @@ def _has_shape(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
+@lru_cache(256)
 def _dtype_name(dtype: Any) -> str:
     return dtype.name if isinstance(dtype, np.dtype) else str(dtype)
 

@@ -1,0 +1,219 @@
+"""Bring large leaves to accelerators in parts: each part is put on the device, and written into the array there.
+
+A leaf needs no host memory of its size then, and is read and copied at the same time. The array is made and written by
+compiled programs, which are compiled in the background, once for each shape.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from concurrent.futures import Future
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import msgspec
+import numpy as np
+
+from eformer._engine.loading.device_put import put_on, put_on_default
+from eformer._engine.loading.placement import Boxes
+from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.regions import Region
+from eformer._engine.trees.devices import PACKED, bits_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from eformer._engine.loading.select import LeafTarget
+    from eformer._engine.record.manifest import LeafEntry
+
+_lax: Any = jax.lax  # not all of it has types
+
+
+class LargeLeaf:
+    """A leaf that arrives in parts, in any order and from any thread. The last one puts it among the `loaded`."""
+
+    def __init__(
+        self, target: LeafTarget, boxes: Boxes, cuts: Sequence[Sequence[Region]], loaded: dict[str, Any]
+    ) -> None:
+        self.target, self.loaded, self.boxes = target, loaded, boxes
+        self.regions = boxes.regions or [Region.whole(target.entry.shape)]
+        self.cuts = cuts
+        is_committed = target.sharding is not None
+        self.shards = [
+            _Shard(self.regions[number], device, dtype_from_name(target.dtype), cuts[number], is_committed)
+            for number, device in zip(boxes.numbers, boxes.devices, strict=True)
+        ]
+        self.left = sum(map(len, cuts))
+        self.lock = threading.Lock()
+
+    @staticmethod
+    def of(
+        target: LeafTarget, device: Any, most: int, block: int, loaded: dict[str, Any]
+    ) -> LargeLeaf | None:
+        """Return the leaf in parts of at most so many bytes, if it can be had so, and begin to compile its programs."""
+        boxes, dtype = target.boxes or Boxes(None, [device], [0]), dtype_from_name(target.dtype)
+        if boxes.cuts or target.entry.key or target.is_weak or dtype in PACKED or not dtype.isnative:
+            return None
+        regions = boxes.regions or [Region.whole(target.entry.shape)]
+        cuts = [_parts_of(region, target.entry, dtype.itemsize, most, block) for region in regions]
+        return LargeLeaf(target, boxes, cuts, loaded)
+
+    def parts(self) -> Iterator[_Part]:
+        for number, cut in enumerate(self.cuts):
+            for region in cut:
+                yield _Part(self, number, region)
+
+    def arrived(self) -> None:
+        """Count a part; make the array when all of them have arrived."""
+        with self.lock:
+            self.left -= 1
+            is_last = self.left == 0
+        if is_last:
+            target = self.target
+            arrays = [shard.finish() for shard in self.shards]
+            self.loaded[target.name] = (
+                arrays[0]
+                if target.sharding is None
+                else jax.make_array_from_single_device_arrays(target.entry.shape, target.sharding, arrays)
+            )
+
+
+class _Part:
+    """A box of a large leaf."""
+
+    is_claimed = True
+
+    def __init__(self, leaf: LargeLeaf, number: int, region: Region) -> None:
+        target = leaf.target
+        self.leaf, self.number, self.region = leaf, number, region
+        self.targets = [msgspec.structs.replace(target, regions=[region], arrays=())]
+
+    def move(self) -> Sequence[Any]:
+        """Put the part on every device that holds it, and write it into the arrays there."""
+        leaf = self.leaf
+        (part,) = self.targets[0].arrays
+        part = part.view(bits_of(part.dtype))
+        part.flags.writeable = False
+        shards = [s for s, n in zip(leaf.shards, leaf.boxes.numbers, strict=True) if n == self.number]
+        if leaf.target.sharding is None:
+            arrays = put_on_default([part])
+        else:
+            arrays = put_on([part] * len(shards), [shard.device for shard in shards])
+        for shard, array in zip(shards, arrays, strict=True):
+            shard.write(array, self.region)
+        leaf.arrived()
+        return arrays
+
+
+class _Shard:
+    """The array on one device."""
+
+    def __init__(
+        self, region: Region, device: Any, dtype: Any, cuts: Sequence[Region], is_committed: bool
+    ) -> None:
+        self.region, self.device = region, device
+        program = partial(_program, region.shape, bits_of(dtype), device, is_committed)
+        self.begin = program("empty")
+        self.updates = {cut.shape: program("update", cut.shape) for cut in cuts}
+        self.end = program("view", dtype=dtype) if bits_of(dtype) != dtype else None
+        self.lock = threading.Lock()
+        self.array: Any = None
+
+    def write(self, part: Any, region: Region) -> None:
+        """Write a part that is on the device into the array, in place."""
+        update = self.updates[region.shape].result()
+        start = np.array(region.inside(self.region).start, np.int32)
+        with self.lock:
+            if self.array is None:
+                self.array = self.begin.result()()
+            self.array = update(self.array, part, start)
+
+    def finish(self) -> Any:
+        """Return the array, in its own dtype."""
+        array, self.array = self.array, None
+        return array if self.end is None else self.end.result()(array)
+
+
+def _parts_of(region: Region, entry: LeafEntry, itemsize: int, most: int, block: int) -> list[Region]:
+    """Cut a box of a leaf into parts: along the boxes that are stored, unless these are small."""
+    stored = [overlap for extent in entry.extents if (overlap := region.overlap(entry.region_of(extent)))]
+    if min(box.size * itemsize for box in stored) < most // 4:
+        stored = [region]
+    return [part for box in stored for part in _cut(box, itemsize, most, block)]
+
+
+def _cut(region: Region, itemsize: int, most: int, block: int) -> list[Region]:
+    """Cut a box into parts of at most so many bytes, all but the last alike, at the ends of pieces where possible."""
+    shape = region.shape
+    axis = next(
+        (n for n in range(len(shape)) if math.prod(shape[n + 1 :]) * itemsize <= most), len(shape) - 1
+    )
+    row = math.prod(shape[axis + 1 :]) * itemsize
+    step = max(1, min(block, most) // row)  # rows of a piece
+    number = -(-shape[axis] * row // (most // (step * row) * step * row or row))
+    length = -(-shape[axis] // number)
+    length = min(-(-length // step) * step, shape[axis])
+    parts = []
+    for outer in np.ndindex(shape[:axis]):
+        for start in range(0, shape[axis], length):
+            stop = min(start + length, shape[axis])
+            first = (*outer, start, *(0 for _ in shape[axis + 1 :]))
+            last = (*(n + 1 for n in outer), stop, *shape[axis + 1 :])
+            parts.append(
+                Region(
+                    tuple(a + b for a, b in zip(region.start, first, strict=True)),
+                    tuple(a + b for a, b in zip(region.start, last, strict=True)),
+                )
+            )
+    return parts
+
+
+# -------------------------------------------------------------------------------------------- programs
+
+
+@lru_cache(256)
+def _program(
+    shape: tuple[int, ...],
+    bits: np.dtype[Any],
+    device: Any,
+    is_committed: bool,
+    kind: Literal["empty", "update", "view"],
+    part: tuple[int, ...] = (),
+    dtype: np.dtype[Any] | None = None,
+) -> Future[Any]:
+    """Begin to compile a program in a thread of its own: one that makes an array, writes a part into one, or returns
+    it as another dtype. Arrays are handled as integers: XLA may compute with floats, which changes the bits of a nan.
+    """
+    made: Future[Any] = Future()
+    # Arrays that are not committed are those of the default device, and JAX may move them.
+    place = jax.sharding.SingleDeviceSharding(device) if is_committed else None
+    described: Any = jax.ShapeDtypeStruct  # it has no types
+    whole = described(shape, bits, sharding=place)
+
+    def compile_it() -> Any:
+        if kind == "empty":
+            return jax.jit(lambda: _lax.empty(shape, bits), out_shardings=place).lower().compile()
+        if kind == "view":
+            view = jax.jit(
+                lambda array: _lax.bitcast_convert_type(array, dtype), donate_argnums=0, out_shardings=place
+            )
+            return view.lower(whole).compile()
+        update = jax.jit(
+            lambda array, new, start: _lax.dynamic_update_slice(array, new, tuple(start)),
+            donate_argnums=0,
+            out_shardings=place,
+        )
+        new = described(part, bits, sharding=place)
+        return update.lower(whole, new, described((len(shape),), np.int32)).compile()
+
+    def run() -> None:
+        try:
+            with jax.default_device(device):
+                made.set_result(compile_it())
+        except BaseException as error:  # noqa: BLE001  raised by who waits
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="eformer-compile", daemon=True).start()
+    return made
