@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Files, Store
 
 _MOST_BYTES = 2**30  # a few hundred bytes for a leaf
+_LONG = 2**26
 CARRIED = "part"  # the key of a record in the metadata of a safetensors file
 
 
@@ -127,7 +128,8 @@ def _read(tree: TreeEntry, number: int, files: Files, origin: str) -> ProcessRec
     file = tree.files[number]
     if file.header_nbytes > _MOST_BYTES:
         raise FormatError(f"{origin}: a record of {file.header_nbytes} bytes is too long")
-    header = bytearray(min(file.header_nbytes, files.nbytes(number)))
+    is_long = file.header_nbytes > _LONG  # else it is not worth a request to look whether the file is as long
+    header = bytearray(min(file.header_nbytes, files.nbytes(number)) if is_long else file.header_nbytes)
     found = files.read_into(number, memoryview(header), 0)
     digest = xxh3_128(memoryview(header)[:found])
     if digest != file.header:

@@ -160,6 +160,8 @@ def _overlapping(candidates: Sequence[tuple[int, Box]], wanted: Iterable[Region]
         stops = np.array([stop for _, (_, stop) in candidates], np.int64)
         hit = np.zeros(len(candidates), bool)
         for box in wanted:
+            if starts.shape[1:] != (len(box.start),):
+                raise ValueError("boxes of another number of axes than their leaves have")
             hit |= ((starts < box.stop) & (stops > box.start)).all(axis=1)
     except (ValueError, OverflowError) as error:
         raise FormatError(f"the manifest's table of holdings is invalid: {error}") from error

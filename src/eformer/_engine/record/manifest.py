@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -124,7 +124,12 @@ class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=Tr
         return f"{self.logical_dtype}{list(self.logical_shape)}"
 
     def region_of(self, extent: Extent) -> Region:
-        return Region(*extent.region) if extent.region else Region.whole(self.shape)
+        return _region(extent.region) if extent.region else Region.whole(self.shape)
+
+
+@lru_cache(2**14)  # leaves that are cut alike have the same boxes
+def _region(box: tuple[tuple[int, ...], tuple[int, ...]]) -> Region:
+    return Region(*box)
 
 
 class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):

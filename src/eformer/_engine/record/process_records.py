@@ -88,13 +88,14 @@ def _joined(
     sha256: dict[str, str] = {}
     files = list(tree.files)
     for number, record in records.items():
-        if unknown := record.extents.keys() - entries.keys():
+        if unknown := [name for name in record.extents if name not in entries]:
             raise FormatError(
                 f"{tree.files[number].name} has leaves that the manifest does not list: {sorted(unknown)[:3]}"
             )
         first = len(files) if record.files else number
-        for name in extents.keys() & record.extents.keys():
-            extents[name] += [_moved(extent, first) for extent in record.extents[name]]
+        for name, found in record.extents.items():
+            if name in extents:
+                extents[name] += [_moved(extent, first) for extent in found]
         files += record.files
         sha256 |= record.sha256
     whole = {name: _with(entry, tuple(extents[name]), sha256.get(name)) for name, entry in leaves.items()}

@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,7 +24,7 @@ from eformer._engine.stores.cache import CachedFiles
 from eformer._engine.stores.leases import LEASES, Leases, held, is_held
 from eformer._engine.stores.objects import PART_BYTES
 from eformer._engine.tasks.deadline import clearing_up, time_left
-from eformer._engine.tasks.pool import cancelled_with_others
+from eformer._engine.tasks.pool import cancelled_with_others, run_all
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 _TRIES = 8  # of a put whose outcome is not known
 _MOST_KEY = 1024  # bytes, on all of Amazon's, Google's and Microsoft's
+_THREADS = 16  # they wait for the network most of the time
 _AHEAD = 8 * PART_BYTES  # bytes that wait to be sent
 
 
@@ -44,7 +46,7 @@ class BucketStore:
 
     can_rename = False
     read_bytes = 8 * 2**20  # by as many threads at once this is 128 MiB of memory
-    read_threads = 16  # they wait for the network most of the time
+    read_threads = _THREADS
 
     def __init__(self, objects: Objects, path: str, cache: Cache | None = None) -> None:
         self.objects, self._path, self.cache = objects, path.strip("/"), cache
@@ -354,14 +356,18 @@ class BucketUpload:
         for name, final in moves.items():
             if (self._start + name).rstrip("/") != f"{self._path}/{final}":
                 raise AssertionError(f"objects cannot be renamed: {name!r} to {final!r}")
-            is_kept = name and self.is_published(name, final)
-            if self._leases and is_kept and self._objects.find(self._start + name) is None:
-                raise self._leases.superseded()
+        kept = [name for name, final in moves.items() if name and self.is_published(name, final)]
+        run_all([partial(self._require, name) for name in kept], _THREADS if len(kept) >= _THREADS else 1)
         self._replaced = [one for one in replaced if not one.mark]
         if self._unpublished:
             self._unpublished.publish()
         if self._leases:
             self._leases.retire()
+
+    def _require(self, name: str) -> None:
+        """Raise if an object is gone that this upload did not put: of another process, or of an earlier save."""
+        if self._leases and self._objects.find(self._start + name) is None:
+            raise self._leases.superseded()
 
     def swap(self, name: str, data: bytes, expected: Version | None) -> None:
         """Replace the index. After a refusal or an error only the object itself can tell what has happened."""
