@@ -109,6 +109,10 @@ def test_numbers_and_arrays_without_axes_are_in_every_process_what_like_has(two,
     succeed(two.run("load_steps", path, broadcast))
 
 
+def test_a_process_that_loads_what_it_saved_reads_no_record_but_its_own(four, path):
+    assert succeed(four.run("save_and_load_rows", path)) == [1] * 4
+
+
 def test_the_comparison_sees_a_difference(two, path):
     succeed(two.run("save_tree", path, "sync", {}, 1))
     for outcome in two.run("load_tree", path, ("x", "y"), 0):

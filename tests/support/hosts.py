@@ -6,7 +6,14 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from eformer._engine.saving.run import carry_out
+from eformer._engine.saving.save import start
+from eformer.checkpoint import SaveOptions
 from eformer.errors import ProcessError
 
 if TYPE_CHECKING:
@@ -123,3 +130,30 @@ class Host:
 
     def name(self, index: int) -> str:
         return f"process {index}"
+
+
+def save_together(crew, tree_of, path, layout=("safetensors", {}), **options):
+    """Save `tree_of(host)` from every host; return the errors that were raised, or None for each."""
+    name, special = layout
+
+    def work(host):
+        options_ = SaveOptions(**special, **options)
+        carry_out(start(tree_of(host), path, format=name, options=options_, hosts=host))
+
+    return crew.run(work)
+
+
+def sharded_tree():
+    """Return arrays that eight devices hold in several ways, and leaves of other kinds."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+
+    def put(spec):
+        return jax.device_put(jnp.arange(64 * 8.0).reshape(64, 8), NamedSharding(mesh, spec))
+
+    tree = {
+        "rows": put(P("x")),
+        "both": put(P("x", "y")),
+        "columns": put(P(None, "y")),
+        "everywhere": put(P()),
+    }
+    return tree | {"numpy": np.arange(5), "one": jnp.ones(3), "n": 3, "empty": jnp.zeros((0, 4))}

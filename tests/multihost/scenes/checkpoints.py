@@ -10,12 +10,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from eformer._engine.formats import process_records
 from eformer._engine.processes import coordination
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.saving import agreement as _commit
 from eformer._engine.stores import local_files as files
 from eformer.checkpoint import SaveOptions, inspect, load, save, save_async
-from multihost.scenes.state import SHAPES, bits, check, format_of, mesh, put, tree
+from multihost.scenes.state import SHAPES, bits, check, format_of, mesh, put, tree, whole
 
 _commit.VISIBLE_WITHIN = 1.0  # this machine has no network file system
 
@@ -101,6 +102,27 @@ def load_as_saved(path, version=0):
         assert loaded["global"][name].sharding.is_equivalent_to(
             NamedSharding(mesh(), spec), len(SHAPES[name][0])
         )
+
+
+def save_and_load_rows(path):
+    """Saves rows, loads them as they were; returns how many records this process has read."""
+    numbers, read = [], process_records._read
+
+    def watched(tree, number, *how):
+        numbers.append(number)
+        return read(tree, number, *how)
+
+    rows = {f"w{i}": put(whole("rows", i), NamedSharding(mesh(), P("x"))) for i in range(5)}
+    save(rows, path, **format_of(path))
+    process_records._read = watched
+    try:
+        loaded = load(path, like=rows)
+    finally:
+        process_records._read = read
+    for i in range(5):
+        for shard in loaded[f"w{i}"].addressable_shards:
+            assert bits(np.asarray(shard.data)) == bits(whole("rows", i)[shard.index])
+    return len(numbers)
 
 
 def load_alone(path, version=0):

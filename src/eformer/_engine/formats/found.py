@@ -23,6 +23,7 @@ class Trees(Mapping[str, "TreeEntry"]):
     """Trees by prefix. Trees of other programs are described on first use, so a damaged one does not affect the rest.
 
     Directories in `also` can be loaded as prefixes, but were not saved under one; they are not counted or listed.
+    `listed` describe trees without extents, those of which these are somewhere else.
     """
 
     def __init__(
@@ -30,8 +31,10 @@ class Trees(Mapping[str, "TreeEntry"]):
         ours: Mapping[str, TreeEntry],
         others: Mapping[str, Callable[[], TreeEntry]],
         also: Mapping[str, Callable[[], TreeEntry]],
+        listed: Mapping[str, Callable[[], TreeEntry]] | None = None,
     ) -> None:
         self._known, self._others, self._also = dict(ours), others, also
+        self._listed = listed or {}
         self._prefixes = [*ours, *others]
 
     def __getitem__(self, prefix: str) -> TreeEntry:
@@ -39,6 +42,11 @@ class Trees(Mapping[str, "TreeEntry"]):
             describe = self._others[prefix] if prefix in self._others else self._also[prefix]
             self._known[prefix] = describe()
         return self._known[prefix]
+
+    def listed(self, prefix: str) -> TreeEntry:
+        """Return the tree, perhaps without extents."""
+        is_known = prefix in self._known or prefix not in self._listed
+        return self[prefix] if is_known else self._listed[prefix]()
 
     def __contains__(self, prefix: object) -> bool:
         return prefix in self._prefixes or prefix in self._also
@@ -88,6 +96,16 @@ class Found:
 
     def tree(self, prefix: str | None) -> TreeEntry:
         """Return the tree of a prefix; by default the one that was saved without a prefix, or the only one."""
+        return self.trees[self._known(prefix)]
+
+    def listed(self, prefix: str | None) -> TreeEntry:
+        """Return the tree as `tree` does; but if several processes wrote it, their records are not read, and its leaves
+        have no extents."""
+        known = self._known(prefix)
+        return self.trees.listed(known) if isinstance(self.trees, Trees) else self.trees[known]
+
+    def _known(self, prefix: str | None) -> str:
+        """Return the prefix of a tree that is there."""
         available = sorted(self.trees)
         if not available:
             raise NotFoundError(f"{self.path} holds no trees")
@@ -103,12 +121,12 @@ class Found:
             raise ValueError(
                 f"{self.path} has no prefix {prefix!r}{hint}; available prefixes: {[*available, *self.also]}"
             )
-        return self.trees[prefix]
+        return prefix
 
     def left_out(self, prefix: str | None = None) -> tuple[str, ...]:
         """List the files and directories that are not read and may hold leaves; with a prefix, those of that tree."""
         found = self.find_left_out()
-        root = self.tree(prefix).root if prefix is not None else ""
+        root = self.listed(prefix).root if prefix is not None else ""
         return tuple(path for path in found if path.startswith(f"{root}/")) if root else found
 
     def files(self, tree: TreeEntry) -> Files:

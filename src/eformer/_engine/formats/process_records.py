@@ -10,18 +10,22 @@ import msgspec
 from eformer._engine.formats.found import Trees, files_of
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.record.digests import xxh3_128
-from eformer._engine.record.manifest import ProcessRecord, with_process_records
+from eformer._engine.record.holdings import holders
+from eformer._engine.record.manifest import BoxedTree, LeafEntry
+from eformer._engine.record.process_records import ProcessRecord, with_records, with_some_records
 from eformer._engine.record.values import parse_json
-from eformer._engine.tasks.pool import default_threads, run_all
+from eformer._engine.tasks.pool import run_all
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from eformer._engine.record.manifest import TreeEntry
+    from eformer._engine.record.regions import Region
     from eformer._engine.stores.base import Files, Store
 
 _MOST_BYTES = 2**30  # a few hundred bytes for a leaf
+_LONG = 2**26
 CARRIED = "part"  # the key of a record in the metadata of a safetensors file
 
 
@@ -32,23 +36,76 @@ def joined_trees(
     also: Mapping[str, Callable[[], TreeEntry]] | None = None,
 ) -> Trees:
     """Return trees by prefix; a tree in parts is put together on first use."""
-    in_parts = {prefix: partial(_joined, store, tree) for prefix, tree in ours.items() if tree.parts}
-    whole = {prefix: tree for prefix, tree in ours.items() if prefix not in in_parts}
-    return Trees(whole, {**in_parts, **(others or {})}, also or {})
+    parts = {prefix: partial(_joined, store, tree) for prefix, tree in ours.items() if tree.parts}
+    listed = {prefix: partial(_listed, store, tree) for prefix, tree in ours.items() if tree.parts}
+    whole = {prefix: tree for prefix, tree in ours.items() if prefix not in parts}
+    return Trees(whole, {**parts, **(others or {})}, also or {}, listed)
 
 
 def _joined(store: Store, tree: TreeEntry) -> TreeEntry:
+    return with_records(tree, _read_all(store, tree, range(len(tree.files))))
+
+
+# ----------------------------------------------------------------------------------- some of the records
+
+
+class ListedLeaf(LeafEntry, frozen=True, array_like=True, gc=False):
+    """A leaf without extents, under the name that it has in the tree, whatever a load calls it."""
+
+    stored_name: str = ""
+
+
+class ListedTree(BoxedTree, frozen=True, kw_only=True, dict=True):
+    """A tree in parts whose leaves have no extents yet: `locate` reads the records that have those of some leaves."""
+
+    store: Store
+
+    def locate(self, wanted: Mapping[str, Sequence[Region] | None]) -> TreeEntry:
+        """Return the tree with these leaves alone, and of these at least the wanted boxes; None is a whole leaf.
+
+        Reads the records of the files that have one of the boxes, or all records if the manifest does not say which
+        these are.
+        """
+        records = _read_all(self.store, self, self._holders(wanted))
+        return with_some_records(self, self.boxed, records, wanted)
+
+    def _holders(self, wanted: Mapping[str, Sequence[Region] | None]) -> Sequence[int]:
+        if not self.holdings:
+            return range(len(self.files))
+        if len(self.holdings.files) != len(self.files):
+            raise FormatError(
+                f"the manifest tells of {len(self.holdings.files)} files what they hold, and names {len(self.files)}"
+            )
+        numbers = {name: number for number, name in enumerate(self.boxed) if name in wanted}
+        wants = ((numbers[name], regions) for name, regions in wanted.items())
+        return holders(self.holdings, len(self.boxed), wants)
+
+
+def _listed(store: Store, tree: TreeEntry) -> ListedTree:
+    leaves: dict[str, LeafEntry] = {
+        name: ListedLeaf(e.dtype, e.shape, (), e.home, e.key, e.sharding, None, name)
+        for name, e in tree.listed_leaves().items()
+    }
+    fields = {name: getattr(tree, name) for name in tree.__struct_fields__}
+    return ListedTree(**fields, boxed=leaves, store=store)
+
+
+def _read_all(store: Store, tree: TreeEntry, numbers: Sequence[int]) -> dict[int, ProcessRecord]:
+    """Read the records of these files."""
     files = files_of(store, tree)
-    parts = [ProcessRecord() for _ in tree.files]
+    records = {number: ProcessRecord() for number in numbers}
 
     def read(number: int) -> None:
-        parts[number] = _read(tree, number, files, store.path_to(tree.path_of(number)))
+        records[number] = _read(tree, number, files, store.path_to(tree.path_of(number)))
 
     try:
-        run_all([partial(read, number) for number in range(len(parts))], default_threads())
+        run_all([partial(read, number) for number in numbers], store.read_threads)
     finally:
         files.close()
-    return with_process_records(tree, parts)
+    return records
+
+
+# ------------------------------------------------------------------------------------------------ read
 
 
 def unreadable(store: Store, tree: TreeEntry) -> list[tuple[str, str]]:
@@ -71,7 +128,8 @@ def _read(tree: TreeEntry, number: int, files: Files, origin: str) -> ProcessRec
     file = tree.files[number]
     if file.header_nbytes > _MOST_BYTES:
         raise FormatError(f"{origin}: a record of {file.header_nbytes} bytes is too long")
-    header = bytearray(min(file.header_nbytes, files.nbytes(number)))
+    is_long = file.header_nbytes > _LONG  # else it is not worth a request to look whether the file is as long
+    header = bytearray(min(file.header_nbytes, files.nbytes(number)) if is_long else file.header_nbytes)
     found = files.read_into(number, memoryview(header), 0)
     digest = xxh3_128(memoryview(header)[:found])
     if digest != file.header:

@@ -29,7 +29,7 @@ def abstract(path: str | os.PathLike[str], *, prefix: str | None = None) -> Any:
         >>> checkpoint.abstract("run/step-100")
         {'step': 100, 'w': ShapeDtypeStruct(shape=(4, 4), dtype=float32)}
     """
-    return look_at(path, lambda found: _described(found.tree(prefix)))
+    return look_at(path, lambda found: _described(found.listed(prefix)))
 
 
 def _described(tree: TreeEntry) -> Any:

@@ -133,7 +133,7 @@ def _counted(leaves: Mapping[str, _LeafFacts], placed: Mapping[str, Sharding], m
 
 def _of_checkpoint(path: str | os.PathLike[str], prefix: str | None) -> dict[str, _LeafFacts]:
     found = {}
-    for name, entry in look_at(path, lambda found: found.tree(prefix).leaves).items():
+    for name, entry in look_at(path, lambda found: found.listed(prefix).leaves).items():
         inner = math.prod(entry.shape[len(entry.logical_shape) :])  # the numbers inside of a PRNG key
         itemsize = dtype_from_name(entry.dtype).itemsize * inner
         is_numpy = entry.home == "numpy"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from eformer._engine.formats.find import ReplacedError, reading, reread
+from eformer._engine.formats.process_records import ListedLeaf, ListedTree
 from eformer._engine.loading.assemble import assemble, change_shapes
 from eformer._engine.loading.computed import TreeReader, nbytes_computed, read_computed
 from eformer._engine.loading.contents import below, contents_of, named_like, renamed
@@ -262,7 +263,8 @@ class _Loaded:
 def _load_found(found: Found, request: Request, like: Mapping[str, Any] | None, hosts: Hosts) -> _Loaded:
     """Load the arrays of one checkpoint, by name, or in the order of `like` if they have no names."""
     with reading(found):
-        entry = found.tree(request.prefix)
+        needs_all = request.rename is not None or request.sha256 is not None
+        entry = found.tree(request.prefix) if needs_all else found.listed(request.prefix)
         contents = contents_of(entry)
     if paths := found.left_out(request.prefix):
         logger.warning("%s: not read, and may hold leaves: %s", found.path, few(paths))
@@ -314,10 +316,23 @@ def _load_arrays(
         place_targets(selection.targets, contents, request)
         if found.is_part:
             require_boxes(selection.targets)
+        entry = _located(found, entry, selection.targets)
     total = _nbytes(entry, contents, selection.targets) if is_wanted(request.progress) else 0
     with metered(request.progress, total, "loading") as meter:
         arrays = _fetch_and_assemble(found, entry, contents, selection.targets, request, hosts, meter)
     return _Loaded(entry, contents, selection, arrays)
+
+
+def _located(found: Found, entry: TreeEntry, targets: list[LeafTarget]) -> TreeEntry:
+    """Read where the boxes of the targets are, if several processes wrote the tree: each has recorded its own."""
+    if not isinstance(entry, ListedTree):
+        return entry
+    listed = {target.entry.stored_name: target for target in targets if isinstance(target.entry, ListedLeaf)}
+    with reading(found):
+        tree = entry.locate({name: target.regions for name, target in listed.items()})
+    for name, target in listed.items():
+        target.entry = tree.leaves[name]
+    return tree
 
 
 def _nbytes(entry: TreeEntry, contents: Contents, targets: list[LeafTarget]) -> int:

@@ -13,7 +13,10 @@ from eformer._engine.record.pieces import count_pieces, is_tiling
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from eformer._engine.record.manifest import Coding, Extent, LeafEntry, TreeEntry
+    from eformer._engine.record.regions import Region
 
 _MOST_BLOCK = 2**30  # bytes; a piece is read into memory whole
 _MOST_EXPANSION = 50_000  # beyond what any codec reaches: zstd packs 2**17 equal bytes into three
@@ -38,8 +41,14 @@ def check_tree(tree: TreeEntry) -> None:
 
 def check_leaf(name: str, entry: LeafEntry, tree: TreeEntry) -> None:
     """Refuse an entry whose numbers contradict each other, before anything is allocated for it."""
+    check_boxes(name, entry, None, tree)
+
+
+def check_boxes(name: str, entry: LeafEntry, boxes: Sequence[Region] | None, tree: TreeEntry) -> None:
+    """Refuse an entry whose numbers contradict each other, or whose extents lack elements of the `boxes` that are
+    wanted; None for the whole leaf."""
     try:
-        _check_numbers(entry, tree)
+        _check_numbers(entry, boxes, tree)
     except (FormatError, ValueError) as error:
         raise FormatError(f"the manifest's entry for leaf {name[:200]!r} is invalid: {error}") from error
 
@@ -60,7 +69,7 @@ def is_plain(entry: LeafEntry, extent: Extent, rooms: list[int], block: int) -> 
     )
 
 
-def _check_numbers(entry: LeafEntry, tree: TreeEntry) -> None:
+def _check_numbers(entry: LeafEntry, boxes: Sequence[Region] | None, tree: TreeEntry) -> None:
     itemsize = dtype_from_name(entry.dtype).itemsize
     if len(entry.shape) > _MOST_AXES or itemsize * math.prod(max(1, size) for size in entry.shape) >= 2**62:
         raise FormatError(f"{entry.dtype}{list(entry.shape)[:80]} is larger than an array can be")
@@ -74,8 +83,21 @@ def _check_numbers(entry: LeafEntry, tree: TreeEntry) -> None:
         if len(region.stop) != len(entry.shape) or not all(map(le, region.stop, entry.shape)):
             raise FormatError(f"region {extent.region} lies outside shape {list(entry.shape)}")
         _check_extent(extent, region.shape, itemsize, entry, tree)
-    if not is_tiling(regions, entry.shape):
+    if boxes is None and not is_tiling(regions, entry.shape):
         raise FormatError(f"its {len(regions)} extents overlap or do not cover the shape {list(entry.shape)}")
+    for box in boxes or ():
+        if not _is_covered(box, regions):
+            raise FormatError(
+                f"its {len(regions)} extents overlap or do not cover {box.slices} of {list(entry.shape)}"
+            )
+
+
+def _is_covered(box: Region, regions: Sequence[Region]) -> bool:
+    """Tell whether every element of the box is in exactly one region."""
+    parts = [part for region in regions if (part := box.overlap(region))]
+    if len(parts) == 1:
+        return parts[0].size == box.size
+    return is_tiling([part.inside(box) for part in parts], box.shape)
 
 
 def _check_extent(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -18,6 +18,7 @@ from msgspec import Raw, Struct, field
 from eformer._engine.record.check import check_leaf, check_tree, is_plain
 from eformer._engine.record.digests import NO_DIGEST, check_own_digest, stamp_digest, xxh3_64_number
 from eformer._engine.record.display import TreeSummary, as_html, as_text
+from eformer._engine.record.holdings import Holdings  # noqa: TC001  msgspec evaluates it
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
 from eformer._engine.record.outline import LeafLine
 from eformer._engine.record.pieces import PIECE_BYTES
@@ -27,7 +28,7 @@ from eformer._engine.record.values import MALFORMED_JSON, value_from_json
 from eformer.errors import FormatError, VersionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Container
 
 T = TypeVar("T")
 
@@ -123,7 +124,12 @@ class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=Tr
         return f"{self.logical_dtype}{list(self.logical_shape)}"
 
     def region_of(self, extent: Extent) -> Region:
-        return Region(*extent.region) if extent.region else Region.whole(self.shape)
+        return _region(extent.region) if extent.region else Region.whole(self.shape)
+
+
+@lru_cache(2**14)  # leaves that are cut alike have the same boxes
+def _region(box: tuple[tuple[int, ...], tuple[int, ...]]) -> Region:
+    return Region(*box)
 
 
 class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
@@ -131,7 +137,8 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
 
     The files are in the directory `root` beside the manifest, or in the manifest's own directory; with `ocdbt` they are
     the keys of a database there. If several processes wrote the tree, the extents are in process records, in the
-    headers of the files, and `parts` says whether every leaf is "whole" in one file or some are "torn".
+    headers of the files, and `parts` says whether every leaf is "whole" in one file or some are "torn". `holdings` says
+    which record has which leaves, so that nobody has to read them all.
     """
 
     save_id: str
@@ -140,6 +147,7 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
     block: int
     files: tuple[DataFile, ...]
     parts: Literal["whole", "torn"] | msgspec.UnsetType = msgspec.UNSET
+    holdings: Holdings | msgspec.UnsetType = msgspec.UNSET
     raw_root: str | msgspec.UnsetType = field(name="root", default=msgspec.UNSET)
     ocdbt: bool | msgspec.UnsetType = msgspec.UNSET
     raw_metadata: dict[str, Any] = field(name="metadata", default_factory=dict)
@@ -178,13 +186,18 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def leaves(self) -> dict[str, LeafEntry]:
         """Return the leaves that are arrays, by name, in the tree's order. Names are looked up in either spelling."""
-        entries = _ByName(_parsed(self.raw_leaves, _decode_leaves))
-        if both := entries.keys() & self.raw_values.keys():
-            raise FormatError(f"the manifest lists {sorted(both)[:3]} both as arrays and as plain values")
+        entries = _ByName(self.listed_leaves())
         rooms = [file.nbytes - file.header_nbytes for file in self.files]
         for name, entry in entries.items():
             if len(entry.extents) != 1 or not is_plain(entry, entry.extents[0], rooms, self.block):
                 check_leaf(name, entry, self)
+        return entries
+
+    def listed_leaves(self) -> dict[str, LeafEntry]:
+        """Return the leaves as they are listed, unchecked; of a tree in parts they have no extents."""
+        entries = _parsed(self.raw_leaves, _decode_leaves)
+        if both := entries.keys() & self.raw_values.keys():
+            raise FormatError(f"the manifest lists {sorted(both)[:3]} both as arrays and as plain values")
         return entries
 
     def check_leaves(self) -> None:
@@ -226,6 +239,22 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
 
     def _repr_html_(self) -> str:
         return as_html("tree", [self.summary()])
+
+
+class BoxedTree(TreeEntry, frozen=True, kw_only=True, dict=True):
+    """A tree whose leaves may lack boxes. `leaves` is the field: nothing checks for gaps."""
+
+    boxed: dict[str, LeafEntry]
+
+    @property
+    def leaves(self) -> dict[str, LeafEntry]:
+        return self.boxed
+
+
+def boxed_tree(tree: TreeEntry, leaves: dict[str, LeafEntry], **changes: Any) -> BoxedTree:
+    """Return the tree with other leaves, which may lack boxes, and other `changes`."""
+    fields = {name: getattr(tree, name) for name in TreeEntry.__struct_fields__}
+    return BoxedTree(**fields | changes, boxed=leaves)
 
 
 def foreign_tree(
@@ -408,65 +437,16 @@ class Receipt(Struct):
     """The receipt of one process: complete and synced files, under names that no manifest refers to yet.
 
     If several processes save together, the leaves are in a `ProcessRecord` instead, and the sum of the `weight`s tells
-    whether they have written every element exactly once. `parts` has what each process adds to the metadata.
+    whether they have written every element exactly once. `holdings` says which leaves are in which of the files; None
+    if that cannot be said briefly. `parts` has what each process adds to the metadata.
     """
 
     files: list[DataFile] = field(default_factory=list)
     leaves: dict[str, LeafEntry] = field(default_factory=dict)
     weight: int = 0
     is_torn: bool = False
+    holdings: Holdings | None = None
     parts: list[bytes] = field(default_factory=list)
-
-
-# ------------------------------------------------------------------------------------- process records
-
-
-class ProcessRecord(Struct, omit_defaults=True):
-    """The extents that one of several processes wrote, into the file with this record or into `files` of its own.
-
-    `sha256` has the leaves that the process held whole, if checksums were asked for.
-    """
-
-    extents: dict[str, tuple[Extent, ...]] = field(default_factory=dict)
-    sha256: dict[str, str] = field(default_factory=dict)
-    files: tuple[DataFile, ...] = ()
-
-    def to_json(self) -> bytes:
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def from_json(cls, data: bytes | str, origin: str) -> ProcessRecord:
-        try:
-            return _decode_process_record(data)
-        except MALFORMED_JSON as error:
-            raise FormatError(f"{origin} does not contain a readable process record: {error}") from error
-
-
-def with_process_records(tree: TreeEntry, records: Sequence[ProcessRecord]) -> TreeEntry:
-    """Return the tree as if one process had written it. There is one record for each of its files."""
-    entries = _parsed(tree.raw_leaves, _decode_leaves)
-    extents: dict[str, list[Extent]] = {name: list(entry.extents) for name, entry in entries.items()}
-    sha256: dict[str, str] = {}
-    files = list(tree.files)
-    for number, record in enumerate(records):
-        if unknown := record.extents.keys() - entries.keys():
-            raise FormatError(
-                f"{tree.files[number].name} has leaves that the manifest does not list: {sorted(unknown)[:3]}"
-            )
-        first = len(files) if record.files else number
-        for name, found in record.extents.items():
-            extents[name] += [msgspec.structs.replace(extent, file=first + extent.file) for extent in found]
-        files += record.files
-        sha256 |= record.sha256
-    whole = {
-        name: msgspec.structs.replace(entry, extents=tuple(extents[name]), sha256=sha256.get(name))
-        for name, entry in entries.items()
-    }
-    tree = msgspec.structs.replace(
-        tree, files=tuple(files), parts=msgspec.UNSET, raw_leaves=encode_leaves(whole)
-    )
-    check_tree(tree)
-    return tree
 
 
 def weight_of(name: str, elements: int) -> int:
@@ -476,7 +456,6 @@ def weight_of(name: str, elements: int) -> int:
 
 
 _decode_manifest = msgspec.json.Decoder(Manifest).decode
-_decode_process_record = msgspec.json.Decoder(ProcessRecord).decode
 _decode_leaf = msgspec.json.Decoder(LeafEntry).decode
 _decode_leaves = msgspec.json.Decoder(dict[str, LeafEntry]).decode
 _decode_raw_leaves = msgspec.json.Decoder(dict[str, Raw]).decode

@@ -13,8 +13,9 @@ from msgspec import Struct
 
 from eformer._engine.record.digests import NO_DIGEST, xxh3_128
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.record.manifest import Coding, DataFile, Extent, LeafEntry, ProcessRecord, weight_of
+from eformer._engine.record.manifest import Coding, DataFile, Extent, LeafEntry, weight_of
 from eformer._engine.record.pieces import count_pieces
+from eformer._engine.record.process_records import ProcessRecord
 from eformer._engine.record.regions import Region
 
 if TYPE_CHECKING:

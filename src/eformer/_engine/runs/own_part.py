@@ -14,7 +14,7 @@ import msgspec
 
 from eformer._engine.loading.load import load_tree
 from eformer._engine.record.dtypes import name_of_dtype
-from eformer._engine.record.manifest import LeafEntry, RecordedSharding, TreeEntry
+from eformer._engine.record.manifest import LeafEntry, RecordedSharding, boxed_tree
 from eformer._engine.record.values import parse_json
 from eformer._engine.trees.devices import is_key
 from eformer._engine.trees.flatten import flatten
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from eformer._engine.formats.found import Found
     from eformer._engine.loading.load import LoadedTree
     from eformer._engine.loading.request import Request
-    from eformer._engine.record.manifest import Extent
+    from eformer._engine.record.manifest import BoxedTree, Extent, TreeEntry
 
 PART_METADATA = "eformer.part"
 
@@ -105,17 +105,7 @@ def load_own(path: str, common_id: str, request: Request) -> LoadedTree:
     return load_tree(path, dataclasses.replace(request, as_saved=True), see)
 
 
-class _UncutTree(TreeEntry, frozen=True, kw_only=True, dict=True):
-    """A tree whose leaves lack boxes, which other processes hold. `leaves` is the field: nothing checks for gaps."""
-
-    boxed: dict[str, LeafEntry]
-
-    @property
-    def leaves(self) -> dict[str, LeafEntry]:
-        return self.boxed
-
-
-def _uncut(part: TreeEntry, path: str, common_id: str) -> _UncutTree:
+def _uncut(part: TreeEntry, path: str, common_id: str) -> BoxedTree:
     """Return the record of the tree that the part was cut from."""
     text = part.metadata.get(PART_METADATA)
     if not isinstance(text, str):
@@ -136,9 +126,7 @@ def _uncut(part: TreeEntry, path: str, common_id: str) -> _UncutTree:
         else:
             arrays[name] = stored[str(number)]
         number += 1
-    fields = {field: getattr(part, field) for field in part.__struct_fields__}
-    fields |= {"save_id": common_id, "raw_values": values, "structure": table.structure}
-    return _UncutTree(**fields, boxed=arrays)
+    return boxed_tree(part, arrays, save_id=common_id, raw_values=values, structure=table.structure)
 
 
 def _joined(cut: _Cut, boxes: Sequence[LeafEntry]) -> LeafEntry:

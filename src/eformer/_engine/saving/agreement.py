@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from eformer._engine.processes.hosts import LostError
 from eformer._engine.record.digests import xxh3_128_of
+from eformer._engine.record.holdings import joined_holdings
 from eformer._engine.record.manifest import Receipt
 from eformer._engine.saving.staging import on_host
 from eformer._engine.tasks.deadline import clearing_up
@@ -172,7 +173,10 @@ def _differences(mine: Sequence[str], first: Sequence[str]) -> list[str]:
 
 
 class Team:
-    """The processes of one save, seen from one of them. A single process is a team, too."""
+    """The processes of one save, seen from one of them. A single process is a team, too.
+
+    If there are several, `leaves` are those of the tree, in the first process, and `numbers` their numbers, in all.
+    """
 
     def __init__(self, save: Save, agreed: Agreed | None, upload: Upload | None, stack: ExitStack) -> None:
         self.save, self.upload = save, upload
@@ -181,6 +185,7 @@ class Team:
         self.tree = msgspec.structs.replace(save.tree, save_id=save_id)
         self.format = save.format(save_id)
         self.leaves: dict[str, LeafEntry] = {}
+        self.numbers: dict[str, int] = {}
 
     @property
     def is_several(self) -> bool:
@@ -198,6 +203,7 @@ class Team:
         theirs = (old for old, new in zip(save.sources, own, strict=True) if old is not new)
         meter.add(sum(map(self.format.own_nbytes, theirs)))  # the first process writes these
         save.sources[:] = own
+        self.numbers = {source.name: number for number, source in enumerate(own)}
         if self.upload is None:
             self.upload = join(self.format, save.store, self._agreed)
             self._stack.callback(self.upload.close)
@@ -371,6 +377,7 @@ def merged(receipts: Sequence[Receipt]) -> Receipt:
         whole.weight = (whole.weight + receipt.weight) % 2**64
         whole.is_torn |= receipt.is_torn
         whole.parts += receipt.parts
+    whole.holdings = joined_holdings(receipt.holdings for receipt in receipts)
     return whole
 
 

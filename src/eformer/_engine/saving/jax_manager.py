@@ -142,7 +142,9 @@ class _HandedOver:
         extents = [extent for file in self.theirs for extent in file.extents]
         run_all([partial(self.digest, extent) for extent in extents], self.save.threads)
         if self.team.is_several:
-            return receipt_of_several(self.files, self.team.format, self.upload, self.sha256)
+            return receipt_of_several(
+                self.files, self.team.format, self.upload, self.sha256, self.team.numbers
+            )
         return receipt_of_one(self.files, Kept(), self.leaves, self.sha256)
 
     def digest(self, extent: PlannedExtent) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from eformer._engine.record.holdings import holdings_of
 from eformer._engine.record.manifest import LeafEntry, Receipt, TreeEntry, encode_leaves, weight_of
 from eformer._engine.record.pieces import PIECE_BYTES
 from eformer._engine.record.planned import data_files, leaf_entries, weight
@@ -57,20 +58,27 @@ def receipt_of_one(
 
 
 def receipt_of_several(
-    files: Sequence[PlannedFile], fmt: WriteFormat, upload: Upload, sha256: Mapping[str, str]
+    files: Sequence[PlannedFile],
+    fmt: WriteFormat,
+    upload: Upload,
+    sha256: Mapping[str, str],
+    numbers: Mapping[str, int],
 ) -> Receipt:
     """Record what one of several processes has written. Its extents and digests lie with its own bytes: in the headers
-    of its files, or in a file of their own."""
+    of its files, or in a file of their own. `numbers` are those of the leaves of the tree."""
     with gc_paused():
         whole = Receipt(weight=weight(files))
         if not fmt.keeps_records:
             return whole
         if fmt.header_needs_digests:
             whole.files = data_files(files)
+            whole.holdings = holdings_of([[file] for file in files], numbers)
             whole.is_torn = any(extent.region for file in files for extent in file.extents)
             return whole
         whole.is_torn = True
-        if file := fmt.process_file(files, sha256):
+        file = fmt.process_file(files, sha256)
+        whole.holdings = holdings_of([files] if file else [], numbers)
+        if file:
             upload.put([(file.name, file.header)])
             upload.sync()
             whole.files = data_files([file])
@@ -94,5 +102,9 @@ def recorded_tree_of_several(tree: TreeEntry, receipt: Receipt, leaves: Mapping[
         )
     parts: Any = "torn" if receipt.is_torn else "whole"
     return msgspec.structs.replace(
-        tree, files=tuple(receipt.files), parts=parts, raw_leaves=encode_leaves(dict(leaves))
+        tree,
+        files=tuple(receipt.files),
+        parts=parts,
+        holdings=receipt.holdings or msgspec.UNSET,
+        raw_leaves=encode_leaves(dict(leaves)),
     )

@@ -137,7 +137,7 @@ def write_tree(team: Team, meter: Meter) -> Receipt:
     header = partial(team.format.header, sha256=sha256) if team.format.header_needs_digests else None
     write(files, upload, save.tree.block, staging, threads=save.threads, meter=meter, header=header)
     if team.is_several:
-        receipt = receipt_of_several(files, team.format, upload, sha256)
+        receipt = receipt_of_several(files, team.format, upload, sha256, team.numbers)
     else:
         receipt = receipt_of_one(files, kept, leaves, sha256)
     receipt.parts = [save.part]

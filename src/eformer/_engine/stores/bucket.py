@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,7 +26,7 @@ from eformer._engine.stores.leases import LEASES, Leases, held
 from eformer._engine.stores.objects import PART_BYTES
 from eformer._engine.stores.swaps import swap_index
 from eformer._engine.tasks.deadline import clearing_up, time_left
-from eformer._engine.tasks.pool import cancelled_with_others
+from eformer._engine.tasks.pool import cancelled_with_others, run_all
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from eformer._engine.stores.objects import Objects, Stream
 
 _MOST_KEY = 1024  # bytes, on all of Amazon's, Google's and Microsoft's
+_THREADS = 16  # they wait for the network most of the time
 _AHEAD = 8 * PART_BYTES  # bytes that wait to be sent
 _FEW = 8  # objects that are looked up one by one
 
@@ -47,7 +48,7 @@ class BucketStore:
 
     can_rename = False
     read_bytes = 8 * 2**20  # by as many threads at once this is 128 MiB of memory
-    read_threads = 16  # they wait for the network most of the time
+    read_threads = _THREADS
 
     def __init__(self, objects: Objects, path: str, cache: Cache | None = None) -> None:
         self.objects, self._path, self.cache = objects, path.strip("/"), cache
@@ -371,14 +372,18 @@ class BucketUpload:
         for name, final in moves.items():
             if (self._start + name).rstrip("/") != f"{self._path}/{final}":
                 raise AssertionError(f"objects cannot be renamed: {name!r} to {final!r}")
-            is_kept = name and self.is_published(name, final)
-            if self._leases and is_kept and self._objects.find(self._start + name) is None:
-                raise self._leases.superseded()
+        kept = [name for name, final in moves.items() if name and self.is_published(name, final)]
+        run_all([partial(self._require, name) for name in kept], _THREADS if len(kept) >= _THREADS else 1)
         self._replaced = [one for one in replaced if not one.mark]
         if self._unpublished:
             self._unpublished.publish()
         if self._leases:
             self._leases.retire()
+
+    def _require(self, name: str) -> None:
+        """Raise if an object is gone that this upload did not put: of another process, or of an earlier save."""
+        if self._leases and self._objects.find(self._start + name) is None:
+            raise self._leases.superseded()
 
     def swap(self, name: str, data: bytes, expected: Version | None) -> None:
         self._has_asked = True  # first of all: this may be interrupted anywhere

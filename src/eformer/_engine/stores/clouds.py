@@ -37,7 +37,8 @@ def bucket_at(url: str) -> BucketStore:
 def objects_at(address: Address, url: str) -> Objects:
     """Return the objects of a bucket, with the options that callers have given for `url`."""
     if address.cloud == "memory":
-        return _memory()
+        with _making:
+            return _memory()
     settings = _settings(address, url)
     with _making:  # one client, however many threads ask for it first
         return _objects(address.cloud, address.url, address.bucket, settings)

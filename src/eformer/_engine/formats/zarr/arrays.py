@@ -16,9 +16,10 @@ from eformer._engine.formats.zarr.layout import own_nbytes, plan_arrays
 from eformer._engine.formats.zarr.original_structure import parse_structure
 from eformer._engine.formats.zarr.plain_arrays import discover
 from eformer._engine.formats.zarr.zarray import ZARRAY
-from eformer._engine.record.manifest import Manifest, ProcessRecord
+from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.names import escape, is_inside, is_text
 from eformer._engine.record.planned import PlannedFile, data_files, leaf_entries
+from eformer._engine.record.process_records import ProcessRecord
 from eformer._engine.record.values import parse_json
 from eformer._engine.stores.base import Replaced
 from eformer._engine.stores.ocdbt import DatabaseUpload

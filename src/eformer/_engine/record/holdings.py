@@ -1,0 +1,191 @@
+"""Say which process records have boxes of which leaves, so that a load reads only the records that it needs.
+
+Leaves of which a file has the same boxes share one entry, and files that hold the same leaves share the list of these.
+The table of 1,000 processes that cut 100,000 leaves alike is a few hundred kilobytes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from eformer._engine.record.pieces import bounding
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from eformer._engine.record.planned import PlannedFile
+    from eformer._engine.record.regions import Region
+
+    Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+_MOST_BYTES = (
+    2**15
+)  # of the table of one process: it travels, and those of 1,000 processes shall not take a second
+_MOST_ENTRIES = _MOST_BYTES // 16
+_MOST_BOXES = 8  # of one leaf in one file; more become the box around them
+_NUMBER = np.dtype("<u4")
+
+
+class Held(Struct, frozen=True, array_like=True, gc=False):
+    """The boxes that a file has of each leaf in a list, given by its number; None for whole leaves."""
+
+    leaves: int
+    boxes: tuple[Box, ...] | None = None
+
+
+class Holdings(Struct, frozen=True):
+    """What each file with a process record has, in the order of the files.
+
+    `leaves` are lists of leaves by their numbers in the tree: the differences of ascending numbers, four bytes each,
+    compressed by zlib. A box may be larger than what the file has of it, never smaller.
+    """
+
+    leaves: tuple[bytes, ...] = ()
+    files: tuple[tuple[Held, ...], ...] = ()
+
+
+# ----------------------------------------------------------------------------------------------- write
+
+
+def holdings_of(groups: Sequence[Sequence[PlannedFile]], numbers: Mapping[str, int]) -> Holdings | None:
+    """Tell what one process has written; None if its leaves are cut in too many ways to tell briefly.
+
+    Each group of files has one record. `numbers` are those of all leaves of the tree.
+    """
+    lists: dict[bytes, int] = {}
+    files = []
+    for group in groups:
+        alike = _alike(group, numbers)
+        if len(alike) > _MOST_ENTRIES:
+            return None
+        files.append(
+            tuple(
+                Held(lists.setdefault(pack(leaves), len(lists)), boxes or None)
+                for boxes, leaves in alike.items()
+            )
+        )
+    found = Holdings(tuple(lists), tuple(files))
+    return found if len(msgspec.msgpack.encode(found)) <= _MOST_BYTES else None
+
+
+def _alike(files: Iterable[PlannedFile], numbers: Mapping[str, int]) -> dict[tuple[Box, ...], list[int]]:
+    """Group the leaves in the files by their boxes; no boxes for whole leaves."""
+    regions: dict[str, list[Region]] = {}
+    for file in files:
+        for extent in file.extents:
+            found = regions.setdefault(extent.source.name, [])
+            if extent.region is not None:
+                found.append(extent.region)
+    alike: dict[tuple[Box, ...], list[int]] = {}
+    for name, boxes in regions.items():
+        alike.setdefault(_few(boxes), []).append(numbers[name])
+    return alike
+
+
+def _few(regions: Sequence[Region]) -> tuple[Box, ...]:
+    if len(regions) > _MOST_BOXES:
+        regions = [bounding(regions)]
+    return tuple((region.start, region.stop) for region in regions)
+
+
+def joined_holdings(holdings: Iterable[Holdings | None]) -> Holdings | None:
+    """Join the tables of all processes, in their order; None if one of them has none."""
+    lists: dict[bytes, int] = {}
+    files = []
+    for one in holdings:
+        if one is None:
+            return None
+        numbers = [lists.setdefault(leaves, len(lists)) for leaves in one.leaves]
+        files += [tuple(Held(numbers[held.leaves], held.boxes) for held in file) for file in one.files]
+    return Holdings(tuple(lists), tuple(files))
+
+
+# ------------------------------------------------------------------------------------------------ read
+
+
+def holders(
+    holdings: Holdings, count: int, wants: Iterable[tuple[int, Sequence[Region] | None]]
+) -> list[int]:
+    """Return the numbers of the files whose records have wanted boxes of a tree of `count` leaves.
+
+    A want is the number of a leaf and the boxes of it; None for the whole leaf. No leaf is wanted twice.
+    """
+    kinds: dict[tuple[Region, ...] | None, int] = {}
+    kind_of = np.full(count, -1, np.int64)
+    for leaf, regions in wants:
+        kind_of[leaf] = kinds.setdefault(None if regions is None else tuple(regions), len(kinds))
+    wanted = _wanted(holdings, kind_of, list(kinds))
+    boxes: dict[int, list[tuple[int, Box]]] = {}
+    found: set[int] = set()
+    for number, file in enumerate(holdings.files):
+        for held in file:
+            if held.leaves not in wanted:
+                continue
+            if held.boxes is None or wanted[held.leaves] is None:
+                found.add(number)
+            else:
+                boxes.setdefault(held.leaves, []).extend((number, box) for box in held.boxes)
+    for leaves, candidates in boxes.items():
+        found.update(_overlapping(candidates, wanted[leaves] or ()))
+    return sorted(found)
+
+
+def _wanted(
+    holdings: Holdings, kind_of: Numbers, kinds: Sequence[tuple[Region, ...] | None]
+) -> dict[int, set[Region] | None]:
+    """Return by list of leaves the boxes that are wanted of one of them; None for all. Lists that nobody wants are left
+    out."""
+    wanted: dict[int, set[Region] | None] = {}
+    for number, packed in enumerate(holdings.leaves):
+        there = kind_of[unpack(packed, len(kind_of))]
+        found = [kinds[kind] for kind in np.unique(there[there >= 0])]
+        if found:
+            is_whole = any(boxes is None for boxes in found)
+            wanted[number] = None if is_whole else {box for boxes in found for box in boxes or ()}
+    return wanted
+
+
+def _overlapping(candidates: Sequence[tuple[int, Box]], wanted: Iterable[Region]) -> Iterator[int]:
+    """Yield the files of the boxes that overlap a wanted one."""
+    try:
+        starts = np.array([start for _, (start, _) in candidates], np.int64)
+        stops = np.array([stop for _, (_, stop) in candidates], np.int64)
+        hit = np.zeros(len(candidates), bool)
+        for box in wanted:
+            if starts.shape[1:] != (len(box.start),):
+                raise ValueError("boxes of another number of axes than their leaves have")
+            hit |= ((starts < box.stop) & (stops > box.start)).all(axis=1)
+    except (ValueError, OverflowError) as error:
+        raise FormatError(f"the manifest's table of holdings is invalid: {error}") from error
+    yield from (file for (file, _), is_hit in zip(candidates, hit, strict=True) if is_hit)
+
+
+# ----------------------------------------------------------------------------------------------- lists
+
+
+def pack(numbers: Iterable[int]) -> bytes:
+    """Write down a list of different numbers, in ascending order."""
+    ascending = np.sort(np.fromiter(numbers, np.int64))
+    return zlib.compress(np.diff(ascending, prepend=0).astype(_NUMBER).tobytes())
+
+
+def unpack(packed: bytes, count: int) -> Numbers:
+    """Read a list of different numbers below `count`."""
+    decompress = zlib.decompressobj()
+    try:
+        data = decompress.decompress(packed, max(1, count * _NUMBER.itemsize))
+        steps = np.frombuffer(data, _NUMBER)
+    except (zlib.error, ValueError) as error:
+        raise FormatError(f"the manifest has an invalid list of leaves: {error}") from error
+    numbers = np.cumsum(steps, dtype=np.int64)
+    if not decompress.eof or (len(numbers) and numbers[-1] >= count):
+        raise FormatError(f"the manifest has a list of other leaves than its {count}")
+    return numbers

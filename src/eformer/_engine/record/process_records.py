@@ -1,0 +1,116 @@
+"""The records of several processes that wrote one tree: each has the extents that its process wrote."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct, field
+
+from eformer._engine.record.check import check_boxes, check_tree
+from eformer._engine.record.manifest import (
+    DataFile,
+    Extent,
+    LeafEntry,
+    TreeEntry,
+    boxed_tree,
+    encode_leaves,
+)
+from eformer._engine.record.values import MALFORMED_JSON
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Mapping, Sequence
+
+    from eformer._engine.record.manifest import BoxedTree
+    from eformer._engine.record.regions import Region
+
+
+class ProcessRecord(Struct, omit_defaults=True):
+    """The extents that one of several processes wrote, into the file with this record or into `files` of its own.
+
+    `sha256` has the leaves that the process held whole, if checksums were asked for.
+    """
+
+    extents: dict[str, tuple[Extent, ...]] = field(default_factory=dict)
+    sha256: dict[str, str] = field(default_factory=dict)
+    files: tuple[DataFile, ...] = ()
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes | str, origin: str) -> ProcessRecord:
+        try:
+            return _decode(data)
+        except MALFORMED_JSON as error:
+            raise FormatError(f"{origin} does not contain a readable process record: {error}") from error
+
+
+def with_records(tree: TreeEntry, records: Mapping[int, ProcessRecord]) -> TreeEntry:
+    """Return the tree as if one process had written it. `records` are those of all its files, by number."""
+    entries = tree.listed_leaves()
+    files, leaves = _joined(tree, entries, records, entries)
+    tree = msgspec.structs.replace(
+        tree, files=files, parts=msgspec.UNSET, holdings=msgspec.UNSET, raw_leaves=encode_leaves(leaves)
+    )
+    check_tree(tree)
+    return tree
+
+
+def with_some_records(
+    tree: TreeEntry,
+    entries: Mapping[str, LeafEntry],
+    records: Mapping[int, ProcessRecord],
+    wanted: Mapping[str, Sequence[Region] | None],
+) -> BoxedTree:
+    """Return the tree with the `wanted` leaves alone, and of these at least the wanted boxes; None is a whole leaf.
+
+    `records` are those of the files that hold the boxes, by number. Raise a FormatError if a box is not in them.
+    """
+    files, leaves = _joined(tree, entries, records, wanted)
+    boxed = boxed_tree(tree, leaves, files=files, parts=msgspec.UNSET, holdings=msgspec.UNSET)
+    check_tree(boxed)
+    for name, regions in wanted.items():
+        check_boxes(name, leaves[name], regions, boxed)
+    return boxed
+
+
+def _joined(
+    tree: TreeEntry,
+    entries: Mapping[str, LeafEntry],
+    records: Mapping[int, ProcessRecord],
+    names: Container[str],
+) -> tuple[tuple[DataFile, ...], dict[str, LeafEntry]]:
+    """Join records: return all files, and the leaves that are in `names` with their extents."""
+    leaves = {name: entry for name, entry in entries.items() if name in names}
+    extents: dict[str, list[Extent]] = {name: list(entry.extents) for name, entry in leaves.items()}
+    sha256: dict[str, str] = {}
+    files = list(tree.files)
+    for number, record in records.items():
+        if unknown := [name for name in record.extents if name not in entries]:
+            raise FormatError(
+                f"{tree.files[number].name} has leaves that the manifest does not list: {sorted(unknown)[:3]}"
+            )
+        first = len(files) if record.files else number
+        for name, found in record.extents.items():
+            if name in extents:
+                extents[name] += [_moved(extent, first) for extent in found]
+        files += record.files
+        sha256 |= record.sha256
+    whole = {name: _with(entry, tuple(extents[name]), sha256.get(name)) for name, entry in leaves.items()}
+    return tuple(files), whole
+
+
+def _moved(extent: Extent, first: int) -> Extent:
+    """Return the extent with the number of its file in the tree."""
+    return Extent(
+        first + extent.file, extent.offset, extent.nbytes, extent.digests, extent.region, extent.coding
+    )
+
+
+def _with(entry: LeafEntry, extents: tuple[Extent, ...], sha256: str | None) -> LeafEntry:
+    return LeafEntry(entry.dtype, entry.shape, extents, entry.home, entry.key, entry.sharding, sha256)
+
+
+_decode = msgspec.json.Decoder(ProcessRecord).decode
