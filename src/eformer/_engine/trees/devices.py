@@ -115,8 +115,13 @@ def copied(arrays: Sequence[Any]) -> list[Any]:
     than to copy, so the first call does without it; see `compile_copies`.
     """
     groups: dict[Any, list[int]] = defaultdict(list)
+    last: tuple[Any, bool] = (None, False)
+    alike: list[int] = []
     for number, array in enumerate(arrays):
-        groups[array.sharding, array.dtype in PACKED].append(number)
+        kind = (array.sharding, array.dtype in PACKED)
+        if kind[0] is not last[0] or kind[1] != last[1]:  # by identity: comparing shardings takes long
+            last, alike = kind, groups[kind]
+        alike.append(number)
     copies: list[Any] = [None] * len(arrays)
     for (sharding, is_packed), numbers in groups.items():
         some = [arrays[number] for number in numbers]
