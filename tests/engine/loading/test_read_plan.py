@@ -7,17 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eformer._engine.formats.safetensors.layout import group_by_file
-from eformer._engine.loading.read_plan import READ_BYTES, Want, plan_reads
+from eformer._engine.loading.read_plan import READ_BYTES, Want, packed_nbytes, plan_reads
 from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry
 from eformer._engine.record.pieces import count_pieces
 from eformer._engine.record.regions import Region
 from eformer._engine.saving.snapshot import owners
 
 BLOCK = 64
+HEADER = 100  # bytes, of every file
 
 
 def tree(*sizes):
-    files = tuple(DataFile(f"f{i}", 100 + n, 100) for i, n in enumerate(sizes))
+    files = tuple(DataFile(f"f{i}", HEADER + n, HEADER) for i, n in enumerate(sizes))
     return TreeEntry(save_id="", saved_at="", written_by="", block=BLOCK, files=files)
 
 
@@ -56,14 +57,44 @@ def test_a_region_is_covered_by_the_pieces_that_touch_it_and_no_others(shape, da
     reads = plan_reads(
         [Want("w", entry(shape, dtype="int32"), "int32", [region])], tree(math.prod(shape) * 4)
     )
+    numbers = np.arange(math.prod(shape)).reshape(shape)
     covered = np.zeros(shape, bool)
     for read in reads:
         for piece in read.pieces:
+            if piece.at >= 0:  # it goes there as it is
+                first, at, count = (piece.offset - HEADER) // 4, piece.at // 4, piece.nbytes // 4
+                stored = np.arange(first, first + count)
+                np.testing.assert_array_equal(numbers[region.slices].ravel()[at : at + count], stored)
+                covered.reshape(-1)[stored] = True
+                continue
             box = piece.region or Region.whole(shape)
             assert box.overlap(region)
             covered[box.slices] = True
             assert piece.nbytes == box.size * 4
     assert covered[region.slices].all()
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 40), st.sampled_from([64, 100])), min_size=1, max_size=6),
+    read_bytes=st.integers(1, 2000),
+    start=st.integers(0, 100),
+)
+def test_neighbours_that_are_packed_are_read_together_into_their_places(shapes, read_bytes, start):
+    """Every read fills memory in which the arrays lie one after the other, each aligned."""
+    places, offset, wants = [0], start * 64, []
+    for shape in shapes:
+        wants.append(Want("w", entry(shape, offset=offset), "int8"))
+        offset += math.prod(shape)
+        places.append(places[-1] + packed_nbytes(math.prod(shape)))
+    reads = plan_reads(wants, tree(offset), read_bytes, is_packed=True)
+    assert sum(read.nbytes for read in reads) == sum(map(math.prod, shapes))
+    for read in reads:
+        direct = [piece for piece in read.pieces if piece.at >= 0]
+        assert direct in ([], list(read.pieces))
+        for piece in direct:
+            first = direct[0]
+            before = places[piece.want] + piece.at - (places[first.want] + first.at)
+            assert before == piece.offset - first.offset
 
 
 def test_parts_of_a_leaf_that_nobody_wants_are_not_read():

@@ -49,7 +49,7 @@ class StoredPiece(Struct, frozen=True, gc=False):
     """A piece of a leaf as it lies in a file.
 
     want      number of the want that it belongs to
-    region    box of the leaf that the piece is; None for the whole leaf
+    region    box of the leaf that the piece is; None for the whole leaf, and where `at` says all
     target    number of the wanted box that contains the piece
     at        byte of that box where the piece goes unchanged; -1 if it has to be cut or cast, according to `region`
     """
