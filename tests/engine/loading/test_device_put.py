@@ -112,6 +112,21 @@ def test_parts_in_other_orders_places_and_memories_are_those_of_jax(way):
     same(put_parts(arrays, places * 2), jax.device_put(arrays, places * 2))
 
 
+def test_a_sharding_that_has_the_address_of_an_earlier_one_is_not_taken_for_it():
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    put, array = device_put.PutShards(), np.arange(64, dtype=np.float32).reshape(8, 8)
+    for spec in [jax.P("x"), jax.P("y"), jax.P(None, "x"), jax.P("y", "x")] * 5:
+        sharding = jax.NamedSharding(mesh, spec)
+        for _ in range(2):
+            parts = sharding.addressable_devices_indices_map(array.shape)
+            cut = [array[index].copy() for index in parts.values()]
+            (found,) = device_put.put_sharded(
+                [device_put.Shards(array.shape, array.dtype, sharding, cut, list(parts))], put
+            )
+            same([found], [jax.device_put(array, sharding)])
+        del sharding, found
+
+
 def test_nothing_at_all(way):
     assert device_put.put_sharded([]) == []
     assert device_put.put_on_default([]) == []

@@ -98,6 +98,20 @@ def test_a_large_leaf_arrives_in_parts_bit_for_bit(tmp_path, slots, shape, kind)
     assert all(len(slot) <= 2**18 for slot in slots)
 
 
+def test_a_program_that_cannot_be_compiled_fails_one_load_only(tmp_path, slots, monkeypatch):
+    tree = {"large": jnp.arange(2**20 + 128)}
+    save(tree, tmp_path)
+
+    def fail(*_):
+        raise MemoryError("no room to compile")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(large_leaves._lax, "dynamic_update_slice", fail)
+        with pytest.raises(MemoryError, match="no room to compile"):
+            load(tmp_path)
+    assert_same(load(tmp_path), tree)
+
+
 def test_a_large_leaf_of_the_default_device_may_be_moved(tmp_path, slots):
     tree = {"large": jnp.arange(2**20)}
     save(tree, tmp_path)

@@ -114,14 +114,12 @@ def _by_identity(function: Callable[[Any], T]) -> Callable[[Any], T]:
 
 
 class PutShards:
-    """Put all parts of an array on their devices by one call of the function underneath.
-
-    The shardings must live as long: they are told from each other by identity.
-    """
+    """Put all parts of an array on their devices by one call of the function underneath."""
 
     def __init__(self) -> None:
         self.converted = PACKED if _config.jax_enable_x64 else PACKED | _WIDE
-        self.avals: dict[Any, Any] = {}  # most arrays of a tree are alike
+        # Most arrays of a tree are alike. Shardings are told by identity, so they are kept alive here.
+        self.avals: dict[Any, tuple[Any, Sharding]] = {}
         self.put: Any = None
 
     def takes(self, dtype: np.dtype[Any]) -> bool:
@@ -130,12 +128,13 @@ class PutShards:
 
     def __call__(self, array: Shards) -> Any:
         key = (array.shape, array.dtype, id(array.sharding))
-        aval = self.avals.get(key)
-        if aval is None:  # the first of its kind says what the others are
+        known = self.avals.get(key)
+        if known is None:  # the first of its kind says what the others are
             (made,) = _joined_one_by_one([array])
-            self.avals[key], self.put = made.aval, _batched_device_put()
+            self.put = _batched_device_put()
+            self.avals[key] = made.aval, array.sharding
             return made
-        return self.put(aval, array.sharding, array.parts, array.devices, True)
+        return self.put(known[0], array.sharding, array.parts, array.devices, True)
 
 
 @lru_cache(1024)
@@ -158,19 +157,25 @@ def _takes_parts(sharding: Sharding) -> bool:
         trial = Shards(shape, whole.dtype, sharding, parts, list(found))
         put = PutShards()
         theirs, ours = put(trial), put(trial)  # the first by the public functions
-        is_same = (
-            type(ours) is type(theirs)
-            and ours.aval == theirs.aval
-            and ours.sharding == theirs.sharding
-            and ours.committed == theirs.committed
-            and _contents(ours) == _contents(theirs)
-        )
-        if not is_same:
-            raise TypeError(f"{ours!r} is not {theirs!r}")
+        _require_same(ours, theirs)
     except Exception as error:  # noqa: BLE001  a later JAX may raise anything
         logger.debug("arrays are put on %s part by part, which takes longer: %s", sharding, error)
         return False
     return True
+
+
+def _require_same(ours: Any, theirs: Any) -> None:
+    """Raise TypeError if two arrays differ in anything that can be seen."""
+    is_same = (
+        type(ours) is type(theirs)
+        and ours.aval == theirs.aval
+        and ours.sharding == theirs.sharding
+        and ours.committed == theirs.committed
+        and ours.weak_type == theirs.weak_type
+        and _contents(ours) == _contents(theirs)
+    )
+    if not is_same:
+        raise TypeError(f"{ours!r} is not {theirs!r}")
 
 
 def _contents(array: Any) -> list[Any]:
@@ -215,16 +220,7 @@ def _is_usable(device: Any) -> bool:
                 ours = _Put(committed=committed)(array, sharding, device)
                 with jax.default_device(device):
                     theirs = jax.device_put(array, device if committed else None)
-                is_same = (
-                    type(ours) is type(theirs)
-                    and ours.aval == theirs.aval
-                    and ours.sharding == theirs.sharding
-                    and ours.committed == committed
-                    and ours.weak_type == theirs.weak_type
-                    and np.array_equal(np.asarray(ours), array)
-                )
-                if not is_same:
-                    raise TypeError(f"{ours!r} is not {theirs!r}")
+                _require_same(ours, theirs)
     except Exception as error:  # noqa: BLE001  a later JAX may raise anything
         logger.debug("arrays are put on %s by jax.device_put, which takes longer: %s", device, error)
         return False

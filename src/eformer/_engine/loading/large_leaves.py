@@ -139,7 +139,7 @@ class _Shard:
 def _parts_of(region: Region, entry: LeafEntry, itemsize: int, most: int, block: int) -> list[Region]:
     """Cut a box of a leaf into parts: along the boxes that are stored, unless these are small."""
     stored = [overlap for extent in entry.extents if (overlap := region.overlap(entry.region_of(extent)))]
-    if min(box.size * itemsize for box in stored) < most // 4:
+    if min((box.size * itemsize for box in stored), default=0) < most // 4:
         stored = [region]
     return [part for box in stored for part in _cut(box, itemsize, most, block)]
 
@@ -213,6 +213,7 @@ def _program(
             with jax.default_device(device):
                 made.set_result(compile_it())
         except BaseException as error:  # noqa: BLE001  raised by who waits
+            _program.cache_clear()  # another load may try again
             made.set_exception(error)
 
     threading.Thread(target=run, name="eformer-compile", daemon=True).start()
