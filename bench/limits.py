@@ -152,6 +152,67 @@ def in_blocks(transfer: Callable[[int], int], nbytes: int, threads: int) -> None
             raise OSError(f"{moved} of {nbytes} bytes were moved")
 
 
+# --------------------------------------------------------------------------------------------- files
+
+DESCRIPTION = b" " * 180  # as long as a `.zarray`
+
+
+def files(directory: Path, count: int, nbytes: int, threads: Sequence[int], most: int) -> dict[str, Any]:
+    """Seconds to make an array of zarr for each of `count` leaves, ten to a directory: a directory, a description and
+    a chunk, all on stable storage; and to read the chunks. The fastest number of threads counts."""
+    chunk = bytes(nbytes // count)
+    saves, loads = [], []
+    for number, workers in enumerate(threads):
+        for turn in range(most):
+            top = directory / f"files-{number}-{turn}"  # a name that is used again finds inodes just freed
+            save, load = make_files(top, count, chunk, workers)
+            saves.append(save)
+            loads.append(load)
+    return {"values": {"files of a save": min(saves), "files of a load": min(loads)}}
+
+
+def make_files(top: Path, count: int, chunk: bytes, threads: int) -> tuple[float, float]:
+    settle(0)
+    top.mkdir()
+    tens = range(0, count, 10)
+    start = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda first: make_ten(f"{top}/{first}", min(10, count - first), chunk), tens))
+    sync_many(top)
+    saved = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda first: read_ten(f"{top}/{first}", min(10, count - first), len(chunk)), tens))
+    return saved - start, time.perf_counter() - saved
+
+
+def sync_many(top: Path) -> None:
+    """The whole file system: much faster than thousands of files one by one."""
+    descriptor = os.open(top, os.O_RDONLY)
+    try:
+        if libc.syncfs(descriptor):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    finally:
+        os.close(descriptor)
+
+
+def make_ten(folder: str, count: int, chunk: bytes) -> None:
+    os.mkdir(folder)  # noqa: PTH102  thousands of times
+    for number in range(count):
+        array = f"{folder}/{number}"
+        os.mkdir(array)  # noqa: PTH102
+        for name, data in ((".zarray", DESCRIPTION), ("0", chunk)):
+            descriptor = os.open(f"{array}/{name}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            os.write(descriptor, data)
+            os.close(descriptor)
+
+
+def read_ten(folder: str, count: int, nbytes: int) -> None:
+    for number in range(count):
+        descriptor = os.open(f"{folder}/{number}/0", os.O_RDONLY)
+        os.read(descriptor, nbytes)
+        os.close(descriptor)
+
+
 # -------------------------------------------------------------------------------------------- leaves
 
 

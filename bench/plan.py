@@ -106,6 +106,7 @@ def limits(*, quick: bool, cold: bool = True, nbytes: int = 0) -> list[Entry]:
 
 TRAINED = 40 * 2 * 64 * 2  # bytes beside a frozen base, for each unit of its width
 FLOORS = [Entry(Cell("", "limit: leaves", "floors"))]
+FILES_OF_LEAVES = [Entry(Cell("", "limit: a file a leaf", "files", threads=(1, 2)))]
 LOADS = ("eformer, no digests", "eformer, mapped")
 DATABASES = ("orbax", "orbax, tuned", "jax")
 FILES = ("safetensors, numpy", "safetensors, flax", "flax msgpack", "equinox")
@@ -159,7 +160,8 @@ def full_workloads() -> list[Workload]:
                 *cached,
                 *FLOORS,
                 *take("safetensors, numpy", "flax msgpack"),
-                *take("eformer, zarr", rounds=2),
+                *take("eformer, zarr"),
+                *FILES_OF_LEAVES,
                 # These take a minute; equinox, which compiles something for each shape as safetensors.flax does, more.
                 *take(*DATABASES, "original", "safetensors, flax", rounds=1),
             ],
@@ -243,6 +245,7 @@ def quick_workloads() -> list[Workload]:
             "2k small leaves", "256 B to 16 KB each", "small", 2000, 1,
             [
                 *take("eformer"), *limits(quick=True, cold=False), *FLOORS,
+                *take("eformer, zarr"), *FILES_OF_LEAVES,
                 *take("eformer, mapped", task="load"),
                 *take("eformer", name="eformer, numpy", is_numpy=True),
                 *take("eformer", task="one leaf", name="eformer, one leaf"),

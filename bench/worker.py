@@ -19,6 +19,8 @@ def run(cell: Cell) -> dict[str, Any]:
         return limits.write(cell.mode, directory, cell.nbytes, cell.threads, cell.tries)
     if cell.task == "read":
         return limits.read(directory, cell.nbytes, warm=cell.threads, cold=cell.cold_threads, most=cell.tries)
+    if cell.task == "files":
+        return limits.files(directory, cell.leaves, cell.nbytes, cell.threads, cell.tries)
     return run_with_jax(cell)
 
 

@@ -5,8 +5,8 @@ import pytest
 
 from eformer._engine.formats.find import find
 from eformer._engine.loading import fetch as fetch_module
-from eformer._engine.loading.fetch import Arena, aligned, check, check_sha256, fetch, raise_damage
-from eformer._engine.loading.read_plan import Want, plan_reads
+from eformer._engine.loading.fetch import Arena, aligned, check, check_sha256, fetch, raise_damage, together
+from eformer._engine.loading.read_plan import Read, Want, plan_reads
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.pieces import ALIGNMENT
 from eformer._engine.record.regions import Region
@@ -22,13 +22,40 @@ def address(array):
 # ---------------------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 1000, 2**21, 2**21 + 1])
-@pytest.mark.parametrize("offset", [0, 8, ALIGNMENT, ALIGNMENT + 8])
-def test_data_is_aligned_in_memory_where_it_is_in_the_file(nbytes, offset):
-    memory = aligned(nbytes, offset)
+@pytest.mark.parametrize("nbytes", [1, 1000, 2**21, 2**21 + 1])
+def test_memory_is_aligned(nbytes):
+    memory = aligned(nbytes)
     assert len(memory) == nbytes
-    if nbytes:
-        assert address(memory) % ALIGNMENT == offset % ALIGNMENT
+    assert address(memory) % ALIGNMENT == 0
+
+
+def test_leaves_of_many_small_files_share_memory_and_each_is_aligned(tmp_path):
+    saved = {f"w{i}": np.full(3 + i % 5, i, np.float32) for i in range(200)}
+    save(saved, tmp_path, format="tensorstore")
+    found = find(tmp_path)
+    tree = found.tree(None)
+    files = found.files(tree)
+    wants = [want(tree, name) for name in tree.leaves]
+    arrays = [array for (array,) in fetch(plan_reads(wants, tree), wants, tree, files, 1)]
+    files.close()
+    for name, array in zip(tree.leaves, arrays, strict=True):
+        np.testing.assert_array_equal(array, saved[name])
+    assert {address(array) % ALIGNMENT for array in arrays} == {0}
+    assert len({id(array.base) for array in arrays}) < len(arrays) / 8
+
+
+def read_of(number, nbytes, offset=0):
+    return Read(number, offset, nbytes, ())
+
+
+def test_small_reads_go_together_within_bounds():
+    reads = [read_of(number, 100) for number in range(5000)]
+    groups = list(together(reads, 2))
+    assert [read for group in groups for read in group] == reads
+    assert {len(group) for group in groups[:-1]} == {128}
+    assert all(len(group) == 1 for group in together(reads[:15], 2))  # each thread has enough to do
+    assert all(len(group) == 1 for group in together([read_of(n, 2**20) for n in range(5000)], 2))
+    assert list(together([], 2)) == []
 
 
 def test_neighbours_share_an_allocation_and_each_is_aligned():

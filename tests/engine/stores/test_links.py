@@ -14,7 +14,7 @@ from eformer._engine.record.digests import stamp_digest, xxh3_128
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.local_upload import LocalUpload
 from eformer.checkpoint import SaveOptions, load, save
-from eformer.errors import EformerError
+from eformer.errors import EformerError, FormatError
 from eformer.paths import LocalPath
 from eformer.pytree._serialization import save_to_file
 from support.links import DIRECTORIES, LAYOUTS, NEXT, SCRATCH, TREE, contents, save_as
@@ -156,7 +156,7 @@ def test_a_directory_that_is_swapped_during_a_save(tmp_path, outside, layout):
 @pytest.mark.parametrize("has_openat2", [True, False])
 def test_what_is_mounted_there_is_not_swept(tmp_path, unchanged, mounted, layout, has_openat2, monkeypatch):
     if not has_openat2:
-        monkeypatch.setattr("eformer._engine.stores.directory._syscall", None)
+        monkeypatch.setattr("eformer._engine.stores.openat2._syscall", None)
     run = save_as(layout, TREE, tmp_path)
     mounted(unchanged, run / SCRATCH / "x")
     assert_same(load(save_as(layout, NEXT, tmp_path)), NEXT)
@@ -283,7 +283,7 @@ def test_a_path_of_the_callers_may_lead_through_links(tmp_path):
 
 
 def test_without_openat2_directories_are_entered_step_by_step(tmp_path, unchanged, monkeypatch):
-    monkeypatch.setattr("eformer._engine.stores.directory._syscall", None)
+    monkeypatch.setattr("eformer._engine.stores.openat2._syscall", None)
     (tmp_path / "link").symlink_to(unchanged)
     with Directory.open(tmp_path) as place:
         before = len(os.listdir("/dev/fd"))
@@ -339,3 +339,28 @@ def test_descriptors_are_closed(tmp_path):
     for layout in LAYOUTS:
         save_as(layout, NEXT, tmp_path / layout)
     assert sorted(os.listdir("/dev/fd")) == before
+
+
+@pytest.mark.parametrize("has_openat2", [True, False])
+def test_chunks_are_read_through_links_inside_and_not_through_others(
+    tmp_path, outside, has_openat2, monkeypatch
+):
+    if not has_openat2:
+        monkeypatch.setattr("eformer._engine.stores.openat2._syscall", None)
+    run = tmp_path / "run"
+    save({"a": {"w": np.arange(4)}}, run, format="tensorstore")
+    chunk = run / "a" / "w" / "0"
+    chunk.rename(run / "moved")
+    for target in ("../../moved", run / "moved"):
+        chunk.symlink_to(target)
+        np.testing.assert_array_equal(load(run)["a"]["w"], np.arange(4))
+        chunk.unlink()
+    (run / "moved").rename(outside / "moved")
+    for target in (outside / "moved", os.path.relpath(outside / "moved", chunk.parent)):
+        chunk.symlink_to(target)
+        with pytest.raises(FormatError, match="outside of the checkpoint"):
+            load(run)
+        chunk.unlink()
+    os.mkfifo(chunk)
+    with pytest.raises(FormatError, match="not a regular file"):
+        load(run)

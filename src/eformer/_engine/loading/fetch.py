@@ -48,7 +48,7 @@ def fetch(
 ) -> list[Sequence[Array]]:
     """Return, for each want, the arrays of its regions or the one of the whole leaf. Raise at the first damage."""
     fetching = prepare(wants, tree, files, verify=verify)
-    run_all([partial(fetching.carry_out, read) for read in reads], threads)
+    run_all([partial(fetching.carry_out, some) for some in together(reads, threads)], threads)
     return fetching.arrays
 
 
@@ -139,17 +139,28 @@ class Fetching:
 
     # ------------------------------------------------------------------------------------------ reads
 
-    def carry_out(self, read: Read) -> None:
-        """Read the pieces, check them and bring them to their arrays."""
-        destination = self.destination(read)
-        memory = aligned(read.nbytes, read.offset) if destination is None else destination
-        sound = self.sound_pieces(read, memory)
-        if destination is not None:
-            for _ in sound:  # they are in place already, and only had to be checked
-                pass
-            return
+    def carry_out(self, reads: Sequence[Read]) -> None:
+        """Read the pieces, check them and bring them to their arrays. All reads share one allocation."""
+        memory, at = None, 0
+        for read in reads:
+            destination = self.destination(read)
+            if destination is not None:
+                for _ in self.sound_pieces(
+                    read, destination.data
+                ):  # they are in place, and only have to be checked
+                    pass
+                continue
+            if memory is None:
+                memory = aligned(sum(map(_room, reads)))
+            start = at + read.offset % ALIGNMENT  # what is aligned in the file is aligned in memory, too
+            self.take(read, memory, start)
+            at += _room(read)
+
+    def take(self, read: Read, memory: Array, first: int) -> None:
+        """Read the pieces into memory, from byte `first` on, check them and bring them to their arrays."""
         wants, targets, arrays = self.wants, self.targets, self.arrays
-        for piece, start in sound:
+        for piece, start in self.sound_pieces(read, memory.data[first : first + read.nbytes]):
+            start += first
             if piece.want in targets:
                 self.deliver(piece, memory[start : start + piece.nbytes])
                 continue
@@ -162,13 +173,13 @@ class Fetching:
     def check(self, read: Read) -> None:
         """Read the pieces and check them, without keeping them."""
         memory = np.empty(read.nbytes, np.uint8)
-        for piece, start in self.sound_pieces(read, memory):
+        for piece, start in self.sound_pieces(read, memory.data):
             if piece.coding and not piece.digest:  # decoding it is the only check there is
                 self.unpacked(piece, memory[start : start + piece.nbytes])
 
-    def sound_pieces(self, read: Read, memory: Array) -> Iterator[tuple[StoredPiece, int]]:
+    def sound_pieces(self, read: Read, view: memoryview) -> Iterator[tuple[StoredPiece, int]]:
         """Read into memory, and yield the undamaged pieces with their offsets in memory. Report the others."""
-        view, first, verify = memory.data, read.offset, self.verify
+        first, verify = read.offset, self.verify
         try:
             found = self.files.read_into(read.file, view, first)
         except (FileNotFoundError, CorruptionError) as error:  # databases raise the latter
@@ -248,6 +259,35 @@ class Fetching:
         return chunk[tuple(slice(size) for size in shape)]
 
 
+# Reads of small files that are carried out together: as many files, and bytes, and tasks for a thread.
+_MOST_TOGETHER = 128
+_TOGETHER_BYTES = 2**20
+_TASKS = 8
+
+
+def together(reads: Sequence[Read], threads: int) -> Iterator[Sequence[Read]]:
+    """Yield small neighbouring reads together, as long as there is enough to do for every thread.
+
+    With a file for each leaf, a task and an allocation for each would take longer than the read.
+    """
+    most = max(1, min(_MOST_TOGETHER, len(reads) // (_TASKS * threads)))
+    some: list[Read] = []
+    room = _TOGETHER_BYTES
+    for read in reads:
+        if some and (len(some) == most or read.nbytes > room):
+            yield some
+            some, room = [], _TOGETHER_BYTES
+        some.append(read)
+        room -= _room(read)
+    if some:
+        yield some
+
+
+def _room(read: Read) -> int:
+    """Return how much memory a read needs, so that the next one is aligned as well."""
+    return -(-(read.offset % ALIGNMENT + read.nbytes) // ALIGNMENT) * ALIGNMENT
+
+
 _ARENA_BYTES = 64 * 2**20
 _HUGE_PAGE = 2 * 2**20
 
@@ -274,14 +314,11 @@ class Arena:
         return _Target(region, np.ndarray(region.shape, dtype, memory), memory)
 
 
-def aligned(nbytes: int, offset: int = 0) -> Array:
-    """Return memory that starts on a huge page or an aligned address, shifted by `offset` modulo the alignment.
-
-    Data that is aligned at `offset` of a file is then aligned in memory, too. numpy asks the kernel for huge pages.
-    """
+def aligned(nbytes: int) -> Array:
+    """Return memory that starts on a huge page or an aligned address. numpy asks the kernel for huge pages."""
     unit = _HUGE_PAGE if nbytes >= _HUGE_PAGE else ALIGNMENT
-    memory = np.empty(nbytes + unit + ALIGNMENT, np.uint8)
-    start = -memory.__array_interface__["data"][0] % unit + offset % ALIGNMENT
+    memory = np.empty(nbytes + unit, np.uint8)
+    start = -memory.__array_interface__["data"][0] % unit
     return memory[start : start + nbytes]
 
 

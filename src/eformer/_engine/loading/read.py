@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.loading.fetch import check, prepare, raise_damage
+from eformer._engine.loading.fetch import check, prepare, raise_damage, together
 from eformer._engine.loading.mapped import MappedFiles
 from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.record.pieces import ALIGNMENT
@@ -119,7 +119,8 @@ class Reading:
             if end:
                 end()
 
-        return in_turn([partial(fetching.carry_out, read) for read in reads], hand_over)
+        groups = together(reads, self.store.read_threads)
+        return in_turn([partial(fetching.carry_out, some) for some in groups], hand_over)
 
     def claim(self, target: LeafTarget) -> None:
         """Count the bytes of a leaf that is then read in parts."""

@@ -7,7 +7,7 @@ import fnmatch
 import itertools
 import re
 from collections import Counter
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from eformer.errors import FormatError
@@ -118,7 +118,13 @@ def name_to_path(name: str) -> tuple[str, ...]:
 
     Raises for a name that `join_name` cannot return, so that a hostile name does not lead out of the directory.
     """
-    return tuple(piece for part in name.split(".") for piece in _fit(_checked(part, name)))
+    parts = name.split(".")
+    for part in parts:
+        if not _is_part(part) and name != BARE_LEAF:
+            raise FormatError(f"{part[:64]!r} cannot be part of a leaf's name (in {name[:200]!r})")
+    if len(name) * 4 <= _MAX_COMPONENT_BYTES:
+        return tuple(parts)
+    return tuple(piece for part in parts for piece in _fit(part))
 
 
 def path_to_name(path: Iterable[str]) -> str:
@@ -130,12 +136,11 @@ def path_to_name(path: Iterable[str]) -> str:
     return name
 
 
-def _checked(part: str, name: str) -> str:
-    is_bare_leaf = name == BARE_LEAF
+@lru_cache(2**12)  # names of leaves have most parts in common
+def _is_part(part: str) -> bool:
+    """Tell whether `join_name` can return a name with this part."""
     text = _SIBLING.sub("", part)
-    if not is_bare_leaf and escape(unescape(text)) != text:
-        raise FormatError(f"{part[:64]!r} cannot be part of a leaf's name (in {name[:200]!r})")
-    return part
+    return escape(unescape(text)) == text
 
 
 def _fit(part: str) -> list[str]:

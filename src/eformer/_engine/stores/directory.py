@@ -7,22 +7,28 @@ operation.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import logging
 import os
 import stat
-import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from eformer._engine.record.names import is_inside
+from eformer._engine.stores.openat2 import (
+    BENEATH,
+    NO_LINKS,
+    NO_MAGIC_LINKS,
+    NO_OTHER_MOUNTS,
+    How,
+    openat2,
+)
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from eformer._engine.stores.base import Kind
 
@@ -313,44 +319,19 @@ class Directory:
 # ------------------------------------------------------------------------------------------ openat2
 
 
-class _How(ctypes.Structure):
-    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
-
-
-_OPENAT2 = 437  # the number of the system call, on every architecture
-_RESOLVE = 0x01 | 0x02 | 0x04 | 0x08  # no other mounts, no magic links, no links, nothing above
-_HOW = ctypes.byref(_How(_OPEN | os.O_NOFOLLOW, 0, _RESOLVE))
+_RESOLVE = NO_OTHER_MOUNTS | NO_MAGIC_LINKS | NO_LINKS | BENEATH
+_HOW = How(_OPEN | os.O_NOFOLLOW, 0, _RESOLVE)
 _NO_OPENAT2 = {errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.E2BIG}
-
-
-def _load_syscall() -> Callable[..., int] | None:
-    try:
-        syscall = ctypes.CDLL(None, use_errno=True).syscall
-    except (OSError, AttributeError):
-        return None
-    syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t]
-    syscall.restype = ctypes.c_long
-    return syscall
-
-
-_syscall = _load_syscall() if sys.platform == "linux" else None
 
 
 def _open_below(descriptor: int, path: str) -> int:
     """Open a directory below another, without following links or crossing a mount point."""
-    code = errno.ENOSYS
-    if _syscall is not None:  # Linux 5.6; some containers forbid it
-        name = os.fsencode(path)
-        while True:
-            found = _syscall(_OPENAT2, descriptor, name, _HOW, ctypes.sizeof(_How))
-            if found >= 0:
-                return found
-            code = ctypes.get_errno()
-            if code != errno.EINTR:
-                break
-    if code in _NO_OPENAT2:
+    found = openat2(descriptor, path, _HOW)
+    if found >= 0:
+        return found
+    if -found in _NO_OPENAT2:  # some containers forbid it
         return _step_by_step(descriptor, path)
-    raise OSError(code, os.strerror(code), path)
+    raise OSError(-found, os.strerror(-found), path)
 
 
 def _step_by_step(descriptor: int, path: str) -> int:

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eformer._engine.record.names import is_inside
+from eformer._engine.stores.openat2 import BENEATH, How, openat2
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from eformer._engine.stores.base import Version
+
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+_BENEATH = How(_READ, 0, BENEATH)
 
 # Errors of paths that were never made.
 _NO_SUCH_PATH = {errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
@@ -51,8 +55,16 @@ def open_inside(directory: Path, name: str) -> int:
     return open_regular(path)
 
 
+def open_beneath(base: int, real: str, name: str) -> int:
+    """Do the same below an open directory, by one call: thousands of times."""
+    if is_inside(name) and (descriptor := openat2(base, name, _BENEATH)) >= 0:
+        _require_regular(descriptor, f"{real}/{name}")
+        return descriptor
+    return open_below(real, name)  # which knows the other way, and the reason
+
+
 def open_below(real: str, name: str) -> int:
-    """Do the same below a directory whose real path is known: thousands of times, hence text."""
+    """Do the same below a directory whose real path is known."""
     if not is_inside(name):
         raise FormatError(f"{name[:200]!r} is not the name of a file in {real}")
     path = f"{real}/{name}"
@@ -83,14 +95,19 @@ def _leads_inside(path: Path) -> bool:
 
 
 def open_regular(path: Path | str) -> int:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, _READ)
+    _require_regular(descriptor, path)
+    return descriptor
+
+
+def _require_regular(descriptor: int, path: Path | str) -> None:
+    """Close anything but a regular file, and refuse it."""
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise FormatError(f"{path} is not a regular file")
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor
 
 
 def read_into(descriptor: int, memory: memoryview, offset: int) -> int:

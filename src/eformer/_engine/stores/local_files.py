@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eformer._engine.stores.inside import content_of, open_below, open_inside, read_into, version_of
+from eformer._engine.stores.inside import content_of, open_beneath, open_inside, read_into, version_of
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class LocalFiles:
     ) -> None:
         self.directory, self.names, self.versions = directory, names, versions or {}
         self.real = os.path.realpath(directory)
+        self.base = -1
+        self.opening = threading.Lock()
         self.held: dict[int, int] = {}
         self.budgeted = 0
 
@@ -78,8 +80,14 @@ class LocalFiles:
             raise
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
-        with self._descriptor(number) as descriptor:
+        held = self.held.get(number)
+        if held is not None:
+            return read_into(held, memory, offset)
+        descriptor = self._open(number)
+        try:
             return read_into(descriptor, memory, offset)
+        finally:
+            os.close(descriptor)
 
     def nbytes(self, number: int) -> int:
         with self._descriptor(number) as descriptor:
@@ -124,6 +132,9 @@ class LocalFiles:
     def close(self) -> None:
         while self.held:
             os.close(self.held.popitem()[1])
+        base, self.base = self.base, -1
+        if base >= 0:
+            os.close(base)
         _budget.give_back(self.budgeted)
         self.budgeted = 0
 
@@ -141,8 +152,18 @@ class LocalFiles:
 
     def _open(self, number: int) -> int:
         name = self.names[number]
-        descriptor = open_below(self.real, name) if "/" in name else open_inside(self.directory, name)
+        is_below = "/" in name
+        descriptor = (
+            open_beneath(self._base(), self.real, name) if is_below else open_inside(self.directory, name)
+        )
         if name in self.versions and self.versions[name] != version_of(os.fstat(descriptor)):
             os.close(descriptor)
             raise FileNotFoundError(f"{self.directory / name} was replaced")
         return descriptor
+
+    def _base(self) -> int:
+        """Open the directory when the first file below it is read."""
+        with self.opening:
+            if self.base < 0:
+                self.base = os.open(self.real, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            return self.base

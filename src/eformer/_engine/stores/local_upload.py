@@ -506,9 +506,9 @@ def _write_new(directory: Directory, name: str, data: bytes) -> None:
     """Write a new file. Thousands of times: hence no objects."""
     descriptor = directory.create(name)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
+        written = os.write(descriptor, data)
+        while written < len(data):
+            written += os.write(descriptor, memoryview(data)[written:])
     finally:
         os.close(descriptor)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from eformer._engine.formats.zarr.zarray import ZARRAY, chunk_shape, chunks_in, zarray
 from eformer._engine.record.digests import NO_DIGEST
 from eformer._engine.record.manifest import Coding
@@ -33,26 +35,55 @@ def plan_arrays(
     """
     is_encoded = options.ocdbt or options.compression
     limit = options.max_chunk_bytes or (_ENCODED_CHUNK_BYTES if is_encoded else _CHUNK_BYTES)
+    plans: dict[object, _Plan] = {}  # thousands of leaves are alike
     for source in sources:
-        yield from _plan_array(source, paths[source.name], options.compression, limit, block, mark)
+        regions = None if source.whole is not None else tuple(source.regions)
+        key = source.dtype, source.shape, source.shard, regions
+        plan = plans.get(key)
+        if plan is None:
+            plan = plans[key] = _plan(source, options.compression, limit, block, mark)
+        yield from plan.files(source, paths[source.name])
 
 
-def _plan_array(
-    source: Source, path: str, compression: str | None, limit: int, block: int, mark: str
-) -> Iterator[PlannedFile]:
+class _Chunk(Struct, frozen=True):
+    """A chunk that this process writes. `region` is None for the whole leaf, `pieces` the number of its digests."""
+
+    name: str
+    region: Region | None
+    shape: tuple[int, ...]
+    nbytes: int
+    pieces: int
+
+
+class _Plan(Struct, frozen=True):
+    """The files of all arrays that are alike."""
+
+    described: bytes
+    coding: Coding | None
+    chunk_nbytes: int
+    chunks: Sequence[_Chunk]
+
+    def files(self, source: Source, path: str) -> Iterator[PlannedFile]:
+        if source.is_first:
+            yield PlannedFile(f"{path}/{ZARRAY}", [], len(self.described), self.described)
+        for chunk in self.chunks:
+            digests = [NO_DIGEST] * chunk.pieces
+            extent = PlannedExtent(source, chunk.region, chunk.shape, chunk.nbytes, digests, 0, self.coding)
+            yield PlannedFile(f"{path}/{chunk.name}", [extent], self.chunk_nbytes)
+
+
+def _plan(source: Source, compression: str | None, limit: int, block: int, mark: str) -> _Plan:
     itemsize = source.itemsize
     chunk = chunk_shape(source.shape, source.shard or source.shape, itemsize, limit)
-    chunk_nbytes = itemsize * math.prod(chunk)
     coding = Coding(compression, chunk) if compression else None
-    if source.is_first:
-        described = zarray(source.dtype, source.shape, chunk, compression, mark)
-        yield PlannedFile(f"{path}/{ZARRAY}", [], len(described), described)
+    chunks = []
     for name, box in _own_chunks(source, chunk):
         nbytes = itemsize * box.size
-        digests = [NO_DIGEST] if coding else no_digests(box.shape, nbytes, itemsize, block)
+        pieces = 1 if coding else len(no_digests(box.shape, nbytes, itemsize, block))
         region = None if box.shape == source.shape else box
-        extent = PlannedExtent(source, region, box.shape, nbytes, digests, 0, coding)
-        yield PlannedFile(f"{path}/{name}", [extent], chunk_nbytes)
+        chunks.append(_Chunk(name, region, box.shape, nbytes, pieces))
+    described = zarray(source.dtype, source.shape, chunk, compression, mark)
+    return _Plan(described, coding, itemsize * math.prod(chunk), chunks)
 
 
 def array_path(leaf: str) -> str:
