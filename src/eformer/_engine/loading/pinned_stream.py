@@ -106,12 +106,13 @@ class _Stream:
 
     def __init__(self, targets: Sequence[LeafTarget], block: int, stack: ExitStack) -> None:
         self.device, self.stack, self.block = accelerator_of(targets[0]), stack, block
-        self.small = sorted((target for target in targets if nbytes_of(target) <= _SLOT_BYTES), key=_position)
-        self.large = sorted((target for target in targets if nbytes_of(target) > _SLOT_BYTES), key=_position)
+        sizes = [(target, nbytes_of(target)) for target in sorted(targets, key=_position)]
+        self.small = _groups([(target, nbytes) for target, nbytes in sizes if nbytes <= _SLOT_BYTES])
+        self.large = [target for target, nbytes in sizes if nbytes > _SLOT_BYTES]
         self.slots: SimpleQueue[_Slot | None] = SimpleQueue()  # an interrupt cannot leave it locked
         self.loaded: dict[str, Any] = {}
         self.put = PutShards()
-        total = sum(map(nbytes_of, targets))
+        total = sum(nbytes for _, nbytes in sizes)
         for _ in range(min(_SLOTS, max(1, -(-total // _SLOT_BYTES)))):
             self.slots.put(_Slot(aligned(min(_SLOT_BYTES, total)), self.device, stack))
 
@@ -121,25 +122,20 @@ class _Stream:
         Waiting for a slot cannot deadlock: all reads into the other slots are under way in other threads.
         """
         for batch in self.batches(reading):
+            plan = reading.plan(batch.targets, _READ_BYTES, is_packed=True)  # while other batches are read
             slot = self.slots.get()
             if slot is None:
                 return
             slot.wait()
             arrive = partial(self.arrive, batch, slot)
-            yield from reading.tasks(
-                batch.targets,
-                memory=slot.memory,
-                end=arrive,
-                read_bytes=_READ_BYTES,
-                is_claimed=batch.is_claimed,
-            )
+            yield from reading.tasks(plan, memory=slot.memory, end=arrive, is_claimed=batch.is_claimed)
 
     def batches(self, reading: Reading) -> Iterator[Batch]:
         large = [
             (target, LargeLeaf.of(target, self.device, _SLOT_BYTES, self.block, self.loaded))
             for target in self.large
         ]
-        for group in _groups(self.small):
+        for group in self.small:
             yield _Leaves(group, self.loaded, self.put)
         for target, leaf in large:
             if leaf is None:  # it has memory of its own
@@ -183,16 +179,16 @@ class _Slot:
         self.pending = ()
 
 
-def _groups(targets: Sequence[LeafTarget]) -> list[list[LeafTarget]]:
-    """Group neighbours that fit into one slot."""
+def _groups(sizes: Iterable[tuple[LeafTarget, int]]) -> list[list[LeafTarget]]:
+    """Group neighbours that fit into one slot, given with the memory that each takes."""
     groups: list[list[LeafTarget]] = []
     used = 0
-    for target in targets:
-        if not groups or used + nbytes_of(target) > _SLOT_BYTES:
+    for target, nbytes in sizes:
+        if not groups or used + nbytes > _SLOT_BYTES:
             groups.append([])
             used = 0
         groups[-1].append(target)
-        used += nbytes_of(target)
+        used += nbytes
     return groups
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eformer._engine.loading.fetch import check, prepare, raise_damage, together
 from eformer._engine.loading.mapped import MappedFiles
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.loading.read_plan import Read
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.stores.base import Files
@@ -50,18 +51,28 @@ def read(
     try:
         if mmap:
             targets = reading.map(targets, threads)
-        run_all(reading.tasks(targets), threads)
+        run_all(reading.tasks(reading.plan(targets)), threads)
         reading.require_unwritten()
     finally:
         reading.close()
 
 
+class Plan(NamedTuple):
+    """The reads for some targets."""
+
+    targets: Sequence[LeafTarget]
+    wants: Sequence[Want]
+    reads: Sequence[Read]
+
+
 class Reading:
-    """Read targets of one tree, in several steps: `map` or `tasks` for some of them, `require_unwritten`, `close`."""
+    """Read targets of one tree, in several steps: `map`, or `plan` and `tasks`, for some of them, `require_unwritten`,
+    `close`."""
 
     def __init__(self, found: Found, tree: TreeEntry, *, verify: bool, meter: Meter = SILENT) -> None:
         self.tree, self.verify, self.meter = tree, verify, meter
         self.store, self.files = found.store, found.files(tree)
+        self.threads = found.store.read_threads
         self.claimed = [0] * len(tree.files)
 
     def close(self) -> None:
@@ -88,38 +99,43 @@ class Reading:
             check(wants, self.tree, self.files, threads, raise_damage, self.meter)
         return others
 
+    def plan(
+        self, targets: Sequence[LeafTarget], read_bytes: int | None = None, *, is_packed: bool = False
+    ) -> Plan:
+        """Plan reads of about `read_bytes` each, or as many as suit the store. Arrays that `is_packed` lie in memory
+        one after the other."""
+        wants = [_want(target) for target in targets]
+        size = read_bytes or self.store.read_bytes
+        return Plan(targets, wants, plan_reads(wants, self.tree, size, is_packed=is_packed))
+
     def tasks(
         self,
-        targets: Sequence[LeafTarget],
+        plan: Plan,
         *,
         memory: np.ndarray[Any, Any] | None = None,
         end: Callable[[], None] | None = None,
-        read_bytes: int | None = None,
         is_claimed: bool = False,
     ) -> list[Callable[[], None]]:
-        """Return tasks that read the targets, in about `read_bytes` each, or as many as suit the store; the last one
-        to finish calls `end`.
+        """Return tasks that read what was planned; the last one to finish calls `end`.
 
         Large arrays are taken from `memory` while it lasts. Parts of a leaf that was claimed before need not be.
         """
-        wants = [_want(target) for target in targets]
-        reads = plan_reads(
-            wants, self.tree, read_bytes or self.store.read_bytes, is_packed=memory is not None
-        )
-        needed = {read.file for read in reads}
+        needed = {read.file for read in plan.reads}
         self.files.hold(needed)
         if not is_claimed:
-            self.require_space([(read.file, read.nbytes) for read in reads])
-        _require_length(self.tree, targets, needed, self.files, self.store.read_threads)
-        fetching = prepare(wants, self.tree, self.files, verify=self.verify, memory=memory, meter=self.meter)
+            self.require_space([(read.file, read.nbytes) for read in plan.reads])
+        _require_length(self.tree, plan.targets, needed, self.files, self.threads)
+        fetching = prepare(
+            plan.wants, self.tree, self.files, verify=self.verify, memory=memory, meter=self.meter
+        )
 
         def hand_over() -> None:
-            for target, arrays in zip(targets, fetching.arrays, strict=True):
+            for target, arrays in zip(plan.targets, fetching.arrays, strict=True):
                 target.arrays = arrays
             if end:
                 end()
 
-        groups = together(reads, self.store.read_threads)
+        groups = together(plan.reads, self.threads)
         return in_turn([partial(fetching.carry_out, some) for some in groups], hand_over)
 
     def claim(self, target: LeafTarget) -> None:

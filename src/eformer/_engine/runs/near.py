@@ -35,7 +35,7 @@ from eformer._engine.saving.save import start
 from eformer._engine.stores.base import read_whole, update_file
 from eformer._engine.stores.locate import absolute, store_at
 from eformer._engine.stores.removal import identity_of, remove_checkpoint
-from eformer._engine.trees.devices import compile_copies
+from eformer._engine.trees.copies import compile_copies
 from eformer.errors import CorruptionError, FormatError, NotFoundError, ProcessError
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from eformer._engine.saving.write import compute_sha256, write
 from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.pool import default_threads, gc_paused
 from eformer._engine.tasks.progress import is_wanted, metered
-from eformer._engine.trees.devices import compile_copies
+from eformer._engine.trees.copies import compile_copies
 
 if TYPE_CHECKING:
     import threading

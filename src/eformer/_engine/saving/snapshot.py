@@ -19,7 +19,8 @@ from eformer._engine.record.regions import Region
 from eformer._engine.record.text import few
 from eformer._engine.record.values import code_to_json, is_recorded, value_to_json
 from eformer._engine.saving.agreement import Compared
-from eformer._engine.trees.devices import PACKED, copied, is_host_memory
+from eformer._engine.trees.copies import copied
+from eformer._engine.trees.devices import PACKED, is_host_memory
 from eformer._engine.trees.functions import is_code
 from eformer._engine.trees.shardings import recorded_sharding
 from eformer.errors import LeafError

@@ -1,11 +1,10 @@
-"""Access to the bytes of jax.Arrays from the host, copies on devices, and transfers between shardings."""
+"""Access to the bytes of jax.Arrays from the host, and transfers between shardings."""
 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from eformer._engine.record.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 logger = logging.getLogger("eformer")
 
@@ -98,78 +97,6 @@ def page_locked(memory: np.ndarray[Any, Any], device: Any) -> Iterator[None]:
         yield
     finally:
         device.client.dma_unmap(address)
-
-
-# ------------------------------------------------------------------------------------------- copies
-
-_MAX_COPIED = 4096  # arrays in one program, which takes half a millisecond to compile for each
-_MAX_PROGRAMS = 64
-
-_programs: dict[Any, Any] = {}  # None for one that is not compiled yet
-
-
-def copied(arrays: Sequence[Any]) -> list[Any]:
-    """Begin to copy arrays, each of which is on one device, on the same devices; return the copies.
-
-    One program that copies them all starts in a tenth of the time of as many single copies. It takes longer to compile
-    than to copy, so the first call does without it; see `compile_copies`.
-    """
-    groups: dict[Any, list[int]] = defaultdict(list)
-    last: tuple[Any, bool] = (None, False)
-    alike: list[int] = []
-    for number, array in enumerate(arrays):
-        kind = (array.sharding, array.dtype in PACKED)
-        if kind[0] is not last[0] or kind[1] != last[1]:  # by identity: comparing shardings takes long
-            last, alike = kind, groups[kind]
-        alike.append(number)
-    copies: list[Any] = [None] * len(arrays)
-    for (sharding, is_packed), numbers in groups.items():
-        some = [arrays[number] for number in numbers]
-        together = None if is_packed else _copied_together(some, sharding)
-        for number, copy in zip(numbers, together or _copied_singly(some, sharding), strict=True):
-            copies[number] = copy
-    return copies
-
-
-def _copied_together(arrays: list[Any], sharding: Any) -> Sequence[Any] | None:
-    """Copy by one program, if it is compiled; else note that it is needed and return None."""
-    if len(arrays) > _MAX_COPIED or sharding.memory_kind not in (None, _default_memory(sharding)):
-        return None
-    key = (sharding, tuple((array.shape, array.dtype) for array in arrays))
-    program = _programs.setdefault(key, None)
-    try:
-        return program(arrays) if program else None
-    except (TypeError, ValueError) as error:  # compiled for another memory layout
-        logger.debug("%d arrays do not fit the program that copies their shapes: %s", len(arrays), error)
-        return None
-
-
-def _copied_singly(arrays: list[Any], sharding: Any) -> Sequence[Any]:
-    import jax  # late, as above
-
-    return jax.device_put(arrays, sharding, may_alias=False)  # type: ignore[no-any-return]
-
-
-def _default_memory(sharding: Any) -> str:
-    return str(next(iter(sharding.device_set)).default_memory().kind)
-
-
-def compile_copies() -> None:
-    """Compile the programs that `copied` did without. Takes a fraction of a second; call it in the background."""
-    import jax  # late, as above
-
-    copy_all = jax.jit(lambda arrays: [array.copy() for array in arrays])
-    for key in [key for key, program in list(_programs.items()) if program is None]:
-        sharding, kinds = key
-        described: Any = jax.ShapeDtypeStruct  # it has no type annotations
-        shapes = [described(shape, dtype, sharding=sharding) for shape, dtype in kinds]
-        try:
-            _programs[key] = copy_all.lower(shapes).compile()
-        except Exception as error:  # noqa: BLE001  a compiler may raise anything; single copies do as well
-            logger.debug("%d arrays cannot be copied by one program: %s", len(kinds), error)
-            _programs[key] = partial(_copied_singly, sharding=sharding)
-    while len(_programs) > _MAX_PROGRAMS:
-        _programs.pop(next(iter(_programs)), None)
 
 
 def bits_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
