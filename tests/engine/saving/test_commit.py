@@ -275,6 +275,7 @@ def test_arrays_of_an_accelerator_are_staged_within_the_budget(
 
 def test_a_device_without_room_is_not_asked_for_a_copy(monkeypatch):
     from eformer._engine.saving.snapshot import _have_room
+    from eformer._engine.trees.copies import Kinds
 
     class Device:
         def __init__(self, limit):
@@ -293,8 +294,8 @@ def test_a_device_without_room_is_not_asked_for_a_copy(monkeypatch):
         def __init__(self, limit):
             self.sharding = Sharding(limit)
 
-    assert _have_room([Array(3000), Array(0)])
-    assert not _have_room([Array(3000), Array(2050)])
+    assert _have_room(Kinds([Array(3000), Array(0)]).nbytes())
+    assert not _have_room(Kinds([Array(3000), Array(2050)]).nbytes())
 
 
 # --------------------------------------------------------------------------------------------- hosts

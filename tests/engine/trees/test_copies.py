@@ -34,18 +34,18 @@ def are_copies(copies, arrays):
 
 
 def test_copies_are_made_before_and_after_there_is_a_program(arrays, programs):
-    are_copies(_copies.copied(arrays), arrays)
+    are_copies(_copies.copied(_copies.Kinds(arrays)), arrays)
     assert list(programs.values()) == [None, None]  # one for each device, and none for what is packed
     _copies.compile_copies()
     assert None not in programs.values()
-    are_copies(_copies.copied(arrays), arrays)
+    are_copies(_copies.copied(_copies.Kinds(arrays)), arrays)
     assert len(programs) == 2
 
 
 def test_a_copy_outlives_the_donation_of_its_array(arrays):
-    _copies.copied(arrays[:1])
+    _copies.copied(_copies.Kinds(arrays[:1]))
     _copies.compile_copies()
-    (copy,) = _copies.copied(arrays[:1])
+    (copy,) = _copies.copied(_copies.Kinds(arrays[:1]))
     jax.jit(lambda x: x * 0, donate_argnums=0)(arrays[0])
     np.testing.assert_array_equal(copy, np.arange(5))
 
@@ -58,17 +58,17 @@ def test_what_cannot_be_compiled_is_copied_one_by_one(arrays, programs, monkeypa
         def lower(self, shapes):
             raise NotImplementedError("no such thing here")
 
-    _copies.copied(arrays)
+    _copies.copied(_copies.Kinds(arrays))
     with monkeypatch.context() as patch:
         patch.setattr(jax, "jit", NoCompiler)
         _copies.compile_copies()
-    are_copies(_copies.copied(arrays), arrays)
+    are_copies(_copies.copied(_copies.Kinds(arrays)), arrays)
 
 
 def test_programs_of_old_trees_are_forgotten(programs, monkeypatch):
     monkeypatch.setattr(_copies, "_MAX_PROGRAMS", 3)
     for size in range(1, 6):
-        _copies.copied([jnp.zeros(size)])
+        _copies.copied(_copies.Kinds([jnp.zeros(size)]))
         _copies.compile_copies()
     assert len(programs) == 3
 
@@ -78,14 +78,14 @@ def test_many_arrays_of_one_kind_share_a_program_that_is_compiled_at_once(progra
     monkeypatch.setattr(_copies, "_WORTH_WAITING", 3)
     arrays = [jnp.full((2, 3), number, jnp.bfloat16) for number in range(13)]
     arrays[5:5] = [jnp.arange(7) + number for number in range(9)]
-    are_copies(_copies.copied(arrays), arrays)
+    are_copies(_copies.copied(_copies.Kinds(arrays)), arrays)
     sizes = {tuple(shape for shape, _ in kinds): program for (_, kinds), program in programs.items()}
     assert sizes[((2, 3),) * 4] is not None  # three batches
     assert sizes[((7,),) * 4] is None  # two batches: these are copied one by one
     assert sizes[((2, 3), (7,))] is None  # the rest
     _copies.compile_copies()
     assert None not in programs.values()
-    are_copies(_copies.copied(arrays), arrays)
+    are_copies(_copies.copied(_copies.Kinds(arrays)), arrays)
     assert len(programs) == 3
 
 
@@ -93,5 +93,5 @@ def test_arrays_in_another_memory_are_copied_there(programs):
     (device, *_) = jax.devices()
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     arrays = [jax.device_put(jnp.arange(9.0), pinned), jax.device_put(jnp.arange(9.0), device)]
-    are_copies(_copies.copied(arrays), arrays)
+    are_copies(_copies.copied(_copies.Kinds(arrays)), arrays)
     assert len(programs) == 1

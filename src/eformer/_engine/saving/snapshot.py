@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import jax
-import msgspec
 import numpy as np
 
 from eformer._engine.record.boxes import to_bytes
@@ -19,8 +16,8 @@ from eformer._engine.record.regions import Region
 from eformer._engine.record.text import few
 from eformer._engine.record.values import code_to_json, is_recorded, value_to_json
 from eformer._engine.saving.agreement import Compared
-from eformer._engine.trees.copies import copied
-from eformer._engine.trees.devices import PACKED, is_host_memory
+from eformer._engine.trees.copies import Kinds, copied
+from eformer._engine.trees.devices import PACKED, is_host_memory, view_of
 from eformer._engine.trees.functions import is_code
 from eformer._engine.trees.shardings import recorded_sharding
 from eformer.errors import LeafError
@@ -74,9 +71,8 @@ def snapshot(
         except (RuntimeError, jax.errors.JAXTypeError) as error:  # an error of the device, or traced
             error.add_note(f"while saving leaf {name!r}, a {kind.__name__}")
             raise
-    number = len(sources)
-    sources = reader.detached(sources + reader.replicas)
-    return sources[:number], values, Compared(sources[number:], reader.own)
+    reader.detach_all(sources + reader.replicas)
+    return sources, values, Compared(reader.replicas, reader.own)
 
 
 class _Reader:
@@ -129,11 +125,11 @@ class _Reader:
         home = "weak" if array.weak_type and dtype == array.dtype.name else "jax"  # a cast makes it strong
         if place == "device" and self.hosts.count == 1:
             whole = self.whole(shape)
-            return Source(name, dtype, shape, home, key, sharding, None, ((whole, array),), (whole,), shape)
+            return Source(name, dtype, shape, home, key, sharding, None, [(whole, array)], (whole,), shape)
         if place == "memory" and not is_packed:
             if self.hosts.count > 1 and array.nbytes <= _COMPARED_BYTES and sharding is None:
                 self.own.update(to_bytes(np.asarray(array), dtype))
-            return Source(name, dtype, shape, home, key, sharding, np.asarray(array), (), (), None, owner)
+            return Source(name, dtype, shape, home, key, sharding, view_of(array), (), (), None, owner)
         cut = self.cut(array)
         if self.hosts.count > 1 and array.nbytes <= _REPLICA_BYTES and cut.is_everywhere:
             self.compare(name, array)
@@ -210,17 +206,22 @@ class _Reader:
         sizes = [(region.size * itemsize, who) for region, who in cut.holders.items()]
         return cut.of(owners(sizes, self.written), self.hosts.index)
 
-    def detached(self, sources: list[Source]) -> list[Source]:
-        """Return the sources with copies of all arrays on accelerators, made in one call."""
+    def detach_all(self, sources: list[Source]) -> None:
+        """Replace all arrays on accelerators by copies, made in one call."""
         arrays = [a for source in sources for _, a in source.parts if isinstance(a, jax.Array)]
         if not self.detach or not arrays:
-            return sources
-        if self.where == "host" or (self.where == "auto" and not _have_room(arrays)):
+            return
+        kinds = Kinds(arrays)
+        if self.where == "host" or (self.where == "auto" and not _have_room(kinds.nbytes())):
             pinned = [array.sharding.with_memory_kind("pinned_host") for array in arrays]
             copies = iter(jax.device_put(arrays, pinned, may_alias=False))
         else:
-            copies = iter(copied(arrays))
-        return [_with_copies(source, copies) for source in sources]
+            copies = iter(copied(kinds))
+        for source in sources:
+            parts: Any = source.parts  # a list: to make another source takes ten times as long
+            for number, (region, array) in enumerate(parts):
+                if isinstance(array, jax.Array):
+                    parts[number] = (region, next(copies))
 
 
 class _Cut:
@@ -284,12 +285,7 @@ def _deleted_error(leaves: Mapping[str, Any]) -> LeafError:
 
 def _data(array: jax.Array, number: int) -> Any:
     data = array.addressable_data(number)
-    return np.asarray(data) if is_host_memory(data) else data
-
-
-def _with_copies(source: Source, copies: Any) -> Source:
-    parts = [(region, next(copies) if isinstance(a, jax.Array) else a) for region, a in source.parts]
-    return msgspec.structs.replace(source, parts=parts)
+    return view_of(data) if is_host_memory(data) else data
 
 
 def _plain_value(leaf: Any) -> Any:
@@ -311,19 +307,9 @@ def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
     return Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
 
 
-def _have_room(arrays: Iterable[jax.Array]) -> bool:
-    """Tell whether each device has memory for a copy of the arrays on it."""
-    needed: dict[int, int] = defaultdict(int)
-    shardings: dict[int, Any] = {}  # by identity, which takes a tenth of the time of comparing them
-    for array in arrays:
-        sharding: Any = array.sharding
-        shardings[id(sharding)] = sharding
-        needed[id(sharding)] += math.prod(array.shape) * array.dtype.itemsize
-    by_device: dict[Any, int] = defaultdict(int)
-    for number, nbytes in needed.items():
-        (device,) = shardings[number].device_set
-        by_device[device] += nbytes
-    for device, nbytes in by_device.items():
+def _have_room(needed: Mapping[Any, int]) -> bool:
+    """Tell whether each device has memory for as many bytes."""
+    for device, nbytes in needed.items():
         stats = device.memory_stats() or {}
         free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
         if stats and free < 1.1 * nbytes:

@@ -14,7 +14,7 @@ import msgspec
 
 from eformer._engine.formats.markers import ORBAX_TREE, PEFT_CONFIG
 from eformer._engine.formats.process_records import CARRIED
-from eformer._engine.formats.safetensors.header import open_header
+from eformer._engine.formats.safetensors.header import open_header, read_metadata
 from eformer._engine.formats.safetensors.hf_index import bring_up_to_date, save_of_index
 from eformer._engine.formats.safetensors.layout import header_of, own_nbytes, plan_files
 from eformer._engine.formats.safetensors.names import (
@@ -125,7 +125,7 @@ class SafetensorsDirectory:
         """List names that a new tree would use, where files of other programs have them."""
         base = base_name(self.prefix)
         yield from (ORBAX_TREE, PEFT_CONFIG)
-        if base + SUFFIX in there and not is_marked(_metadata(store, base + SUFFIX)):
+        if base + SUFFIX in there and not _is_ours(store, base + SUFFIX):
             yield base + SUFFIX
         index = base + INDEX_SUFFIX
         if save_of_index(store, index, there.get(index))[0] is None:
@@ -230,8 +230,15 @@ def _leftovers(store: Store, names: Iterable[str], named: set[str], bases: set[s
     ]
 
 
-def _metadata(store: Store, name: str) -> Mapping[str, str]:
-    """Return what a file says of itself; nothing if it is not a safetensors file."""
+def _is_ours(store: Store, name: str) -> bool:
+    """Tell whether eformer wrote a file, which is a whole safetensors file."""
     with suppress(FormatError, OSError):
-        return open_header(store, name).header.metadata
+        return is_marked(open_header(store, name).header.metadata)
+    return False
+
+
+def _metadata(store: Store, name: str) -> Mapping[str, str]:
+    """Return what a file says of itself; nothing if it does not begin like a safetensors file."""
+    with suppress(FormatError, OSError):
+        return read_metadata(store, name)
     return {}

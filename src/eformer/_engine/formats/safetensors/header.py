@@ -106,6 +106,19 @@ def read_header(store: Store, name: str) -> tuple[bytes, Entry]:
     return data + rest, entry
 
 
+def read_metadata(store: Store, name: str) -> dict[str, str]:
+    """Read what a file says of itself. Its tensors are not looked at, of which there may be very many."""
+    if "/" in name:
+        raise FormatError(f"{name[:200]!r} is not the name of a file in {store.url}")
+    raw, _ = read_header(store, name)
+    problem = f"{store.path_to(name)} has no valid safetensors header"
+    return parse_json(raw[8:], _Metadata, problem).metadata
+
+
+class _Metadata(msgspec.Struct):
+    metadata: dict[str, str] = msgspec.field(default_factory=dict, name="__metadata__")
+
+
 def read_tensor_names(store: Store, name: str) -> list[str]:
     """Read the names of the tensors in a file that eformer wrote; their places are not checked."""
     raw, _ = read_header(store, name)
