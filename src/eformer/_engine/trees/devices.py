@@ -33,7 +33,7 @@ def view_of(array: Any) -> np.ndarray[Any, Any]:
 
     `np.asarray` first asks for a buffer, which arrays of JAX's own dtypes do not have; that takes longer than the view.
     """
-    return array.__array__() if array.dtype.kind == "V" else np.asarray(array)  # type: ignore[no-any-return]
+    return array.__array__() if array.dtype.kind == "V" else np.asarray(array)
 
 
 def on_host(array: Any) -> np.ndarray[Any, Any]:
