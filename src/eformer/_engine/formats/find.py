@@ -5,6 +5,7 @@ from __future__ import annotations
 import os  # noqa: TC003
 import re
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from eformer._engine.formats.markers import ORBAX_TREE
@@ -17,16 +18,19 @@ from eformer._engine.formats.steps import steps_from_last
 from eformer._engine.formats.zarr import read as arrays
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.record.names import with_nearest
+from eformer._engine.record.signature import signature_name
 from eformer._engine.record.text import few
 from eformer._engine.stores.locate import locate, store_at
+from eformer._engine.stores.signed import SignedStore, claimed_signers, scope_of, signed_store
 from eformer._engine.tasks.turns import turns
-from eformer.errors import CorruptionError, EformerError, FormatError, NotFoundError
+from eformer.errors import CorruptionError, EformerError, FormatError, NotFoundError, SignatureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.record.signature import Verifier
     from eformer._engine.stores.base import Store, Version
 
 T = TypeVar("T")
@@ -37,10 +41,46 @@ _MOST_SHOWN = 8
 _MOST_RESTARTS = 100  # saves that may replace a checkpoint, one after the other, while it is being read
 
 
-def find(path: str | os.PathLike[str]) -> Found:
+def find(path: str | os.PathLike[str], key: Verifier | None = None) -> Found:
     """Find the checkpoint at `path`: a directory, its index or manifest, one of its files, a single file, or the common
-    beginning of the names of such files. One shard of a model leads to the whole model."""
-    store, name = locate(path)
+    beginning of the names of such files. One shard of a model leads to the whole model.
+
+    With a `key`, nothing is read but what its owner has signed.
+    """
+    return _find_in(*locate(path)) if key is None else _find_signed(*locate(path), key)
+
+
+def signed_place(store: Store, name: str) -> tuple[Store, str, str]:
+    """Return where the signature of a checkpoint is: store and name of the checkpoint, and what was signed, its file or
+    "" for the directory. Of a run it is that of the last step. Raise SignatureError if there is none."""
+    scope = scope_of(store, name)
+    if scope is not None:
+        return store, name, scope
+    last = None if name else next(steps_from_last(store), None)
+    if last is not None:
+        return signed_place(store.at(last[1]), "")
+    where, signature = store.path_to(name) if name else store.url, store.path_to(signature_name(name))
+    if not name or store.exists(name):
+        raise SignatureError(f"{where} is not signed: there is no {signature}")
+    _missing(store, name)
+
+
+def signers(found: Found) -> tuple[str, ...]:
+    """Return the ids of the keys that have signed a checkpoint, by the signature's own account: nothing is checked."""
+    store, name = locate(found.path)
+    scope = scope_of(store, name)
+    return () if scope is None else claimed_signers(store, scope)
+
+
+def _find_signed(store: Store, name: str, key: Verifier) -> Found:
+    store, name, scope = signed_place(store, name)
+    found = _find_in(signed_store(store, scope, key), name)
+    if not isinstance(found.store, SignedStore):  # a reader went its own way
+        raise SignatureError(f"{found.path} cannot be read as a signed checkpoint")
+    return replace(found, key=key)
+
+
+def _find_in(store: Store, name: str) -> Found:
     if not name or (name == INDEX and store.exists(name)):
         return _in_directory(store)
     if not store.exists(name):
@@ -48,19 +88,19 @@ def find(path: str | os.PathLike[str]) -> Found:
     return files.in_file(store, name) or safetensors.in_file(store, name)
 
 
-def look_at(path: str | os.PathLike[str], use: Callable[[Found], T]) -> T:
+def look_at(path: str | os.PathLike[str], use: Callable[[Found], T], key: Verifier | None = None) -> T:
     """Call `use` with the checkpoint at `path`, and return its result; start again if a newer save replaces it."""
 
     def attempt(found: Found) -> T:
         with reading(found):
             return use(found)
 
-    return reread(path, attempt)
+    return reread(path, attempt, key)
 
 
 def was_replaced(found: Found) -> bool:
     """Tell whether a newer save has replaced the checkpoint that was found, and perhaps its files."""
-    if find(found.path).manifest.digest != found.manifest.digest:
+    if find(found.path, found.key).manifest.digest != found.manifest.digest:
         return True
     return any(_version(found, name) != seen for name, seen in found.versions.items())
 
@@ -69,7 +109,7 @@ class ReplacedError(Exception):
     """A signal to `reread` to start again with the newer checkpoint. Never reaches the caller."""
 
 
-def reread(path: str | os.PathLike[str], use: Callable[[Found], T]) -> T:
+def reread(path: str | os.PathLike[str], use: Callable[[Found], T], key: Verifier | None = None) -> T:
     """Call `use` with the checkpoint at `path`, and return its result; start again if it raises `ReplacedError`.
 
     A save to this path that this process has under way in the background is waited for.
@@ -77,7 +117,7 @@ def reread(path: str | os.PathLike[str], use: Callable[[Found], T]) -> T:
     _wait_for_saves(path)
     for _ in range(_MOST_RESTARTS):
         try:
-            return use(find(path))
+            return use(find(path, key))
         except ReplacedError:
             continue
     raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while it was being read; try again later")

@@ -32,6 +32,7 @@ from eformer._engine.saving.metadata import metadata_to_json
 from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.run import Format, run_in_background
 from eformer._engine.saving.save import start
+from eformer._engine.stores.keys import public_key
 from eformer._engine.stores.locate import absolute, store_at
 from eformer._engine.stores.store_options import remember
 from eformer.errors import (
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.policies import Every, Keep
     from eformer._engine.stores.cache import Cached
+    from eformer._engine.stores.keys import Key
 
 logger = logging.getLogger("eformer")
 
@@ -157,6 +159,7 @@ class Run:
         fallback: bool = True,
         rewind: bool = False,
         cache: Cached = None,
+        key: Key | None = None,
     ) -> Resumed | None:
         """Load the newest step that is sound in every process; return None for a new run.
 
@@ -172,7 +175,11 @@ class Run:
         data      an iterator, which is put to the position that it had
         rewind    with an older `step`: put the newer ones aside; without it they are an error
         cache     a directory that keeps what is read from a bucket, see `load`
+        key       a public key: refuse a step that its owner has not signed, see `load`; not with `near`
         """
+        if key is not None and self._near:
+            raise ValueError("resume(key=) and Run(near=): near steps are not signed")
+        signed_by = None if key is None else public_key(key)
         self._wait_for_last()  # it may be the newest step
         if self._near:
             self._near.before_claim()
@@ -194,6 +201,7 @@ class Run:
             placement=PlacementRequest(mesh=mesh, rules=rules, shardings=shardings),
             timeout=self._options.timeout,
             cache=cache,
+            key=signed_by,
         )
         found = self._load_newest(
             [place for place in agreed.steps if place.number <= wanted], request, fallback

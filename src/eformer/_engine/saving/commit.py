@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from eformer._engine.record.signature import signature_name
 from eformer._engine.saving.record import recorded_tree, recorded_tree_of_several
 from eformer._engine.stores.base import SwapError
 from eformer.errors import FormatError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from eformer._engine.formats.write_format import Commit, Index
     from eformer._engine.record.manifest import Receipt, TreeEntry
     from eformer._engine.saving.agreement import Team
-    from eformer._engine.stores.base import Upload
+    from eformer._engine.stores.base import Store, Upload
 
 logger = logging.getLogger("eformer")
 
@@ -79,7 +80,16 @@ def _tidy_up(team: Team, done: Commit, upload: Upload) -> None:
     save."""
     try:
         upload.finish()
+        place = upload.place_of(team.save.store)
         if done.tidy:
-            done.tidy(upload.place_of(team.save.store), upload)
+            done.tidy(place, upload)
+        _remove_signature(team.save.file, place, upload)
     except (OSError, FormatError, SwapError) as error:
         logger.warning("%s is saved, but could not be tidied up: %s", team.save.store.url, error)
+
+
+def _remove_signature(file: str, place: Store, upload: Upload) -> None:
+    """Remove the signature of the checkpoint that was replaced. Until then it says that this one was altered."""
+    name = signature_name(file)
+    if place.kind(name) == "file":
+        upload.remove([name])
