@@ -120,7 +120,9 @@ def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) 
 
 @main.command()
 @click.argument("path", type=click.Path())
-@click.option("--key", type=click.Path(exists=True, dir_okay=False), help="A public key: check the signature.")
+@click.option(
+    "--key", type=click.Path(exists=True, dir_okay=False), help="A public key: check the signature."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing; only set the exit code.")
 def verify(path: str, key: str | None, as_json: bool, quiet: bool) -> None:
@@ -159,7 +161,10 @@ def verify(path: str, key: str | None, as_json: bool, quiet: bool) -> None:
 @main.command()
 @click.argument("path", type=click.Path())
 @click.option(
-    "--key", required=True, type=click.Path(exists=True, dir_okay=False), help="A private key of Ed25519, in PEM."
+    "--key",
+    required=True,
+    type=click.Path(exists=True, dir_okay=False),
+    help="A private key of Ed25519, in PEM.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def sign(path: str, key: str, as_json: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os  # noqa: TC003
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -59,10 +59,10 @@ def signed_place(store: Store, name: str) -> tuple[Store, str, str]:
     last = None if name else next(steps_from_last(store), None)
     if last is not None:
         return signed_place(store.at(last[1]), "")
+    if name and not any(each.startswith(name) for each in _names_in(store)):
+        _missing(store, name)
     where, signature = store.path_to(name) if name else store.url, store.path_to(signature_name(name))
-    if not name or store.exists(name):
-        raise SignatureError(f"{where} is not signed: there is no {signature}")
-    _missing(store, name)
+    raise SignatureError(f"{where} is not signed: there is no {signature}")
 
 
 def signers(found: Found) -> tuple[str, ...]:
@@ -74,7 +74,9 @@ def signers(found: Found) -> tuple[str, ...]:
 
 def _find_signed(store: Store, name: str, key: Verifier) -> Found:
     store, name, scope = signed_place(store, name)
-    found = _find_in(signed_store(store, scope, key), name)
+    inside = signed_store(store, scope, key)
+    with inside.watched():
+        found = _find_in(inside, name)
     if not isinstance(found.store, SignedStore):  # a reader went its own way
         raise SignatureError(f"{found.path} cannot be read as a signed checkpoint")
     return replace(found, key=key)
@@ -138,7 +140,8 @@ def reading(found: Found) -> Iterator[None]:
     still in place, a file that is missing is a CorruptionError, and any other error is raised unchanged.
     """
     try:
-        yield
+        with found.store.watched() if isinstance(found.store, SignedStore) else nullcontext():
+            yield
     except NotFoundError:
         raise
     except (FileNotFoundError, CorruptionError) as error:
@@ -156,11 +159,16 @@ def _version(found: Found, name: str) -> Version | None:
         return None
 
 
-def _missing(store: Store, name: str) -> NoReturn:
+def _names_in(store: Store) -> list[str]:
     try:
-        there = list(store.kinds())
+        return list(store.kinds())
     except (FileNotFoundError, NotADirectoryError):
-        raise NotFoundError(f"no checkpoint at {store.path_to(name)}: {store.url} does not exist") from None
+        return []
+
+
+def _missing(store: Store, name: str) -> NoReturn:
+    if not (there := _names_in(store)) and not store.is_there():
+        raise NotFoundError(f"no checkpoint at {store.path_to(name)}: {store.url} does not exist")
     _, hint = next(with_nearest([name], there))
     raise NotFoundError(f"no checkpoint at {store.path_to(name)}{hint}")
 

@@ -37,7 +37,8 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 # Other programs put these beside the files of a model, and running saves of eformer the last two. No reader of signed
 # checkpoints sees them.
 _UNSIGNED = re.compile(
-    r"\.gitattributes|\.git/.*|\.cache/huggingface/.*|\.eformer-leases/.*|\.eformer-[0-9a-f]{16}\.tmp(/.*)?", re.DOTALL
+    r"\.gitattributes|\.git/.*|\.cache/huggingface/.*|\.eformer-leases/.*|\.eformer-[0-9a-f]{16}\.tmp(/.*)?",
+    re.DOTALL,
 )
 
 

@@ -11,7 +11,7 @@ import io
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -57,7 +57,7 @@ def scope_of(store: Store, file: str) -> str | None:
     Without a `file`, look for that of the directory.
     """
     scopes = (file, "") if file else ("",)
-    return next((scope for scope in scopes if store.kind(signature_name(scope)) is not None), None)
+    return next((scope for scope in scopes if store.exists(signature_name(scope))), None)
 
 
 def claimed_signers(store: Store, scope: str) -> tuple[str, ...]:
@@ -114,7 +114,9 @@ def _read_signature(store: Store, name: str) -> bytes:
 def _files_in(data: bytes, scope: str, verifier: Verifier, origin: str) -> Mapping[str, SignedFile]:
     files = signed_files(data, verifier, origin)
     if scope and files.keys() != {scope}:
-        raise SignatureError(f"{origin} is the signature of other files: {few([printable(name) for name in files])}")
+        raise SignatureError(
+            f"{origin} is the signature of other files: {few([printable(name) for name in files])}"
+        )
     return files
 
 
@@ -169,8 +171,16 @@ class SignedStore:
     can_rename = True
     read_bytes = 4 * PIECE_BYTES  # so that most pieces are read where they are wanted
 
-    def __init__(self, store: Store, files: Mapping[str, SignedFile], scope: str = "", path: str = "") -> None:
+    def __init__(
+        self,
+        store: Store,
+        files: Mapping[str, SignedFile],
+        scope: str = "",
+        path: str = "",
+        alarms: list[AlteredError] | None = None,
+    ) -> None:
         self._store, self._files, self._scope, self._path = store, files, scope, path
+        self._alarms: list[AlteredError] = [] if alarms is None else alarms
         self._names = list(files)  # sorted
 
     @property
@@ -192,10 +202,10 @@ class SignedStore:
         if not self._path:
             raise SignatureError(f"what is around {self.url} is not signed")
         outer, _, name = self._path.rpartition("/")
-        return SignedStore(self._store, self._files, self._scope, outer), name
+        return SignedStore(self._store, self._files, self._scope, outer, self._alarms), name
 
     def at(self, below: str) -> SignedStore:
-        return SignedStore(self._store, self._files, self._scope, self._inner(below))
+        return SignedStore(self._store, self._files, self._scope, self._inner(below), self._alarms)
 
     def real(self) -> SignedStore:
         return self
@@ -205,6 +215,18 @@ class SignedStore:
 
     def local_path(self, name: str = "") -> None:
         """Nothing may read around the store."""
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Raise at the end that something was altered, even if a reader took it for damage and went on without."""
+        try:
+            yield
+        except Exception as error:
+            if self._alarms and not isinstance(error, AlteredError):
+                raise self._alarms[0] from error
+            raise
+        if self._alarms:
+            raise self._alarms[0]
 
     # ---------------------------------------------------------------------------------------- look
 
@@ -318,7 +340,7 @@ class SignedStore:
         files = [self._signed(name) for name in names]
         inner = {self._inner(name): version for name, version in (versions or {}).items()}
         opened = self._store.open([file.name for file in files], inner)
-        return SignedFiles(opened, files, self._store.path_to, 2 * self.read_threads + 2)
+        return SignedFiles(opened, files, self._store.path_to, self.read_threads + 2, self._alarms)
 
     def _signed(self, name: str) -> SignedFile:
         if not is_inside(name):
@@ -378,9 +400,14 @@ class SignedFiles:
     """Signed files by number. A few pieces are kept, since reads begin and end inside of them."""
 
     def __init__(
-        self, files: Files, signed: Sequence[SignedFile], path_to: Callable[[str], str], most_pieces: int
+        self,
+        files: Files,
+        signed: Sequence[SignedFile],
+        path_to: Callable[[str], str],
+        most_pieces: int,
+        alarms: list[AlteredError],
     ) -> None:
-        self._files, self._signed, self._path_to = files, signed, path_to
+        self._files, self._signed, self._path_to, self._alarms = files, signed, path_to, alarms
         self._pieces: OrderedDict[tuple[int, int], _Piece] = OrderedDict()
         self._most, self._lock = most_pieces, threading.Lock()
 
@@ -421,10 +448,12 @@ class SignedFiles:
             if not (
                 isinstance(self._files, KeepsCopies) and self._files.forget(number, start, len(memory))
             ):  # a damaged copy is read again from its source
-                raise AlteredError(
+                error = AlteredError(
                     f"{self._path_to(file.name)} is not what was signed: the SHA-256 of its {len(memory)} bytes from "
                     f"{start} on is {digest}, expected {file.sha256[piece]}"
                 )
+                self._alarms.append(error)
+                raise error
 
     def nbytes(self, number: int) -> int:
         return self._signed[number].nbytes
@@ -440,6 +469,7 @@ class SignedFiles:
         """What was read was checked, whatever the files have become since."""
 
     def close(self) -> None:
+        self._pieces.clear()
         self._files.close()
 
 

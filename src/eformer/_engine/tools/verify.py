@@ -85,12 +85,10 @@ class Report:
     def _signed(self) -> str:
         if self.signed_by:
             return f"; signed by {self.signed_by}"
-        return "; it is signed, and the signature was not checked: pass key=" if self.is_signed else ""
+        return "; it is signed, which was not checked without a key" if self.is_signed else ""
 
 
-def verify(
-    path: str | os.PathLike[str], *, key: Key | None = None, progress: Progress = None
-) -> Report:
+def verify(path: str | os.PathLike[str], *, key: Key | None = None, progress: Progress = None) -> Report:
     """Check every leaf of every tree at `path`, and the headers of the files, against their digests.
 
     All damage is in the report; only a manifest that cannot be read raises. Files in a directory of another program
