@@ -36,12 +36,12 @@ def test_the_unsigned_and_the_altered_have_exit_code_1(place):
 
 
 def test_json_says_who_has_signed(place):
-    assert json.loads(run("inspect", place / "c", "--json").stdout)["signed_by"] == []
+    assert json.loads(run("inspect", place / "c", "--json").stdout)["signed_by"] is None
     found = json.loads(run("sign", place / "c", "--key", place / "private.pem", "--json").stdout)
     assert found == {"signature": str(place / "c" / "eformer.sig")}
     report = json.loads(run("verify", place / "c", "--key", place / "public.pem", "--json").stdout)
     assert report["is_signed"]
-    assert json.loads(run("inspect", place / "c", "--json").stdout)["signed_by"] == [report["signed_by"]]
+    assert json.loads(run("inspect", place / "c", "--json").stdout)["signed_by"] == report["signed_by"]
 
 
 def test_the_password_of_a_key_comes_from_the_environment(place):

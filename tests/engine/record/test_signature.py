@@ -18,6 +18,7 @@ from eformer.checkpoint import inspect, load, save, sign, verify
 from eformer.errors import SignatureError
 from support.keys import OTHER_PRIVATE, OTHER_PUBLIC, PRIVATE, PUBLIC
 
+ID = public_key(PUBLIC).id
 KIND = "application/vnd.eformer.signature.v1+json"
 
 
@@ -54,23 +55,23 @@ def test_another_program_can_verify_it(path):
 
 
 def test_the_id_of_a_key_is_what_openssl_and_sha256sum_say(path):
-    (key,) = inspect(path).signed_by
+    key = inspect(path).signed_by
     lines = PUBLIC.decode().split("\n")
     assert key == hashlib.sha256(base64.b64decode("".join(lines[1:-2]))).hexdigest()
 
 
 def test_what_another_program_has_signed_is_accepted(path):
     statement = json.loads(base64.b64decode(json.loads((path / "eformer.sig").read_bytes())["payload"]))
-    put(path, json.dumps(statement, indent=2).encode())
+    put(path, json.dumps(statement, indent=2, sort_keys=True).encode())
     assert verify(path, key=PUBLIC).ok
 
 
-def put(path, payload, *, kind=KIND, key=PRIVATE, **others):
+def put(path, payload, *, kind=KIND, key=PRIVATE):
     """Sign a payload with the right key, and put it in place of the signature."""
     signature = load_pem_private_key(key, None).sign(encoding(payload))
     envelope = {"payloadType": kind, "payload": base64.b64encode(payload).decode()}
-    envelope["signatures"] = [{"sig": base64.b64encode(signature).decode()}]
-    (path / "eformer.sig").write_text(json.dumps(envelope | others))
+    envelope["signatures"] = [{"keyid": ID, "sig": base64.b64encode(signature).decode()}]
+    (path / "eformer.sig").write_text(json.dumps(envelope, separators=(",", ":")))
 
 
 def entry(name="manifest.json", nbytes=3, sha256=("0" * 64,)):
@@ -124,25 +125,26 @@ ENVELOPES = {
     "deep": b'{"payload":' + b"[" * 200_000,
     "a list": b"[]",
     "a number": b"1e999",
+    "spaces": b'{"payloadType": "%b","payload":"","signatures":[{"keyid":"","sig":""}]}' % KIND.encode(),
     "no signature": b'{"payloadType":"%b","payload":"","signatures":[]}' % KIND.encode(),
     "many signatures": b'{"payloadType":"%b","payload":"","signatures":[%b]}'
-    % (KIND.encode(), b",".join([b'{"sig":""}'] * 1000)),
+    % (KIND.encode(), b",".join([b'{"keyid":"","sig":""}'] * 1000)),
     "types": b'{"payloadType":1,"payload":[],"signatures":{}}',
-    "not base64": b'{"payloadType":"%b","payload":"*","signatures":[{"sig":"*"}]}' % KIND.encode(),
-    "other text": '{"payloadType":"%s","payload":"é","signatures":[{"sig":"é"}]}' % KIND,
-    "another kind": b'{"payloadType":"application/vnd.in-toto+json","payload":"","signatures":[{"sig":""}]}',
+    "not base64": b'{"payloadType":"%b","payload":"*","signatures":[{"keyid":"","sig":"*"}]}' % KIND.encode(),
+    "other text": f'{{"payloadType":"{KIND}","payload":"é","signatures":[{{"keyid":"é","sig":"é"}}]}}'.encode(),
+    "another kind": b'{"payloadType":"application/vnd.in-toto+json","payload":"","signatures":[{"keyid":"","sig":""}]}',
 }
 
 
 @pytest.mark.parametrize("name", ENVELOPES)
 def test_an_envelope_that_makes_no_sense_is_refused(path, name):
     found = ENVELOPES[name]
-    (path / "eformer.sig").write_bytes(found if isinstance(found, bytes) else found.encode())
+    (path / "eformer.sig").write_bytes(found)
     for refuse in (load, verify):
         with pytest.raises(SignatureError, match=r"eformer\.sig"):
             refuse(path, key=PUBLIC)
-    assert "nobody" in inspect(path).signed_by[0] or len(inspect(path).signed_by) == 1
     assert verify(path).is_signed
+    assert inspect(path).signed_by is not None
 
 
 def test_a_signature_that_is_no_file_is_refused_without_being_opened(path, tmp_path):
@@ -167,24 +169,13 @@ def test_a_signature_that_is_far_too_long_is_not_read(path, monkeypatch):
         load(path, key=PUBLIC)
 
 
-def test_a_name_of_another_key_does_not_help(path):
-    """The id in a signature is a hint: it is the key that counts."""
+def test_the_id_of_the_right_key_does_not_help_another(path):
     payload = base64.b64decode(json.loads((path / "eformer.sig").read_bytes())["payload"])
-    forged = load_pem_private_key(OTHER_PRIVATE, None).sign(encoding(payload))
-    signature = {"sig": base64.b64encode(forged).decode(), "keyid": public_key(PUBLIC).id}
-    put(path, payload, signatures=[signature])
-    with pytest.raises(SignatureError, match="it is not what the key .* has signed"):
+    put(path, payload, key=OTHER_PRIVATE)
+    with pytest.raises(SignatureError, match=r"it is not what the key .* has signed"):
         load(path, key=PUBLIC)
-    assert verify(path, key=OTHER_PUBLIC).ok
-
-
-def test_one_of_several_signatures_is_enough(path):
-    payload = base64.b64decode(json.loads((path / "eformer.sig").read_bytes())["payload"])
-    keys = [load_pem_private_key(key, None) for key in (OTHER_PRIVATE, PRIVATE)]
-    signatures = [{"sig": base64.b64encode(key.sign(encoding(payload))).decode()} for key in keys]
-    put(path, payload, signatures=signatures)
-    for key in (PUBLIC, OTHER_PUBLIC):
-        assert verify(path, key=key).ok
+    with pytest.raises(SignatureError, match="is signed by another key"):
+        load(path, key=OTHER_PUBLIC)
 
 
 @given(data=st.binary(max_size=300))
@@ -194,15 +185,12 @@ def test_random_bytes_are_refused(data):
 
 
 @given(at=st.integers(0, 10**6), value=st.integers(1, 255))
-def test_no_flipped_bit_of_a_document_changes_what_was_signed(at, value):
+def test_any_flipped_bit_of_a_document_is_found(at, value):
     files = [SignedFile("a", 3, ("0" * 64,)), SignedFile("b/c", 0, ("1" * 64,))]
     document = bytearray(sign_files(files, private_key(PRIVATE)))
     document[at % len(document)] ^= value
-    try:
-        found = signed_files(bytes(document), public_key(PUBLIC), "flipped")
-    except SignatureError:
-        return
-    assert [*found.values()] == files  # it was in the id, which is a hint
+    with pytest.raises(SignatureError):
+        signed_files(bytes(document), public_key(PUBLIC), "flipped")
 
 
 def test_the_kind_of_the_document_is_signed_with_it():

@@ -21,7 +21,7 @@ from eformer._engine.record.names import with_nearest
 from eformer._engine.record.signature import signature_name
 from eformer._engine.record.text import few
 from eformer._engine.stores.locate import locate, store_at
-from eformer._engine.stores.signed import SignedStore, claimed_signers, scope_of, signed_store
+from eformer._engine.stores.signed import SignedStore, claimed_signer, scope_of, signed_store
 from eformer._engine.tasks.turns import turns
 from eformer.errors import CorruptionError, EformerError, FormatError, NotFoundError, SignatureError
 
@@ -65,11 +65,12 @@ def signed_place(store: Store, name: str) -> tuple[Store, str, str]:
     raise SignatureError(f"{where} is not signed: there is no {signature}")
 
 
-def signers(found: Found) -> tuple[str, ...]:
-    """Return the ids of the keys that have signed a checkpoint, by the signature's own account: nothing is checked."""
+def signer_of(found: Found) -> str | None:
+    """Return the id of the key that has signed a checkpoint, by the signature's own account; None if it is not signed.
+    Nothing is checked."""
     store, name = locate(found.path)
     scope = scope_of(store, name)
-    return () if scope is None else claimed_signers(store, scope)
+    return None if scope is None else claimed_signer(store, scope)
 
 
 def _find_signed(store: Store, name: str, key: Verifier) -> Found:

@@ -7,7 +7,6 @@ the bytes that are parsed, and nothing of them is parsed before the signature is
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import re
 from typing import TYPE_CHECKING, Protocol
@@ -31,7 +30,6 @@ MOST_BYTES = 2**29
 """The longest signature that is read. It is enough for 40 TB, or 2 million files."""
 
 _TYPE = "application/vnd.eformer.signature.v1+json"
-_MOST_SIGNATURES = 64
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 # Other programs put these beside the files of a model, and running saves of eformer the last two. No reader of signed
@@ -66,21 +64,21 @@ class _Statement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Signature(msgspec.Struct, frozen=True):
+    keyid: str
     sig: str
-    keyid: str = ""
 
 
 class Envelope(msgspec.Struct, frozen=True, rename={"payload_type": "payloadType"}):
-    """The document as it is stored. Nothing in it can be trusted before `statement_of`."""
+    """The document as it is stored. Nothing in it can be trusted before its signature is checked."""
 
     payload_type: str
     payload: str
     signatures: tuple[_Signature, ...]
 
     @property
-    def key_ids(self) -> tuple[str, ...]:
-        """The ids of the keys that have signed, by their own account."""
-        return tuple(printable(each.keyid[:64]) for each in self.signatures)
+    def key_id(self) -> str:
+        """The id of the key that has signed, by its own account."""
+        return printable(self.signatures[0].keyid[:64])
 
 
 class Verifier(Protocol):
@@ -116,7 +114,7 @@ def count_pieces(nbytes: int) -> int:
 def sign_files(files: Iterable[SignedFile], signer: Signer) -> bytes:
     """Return the document that signs these files."""
     payload = msgspec.json.encode(_Statement(PIECE_BYTES, tuple(sorted(files, key=lambda file: file.name))))
-    signature = _Signature(_text(signer.sign(_signed_bytes(payload))), signer.id)
+    signature = _Signature(signer.id, _text(signer.sign(_signed_bytes(payload))))
     return msgspec.json.encode(Envelope(_TYPE, _text(payload), (signature,)))
 
 
@@ -142,9 +140,10 @@ def parse_envelope(data: bytes, origin: str) -> Envelope:
     if envelope.payload_type != _TYPE:
         kind = printable(envelope.payload_type[:80])
         raise SignatureError(f"{origin} is a signature of another kind, {kind}; expected {_TYPE}")
-    if not 1 <= len(envelope.signatures) <= _MOST_SIGNATURES:
-        count = len(envelope.signatures)
-        raise SignatureError(f"{origin} has {count} signatures, expected 1 to {_MOST_SIGNATURES}")
+    if len(envelope.signatures) != 1:
+        raise SignatureError(f"{origin} has {len(envelope.signatures)} signatures, expected 1")
+    if msgspec.json.encode(envelope) != data:  # so that no byte of it can change unnoticed
+        raise SignatureError(f"{origin} was altered, or has spaces or fields that a signature does not have")
     return envelope
 
 
@@ -152,20 +151,21 @@ def signed_files(data: bytes, verifier: Verifier, origin: str) -> Mapping[str, S
     """Return the files that the owner of the key has signed, sorted by name. Raise SignatureError if that is not so."""
     envelope = parse_envelope(data, origin)
     payload = _bytes(envelope.payload, origin)
-    signed = _signed_bytes(payload)
-    if not any(verifier.has_signed(signed, _bytes(each.sig, origin)) for each in envelope.signatures):
-        others = ", ".join(envelope.key_ids)
-        if verifier.id in envelope.key_ids:
-            raise SignatureError(f"{origin} was altered: it is not what the key {verifier.id} has signed")
-        raise SignatureError(f"{origin} is signed by another key: {others}, and not {verifier.id}")
+    if envelope.signatures[0].keyid != verifier.id:
+        raise SignatureError(f"{origin} is signed by another key: {envelope.key_id}, and not {verifier.id}")
+    if not verifier.has_signed(_signed_bytes(payload), _bytes(envelope.signatures[0].sig, origin)):
+        raise SignatureError(f"{origin} was altered: it is not what the key {verifier.id} has signed")
     return _checked(payload, origin)
 
 
 def _bytes(text: str, origin: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
+        data = base64.b64decode(text, validate=True)
+    except ValueError as error:
         raise SignatureError(f"{origin} is not a signature: {error}") from error
+    if _text(data) != text:  # bits after the last byte
+        raise SignatureError(f"{origin} was altered, or is not in base64")
+    return data
 
 
 def _checked(payload: bytes, origin: str) -> Mapping[str, SignedFile]:

@@ -60,13 +60,13 @@ def scope_of(store: Store, file: str) -> str | None:
     return next((scope for scope in scopes if store.exists(signature_name(scope))), None)
 
 
-def claimed_signers(store: Store, scope: str) -> tuple[str, ...]:
-    """Return the ids of the keys that a signature names. Anyone can write them."""
+def claimed_signer(store: Store, scope: str) -> str:
+    """Return the id of the key that a signature names. Anyone can write it."""
     name = signature_name(scope)
     try:
-        return parse_envelope(_read_signature(store, name), store.path_to(name)).key_ids
+        return parse_envelope(_read_signature(store, name), store.path_to(name)).key_id
     except SignatureError as error:
-        return (f"nobody: {error}",)
+        return f"nobody: {error}"
 
 
 def signed_store(store: Store, scope: str, verifier: Verifier) -> SignedStore:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from eformer._engine.formats.find import ReplacedError, reread, signed_place, signers, was_replaced
+from eformer._engine.formats.find import ReplacedError, reread, signed_place, signer_of, was_replaced
 from eformer._engine.formats.process_records import unreadable
 from eformer._engine.loading.fetch import check
 from eformer._engine.loading.read_plan import Want
@@ -148,7 +148,7 @@ def _report(found: Found, progress: Progress) -> Report:
         damages=tuple(damages),
         has_checksums=found.find_damages is not None,
         left_out=found.left_out(),
-        is_signed=bool(signers(found)),
+        is_signed=signer_of(found) is not None,
     )
 
 

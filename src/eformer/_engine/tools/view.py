@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from eformer._engine.formats.find import look_at, signers, was_replaced
+from eformer._engine.formats.find import look_at, signer_of, was_replaced
 from eformer._engine.loading.fetch import fetch
 from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.record.display import as_html, as_text
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 class Inspected(Manifest, frozen=True, kw_only=True):
     """The record of a checkpoint, with the files in its directory that are not read and may hold leaves.
 
-    `signed_by` are the ids of the keys that have signed it, by the signature's own account: only `verify` checks them.
+    `signed_by` is the id of the key that has signed it, by the signature's own account: only `verify` checks that.
     """
 
     left_out: tuple[str, ...] = ()
-    signed_by: tuple[str, ...] = ()
+    signed_by: str | None = None
 
     def __repr__(self) -> str:
         return as_text(self._title, self._summaries(), self.left_out)
@@ -73,7 +73,7 @@ def _inspected(found: Found) -> Inspected:
         version=record.version,
         trees=dict(found.trees),
         left_out=found.left_out(),
-        signed_by=signers(found),
+        signed_by=signer_of(found),
     )
 
 
