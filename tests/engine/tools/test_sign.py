@@ -531,3 +531,49 @@ def test_where_nothing_is_nothing_is_signed(tmp_path):
     for refuse in (lambda path: sign(path, key=PRIVATE), lambda path: load(path, key=PUBLIC)):
         with pytest.raises(NotFoundError):
             refuse(tmp_path / "nothing" / "here")
+
+
+def test_a_signed_step_inside_of_an_unsigned_checkpoint_does_not_stand_for_it(directory, tmp_path):
+    save(tree(1.0), tmp_path / "unsigned")
+    shutil.copytree(directory, tmp_path / "unsigned" / "step-1")
+    with pytest.raises(SignatureError, match="unsigned is not signed"):
+        load(tmp_path / "unsigned", key=PUBLIC)
+
+
+def test_a_link_that_the_caller_names_leads_to_the_signed_file(tmp_path):
+    save(tree(), tmp_path / "model.safetensors")
+    sign(tmp_path / "model.safetensors", key=PRIVATE)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "best.safetensors").symlink_to(tmp_path / "model.safetensors")
+    assert same(load(tmp_path / "links" / "best.safetensors", key=PUBLIC), tree())
+    (tmp_path / "model.safetensors.eformer.sig").unlink()
+    with pytest.raises(SignatureError, match=r"model\.safetensors is not signed"):
+        load(tmp_path / "links" / "best.safetensors", key=PUBLIC)
+
+
+def test_a_step_that_is_held_is_signed_as_the_step_is(tmp_path):
+    step(tmp_path / "run")
+    sign(tmp_path / "run", key=PRIVATE)
+    (only,) = checkpoint.steps(tmp_path / "run")
+    with only.held() as path:
+        assert same(load(path, key=PUBLIC), tree())
+
+
+def test_retention_removes_a_signature_from_a_bucket(tmp_path):
+    url = "memory://signed-run/run"
+    with checkpoint.Run(url, keep=1) as run:
+        for number in (1, 2):
+            run.save(number, tree())
+            run.wait()
+            sign(f"{url}/step-{number}", key=PRIVATE)
+        run.save(3, tree())
+    assert not [key for key in buckets.objects(url) if "step-3" not in key and "step" in key]
+
+
+@pytest.mark.parametrize("name", ["v0_standard", "v1"])
+def test_a_checkpoint_of_orbax_in_a_bucket_is_signed(name):
+    url = f"memory://signed-orbax-{name}/model"
+    buckets.upload(ORBAX / name, url)
+    sign(url, key=PRIVATE)
+    assert same(load(url, key=PUBLIC), load(url))
+    assert verify(url, key=PUBLIC).ok

@@ -14,7 +14,7 @@ from eformer._engine.formats.others import sniff as files
 from eformer._engine.formats.read_format import DirectoryReader, Place
 from eformer._engine.formats.safetensors import read as safetensors
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
-from eformer._engine.formats.steps import steps_from_last
+from eformer._engine.formats.steps import is_checkpoint, steps_from_last
 from eformer._engine.formats.zarr import read as arrays
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.record.names import with_nearest
@@ -56,8 +56,11 @@ def signed_place(store: Store, name: str) -> tuple[Store, str, str]:
     scope = scope_of(store, name)
     if scope is not None:
         return store, name, scope
-    last = None if name else next(steps_from_last(store), None)
-    if last is not None:
+    real = store.resolve(name) if name else (store, name)
+    if real[0].path_to(real[1]) != store.path_to(name):  # a link that the caller names may lead anywhere
+        return signed_place(*real)
+    is_run = not name and not is_checkpoint(store)
+    if is_run and (last := next(steps_from_last(store), None)) is not None:
         return signed_place(store.at(last[1]), "")
     if name and not any(each.startswith(name) for each in _names_in(store)):
         _missing(store, name)

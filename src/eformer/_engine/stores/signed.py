@@ -8,6 +8,7 @@ path of it leads to this machine's disk, so that nothing is read around it.
 from __future__ import annotations
 
 import io
+import os
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
@@ -146,7 +147,9 @@ def digest_files(store: Store, sizes: Mapping[str, int], meter: Meter = SILENT) 
 
     tasks = (partial(digest, n, piece) for n, pieces in enumerate(found) for piece in range(len(pieces)))
     try:
-        run_all(tasks, store.read_threads)
+        run_all(
+            tasks, max(store.read_threads, os.cpu_count() or 1)
+        )  # SHA-256 does not hold the interpreter lock
     finally:
         files.close()
     return [
