@@ -22,7 +22,8 @@ from eformer.pytree import save_to_file
 from support import buckets
 from support.keys import OTHER_PRIVATE, OTHER_PUBLIC, PRIVATE, PUBLIC
 
-ORBAX = Path(__file__).parents[2] / "compat" / "orbax"
+COMPAT = Path(__file__).parents[2] / "compat"
+ORBAX = COMPAT / "orbax"
 
 
 def tree(start=0.0):
@@ -79,6 +80,8 @@ LAYOUTS = {
     "npz": file("arrays.npz", lambda path: np.savez(path, w=np.arange(700), c=np.ones(3))),
     "hugging face": hugging_face,
     "step": step,
+    "zarr without an index": lambda path: shutil.copytree(COMPAT / "data" / "ts_noindex", path),
+    "zarr of the original": lambda path: shutil.copytree(COMPAT / "data" / "ts_v2", path),
     "orbax": lambda path: shutil.copytree(ORBAX / "v0_standard", path),
     "orbax, version 1": lambda path: shutil.copytree(ORBAX / "v1", path),
 }

@@ -108,6 +108,11 @@ def was_replaced(found: Found) -> bool:
     """Tell whether a newer save has replaced the checkpoint that was found, and perhaps its files."""
     if find(found.path, found.key).manifest.digest != found.manifest.digest:
         return True
+    return has_new_versions(found)
+
+
+def has_new_versions(found: Found) -> bool:
+    """Tell whether files that no manifest names have been replaced since the checkpoint was found."""
     return any(_version(found, name) != seen for name, seen in found.versions.items())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from eformer._engine.formats.find import ReplacedError, problem_of, reread, was_replaced
+from eformer._engine.formats.find import ReplacedError, has_new_versions, problem_of, reread, was_replaced
 from eformer._engine.record.signature import parse_envelope, sign_files, signature_name
 from eformer._engine.record.text import few, printable
 from eformer._engine.stores.base import update_file
@@ -64,12 +64,15 @@ def _sign(found: Found, signer: Signer, progress: Progress) -> str:
     sizes = _files_of(found, store, name)
     with metered(progress, sum(sizes.values()), "signing") as meter:
         document = sign_files(digest_files(store, sizes, meter), signer)
+    if was_replaced(found):
+        raise ReplacedError
     place = store.path_to(signature_name(name))
 
     def replaced(before: bytes | None) -> bytes:
         if before is not None:
             _require_ours(before, place)
-        if was_replaced(found) or _files_of(found, store, name) != sizes:
+        # A save has other names for its files, and waits while this is looked at.
+        if has_new_versions(found) or _files_of(found, store, name) != sizes:
             raise ReplacedError
         return document
 
