@@ -147,9 +147,8 @@ def digest_files(store: Store, sizes: Mapping[str, int], meter: Meter = SILENT) 
 
     tasks = (partial(digest, n, piece) for n, pieces in enumerate(found) for piece in range(len(pieces)))
     try:
-        run_all(
-            tasks, max(store.read_threads, os.cpu_count() or 1)
-        )  # SHA-256 does not hold the interpreter lock
+        # SHA-256 does not hold the interpreter lock, so more threads than for other reads are worth it.
+        run_all(tasks, max(store.read_threads, os.cpu_count() or 1))
     finally:
         files.close()
     return [
