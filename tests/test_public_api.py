@@ -64,8 +64,8 @@ CHECKPOINT = {
     "inspect": "(path)",
     "latest": "(path)",
     "load": "(path, *, like=None, into=None, partial=False, root=None, rename=None, resize=None, return_report=False, "
-    "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, batch=None, verify=None, mmap=False, progress=None, broadcast=False, timeout=None, store_options=None, cache=None)",
-    "open": "(path, *, prefix=None, cache=None)",
+    "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, batch=None, verify=None, mmap=False, progress=None, broadcast=False, timeout=None, store_options=None, cache=None, key=None)",
+    "open": "(path, *, prefix=None, cache=None, key=None)",
     "prune": "(directory, *, keep, check=False, dry_run=False)",
     "register_module": "(kind, *, state, update=None, build=None)",
     "register_node": "(kind)",
@@ -74,9 +74,10 @@ CHECKPOINT = {
     "save_async": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), "
     "overwrite=False)",
     "score": "(path, step, metrics)",
+    "sign": "(path, *, key, password=None, progress=None)",
     "steps": "(path)",
     "store_options": "(url, /, **options)",
-    "verify": "(path, *, progress=None)",
+    "verify": "(path, *, key=None, progress=None)",
     "wait": "(timeout=None)",
 }
 SERIALIZATION = {

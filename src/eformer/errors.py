@@ -3,6 +3,8 @@
 EformerError
 ├── FormatError      (ValueError)   bytes do not follow their format
 │   └── CorruptionError             bytes are not what was saved
+├── SignatureError   (ValueError)   not signed, or not by the key that was given
+│   └── AlteredError                files are not what was signed; also a CorruptionError
 ├── NotFoundError    (FileNotFound- no checkpoint at this path
 │                     Error)
 ├── MismatchError    (ValueError)   the data and the target disagree; lists every difference
@@ -40,6 +42,14 @@ class VersionError(FormatError):
 
 class CorruptionError(FormatError):
     """The bytes are not what was saved: they changed, or are missing."""
+
+
+class SignatureError(EformerError, ValueError):
+    """A checkpoint is not signed, or not by the key that was given, or its signature cannot be read."""
+
+
+class AlteredError(SignatureError, CorruptionError):
+    """The files of a signed checkpoint are not those that were signed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import sys
 import eformer._engine.tools.convert
 import eformer._engine.tools.diff
 import eformer._engine.tools.prune
+import eformer._engine.tools.sign
 import eformer._engine.tools.verify
 import eformer._engine.tools.view
 import eformer.cli.terminal  # noqa: F401

@@ -9,6 +9,7 @@ load                     load a tree onto any mesh; with return_report a LoadRep
 abstract                 give the shapes and dtypes of a saved tree, in its structure
 open, inspect            look at the leaves of a checkpoint without loading it; return a View, a Manifest
 verify                   check every byte against its digest; return a Report
+sign                     sign every byte with a private key, which `load` and `verify` check with the public one
 diff                     compare two checkpoints; return a Diff
 convert                  write a checkpoint in another format; return a Conversion
 prune                    delete all but the last checkpoints of a run; return a Pruned
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from eformer._engine.tools.diff import diff as diff
     from eformer._engine.tools.prune import Pruned as Pruned
     from eformer._engine.tools.prune import prune as prune
+    from eformer._engine.tools.sign import sign as sign
     from eformer._engine.tools.verify import Report as Report
     from eformer._engine.tools.verify import verify as verify
     from eformer._engine.tools.view import View as View
@@ -92,6 +94,7 @@ _HOME = {
     "save": "saving.save",
     "save_async": "saving.save",
     "score": "runs.follow",
+    "sign": "tools.sign",
     "steps": "runs.steps",
     "store_options": "stores.store_options",
     "verify": "tools.verify",
@@ -129,6 +132,7 @@ __all__ = [
     "save",
     "save_async",
     "score",
+    "sign",
     "steps",
     "store_options",
     "verify",

@@ -31,6 +31,7 @@ def main(debug: bool) -> None:  # noqa: ARG001  read by the group
     eformer ls ./checkpoint "*.bias"         list leaves, one line each
     eformer verify ./checkpoint              check every byte against its digest
     eformer diff ./checkpoint ./other        show which leaves differ, and by how much
+    eformer sign ./checkpoint --key private.pem
     eformer convert ./checkpoint model.safetensors --dtype bf16
     eformer steps ./run                      list the steps of a run
     eformer prune ./run --keep 3             delete old checkpoints
@@ -119,9 +120,12 @@ def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) 
 
 @main.command()
 @click.argument("path", type=click.Path())
+@click.option(
+    "--key", type=click.Path(exists=True, dir_okay=False), help="A public key: check the signature."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing; only set the exit code.")
-def verify(path: str, as_json: bool, quiet: bool) -> None:
+def verify(path: str, key: str | None, as_json: bool, quiet: bool) -> None:
     """Check every byte of the checkpoint at PATH against its digest.
 
     The exit code is 0 if all is well, 1 if anything is damaged, 2 if there is no checkpoint at PATH.
@@ -129,15 +133,22 @@ def verify(path: str, as_json: bool, quiet: bool) -> None:
     Checkpoints of other programs have no digests; only their structure and completeness can be checked. Files beside
     them that are not read and may hold leaves are listed, and also set the exit code to 1.
 
+    With --key, every byte of every file is compared with what `eformer sign` has signed; files that were added or
+    removed since count as damage. The exit code is also 1 if it is not signed, or by another key.
+
     \b
     eformer verify ./checkpoint && rsync -a ./checkpoint backup:
+    eformer verify ./checkpoint --key public.pem
     """
     from eformer._engine.tools.verify import verify as check
 
-    report = check(path, progress=wants_bar(quiet))
+    report = check(path, key=key, progress=wants_bar(quiet))
     if as_json:
         damages = [{name: getattr(damage, name) for name in damage.__slots__} for damage in report.damages]
-        names = ("path", "trees", "leaves", "nbytes", "has_digests", "has_checksums", "left_out", "ok")
+        names = (
+            "path", "trees", "leaves", "nbytes", "has_digests", "has_checksums", "left_out", "is_signed", "signed_by",
+            "ok",
+        )  # fmt: skip
         shown = {name: getattr(report, name) for name in names}
         print_json(shown | {"damages": damages})
     elif not quiet:
@@ -145,6 +156,40 @@ def verify(path: str, as_json: bool, quiet: bool) -> None:
         click.secho(lines, fg="green" if report.ok else "red", color=colours())
     if not report.ok:
         sys.exit(1)
+
+
+@main.command()
+@click.argument("path", type=click.Path())
+@click.option(
+    "--key",
+    required=True,
+    type=click.Path(exists=True, dir_okay=False),
+    help="A private key of Ed25519, in PEM.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def sign(path: str, key: str, as_json: bool) -> None:
+    """Sign the checkpoint at PATH: who has the public key finds every byte and file that is changed, added or removed.
+
+    The signature is written to PATH/eformer.sig, or to PATH.eformer.sig beside a single file. It is checked by `eformer
+    verify --key`, and in Python by `load(..., key=)`. The password of a key is asked for, or taken from
+    EFORMER_KEY_PASSWORD.
+
+    \b
+    openssl genpkey -algorithm ed25519 -out private.pem
+    openssl pkey -in private.pem -pubout -out public.pem
+    eformer sign ./checkpoint --key private.pem
+    eformer verify ./checkpoint --key public.pem
+    """
+    from eformer._engine.tools.sign import sign as carry_out
+
+    def ask() -> str:
+        return str(click.prompt(f"password of {printable(key)}", hide_input=True, err=True))
+
+    signature = carry_out(path, key=key, password=ask, progress=wants_bar(as_json))
+    if as_json:
+        print_json({"signature": signature})
+    else:
+        click.secho(f"signed: {printable(signature)}", fg="green", color=colours())
 
 
 @main.command()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.formats.find import find
+from eformer._engine.formats.find import find, signer_of
 from eformer._engine.formats.others.orbax import steps_in
 from eformer._engine.record.manifest import encode_leaves
 from eformer._engine.record.names import readable_names, resolve
@@ -50,6 +50,7 @@ def checkpoint_facts(
         "trees": {each: tree_facts(tree) for each, tree in trees.items()},
         "problems": problems,
         "left_out": list(found.left_out()),
+        "signed_by": signer_of(found),
     }
     store = store_at(path)
     where = store.local_path()

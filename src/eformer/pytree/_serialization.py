@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,6 +18,7 @@ import numpy as np
 from eformer._engine.formats.msgpack.views import unpack as _unpack
 from eformer._engine.formats.msgpack.writer import can_pack as _can_pack
 from eformer._engine.formats.msgpack.writer import pack as _pack
+from eformer._engine.record.signature import signature_name as _signature_name
 from eformer._engine.stores.durable import replacing as _replacing
 from eformer._engine.stores.local_paths import is_file_url as _is_file_url
 from eformer._engine.stores.local_paths import local_path as _local_path
@@ -121,8 +123,11 @@ def save_to_file(target: Any, filepath: str) -> None:
     Arrays on the CPU are written without a copy; arrays on other devices, or on several, are copied one at a time.
     """
     state = to_state_dict(target)
-    with _replacing(_local(filepath)) as file:
+    path = _local(filepath)
+    with _replacing(path) as file:
         _pack(state, file.write, max_chunk=MAX_CHUNK_SIZE, sort_keys=False)
+    with suppress(OSError):  # if the signature of the earlier file stays, it says that this one was altered
+        path.with_name(_signature_name(path.name)).unlink()
 
 
 def load_from_file(target: Any, filepath: str) -> Any:

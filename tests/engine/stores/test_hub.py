@@ -13,8 +13,9 @@ import pytest
 from eformer import checkpoint
 from eformer._engine.stores import hub as hubs
 from eformer.checkpoint import load, save
-from eformer.errors import FormatError, NotFoundError
+from eformer.errors import AlteredError, FormatError, NotFoundError, SignatureError
 from support.hub import Hub
+from support.keys import PRIVATE, PUBLIC
 from support.trees import assert_same
 
 st = pytest.importorskip("safetensors.numpy")
@@ -250,3 +251,25 @@ def test_the_command_line_inspects_a_model(hub, model, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "embed" in done.stdout
+
+
+# ------------------------------------------------------------------------------------------------ signed
+
+
+def test_a_signed_model_is_loaded_with_its_key_and_no_other(hub, tmp_path):
+    save(tensors(3, 8), tmp_path / "made")
+    checkpoint.sign(tmp_path / "made", key=PRIVATE)
+    files = {each.name: each.read_bytes() for each in (tmp_path / "made").iterdir()}
+    hub.commit("org/model", files | {".gitattributes": b"*.safetensors filter=lfs"})
+    assert_loaded(load(URL, key=PUBLIC), tensors(3, 8))
+    assert checkpoint.verify(URL, key=PUBLIC).ok
+    data = bytearray(files["model.safetensors"])
+    data[-1] ^= 1
+    hub.commit("org/model", files | {"model.safetensors": bytes(data)})
+    with pytest.raises(AlteredError, match="is not what was signed"):
+        load(URL, key=PUBLIC)
+    hub.commit("org/model", {name: data for name, data in files.items() if name != "eformer.sig"})
+    with pytest.raises(SignatureError, match="is not signed"):
+        load(URL, key=PUBLIC)
+    with pytest.raises(io.UnsupportedOperation, match="can only be read"):
+        checkpoint.sign(URL, key=PRIVATE)

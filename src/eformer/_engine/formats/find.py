@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os  # noqa: TC003
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from eformer._engine.formats.markers import ORBAX_TREE
@@ -13,20 +14,23 @@ from eformer._engine.formats.others import sniff as files
 from eformer._engine.formats.read_format import DirectoryReader, Place
 from eformer._engine.formats.safetensors import read as safetensors
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
-from eformer._engine.formats.steps import steps_from_last
+from eformer._engine.formats.steps import is_checkpoint, steps_from_last
 from eformer._engine.formats.zarr import read as arrays
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.record.names import with_nearest
+from eformer._engine.record.signature import signature_name
 from eformer._engine.record.text import few
 from eformer._engine.stores.locate import locate, store_at
+from eformer._engine.stores.signed import SignedStore, claimed_signer, scope_of, signed_store
 from eformer._engine.tasks.turns import turns
-from eformer.errors import CorruptionError, EformerError, FormatError, NotFoundError
+from eformer.errors import CorruptionError, EformerError, FormatError, NotFoundError, SignatureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.record.signature import Verifier
     from eformer._engine.stores.base import Store, Version
 
 T = TypeVar("T")
@@ -37,10 +41,52 @@ _MOST_SHOWN = 8
 _MOST_RESTARTS = 100  # saves that may replace a checkpoint, one after the other, while it is being read
 
 
-def find(path: str | os.PathLike[str]) -> Found:
+def find(path: str | os.PathLike[str], key: Verifier | None = None) -> Found:
     """Find the checkpoint at `path`: a directory, its index or manifest, one of its files, a single file, or the common
-    beginning of the names of such files. One shard of a model leads to the whole model."""
-    store, name = locate(path)
+    beginning of the names of such files. One shard of a model leads to the whole model.
+
+    With a `key`, nothing is read but what its owner has signed.
+    """
+    return _find_in(*locate(path)) if key is None else _find_signed(*locate(path), key)
+
+
+def signed_place(store: Store, name: str) -> tuple[Store, str, str]:
+    """Return where the signature of a checkpoint is: store and name of the checkpoint, and what was signed, its file or
+    "" for the directory. Of a run it is that of the last step. Raise SignatureError if there is none."""
+    scope = scope_of(store, name)
+    if scope is not None:
+        return store, name, scope
+    real = store.resolve(name) if name else (store, name)
+    if real[0].path_to(real[1]) != store.path_to(name):  # a link that the caller names may lead anywhere
+        return signed_place(*real)
+    is_run = not name and not is_checkpoint(store)
+    if is_run and (last := next(steps_from_last(store), None)) is not None:
+        return signed_place(store.at(last[1]), "")
+    if name and not any(each.startswith(name) for each in _names_in(store)):
+        _missing(store, name)
+    where, signature = store.path_to(name) if name else store.url, store.path_to(signature_name(name))
+    raise SignatureError(f"{where} is not signed: there is no {signature}")
+
+
+def signer_of(found: Found) -> str | None:
+    """Return the id of the key that has signed a checkpoint, by the signature's own account; None if it is not signed.
+    Nothing is checked."""
+    store, name = locate(found.path)
+    scope = scope_of(store, name)
+    return None if scope is None else claimed_signer(store, scope)
+
+
+def _find_signed(store: Store, name: str, key: Verifier) -> Found:
+    store, name, scope = signed_place(store, name)
+    inside = signed_store(store, scope, key)
+    with inside.watched():
+        found = _find_in(inside, name)
+    if not isinstance(found.store, SignedStore):  # a reader went its own way
+        raise SignatureError(f"{found.path} cannot be read as a signed checkpoint")
+    return replace(found, key=key)
+
+
+def _find_in(store: Store, name: str) -> Found:
     if not name or (name == INDEX and store.exists(name)):
         return _in_directory(store)
     if not store.exists(name):
@@ -48,20 +94,25 @@ def find(path: str | os.PathLike[str]) -> Found:
     return files.in_file(store, name) or safetensors.in_file(store, name)
 
 
-def look_at(path: str | os.PathLike[str], use: Callable[[Found], T]) -> T:
+def look_at(path: str | os.PathLike[str], use: Callable[[Found], T], key: Verifier | None = None) -> T:
     """Call `use` with the checkpoint at `path`, and return its result; start again if a newer save replaces it."""
 
     def attempt(found: Found) -> T:
         with reading(found):
             return use(found)
 
-    return reread(path, attempt)
+    return reread(path, attempt, key)
 
 
 def was_replaced(found: Found) -> bool:
     """Tell whether a newer save has replaced the checkpoint that was found, and perhaps its files."""
-    if find(found.path).manifest.digest != found.manifest.digest:
+    if find(found.path, found.key).manifest.digest != found.manifest.digest:
         return True
+    return has_new_versions(found)
+
+
+def has_new_versions(found: Found) -> bool:
+    """Tell whether files that no manifest names have been replaced since the checkpoint was found."""
     return any(_version(found, name) != seen for name, seen in found.versions.items())
 
 
@@ -69,7 +120,7 @@ class ReplacedError(Exception):
     """A signal to `reread` to start again with the newer checkpoint. Never reaches the caller."""
 
 
-def reread(path: str | os.PathLike[str], use: Callable[[Found], T]) -> T:
+def reread(path: str | os.PathLike[str], use: Callable[[Found], T], key: Verifier | None = None) -> T:
     """Call `use` with the checkpoint at `path`, and return its result; start again if it raises `ReplacedError`.
 
     A save to this path that this process has under way in the background is waited for.
@@ -77,7 +128,7 @@ def reread(path: str | os.PathLike[str], use: Callable[[Found], T]) -> T:
     _wait_for_saves(path)
     for _ in range(_MOST_RESTARTS):
         try:
-            return use(find(path))
+            return use(find(path, key))
         except ReplacedError:
             continue
     raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while it was being read; try again later")
@@ -98,7 +149,8 @@ def reading(found: Found) -> Iterator[None]:
     still in place, a file that is missing is a CorruptionError, and any other error is raised unchanged.
     """
     try:
-        yield
+        with found.store.watched() if isinstance(found.store, SignedStore) else nullcontext():
+            yield
     except NotFoundError:
         raise
     except (FileNotFoundError, CorruptionError) as error:
@@ -116,11 +168,16 @@ def _version(found: Found, name: str) -> Version | None:
         return None
 
 
-def _missing(store: Store, name: str) -> NoReturn:
+def _names_in(store: Store) -> list[str]:
     try:
-        there = list(store.kinds())
+        return list(store.kinds())
     except (FileNotFoundError, NotADirectoryError):
-        raise NotFoundError(f"no checkpoint at {store.path_to(name)}: {store.url} does not exist") from None
+        return []
+
+
+def _missing(store: Store, name: str) -> NoReturn:
+    if not (there := _names_in(store)) and not store.is_there():
+        raise NotFoundError(f"no checkpoint at {store.path_to(name)}: {store.url} does not exist")
     _, hint = next(with_nearest([name], there))
     raise NotFoundError(f"no checkpoint at {store.path_to(name)}{hint}")
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from eformer._engine.record.manifest import Manifest, TreeEntry
+    from eformer._engine.record.signature import Verifier
     from eformer._engine.stores.base import Files, Store, Version
     from eformer.errors import Damage
 
@@ -78,6 +79,7 @@ class Found:
 
     is_part         True if leaves may lack boxes, which other processes hold
     is_costly       True if everything is copied to this machine as soon as a tree is asked for
+    key             the key by which everything that is read was signed; None if that was not asked for
     """
 
     path: str
@@ -93,6 +95,7 @@ class Found:
     find_left_out: Callable[[], tuple[str, ...]] = tuple
     is_part: bool = False
     is_costly: bool = False
+    key: Verifier | None = None
 
     def tree(self, prefix: str | None) -> TreeEntry:
         """Return the tree of a prefix; by default the one that was saved without a prefix, or the only one."""

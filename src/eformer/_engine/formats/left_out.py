@@ -14,6 +14,7 @@ from eformer._engine.formats.safetensors.names import MANIFEST
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.zarray import ZARRAY
 from eformer._engine.record.digests import has_own_digest
+from eformer._engine.record.signature import SIGNATURE
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST
 from eformer.errors import FormatError
 
@@ -32,7 +33,7 @@ _WITHOUT_LEAVES = (
     "*.md5", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf", "*.mp4",
     "README", "LICENSE", "LICENSE.*", "LICENCE", "LICENCE.*", "NOTICE", "NOTICE.*", "COPYING", "USE_POLICY*",
     "tokenizer.model*", "spiece.model", "sentencepiece*.model", "*.spm", "*.tiktoken", "vocab", "vocab.*", "merges.*",
-    "training_args.bin", "events.out.tfevents.*", "_SUCCESS",
+    "training_args.bin", "events.out.tfevents.*", "_SUCCESS", SIGNATURE, f"*.{SIGNATURE}",
 )  # fmt: skip
 
 

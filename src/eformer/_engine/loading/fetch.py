@@ -25,7 +25,7 @@ from eformer._engine.record.regions import Region
 from eformer._engine.stores.base import KeepsCopies
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import SILENT, Meter
-from eformer.errors import CorruptionError, Damage, FormatError
+from eformer.errors import AlteredError, CorruptionError, Damage, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -182,6 +182,8 @@ class Fetching:
         first, verify = read.offset, self.verify
         try:
             found = self.files.read_into(read.file, view, first)
+        except AlteredError:  # of a signed file, which no restored leaf makes right
+            raise
         except (FileNotFoundError, CorruptionError) as error:  # databases raise the latter
             problem = "are gone" if isinstance(error, FileNotFoundError) else "cannot be read"
             for piece in read.pieces:

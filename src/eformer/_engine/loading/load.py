@@ -28,6 +28,7 @@ from eformer._engine.record.manifest import UNREADABLE
 from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import few
 from eformer._engine.stores.cache import caching
+from eformer._engine.stores.keys import public_key
 from eformer._engine.stores.store_options import remember
 from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.pool import gc_paused
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.rename import RenameRules
     from eformer._engine.stores.cache import Cached
+    from eformer._engine.stores.keys import Key
     from eformer._engine.tasks.progress import Meter, Progress
 
 logger = logging.getLogger("eformer")
@@ -81,6 +83,7 @@ class _Arguments(TypedDict, total=False):
     timeout: float | None
     store_options: Mapping[str, Any] | None
     cache: Cached
+    key: Key | None
 
 
 @overload
@@ -122,6 +125,7 @@ def load(
     timeout: float | None = None,
     store_options: Mapping[str, Any] | None = None,
     cache: Cached = None,
+    key: Key | None = None,
 ) -> Any:
     """Load the tree that was saved at `path`, bit for bit.
 
@@ -184,10 +188,16 @@ def load(
     With `timeout`, a load from a bucket is given up with TimeoutError after as many seconds in all; without it, only
     its requests have limits. `store_options` are options of the bucket that `path` is in, see `store_options`;
     from this call on they hold for the path and all below it.
+
+    `key` is a public key: the path of a PEM file, or its content. The load then refuses what its owner has not signed
+    (see `sign`), and reads nothing that is not checked against the signature first, whatever happens to the files
+    meanwhile. Bytes that the load does not need are not checked; `verify` checks all.
     """
     remember(path, store_options)
     if like is not None and into is not None:
         raise ValueError("pass like= or into=, not both")
+    if key is not None and mmap:
+        raise ValueError("mmap=True cannot have a key=: mapped files may change after they were checked")
     request = Request(
         like=like if into is None else into,
         in_place=into is not None,
@@ -208,6 +218,7 @@ def load(
         broadcast=broadcast,
         timeout=timeout,
         cache=cache,
+        key=None if key is None else public_key(key),
     )
     loaded = load_tree(path, request)
     if return_report:
@@ -238,7 +249,9 @@ def load_tree(
         _processes(request, like) as hosts,
         caching(request.cache),
     ):
-        loaded = reread(path, lambda found: _load_found(see(found) if see else found, request, like, hosts))
+        loaded = reread(
+            path, lambda found: _load_found(see(found) if see else found, request, like, hosts), request.key
+        )
     return LoadedTree(_rebuild(loaded, request), loaded.entry, _report(loaded))
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.rename import Rule
     from eformer._engine.stores.cache import Cached
+    from eformer._engine.stores.keys import PublicKey
     from eformer._engine.tasks.progress import Progress
 
 Rules = Mapping[str, "PartitionSpec"] | Sequence[tuple[str, "PartitionSpec"]]
@@ -80,6 +81,7 @@ class Request:
     broadcast: bool = False
     timeout: float | None = None
     cache: Cached = None
+    key: PublicKey | None = None
     like_name: str = "like"
     reshape: bool = False
     threads: int | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import functools
 import logging
 import secrets
@@ -24,6 +23,7 @@ from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.data import position_of, set_position
 from eformer._engine.runs.metrics import numbers, taken
 from eformer._engine.runs.near import Agreed, Held, Near, NearStep, agree, own_position
+from eformer._engine.runs.outcomes import outcome_of, worst
 from eformer._engine.runs.retention import remove_others
 from eformer._engine.runs.signals import Signals
 from eformer._engine.runs.steps import RUN_METADATA, Step, steps
@@ -32,16 +32,10 @@ from eformer._engine.saving.metadata import metadata_to_json
 from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.run import Format, run_in_background
 from eformer._engine.saving.save import start
+from eformer._engine.stores.keys import public_key
 from eformer._engine.stores.locate import absolute, store_at
 from eformer._engine.stores.store_options import remember
-from eformer.errors import (
-    CorruptionError,
-    FormatError,
-    NotFoundError,
-    ProcessError,
-    SupersededError,
-    VersionError,
-)
+from eformer.errors import CorruptionError, NotFoundError, ProcessError, SupersededError
 
 if TYPE_CHECKING:
     import os
@@ -50,6 +44,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.policies import Every, Keep
     from eformer._engine.stores.cache import Cached
+    from eformer._engine.stores.keys import Key
 
 logger = logging.getLogger("eformer")
 
@@ -157,6 +152,7 @@ class Run:
         fallback: bool = True,
         rewind: bool = False,
         cache: Cached = None,
+        key: Key | None = None,
     ) -> Resumed | None:
         """Load the newest step that is sound in every process; return None for a new run.
 
@@ -172,7 +168,11 @@ class Run:
         data      an iterator, which is put to the position that it had
         rewind    with an older `step`: put the newer ones aside; without it they are an error
         cache     a directory that keeps what is read from a bucket, see `load`
+        key       a public key: refuse a step that its owner has not signed, see `load`; not with `near`
         """
+        if key is not None and self._near:
+            raise ValueError("resume(key=) and Run(near=): near steps are not signed")
+        signed_by = None if key is None else public_key(key)
         self._wait_for_last()  # it may be the newest step
         if self._near:
             self._near.before_claim()
@@ -194,6 +194,7 @@ class Run:
             placement=PlacementRequest(mesh=mesh, rules=rules, shardings=shardings),
             timeout=self._options.timeout,
             cache=cache,
+            key=signed_by,
         )
         found = self._load_newest(
             [place for place in agreed.steps if place.number <= wanted], request, fallback
@@ -279,7 +280,7 @@ class Run:
         except Exception as raised:  # noqa: BLE001  the others have to hear of it
             error = raised
         with _meeting(self._options.timeout) as hosts:
-            problem = hosts.meet(_kind(error), _worst).decode()
+            problem = hosts.meet(outcome_of(error), worst).decode()
         if problem.startswith("damage:"):
             return None, problem.removeprefix("damage:")
         if error is not None:
@@ -562,26 +563,6 @@ class _meeting:  # noqa: N801
             self._hosts.end()
         else:
             self._hosts.fail(error)
-
-
-def _kind(error: Exception | None) -> bytes:
-    """Describe the outcome of a load for the other processes."""
-    if error is None:
-        return b""
-    is_unreadable = isinstance(error, OSError) and error.errno == errno.EIO
-    is_damage = isinstance(error, (FormatError, FileNotFoundError)) and not isinstance(error, VersionError)
-    if is_unreadable or is_damage:
-        return f"damage:{error}".encode(errors="replace")
-    return b"peer" if isinstance(error, ProcessError) else f"error:{error!r}".encode(errors="replace")
-
-
-def _worst(messages: Sequence[bytes]) -> bytes:
-    """Return an error that is no damage if there is one, else a damage, else nothing."""
-    for start_of in (b"error:", b"damage:", b"peer"):
-        for message in messages:
-            if message.startswith(start_of):
-                return message
-    return b""
 
 
 def _called(tree: Any) -> Any:

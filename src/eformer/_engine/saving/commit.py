@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from eformer._engine.record.signature import signature_name
 from eformer._engine.saving.record import recorded_tree, recorded_tree_of_several
 from eformer._engine.stores.base import SwapError
 from eformer.errors import FormatError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from eformer._engine.formats.write_format import Commit, Index
     from eformer._engine.record.manifest import Receipt, TreeEntry
     from eformer._engine.saving.agreement import Team
-    from eformer._engine.stores.base import Upload
+    from eformer._engine.stores.base import Store, Upload
 
 logger = logging.getLogger("eformer")
 
@@ -38,12 +39,15 @@ def commit(team: Team, receipt: Receipt) -> None:
     assert upload is not None
     team.save.turn.wait()
     with upload.exclusive():
-        _tidy_up(team, _commit(team, tree, upload), upload)
+        _tidy_up(team, *_commit(team, tree, upload), upload)
     upload.close()
 
 
-def _commit(team: Team, tree: TreeEntry, upload: Upload) -> Commit:
-    """Publish the files and swap the index; again, if another save has swapped it first."""
+def _commit(team: Team, tree: TreeEntry, upload: Upload) -> tuple[Commit, bool]:
+    """Publish the files and swap the index; again, if another save has swapped it first.
+
+    Tell, too, whether something may have been there before.
+    """
     store, fmt, planned = upload.place_of(team.save.store), team.format, None
     try:
         while True:
@@ -51,13 +55,13 @@ def _commit(team: Team, tree: TreeEntry, upload: Upload) -> Commit:
             if planned and index.has_committed(
                 tree.save_id
             ):  # the answer was lost, and another save has come since
-                return planned
+                return planned, True
             planned = _publish(team, tree, upload, index)
             if planned.index is None:
-                return planned
+                return planned, True
             with suppress(SwapError):
                 upload.swap(fmt.index_name, planned.index, index.version)
-                return planned
+                return planned, index.version is not None
     except BaseException:
         if not team.is_committed():  # a sync may fail after the index is in place
             upload.withdraw()
@@ -74,12 +78,22 @@ def _publish(team: Team, tree: TreeEntry, upload: Upload, index: Index) -> Commi
     return planned
 
 
-def _tidy_up(team: Team, done: Commit, upload: Upload) -> None:
+def _tidy_up(team: Team, done: Commit, is_replaced: bool, upload: Upload) -> None:
     """Remove what is not needed any more. The checkpoint is safe by now: what cannot be removed is left to the next
     save."""
     try:
         upload.finish()
+        place = upload.place_of(team.save.store)
         if done.tidy:
-            done.tidy(upload.place_of(team.save.store), upload)
+            done.tidy(place, upload)
+        if is_replaced:
+            _remove_signature(team.save.file, place, upload)
     except (OSError, FormatError, SwapError) as error:
         logger.warning("%s is saved, but could not be tidied up: %s", team.save.store.url, error)
+
+
+def _remove_signature(file: str, place: Store, upload: Upload) -> None:
+    """Remove the signature of the checkpoint that was replaced. Until then it says that this one was altered."""
+    name = signature_name(file)
+    if place.is_file(name):
+        upload.remove([name])

@@ -19,6 +19,7 @@ from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
 from eformer._engine.formats.zarr.zarray import ZARRAY
 from eformer._engine.record.policies import keep_from, kept
+from eformer._engine.record.signature import signature_name
 from eformer._engine.runs.retention import facts_of, linked_in
 from eformer._engine.runs.steps import Step, score_name
 from eformer._engine.stores.base import remove_files
@@ -126,7 +127,7 @@ def _others(series: Sequence[Step], rules: Sequence[Keep]) -> list[Step]:
 
 
 def remove(plan: Pruned) -> Pruned:
-    """Delete exactly the planned checkpoints, with their scores. Raise if one has been replaced since.
+    """Delete exactly the planned checkpoints, with their scores and signatures. Raise if one has been replaced since.
 
     Then sweep what saves that died have left: nobody has seen it, so nobody needs to be asked. Return what was done:
     a checkpoint in a bucket that somebody holds stays.
@@ -138,7 +139,7 @@ def remove(plan: Pruned) -> Pruned:
             if not store.remove_checkpoint(name, INDEXES, identity):
                 held[name] = "a reader holds it, or a save to it is under way"
                 continue
-        remove_files(store, [score for score in [score_name(name)] if score in there])
+        remove_files(store, [each for each in (score_name(name), signature_name(name)) if each in there])
     _sweep(store, () if store.can_rename else plan.kept)
     removed = tuple(name for name in plan.removed if name not in held)
     nbytes = sum(plan.sizes[name] for name in removed)

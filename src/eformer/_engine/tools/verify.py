@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from eformer._engine.formats.find import ReplacedError, reread, was_replaced
+from eformer._engine.formats.find import ReplacedError, reread, signed_place, signer_of, was_replaced
 from eformer._engine.formats.process_records import unreadable
 from eformer._engine.loading.fetch import check
 from eformer._engine.loading.read_plan import Want
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.record.text import count, few
 from eformer._engine.stores.cache import caching
+from eformer._engine.stores.keys import public_key
+from eformer._engine.stores.locate import locate
+from eformer._engine.stores.signed import look_at_signed
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import metered
-from eformer.errors import Damage, FormatError
+from eformer.errors import Damage, EformerError, FormatError
 
 if TYPE_CHECKING:
     import os
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from eformer._engine.formats.found import Found
     from eformer._engine.record.manifest import Extent, TreeEntry
     from eformer._engine.stores.base import Files
+    from eformer._engine.stores.keys import Key, PublicKey
+    from eformer._engine.stores.signed import SignedStore
     from eformer._engine.tasks.progress import Meter, Progress
 
 
@@ -35,6 +40,8 @@ class Report:
     has_digests     False for files of other programs: only their structure and completeness could be checked
     has_checksums   whether such files have checksums of their own, which were compared
     left_out        files of the directory that are not read and may hold leaves
+    is_signed       whether there is a signature, which is checked only with a key
+    signed_by       the id of the key whose signature was checked; what differs from it is in `damages`
     ok              whether nothing is damaged and nothing left out
     """
 
@@ -46,6 +53,8 @@ class Report:
     damages: tuple[Damage, ...]
     has_checksums: bool = False
     left_out: tuple[str, ...] = ()
+    is_signed: bool = False
+    signed_by: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -70,15 +79,25 @@ class Report:
             how = "every digest matches"
         elif self.has_checksums:
             how = "every checksum matches"
-        return f"{self.path}: {self.leaves} leaves, {self.nbytes} bytes: {how}"
+        return f"{self.path}: {self.leaves} leaves, {self.nbytes} bytes: {how}{self._signed}"
+
+    @property
+    def _signed(self) -> str:
+        if self.signed_by:
+            return f"; signed by {self.signed_by}"
+        return "; it is signed, which was not checked without a key" if self.is_signed else ""
 
 
-def verify(path: str | os.PathLike[str], *, progress: Progress = None) -> Report:
+def verify(path: str | os.PathLike[str], *, key: Key | None = None, progress: Progress = None) -> Report:
     """Check every leaf of every tree at `path`, and the headers of the files, against their digests.
 
     All damage is in the report; only a manifest that cannot be read raises. Files in a directory of another program
     that are not read and may hold leaves are reported as left out. `progress` is True for a progress bar, or a
     function of the bytes read and the total.
+
+    `key` is a public key: the path of a PEM file, or its content. Every byte of every file is then compared with what
+    its owner has signed, too; files that were added or removed since are damages. A checkpoint that is not signed, or
+    by another key, raises SignatureError.
 
     Example:
 
@@ -89,7 +108,27 @@ def verify(path: str | os.PathLike[str], *, progress: Progress = None) -> Report
         run/step-100: 14 leaves, 45875200 bytes: every digest matches
     """
     with caching(False):  # it is the checkpoint that has to be checked
-        return reread(path, lambda found: _report(found, progress))
+        if key is None:
+            return reread(path, lambda found: _report(found, progress))
+        return _verify_signed(path, public_key(key), progress)
+
+
+def _verify_signed(path: str | os.PathLike[str], key: PublicKey, progress: Progress) -> Report:
+    store, name, scope = signed_place(*locate(path))
+
+    def find_damages(signed: SignedStore) -> list[Damage]:
+        with metered(progress, signed.nbytes, "checking the signature") as meter:
+            return signed.find_altered(meter)
+
+    _, altered = look_at_signed(store, scope, key, find_damages)
+    where = store.path_to(name) if name else store.url
+    try:
+        report = reread(where, lambda found: _report(found, progress))
+    except (EformerError, OSError):
+        if not altered:
+            raise
+        report = Report(where, 0, 0, 0, False, ())  # what was altered says enough
+    return replace(report, damages=(*altered, *report.damages), signed_by=key.id)
 
 
 def _report(found: Found, progress: Progress) -> Report:
@@ -109,6 +148,7 @@ def _report(found: Found, progress: Progress) -> Report:
         damages=tuple(damages),
         has_checksums=found.find_damages is not None,
         left_out=found.left_out(),
+        is_signed=signer_of(found) is not None,
     )
 
 

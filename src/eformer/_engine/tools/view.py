@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from eformer._engine.formats.find import look_at, was_replaced
+from eformer._engine.formats.find import look_at, signer_of, was_replaced
 from eformer._engine.loading.fetch import fetch
 from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.record.display import as_html, as_text
@@ -21,22 +21,28 @@ from eformer._engine.record.names import Spellings, ambiguous, with_nearest
 from eformer._engine.record.regions import Region
 from eformer._engine.record.values import value_from_json
 from eformer._engine.stores.cache import caching
+from eformer._engine.stores.keys import public_key
 from eformer.errors import CorruptionError
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from eformer._engine.formats.found import Found
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
+    from eformer._engine.record.signature import Verifier
     from eformer._engine.stores.cache import Cached
+    from eformer._engine.stores.keys import Key
 
 
 class Inspected(Manifest, frozen=True, kw_only=True):
-    """The record of a checkpoint, with the files in its directory that are not read and may hold leaves."""
+    """The record of a checkpoint, with the files in its directory that are not read and may hold leaves.
+
+    `signed_by` is the id of the key that has signed it, by the signature's own account: only `verify` checks that.
+    """
 
     left_out: tuple[str, ...] = ()
+    signed_by: str | None = None
 
     def __repr__(self) -> str:
         return as_text(self._title, self._summaries(), self.left_out)
@@ -67,16 +73,21 @@ def _inspected(found: Found) -> Inspected:
         version=record.version,
         trees=dict(found.trees),
         left_out=found.left_out(),
+        signed_by=signer_of(found),
     )
 
 
 def open(  # noqa: A001
-    path: str | os.PathLike[str], *, prefix: str | None = None, cache: Cached = None
+    path: str | os.PathLike[str],
+    *,
+    prefix: str | None = None,
+    cache: Cached = None,
+    key: Key | None = None,
 ) -> View:
     """Open one tree of the checkpoint at `path` as a mapping from names to leaves. Reads no data.
 
     Indexing a leaf reads those elements and checks them against their digests. `prefix` chooses the tree, if there are
-    several. `cache` keeps what is read from a bucket, see `load`.
+    several. `cache` keeps what is read from a bucket, and `key` refuses what its owner has not signed, see `load`.
 
     Example:
 
@@ -85,8 +96,7 @@ def open(  # noqa: A001
         ...     step = view["step"]  # a plain value
         ...     params = view["params"]  # a subtree: a dict of its leaves by name
     """
-    with caching(cache):
-        return look_at(path, lambda found: View(found, prefix, cache))
+    return _opened(path, prefix, cache, None if key is None else public_key(key))
 
 
 class View(Mapping[str, Any]):
@@ -181,7 +191,7 @@ class View(Mapping[str, Any]):
 
     def __reduce__(self) -> Any:
         """Pickle as a path: the copy opens the files again, in this process or another."""
-        return _opened, (self._path, self._asked, self._cache)
+        return _opened, (self._path, self._asked, self._cache, self._found.key)
 
     def __repr__(self) -> str:
         return as_text(self._title, [self._tree.summary(self._prefix)], self.left_out)
@@ -226,8 +236,11 @@ class View(Mapping[str, Any]):
             raise
 
 
-def _opened(path: Path, prefix: str | None, cache: Cached = None) -> View:
-    return open(path, prefix=prefix, cache=cache)
+def _opened(
+    path: str | os.PathLike[str], prefix: str | None, cache: Cached = None, key: Verifier | None = None
+) -> View:
+    with caching(cache):
+        return look_at(path, lambda found: View(found, prefix, cache), key)
 
 
 class LeafView:

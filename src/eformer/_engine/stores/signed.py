@@ -1,0 +1,484 @@
+"""Read a signed checkpoint so that every byte is checked against its signed SHA-256 before anyone sees it.
+
+A `SignedStore` has the files that were signed and no others. It reads a piece into memory of this process, digests that
+memory, and hands out bytes of it: a file that is swapped or written to at any moment is found, or has no effect. No
+path of it leads to this machine's disk, so that nothing is read around it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from bisect import bisect_left
+from collections import OrderedDict
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice, takewhile
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from eformer._engine.record.names import is_inside
+from eformer._engine.record.signature import (
+    MOST_BYTES,
+    PIECE_BYTES,
+    SignedFile,
+    count_pieces,
+    digest_piece,
+    is_signed_name,
+    parse_envelope,
+    signature_name,
+    signed_files,
+)
+from eformer._engine.record.text import few, printable
+from eformer._engine.stores.base import Entry, KeepsCopies, read_whole
+from eformer._engine.tasks.pool import run_all
+from eformer._engine.tasks.progress import SILENT
+from eformer.errors import AlteredError, Damage, FormatError, SignatureError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    import numpy as np
+
+    from eformer._engine.record.signature import Verifier
+    from eformer._engine.stores.base import Files, Identity, Indexes, Kind, Store, Upload, Version
+    from eformer._engine.tasks.progress import Meter
+
+_ALL_DEPTHS = 10**6
+_MOST_LOOKS = 10  # at a checkpoint that is being saved to
+
+
+# ---------------------------------------------------------------------------------------------- look
+
+
+def scope_of(store: Store, file: str) -> str | None:
+    """Tell which signature a file of the store has: the file for its own, "" for that of the directory, None for none.
+
+    Without a `file`, look for that of the directory.
+    """
+    scopes = (file, "") if file else ("",)
+    return next((scope for scope in scopes if store.exists(signature_name(scope))), None)
+
+
+def claimed_signer(store: Store, scope: str) -> str:
+    """Return the id of the key that a signature names. Anyone can write it."""
+    name = signature_name(scope)
+    try:
+        return parse_envelope(_read_signature(store, name), store.path_to(name)).key_id
+    except SignatureError as error:
+        return f"nobody: {error}"
+
+
+def signed_store(store: Store, scope: str, verifier: Verifier) -> SignedStore:
+    """Return the store of the files that the owner of the key has signed: one file, or with "" those of a directory.
+
+    Raise SignatureError if there is no such signature, or it is not the owner's, AlteredError if there are other files
+    than those signed, or files of other lengths.
+    """
+    found, problems = look_at_signed(store, scope, verifier, SignedStore.differences)
+    if problems:
+        where = store.path_to(scope) if scope else store.url
+        raise AlteredError(
+            f"{where} is not what was signed, or was saved again since: {few([str(each) for each in problems])}"
+        )
+    return found
+
+
+def look_at_signed(
+    store: Store, scope: str, verifier: Verifier, find_damages: Callable[[SignedStore], list[Damage]]
+) -> tuple[SignedStore, list[Damage]]:
+    """Return the store of the signed files, and what is wrong with them.
+
+    While somebody saves or signs, the files are not those of the signature that was read: then look again.
+    """
+    name = signature_name(scope)
+    origin = store.path_to(name)
+    for _ in range(_MOST_LOOKS):
+        data = _read_signature(store, name)
+        found = SignedStore(store, _files_in(data, scope, verifier, origin), scope)
+        with suppress(FileNotFoundError):  # a directory for scratch files has gone
+            if not (damages := find_damages(found)) or _read_signature(store, name) == data:
+                return found, damages
+    raise SignatureError(f"{origin} does not stay what it is long enough to be checked; try again later")
+
+
+def _read_signature(store: Store, name: str) -> bytes:
+    try:
+        return read_whole(store, name, MOST_BYTES)[0]
+    except FileNotFoundError:
+        raise SignatureError(f"{store.url} is not signed: there is no {store.path_to(name)}") from None
+    except FormatError as error:  # a link, a directory, or far too long
+        raise SignatureError(str(error)) from error
+
+
+def _files_in(data: bytes, scope: str, verifier: Verifier, origin: str) -> Mapping[str, SignedFile]:
+    files = signed_files(data, verifier, origin)
+    if scope and files.keys() != {scope}:
+        raise SignatureError(
+            f"{origin} is the signature of other files: {few([printable(name) for name in files])}"
+        )
+    return files
+
+
+def files_to_sign(store: Store) -> dict[str, int]:
+    """Return the lengths of all files of a directory that a signature covers, by path."""
+    found = store.sizes("", _ALL_DEPTHS)
+    return {name: nbytes for name, nbytes in found.items() if is_signed_name(name)}
+
+
+# --------------------------------------------------------------------------------------------- digest
+
+
+def digest_files(store: Store, sizes: Mapping[str, int], meter: Meter = SILENT) -> list[SignedFile]:
+    """Digest files on all cores, each piece by whichever is free."""
+    names, nbytes = list(sizes), list(sizes.values())
+    found = [[""] * count_pieces(size) for size in nbytes]
+    files, buffers = store.open(names), threading.local()
+
+    def digest(number: int, piece: int) -> None:
+        start = piece * PIECE_BYTES
+        length = min(PIECE_BYTES, nbytes[number] - start)
+        memory = _buffer(buffers)[:length]
+        if files.read_into(number, memory, start) != length:
+            raise AlteredError(f"{store.path_to(names[number])} was changed while it was read")
+        found[number][piece] = digest_piece(memory)
+        meter.add(length)
+
+    tasks = (partial(digest, n, piece) for n, pieces in enumerate(found) for piece in range(len(pieces)))
+    try:
+        # SHA-256 does not hold the interpreter lock, so more threads than for other reads are worth it.
+        run_all(tasks, max(store.read_threads, os.cpu_count() or 1))
+    finally:
+        files.close()
+    return [
+        SignedFile(name, size, tuple(pieces)) for name, size, pieces in zip(names, nbytes, found, strict=True)
+    ]
+
+
+def _buffer(local: threading.local) -> memoryview:
+    """Return memory for one piece, which each thread has once."""
+    if not hasattr(local, "memory"):
+        local.memory = memoryview(bytearray(PIECE_BYTES))
+    memory: memoryview = local.memory
+    return memory
+
+
+# ---------------------------------------------------------------------------------------------- store
+
+
+class SignedStore:
+    """The signed files of a directory, or one signed file of it."""
+
+    can_rename = True
+    read_bytes = 8 * PIECE_BYTES  # so that most pieces are read where they are wanted
+
+    def __init__(
+        self,
+        store: Store,
+        files: Mapping[str, SignedFile],
+        scope: str = "",
+        path: str = "",
+        alarms: list[AlteredError] | None = None,
+    ) -> None:
+        self._store, self._files, self._scope, self._path = store, files, scope, path
+        self._alarms: list[AlteredError] = [] if alarms is None else alarms
+        self._names = list(files)  # sorted
+
+    @property
+    def url(self) -> str:
+        return self._store.path_to(self._path) if self._path else self._store.url
+
+    @property
+    def key(self) -> str:
+        return f"{self._store.key}/{self._path}" if self._path else self._store.key
+
+    @property
+    def read_threads(self) -> int:
+        return self._store.read_threads
+
+    def path_to(self, name: str) -> str:
+        return self._store.path_to(self._inner(name))
+
+    def parent(self) -> tuple[SignedStore, str]:
+        if not self._path:
+            raise SignatureError(f"what is around {self.url} is not signed")
+        outer, _, name = self._path.rpartition("/")
+        return SignedStore(self._store, self._files, self._scope, outer, self._alarms), name
+
+    def at(self, below: str) -> SignedStore:
+        return SignedStore(self._store, self._files, self._scope, self._inner(below), self._alarms)
+
+    def real(self) -> SignedStore:
+        return self
+
+    def resolve(self, name: str) -> tuple[SignedStore, str]:
+        return self, name
+
+    def local_path(self, name: str = "") -> None:
+        """Nothing may read around the store."""
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Raise at the end that something was altered, even if a reader took it for damage and went on without."""
+        try:
+            yield
+        except Exception as error:
+            if self._alarms and not isinstance(error, AlteredError):
+                raise self._alarms[0] from error
+            raise
+        if self._alarms:
+            raise self._alarms[0]
+
+    # ---------------------------------------------------------------------------------------- look
+
+    def differences(self) -> list[Damage]:
+        """Find files that were added or removed since they were signed, or have other lengths. Read no content."""
+        there = {self._scope: -1} if self._scope else files_to_sign(self._store)
+        damages = [
+            Damage("", printable(name), 0, nbytes, "were added after it was signed")
+            for name, nbytes in there.items()
+            if name not in self._files
+        ]
+        for name, file in self._files.items():
+            if there.get(name) != file.nbytes and (now := self._nbytes_now(name)) != file.nbytes:
+                gone = "are missing, and were signed"
+                problem = gone if now is None else f"are the whole file, and {file.nbytes} were signed"
+                damages.append(Damage("", printable(name), 0, file.nbytes if now is None else now, problem))
+        return damages
+
+    def find_altered(self, meter: Meter = SILENT) -> list[Damage]:
+        """Find all differences: read every byte, on all cores."""
+        damages = self.differences()
+        lost = {damage.file for damage in damages}
+        sizes = {name: file.nbytes for name, file in self._files.items() if printable(name) not in lost}
+        for now in digest_files(self._store, sizes, meter):
+            file = self._files[now.name]
+            for piece, (digest, signed) in enumerate(zip(now.sha256, file.sha256, strict=True)):
+                if digest != signed:
+                    start = piece * PIECE_BYTES
+                    stop = min(start + PIECE_BYTES, file.nbytes)
+                    problem = f"are not what was signed: their SHA-256 is {digest}, expected {signed}"
+                    damages.append(Damage("", printable(now.name), start, stop, problem))
+        return damages
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes were signed."""
+        return sum(file.nbytes for file in self._files.values())
+
+    def _nbytes_now(self, name: str) -> int | None:
+        """Return the length of a file, perhaps through a link as in a cache of Hugging Face; None if it is gone."""
+        try:
+            return self._store.read(name, 0, 0)[1].nbytes
+        except (OSError, FormatError):
+            return None
+
+    def is_there(self) -> bool:
+        return not self._path or bool(self._below(""))
+
+    def kinds(self, below: str = "") -> dict[str, Kind]:
+        kinds: dict[str, Kind] = {}
+        for path in self._below(below):
+            name, slash, _ = path.partition("/")
+            kinds[name] = "directory" if slash else "file"
+        if below and not kinds:
+            raise FileNotFoundError(f"there are no files in {self.path_to(below)}")
+        return dict(sorted(kinds.items()))
+
+    def sizes(self, below: str, depth: int = 1) -> dict[str, int]:
+        found = self._below(below)
+        return {path: file.nbytes for path, file in found.items() if path.count("/") < depth}
+
+    def usage(self, names: Sequence[str]) -> dict[str, int]:
+        return {
+            name: sum(file.nbytes for file in self._below(name).values()) + self._own_nbytes(name)
+            for name in names
+        }
+
+    def kind(self, name: str) -> Kind | None:
+        if self.exists(name):
+            return "file"
+        return "directory" if self._below(name) else None
+
+    def is_file(self, name: str) -> bool:
+        return self.exists(name)
+
+    def exists(self, name: str) -> bool:
+        return self._inner(name) in self._files
+
+    def has_unfinished(self) -> bool:
+        return False
+
+    def _below(self, below: str) -> dict[str, SignedFile]:
+        start = "".join(f"{part}/" for part in (self._path, below) if part)
+        names = islice(self._names, bisect_left(self._names, start), None)
+        found = takewhile(lambda name: name.startswith(start), names)
+        return {name.removeprefix(start): self._files[name] for name in found}
+
+    def _own_nbytes(self, name: str) -> int:
+        file = self._files.get(self._inner(name))
+        return file.nbytes if file else 0
+
+    def _inner(self, name: str) -> str:
+        return f"{self._path}/{name}" if self._path else name
+
+    # ---------------------------------------------------------------------------------------- read
+
+    def read(self, name: str, start: int = 0, nbytes: int | None = None) -> tuple[bytes, Entry]:
+        file = self._signed(name)
+        version = self._store.read(file.name, 0, 0)[1].version  # of what is read below, or the digests differ
+        rest = max(0, file.nbytes - start)
+        memory = memoryview(bytearray(rest if nbytes is None else min(nbytes, rest)))
+        if memory:
+            files = self.open([name])
+            try:
+                files.read_into(0, memory, start)
+            finally:
+                files.close()
+        return bytes(memory), Entry(name, file.nbytes, version)
+
+    def open(self, names: Sequence[str], versions: Mapping[str, Version] | None = None) -> SignedFiles:
+        files = [self._signed(name) for name in names]
+        inner = {self._inner(name): version for name, version in (versions or {}).items()}
+        opened = self._store.open([file.name for file in files], inner)
+        return SignedFiles(opened, files, self._store.path_to, self.read_threads + 2, self._alarms)
+
+    def _signed(self, name: str) -> SignedFile:
+        if not is_inside(name):
+            raise FormatError(f"{name[:200]!r} is not the name of a file in {self.url}")
+        file = self._files.get(self._inner(name))
+        if file is None:
+            raise FileNotFoundError(f"{self.path_to(name)} does not exist, or is not signed")
+        return file
+
+    # --------------------------------------------------------------------------------------- write
+
+    def _refuse(self) -> NoReturn:
+        raise io.UnsupportedOperation(f"{self.url} is read with key=, and a signed checkpoint is not changed")
+
+    def make(self) -> None:
+        self._refuse()
+
+    def require_short(self, name: str) -> None:
+        self._refuse()
+
+    def check_replaceable(self, name: str) -> None:
+        self._refuse()
+
+    def identity(self, name: str, indexes: Indexes) -> Identity:
+        self._refuse()
+
+    def remove_checkpoint(self, name: str, indexes: Indexes, identity: Identity | None = None) -> bool:
+        self._refuse()
+
+    def sweep(self, name: str, indexes: Indexes) -> None:
+        self._refuse()
+
+    def set_aside(self, name: str, why: str, marks: Sequence[str]) -> None:
+        self._refuse()
+
+    def held(self, name: str) -> AbstractContextManager[str]:
+        self._refuse()
+
+    def begin(self, root: str = "", token: str = "", *, save_id: str = "") -> Upload:
+        self._refuse()
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+class _Piece:
+    """A piece that is read once, by the first thread that needs it."""
+
+    __slots__ = ("lock", "memory")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.memory: memoryview | None = None
+
+
+class SignedFiles:
+    """Signed files by number. A few pieces are kept, since reads begin and end inside of them."""
+
+    def __init__(
+        self,
+        files: Files,
+        signed: Sequence[SignedFile],
+        path_to: Callable[[str], str],
+        most_pieces: int,
+        alarms: list[AlteredError],
+    ) -> None:
+        self._files, self._signed, self._path_to, self._alarms = files, signed, path_to, alarms
+        self._pieces: OrderedDict[tuple[int, int], _Piece] = OrderedDict()
+        self._most, self._lock = most_pieces, threading.Lock()
+
+    def read_into(self, number: int, memory: memoryview, offset: int) -> int:
+        stop = min(offset + len(memory), self._signed[number].nbytes)
+        for piece, start, end in _pieces_between(offset, stop):
+            wanted = memory[start - offset : end - offset]
+            first = piece * PIECE_BYTES
+            if start == first and end == min(first + PIECE_BYTES, self._signed[number].nbytes):
+                self._read_checked(number, piece, wanted)
+            else:
+                wanted[:] = self._kept(number, piece)[start - first : end - first]
+        return max(0, stop - offset)
+
+    def _kept(self, number: int, piece: int) -> memoryview:
+        """Return a piece that was checked, and keep it for the reads beside this one."""
+        with self._lock:
+            found = self._pieces.setdefault((number, piece), _Piece())
+            self._pieces.move_to_end((number, piece))
+            if len(self._pieces) > self._most:
+                self._pieces.popitem(last=False)
+        with found.lock:
+            if found.memory is None:
+                nbytes = min(PIECE_BYTES, self._signed[number].nbytes - piece * PIECE_BYTES)
+                memory = memoryview(bytearray(nbytes))
+                self._read_checked(number, piece, memory)
+                found.memory = memory
+            return found.memory
+
+    def _read_checked(self, number: int, piece: int, memory: memoryview) -> None:
+        """Read a whole piece, and check it where it is now: what the file has later does not matter."""
+        file, start = self._signed[number], piece * PIECE_BYTES
+        while True:
+            found = self._files.read_into(number, memory, start)
+            digest = digest_piece(memory[:found])
+            if digest == file.sha256[piece] and found == len(memory):
+                return
+            if not (
+                isinstance(self._files, KeepsCopies) and self._files.forget(number, start, len(memory))
+            ):  # a damaged copy is read again from its source
+                error = AlteredError(
+                    f"{self._path_to(file.name)} is not what was signed: the SHA-256 of its {len(memory)} bytes from "
+                    f"{start} on is {digest}, expected {file.sha256[piece]}"
+                )
+                self._alarms.append(error)
+                raise error
+
+    def nbytes(self, number: int) -> int:
+        return self._signed[number].nbytes
+
+    def map(self, number: int) -> np.ndarray[Any, Any] | None:
+        """Map nothing: a mapped file can change after it was checked."""
+        return None
+
+    def hold(self, numbers: Iterable[int]) -> None:
+        self._files.hold(numbers)
+
+    def rewritten(self) -> None:
+        """What was read was checked, whatever the files have become since."""
+
+    def close(self) -> None:
+        self._pieces.clear()
+        self._files.close()
+
+
+def _pieces_between(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the pieces that a range of a file lies in: number, and beginning and end of the part that is wanted."""
+    while start < stop:
+        piece = start // PIECE_BYTES
+        end = min(stop, (piece + 1) * PIECE_BYTES)
+        yield piece, start, end
+        start = end
