@@ -23,6 +23,7 @@ from eformer._engine.stores.openat2 import (
     NO_MAGIC_LINKS,
     NO_OTHER_MOUNTS,
     How,
+    is_missing,
     openat2,
 )
 from eformer.errors import FormatError
@@ -321,7 +322,6 @@ class Directory:
 
 _RESOLVE = NO_OTHER_MOUNTS | NO_MAGIC_LINKS | NO_LINKS | BENEATH
 _HOW = How(_OPEN | os.O_NOFOLLOW, 0, _RESOLVE)
-_NO_OPENAT2 = {errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.E2BIG}
 
 
 def _open_below(descriptor: int, path: str) -> int:
@@ -329,7 +329,7 @@ def _open_below(descriptor: int, path: str) -> int:
     found = openat2(descriptor, path, _HOW)
     if found >= 0:
         return found
-    if -found in _NO_OPENAT2:  # some containers forbid it
+    if is_missing(found):
         return _step_by_step(descriptor, path)
     raise OSError(-found, os.strerror(-found), path)
 

@@ -258,8 +258,8 @@ class LocalUpload:
         start = self.data.path / below
         entries = walk(start) if start.is_dir() else ()
         return [
-            os.path.relpath(entry.path, self.data.path)
-            for entry in entries
+            f"{below}/{path}" if below else path
+            for path, entry in entries
             if not entry.is_dir(follow_symlinks=False)
         ]
 

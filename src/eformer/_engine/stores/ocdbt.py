@@ -60,9 +60,9 @@ def require_plain_files(directory: Path, *, is_database: bool = True) -> None:
         raise FormatError(f"{directory} is a link; a database must be a directory of the checkpoint")
     if is_database and not (directory / DATABASE_MANIFEST).is_file():
         raise FileNotFoundError(f"{directory} is not an OCDBT database: {DATABASE_MANIFEST} is missing")
-    for entry in walk(directory):
+    for path, entry in walk(directory):
         if not entry.is_file(follow_symlinks=False) and not entry.is_dir(follow_symlinks=False):
-            raise FormatError(f"{entry.path} is not a regular file")
+            raise FormatError(f"{directory / path} is not a regular file")
 
 
 def list_arrays(directory: Path) -> list[str]:
