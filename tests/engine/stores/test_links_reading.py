@@ -17,7 +17,6 @@ from eformer.checkpoint import convert, load, save
 from eformer.errors import EformerError, FormatError, NotFoundError
 from support.links import LAYOUTS, TREE, save_as
 from support.opens import Opens
-from support.trees import assert_same
 
 COMPAT = Path(__file__).parents[2] / "compat"
 
@@ -138,7 +137,7 @@ def test_the_last_step_of_orbax_is_refused_if_it_is_a_link_out_of_its_run(tmp_pa
 
 def test_nothing_is_opened_for_a_hint(tmp_path, watch):
     (tmp_path / "run").mkdir()
-    save(TREE, tmp_path / "outside")
+    (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "checkpoint").write_bytes(b"\x81\xa1a\x01")
     (tmp_path / "run" / "there").symlink_to(tmp_path / "outside")
     opens = watch(tmp_path / "outside")

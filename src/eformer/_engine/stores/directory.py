@@ -62,6 +62,13 @@ class Directory:
         """Return the path by which it was opened, for messages and for reading."""
         return Path(self._where)
 
+    @property
+    def own_path(self) -> Path:
+        """Return a path that leads to this very directory, whatever is given its name meanwhile; where the system has
+        none, the path by which it was opened. It must not be used when the directory is closed."""
+        path = Path(f"/proc/self/fd/{self.descriptor}")
+        return path if path.is_dir() else self.path
+
     @classmethod
     def open(cls, path: Path) -> Directory:
         """Open the directory at a path that the caller named, following links in the path."""
@@ -135,6 +142,10 @@ class Directory:
 
     def read(self, name: str, most: int) -> bytes:
         """Read a small regular file. Raise FormatError for anything else, and for more than `most` bytes."""
+        return self.read_owned(name, most)[0]
+
+    def read_owned(self, name: str, most: int) -> tuple[bytes, int]:
+        """Do the same, and return the number of the user whose file it is, too."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             descriptor = os.open(self._plain(name), flags, dir_fd=self.descriptor)
@@ -151,7 +162,7 @@ class Directory:
             data = b""
             while chunk := os.read(descriptor, status.st_size + 1):
                 data += chunk
-            return data
+            return data, status.st_uid
         finally:
             os.close(descriptor)
 
@@ -174,7 +185,19 @@ class Directory:
         except OSError as error:  # which names no more than the name
             raise OSError(error.errno, error.strerror, str(self.path / name)) from error
         if usable and (status := self.status(name)) and status.st_mode & 0o700 != 0o700:
-            os.chmod(name, stat.S_IMODE(status.st_mode) | 0o700, dir_fd=self.descriptor)
+            self.set_mode(name, stat.S_IMODE(status.st_mode) | 0o700)
+
+    def set_mode(self, name: str, mode: int) -> None:
+        """Set the permissions of a file or directory, and never those of a link's target."""
+        if os.chmod in os.supports_follow_symlinks or not hasattr(os, "O_PATH"):
+            os.chmod(self._plain(name), mode, dir_fd=self.descriptor, follow_symlinks=False)
+            return
+        flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self._plain(name), flags, dir_fd=self.descriptor)
+        try:
+            os.chmod(f"/proc/self/fd/{descriptor}", mode)  # which is not permitted for a link
+        finally:
+            os.close(descriptor)
 
     def link(self, name: str, target: Path | str, nbytes: int) -> None:
         """Hard-link a regular file into this directory. Refuse a file of another length."""
@@ -254,9 +277,21 @@ class Directory:
         everything that was not removed before stays. Another process may remove it at the same time.
         """
         with self.enter(name) as inner:
-            inner._empty(0)
+            inner.empty()
         with suppress(FileNotFoundError):
             os.rmdir(name, dir_fd=self.descriptor)
+
+    def remove_opened(self, name: str, inner: Directory) -> None:
+        """Remove everything in an open directory, and the directory if it still has this name.
+
+        Whatever else has been given that name meanwhile stays.
+        """
+        inner.empty()
+        self.remove_if_empty(name)
+
+    def empty(self) -> None:
+        """Remove everything in the directory, as `remove_tree` does."""
+        self._empty(0)
 
     def _empty(self, depth: int) -> None:
         for name, kind in self.kinds().items():

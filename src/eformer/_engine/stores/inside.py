@@ -199,7 +199,7 @@ def directory_inside(directory: Path, below: str) -> Path:
     return path
 
 
-def walk(directory: Path | str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+def walk(directory: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """List everything below a directory by path, without following links: not even those that others put there
     meanwhile. Raise FormatError if it is nested absurdly deep."""
     todo = [("", 0)]

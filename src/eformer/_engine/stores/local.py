@@ -15,8 +15,8 @@ from eformer._engine.stores.durable import make_directories, replaceable_mode, s
 from eformer._engine.stores.inside import listing, open_inside, read_range, version_of, walk
 from eformer._engine.stores.journal import has_unfinished, sweep_dead
 from eformer._engine.stores.local_files import LocalFiles
+from eformer._engine.stores.local_removal import identity_of, remove_checkpoint, set_aside
 from eformer._engine.stores.local_upload import LocalUpload
-from eformer._engine.stores.removal import identity_of, remove_checkpoint, set_aside
 from eformer._engine.tasks.pool import default_threads
 
 if TYPE_CHECKING:
