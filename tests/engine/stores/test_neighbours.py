@@ -14,6 +14,7 @@ from eformer import checkpoint
 from eformer._engine.stores import journal as journals
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.journal import Journal
+from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
 from eformer._engine.stores.removal import Described, Moved
 from eformer.checkpoint import Keep, Run, SaveOptions, convert, load, prune, save
@@ -187,17 +188,18 @@ def test_a_file_that_takes_the_name_of_a_step_in_the_last_moment_goes_back(run, 
 def test_the_retention_of_a_run_removes_only_what_it_has_looked_at(tmp_path, precious, monkeypatch, caplog):
     from eformer._engine.runs import retention
 
-    with Run(tmp_path / "run", every=1, keep=[Keep(last=1)]) as run:
+    with Run(tmp_path / "run") as run:
         run.save(1, TREE)
-        inside, linked = tmp_path / "run" / "precious", retention.linked_in
-        precious.rename(inside)
-        act = once(lambda: swap(tmp_path / "run" / "step-1", inside, tmp_path / "run" / "away"))
+    inside, linked = tmp_path / "run" / "precious", retention.linked_in
+    precious.rename(inside)
+    act = once(lambda: swap(tmp_path / "run" / "step-1", inside, tmp_path / "run" / "away"))
 
-        def look_late(where):
-            act()
-            return linked(where)
+    def look_late(where):
+        act()
+        return linked(where)
 
-        monkeypatch.setattr(retention, "linked_in", look_late)
+    monkeypatch.setattr(retention, "linked_in", look_late)
+    with Run(tmp_path / "run", keep=[Keep(last=1)]) as run:
         run.save(2, TREE)
     assert whole(tmp_path / "run" / "step-1")
     assert "has changed since its removal was planned" in caplog.text
@@ -273,14 +275,20 @@ def _fields(options):
     )
 
 
-def test_a_reused_file_keeps_its_permissions_which_another_checkpoint_has_too(tmp_path):
-    save(TREE, tmp_path / "first")
-    shutil.copytree(tmp_path / "first", tmp_path / "copy")
-    for file in (tmp_path / "first").iterdir():
-        file.chmod(0o600)
-    save(TREE, tmp_path / "copy", options=SaveOptions(reuse=tmp_path / "first"))
-    modes = {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "first").iterdir()}
-    assert modes == {0o600}
+def test_a_file_that_is_used_again_keeps_its_permissions_which_another_checkpoint_has_too(tmp_path):
+    for name, mode in (("first", 0o600), ("second", 0o666)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+        (tmp_path / name / "file").chmod(mode)
+    first = LocalStore(tmp_path / "first")
+    upload = LocalUpload(tmp_path / "second")
+    try:
+        assert upload.link("file", first, first.read("file")[1])
+        upload.publish({"file": "file"}, save_id="f" * 16)
+    finally:
+        upload.close()
+    assert (tmp_path / "second" / "file").read_text() == "first"
+    assert stat.S_IMODE((tmp_path / "first" / "file").stat().st_mode) == 0o600
 
 
 def test_permissions_are_not_set_through_a_link(tmp_path):
@@ -384,7 +392,7 @@ def test_a_conversion_whose_scratch_is_swapped_for_a_link_changes_nothing_outsid
 
 RACER = """
 import os, sys
-a, b, ready = sys.argv[1:]
+a, b = sys.argv[1:]
 print("ready", flush=True)
 while True:
     for name in os.listdir(a) if os.path.isdir(a) else ():
@@ -408,7 +416,7 @@ def neighbour():
     started = []
 
     def start(place, outside):
-        arguments = [sys.executable, "-c", RACER, str(place), str(outside), ""]
+        arguments = [sys.executable, "-c", RACER, str(place), str(outside)]
         process = subprocess.Popen(arguments, stdout=subprocess.PIPE)
         started.append(process)
         process.stdout.readline()

@@ -176,7 +176,10 @@ def listing(directory: Path, below: str = "") -> Iterator[Iterator[os.DirEntry[s
     if not is_inside(below):
         raise FormatError(f"{below[:200]!r} is not the name of a directory in {directory}")
     with _opened(directory) as base:
-        descriptor = _open(base, os.path.realpath(directory), below, _FOLDER)
+        try:
+            descriptor = _open_without_links(base, below, _FOLDER)
+        except OSError:
+            descriptor = _open(base, os.path.realpath(directory), below, _FOLDER)
     try:
         with os.scandir(descriptor) as entries:
             yield entries
