@@ -105,7 +105,7 @@ def test_a_directory_that_was_named_like_scratch_is_not_swept(tmp_path, precious
     save(NEXT, run)
     prune_beside(run)
     assert whole(named)
-    assert "was not removed: a save has not made it" in caplog.text
+    assert "was not removed: it is named like the scratch" in caplog.text
 
 
 def prune_beside(run):

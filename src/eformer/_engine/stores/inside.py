@@ -41,18 +41,16 @@ def open_inside(directory: Path, name: str) -> int:
     Refuse a name or a link that leads out, a pipe or a device; never wait for one. Of what is outside nothing is
     opened, not even to refuse it.
     """
-    if "/" in name or not is_inside(name):
-        with _opened(directory) as base:
-            return open_beneath(base, os.path.realpath(directory), name)
-    try:
-        return _regular(os.open(directory / name, _FILE), directory / name)
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket
-            raise _not_regular(directory / name) from error
-        if error.errno != errno.ELOOP:
-            raise
-    with _opened(directory) as base:
-        return open_beneath(base, os.path.realpath(directory), name)
+    if not is_inside(name):
+        raise FormatError(f"{name[:200]!r} is not the name of a file in {directory}")
+    path = directory / name
+    if "/" not in name:
+        try:
+            return _regular(os.open(path, _FILE), path)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+                raise
+    return _regular(_open_in(directory, name, _FILE), path)
 
 
 def open_beneath(base: int, real: str, name: str) -> int:
@@ -60,6 +58,17 @@ def open_beneath(base: int, real: str, name: str) -> int:
     if not is_inside(name):
         raise FormatError(f"{name[:200]!r} is not the name of a file in {real}")
     return _regular(_open(base, real, name, _FILE), f"{real}/{name}")
+
+
+def _open_in(directory: Path, name: str, flags: int) -> int:
+    """Open a file or a directory below another, whose real path is needed only if there are links."""
+    base = open_base(directory)
+    try:
+        return _open_without_links(base, name, flags)
+    except OSError:
+        return _open(base, os.path.realpath(directory), name, flags)
+    finally:
+        os.close(base)
 
 
 def _open(base: int, real: str, name: str, flags: int) -> int:
@@ -175,11 +184,7 @@ def listing(directory: Path, below: str = "") -> Iterator[Iterator[os.DirEntry[s
         return
     if not is_inside(below):
         raise FormatError(f"{below[:200]!r} is not the name of a directory in {directory}")
-    with _opened(directory) as base:
-        try:
-            descriptor = _open_without_links(base, below, _FOLDER)
-        except OSError:
-            descriptor = _open(base, os.path.realpath(directory), below, _FOLDER)
+    descriptor = _open_in(directory, below, _FOLDER)
     try:
         with os.scandir(descriptor) as entries:
             yield entries

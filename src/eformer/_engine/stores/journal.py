@@ -156,7 +156,10 @@ def _sweep(
         if only_unpublished and scratch.status(JOURNAL):
             return
         if not is_scratch(scratch):
-            logger.warning("%s was not removed: a save has not made it, or not alone", scratch.path)
+            logger.warning(
+                "%s was not removed: it is named like the scratch directory of a save, but has something else in it",
+                scratch.path,
+            )
             return
         journal, owner = read_journal(scratch)
         carry_out(place, journal, committed, owner)

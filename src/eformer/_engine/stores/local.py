@@ -40,8 +40,8 @@ def _statuses(top: Path) -> Iterator[os.stat_result]:
 class LocalStore:
     """A directory of this machine.
 
-    A file of it may be a link to another file of the same directory, or to ../../blobs, where the cache of Hugging Face
-    keeps the files of its snapshots. Links anywhere else are refused.
+    A file of it may be a link to another file in it or below it or, in a snapshot of Hugging Face's cache, to
+    ../../blobs, where that keeps the files. Links anywhere else are refused, and nothing there is opened.
     """
 
     can_rename = True
