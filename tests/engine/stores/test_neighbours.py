@@ -1,5 +1,6 @@
 """Somebody who may rename directories beside a checkpoint, but not remove what is in them, cannot have that done."""
 
+import errno
 import os
 import shutil
 import stat
@@ -148,13 +149,31 @@ def test_a_pipe_in_the_scratch_is_not_waited_for(tmp_path):
 
 
 @pytest.fixture
+def full(monkeypatch):
+    """A disk on which no directory can be made."""
+    make = Directory.make
+
+    def fail(place, name, *, usable=False):
+        if usable:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        make(place, name)
+
+    return lambda: monkeypatch.setattr(Directory, "make", fail)
+
+
+@pytest.fixture
 def run(tmp_path):
     for step in (1, 2, 3):
         save(TREE, tmp_path / "run" / f"step-{step}")
     return tmp_path / "run"
 
 
-def test_a_directory_that_takes_the_name_of_a_step_in_the_last_moment_goes_back(run, precious, monkeypatch):
+@pytest.mark.parametrize("disk", ["roomy", "full"])
+def test_a_directory_that_takes_the_name_of_a_step_in_the_last_moment_goes_back(
+    run, precious, monkeypatch, full, disk
+):
+    if disk == "full":
+        full()
     inside, look = run / "precious", Directory.require_removable
     precious.rename(inside)
     act = once(lambda: swap(run / "step-1", inside, run / "away"))
@@ -168,6 +187,12 @@ def test_a_directory_that_takes_the_name_of_a_step_in_the_last_moment_goes_back(
         prune(run, keep=1)
     assert whole(run / "step-1")
     assert not scratch_of(run)
+
+
+def test_steps_are_removed_from_a_full_disk(run, full):
+    full()
+    assert prune(run, keep=1).removed == ("step-1", "step-2")
+    assert os.listdir(run) == ["step-3"]
 
 
 def test_a_file_that_takes_the_name_of_a_step_in_the_last_moment_goes_back(run, monkeypatch):

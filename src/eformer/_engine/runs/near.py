@@ -35,7 +35,6 @@ from eformer._engine.saving.save import start
 from eformer._engine.stores.base import read_whole, update_file
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.durable import scratch_name
-from eformer._engine.stores.journal import DATA
 from eformer._engine.stores.locate import absolute, store_at
 from eformer._engine.trees.devices import compile_copies
 from eformer.errors import CorruptionError, FormatError, NotFoundError, ProcessError
@@ -412,15 +411,12 @@ def _logged(path: Path) -> Iterator[None]:
 
 
 def _remove_entry(folder: Directory, name: str) -> None:
-    """Remove a step or anything else; hidden, so that a part of a step is never taken for a whole one."""
+    """Remove a step or anything else; under a hidden name, so that a part of a step is never taken for a whole one."""
     with _logged(folder.path / name):
-        if not folder.has_directory(name):
-            folder.unlink(name)
-        elif name.startswith("."):
-            folder.remove_tree(name)
-        else:
-            hidden = scratch_name()
-            folder.make(hidden, usable=True)
-            with folder.enter(hidden) as scratch:
-                folder.rename(name, scratch, DATA)
+        hidden = name if name.startswith(".") else scratch_name()
+        if hidden != name:
+            folder.rename(name, folder, hidden)
+        if folder.has_directory(hidden):
             folder.remove_tree(hidden)
+        else:
+            folder.unlink(hidden)

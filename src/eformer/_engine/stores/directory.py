@@ -189,13 +189,17 @@ class Directory:
 
     def set_mode(self, name: str, mode: int) -> None:
         """Set the permissions of a file or directory, and never those of a link's target."""
-        if os.chmod in os.supports_follow_symlinks or not hasattr(os, "O_PATH"):
-            os.chmod(self._plain(name), mode, dir_fd=self.descriptor, follow_symlinks=False)
-            return
-        flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self._plain(name), flags, dir_fd=self.descriptor)
+        flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            os.chmod(f"/proc/self/fd/{descriptor}", mode)  # which is not permitted for a link
+            descriptor = os.open(self._plain(name), os.O_RDONLY | flags, dir_fd=self.descriptor)
+            change: int | str = descriptor
+        except PermissionError:  # the umask lets nobody read it
+            if not hasattr(os, "O_PATH"):
+                raise
+            descriptor = os.open(self._plain(name), os.O_PATH | flags, dir_fd=self.descriptor)
+            change = f"/proc/self/fd/{descriptor}"  # which is not permitted for a link
+        try:
+            os.chmod(change, mode)
         finally:
             os.close(descriptor)
 

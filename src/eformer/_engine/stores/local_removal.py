@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import stat
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from eformer._engine.stores.directory import Directory
+from eformer._engine.stores.durable import scratch_name
 from eformer._engine.stores.local_upload import LocalUpload
 
 if TYPE_CHECKING:
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from eformer._engine.stores.base import Identity
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 
 def identity_of(path: Path) -> Identity:
@@ -31,47 +35,52 @@ def remove_checkpoint(directory: Path, name: str, identity: Identity) -> None:
     It is moved into a hidden directory first, so that a partly removed checkpoint is never taken for a whole one, and
     looked at again there: another that was given its name in the last moment goes back.
     """
-    upload = LocalUpload(directory)
     try:
-        place, data = upload.place, upload.data
-        status = place.status(name)
-        if status is None or _identity(status) != identity:
-            raise _changed(place, name)
-        is_directory = stat.S_ISDIR(status.st_mode)
-        if is_directory:
-            place.require_removable(name)
-        place.rename(name, data, name)
-        place.sync()
-        with suppress(FileNotFoundError):  # a save sweeps it at the same time
-            _remove_same(place, data, name, status)
+        upload = LocalUpload(directory)
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        with Directory.open(directory) as place:  # the checkpoint itself is hidden, which takes no space
+            _remove(place, name, identity, place, scratch_name())
+        return
+    try:
+        _remove(upload.place, name, identity, upload.data, name)
     finally:
         upload.close()
 
 
-def _remove_same(place: Directory, data: Directory, name: str, planned: os.stat_result) -> None:
-    """Remove a checkpoint that was moved to `data`, if it is the one that was planned; else put it back."""
+def _remove(place: Directory, name: str, identity: Identity, target: Directory, hidden: str) -> None:
+    """Move a checkpoint to a hidden place and remove it there."""
+    status = place.status(name)
+    if status is None or _identity(status) != identity:
+        raise _changed(place, name)
+    if stat.S_ISDIR(status.st_mode):
+        place.require_removable(name)
+    place.rename(name, target, hidden)
+    place.sync()
+    with suppress(FileNotFoundError):  # a save sweeps it at the same time
+        if not _remove_same(target, hidden, status):
+            target.put(hidden, place, name)
+            raise _changed(place, name)
+
+
+def _remove_same(target: Directory, hidden: str, planned: os.stat_result) -> bool:
+    """Remove a checkpoint that was moved, and return True, if it is the one that was planned."""
     if not stat.S_ISDIR(planned.st_mode):
-        if not _is_same(data.status(name), planned):
-            raise _put_back(place, data, name)
-        data.unlink(name)
-        return
+        status = target.status(hidden)
+        if status is None or (status.st_mode, status.st_ino) != (planned.st_mode, planned.st_ino):
+            return False
+        target.unlink(hidden)
+        return True
     try:
-        inner = data.enter(name)
-    except NotADirectoryError as error:
-        raise _put_back(place, data, name) from error
+        inner = target.enter(hidden)
+    except NotADirectoryError:
+        return False
     with inner:
         if inner.inode != planned.st_ino:
-            raise _put_back(place, data, name)
-        data.remove_opened(name, inner)
-
-
-def _is_same(status: os.stat_result | None, planned: os.stat_result) -> bool:
-    return status is not None and (status.st_mode, status.st_ino) == (planned.st_mode, planned.st_ino)
-
-
-def _put_back(place: Directory, data: Directory, name: str) -> ValueError:
-    data.put(name, place, name)
-    return _changed(place, name)
+            return False
+        target.remove_opened(hidden, inner)
+    return True
 
 
 def _changed(place: Directory, name: str) -> ValueError:
