@@ -20,6 +20,7 @@ from eformer._engine.stores.local_upload import LocalUpload
 from eformer._engine.stores.removal import Described, Moved
 from eformer.checkpoint import Keep, Run, SaveOptions, convert, load, prune, save
 from eformer.errors import EformerError
+from eformer.pytree._serialization import save_to_file
 from support.links import (
     DIRECTORIES,
     LAYOUTS,
@@ -130,6 +131,26 @@ def test_a_directory_that_takes_the_name_of_scratch_while_that_is_swept(tmp_path
     monkeypatch.setattr(journals, "read_journal", read_late)
     save(NEXT, tmp_path / "run")
     assert whole(scratch)
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "pipe"])
+def test_a_name_for_scratch_that_was_guessed_is_not_used(tmp_path, precious, monkeypatch, kind):
+    taken = tmp_path / "run" / SCRATCH
+    taken.parent.mkdir()
+    if kind == "directory":
+        precious.rename(taken)
+    elif kind == "link":
+        taken.symlink_to(precious)
+    else:
+        os.mkfifo(taken)
+    monkeypatch.setattr("eformer._engine.stores.local_upload.scratch_name", lambda: SCRATCH)
+    monkeypatch.setattr("eformer._engine.stores.durable.scratch_name", lambda: SCRATCH)
+    with pytest.raises(FileExistsError):
+        save(TREE, tmp_path / "run")
+    with pytest.raises(FileExistsError):
+        save_to_file(TREE, tmp_path / "run" / "x.msgpack")
+    assert os.listdir(tmp_path / "run") == [SCRATCH]
+    assert kind == "pipe" or whole(taken)
 
 
 def test_a_pipe_in_the_scratch_is_not_waited_for(tmp_path):
