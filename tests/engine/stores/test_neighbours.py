@@ -33,6 +33,7 @@ from support.links import (
     save_as,
     scratch_in,
 )
+from support.opens import Opens
 from support.trees import assert_same
 
 NOBODY = 65534
@@ -442,10 +443,10 @@ a, b = sys.argv[1:]
 print("ready", flush=True)
 while True:
     for name in os.listdir(a) if os.path.isdir(a) else ():
-        path = os.path.join(a, name)
+        path, target = os.path.join(a, name), os.path.join(b, name)
         try:
             os.rename(path, path + ".away")
-            os.symlink(b, path)
+            os.symlink(target if os.path.exists(target) else b, path)
             os.unlink(path)
             os.rename(path + ".away", path)
         except OSError:
@@ -489,6 +490,26 @@ def test_saves_beside_a_neighbour_who_swaps_everything_for_links(tmp_path, outsi
     after = contents(outside)
     changed = {name for name in before if after.get(name) != before[name]}
     assert not changed
+
+
+@pytest.mark.parametrize(
+    ("layout", "inner"),
+    [("safetensors", ""), ("safetensors, shards", ""), ("arrays, prefix", ""), ("arrays, prefix", "m")],
+)
+def test_loads_beside_a_neighbour_who_swaps_everything_for_links_open_nothing_outside(
+    tmp_path, neighbour, layout, inner
+):
+    run = save_as(layout, TREE, tmp_path)
+    shutil.copytree(run, tmp_path / "outside")
+    opens = Opens(tmp_path / "outside")
+    neighbour(run / inner, tmp_path / "outside" / inner)
+    for _ in range(50):
+        with suppress(OSError, EformerError, ValueError):
+            load(run)
+        with suppress(OSError, EformerError, ValueError):
+            checkpoint.verify(run)
+    assert opens.seen() == []
+    opens.close()
 
 
 def test_prunes_beside_a_neighbour_who_swaps_everything_for_links(tmp_path, outside, neighbour):
