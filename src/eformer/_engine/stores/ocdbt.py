@@ -197,23 +197,25 @@ def _join_branches(whole: Directory) -> bool:
     others.
     """
     names = [name for name, kind in whole.kinds().items() if kind == "directory" and name.startswith(_BRANCH)]
-    folders = [whole.enter(name) for name in names]
-    branches = [folder for folder in folders if folder.status(DATABASE_MANIFEST)]
+    folders = {name: whole.enter(name) for name in names}
+    branches = {name: folder for name, folder in folders.items() if folder.status(DATABASE_MANIFEST)}
     if branches:
         _copy_branches(whole, branches)
-    for folder in (whole, *folders):
+    for folder in (whole, *folders.values()):
         folder.close()
     return bool(branches)
 
 
-def _copy_branches(whole: Directory, branches: Sequence[Directory]) -> None:
+def _copy_branches(whole: Directory, branches: Mapping[str, Directory]) -> None:
     import tensorstore as ts
 
     context = _context()
     target = _open(whole.path, _path_to(whole), context)
-    for branch in branches:
+    for name, branch in branches.items():
         transaction = ts.Transaction(atomic=True)
-        source = _open(branch.path, _path_to(branch), context)
+        source = _open(
+            branch.path, f"{_path_to(whole)}/{name}", context
+        )  # TensorStore only copies from below
         try:
             source.experimental_copy_range_to(target.with_transaction(transaction)).result()
             transaction.commit_sync()
