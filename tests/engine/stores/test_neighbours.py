@@ -476,11 +476,10 @@ def neighbour():
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "arrays, prefix", "database, prefix"])
-@pytest.mark.parametrize("what", ["run", "root"])
-def test_saves_beside_a_neighbour_who_swaps_everything_for_links(tmp_path, outside, neighbour, layout, what):
+def test_saves_beside_a_neighbour_who_swaps_everything_for_links(tmp_path, outside, neighbour, layout):
     run = save_as(layout, TREE, tmp_path / "place")
     before = contents(outside)
-    neighbour(run if what == "run" else run.parent, outside / "ours")
+    neighbour(run, outside / "ours")
     for number in range(20):
         try:
             save_as(layout, TREE if number % 2 else NEXT, tmp_path / "place")
