@@ -27,8 +27,8 @@ from eformer._engine.record.options import SaveOptions
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.steps import steps
 from eformer._engine.saving.run import told_to_all
+from eformer._engine.stores.local_removal import remove_file
 from eformer._engine.stores.locate import absolute, store_at
-from eformer._engine.stores.removal import remove_file
 from eformer.errors import NotFoundError
 from eformer.serialization._finished import (
     METADATA,

@@ -14,6 +14,7 @@ from eformer import checkpoint
 from eformer._engine.runs import near as near_module
 from eformer.checkpoint import Every, Run
 from eformer.errors import CorruptionError, MismatchError
+from support.links import contents
 from support.trees import assert_same
 
 
@@ -243,6 +244,24 @@ def test_what_a_killed_save_has_left_is_removed(far, near):
     (epoch / "step-30" / ".eformer-1" / "data").mkdir(parents=True)
     assert loop(far, near, 0)[1] == 27
     assert not (epoch / "step-30").exists()
+
+
+def test_nothing_is_removed_through_links(far, near, tmp_path):
+    loop(far, near, 29)
+    outside = tmp_path / "outside"
+    for epoch in ("0" * 16, "f" * 16):
+        (outside / epoch / ".hidden").mkdir(parents=True)
+        (outside / epoch / "thesis").write_text("years")
+    (near / "process-0" / ("0" * 16)).symlink_to(outside / ("0" * 16))
+    (near / "process-7").symlink_to(outside)  # as of a job that had more processes
+    newest(near).parent.joinpath("linked").symlink_to(outside / ("f" * 16))
+    before = contents(outside)
+    assert loop(far, near, 40)[1] == 27
+    assert contents(outside) == before
+    shutil.rmtree(near / "process-0")
+    (near / "process-0").symlink_to(outside)
+    with pytest.raises(ValueError, match="process-0 is a link"):
+        loop(far, near, 0)
 
 
 def test_a_near_save_that_fails_is_logged_and_the_run_goes_on(far, near, monkeypatch, caplog):

@@ -57,7 +57,8 @@ def mounted(tmp_path_factory):
     places = []
 
     def mount(what, where):
-        where.mkdir(parents=True, exist_ok=True)
+        if what.is_dir():
+            where.mkdir(parents=True, exist_ok=True)
         subprocess.run(["mount", "--bind", what, where], check=True)
         places.append(where)
 

@@ -264,6 +264,18 @@ def test_links_are_not_followed(url, cache, tree, tmp_path, caplog):
     assert warned(caplog)
 
 
+def test_a_file_with_a_second_name_is_not_written(url, cache, tree, tmp_path, caplog):
+    save(tree, url)
+    load(url, cache=cache)
+    (victim := tmp_path / "victim").write_bytes(bytes(100))  # as a new file of the cache begins
+    for path in files(cache):
+        path.unlink()
+        os.link(victim, path)
+    assert_same(load(url, cache=cache), tree)
+    assert victim.read_bytes() == bytes(100)
+    assert "has a second name" in caplog.text
+
+
 def test_a_pipe_is_not_waited_for(url, cache, tree, caplog):
     save(tree, url)
     load(url, cache=cache)

@@ -173,6 +173,15 @@ def test_a_root_that_is_mounted_there_is_left_alone(tmp_path, mounted, caplog):
     assert not list(run.glob(".eformer-*"))
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
+def test_a_file_that_is_mounted_there_is_not_written(tmp_path, unchanged, mounted, name):
+    run = save_as("safetensors", TREE, tmp_path)
+    mounted(unchanged / "0", run / name)
+    with suppress(OSError, EformerError):
+        save_as("safetensors", NEXT, tmp_path)
+    assert contents(unchanged)["0"][2] == b""
+
+
 # ---------------------------------------------------------------------------------------- Hugging Face
 
 

@@ -258,6 +258,8 @@ _FLAX = re.compile(r"checkpoint_\d+")  # the names of files by flax.training.che
 
 
 def _looks_like_one(path: Path) -> bool:
+    if path.is_symlink():  # perhaps to the outside, where nothing is opened for a hint
+        return False
     if _FLAX.fullmatch(path.name) and path.is_file():
         return True
     if any((path / name).exists() for name in (INDEX, MANIFEST)) or orbax.marks(path):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from eformer._engine.record.names import with_nearest
+from eformer._engine.stores.inside import directory_inside
 from eformer._engine.stores.local_copy import copy_of
 from eformer._engine.stores.ocdbt import DatabaseFiles
 from eformer.errors import NotFoundError
@@ -144,7 +145,7 @@ def files_of(store: Store, tree: TreeEntry, versions: Mapping[str, Version] | No
     if tree.is_database:
         names, directory = [file.name for file in tree.files], store.local_path()
         if directory is not None:
-            return DatabaseFiles(directory / tree.root, names)
+            return DatabaseFiles(directory_inside(directory, tree.root) if tree.root else directory, names)
         copy = copy_of(store, tree.root)  # TensorStore reads it by its path
         return DatabaseFiles(copy.path, names, copy)
     return store.open([tree.path_of(number) for number in range(len(tree.files))], versions)

@@ -15,7 +15,7 @@ import functools
 import logging
 import re
 import secrets
-import shutil
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,14 +33,15 @@ from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.run import carry_out
 from eformer._engine.saving.save import start
 from eformer._engine.stores.base import read_whole, update_file
+from eformer._engine.stores.directory import Directory
+from eformer._engine.stores.durable import scratch_name
 from eformer._engine.stores.locate import absolute, store_at
-from eformer._engine.stores.removal import identity_of, remove_checkpoint
 from eformer._engine.trees.copies import compile_copies
 from eformer.errors import CorruptionError, FormatError, NotFoundError, ProcessError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from datetime import timedelta
 
     from eformer._engine.loading.load import LoadedTree
@@ -121,6 +122,10 @@ class Near:
         if not self._every:
             raise ValueError("near= needs near_every=, which says when it saves")
         self._process = Path(place) / f"process-{jax.process_index()}"
+        if self._process.is_symlink():  # everything in the tier that is not kept is removed
+            raise ValueError(
+                f"near={path!r}: {self._process} is a link; remove it, or choose another directory"
+            )
         self._writer, self._run = writer, writer.store
         self._clock, self._timeout = Clock(clock, options.timeout), options.timeout
         self._options = dataclasses.replace(
@@ -199,10 +204,11 @@ class Near:
             self._line = self._line.up_to(number, epoch)
             self._write_line()
         stay = [step for step in self.held() if step.number <= number and step.epoch in before]
-        _remove_but(stay, self._process)
-        for name in _names_in(self._process.parent):  # of a job that had more processes
+        near = self._process.parent
+        _remove_but(stay, near, self._process.name)
+        for name in _names_in(near):  # of a job that had more processes
             if (found := _PROCESS.fullmatch(name)) and int(found["index"]) >= jax.process_count():
-                _remove_but((), self._process.parent / name)
+                _remove_but((), near, name)
         self.note_save(number)
 
     def _begin_afresh(self) -> None:
@@ -278,11 +284,16 @@ class Near:
                 if isinstance(array, jax.Array):
                     array.block_until_ready()
             for step in sorted(self._there())[:-_KEPT]:
-                _remove(self._process / step.epoch, step_name(step.number))
+                self._remove(step)
         except BaseException:
             save.turn.end()
             raise
         carry_out(save)
+
+    def _remove(self, step: NearStep) -> None:
+        near, epoch = self._process.parent, f"{self._process.name}/{step.epoch}"
+        with _logged(near / epoch), Directory.open(near) as place, place.enter(epoch) as folder:
+            _remove_entry(folder, step_name(step.number))
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the near save under way. Its error is logged, not raised."""
@@ -372,25 +383,40 @@ def _names_in(place: Path) -> list[str]:
         return []
 
 
-def _remove_but(stay: Iterable[NearStep], process: Path) -> None:
+def _remove_but(stay: Iterable[NearStep], near: Path, process: str) -> None:
     """Remove everything in the epochs of a process but these steps: other steps, and what killed saves have left.
 
-    Errors are logged: what stays takes room, and nothing else.
+    No directory is entered through a link, which whoever may write to the near tier could have put there. Errors are
+    logged: what stays takes room, and nothing else.
     """
     kept = {(step.epoch, step_name(step.number)) for step in stay}
-    for epoch in filter(_EPOCH.fullmatch, _names_in(process)):
-        for name in _names_in(process / epoch):
-            if (epoch, name) not in kept:
-                _remove(process / epoch, name)
-        if not _names_in(process / epoch):
-            shutil.rmtree(process / epoch, ignore_errors=True)
+    with _logged(near / process), Directory.open(near) as place, place.enter(process) as folder:
+        for epoch, kind in folder.kinds().items():
+            if kind == "directory" and _EPOCH.fullmatch(epoch):
+                with folder.enter(epoch) as inner:
+                    for name in inner.kinds():
+                        if (epoch, name) not in kept:
+                            _remove_entry(inner, name)
+                folder.remove_if_empty(epoch)
 
 
-def _remove(place: Path, name: str) -> None:
+@contextmanager
+def _logged(path: Path) -> Iterator[None]:
     try:
-        if name.startswith("."):
-            shutil.rmtree(place / name)
+        yield
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        logger.warning("%s was not removed: %s", path, error)
+
+
+def _remove_entry(folder: Directory, name: str) -> None:
+    """Remove a step or anything else; under a hidden name, so that a part of a step is never taken for a whole one."""
+    with _logged(folder.path / name):
+        hidden = name if name.startswith(".") else scratch_name()
+        if hidden != name:
+            folder.rename(name, folder, hidden)
+        if folder.has_directory(hidden):
+            folder.remove_tree(hidden)
         else:
-            remove_checkpoint(place, name, identity_of(place / name))
-    except (OSError, ValueError) as error:
-        logger.warning("%s was not removed: %s", place / name, error)
+            folder.unlink(hidden)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.policies import Keep
     from eformer._engine.runs.steps import Step
-    from eformer._engine.stores.base import Store
+    from eformer._engine.stores.base import Identity, Store
+
+logger = logging.getLogger("eformer")
 
 
 def _others(
@@ -43,13 +46,28 @@ def linked_in(where: Path) -> set[str]:
     return {target.removeprefix(prefix).partition("/")[0] for target in targets if target.startswith(prefix)}
 
 
+def _identities(store: Store, there: Sequence[Step]) -> dict[str, Identity]:
+    """Return what the steps are that are about to be looked at, so that nothing else is removed in their place. In a
+    bucket nothing can be given another name."""
+    found: dict[str, Identity] = {}
+    for step in there if store.can_rename else ():
+        with suppress(FileNotFoundError):
+            found[step.name] = store.identity(step.name, INDEXES)
+    return found
+
+
 def remove_others(path: str, rules: Sequence[Keep], stay: Collection[int | None] = ()) -> list[Step]:
     """Remove the steps that no rule keeps; return them."""
     store, there, removed = store_at(path), steps(path), []
+    identities = _identities(store, there)
     for step in _others(store, there, rules, stay):
-        with suppress(FileNotFoundError):  # somebody else has removed it
-            if store.remove_checkpoint(step.name, INDEXES):
+        try:
+            if store.remove_checkpoint(step.name, INDEXES, identities.get(step.name)):
                 removed.append(step)
+        except FileNotFoundError:  # somebody else has removed it
+            continue
+        except ValueError as error:  # another directory has taken its name
+            logger.warning("%s", error)
     sweep(store, [step.name for step in there])
     names = store.kinds()
     # Not what is listed alone: SeaweedFS lists directories for a while that are empty.

@@ -295,8 +295,9 @@ class Cache:
     def _checked(self, descriptor: int, path: str) -> int | None:
         """Return the length of the object whose file this is; None for a new file. Remove one that is damaged."""
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            raise _CacheError(f"{path} is not a file of this user")
+        is_shared = status.st_nlink > 1  # a file from elsewhere, which must not be written
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or is_shared:
+            raise _CacheError(f"{path} is not a file of this user, or has a second name")
         header = os.pread(descriptor, _FIELDS.size + _DIGEST, 0)
         status = os.fstat(descriptor)  # again: another thread may have begun the file, its length first
         if not header.strip(b"\0"):

@@ -23,6 +23,7 @@ from eformer._engine.stores.openat2 import (
     NO_MAGIC_LINKS,
     NO_OTHER_MOUNTS,
     How,
+    is_missing,
     openat2,
 )
 from eformer.errors import FormatError
@@ -60,6 +61,13 @@ class Directory:
     def path(self) -> Path:
         """Return the path by which it was opened, for messages and for reading."""
         return Path(self._where)
+
+    @property
+    def own_path(self) -> Path:
+        """Return a path that leads to this very directory, whatever is given its name meanwhile; where the system has
+        none, the path by which it was opened. It must not be used when the directory is closed."""
+        path = Path(f"/proc/self/fd/{self.descriptor}")
+        return path if path.is_dir() else self.path
 
     @classmethod
     def open(cls, path: Path) -> Directory:
@@ -134,6 +142,10 @@ class Directory:
 
     def read(self, name: str, most: int) -> bytes:
         """Read a small regular file. Raise FormatError for anything else, and for more than `most` bytes."""
+        return self.read_owned(name, most)[0]
+
+    def read_owned(self, name: str, most: int) -> tuple[bytes, int]:
+        """Do the same, and return the number of the user whose file it is, too."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             descriptor = os.open(self._plain(name), flags, dir_fd=self.descriptor)
@@ -150,7 +162,7 @@ class Directory:
             data = b""
             while chunk := os.read(descriptor, status.st_size + 1):
                 data += chunk
-            return data
+            return data, status.st_uid
         finally:
             os.close(descriptor)
 
@@ -173,7 +185,23 @@ class Directory:
         except OSError as error:  # which names no more than the name
             raise OSError(error.errno, error.strerror, str(self.path / name)) from error
         if usable and (status := self.status(name)) and status.st_mode & 0o700 != 0o700:
-            os.chmod(name, stat.S_IMODE(status.st_mode) | 0o700, dir_fd=self.descriptor)
+            self.set_mode(name, stat.S_IMODE(status.st_mode) | 0o700)
+
+    def set_mode(self, name: str, mode: int) -> None:
+        """Set the permissions of a file or directory, and never those of a link's target."""
+        flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            descriptor = os.open(self._plain(name), os.O_RDONLY | flags, dir_fd=self.descriptor)
+            change: int | str = descriptor
+        except PermissionError:  # the umask lets nobody read it
+            if not hasattr(os, "O_PATH"):
+                raise
+            descriptor = os.open(self._plain(name), os.O_PATH | flags, dir_fd=self.descriptor)
+            change = f"/proc/self/fd/{descriptor}"  # which is not permitted for a link
+        try:
+            os.chmod(change, mode)
+        finally:
+            os.close(descriptor)
 
     def link(self, name: str, target: Path | str, nbytes: int) -> None:
         """Hard-link a regular file into this directory. Refuse a file of another length."""
@@ -253,9 +281,21 @@ class Directory:
         everything that was not removed before stays. Another process may remove it at the same time.
         """
         with self.enter(name) as inner:
-            inner._empty(0)
+            inner.empty()
         with suppress(FileNotFoundError):
             os.rmdir(name, dir_fd=self.descriptor)
+
+    def remove_opened(self, name: str, inner: Directory) -> None:
+        """Remove everything in an open directory, and the directory if it still has this name.
+
+        Whatever else has been given that name meanwhile stays.
+        """
+        inner.empty()
+        self.remove_if_empty(name)
+
+    def empty(self) -> None:
+        """Remove everything in the directory, as `remove_tree` does."""
+        self._empty(0)
 
     def _empty(self, depth: int) -> None:
         for name, kind in self.kinds().items():
@@ -321,7 +361,6 @@ class Directory:
 
 _RESOLVE = NO_OTHER_MOUNTS | NO_MAGIC_LINKS | NO_LINKS | BENEATH
 _HOW = How(_OPEN | os.O_NOFOLLOW, 0, _RESOLVE)
-_NO_OPENAT2 = {errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.E2BIG}
 
 
 def _open_below(descriptor: int, path: str) -> int:
@@ -329,7 +368,7 @@ def _open_below(descriptor: int, path: str) -> int:
     found = openat2(descriptor, path, _HOW)
     if found >= 0:
         return found
-    if -found in _NO_OPENAT2:  # some containers forbid it
+    if is_missing(found):
         return _step_by_step(descriptor, path)
     raise OSError(-found, os.strerror(-found), path)
 

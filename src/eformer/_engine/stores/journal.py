@@ -7,6 +7,7 @@ by its lock whether the writer is alive, and by the index whether the save was c
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("eformer")
 
 JOURNAL = "journal.json"
+DATA = "data"
+NEW = "new"
+_OF_SCRATCH = {JOURNAL, DATA, NEW}
 _MOST_JOURNAL = 2**27  # bytes
 
 
@@ -151,22 +155,45 @@ def _sweep(
         try_lock(scratch.descriptor)  # raises if the writer is alive
         if only_unpublished and scratch.status(JOURNAL):
             return
-        carry_out(place, read_journal(scratch), committed)
-        place.remove_tree(name)
+        if not is_scratch(scratch):
+            logger.warning(
+                "%s was not removed: it is named like the scratch directory of a save, but has something else in it",
+                scratch.path,
+            )
+            return
+        journal, owner = read_journal(scratch)
+        carry_out(place, journal, committed, owner)
+        place.remove_opened(name, scratch)
 
 
-def read_journal(scratch: Directory) -> Journal | None:
+def is_scratch(folder: Directory) -> bool:
+    """Tell whether a directory has nothing in it that the scratch directory of a save does not have, except links.
+
+    The name alone does not say so. Whoever may rename a directory, but not remove what is in it, could have that done
+    by the next save.
+    """
+    return all(kind == "other" or name in _OF_SCRATCH for name, kind in folder.kinds().items())
+
+
+def read_journal(scratch: Directory) -> tuple[Journal | None, int | None]:
+    """Read the journal, and return the number of the user who wrote it; None for one whom this process may trust."""
     try:
-        return json_decoder(Journal).decode(scratch.read(JOURNAL, _MOST_JOURNAL))
+        data, owner = scratch.read_owned(JOURNAL, _MOST_JOURNAL)
+        return json_decoder(Journal).decode(data), None if owner in (0, os.geteuid()) else owner
     except (FileNotFoundError, FormatError, *MALFORMED_JSON):  # it died before it had one: nothing was moved
-        return None
+        return None, None
 
 
-def carry_out(place: Directory, journal: Journal | None, committed: Container[str] | None) -> None:
+def carry_out(
+    place: Directory,
+    journal: Journal | None,
+    committed: Container[str] | None,
+    owner: int | None = None,
+) -> None:
     """Remove the new directories of a save that is not in `committed`, or else the old ones.
 
     Old directories with a mark are removed in either case: other saves have committed since. Without `committed` only
-    the new ones are.
+    the new ones are. With an `owner`, who wrote the journal, only what belongs to that user is removed.
     """
     if journal is None:
         return
@@ -178,4 +205,4 @@ def carry_out(place: Directory, journal: Journal | None, committed: Container[st
         doomed = (*journal.new, *(moved for moved in journal.old if moved.mark))
     for moved in doomed:
         if committed is None or moved.mark not in committed:  # the index knows it, whatever the journal says
-            remove_moved(place, moved)
+            remove_moved(place, moved, owner)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from eformer._engine.stores.base import Entry
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.durable import make_directories, replaceable_mode, sync_directory
-from eformer._engine.stores.inside import open_inside, read_range, version_of, walk
+from eformer._engine.stores.inside import listing, open_inside, read_range, version_of, walk
 from eformer._engine.stores.journal import has_unfinished, sweep_dead
 from eformer._engine.stores.local_files import LocalFiles
+from eformer._engine.stores.local_removal import identity_of, remove_checkpoint, set_aside
 from eformer._engine.stores.local_upload import LocalUpload
-from eformer._engine.stores.removal import identity_of, remove_checkpoint, set_aside
 from eformer._engine.tasks.pool import default_threads
 
 if TYPE_CHECKING:
@@ -28,11 +28,20 @@ if TYPE_CHECKING:
 _MOST_PATH = 4096  # bytes
 
 
+def _statuses(top: Path) -> Iterator[os.stat_result]:
+    """Return the status of a file, or of everything in a directory."""
+    if not top.is_dir():
+        yield top.lstat()
+        return
+    for _, entry in walk(top):
+        yield entry.stat(follow_symlinks=False)
+
+
 class LocalStore:
     """A directory of this machine.
 
-    A file of it may be a link to another file of the same directory, or to ../../blobs, where the cache of Hugging Face
-    keeps the files of its snapshots. Links anywhere else are refused.
+    A file of it may be a link to another file in it or below it or, in a snapshot of Hugging Face's cache, to
+    ../../blobs, where that keeps the files. Links anywhere else are refused, and nothing there is opened.
     """
 
     can_rename = True
@@ -86,7 +95,7 @@ class LocalStore:
 
     def kinds(self, below: str = "") -> dict[str, Kind]:
         kinds: dict[str, Kind] = {}
-        with os.scandir(self.path / below) as entries:
+        with listing(self.path, below) as entries:
             for entry in entries:
                 is_file = entry.is_file(follow_symlinks=False)
                 is_directory = not is_file and entry.is_dir(follow_symlinks=False)
@@ -98,7 +107,7 @@ class LocalStore:
         todo = [("", 1)]
         while todo:
             inner, level = todo.pop()
-            with os.scandir(self.path / below / inner) as entries:
+            with listing(self.path, f"{below}/{inner}" if below and inner else below or inner) as entries:
                 for entry in entries:
                     path = f"{inner}/{entry.name}" if inner else entry.name
                     if not entry.is_dir(follow_symlinks=False):
@@ -115,8 +124,7 @@ class LocalStore:
         """Count the bytes of files that were not `seen` yet, and add them to those."""
         nbytes = 0
         with suppress(FileNotFoundError):  # somebody removes them
-            for file in [entry.path for entry in walk(top)] if top.is_dir() else [top]:
-                status = os.lstat(file)
+            for status in _statuses(top):
                 identity = (status.st_dev, status.st_ino)
                 if stat.S_ISREG(status.st_mode) and identity not in seen:
                     seen.add(identity)

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eformer._engine.stores.inside import content_of, open_beneath, open_inside, read_into, version_of
+from eformer._engine.stores.inside import (
+    content_of,
+    open_base,
+    open_beneath,
+    open_inside,
+    read_into,
+    version_of,
+)
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -165,5 +172,5 @@ class LocalFiles:
         """Open the directory when the first file below it is read."""
         with self.opening:
             if self.base < 0:
-                self.base = os.open(self.real, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                self.base = open_base(self.real)
             return self.base

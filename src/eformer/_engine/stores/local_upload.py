@@ -36,7 +36,9 @@ from eformer._engine.stores.durable import (
 )
 from eformer._engine.stores.inside import content_of, version_of, walk
 from eformer._engine.stores.journal import (
+    DATA,
     JOURNAL,
+    NEW,
     Journal,
     carry_out,
     make_journal,
@@ -66,9 +68,6 @@ _SYNCED_BY_SYNCFS = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x7
 _LARGE_PART = 1 / 16  # of the memory: a larger save does not stay in the page cache
 
 _MOST_DEPTH = 64  # of directories in a checkpoint that is linked
-
-_DATA = "data"
-_NEW = "new"
 
 
 class LocalUpload:
@@ -111,10 +110,10 @@ class LocalUpload:
             self._folder = self._around.enter(name)
             lock(self._folder.descriptor, shared=True)
             if self.is_owner:
-                self._folder.make(_DATA, usable=True)
+                self._folder.make(DATA, usable=True)
             if self.is_owner and self.is_new:
                 self._make_place()
-            self.data = self._folder.enter(_DATA)
+            self.data = self._folder.enter(DATA)
             if self.is_new:
                 self.place = self._folder.enter(self._new)
         except FileNotFoundError:  # swept between its creation and the lock
@@ -129,11 +128,11 @@ class LocalUpload:
     @property
     def _new(self) -> str:
         """Where the new place is in the scratch directory: with its name, so that nobody joins who means another."""
-        return f"{_NEW}/{self._directory.name}"
+        return f"{NEW}/{self._directory.name}"
 
     def _make_place(self) -> None:
-        self._folder.make(_NEW, usable=True)
-        with self._folder.enter(_NEW) as folder:
+        self._folder.make(NEW, usable=True)
+        with self._folder.enter(NEW) as folder:
             folder.make(self._directory.name)
 
     def announce(self) -> None:
@@ -255,13 +254,13 @@ class LocalUpload:
 
     def files(self, below: str = "") -> list[str]:
         """List all files of the data, in and below a directory of it."""
-        start = self.data.path / below
-        entries = walk(start) if start.is_dir() else ()
-        return [
-            os.path.relpath(entry.path, self.data.path)
-            for entry in entries
-            if not entry.is_dir(follow_symlinks=False)
-        ]
+        try:
+            folder = self.folder(below)
+        except FileNotFoundError:
+            return []
+        with folder:
+            found = [path for path, entry in walk(folder.own_path) if not entry.is_dir(follow_symlinks=False)]
+        return [f"{below}/{path}" if below else path for path in found]
 
     # ------------------------------------------------------------------------------------- publish
 
@@ -280,7 +279,7 @@ class LocalUpload:
     def _appear(self) -> None:
         """Give the new directory its name."""
         self.place.sync()
-        with self._folder.enter(_NEW) as folder:
+        with self._folder.enter(NEW) as folder:
             folder.put(self._directory.name, self._around, self._directory.name)
         self._around.sync()
 
@@ -324,7 +323,7 @@ class LocalUpload:
         for name, final in moves.items():
             if name in directories:
                 source = self.data if name else self._folder
-                source.rename(name or _DATA, self.place, final)
+                source.rename(name or DATA, self.place, final)
             elif not self.is_published(name, final):
                 self._move_file(name, final)
         self.place.sync()
@@ -337,9 +336,9 @@ class LocalUpload:
         self.must_stay = True
 
     def _move_file(self, name: str, final: str) -> None:
-        mode = replaceable_mode(self.place, final)
-        if mode is not None:
-            os.chmod(name, mode, dir_fd=self.data.descriptor)
+        mode, status = replaceable_mode(self.place, final), self.data.status(name)
+        if mode is not None and status and status.st_nlink == 1:  # else another checkpoint has the file, too
+            self.data.set_mode(name, mode)
         if self.place.status(final) is None:  # what is replaced is not ours to withdraw
             self._published.append(final)
         self.data.rename(name, self.place, final)
@@ -352,11 +351,11 @@ class LocalUpload:
         for name in self._published:
             self.place.unlink(name)
         if self.must_stay:
-            carry_out(self.place, read_journal(self._folder), None)
+            carry_out(self.place, read_journal(self._folder)[0], None)
         self.must_stay = False
 
     def finish(self) -> None:
-        if self.must_stay and (journal := read_journal(self._folder)):
+        if self.must_stay and (journal := read_journal(self._folder)[0]):
             carry_out(self.place, journal, {journal.save_id})
         self.must_stay = False
 
@@ -393,9 +392,9 @@ class LocalUpload:
 
     def close(self) -> None:
         try:
-            if self.is_owner and not self.must_stay and self._around.descriptor >= 0:
+            if self.is_owner and not self.must_stay and self._folder.descriptor >= 0:
                 with suppress(OSError):  # left to the next save
-                    self._around.remove_tree(self.token)
+                    self._around.remove_opened(self.token, self._folder)
         finally:
             self.abandon()
 
@@ -533,7 +532,7 @@ def appearing(path: Path) -> Iterator[Path]:
         sweep_unpublished(place)  # remains of others that died
     upload = LocalUpload(path.parent)
     try:
-        yield upload.data.path / path.name
+        yield upload.data.own_path / path.name
         upload.data.put(path.name, upload.place, path.name)
         upload.place.sync()
     finally:
@@ -544,7 +543,8 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 def _sync(directory: Directory, name: str) -> None:
-    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.descriptor)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(name, flags, dir_fd=directory.descriptor)
     try:
         sync_data(descriptor)
     finally:

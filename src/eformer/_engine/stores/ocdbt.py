@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from eformer._engine.stores.base import Entry, Replaced, Store
+    from eformer._engine.stores.directory import Directory
 
 DATABASE_MANIFEST = "manifest.ocdbt"
 
@@ -36,11 +37,12 @@ def _context() -> Any:
     return ts.Context({"file_io_sync": False, "cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
 
 
-def _open(directory: Path, context: Any = None) -> Any:
+def _open(directory: Path, path: str, context: Any = None) -> Any:
+    """Open the database in a directory, by a path without dots, which TensorStore refuses."""
     import tensorstore as ts
 
     _require_text(directory)
-    base = {"driver": "file", "path": f"{os.path.realpath(directory)}/"}  # it refuses paths with dots
+    base = {"driver": "file", "path": f"{path}/"}
     spec = {"driver": "ocdbt", "base": base, "config": {"compression": None}}
     context = context or _context()
     try:
@@ -60,9 +62,9 @@ def require_plain_files(directory: Path, *, is_database: bool = True) -> None:
         raise FormatError(f"{directory} is a link; a database must be a directory of the checkpoint")
     if is_database and not (directory / DATABASE_MANIFEST).is_file():
         raise FileNotFoundError(f"{directory} is not an OCDBT database: {DATABASE_MANIFEST} is missing")
-    for entry in walk(directory):
+    for path, entry in walk(directory):
         if not entry.is_file(follow_symlinks=False) and not entry.is_dir(follow_symlinks=False):
-            raise FormatError(f"{entry.path} is not a regular file")
+            raise FormatError(f"{directory / path} is not a regular file")
 
 
 def list_arrays(directory: Path) -> list[str]:
@@ -82,13 +84,14 @@ class DatabaseUpload(LocalUpload):
     """An upload of files as keys of a database. Each process writes its own; that of the first takes over the rest."""
 
     takes_whole_files = True
+    _database: _Database | None = None
 
     def __init__(self, directory: Path, token: str = "", *, mark: str, process: int = 0) -> None:
         _require_text(directory)
         super().__init__(directory, token)
         self._mark, self._branch = mark, f"{_BRANCH}{process}" if process else ""
         try:
-            self._database = _Database(self.data.path / self._branch)
+            self._database = _Database(self.made_folder(self._branch))
         except BaseException:
             self.close()
             raise
@@ -97,6 +100,7 @@ class DatabaseUpload(LocalUpload):
         raise NotImplementedError("a database only takes whole files; use put")
 
     def put(self, files: Sequence[tuple[str, bytes]]) -> None:
+        assert self._database is not None
         for name, data in files:
             self._database.put(name, data)
 
@@ -104,6 +108,7 @@ class DatabaseUpload(LocalUpload):
         return False
 
     def sync(self) -> None:
+        assert self._database is not None
         self._database.finish()
         written = self.files(self._branch)
         self.sync_files([name for name in written if self._branch or not name.startswith(_BRANCH)])
@@ -118,21 +123,32 @@ class DatabaseUpload(LocalUpload):
     ) -> None:
         if moves:
             super().put([(DATABASE_MARK, self._mark.encode())])
-            if _join_branches(self.data.path):
+            if _join_branches(self.folder("")):
                 self.sync()
             else:
                 super().sync()
         described = None if unmarked is None else [DATABASE_MARK]
         super().publish(moves, replaced, save_id=save_id, unmarked=described)
 
+    def abandon(self) -> None:
+        if self._database is not None:
+            self._database.close()
+        super().abandon()
+
 
 class _Database:
-    """A database that is being written, by any number of threads."""
+    """A database that is being written, by any number of threads. It closes the directory in the end."""
 
-    def __init__(self, directory: Path) -> None:
-        self._store = _open(directory)
+    def __init__(self, folder: Directory) -> None:
+        self._folder, self._is_busy = folder, False
+        self._store = _open(folder.path, _path_to(folder))
         self._lock = threading.Lock()
         self._begin()
+
+    def close(self) -> None:
+        """Close the directory, unless TensorStore may still write to it: its number could be given to another."""
+        if not self._is_busy:
+            self._folder.close()
 
     def _begin(self) -> None:
         import tensorstore as ts
@@ -149,10 +165,13 @@ class _Database:
                 self._begin()
 
     def _commit(self) -> None:
+        self._is_busy = True  # and stays so if this is interrupted
         try:
             self._transaction.commit_sync()
         except ValueError as error:  # TensorStore does not raise OSError
-            raise OSError(str(error)) from error
+            self._is_busy = False
+            raise _told(error, self._folder) from error
+        self._is_busy = False
 
     def finish(self) -> None:
         """Commit all values, so that they are in the files."""
@@ -161,24 +180,48 @@ class _Database:
             self._begin()
 
 
-def _join_branches(directory: Path) -> bool:
-    """Take over the databases of other processes, if there are any. Their files stay, their manifests are removed."""
+def _path_to(folder: Directory) -> str:
+    own = folder.own_path
+    return os.path.realpath(own) if own == folder.path else str(own)
+
+
+def _told(error: ValueError, folder: Directory) -> OSError:
+    """Return what TensorStore says, with the path of the directory instead of its number."""
+    return OSError(str(error).replace(str(folder.own_path), str(folder.path)))
+
+
+def _join_branches(whole: Directory) -> bool:
+    """Take over the databases of other processes, if there are any. Their files stay, their manifests are removed.
+
+    After an error the directories stay open: TensorStore may still write to them, and their numbers could be given to
+    others.
+    """
+    names = [name for name, kind in whole.kinds().items() if kind == "directory" and name.startswith(_BRANCH)]
+    folders = {name: whole.enter(name) for name in names}
+    branches = {name: folder for name, folder in folders.items() if folder.status(DATABASE_MANIFEST)}
+    if branches:
+        _copy_branches(whole, branches)
+    for folder in (whole, *folders.values()):
+        folder.close()
+    return bool(branches)
+
+
+def _copy_branches(whole: Directory, branches: Mapping[str, Directory]) -> None:
     import tensorstore as ts
 
-    branches = sorted(path for path in directory.glob(f"{_BRANCH}*") if (path / DATABASE_MANIFEST).exists())
-    if not branches:
-        return False
     context = _context()
-    whole = _open(directory, context)
-    for branch in branches:
+    target = _open(whole.path, _path_to(whole), context)
+    for name, branch in branches.items():
         transaction = ts.Transaction(atomic=True)
+        source = _open(
+            branch.path, f"{_path_to(whole)}/{name}", context
+        )  # TensorStore only copies from below
         try:
-            _open(branch, context).experimental_copy_range_to(whole.with_transaction(transaction)).result()
+            source.experimental_copy_range_to(target.with_transaction(transaction)).result()
             transaction.commit_sync()
         except ValueError as error:
-            raise OSError(str(error)) from error
-        os.unlink(branch / DATABASE_MANIFEST)
-    return True
+            raise _told(error, whole) from error
+        branch.unlink(DATABASE_MANIFEST)
 
 
 class DatabaseFiles:
@@ -187,7 +230,7 @@ class DatabaseFiles:
     def __init__(self, directory: Path, names: Sequence[str], keep: object = None) -> None:
         require_plain_files(directory)
         self._keep = keep
-        self._store = _open(directory)
+        self._store = _open(directory, os.path.realpath(directory))
         self.directory, self.names = directory, names
 
     def hold(self, numbers: Iterable[int]) -> None:

@@ -17,6 +17,7 @@ NO_LINKS = 0x04
 BENEATH = 0x08  # links, and names such as "..", may not lead above the directory
 
 _OPENAT2 = 437  # the number of the system call, on every architecture
+_MISSING = {errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.E2BIG}  # some containers forbid it
 
 
 class How(ctypes.Structure):
@@ -51,3 +52,8 @@ def openat2(directory: int, path: str, how: How) -> int:
         code = ctypes.get_errno()
         if code != errno.EINTR:
             return -code
+
+
+def is_missing(code: int) -> bool:
+    """Tell whether an error number of `openat2` means that the call does not exist here, or is forbidden."""
+    return -code in _MISSING

@@ -1,9 +1,10 @@
-"""Remove arrays that a save has put in place or replaced, and whole checkpoints.
+"""Remove arrays that a save has put in place or replaced.
 
 A journal names the arrays, but is not trusted: anyone who can write one could name anything. A file is removed only if
 it is part of an array or a database that carries the mark of that save. Arrays without a mark were written by other
 programs, or saved to look like theirs; they must be exactly the files that the journal describes. Links are not
-followed, other checkpoints are not entered, and all other files stay.
+followed, other checkpoints are not entered, and all other files stay. A journal of another user only has files of that
+user removed.
 """
 
 from __future__ import annotations
@@ -12,23 +13,20 @@ import errno
 import logging
 import re
 import stat
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from eformer._engine.record.names import is_inside
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
-from eformer._engine.stores.directory import Directory
-from eformer._engine.stores.durable import scratch_name
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
 
-    from eformer._engine.stores.base import Identity, Kind
+    from eformer._engine.stores.base import Kind
+    from eformer._engine.stores.directory import Directory
 
 logger = logging.getLogger("eformer")
 
@@ -82,8 +80,8 @@ class Moved(msgspec.Struct, frozen=True, array_like=True):
     described: tuple[Described, ...] = ()
 
 
-def remove_moved(directory: Directory, moved: Moved) -> None:
-    """Remove the arrays, and the directories that are empty without them.
+def remove_moved(directory: Directory, moved: Moved, owner: int | None = None) -> None:
+    """Remove the arrays, and the directories that are empty without them; with an `owner`, only those of that user.
 
     The files that identify the arrays are removed last, so that an interrupted removal can be repeated.
     """
@@ -100,31 +98,38 @@ def remove_moved(directory: Directory, moved: Moved) -> None:
         if top.inode != moved.inode:
             return
         if moved.mark:
-            _remove_marked(top, moved.mark, 0)
+            _remove_marked(top, moved.mark, owner, 0)
         else:
-            _remove_described(top, _by_directory(moved), 0)
+            _remove_described(top, _by_directory(moved), owner, 0)
     directory.remove_if_empty(moved.name)
 
 
 # --------------------------------------------------------------------------------------------- which
 
 
-def _remove_marked(folder: Directory, mark: str, depth: int) -> None:
+def _remove_marked(folder: Directory, mark: str, owner: int | None, depth: int) -> None:
     """Remove all arrays and databases of one save, in and below a directory. Remove empty directories, too: they may be
     left over from an array whose removal was interrupted."""
     kinds = folder.kinds()
     if not _OTHERS.isdisjoint(kinds):
         logger.warning("%s was not removed: it is another checkpoint", folder.path)
     elif _mark_of_database(folder, kinds) == mark:
-        _remove_database(folder, kinds)
+        if _is_of(owner, folder, DATABASE_MARK):
+            _remove_database(folder, kinds)
     elif (array := read_array(folder, kinds)) and array.eformer == mark:
-        _remove_array(folder, array, kinds)
+        if _is_of(owner, folder, ZARRAY):
+            _remove_array(folder, array, kinds)
     else:
         for name, kind in kinds.items():
             if kind == "directory":
                 with folder.deeper(name, depth) as inner:
-                    _remove_marked(inner, mark, depth + 1)
+                    _remove_marked(inner, mark, owner, depth + 1)
                 folder.remove_if_empty(name)
+
+
+def _is_of(owner: int | None, folder: Directory, name: str) -> bool:
+    status = folder.status(name)
+    return owner is None or (status is not None and status.st_uid == owner)
 
 
 _Tree = dict[str, "Described | _Tree"]
@@ -148,7 +153,7 @@ def _by_directory(moved: Moved) -> _Tree:
     return root
 
 
-def _remove_described(folder: Directory, tree: _Tree, depth: int) -> None:
+def _remove_described(folder: Directory, tree: _Tree, owner: int | None, depth: int) -> None:
     """Remove arrays and databases without a mark, and the directories above them that are empty then."""
     kinds = folder.kinds()
     if not _OTHERS.isdisjoint(kinds):
@@ -156,10 +161,11 @@ def _remove_described(folder: Directory, tree: _Tree, depth: int) -> None:
         return
     for name, inner in tree.items():
         if isinstance(inner, Described):
-            _remove_if_same(folder, name, kinds, inner)
+            if _is_of(owner, folder, name):
+                _remove_if_same(folder, name, kinds, inner)
         elif kinds.get(name) == "directory":
             with folder.deeper(name, depth) as below:
-                _remove_described(below, inner, depth + 1)
+                _remove_described(below, inner, owner, depth + 1)
             folder.remove_if_empty(name)
 
 
@@ -267,57 +273,3 @@ def _remove_database_files(folder: Directory, kinds: Mapping[str, Kind]) -> None
         folder.remove_if_empty(_DATABASE_FILES)
     if kinds.get(_DATABASE_MANIFEST) == "file":
         folder.unlink(_DATABASE_MANIFEST)
-
-
-# --------------------------------------------------------------------------------------- checkpoints
-
-
-def identity_of(path: Path) -> Identity:
-    """Return an identity of a file or a directory: more than the inode, which may be used again."""
-    return _identity(path.lstat())
-
-
-def _identity(status: os.stat_result) -> Identity:
-    return status.st_mode, status.st_ino, status.st_mtime_ns
-
-
-def remove_checkpoint(directory: Path, name: str, identity: Identity) -> None:
-    """Remove a whole checkpoint; raise ValueError if it is not the one with this identity any more.
-
-    It is renamed to a hidden name first, so that a partly removed checkpoint is never taken for a whole one.
-    """
-    with Directory.open(directory) as place:
-        status = place.status(name)
-        if status is None or _identity(status) != identity:
-            raise ValueError(
-                f"{place.path / name} has changed since its removal was planned, and was not removed"
-            )
-        is_directory = stat.S_ISDIR(status.st_mode)
-        if is_directory:
-            place.require_removable(name)
-        hidden = scratch_name()
-        place.rename(name, place, hidden)
-        place.sync()
-        if is_directory:
-            with suppress(FileNotFoundError):  # a save sweeps it at the same time
-                place.remove_tree(hidden)
-        else:
-            place.unlink(hidden)
-
-
-def set_aside(directory: Path, name: str, why: str) -> str:
-    """Give a checkpoint another name, by which it is no step of a run any more: step-100.damaged. Return that name."""
-    with Directory.open(directory) as place:
-        number, aside = 1, f"{name}.{why}"
-        while place.status(aside) is not None:
-            number += 1
-            aside = f"{name}.{why}-{number}"
-        place.rename(name, place, aside)
-        place.sync()
-    return aside
-
-
-def remove_file(directory: Path, name: str) -> None:
-    """Remove a file that eformer wrote beside a checkpoint, if it is there."""
-    with Directory.open(directory) as place:
-        place.unlink(name)

@@ -11,6 +11,7 @@ in a directory named after its step. Items that are JSON become metadata of the 
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,7 +71,8 @@ def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
     if holds_tree(directory):
         return _found(directory, {"": TreeDirectory(directory)}, read_checkpoint_metadata(directory))
     if ORBAX_CHECKPOINT not in names and (steps := steps_in(directory, names)):
-        return in_directory(directory / steps[-1], list(LocalStore(directory / steps[-1]).kinds()))
+        step = _inside_run(directory, steps[-1])
+        return in_directory(step, list(LocalStore(step).kinds()))
     checkpoint = read_checkpoint_metadata(directory)
     items = {name: item for name in names if (item := find_item(directory / name, checkpoint.item_handlers))}
     if items:
@@ -81,6 +83,16 @@ def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
             "has not finished"
         )
     return None
+
+
+def _inside_run(run: Path, step: str) -> Path:
+    """Return the path of a step; refuse a link that leads out of its run, before anything there is opened."""
+    path, target = run / step, os.path.realpath(run / step)
+    if path.is_symlink() and not target.startswith(f"{os.path.realpath(run)}/"):
+        raise FormatError(
+            f"{path} is a link to {target!r}, outside of the run; pass that path if it is the step to read"
+        )
+    return path
 
 
 def marks(directory: Path) -> list[str]:
@@ -102,7 +114,7 @@ def _read_documents(directory: Path, skip: Container[str]) -> dict[str, Any]:
         path = directory / name
         if name not in skip and path.is_dir() and not path.is_symlink():
             with suppress(FormatError, OSError, ValueError, RecursionError):
-                found[name] = value_to_json(read_json_item(path))
+                found[name] = value_to_json(read_json_item(directory, name))
     return found
 
 
@@ -176,4 +188,4 @@ def _is_unread_item(path: Path) -> bool:
         return False
     if is_checkpoint(LocalStore(path.parent), path.name):
         return False
-    return any(not entry.is_dir(follow_symlinks=False) for entry in walk(path))
+    return any(not entry.is_dir(follow_symlinks=False) for _, entry in walk(path))

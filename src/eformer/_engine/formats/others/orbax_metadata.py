@@ -179,10 +179,10 @@ class _ArrayMetadatas(msgspec.Struct):
 
 def read_key_generators(directory: Path) -> dict[str, str]:
     """Read the generators of the PRNG keys, by stored name."""
-    below = directory / ARRAY_METADATAS
     found: dict[str, str] = {}
-    for name in LocalStore(below).kinds() if below.is_dir() else []:
-        for entry in _read(below, name, _ArrayMetadatas).array_metadatas:
+    is_there = (directory / ARRAY_METADATAS).is_dir()
+    for name in LocalStore(directory).kinds(ARRAY_METADATAS) if is_there else []:
+        for entry in _read(directory, f"{ARRAY_METADATAS}/{name}", _ArrayMetadatas).array_metadatas:
             generator = (entry.array_metadata.ext_metadata or {}).get("random_key_impl")
             if isinstance(generator, str):
                 found[entry.array_metadata.param_name] = generator
@@ -192,21 +192,24 @@ def read_key_generators(directory: Path) -> dict[str, str]:
 # ----------------------------------------------------------------------------------- items that are JSON
 
 
-def read_json_item(directory: Path) -> Any:
-    """Read the JSON in the only file of a directory."""
-    (name,) = (name for name in LocalStore(directory).kinds() if name != _COMMITTED)
+def read_json_item(directory: Path, item: str) -> Any:
+    """Read the JSON in the only file of an item, which is a directory in the one of the checkpoint."""
     store = LocalStore(directory)
-    if store.read(name, 0, _BEGINNING)[0].lstrip()[:1] not in (b"{", b"["):
-        raise ValueError(f"{directory / name} is not a document")
-    return json.loads(read_whole(store, name)[0])
+    (name,) = (name for name in store.kinds(item) if name != _COMMITTED)
+    file = f"{item}/{name}"
+    if store.read(file, 0, _BEGINNING)[0].lstrip()[:1] not in (b"{", b"["):
+        raise ValueError(f"{directory / file} is not a document")
+    return json.loads(read_whole(store, file)[0])
 
 
-def read_is_typed(directory: Path) -> bool:
+def read_is_typed(directory: Path, item: str) -> bool:
     """Read whether a PRNG key is typed from the JSON item beside it."""
     try:
-        return bool(read_json_item(directory)["typed"])
+        return bool(read_json_item(directory, item)["typed"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise FormatError(f"{directory} does not say whether the PRNG key is typed: {error}") from error
+        raise FormatError(
+            f"{directory / item} does not say whether the PRNG key is typed: {error}"
+        ) from error
 
 
 # ------------------------------------------------------------------------------------------------ files

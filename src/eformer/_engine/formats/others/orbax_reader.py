@@ -201,7 +201,7 @@ def _unwrap(place: TreeDirectory, contents: _Contents) -> dict[str, LeafEntry]:
     if len(contents.entries) != 1 or count != 1:
         raise FormatError(f"{place.directory} should hold one array, but holds {count} leaves")
     (entry,) = contents.entries.values()
-    is_typed = place.key_metadata and read_is_typed(place.directory.parent / place.key_metadata)
+    is_typed = place.key_metadata and read_is_typed(place.directory.parent, place.key_metadata)
     if is_typed and entry.dtype == "uint32" and entry.shape[-1:] == (2,):
         # Orbax does not record the generator and uses JAX's default, the only one whose keys are two numbers.
         entry = msgspec.structs.replace(entry, key="threefry2x32", sharding=None)
