@@ -179,6 +179,7 @@ def describe_file(
     metadata: Mapping[str, Any] | None = None,
     has_names: bool = True,
     find_damages: Callable[[], Iterator[Damage]] | None = None,
+    left_out: tuple[str, ...] = (),
 ) -> Found:
     """Describe the checkpoint that a file is. `structure`, `values` and `metadata` are JSON.
 
@@ -211,6 +212,7 @@ def describe_file(
         open_files=_opener(file, virtual) if virtual else None,
         has_names=has_names,
         find_damages=find_damages,
+        find_left_out=lambda: left_out,
     )
 
 
