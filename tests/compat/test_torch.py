@@ -1,8 +1,10 @@
 """Files of torch.save: read as data, without PyTorch, equal to what PyTorch loads; hostile pickles do nothing."""
 
 import io
+import json
 import os
 import pickle
+import shutil
 import struct
 import zipfile
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer.errors import EformerError, FormatError
+from eformer.errors import CorruptionError, EformerError, FormatError
 from support.commands import run
 
 HERE = Path(__file__).parent / "torch"
@@ -33,9 +35,8 @@ def leaves_of(tree):
 @pytest.mark.parametrize("name", READ)
 def test_files_of_pytorch_are_what_pytorch_loads(name):
     with np.load(HERE / f"{name}.npz") as expected:
-        assert leaves_of(checkpoint.load(HERE / f"{name}.pt")) == {
-            k: v.tobytes() for k, v in expected.items()
-        }
+        path = HERE / name if (HERE / name).is_dir() else HERE / f"{name}.pt"
+        assert leaves_of(checkpoint.load(path)) == {k: v.tobytes() for k, v in expected.items()}
 
 
 def test_plain_values_and_containers_come_back():
@@ -94,6 +95,67 @@ def test_a_file_converts_to_safetensors_and_back_to_the_same_leaves(tmp_path):
     assert leaves_of(checkpoint.load(tmp_path / "m.safetensors")) == leaves_of(
         checkpoint.load(HERE / "weights.pt")
     )
+
+
+def test_a_directory_with_one_file_is_a_model_too(tmp_path):
+    shutil.copy(HERE / "weights.pt", tmp_path / "pytorch_model.bin")
+    (tmp_path / "optimizer.pt").write_bytes(b"x")
+    assert leaves_of(checkpoint.load(tmp_path)) == leaves_of(checkpoint.load(HERE / "weights.pt"))
+    assert checkpoint.inspect(tmp_path).left_out == ("optimizer.pt",)
+
+
+def test_shards_and_index_have_to_agree(tmp_path):
+    shutil.copytree(HERE / "shards", tmp_path / "m")
+    index = tmp_path / "m" / "pytorch_model.bin.index.json"
+    changed = json.loads(index.read_text())
+    changed["weight_map"]["9.weight"] = changed["weight_map"].pop("0.weight")
+    index.write_text(json.dumps(changed))
+    with pytest.raises(FormatError, match=r"do not agree on: '0.weight' in .*; '9.weight' in"):
+        checkpoint.load(tmp_path / "m")
+    changed["weight_map"]["x"] = "../outside.bin"
+    index.write_text(json.dumps(changed))
+    with pytest.raises(CorruptionError, match=r"names files that are missing: ../outside.bin"):
+        checkpoint.load(tmp_path / "m")
+    index.write_text("{}")
+    with pytest.raises(FormatError, match="is not an index of a model"):
+        checkpoint.load(tmp_path / "m")
+
+
+def test_plain_values_of_several_processes_come_back():
+    tree = checkpoint.load(HERE / "distributed")
+    assert (tree["step"], tree["name"], type(tree["list"])) == (7, "x", list)
+    some = checkpoint.load(HERE / "distributed", keys="model.layer.0.weight")
+    np.testing.assert_array_equal(some["model.layer.0.weight"], np.arange(24.0).reshape(6, 4))
+
+
+@pytest.mark.parametrize("change", ["missing", "short", "garbage"])
+def test_damaged_directories_of_several_processes_are_refused(tmp_path, change):
+    shutil.copytree(HERE / "distributed", tmp_path / "d")
+    file = tmp_path / "d" / "__1_0.distcp"
+    if change == "missing":
+        file.unlink()
+    else:
+        data = file.read_bytes()
+        file.write_bytes(data[:500] if change == "short" else bytes(len(data)))
+    with pytest.raises(EformerError) as caught:
+        checkpoint.load(tmp_path / "d")
+    assert "__1_0.distcp" in str(caught.value)
+
+
+def test_metadata_that_is_damaged_is_refused(tmp_path):
+    shutil.copytree(HERE / "distributed", tmp_path / "d")
+    original = (tmp_path / "d" / ".metadata").read_bytes()
+    random = np.random.default_rng(0)
+    refused = 0
+    for _ in range(150):
+        data = bytearray(original)
+        data[random.integers(0, len(data))] = random.integers(0, 256)
+        (tmp_path / "d" / ".metadata").write_bytes(data)
+        try:
+            checkpoint.load(tmp_path / "d")
+        except EformerError:
+            refused += 1
+    assert refused > 50
 
 
 # ------------------------------------------------------------------------------------------ hostile

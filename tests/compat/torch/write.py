@@ -4,11 +4,16 @@ pip install torch==2.13.0 && python tests/compat/torch/write.py
 """
 
 import argparse
+import json
+import os
+import shutil
 import warnings
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint
+import torch.distributed.tensor
 
 HERE = Path(__file__).parent
 
@@ -45,6 +50,8 @@ def main() -> None:
     torch.save({"w": torch.empty(2, device="meta")}, HERE / "meta.pt")
     torch.save(model, HERE / "module.pt")
     torch.jit.script(model.eval()).save(HERE / "script.pt")
+    write_shards(weights)
+    write_distributed()
 
 
 def many_kinds() -> dict:
@@ -83,6 +90,11 @@ DTYPES = [
 
 def write(name: str, tree: object, **how: object) -> None:
     torch.save(tree, HERE / f"{name}.pt", **how)
+    keep(name, tree)
+
+
+def keep(name: str, tree: object) -> None:
+    """Keep what PyTorch has, beside what it wrote."""
     expected: dict[str, np.ndarray] = {}
     note(tree, "", expected)
     np.savez_compressed(HERE / f"{name}.npz", **expected)
@@ -103,6 +115,54 @@ def note(node: object, path: str, expected: dict) -> None:
     elif isinstance(node, (list, tuple)):
         for number, child in enumerate(node):
             note(child, f"{path}/{number}", expected)
+
+
+def write_shards(weights: dict) -> None:
+    """Write a model as Hugging Face does, in two files with an index."""
+    folder = fresh("shards")
+    names = sorted(weights)
+    files = {name: f"pytorch_model-0000{1 + (i > 2)}-of-00002.bin" for i, name in enumerate(names)}
+    for file in set(files.values()):
+        torch.save({name: weights[name] for name in names if files[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    keep("shards", weights)
+
+
+def write_distributed() -> None:
+    """Write a tree of two processes, with shards of rows and of columns, by torch.distributed.checkpoint."""
+    folder = fresh("distributed")
+    torch.multiprocessing.spawn(save_one, (str(folder),), nprocs=2)
+    keep("distributed", distributed_tree())
+
+
+def distributed_tree() -> dict:
+    rows, columns = torch.arange(24.0).reshape(6, 4), torch.arange(10, dtype=torch.bfloat16).reshape(2, 5)
+    inner = {"layer.0.weight": rows, "layer.0.bias": torch.ones(4), "layer.1.weight": columns}
+    return {
+        "model": inner,
+        "transposed": rows.t(),
+        "list": [torch.ones(2), torch.zeros(())],
+        "step": 7,
+        "name": "x",
+    }
+
+
+def save_one(rank: int, folder: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": str(rank), "WORLD_SIZE": "2"}
+    torch.distributed.init_process_group("gloo")
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    tree = distributed_tree()
+    for name, axis in (("layer.0.weight", 0), ("layer.1.weight", 1)):
+        place = [torch.distributed.tensor.Shard(axis)]
+        tree["model"][name] = torch.distributed.tensor.distribute_tensor(tree["model"][name], mesh, place)
+    torch.distributed.checkpoint.save(tree, checkpoint_id=folder)
+    torch.distributed.destroy_process_group()
+
+
+def fresh(name: str) -> Path:
+    shutil.rmtree(HERE / name, ignore_errors=True)
+    (HERE / name).mkdir()
+    return HERE / name
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from eformer._engine.formats.found import Found
-    from eformer._engine.formats.others.single_file import SingleFile
+    from eformer._engine.formats.others.single_file import FilePart, SingleFile
     from eformer._engine.stores.virtual_files import ReadInto
 
 FORMAT = "PyTorch"
@@ -53,6 +53,12 @@ def in_archive(file: SingleFile, first: bytes) -> Found | None:
     """Find the tree of a zip archive that has a pickle of PyTorch in it."""
     if not first.startswith(b"PK\x03\x04"):
         return None
+    opened = open_archive(file)
+    return _describe(file, *opened) if opened else None
+
+
+def open_archive(file: SingleFile | FilePart) -> tuple[Any, dict[str, Place]] | None:
+    """Read the pickle of an archive, and where its storages are; None if it has no pickle of PyTorch."""
     members = {info.filename: (info, offset) for info, offset in locate_members(file)}
     pickles = [name for name in members if name.endswith(_PICKLE)]
     if not pickles:
@@ -71,8 +77,7 @@ def in_archive(file: SingleFile, first: bytes) -> Found | None:
     pickled = places[pickles[0]]
     tree = _unpickle(file, pickled.offset, pickled.nbytes).value
     data = f"{root}/data/"
-    storages = {name.removeprefix(data): place for name, place in places.items() if name.startswith(data)}
-    return _describe(file, tree, storages)
+    return tree, {name.removeprefix(data): place for name, place in places.items() if name.startswith(data)}
 
 
 def in_stream(file: SingleFile, first: bytes) -> Found | None:
@@ -108,7 +113,7 @@ def _places_in_stream(
     return places
 
 
-def _unpickle(file: SingleFile, offset: int, nbytes: int) -> Pickled:
+def _unpickle(file: SingleFile | FilePart, offset: int, nbytes: int) -> Pickled:
     """Read the pickle at an offset."""
     try:
         return unpickle(file.read(offset, min(nbytes, _MAX_PICKLE)))
@@ -116,7 +121,7 @@ def _unpickle(file: SingleFile, offset: int, nbytes: int) -> Pickled:
         raise FormatError(f"{file.path} is a file of PyTorch that cannot be read: {error}") from error
 
 
-def _require_little_endian(file: SingleFile, place: Place | None) -> None:
+def _require_little_endian(file: SingleFile | FilePart, place: Place | None) -> None:
     order = file.read(place.offset, min(place.nbytes, 16)) if place else b"little"
     if order != b"little":
         raise FormatError(
@@ -168,7 +173,7 @@ def _nested(node: Any, name: str, objects: dict[str, str]) -> Any:
     if isinstance(node, dict):
         inside = {key: _nested(child, f"{name}.{key}".lstrip("."), objects) for key, child in node.items()}
         kept = {key: child for key, child in inside.items() if child is not _LEFT_OUT}
-        return _split_names(kept) if kept and all(isinstance(c, Tensor) for c in kept.values()) else kept
+        return split_names(kept) if kept and all(isinstance(c, Tensor) for c in kept.values()) else kept
     if isinstance(node, (list, tuple)):
         items = (_nested(child, f"{name}.{number}".lstrip("."), objects) for number, child in enumerate(node))
         return type(node)(None if item is _LEFT_OUT else item for item in items)
@@ -186,7 +191,7 @@ def _is_plain(node: Any) -> bool:
     return not isinstance(node, (Object, Storage)) and is_recorded(value_to_json(node))
 
 
-def _split_names(tensors: dict[Any, Tensor]) -> dict[Any, Any]:
+def split_names(tensors: dict[Any, Any]) -> dict[Any, Any]:
     """Return nested dicts of a state dict, whose names are paths, as safetensors files of the model have it."""
     root: dict[Any, Any] = {}
     for name, tensor in tensors.items():
@@ -224,7 +229,7 @@ def _arrays(
     file: SingleFile, tensors: Mapping[str, Tensor], places: Mapping[str, Place]
 ) -> dict[str, ArrayInFile]:
     """Describe the arrays. A tensor with other strides, or elements that another one has too, is a virtual file."""
-    starts = {name: _start_of(file, name, tensor, places) for name, tensor in tensors.items()}
+    starts = {name: start_of(file, name, tensor, places) for name, tensor in tensors.items()}
     plain, end = set(), 0
     for name in sorted(tensors, key=lambda name: starts[name]):
         if tensors[name].is_by_rows and starts[name] >= end:
@@ -244,7 +249,7 @@ def _arrays(
     }
 
 
-def _start_of(file: SingleFile, name: str, tensor: Tensor, places: Mapping[str, Place]) -> int:
+def start_of(file: SingleFile | FilePart, name: str, tensor: Tensor, places: Mapping[str, Place]) -> int:
     """Return the offset of a tensor's first element in the file; 0 if it has none."""
     if not tensor.size:
         return 0

@@ -18,7 +18,7 @@ from eformer.errors import Damage, FormatError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from eformer._engine.formats.others.single_file import SingleFile
+    from eformer._engine.formats.others.single_file import FilePart, SingleFile
     from eformer._engine.stores.base import Store
 
 BEGINNINGS = (b"PK\x03\x04", b"PK\x05\x06")  # of the first member, or of the end of an empty archive
@@ -33,7 +33,7 @@ _MALFORMED_ZIP = (
 )  # fmt: skip
 
 
-def locate_members(file: SingleFile) -> list[tuple[zipfile.ZipInfo, int]]:
+def locate_members(file: SingleFile | FilePart) -> list[tuple[zipfile.ZipInfo, int]]:
     """List the members with the offsets of their bytes, in that order; refuse members that overlap."""
     members = sorted(_read_directory(file), key=lambda info: info.header_offset)
     (name, number), *_ = [*Counter(info.filename for info in members).most_common(1), ("", 0)]
@@ -52,7 +52,7 @@ def locate_members(file: SingleFile) -> list[tuple[zipfile.ZipInfo, int]]:
     return located
 
 
-def _read_directory(file: SingleFile) -> list[zipfile.ZipInfo]:
+def _read_directory(file: SingleFile | FilePart) -> list[zipfile.ZipInfo]:
     try:
         with file.as_binary_file() as raw, zipfile.ZipFile(raw) as archive:
             return archive.infolist()
@@ -62,7 +62,7 @@ def _read_directory(file: SingleFile) -> list[zipfile.ZipInfo]:
         ) from error
 
 
-def _find_start(file: SingleFile, info: zipfile.ZipInfo) -> int:
+def _find_start(file: SingleFile | FilePart, info: zipfile.ZipInfo) -> int:
     """Find the offset of a member's bytes, after a header that repeats its name."""
     at = info.header_offset
     header = file.read(at, _MEMBER_HEADER.size) if 0 <= at < file.nbytes else b""
