@@ -141,7 +141,7 @@ MALFORMED = {
     b"\x85.": "takes more than it has",
     b"(\x85.": "takes more than it has",
     b"t.": "IndexError",
-    b"h\x00.": "IndexError",
+    b"h\x00.": "KeyError",
     b"K\x01K\x02a.": "adds items to a value that cannot have them",
     b"]K\x02(K\x03u.": "adds items to a value that cannot have them",
     b"K\x01)R.": "calls something that is not a class",

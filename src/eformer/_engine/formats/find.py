@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from eformer._engine.formats.markers import ORBAX_TREE
-from eformer._engine.formats.others import orbax, orbax_in_bucket, peft
+from eformer._engine.formats.others import orbax, orbax_in_bucket, peft, torch_directory, torch_distributed
 from eformer._engine.formats.others import sniff as files
 from eformer._engine.formats.read_format import DirectoryReader, Place
 from eformer._engine.formats.safetensors import read as safetensors
@@ -35,7 +35,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FOREIGN = (arrays.FOREIGN, safetensors.FOREIGN, orbax.FORMAT, peft.FORMAT, *files.FORMATS)
+FOREIGN = (
+    arrays.FOREIGN,
+    safetensors.FOREIGN,
+    orbax.FORMAT,
+    peft.FORMAT,
+    torch_distributed.FORMAT,
+    *files.FORMATS,
+)
 
 _MOST_SHOWN = 8
 _MOST_RESTARTS = 100  # saves that may replace a checkpoint, one after the other, while it is being read
@@ -210,6 +217,8 @@ DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     orbax_in_bucket.by_marks,
     peft.by_config,
     safetensors.by_files,
+    torch_distributed.by_metadata,
+    torch_directory.by_files,
     _steps_in_bucket,
     arrays.without_index,
 )
@@ -249,8 +258,9 @@ def _nothing_in(store: Store, names: list[str]) -> NoReturn:
     there = ", ".join(names[:_MOST_SHOWN]) or "nothing"
     hint = f". Is it one of {inner[:_MOST_SHOWN]}?" if inner else ""
     raise NotFoundError(
-        f"{store.url} holds no checkpoint: looked for {INDEX}, {MANIFEST}, *{INDEX_SUFFIX}, *{SUFFIX}, Orbax's "
-        f"{ORBAX_TREE} or a tree in msgpack called checkpoint, and zarr arrays; found {there}{hint}"
+        f"{store.url} holds no checkpoint: looked for {INDEX}, {MANIFEST}, *{INDEX_SUFFIX}, *{SUFFIX}, "
+        f"{torch_directory.MODEL}, Orbax's {ORBAX_TREE} or a tree in msgpack called checkpoint, and zarr arrays; "
+        f"found {there}{hint}"
     )
 
 

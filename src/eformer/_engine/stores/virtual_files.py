@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
@@ -54,35 +55,37 @@ class JoinedRanges(Struct, frozen=True):
 
 
 class VirtualFiles:
-    """A file under the number 0, and its virtual files under the numbers from 1 on."""
+    """Files under their numbers, `count` of them, and after them virtual files, each made of the file of a number."""
 
-    def __init__(self, file: Files, parts: Sequence[VirtualFile]) -> None:
-        self._file, self._parts = file, parts
+    def __init__(self, files: Files, parts: Sequence[tuple[int, VirtualFile]], count: int = 1) -> None:
+        self._files, self._parts, self._count = files, parts, count
 
     def hold(self, numbers: Iterable[int]) -> None:
-        if any(True for _ in numbers):
-            self._file.hold([0])
+        self._files.hold({self._real(number) for number in numbers})
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
-        if number == 0:
-            return self._file.read_into(0, memory, offset)
-        return self._parts[number - 1].read_into(self._read, memory, offset)
+        real = self._real(number)
+        if number < self._count:
+            return self._files.read_into(real, memory, offset)
+        read = partial(self._files.read_into, real)
+        return self._parts[number - self._count][1].read_into(read, memory, offset)
 
     def nbytes(self, number: int) -> int:
-        return self._file.nbytes(0) if number == 0 else self._parts[number - 1].nbytes
+        is_real = number < self._count
+        return self._files.nbytes(number) if is_real else self._parts[number - self._count][1].nbytes
 
     def map(self, number: int) -> np.ndarray[Any, Any] | None:
-        """Map the file itself; return None for virtual files, whose bytes are not in the file as they are."""
-        return self._file.map(0) if number == 0 else None
+        """Map a file itself; return None for virtual files, whose bytes are not in the file as they are."""
+        return self._files.map(number) if number < self._count else None
 
     def rewritten(self) -> str | None:
-        return self._file.rewritten()
+        return self._files.rewritten()
 
     def close(self) -> None:
-        self._file.close()
+        self._files.close()
 
-    def _read(self, memory: memoryview, offset: int) -> int:
-        return self._file.read_into(0, memory, offset)
+    def _real(self, number: int) -> int:
+        return number if number < self._count else self._parts[number - self._count][0]
 
 
 class ChainedFiles:

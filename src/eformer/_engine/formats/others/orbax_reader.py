@@ -99,7 +99,7 @@ class OrbaxTree:
             return chunks
         virtual = self.contents.virtual_files
         file = LocalStore(self.checkpoint).open([self._path(AGGREGATE)], self.versions)
-        return ChainedFiles(VirtualFiles(file, virtual), 1 + len(virtual), chunks)
+        return ChainedFiles(VirtualFiles(file, [(0, part) for part in virtual]), 1 + len(virtual), chunks)
 
     def list_own_paths(self) -> list[str]:
         """List the files and directories that belong to the tree, by their paths in the checkpoint."""

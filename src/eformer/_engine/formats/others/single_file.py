@@ -63,6 +63,31 @@ class SingleFile:
         return io.BufferedReader(_Seekable(self))
 
 
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """A file that lies inside of another one."""
+
+    file: SingleFile
+    start: int
+    nbytes: int
+
+    @property
+    def path(self) -> str:
+        return f"{self.file.path}, from byte {self.start} on"
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Read up to `nbytes` from `offset` on; less only at the end of the part."""
+        return self.file.read(self.start + offset, max(0, min(nbytes, self.nbytes - offset)))
+
+    def read_into(self, memory: memoryview, offset: int) -> int:
+        """Fill `memory` from `offset` on; return the number of bytes, less only at the end of the part."""
+        return self.file.read_into(memory[: max(0, self.nbytes - offset)], self.start + offset)
+
+    def as_binary_file(self) -> IO[bytes]:
+        """Return it as a file object that can be read and sought."""
+        return io.BufferedReader(_Seekable(self))
+
+
 @contextmanager
 def open_single_file(store: Store, name: str) -> Iterator[SingleFile]:
     """Open a regular file, and close it at the end of the block."""
@@ -89,7 +114,7 @@ def _hold(store: Store, name: str) -> tuple[Entry, Files]:
 
 
 class _Seekable(io.RawIOBase):
-    def __init__(self, file: SingleFile) -> None:
+    def __init__(self, file: SingleFile | FilePart) -> None:
         super().__init__()
         self._file, self._at = file, 0
 
@@ -179,6 +204,7 @@ def describe_file(
     metadata: Mapping[str, Any] | None = None,
     has_names: bool = True,
     find_damages: Callable[[], Iterator[Damage]] | None = None,
+    left_out: tuple[str, ...] = (),
 ) -> Found:
     """Describe the checkpoint that a file is. `structure`, `values` and `metadata` are JSON.
 
@@ -211,6 +237,7 @@ def describe_file(
         open_files=_opener(file, virtual) if virtual else None,
         has_names=has_names,
         find_damages=find_damages,
+        find_left_out=lambda: left_out,
     )
 
 
@@ -225,6 +252,6 @@ def _opener(file: SingleFile, virtual: Sequence[VirtualFile]) -> Callable[[TreeE
     store, name, version = file.store, file.name, file.version
 
     def open_files(_: TreeEntry) -> VirtualFiles:
-        return VirtualFiles(store.open([name], {name: version}), virtual)
+        return VirtualFiles(store.open([name], {name: version}), [(0, part) for part in virtual])
 
     return open_files

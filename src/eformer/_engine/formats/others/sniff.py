@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING
 
-from eformer._engine.formats.others import equinox, flax, npz
+from eformer._engine.formats.others import equinox, flax, npz, torch
 from eformer._engine.formats.others.single_file import open_single_file
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
 from eformer.errors import FormatError
@@ -16,9 +16,15 @@ if TYPE_CHECKING:
     from eformer._engine.formats.read_format import FileReader
     from eformer._engine.stores.base import Store
 
-FILE_READERS: tuple[FileReader, ...] = (npz.in_npz, equinox.in_equinox, flax.in_msgpack)
-FORMATS = (flax.FORMAT, npz.FORMAT, equinox.FORMAT)
-SUFFIXES = (".msgpack", ".npz", ".eqx")  # the usual ones, for hints
+FILE_READERS: tuple[FileReader, ...] = (
+    torch.in_archive,
+    torch.in_stream,
+    npz.in_npz,
+    equinox.in_equinox,
+    flax.in_msgpack,
+)
+FORMATS = (flax.FORMAT, npz.FORMAT, equinox.FORMAT, torch.FORMAT)
+SUFFIXES = (".msgpack", ".npz", ".eqx", ".pt", ".pth", ".bin")  # the usual ones, for hints
 
 
 def in_file(store: Store, name: str) -> Found | None:
@@ -36,7 +42,7 @@ def in_file(store: Store, name: str) -> Found | None:
                 return found
         raise FormatError(
             f"{file.path} is not a checkpoint: it is not called *{SUFFIX}, and begins with {first!r}, unlike "
-            "safetensors, npz, arrays of numpy or equinox, and trees in msgpack"
+            "safetensors, npz, files of PyTorch, arrays of numpy or equinox, and trees in msgpack"
         )
 
 
@@ -53,8 +59,8 @@ _PICKLE = 0x80  # the first byte of protocol 2 and above; in msgpack, an empty d
 
 def _name_other_format(file: SingleFile, first: bytes) -> str | None:
     """Name a common format that eformer does not read, with what to do; return None for other bytes."""
-    if first[:1] == bytes([_PICKLE]) and file.nbytes > 1:
-        return f"a pickle, which eformer never runs, perhaps of PyTorch; {npz.PYTORCH_HINT}"
+    if first[:1] == bytes([_PICKLE]) and file.nbytes > 1 and not first.startswith(torch.STREAM_BEGINNING):
+        return "a pickle, which eformer never runs; of PyTorch, only what torch.save writes is read"
     names = (name for start, name in _OTHER_FORMATS.items() if first[: len(start) or 1] == start)
     return next(names, None)
 

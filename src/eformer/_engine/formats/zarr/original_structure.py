@@ -13,14 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from eformer._engine.formats.zarr.original_pickles import (
-    FACTORIES,
-    Global,
-    Object,
-    PlainDecoder,
-    refuse,
-    unpickle,
-)
+from eformer._engine.formats.pickles import Global, Object, refuse
+from eformer._engine.formats.zarr.original_pickles import FACTORIES, PlainDecoder, unpickle
 from eformer._engine.formats.zarr.original_treedef import LEAF, Node, parse_treedef
 from eformer._engine.record.names import escape, escape_siblings, join_name
 from eformer._engine.record.values import value_to_json

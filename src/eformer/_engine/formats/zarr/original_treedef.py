@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.formats.zarr.original_pickles import NotPlainError, Object, refuse, unpickle
+from eformer._engine.formats.pickles import Object, refuse
+from eformer._engine.formats.zarr.original_pickles import NotPlainError, unpickle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,0 +1,290 @@
+"""Files of `torch.save`: a zip archive, or before PyTorch 1.6 a stream, with a pickle and the storages of its tensors.
+
+The pickle is read as data, so nothing in it is executed, and PyTorch is not needed.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from msgspec import Struct
+
+from eformer._engine.formats.others.flax import flatten_message
+from eformer._engine.formats.others.single_file import ArrayInFile, describe_file
+from eformer._engine.formats.others.torch_pickles import OtherTensor, Pickled, Storage, Tensor, unpickle
+from eformer._engine.formats.others.zip_members import Checked, find_damages, locate_members
+from eformer._engine.formats.pickles import Object
+from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.names import BARE_LEAF
+from eformer._engine.record.text import few
+from eformer._engine.record.values import is_recorded, value_to_json
+from eformer.errors import CorruptionError, FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from eformer._engine.formats.found import Found
+    from eformer._engine.formats.others.single_file import FilePart, SingleFile
+    from eformer._engine.stores.virtual_files import ReadInto
+
+FORMAT = "PyTorch"
+
+_PICKLE = "/data.pkl"
+_MAX_PICKLE = 2**28  # bytes
+_MAX_EXPANSION = 1040  # as of compressed files: views may use elements again
+_IS_ENCRYPTED = 0x1
+_PROTOCOL = 1001
+_MAGIC = 0x1950A86A20F9469CFC6C  # the first value of a stream
+STREAM_BEGINNING = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9"  # the first bytes of the pickle of that number
+
+
+class Place(Struct, frozen=True):
+    """Where the elements of a storage are in the file."""
+
+    offset: int
+    nbytes: int
+    crc: int | None = None
+
+
+def in_archive(file: SingleFile, first: bytes) -> Found | None:
+    """Find the tree of a zip archive that has a pickle of PyTorch in it."""
+    if not first.startswith(b"PK\x03\x04"):
+        return None
+    opened = open_archive(file)
+    return _describe(file, *opened) if opened else None
+
+
+def open_archive(file: SingleFile | FilePart) -> tuple[Any, dict[str, Place]] | None:
+    """Read the pickle of an archive, and where its storages are; None if it has no pickle of PyTorch."""
+    members = {info.filename: (info, offset) for info, offset in locate_members(file)}
+    pickles = [name for name in members if name.endswith(_PICKLE)]
+    if not pickles:
+        return None
+    if len(pickles) > 1:
+        raise FormatError(f"{file.path} has several pickles of PyTorch: {few(pickles)}")
+    root = pickles[0].removesuffix(_PICKLE)
+    if f"{root}/constants.pkl" in members:
+        raise FormatError(
+            f"{file.path} is a program of TorchScript; save its state_dict() with torch.save or safetensors instead"
+        )
+    if any(info.compress_type or info.flag_bits & _IS_ENCRYPTED for info, _ in members.values()):
+        raise FormatError(f"{file.path} is a compressed archive, which PyTorch does not write; save it again")
+    places = {name: Place(offset, info.file_size, info.CRC) for name, (info, offset) in members.items()}
+    _require_little_endian(file, places.get(f"{root}/byteorder"))
+    pickled = places[pickles[0]]
+    tree = _unpickle(file, pickled.offset, pickled.nbytes).value
+    data = f"{root}/data/"
+    return tree, {name.removeprefix(data): place for name, place in places.items() if name.startswith(data)}
+
+
+def in_stream(file: SingleFile, first: bytes) -> Found | None:
+    """Find the tree of a file that PyTorch wrote before version 1.6: several pickles, then the storages."""
+    if not first.startswith(STREAM_BEGINNING):
+        return None
+    at = 0
+    pickles: list[Pickled] = []
+    for _ in range(5):  # a number, a version, facts of the machine, the tree, and the keys of its storages
+        pickles.append(_unpickle(file, at, file.nbytes - at))
+        at += pickles[-1].nbytes
+    magic, protocol, facts, tree, keys = (pickled.value for pickled in pickles)
+    if magic != _MAGIC or protocol != _PROTOCOL or not isinstance(facts, dict) or not isinstance(keys, list):
+        raise FormatError(f"{file.path} begins like a stream of PyTorch, but makes no sense")
+    if facts.get("little_endian") is not True:
+        raise FormatError(f"{file.path} was written on a big-endian machine, which is not supported")
+    return _describe(file, tree, _places_in_stream(file, at, keys, pickles[3].storages))
+
+
+def _places_in_stream(
+    file: SingleFile, at: int, keys: list[Any], storages: Mapping[str, Storage]
+) -> dict[str, Place]:
+    places = {}
+    for key in keys:
+        size = file.read(at, 8)
+        storage = storages.get(key) if isinstance(key, str) else None
+        if len(size) < 8 or storage is None or storage.size != struct.unpack("<q", size)[0]:
+            raise FormatError(
+                f"{file.path}: the storage {str(key)[:40]!r} is missing, or not as long as its tensors say"
+            )
+        places[key] = Place(at + 8, storage.nbytes)
+        at += 8 + storage.nbytes
+    return places
+
+
+def _unpickle(file: SingleFile | FilePart, offset: int, nbytes: int) -> Pickled:
+    """Read the pickle at an offset."""
+    try:
+        return unpickle(file.read(offset, min(nbytes, _MAX_PICKLE)))
+    except FormatError as error:
+        raise FormatError(f"{file.path} is a file of PyTorch that cannot be read: {error}") from error
+
+
+def _require_little_endian(file: SingleFile | FilePart, place: Place | None) -> None:
+    order = file.read(place.offset, min(place.nbytes, 16)) if place else b"little"
+    if order != b"little":
+        raise FormatError(
+            f"{file.path} has the byte order {order!r}; only files of little-endian machines are supported"
+        )
+
+
+# --------------------------------------------------------------------------------------------- leaves
+
+
+def _describe(file: SingleFile, tree: Any, places: Mapping[str, Place]) -> Found:
+    """Describe the tensors and plain values of a pickle; objects of other classes are left out."""
+    objects: dict[str, str] = {}
+    nested = _nested(tree, "", objects)
+    if nested is _LEFT_OUT:
+        raise FormatError(
+            f"{file.path} holds an object of the class {objects[BARE_LEAF]}, which eformer does not make; save its "
+            "state_dict() instead"
+        )
+    structure, leaves = flatten_message(nested, is_leaf=lambda node: False)
+    _refuse_others(file, leaves)
+    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    _require_bounded(file, tensors)
+    arrays = _arrays(file, tensors, places)
+    users = {tensor.storage.key: name for name, tensor in reversed(tensors.items())}
+    checked = {
+        users[key]: Checked(place.offset, place.nbytes, place.crc)
+        for key, place in places.items()
+        if key in users and place.crc is not None
+    }
+    left_out = [f"{name} ({kind})" for name, kind in objects.items()]
+    left_out += [f"storage {key} (no tensor uses it)" for key in places if key not in users]
+    return describe_file(
+        file,
+        FORMAT,
+        arrays,
+        structure,
+        values={name: value_to_json(leaf) for name, leaf in leaves.items() if name not in tensors},
+        find_damages=partial(find_damages, file.store, file.name, checked) if checked else None,
+        left_out=tuple(left_out),
+    )
+
+
+def _nested(node: Any, name: str, objects: dict[str, str]) -> Any:
+    """Return the tree without objects, which are noted by name, and with nested dicts for dotted names of tensors.
+
+    An object in a dict leaves no trace; in a list it is None.
+    """
+    if isinstance(node, dict):
+        inside = {key: _nested(child, f"{name}.{key}".lstrip("."), objects) for key, child in node.items()}
+        kept = {key: child for key, child in inside.items() if child is not _LEFT_OUT}
+        return split_names(kept) if kept and all(isinstance(c, Tensor) for c in kept.values()) else kept
+    if isinstance(node, (list, tuple)):
+        items = (_nested(child, f"{name}.{number}".lstrip("."), objects) for number, child in enumerate(node))
+        return type(node)(None if item is _LEFT_OUT else item for item in items)
+    if node is None or isinstance(node, (Tensor, OtherTensor)) or _is_plain(node):
+        return node
+    made_by = getattr(node, "made_by", None)
+    objects[name or BARE_LEAF] = str(made_by) if made_by else type(node).__name__
+    return _LEFT_OUT
+
+
+_LEFT_OUT = object()
+
+
+def _is_plain(node: Any) -> bool:
+    return not isinstance(node, (Object, Storage)) and is_recorded(value_to_json(node))
+
+
+def split_names(tensors: dict[Any, Any]) -> dict[Any, Any]:
+    """Return nested dicts of a state dict, whose names are paths, as safetensors files of the model have it."""
+    root: dict[Any, Any] = {}
+    for name, tensor in tensors.items():
+        *above, last = name.split(".") if isinstance(name, str) else [name]
+        holder = root
+        for part in above:
+            holder = holder.setdefault(part, {})
+            if not isinstance(holder, dict):  # both "a" and "a.b" are tensors
+                return tensors
+        if last in holder or not all(isinstance(name, str) and part for part in (*above, last)):
+            return tensors
+        holder[last] = tensor
+    return root
+
+
+def _refuse_others(file: SingleFile, leaves: Mapping[str, Any]) -> None:
+    others = [f"{name!r}: {leaf.kind}" for name, leaf in leaves.items() if isinstance(leaf, OtherTensor)]
+    if others:
+        raise FormatError(
+            f"{file.path} has tensors that eformer does not store, such as quantised or sparse ones; make them plain "
+            f"with dequantize() or to_dense() and save again: {few(others)}"
+        )
+
+
+def _require_bounded(file: SingleFile, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse views that make far more of the file than it has."""
+    total = sum(map(_nbytes, tensors.values()))
+    if total > file.nbytes * _MAX_EXPANSION:
+        raise FormatError(
+            f"{file.path} has {file.nbytes} bytes, of which its tensors would make {total} by using them again"
+        )
+
+
+def _arrays(
+    file: SingleFile, tensors: Mapping[str, Tensor], places: Mapping[str, Place]
+) -> dict[str, ArrayInFile]:
+    """Describe the arrays. A tensor with other strides, or elements that another one has too, is a virtual file."""
+    starts = {name: start_of(file, name, tensor, places) for name, tensor in tensors.items()}
+    plain, end = set(), 0
+    for name in sorted(tensors, key=lambda name: starts[name]):
+        if tensors[name].is_by_rows and starts[name] >= end:
+            plain.add(name)
+            end = starts[name] + _nbytes(tensors[name])
+    return {
+        name: ArrayInFile(tensor.dtype, tensor.shape, _nbytes(tensor), starts[name])
+        if name in plain
+        else ArrayInFile(
+            tensor.dtype,
+            tensor.shape,
+            _nbytes(tensor),
+            virtual_file=TensorView(name, starts[name], tensor),
+            is_encoded=True,
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def start_of(file: SingleFile | FilePart, name: str, tensor: Tensor, places: Mapping[str, Place]) -> int:
+    """Return the offset of a tensor's first element in the file; 0 if it has none."""
+    if not tensor.size:
+        return 0
+    place = places.get(tensor.storage.key)
+    if place is None or place.nbytes != tensor.storage.nbytes:
+        found = "is missing" if place is None else f"has {place.nbytes} bytes, not {tensor.storage.nbytes}"
+        raise FormatError(
+            f"{file.path}: leaf {name[:200]!r}: its storage {tensor.storage.key[:40]!r} {found}"
+        )
+    return place.offset + tensor.offset * tensor.itemsize
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.size * tensor.itemsize
+
+
+class TensorView(Struct, frozen=True):
+    """The elements of a tensor by rows, whatever its strides are. Read as a whole each time."""
+
+    name: str
+    start: int
+    tensor: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return _nbytes(self.tensor)
+
+    def read_into(self, read: ReadInto, memory: memoryview, offset: int) -> int:
+        tensor = self.tensor
+        data = bytearray(tensor.extent * tensor.itemsize)
+        if read(memoryview(data), self.start) < len(data):
+            raise CorruptionError(f"{self.name!r} was cut short")
+        elements: np.ndarray[Any, Any] = np.frombuffer(data, dtype_from_name(tensor.dtype))
+        strides = [stride * tensor.itemsize for stride in tensor.strides]
+        view = np.lib.stride_tricks.as_strided(elements, tensor.shape, strides)
+        found = np.ascontiguousarray(view).reshape(-1).view(np.uint8).data[offset : offset + len(memory)]
+        memory[: len(found)] = found
+        return len(found)

@@ -1,0 +1,287 @@
+"""Directories of `torch.distributed.checkpoint`: `.metadata`, a pickle, and files of many small archives of PyTorch."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from eformer._engine.formats.found import Found
+from eformer._engine.formats.left_out import left_out
+from eformer._engine.formats.others.flax import flatten_message
+from eformer._engine.formats.others.single_file import FilePart, open_single_file
+from eformer._engine.formats.others.torch import TensorView, open_archive, split_names, start_of
+from eformer._engine.formats.others.torch_pickles import Tensor, unpickle
+from eformer._engine.formats.pickles import Object, PickledDict
+from eformer._engine.record.manifest import (
+    Coding,
+    DataFile,
+    Extent,
+    LeafEntry,
+    Manifest,
+    TreeEntry,
+    foreign_tree,
+)
+from eformer._engine.record.text import few
+from eformer._engine.record.values import is_recorded, value_to_json
+from eformer._engine.stores.virtual_files import VirtualFiles
+from eformer.errors import CorruptionError, FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from eformer._engine.formats.others.single_file import SingleFile
+    from eformer._engine.formats.read_format import Place
+    from eformer._engine.stores.base import Store
+    from eformer._engine.stores.virtual_files import VirtualFile
+
+FORMAT = "PyTorch, distributed"
+METADATA, SUFFIX = ".metadata", ".distcp"
+
+_MAX_METADATA = 2**28  # bytes
+_Counts = tuple[int, ...]
+
+
+class _Stored(Struct, frozen=True):
+    """Where an item is: an archive of its own, inside of a file."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+class _Tensor(Struct, frozen=True):
+    """A tensor, and the boxes of it that were saved: where each begins, and its shape."""
+
+    name: str
+    shape: _Counts
+    chunks: list[tuple[_Counts, _Counts]]
+
+
+class _Value(Struct, frozen=True):
+    name: str
+
+
+def by_metadata(place: Place) -> Found | None:
+    """Find the checkpoint of a directory that `torch.distributed.checkpoint` wrote."""
+    files = [name for name in place.names if name.endswith(SUFFIX)]
+    if METADATA not in place.names or not files:
+        return None
+    store = place.store
+    data, entry = store.read(METADATA, 0, _MAX_METADATA)
+    try:
+        items, paths, stored = _parse(data)
+        if lost := {where.file for where in stored.values()} - set(place.names):
+            raise CorruptionError(f"it names files that are missing: {few(sorted(lost))}")
+        return _describe(store, items, paths, stored, {METADATA: entry.version})
+    except CorruptionError as error:
+        raise CorruptionError(f"{store.path_to(METADATA)}: {error}") from error
+    except FormatError as error:
+        raise FormatError(f"{store.path_to(METADATA)}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------ metadata
+
+
+def _parse(data: bytes) -> tuple[list[_Tensor | _Value], dict[str, Any], dict[Any, _Stored]]:
+    """Return the items, the paths of their names in the tree, and where their chunks are stored."""
+    fields = _fields_of(unpickle(data).value, "Metadata")
+    items = [_item(name, item) for name, item in _pairs(fields.get("state_dict_metadata"))]
+    paths = dict(_pairs(fields.get("planner_data") or PickledDict()))
+    stored = {}
+    for index, found in _pairs(fields.get("storage_data")):
+        at = _fields_of(index, "MetadataIndex")
+        info = _fields_of(found, "_StorageInfo")
+        if info.get("transform_descriptors"):
+            raise FormatError(
+                f"{at.get('fqn')!r:.200} is compressed or otherwise changed, which is not supported"
+            )
+        where = _Stored(
+            _text(info.get("relative_path")), _count(info.get("offset")), _count(info.get("length"))
+        )
+        offset = at.get("offset")
+        stored[_text(at.get("fqn")), None if offset is None else _counts(offset)] = where
+    return items, paths, stored
+
+
+def _item(name: Any, item: Any) -> _Tensor | _Value:
+    if isinstance(item, Object) and item.made_by.name == "BytesStorageMetadata":
+        return _Value(_text(name))
+    fields = _fields_of(item, "TensorStorageMetadata")
+    chunks = [_fields_of(chunk, "ChunkStorageMetadata") for chunk in fields.get("chunks") or ()]
+    boxes = [(_counts(chunk.get("offsets")), _counts(chunk.get("sizes"))) for chunk in chunks]
+    return _Tensor(_text(name), _counts(fields.get("size")), boxes)
+
+
+def _fields_of(found: Any, name: str) -> dict[Any, Any]:
+    """Return the fields of an object of a class of PyTorch, as its state has them."""
+    if not isinstance(found, Object) or found.made_by.name != name:
+        raise FormatError(f"no {name} of PyTorch where one should be")
+    return dict(_pairs(found.state))
+
+
+def _pairs(found: Any) -> list[tuple[Any, Any]]:
+    if isinstance(found, dict):
+        return list(found.items())
+    if type(found) is not PickledDict:
+        raise FormatError("no dict where one should be")
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+def _text(found: Any) -> str:
+    if type(found) is not str:
+        raise FormatError("no text where one should be")
+    return found
+
+
+def _count(found: Any) -> int:
+    if type(found) is not int or not 0 <= found < 2**62:
+        raise FormatError("no number of bytes or elements where one should be")
+    return found
+
+
+def _counts(found: Any) -> _Counts:
+    if type(found) is not tuple:
+        raise FormatError("no shape where one should be")
+    return tuple(map(_count, found))
+
+
+# --------------------------------------------------------------------------------------------- leaves
+
+
+def _describe(
+    store: Store,
+    items: Sequence[_Tensor | _Value],
+    paths: Mapping[str, Any],
+    stored: Mapping[Any, _Stored],
+    versions: dict[str, Any],
+) -> Found:
+    structure, leaves = flatten_message(_tree(items, paths), is_leaf=lambda node: False)
+    names = sorted({where.file for where in stored.values()})
+    entries: dict[str, LeafEntry] = {}
+    values: dict[str, Any] = {}
+    virtual: list[tuple[int, VirtualFile]] = []
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(open_single_file(store, name)) for name in names}
+        reader = _Reader(files, names, stored, virtual)
+        for name, item in leaves.items():
+            if isinstance(item, _Tensor):
+                entries[name] = reader.leaf(item)
+            else:
+                values[name] = reader.value(item)
+        versions |= {name: file.version for name, file in files.items()}
+        lengths = [DataFile(name, file.nbytes) for name, file in files.items()]
+    tree = foreign_tree(
+        files=(*lengths, *(DataFile(f"{names[file]}/{part.name}", part.nbytes) for file, part in virtual)),
+        values=values,
+        structure=structure,
+        leaves=entries,
+    )
+    tree.check_leaves()
+
+    def open_files(_: TreeEntry) -> VirtualFiles:
+        return VirtualFiles(store.open(names, {name: versions[name] for name in names}), virtual, len(names))
+
+    return Found(
+        store.url,
+        store,
+        Manifest(format=FORMAT, trees={"": tree}),
+        {"": tree},
+        versions=versions,
+        open_files=open_files,
+        find_left_out=partial(left_out, store, {METADATA, *names}),
+    )
+
+
+def _tree(items: Sequence[_Tensor | _Value], paths: Mapping[str, Any]) -> Any:
+    """Return the tree that was saved; its dotted names of tensors become nested dicts."""
+    root: dict[Any, Any] = {}
+    for item in items:
+        path = paths.get(item.name, (item.name,))
+        if type(path) is not tuple or not path or not all(type(key) in (str, int) for key in path):
+            raise FormatError(f"{item.name[:200]!r} has a path that makes no sense")
+        holder = root
+        for key in path[:-1]:
+            holder = holder.setdefault(key, {})
+            if not isinstance(holder, dict):
+                raise FormatError(f"{item.name[:200]!r} is inside of another leaf")
+        if path[-1] in holder:
+            raise FormatError(f"{item.name[:200]!r} is there twice")
+        holder[path[-1]] = item
+    return _as_saved(root)
+
+
+def _as_saved(node: Any) -> Any:
+    """Return a dict whose keys are 0, 1, ... as a list, and one of tensors as nested dicts."""
+    if not isinstance(node, dict):
+        return node
+    inside = {key: _as_saved(child) for key, child in node.items()}
+    if inside and all(type(key) is int for key in inside) and set(inside) == set(range(len(inside))):
+        return [inside[number] for number in range(len(inside))]
+    return split_names(inside) if all(isinstance(c, _Tensor) for c in inside.values()) else inside
+
+
+class _Reader:
+    """Reads the archives of chunks, which say where the elements are."""
+
+    def __init__(
+        self,
+        files: Mapping[str, SingleFile],
+        names: Sequence[str],
+        stored: Mapping[Any, _Stored],
+        virtual: list[tuple[int, VirtualFile]],
+    ) -> None:
+        self.files, self.names, self.stored, self.virtual = files, names, stored, virtual
+
+    def leaf(self, item: _Tensor) -> LeafEntry:
+        found = [self.extent(item, start, shape) for start, shape in item.chunks]
+        if not found:
+            raise FormatError(f"leaf {item.name[:200]!r} has no chunks")
+        dtypes = {dtype for dtype, _ in found}
+        if len(dtypes) > 1:
+            raise FormatError(f"leaf {item.name[:200]!r} has chunks of several dtypes: {sorted(dtypes)}")
+        return LeafEntry(dtypes.pop(), item.shape, tuple(e for _, e in found if e), home="jax")
+
+    def extent(self, item: _Tensor, start: _Counts, shape: _Counts) -> tuple[str, Extent | None]:
+        """Return the dtype of a chunk, and where it is; None if it has no elements."""
+        number, part, tensor, places = self.open(item.name, start)
+        if not isinstance(tensor, Tensor) or tensor.shape != shape or len(start) != len(item.shape):
+            raise FormatError(
+                f"leaf {item.name[:200]!r}: the chunk at {list(start)} is not a tensor {list(shape)}"
+            )
+        nbytes = tensor.size * tensor.itemsize
+        if not nbytes:
+            return tensor.dtype, None
+        stop = tuple(a + b for a, b in zip(start, shape, strict=True))
+        region = None if shape == item.shape else (start, stop)
+        offset = part.start + start_of(part, item.name, tensor, places)
+        if tensor.is_by_rows:
+            return tensor.dtype, Extent(number, offset, nbytes, "", region)
+        self.virtual.append((number, TensorView(f"{item.name}-{len(self.virtual)}", offset, tensor)))
+        last = len(self.names) + len(self.virtual) - 1
+        return tensor.dtype, Extent(last, 0, nbytes, "", region, Coding("", shape))
+
+    def value(self, item: _Value) -> Any:
+        _, _, found, _ = self.open(item.name, None)
+        value = None if isinstance(found, (Object, Tensor)) else value_to_json(found)
+        if value is None or not is_recorded(value):
+            what = found.made_by if isinstance(found, Object) else type(found).__name__
+            raise FormatError(
+                f"leaf {item.name[:200]!r} is a {what}, which is neither a tensor nor a plain value"
+            )
+        return value
+
+    def open(self, name: str, start: _Counts | None) -> tuple[int, FilePart, Any, Any]:
+        where = self.stored.get((name, start))
+        if where is None:
+            raise FormatError(f"leaf {name[:200]!r}: it is not said where the chunk at {start} is")
+        file = self.files[where.file]
+        if where.offset + where.nbytes > file.nbytes:
+            raise FormatError(f"leaf {name[:200]!r}: {file.path} ends before the chunk at {start}")
+        part = FilePart(file, where.offset, where.nbytes)
+        opened = open_archive(part)
+        if opened is None:
+            raise FormatError(f"leaf {name[:200]!r}: {part.path} is not an archive of PyTorch")
+        return self.names.index(where.file), part, *opened

@@ -1,0 +1,105 @@
+"""Locate the members of zip archives, and check their checksums."""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+import zlib
+from collections import Counter
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from eformer._engine.formats.others.single_file import open_single_file
+from eformer._engine.record.pieces import PIECE_BYTES
+from eformer.errors import Damage, FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from eformer._engine.formats.others.single_file import FilePart, SingleFile
+    from eformer._engine.stores.base import Store
+
+BEGINNINGS = (b"PK\x03\x04", b"PK\x05\x06")  # of the first member, or of the end of an empty archive
+
+_MEMBER_HEADER = struct.Struct("<4s22xHH")
+_IS_UTF8 = 0x800
+
+# The errors that the zipfile module raises for files that are not archives.
+_MALFORMED_ZIP = (
+    zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, EOFError, LookupError, OSError, OverflowError,
+    RuntimeError, ValueError, struct.error,
+)  # fmt: skip
+
+
+def locate_members(file: SingleFile | FilePart) -> list[tuple[zipfile.ZipInfo, int]]:
+    """List the members with the offsets of their bytes, in that order; refuse members that overlap."""
+    members = sorted(_read_directory(file), key=lambda info: info.header_offset)
+    (name, number), *_ = [*Counter(info.filename for info in members).most_common(1), ("", 0)]
+    if number > 1:
+        raise FormatError(f"{file.path} has two members of one name: {name[:200]!r}")
+    located, end = [], 0
+    for info in members:
+        start = _find_start(file, info)
+        if info.header_offset < end or start + info.compress_size > file.nbytes:
+            raise FormatError(
+                f"{file.path}: member {info.filename[:200]!r}, {info.compress_size} bytes at {start}, overlaps "
+                f"another, or ends after the file, which has {file.nbytes} bytes"
+            )
+        end = start + info.compress_size
+        located.append((info, start))
+    return located
+
+
+def _read_directory(file: SingleFile | FilePart) -> list[zipfile.ZipInfo]:
+    try:
+        with file.as_binary_file() as raw, zipfile.ZipFile(raw) as archive:
+            return archive.infolist()
+    except _MALFORMED_ZIP as error:
+        raise FormatError(
+            f"{file.path} begins like a zip archive, but is damaged or cut short: {str(error)[:300]}"
+        ) from error
+
+
+def _find_start(file: SingleFile | FilePart, info: zipfile.ZipInfo) -> int:
+    """Find the offset of a member's bytes, after a header that repeats its name."""
+    at = info.header_offset
+    header = file.read(at, _MEMBER_HEADER.size) if 0 <= at < file.nbytes else b""
+    if len(header) == _MEMBER_HEADER.size:
+        magic, name_nbytes, extra_nbytes = _MEMBER_HEADER.unpack(header)
+        name = file.read(at + _MEMBER_HEADER.size, name_nbytes)
+        encoding = "utf-8" if info.flag_bits & _IS_UTF8 else "cp437"
+        if magic == BEGINNINGS[0] and name.decode(encoding, "replace") == info.orig_filename:
+            return int(at + _MEMBER_HEADER.size + name_nbytes + extra_nbytes)
+    raise FormatError(
+        f"{file.path} is damaged: the member {info.filename[:200]!r} does not begin at byte {at}"
+    )
+
+
+class Checked(Struct, frozen=True):
+    """Bytes of a file that have a checksum."""
+
+    offset: int
+    nbytes: int
+    crc: int
+
+
+def find_damages(store: Store, name: str, leaves: Mapping[str, Checked]) -> Iterator[Damage]:
+    """Check the bytes that leaves are read from without decoding; the others are checked whenever they are decoded."""
+    with (
+        suppress(FileNotFoundError),
+        open_single_file(store, name) as file,
+    ):  # a missing file is reported by its leaves
+        for leaf, checked in leaves.items():
+            found = _read_crc(file, checked.offset, checked.nbytes)
+            if found != checked.crc:
+                problem = f"are damaged: their checksum is {found:08x}, expected {checked.crc:08x}"
+                yield Damage(leaf, name, checked.offset, checked.offset + checked.nbytes, problem)
+
+
+def _read_crc(file: SingleFile, offset: int, nbytes: int) -> int:
+    crc = 0
+    for start in range(offset, offset + nbytes, PIECE_BYTES):
+        crc = zlib.crc32(file.read(start, min(PIECE_BYTES, offset + nbytes - start)), crc)
+    return crc
