@@ -29,6 +29,7 @@ from eformer._engine.runs.steps import steps
 from eformer._engine.saving.run import told_to_all
 from eformer._engine.stores.locate import absolute, store_at
 from eformer._engine.stores.removal import remove_file
+from eformer._engine.tasks.forks import renew_in_children
 from eformer.errors import NotFoundError
 from eformer.serialization._finished import (
     METADATA,
@@ -116,6 +117,7 @@ class Checkpointer:
         self._pending: Pending | None = None
         self._remover: futures.ThreadPoolExecutor | None = None
         self._removals: list[futures.Future[None]] = []
+        renew_in_children(self)
 
     def __repr__(self) -> str:
         return f"<Checkpointer at {self.base_path}: last saved at step {self._last_save_step}>"
@@ -319,6 +321,10 @@ class Checkpointer:
             is_ours = self._deletes_old or found.number in self._own_temporaries
             if found.number < step and is_ours and is_temporary(found.path):
                 yield found.path
+
+    def renew_in_child(self) -> None:
+        """Forget the removals under way, whose thread is in the process that this one was forked from."""
+        self._remover, self._removals = None, []
 
     def _queue_checkpoint_removal(self, checkpoint_dir: str | os.PathLike[str]) -> None:
         """Remove a checkpoint, in a thread of its own. The newest one of its directory is never removed."""
