@@ -18,21 +18,27 @@ from pathlib import Path
 
 import numpy as np
 
+from eformer import checkpoint
 from eformer._engine.processes import hosts
-from eformer.checkpoint import inspect, load, open, save, save_async, verify, wait
+from eformer.checkpoint import inspect, load, save, save_async, verify, wait
 
 PATIENCE = 60.0  # seconds for a child, which needs a tenth of one
 FORMATS = ("safetensors", "tensorstore")
 
 
+def tell(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 def use(place: Path, leaves: int) -> None:
     """Save and read in as many ways as there are locks on the way."""
     tree = {f"layer-{number}": np.full(3, number) for number in range(leaves)}
-    for format in FORMATS:
-        path = place / format
-        save(tree, path, format=format)
+    for kind in FORMATS:
+        path = place / kind
+        save(tree, path, format=kind)
         assert load(path)["layer-1"].tolist() == [1, 1, 1]
-        with open(path) as view:
+        with checkpoint.open(path) as view:
             assert view["layer-1"][0] == 1
         assert inspect(path).trees[""].leaves["layer-1"].shape == (3,)
         assert verify(path).ok
@@ -56,8 +62,8 @@ def child(place: Path) -> None:
         use(place, 2)
         wait()
         status = 0
-    except BaseException as error:
-        print(repr(error), file=sys.stderr, flush=True)
+    except BaseException as error:  # noqa: BLE001  the parent sees the status
+        tell(repr(error))
     finally:
         os._exit(status)
 
@@ -94,14 +100,13 @@ def main(folder: str, forks: int) -> int:
             child(place / "child")
         if not ended(process):
             bad += 1
-            print(f"fork {number} hung or failed", flush=True)
+            tell(f"fork {number} hung or failed")
         if number % 1000 == 999:
-            print(f"{number + 1} forks, {bad} bad", flush=True)
-    print(f"{forks} forks, {bad} bad, errors in the parent: {errors}", flush=True)
+            tell(f"{number + 1} forks, {bad} bad")
+    tell(f"{forks} forks, {bad} bad, errors in the parent: {errors}")
     return 1 if bad or errors else 0
 
 
 if __name__ == "__main__":
     status = main(sys.argv[1], int(sys.argv[2]))
-    sys.stdout.flush()
     os._exit(status)  # the threads are in the middle of something
