@@ -125,7 +125,10 @@ def read_scalar(store: ArrayStore, path: str, array: Any) -> Any:
             f"{array.dtype.name}{list(array.shape)}"
         )
     try:
-        return np.asarray(array.read().result()).item()
+        (whole,) = split_into_chunks(path, array, array.dtype.numpy_dtype.itemsize)
+        return np.asarray(whole.read()).item()
+    except FormatError:
+        raise
     except Exception as error:  # damaged files make TensorStore raise anything
         raise CorruptionError(f"leaf {path!r} of {store.directory} cannot be read: {brief(error)}") from error
 
