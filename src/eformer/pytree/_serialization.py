@@ -118,10 +118,11 @@ def from_compressed_bytes(target: Any, compressed_data: bytes) -> Any:
 def save_to_file(target: Any, filepath: str) -> None:
     """Write `to_bytes(target)` to a file, atomically and durably. On any error the previous file is left intact.
 
-    Arrays on the CPU are written without a copy; arrays on other devices, or on several, are copied one at a time.
+    Arrays on the CPU are written without a copy; arrays on other devices, or on several, are copied one at a time. What
+    a call that was killed has left in the directory is removed.
     """
     state = to_state_dict(target)
-    with _replacing(_local(filepath)) as file:
+    with _replacing(_local(filepath), sweep=True) as file:
         _pack(state, file.write, max_chunk=MAX_CHUNK_SIZE, sort_keys=False)
 
 
