@@ -182,6 +182,8 @@ def _in_directory(store: Store) -> Found:
                 raise NotFoundError(
                     f"no checkpoint at {store.url}: it was removed, or never saved completely"
                 )
+            if not found.trees:
+                raise NotFoundError(f"{store.url} holds no trees: its index lists none")
             return found
     return _last_step(store) or _nothing_in(store, place.names)
 
