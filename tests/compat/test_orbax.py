@@ -15,7 +15,7 @@ import pytest
 import tensorstore
 
 from eformer import checkpoint
-from eformer._engine.formats.others import orbax
+from eformer._engine.formats.others import orbax, orbax_reader
 from eformer._engine.formats.others.orbax_chunks import split_into_chunks
 from eformer._engine.formats.others.orbax_metadata import KeyMetadata, LeafMetadata, ValueMetadata
 from eformer._engine.formats.others.orbax_structure import build_structure
@@ -344,9 +344,33 @@ def test_steps_of_a_plain_checkpointer_are_steps(tmp_path):
 def test_absurdly_many_chunks_are_read_many_at_a_time(copy):
     path = copy("v0_plain")
     described = json.loads((path / "seq.0" / ".zarray").read_text())
-    (path / "seq.0" / ".zarray").write_text(json.dumps(described | {"shape": [2**50], "chunks": [1]}))
+    (path / "seq.0" / ".zarray").write_text(json.dumps(described | {"shape": [2**33], "chunks": [1]}))
     tree = checkpoint.inspect(path).trees[""]
     assert len(tree.leaves["seq.0"].extents) <= 2**16
+
+
+@pytest.mark.parametrize("chunks", [[2**20, 2**20], [2**10, 2**10], [1, 1]])
+@pytest.mark.parametrize("fill", [None, 0])
+def test_an_array_of_terabytes_without_its_chunks_is_told_at_once(copy, chunks, fill, monkeypatch):
+    path = copy("v0_plain")
+    described = json.loads((path / "params.emb" / ".zarray").read_text())
+    changed = described | {"shape": [2**20, 2**20], "chunks": chunks, "fill_value": fill}
+    (path / "params.emb" / ".zarray").write_text(json.dumps(changed))
+    monkeypatch.setattr(orbax_reader, "split_leaf", None)  # chunks are not gone through
+    for call in (checkpoint.load, checkpoint.verify, checkpoint.inspect, checkpoint.open):
+        with pytest.raises(FormatError, match=r"cannot hold its arrays, of \d{13} bytes.*'params.emb'"):
+            call(path)
+
+
+def test_an_array_of_fill_values_alone_is_read(copy):
+    path = copy("v0_plain")
+    described = json.loads((path / "params.emb" / ".zarray").read_text())
+    changed = described | {"shape": [2**9, 2**10], "chunks": [2**9, 2**10], "fill_value": 0}
+    (path / "params.emb" / ".zarray").write_text(json.dumps(changed))
+    (path / "params.emb" / "0.0").unlink()
+    about = json.loads((path / "_METADATA").read_text())
+    (path / "_METADATA").write_text(json.dumps(about | {"store_array_data_equal_to_fill_value": False}))
+    assert not np.any(checkpoint.load(path)["params"]["emb"])
 
 
 def test_steps_that_have_not_finished_are_no_steps(copy):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.regions import Region
 
 _MOST_BLOCK = 2**30  # bytes; a piece is read into memory whole
-_MOST_EXPANSION = 50_000  # beyond what any codec reaches: zstd packs 2**17 equal bytes into three
+MOST_EXPANSION = 50_000  # beyond what any codec reaches: zstd packs 2**17 equal bytes into three
 _MOST_AXES = 64  # numpy's
 
 # A chunk is decoded whole. One that is larger than its array is padded, which small arrays of other programs are.
@@ -134,7 +134,7 @@ def _check_coding(
     if len(coding.shape) != len(shape) or any(a > b for a, b in zip(shape, coding.shape, strict=True)):
         raise FormatError(f"a box of shape {list(shape)} does not fit a chunk of shape {list(coding.shape)}")
     decoded = itemsize * math.prod(coding.shape)
-    most = extent.nbytes * _MOST_EXPANSION if coding.codec else extent.nbytes
+    most = extent.nbytes * MOST_EXPANSION if coding.codec else extent.nbytes
     if decoded > most:
         raise FormatError(
             f"{extent.nbytes} bytes cannot decode to a chunk of shape {list(coding.shape)}, {decoded} bytes"
