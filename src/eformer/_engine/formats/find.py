@@ -187,7 +187,7 @@ def _in_directory(store: Store) -> Found:
                 raise NotFoundError(
                     f"no checkpoint at {store.url}: it was removed, or never saved completely"
                 )
-            if not found.trees:
+            if not found.is_costly and not found.trees:
                 raise NotFoundError(f"{store.url} holds no trees: its index lists none")
             return found
     return _last_step(store) or _nothing_in(store, place.names)
