@@ -115,9 +115,7 @@ class Checkpointer:
         self._deletes_old = delete_old_temp_checkpoints
         self._own_temporaries: set[int] = set()  # steps that this job has saved
         self._pending: Pending | None = None
-        self._remover: futures.ThreadPoolExecutor | None = None
-        self._removals: list[futures.Future[None]] = []
-        renew_in_children(self)
+        self._removals = _Removals()
 
     def __repr__(self) -> str:
         return f"<Checkpointer at {self.base_path}: last saved at step {self._last_save_step}>"
@@ -322,10 +320,6 @@ class Checkpointer:
             if found.number < step and is_ours and is_temporary(found.path):
                 yield found.path
 
-    def renew_in_child(self) -> None:
-        """Forget the removals under way, whose thread is in the process that this one was forked from."""
-        self._remover, self._removals = None, []
-
     def _queue_checkpoint_removal(self, checkpoint_dir: str | os.PathLike[str]) -> None:
         """Remove a checkpoint, in a thread of its own. The newest one of its directory is never removed."""
         if jax.process_index() != 0:
@@ -333,10 +327,7 @@ class Checkpointer:
         path = Path(checkpoint_dir)
         if (identity := removable(path)) is None:
             return
-        if self._remover is None:
-            self._remover = futures.ThreadPoolExecutor(1, "eformer-remove")
-        self._removals = [removal for removal in self._removals if not removal.done()]
-        self._removals.append(self._remover.submit(remove, path, identity))
+        self._removals.begin(path, identity)
 
     # -------------------------------------------------------------------------------------------- wait
 
@@ -346,7 +337,7 @@ class Checkpointer:
             self._wait_for_save()
             self._manager.wait_until_finished()
         finally:
-            futures.wait(self._removals)
+            futures.wait(self._removals.under_way)
 
     def _wait_for_save(self) -> None:
         if self._pending is not None:
@@ -447,6 +438,23 @@ class Checkpointer:
         if discover_raise:
             raise NotFoundError(f"No checkpoint found under {root}")
         return ""
+
+
+class _Removals:
+    """Removals of checkpoints, one after the other in a thread, which a forked child does not have."""
+
+    def __init__(self) -> None:
+        self.renew_in_child()
+        renew_in_children(self)
+
+    def renew_in_child(self) -> None:
+        self._thread: futures.ThreadPoolExecutor | None = None
+        self.under_way: list[futures.Future[None]] = []
+
+    def begin(self, path: Path, identity: Any) -> None:
+        self._thread = self._thread or futures.ThreadPoolExecutor(1, "eformer-remove")
+        self.under_way = [removal for removal in self.under_way if not removal.done()]
+        self.under_way.append(self._thread.submit(remove, path, identity))
 
 
 def _below(root: str, name: str) -> str:
