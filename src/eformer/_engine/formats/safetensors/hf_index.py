@@ -112,12 +112,12 @@ def _problem(store: Store, name: str, kind: Kind | None, tree: TreeEntry, *, is_
     saved, _ = save_of_index(store, name, kind)
     if not is_wanted:
         return "are of an earlier save" if saved and store.can_rename else ""
+    if saved is None:
+        return ""
     try:
         document = json_decoder(dict[str, Any]).decode(read_whole(store, name)[0])
     except (OSError, FormatError, *MALFORMED_JSON) as error:
         return f"cannot be read: {error}"
-    if saved is None:
-        return ""
     if saved != tree.save_id:  # in a bucket, that save may be under way
         return f"are of the save {saved!r}, expected {tree.save_id!r}" if store.can_rename else ""
     try:
@@ -138,8 +138,8 @@ class _IndexHead(msgspec.Struct):
 def save_of_index(store: Store, name: str, kind: Kind | None) -> tuple[str | None, Version | None]:
     """Return the save of ours that an index is of, and the version of its file.
 
-    The save is "" for a damaged index of ours, and None for one of another program. Both are None if there is none,
-    or only a link, which a new index replaces.
+    The save is "" for a damaged index of ours or an empty one, and None for one of another program. Both are None if
+    there is none, or only a link, which a new index replaces.
     """
     if kind is None:
         return None, None
@@ -152,5 +152,5 @@ def save_of_index(store: Store, name: str, kind: Kind | None) -> tuple[str | Non
     except msgspec.ValidationError:  # it is sound, and says something else
         saved = None
     except MALFORMED_JSON:
-        saved = "" if b'"eformer"' in data else None
+        saved = "" if b'"eformer"' in data or not data.strip(b"\0") else None
     return saved, None if saved is None and kind == "other" else entry.version
