@@ -26,8 +26,9 @@ test: check
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 # The whole matrix of faults: every call of a save is killed, failed and cut off, where `make test` takes every sixteenth;
-# and a thousand damaged steps, ten thousand steps under a reader, a hundred kills of a run, fifty of one in a bucket.
-FAULTS := EFORMER_FAULTS_STRIDE=1 EFORMER_KILLS=20 EFORMER_RUN_KILLS=100 EFORMER_BUCKET_RUN_KILLS=50 EFORMER_DAMAGES=1000 EFORMER_STEPS=10000
+# and a thousand damaged steps, ten thousand steps under a reader, ten thousand forks, a hundred kills of a run, fifty of
+# one in a bucket.
+FAULTS := EFORMER_FAULTS_STRIDE=1 EFORMER_KILLS=20 EFORMER_RUN_KILLS=100 EFORMER_BUCKET_RUN_KILLS=50 EFORMER_DAMAGES=1000 EFORMER_STEPS=10000 EFORMER_FORKS=10000
 faults: $(VENV)/.dev
 	$(FAULTS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/faults tests/multihost/test_kills.py tests/multihost/test_near.py tests/multihost/test_buckets.py tests/multihost/test_runs.py tests/multihost/test_run_signals.py tests/engine/runs/test_signals.py tests/compat/test_files_hostile.py tests/engine/tools/test_convert.py
 

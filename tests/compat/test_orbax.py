@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 
 from eformer import checkpoint
-from eformer._engine.formats.others import orbax
+from eformer._engine.formats.others import orbax, orbax_reader
 from eformer._engine.formats.others.orbax_chunks import split_into_chunks
 from eformer._engine.formats.others.orbax_metadata import KeyMetadata, LeafMetadata, ValueMetadata
 from eformer._engine.formats.others.orbax_structure import build_structure
@@ -228,13 +229,87 @@ def test_chunks_that_are_far_larger_than_their_array_are_refused(copy):
     path = copy("v0_plain")
     described = json.loads((path / "seq.0" / ".zarray").read_text())
     (path / "seq.0" / ".zarray").write_text(json.dumps(described | {"chunks": [10**12]}))
-    with pytest.raises(FormatError, match=r"seq.0.*cannot have chunks of"):
+    with pytest.raises(FormatError, match=r"seq.0.*would take 4000000000000 bytes of memory"):
         checkpoint.load(path)
+
+
+LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
+BLOSC = {"name": "blosc", "configuration": {"cname": "lz4", "clevel": 5, "shuffle": "shuffle", "typesize": 4}}
+SHARDS = {
+    "name": "sharding_indexed",
+    "configuration": {"chunk_shape": [2], "codecs": [LITTLE, BLOSC], "index_codecs": [LITTLE]},
+}
+
+
+def compressed_by_blosc(path, shape, **described):
+    """An Orbax checkpoint of one array, which blosc compressed."""
+    path.mkdir()
+    is_zarr3 = "codecs" in described
+    about = json.loads(metadata([("w", False)])) | {"use_zarr3": is_zarr3}
+    (path / "_METADATA").write_text(json.dumps(about))
+    spec = {
+        "driver": "zarr3" if is_zarr3 else "zarr",
+        "kvstore": {"driver": "file", "path": f"{path}/w/"},
+        "metadata": {"shape": shape} | described,
+    }
+    array = np.arange(1, 1 + np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+    tensorstore.open(spec, create=True, dtype="float32").result().write(array).result()
+    return array
+
+
+def in_version_3(shape, codecs, **encoding):
+    grid = {"name": "regular", "configuration": {"chunk_shape": [2 for _ in shape]}}
+    return {"codecs": codecs, "chunk_grid": grid, "chunk_key_encoding": encoding or {"name": "default"}}
+
+
+@pytest.mark.parametrize("described", [
+    {"chunks": [2, 2], "compressor": {"id": "blosc"}, "dimension_separator": "."},
+    {"chunks": [2, 2], "compressor": {"id": "blosc"}, "dimension_separator": "/"},
+    in_version_3((5, 3), [LITTLE, BLOSC]),
+    in_version_3((5, 3), [LITTLE, BLOSC, {"name": "crc32c"}], name="v2"),
+    in_version_3((5, 3), [LITTLE, BLOSC], name="default", configuration={"separator": "."}),
+], ids=str)  # fmt: skip
+def test_chunks_of_blosc_are_read_unless_they_claim_to_be_larger(tmp_path, described):
+    array = compressed_by_blosc(tmp_path / "it", (5, 3), **described)
+    np.testing.assert_array_equal(checkpoint.load(tmp_path / "it")["w"], array)
+    files = [
+        file for file in (tmp_path / "it" / "w").rglob("*") if file.is_file() and "zarr" not in file.name
+    ]
+    assert len(files) == 6
+    for file in files:
+        data = bytearray(file.read_bytes())
+        data[4:8] = (10**9).to_bytes(4, "little")
+        file.write_bytes(data)
+    with pytest.raises(CorruptionError, match="claims to decode to 1000000000 bytes"):
+        checkpoint.load(tmp_path / "it")
+    assert "claims to decode" in str(checkpoint.verify(tmp_path / "it"))
+
+
+@pytest.mark.parametrize(
+    "described", [{"compressor": {"id": "blosc"}}, in_version_3((), [LITTLE, BLOSC])], ids=str
+)
+def test_numbers_of_blosc_are_read_unless_they_claim_to_be_larger(tmp_path, described):
+    compressed_by_blosc(tmp_path / "it", (), **described)
+    about = (tmp_path / "it" / "_METADATA").read_text()
+    (tmp_path / "it" / "_METADATA").write_text(about.replace("jax.Array", "scalar"))
+    assert checkpoint.load(tmp_path / "it") == {"w": 1.0}
+    file = tmp_path / "it" / "w" / ("c" if "codecs" in described else "0")
+    file.write_bytes(file.read_bytes()[:4] + (10**9).to_bytes(4, "little") + file.read_bytes()[8:])
+    with pytest.raises(FormatError, match="claims to decode to 1000000000 bytes"):
+        checkpoint.load(tmp_path / "it")
+
+
+def test_blosc_inside_of_shards_is_refused(tmp_path):
+    described = in_version_3((4,), [SHARDS])
+    compressed_by_blosc(tmp_path / "it", (4,), **described)
+    with pytest.raises(FormatError, match="leaf 'w': blosc inside of sharding_indexed is not supported"):
+        checkpoint.load(tmp_path / "it")
 
 
 def test_an_array_of_very_many_chunks_is_read_in_larger_boxes():
     layout = SimpleNamespace(read_chunk=SimpleNamespace(shape=(1, 4)))
-    array = SimpleNamespace(shape=(2**18, 4), chunk_layout=layout)
+    codec = SimpleNamespace(to_json=lambda: {"driver": "zarr", "compressor": None})
+    array = SimpleNamespace(shape=(2**18, 4), chunk_layout=layout, codec=codec)
     chunks = split_into_chunks("w", array, itemsize=2)
     assert len(chunks) == 2**16
     assert {chunk.box.shape for chunk in chunks} == {(4, 4)}
@@ -269,9 +344,33 @@ def test_steps_of_a_plain_checkpointer_are_steps(tmp_path):
 def test_absurdly_many_chunks_are_read_many_at_a_time(copy):
     path = copy("v0_plain")
     described = json.loads((path / "seq.0" / ".zarray").read_text())
-    (path / "seq.0" / ".zarray").write_text(json.dumps(described | {"shape": [2**50], "chunks": [1]}))
+    (path / "seq.0" / ".zarray").write_text(json.dumps(described | {"shape": [2**33], "chunks": [1]}))
     tree = checkpoint.inspect(path).trees[""]
     assert len(tree.leaves["seq.0"].extents) <= 2**16
+
+
+@pytest.mark.parametrize("chunks", [[2**20, 2**20], [2**10, 2**10], [1, 1]])
+@pytest.mark.parametrize("fill", [None, 0])
+def test_an_array_of_terabytes_without_its_chunks_is_told_at_once(copy, chunks, fill, monkeypatch):
+    path = copy("v0_plain")
+    described = json.loads((path / "params.emb" / ".zarray").read_text())
+    changed = described | {"shape": [2**20, 2**20], "chunks": chunks, "fill_value": fill}
+    (path / "params.emb" / ".zarray").write_text(json.dumps(changed))
+    monkeypatch.setattr(orbax_reader, "split_leaf", None)  # chunks are not gone through
+    for call in (checkpoint.load, checkpoint.verify, checkpoint.inspect, checkpoint.open):
+        with pytest.raises(FormatError, match=r"cannot hold its arrays, of \d{13} bytes.*'params.emb'"):
+            call(path)
+
+
+def test_an_array_of_fill_values_alone_is_read(copy):
+    path = copy("v0_plain")
+    described = json.loads((path / "params.emb" / ".zarray").read_text())
+    changed = described | {"shape": [2**9, 2**10], "chunks": [2**9, 2**10], "fill_value": 0}
+    (path / "params.emb" / ".zarray").write_text(json.dumps(changed))
+    (path / "params.emb" / "0.0").unlink()
+    about = json.loads((path / "_METADATA").read_text())
+    (path / "_METADATA").write_text(json.dumps(about | {"store_array_data_equal_to_fill_value": False}))
+    assert not np.any(checkpoint.load(path)["params"]["emb"])
 
 
 def test_steps_that_have_not_finished_are_no_steps(copy):

@@ -120,11 +120,12 @@ def from_compressed_bytes(target: Any, compressed_data: bytes) -> Any:
 def save_to_file(target: Any, filepath: str) -> None:
     """Write `to_bytes(target)` to a file, atomically and durably. On any error the previous file is left intact.
 
-    Arrays on the CPU are written without a copy; arrays on other devices, or on several, are copied one at a time.
+    Arrays on the CPU are written without a copy; arrays on other devices, or on several, are copied one at a time. What
+    a call that was killed has left in the directory is removed.
     """
     state = to_state_dict(target)
     path = _local(filepath)
-    with _replacing(path) as file:
+    with _replacing(path, sweep=True) as file:
         _pack(state, file.write, max_chunk=MAX_CHUNK_SIZE, sort_keys=False)
     with suppress(OSError):  # if the signature of the earlier file stays, it says that this one was altered
         path.with_name(_signature_name(path.name)).unlink()

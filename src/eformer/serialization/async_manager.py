@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,6 +28,7 @@ from eformer._engine.stores.local_paths import is_file_url, path_of_file_url, wi
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.store_options import remember
 from eformer._engine.stores.urls import is_bucket_url
+from eformer._engine.tasks.forks import Lock
 from eformer._engine.trees.devices import is_key
 from eformer.paths import GCSPath, LocalPath, ePath
 from eformer.serialization._keys import by_key
@@ -103,7 +103,7 @@ class AsyncCheckpointManager:
         self.enable_validation = enable_validation
         self.enable_compression = enable_compression
         self.use_tensorstore = use_tensorstore
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._pending: list[Pending] = []
         self._global_manager: GlobalAsyncCheckpointManager | None = None
 

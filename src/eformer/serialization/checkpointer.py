@@ -29,6 +29,7 @@ from eformer._engine.runs.steps import steps
 from eformer._engine.saving.run import told_to_all
 from eformer._engine.stores.local_removal import remove_file
 from eformer._engine.stores.locate import absolute, store_at
+from eformer._engine.tasks.forks import renew_in_children
 from eformer.errors import NotFoundError
 from eformer.serialization._finished import (
     METADATA,
@@ -114,8 +115,7 @@ class Checkpointer:
         self._deletes_old = delete_old_temp_checkpoints
         self._own_temporaries: set[int] = set()  # steps that this job has saved
         self._pending: Pending | None = None
-        self._remover: futures.ThreadPoolExecutor | None = None
-        self._removals: list[futures.Future[None]] = []
+        self._removals = _Removals()
 
     def __repr__(self) -> str:
         return f"<Checkpointer at {self.base_path}: last saved at step {self._last_save_step}>"
@@ -327,10 +327,7 @@ class Checkpointer:
         path = Path(checkpoint_dir)
         if (identity := removable(path)) is None:
             return
-        if self._remover is None:
-            self._remover = futures.ThreadPoolExecutor(1, "eformer-remove")
-        self._removals = [removal for removal in self._removals if not removal.done()]
-        self._removals.append(self._remover.submit(remove, path, identity))
+        self._removals.begin(path, identity)
 
     # -------------------------------------------------------------------------------------------- wait
 
@@ -340,7 +337,7 @@ class Checkpointer:
             self._wait_for_save()
             self._manager.wait_until_finished()
         finally:
-            futures.wait(self._removals)
+            futures.wait(self._removals.under_way)
 
     def _wait_for_save(self) -> None:
         if self._pending is not None:
@@ -441,6 +438,23 @@ class Checkpointer:
         if discover_raise:
             raise NotFoundError(f"No checkpoint found under {root}")
         return ""
+
+
+class _Removals:
+    """Removals of checkpoints, one after the other in a thread, which a forked child does not have."""
+
+    def __init__(self) -> None:
+        self.renew_in_child()
+        renew_in_children(self)
+
+    def renew_in_child(self) -> None:
+        self._thread: futures.ThreadPoolExecutor | None = None
+        self.under_way: list[futures.Future[None]] = []
+
+    def begin(self, path: Path, identity: Any) -> None:
+        self._thread = self._thread or futures.ThreadPoolExecutor(1, "eformer-remove")
+        self.under_way = [removal for removal in self.under_way if not removal.done()]
+        self.under_way.append(self._thread.submit(remove, path, identity))
 
 
 def _below(root: str, name: str) -> str:

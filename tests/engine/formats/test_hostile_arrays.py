@@ -3,15 +3,21 @@
 A digest is no signature: whoever can write an index can seal it.
 """
 
+import bz2
+import gzip
 import json
 import os
 import resource
+import struct
 import subprocess
 import sys
+import tracemalloc
+import zlib
 
 import msgspec
 import numpy as np
 import pytest
+import zstandard
 
 from eformer import checkpoint
 from eformer._engine.record.digests import stamp_digest
@@ -19,7 +25,7 @@ from eformer._engine.stores.journal import Journal
 from eformer._engine.stores.removal import Moved
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError, FormatError, NotFoundError
-from support.arrays import write_array
+from support.arrays import opened, write_array
 from support.damage import flip
 from support.trees import assert_same
 
@@ -178,6 +184,68 @@ def test_a_chunk_that_claims_to_be_huge_ends_no_process(tmp_path, odd):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() in ("CorruptionError", "FormatError", "MemoryError")
+
+
+ZEROS = bytes(100_000_000)
+BOMBS = {
+    "zstd": lambda: zstandard.ZstdCompressor().compress(ZEROS),
+    "zlib": lambda: zlib.compress(ZEROS, 1),
+    "gzip": lambda: gzip.compress(ZEROS, 1),
+    "bz2": lambda: bz2.compress(ZEROS + ZEROS, 9),
+    "blosc": lambda: struct.pack("<4B3I", 2, 1, 33, 1, len(ZEROS), len(ZEROS), 4096) + bytes(4080),
+}
+
+
+@pytest.mark.parametrize("codec", BOMBS)
+def test_a_chunk_that_would_take_far_more_memory_than_its_array_is_refused(tmp_path, codec):
+    foreign(tmp_path, compressor={"id": codec})
+    (tmp_path / "w" / "0.0").write_bytes(BOMBS[codec]())
+    described(tmp_path, chunks=[5, 5_000_000])
+    for call in (load, checkpoint.verify, lambda path: checkpoint.open(path)["w"][...]):
+        with pytest.raises(
+            FormatError, match=r"would take 100000000 bytes of memory|cannot decode to a chunk"
+        ):
+            call(tmp_path)
+
+
+@pytest.mark.parametrize("codec", BOMBS)
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_chunk_is_decompressed_to_its_length_and_no_further(tmp_path, codec, order):
+    foreign(tmp_path, compressor={"id": codec})
+    (tmp_path / "w" / "0.0").write_bytes(BOMBS[codec]())
+    described(tmp_path, order=order)
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            CorruptionError, match=r"decompresses to more than 40|decompress to 40|chunk of 40"
+        ):
+            load(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_padded_chunks_of_small_arrays_are_read(tmp_path):
+    foreign(tmp_path, chunks=[1000, 1000], compressor={"id": "zlib"})
+    assert load(tmp_path)["w"].tolist() == np.arange(10).reshape(5, 2).tolist()
+
+
+@pytest.mark.parametrize("codec", ["zlib", "gzip", "bz2", "zstd", "blosc", None])
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", ["<f4", ">f4", ">c8", "|b1"])
+def test_every_codec_order_and_byte_order_is_read_as_tensorstore_reads_it(tmp_path, codec, order, dtype):
+    array = np.random.default_rng(0).integers(0, 2, (5, 3, 4)).astype(dtype)
+    compressor = codec and {"id": codec}
+    write_array(tmp_path / "w", array, dtype=dtype, chunks=[2, 3, 3], compressor=compressor, order=order)
+    np.testing.assert_array_equal(load(tmp_path)["w"], opened(tmp_path / "w").read().result())
+
+
+@pytest.mark.parametrize("codec", ["zlib", "gzip", "bz2"])
+def test_a_chunk_that_was_cut_short_is_damage(tmp_path, codec):
+    chunk = foreign(tmp_path, compressor={"id": codec}) / "w" / "0.0"
+    chunk.write_bytes(chunk.read_bytes()[:-9])
+    with pytest.raises(CorruptionError, match=r"w/0.0 cannot be decoded"):
+        load(tmp_path)
 
 
 def test_an_index_and_an_array_that_disagree_are_an_error(tmp_path):

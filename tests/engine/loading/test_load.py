@@ -1,5 +1,6 @@
 """A load as a whole: its order of steps, its restarts, and what belongs to the caller."""
 
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -121,6 +122,25 @@ def test_a_checkpoint_that_is_replaced_all_the_time_is_an_error(tmp_path, replac
     replaced(100)
     with pytest.raises(FormatError, match="was replaced 3 times while it was being read"):
         load(tmp_path)
+
+
+def test_a_reader_whom_saves_of_its_own_process_overtake_holds_them_back(tmp_path):
+    saves = []
+    save({"w": 0}, tmp_path)
+
+    def use(found):
+        """Read for longer than a save takes."""
+        saves.append(threading.Thread(target=save, args=({"w": len(saves) + 1}, tmp_path)))
+        saves[-1].start()
+        saves[-1].join(60 if len(saves) <= find._FEW_RESTARTS else 1)
+        if find.was_replaced(found):
+            raise find.ReplacedError
+        return len(saves)
+
+    assert find.reread(tmp_path, use) <= find._FEW_RESTARTS + 2
+    for thread in saves:
+        thread.join()
+    assert load(tmp_path) == {"w": len(saves)}
 
 
 def test_a_file_that_is_gone_is_damage_if_nothing_was_replaced(tmp_path):

@@ -566,3 +566,22 @@ def test_weakly_typed_arrays_stay_so_unless_they_are_changed(tmp_path):
         rename=[r"b\.(\d+) -> b | stack \1"],
     )
     assert not any(leaf.weak_type for leaf in jax.tree.leaves(load(tmp_path / "new")))
+
+
+FEW_DESCRIPTORS = """
+import resource, sys
+from eformer.checkpoint import convert, verify
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+convert(sys.argv[1], sys.argv[2], to="safetensors", max_shard_bytes=500)
+convert(sys.argv[2], sys.argv[3], to="tensorstore")
+assert verify(sys.argv[2]).ok and verify(sys.argv[3]).ok
+"""
+
+
+def test_hundreds_of_shards_need_few_descriptors(tmp_path):
+    tree = {f"w{number}": np.full(50, number) for number in range(200)}
+    save(tree, tmp_path / "old")
+    places = [str(tmp_path / name) for name in ("old", "shards", "arrays")]
+    subprocess.run([sys.executable, "-c", FEW_DESCRIPTORS, *places], check=True, timeout=300)
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) == 200
+    assert_same(load(tmp_path / "arrays"), tree)

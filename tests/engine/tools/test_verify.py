@@ -1,11 +1,16 @@
 """Check every byte of a checkpoint."""
 
+import re
+import threading
+
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from eformer import checkpoint
+from eformer._engine.formats.safetensors import directory, hf_index
 from eformer.checkpoint import SaveOptions, save, verify
+from eformer.errors import NotFoundError
 from support.damage import flip
 
 
@@ -68,3 +73,96 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(path, mon
     monkeypatch.setattr(_verify, "check", replace_first)
     assert verify(path).ok
     assert checkpoint.load(path)["new"][0] == 1
+
+
+# ------------------------------------------------------------------------------------------ beside the leaves
+
+
+@pytest.fixture
+def shards(tmp_path):
+    tree = {"a": np.arange(100.0), "b": np.ones(100)}
+    save(tree, tmp_path / "shards", options=SaveOptions(max_shard_bytes=900))
+    return tmp_path / "shards"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda text: text.replace("00001-of", "00009-of"), "do not list what the files hold"),
+        (lambda text: text.replace('"total_size": 1600', '"total_size": 1'), "do not list what the files hold"),
+        (lambda text: re.sub('"eformer": ".*"', f'"eformer": "{"0" * 16}"', text), "are of the save '0000000000000000'"),
+        (lambda text: text[:-9], "cannot be read: "),
+        (lambda text: "", "cannot be read: "),
+    ],
+)  # fmt: skip
+def test_an_index_for_other_readers_is_compared_with_the_files(shards, change, problem):
+    index = shards / "model.safetensors.index.json"
+    text = index.read_text()
+    index.write_text(change(text))
+    (damage,) = verify(shards).damages
+    assert damage.file == index.name
+    assert problem in damage.problem
+    index.write_text(text)
+    assert verify(shards).ok
+
+
+def test_an_index_for_other_readers_that_is_missing_is_noticed(shards):
+    (shards / "model.safetensors.index.json").unlink()
+    assert "are missing. Only other readers use them" in str(verify(shards))
+    save({"a": np.ones(3)}, shards)
+    assert verify(shards).ok  # one file needs none
+
+
+def test_an_index_of_another_program_is_not_looked_at(shards):
+    for text in ('{"weight_map": {}}', "garbage"):
+        (shards / "model.safetensors.index.json").write_text(text)
+        assert verify(shards).ok
+
+
+def test_an_index_that_a_save_is_about_to_write_is_waited_for(shards, monkeypatch):
+    """The manifest is swapped first, the index is written last."""
+    saves, began, bring = [], threading.Event(), directory.bring_up_to_date
+
+    def slowly(*args):
+        began.set()
+        asked.wait(60)
+        return bring(*args)
+
+    asked, differences = threading.Event(), hf_index._differences
+
+    def look(*args):
+        found = differences(*args)
+        asked.set()
+        return found
+
+    monkeypatch.setattr(directory, "bring_up_to_date", slowly)
+    monkeypatch.setattr(hf_index, "_differences", look)
+    again = {"a": np.ones(100), "b": np.arange(100.0)}
+    saves.append(
+        threading.Thread(target=lambda: save(again, shards, options=SaveOptions(max_shard_bytes=900)))
+    )
+    saves[0].start()
+    began.wait(60)
+    report = verify(shards)
+    saves[0].join()
+    assert asked.is_set()
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("mark", [b"", b"x", None])
+def test_the_mark_of_a_database_is_compared_with_the_manifest(tmp_path, mark):
+    save({"a": np.ones(3)}, tmp_path, format="tensorstore", options=SaveOptions(ocdbt=True))
+    assert verify(tmp_path).ok
+    file = tmp_path / "tree.ocdbt" / ".eformer"
+    file.write_bytes(mark) if mark is not None else file.unlink()
+    (damage,) = verify(tmp_path).damages
+    assert damage.file == "tree.ocdbt/.eformer"
+    assert ("cannot be read" if mark is None else "are the mark") in damage.problem
+
+
+@pytest.mark.parametrize("text", ["{}", '{"format": "tensorstore"}'])
+def test_an_index_of_nothing_is_no_checkpoint(tmp_path, text):
+    (tmp_path / "tensorstore_index.json").write_text(text)
+    for call in (verify, checkpoint.inspect, checkpoint.load):
+        with pytest.raises(NotFoundError, match="holds no trees: its index lists none"):
+            call(tmp_path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import math
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,7 +14,7 @@ import zstandard
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Buffer  # type: ignore[attr-defined,unused-ignore]  # Python 3.12
+    from collections.abc import Buffer, Callable  # type: ignore[attr-defined,unused-ignore]  # Python 3.12
 
 
 # ------------------------------------------------------------------------------------------- chunks
@@ -28,14 +30,15 @@ def decoded(
 ) -> bytes | np.ndarray[Any, Any]:
     """Decode a chunk of this shape; raise a FormatError if it does not decode to as many bytes.
 
-    `codec` is "zstd", "zarr" (by TensorStore, with the array's metadata as `detail`), or "" for plain bytes.
+    `codec` is "zstd", "zarr" (as the array's metadata in `detail` says), or "" for plain bytes. Whatever the data
+    claims, a small multiple of the chunk is enough memory.
     """
     nbytes = itemsize * math.prod(shape)
     chunk: bytes | np.ndarray[Any, Any] = data
     if codec == "zstd":
         chunk = _zstd_decompress(data, nbytes)
     elif codec == "zarr":
-        chunk = _decoded_by_tensorstore(data, shape, nbytes, detail)
+        chunk = _zarr_decode(data, shape, itemsize, detail)
     if len(chunk) != nbytes:
         raise FormatError(f"{len(chunk)} bytes, expected {nbytes}")
     return chunk
@@ -51,15 +54,77 @@ def _zstd_decompress(data: Buffer, nbytes: int) -> bytes:
         raise FormatError(f"not zstd, or damaged: {error}") from error
 
 
+# ------------------------------------------------------------------------------- chunks of other programs
+
+
+class _Described(msgspec.Struct):
+    """The members of a `.zarray` that say how its chunks are encoded."""
+
+    dtype: str
+    order: str = "C"
+    compressor: dict[str, Any] | None = None
+    filters: Any = None
+
+
+def _zarr_decode(
+    data: np.ndarray[Any, Any], shape: tuple[int, ...], itemsize: int, metadata: str
+) -> np.ndarray[Any, Any]:
+    """Decode a chunk with any compressor, order and byte order of zarr v2."""
+    described = msgspec.json.decode(metadata, type=_Described)
+    if described.filters:
+        raise FormatError(f"filters are not supported: {str(described.filters)[:200]}")
+    codec, nbytes = str((described.compressor or {}).get("id", "")), itemsize * math.prod(shape)
+    if codec == "blosc":
+        return _decoded_by_tensorstore(data, shape, nbytes, metadata)
+    chunk = np.frombuffer(_decompress(codec, data, nbytes), np.uint8)
+    if len(chunk) != nbytes:
+        raise FormatError(f"{len(chunk)} bytes, expected {nbytes}")
+    if described.dtype.startswith(">"):
+        chunk = chunk.view(described.dtype).byteswap().view(np.uint8)
+    if described.order == "F":
+        elements = chunk.view(f"V{itemsize}").reshape(shape, order="F")
+        chunk = np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
+    return chunk
+
+
+def _decompress(codec: str, data: np.ndarray[Any, Any], nbytes: int) -> Buffer:
+    if codec == "":
+        return data
+    if codec == "zstd":
+        return _zstd_decompress(data, nbytes)
+    if codec in ("zlib", "gzip"):
+        return _inflate(codec, lambda: zlib.decompressobj(31 if codec == "gzip" else 15), data, nbytes)
+    if codec == "bz2":
+        return _inflate(codec, bz2.BZ2Decompressor, data, nbytes)
+    raise FormatError(f"unknown compressor {codec[:40]!r}")
+
+
+def _inflate(codec: str, begin: Callable[[], Any], data: Buffer, nbytes: int) -> bytes:
+    """Decompress streams that follow each other, until there is one byte too many."""
+    rest, found = memoryview(data), b""
+    try:
+        while rest and len(found) <= nbytes:
+            stream = begin()
+            found += stream.decompress(rest, nbytes + 1 - len(found))
+            if not stream.eof and len(found) <= nbytes:
+                raise FormatError(f"{codec} that ends early")
+            rest = memoryview(stream.unused_data)
+    except (zlib.error, OSError, EOFError) as error:
+        raise FormatError(f"not {codec}, or damaged: {error}") from error
+    if len(found) > nbytes:
+        raise FormatError(f"{codec} that decompresses to more than {nbytes} bytes")
+    return found
+
+
 def _decoded_by_tensorstore(
     data: np.ndarray[Any, Any], shape: tuple[int, ...], nbytes: int, metadata: str
 ) -> np.ndarray[Any, Any]:
-    """Decode a chunk with any compressor, order and byte order that TensorStore knows, as an array in its memory."""
+    """Decode a chunk that blosc compressed, as an array in its memory."""
     import tensorstore as ts  # late: rarely needed, and slow to import
 
+    require_blosc(data[:BLOSC_HEADER].tobytes(), nbytes)
     try:
         described = msgspec.json.decode(metadata) | {"shape": shape, "chunks": shape}
-        _refuse_bomb(data, nbytes, described.get("compressor"))
         separator = described.get("dimension_separator") or "."
         name = separator.join("0" for _ in shape) or "0"
         memory = {"driver": "memory", "path": "chunk/"}
@@ -67,27 +132,20 @@ def _decoded_by_tensorstore(
         ts.KvStore.open(memory, context=context).result().write(name, data.tobytes()).result()
         spec = {"driver": "zarr", "kvstore": memory, "metadata": described}
         chunk = ts.open(spec, context=context, create=True).result().read().result()
-    except FormatError:
-        raise
     except Exception as error:  # damaged chunks make TensorStore raise anything
         raise FormatError(f"TensorStore cannot decode it: {error}") from error
     return np.frombuffer(np.ascontiguousarray(chunk).tobytes(), np.uint8)
 
 
-# A failed allocation in TensorStore ends the process.
-_MAX_DECODED = 2**31  # bytes
-_BLOSC_HEADER = 16
+BLOSC_HEADER = 16  # bytes
+_MOST_BLOSC = 2**31  # bytes
 
 
-def _refuse_bomb(data: np.ndarray[Any, Any], nbytes: int, compressor: dict[str, Any] | None) -> None:
-    """Refuse a chunk that claims an impossible or excessive size, before TensorStore allocates memory for it."""
-    codec = (compressor or {}).get("id", "")
-    is_wrong = nbytes > _MAX_DECODED
-    if codec == "":
-        is_wrong = len(data) != nbytes
-    elif codec == "blosc":  # its header has the decoded length
-        is_wrong |= len(data) < _BLOSC_HEADER or int.from_bytes(data[4:8].tobytes(), "little") != nbytes
-    if is_wrong:
+def require_blosc(header: bytes, nbytes: int) -> None:
+    """Refuse a chunk of blosc that does not claim to decode to so many bytes: TensorStore allocates what it claims, and
+    a failed allocation in it ends the process."""
+    claimed = int.from_bytes(header[4:8], "little")
+    if len(header) < BLOSC_HEADER or claimed != nbytes or nbytes > _MOST_BLOSC:
         raise FormatError(
-            f"{len(data)} bytes, {codec or 'not compressed'}, cannot be a chunk of {nbytes} bytes"
+            f"blosc that claims to decode to {claimed} bytes cannot be a chunk of {nbytes} bytes"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os  # noqa: TC003
 import re
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -45,6 +45,7 @@ FOREIGN = (
 )
 
 _MOST_SHOWN = 8
+_FEW_RESTARTS = 5
 _MOST_RESTARTS = 100  # saves that may replace a checkpoint, one after the other, while it is being read
 
 
@@ -130,22 +131,26 @@ class ReplacedError(Exception):
 def reread(path: str | os.PathLike[str], use: Callable[[Found], T], key: Verifier | None = None) -> T:
     """Call `use` with the checkpoint at `path`, and return its result; start again if it raises `ReplacedError`.
 
-    A save to this path that this process has under way in the background is waited for.
+    A save to this path that this process has under way in the background is waited for. Saves of this process that
+    replace the checkpoint faster than it can be read are held back after a few restarts.
     """
-    _wait_for_saves(path)
-    for _ in range(_MOST_RESTARTS):
-        try:
-            return use(find(path, key))
-        except ReplacedError:
-            continue
+    if turns.has_background:
+        turns.wait_for_background(_places(path))
+    with ExitStack() as stack:
+        for restart in range(_MOST_RESTARTS):
+            if restart == _FEW_RESTARTS:
+                stack.enter_context(turns.held_back(_places(path)))
+            try:
+                return use(find(path, key))
+            except ReplacedError:
+                continue
     raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while it was being read; try again later")
 
 
-def _wait_for_saves(path: str | os.PathLike[str]) -> None:
-    """Wait for saves in the background to the directory or file at `path`, or to the directory that it is a file of."""
-    if turns.has_background:
-        place = store_at(path)
-        turns.wait_for_background({place.key, f"{place.key}{SUFFIX}", place.parent()[0].key})
+def _places(path: str | os.PathLike[str]) -> set[str]:
+    """Return the keys of saves to the directory or file at `path`, or to the directory that it is a file of."""
+    place = store_at(path)
+    return {place.key, f"{place.key}{SUFFIX}", place.parent()[0].key}
 
 
 @contextmanager
@@ -248,6 +253,8 @@ def _in_directory(store: Store) -> Found:
                 raise NotFoundError(
                     f"no checkpoint at {store.url}: it was removed, or never saved completely"
                 )
+            if not found.is_costly and not found.trees:
+                raise NotFoundError(f"{store.url} holds no trees: its index lists none")
             return found
     return _last_step(store) or _nothing_in(store, place.names)
 

@@ -78,6 +78,8 @@ class Found:
     find_damages    checks checksums that cannot be checked by reading a piece of a file
     find_left_out   lists the files that are not read and may hold leaves
 
+    check_beside    checks files of eformer that hold no leaves: indexes for other readers, and marks
+
     is_part         True if leaves may lack boxes, which other processes hold
     is_costly       True if everything is copied to this machine as soon as a tree is asked for
     key             the key by which everything that is read was signed; None if that was not asked for
@@ -94,6 +96,7 @@ class Found:
     has_names: bool = True
     find_damages: Callable[[], Iterator[Damage]] | None = None
     find_left_out: Callable[[], tuple[str, ...]] = tuple
+    check_beside: Callable[[], list[Damage]] = list
     is_part: bool = False
     is_costly: bool = False
     key: Verifier | None = None

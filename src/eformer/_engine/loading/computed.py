@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.pieces import bounding
 from eformer._engine.record.regions import Region
+from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.pool import run_all
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class TreeReader:
     def __init__(self, found: Found, tree: TreeEntry, *, verify: bool) -> None:
         self.found, self.tree, self.verify = found, tree, verify
         self.opened: Files | None = None
-        self.lock = threading.Lock()
+        self.lock = Lock()
 
     def read(self, name: str, entry: LeafEntry, region: Region, threads: int | None = None) -> Array:
         wants = [Want(name, entry, entry.dtype, [region])]

@@ -7,6 +7,7 @@ compiled programs, which are compiled in the background, once for each shape.
 from __future__ import annotations
 
 import math
+import os
 import threading
 from concurrent.futures import Future
 from functools import lru_cache, partial
@@ -218,3 +219,6 @@ def _program(
 
     threading.Thread(target=run, name="eformer-compile", daemon=True).start()
     return made
+
+
+os.register_at_fork(after_in_child=_program.cache_clear)  # nobody compiles there what is not compiled yet

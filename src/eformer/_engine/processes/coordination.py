@@ -13,13 +13,13 @@ A meeting uses keys below eformer/<group>/<number of the save or load>/<number o
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.digests import xxh3_128
+from eformer._engine.tasks.forks import Lock
 from eformer.errors import ProcessError, ProcessTimeoutError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class _Groups:
     """The groups that this process belongs to."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._client: Any = None
         self._groups: dict[tuple[int, ...], _Group] = {}
 

@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from eformer._engine.record.regions import Region
 
 _MOST_BLOCK = 2**30  # bytes; a piece is read into memory whole
-_MOST_EXPANSION = 50_000  # beyond what any codec reaches: zstd packs 2**17 equal bytes into three
+MOST_EXPANSION = 50_000  # beyond what any codec reaches: zstd packs 2**17 equal bytes into three
 _MOST_AXES = 64  # numpy's
+
+# A chunk is decoded whole. One that is larger than its array is padded, which small arrays of other programs are.
+_MOST_TIMES = 4
+_MOST_PADDED = 2**26  # bytes
 
 
 def check_tree(tree: TreeEntry) -> None:
@@ -109,6 +113,7 @@ def _check_extent(
     is_one = 0 < nbytes <= tree.block or is_whole(entry, extent)
     if extent.coding:
         _check_coding(extent, extent.coding, shape, itemsize, is_ours=tree.has_digests)
+        require_chunk_for(entry.shape, extent.coding.shape, itemsize)
     elif extent.nbytes != nbytes and not is_whole(entry, extent):
         raise FormatError(f"{extent.nbytes} bytes for {entry.dtype}{list(shape)}, expected {nbytes}")
     file = tree.files[extent.file]
@@ -129,10 +134,20 @@ def _check_coding(
     if len(coding.shape) != len(shape) or any(a > b for a, b in zip(shape, coding.shape, strict=True)):
         raise FormatError(f"a box of shape {list(shape)} does not fit a chunk of shape {list(coding.shape)}")
     decoded = itemsize * math.prod(coding.shape)
-    most = extent.nbytes * _MOST_EXPANSION if coding.codec else extent.nbytes
+    most = extent.nbytes * MOST_EXPANSION if coding.codec else extent.nbytes
     if decoded > most:
         raise FormatError(
             f"{extent.nbytes} bytes cannot decode to a chunk of shape {list(coding.shape)}, {decoded} bytes"
+        )
+
+
+def require_chunk_for(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int) -> None:
+    """Refuse a chunk that takes far more memory than its array: more than 64 MiB and than 4 times the array."""
+    nbytes, decoded = itemsize * math.prod(shape), itemsize * math.prod(chunk)
+    if decoded > max(_MOST_PADDED, _MOST_TIMES * nbytes):
+        raise FormatError(
+            f"a chunk of shape {list(chunk)} would take {decoded} bytes of memory, its array of shape {list(shape)} "
+            f"{nbytes}; at most {_MOST_PADDED} bytes or {_MOST_TIMES} times the array are allowed"
         )
 
 

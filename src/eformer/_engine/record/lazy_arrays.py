@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from eformer._engine.record.boxes import contiguous
 from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.planned import LazyArray
 from eformer._engine.record.regions import Region
 
@@ -55,12 +55,12 @@ class StoredLeaf(LazyArray):
     def _is_in_few_chunks(self, region: Region) -> bool:
         return 0 < sum(chunk.overlap(region) is not None for chunk in self.chunks) <= _FEW_CHUNKS
 
-    @cached_property
+    @lazy_property
     def chunks(self) -> list[Region]:
         """List the boxes that are stored encoded, and can only be read whole."""
         return [self.entry.region_of(extent) for extent in self.entry.extents if extent.coding]
 
-    @cached_property
+    @lazy_property
     def decoded_nbytes(self) -> int:
         """Return the memory for the chunks that hold one row, decoded; 0 if nothing is encoded."""
         nbytes: dict[int, int] = defaultdict(int)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -19,6 +19,7 @@ from eformer._engine.record.check import check_leaf, check_tree, is_plain
 from eformer._engine.record.digests import NO_DIGEST, check_own_digest, stamp_digest, xxh3_64_number
 from eformer._engine.record.display import TreeSummary, as_html, as_text
 from eformer._engine.record.holdings import Holdings  # noqa: TC001  msgspec evaluates it
+from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
 from eformer._engine.record.outline import LeafLine
 from eformer._engine.record.pieces import PIECE_BYTES
@@ -183,7 +184,7 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
         """Return the leaves that are plain values: numbers, strings, bytes."""
         return {name: value_from_json(value) for name, value in self.raw_values.items()}
 
-    @cached_property
+    @lazy_property
     def leaves(self) -> dict[str, LeafEntry]:
         """Return the leaves that are arrays, by name, in the tree's order. Names are looked up in either spelling."""
         entries = _ByName(self.listed_leaves())
@@ -293,7 +294,7 @@ def _value_text(value: Any) -> str:
 class _ByName(dict[str, LeafEntry]):
     """Find leaves by the readable spellings of their names, too."""
 
-    @cached_property
+    @lazy_property
     def _spellings(self) -> Spellings:
         return Spellings(self)
 

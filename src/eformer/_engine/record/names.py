@@ -7,9 +7,10 @@ import fnmatch
 import itertools
 import re
 from collections import Counter
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from eformer._engine.record.lazy import lazy_property
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -216,11 +217,11 @@ class Spellings:
         """Return the leaves of a subtree."""
         return self._exact_subtrees.get(spelling) or self._readable_subtrees.get(spelling) or []
 
-    @cached_property
+    @lazy_property
     def _exact_subtrees(self) -> dict[str, list[str]]:
         return _subtrees((name, name) for name in self._readable)
 
-    @cached_property
+    @lazy_property
     def _readable_subtrees(self) -> dict[str, list[str]]:
         return _subtrees((text, name) for name, text in self._readable.items())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 import reprlib
 import struct
 import sys
@@ -55,7 +56,13 @@ def parse_json(data: bytes | str | msgspec.Raw, kind: type[T], problem: str) -> 
 
 
 _decoders: dict[Any, Any] = {}
-_decoders_lock = threading.Lock()
+_decoders_lock = threading.RLock()  # a signal may come, whose handler forks, while this thread holds it
+# A decoder that another thread has half made would stay so in a forked child.
+os.register_at_fork(
+    before=_decoders_lock.acquire,
+    after_in_parent=_decoders_lock.release,
+    after_in_child=_decoders_lock.release,
+)
 
 
 def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:

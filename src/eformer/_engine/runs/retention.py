@@ -69,11 +69,16 @@ def remove_others(path: str, rules: Sequence[Keep], stay: Collection[int | None]
         except ValueError as error:  # another directory has taken its name
             logger.warning("%s", error)
     sweep(store, [step.name for step in there])
+    remove_orphaned_scores(store, [step.name for step in removed])
+    return removed
+
+
+def remove_orphaned_scores(store: Store, removed: Collection[str]) -> None:
+    """Remove the scores of steps that were removed, now or by somebody who died before he came to the scores."""
     names = store.kinds()
     # Not what is listed alone: SeaweedFS lists directories for a while that are empty.
-    left = names.keys() - {step.name for step in removed}
+    left = names.keys() - set(removed)
     remove_files(store, [name for name in names if (step_of := scored_step(name)) and step_of not in left])
-    return removed
 
 
 def sweep(store: Store, known: Collection[str] = ()) -> None:

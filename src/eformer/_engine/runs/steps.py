@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import datetime as dt
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from eformer._engine.formats.find import find, problem_of
 from eformer._engine.formats.steps import step_number, steps_in
+from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.values import parse_json
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.locate import store_at
@@ -47,11 +47,11 @@ class Step:
     def name(self) -> str:
         return self.path.rpartition("/")[2]
 
-    @cached_property
+    @lazy_property
     def _found(self) -> Found:
         return find(self.path)
 
-    @cached_property
+    @lazy_property
     def _metadata(self) -> dict[str, Any]:
         """The metadata of the step; of several trees, that of all."""
         trees = sorted(

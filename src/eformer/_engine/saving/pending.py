@@ -34,6 +34,8 @@ class Pending:
         self.was_asked = False
         self._number = next(_numbers)
         self._thread: threading.Thread | None = None
+        self._is_over = False
+        self._error: BaseException | None = None
 
     def result(self, timeout: float | None = None) -> str:
         """Wait for the save and return the path. Raise the error of the save, or TimeoutError if it takes too long."""
@@ -67,6 +69,16 @@ class Pending:
             self.was_asked = True
             logger.error("saving to %s failed, and its error was never retrieved", self.path, exc_info=error)
 
+    def leave_to_parent(self) -> None:
+        """Give up a save in a process that was forked meanwhile. `wait` passes over it, `result` raises."""
+        # A new future, in any case: some thread of the parent may hold the lock of the old one.
+        self._future, self.was_asked = futures.Future(), True
+        if self._is_over and self._error is None:
+            self._future.set_result(self.path)
+        else:
+            under_way = f"the process that this one was forked from saves to {self.path}: wait there"
+            self._future.set_exception(self._error or RuntimeError(under_way))
+
     def __repr__(self) -> str:
         state = "under way" if not self.done() else "failed" if self._future.exception() else "done"
         return f"<Pending save to {self.path}: {state}>"
@@ -89,7 +101,9 @@ class Pending:
         else:
             # The frames would hold the arrays for as long as the error is kept.
             traceback.clear_frames(error.__traceback__)
+            self._error = error
             self._future.set_exception(error)
+        self._is_over = True
         # Not after an error: `afterwards` might keep the save alive, and its error would not be logged.
         if afterwards and error is None:
             afterwards()
@@ -105,7 +119,16 @@ def _error_of(work: Callable[[], None]) -> BaseException | None:
 
 _numbers = itertools.count()
 _started: weakref.WeakSet[Pending] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_started.clear)  # their threads are in the parent
+
+
+def _leave_to_parent() -> None:
+    """Give up the saves of the process that this one was forked from, which has their threads."""
+    for pending in list(_started):
+        pending.leave_to_parent()
+    _started.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @atexit.register

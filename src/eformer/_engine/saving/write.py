@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,6 +13,7 @@ from eformer._engine.record.digests import sha256_of, xxh3_128
 from eformer._engine.record.dtypes import pack_nibbles
 from eformer._engine.record.pieces import bounding, joined, piece_sizes, pieces, shifted
 from eformer._engine.saving.staging import released
+from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import SILENT
 
@@ -298,7 +298,7 @@ def _write_run(
 class Countdown:
     """Calls a function when a number of tasks is done."""
 
-    _lock = threading.Lock()
+    _lock = Lock()
 
     def __init__(self, end: Callable[[], None], count: int = 1) -> None:
         self._end, self._count = end, count

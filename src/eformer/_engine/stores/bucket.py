@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,6 +26,7 @@ from eformer._engine.stores.leases import LEASES, Leases, held
 from eformer._engine.stores.objects import PART_BYTES
 from eformer._engine.stores.swaps import swap_index
 from eformer._engine.tasks.deadline import clearing_up, time_left
+from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.pool import cancelled_with_others, run_all
 from eformer.errors import FormatError
 
@@ -197,6 +198,7 @@ class BucketFiles:
     ) -> None:
         self._objects, self._keys = objects, keys
         self._versions = {number: versions[name] for number, name in enumerate(names) if name in versions}
+        self._listing, self._listed = Lock(), dict[str, int]()
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
         data, _ = self.fetch(number, offset, len(memory))
@@ -211,18 +213,20 @@ class BucketFiles:
 
     def nbytes(self, number: int) -> int:
         if not self._versions and len(self._keys) > _FEW:
-            return self._lengths.get(self._keys[number]) or self._objects.head(self._keys[number]).nbytes
+            return self._lengths().get(self._keys[number]) or self._objects.head(self._keys[number]).nbytes
         found = self._objects.head(self._keys[number])
         if self._versions.get(number, found.version) != found.version:
             raise FileNotFoundError(f"{self._objects.path_to(self._keys[number])} was replaced")
         return found.nbytes
 
-    @cached_property
     def _lengths(self) -> dict[str, int]:
-        """The lengths of all objects in the directories of these, by one listing."""
-        tops = {key.rpartition("/")[0] for key in self._keys}
-        below = os.path.commonpath(tops)
-        return {entry.key: entry.nbytes for entry in self._objects.list(f"{below}/" if below else "")}
+        """Return the lengths of all objects in the directories of these, by one listing for all threads."""
+        with self._listing:
+            if not self._listed:
+                below = os.path.commonpath({key.rpartition("/")[0] for key in self._keys})
+                found = self._objects.list(f"{below}/" if below else "")
+                self._listed = {entry.key: entry.nbytes for entry in found}
+            return self._listed
 
     def map(self, number: int) -> None:
         """Raise, because objects are not in files."""

@@ -15,7 +15,6 @@ import os
 import re
 import stat
 import struct
-import threading
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import lru_cache, partial
@@ -26,6 +25,7 @@ import xxhash
 from msgspec import Struct
 
 from eformer._engine.stores.inside import read_into
+from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.pool import run_all
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class Cache:
 
     def __init__(self, directory: str, limit: int | None = None) -> None:
         self.directory, self._limit = directory, limit
-        self._written, self._lock = 0, threading.Lock()
+        self._written, self._lock = 0, Lock()
         self._was_seen = self._has_warned = False
 
     # ---------------------------------------------------------------------------------------- open

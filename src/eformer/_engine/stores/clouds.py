@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any
@@ -21,11 +20,12 @@ from eformer._engine.stores.settings import (
 )
 from eformer._engine.stores.store_options import options_of
 from eformer._engine.stores.urls import Address, parse_url
+from eformer._engine.tasks.forks import Lock
 
 _REQUEST = 60.0  # seconds for one try of one request, which sends at most a part
 _CONNECT = 10.0
 _RETRY = 120.0  # after which a request is not tried again
-_making = threading.Lock()
+_making = Lock()
 
 
 def bucket_at(url: str) -> BucketStore:

@@ -37,16 +37,20 @@ def scratch_name() -> str:
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+def replacing(path: str | os.PathLike[str], *, sweep: bool = False) -> Iterator[IO[bytes]]:
     """Open a new file that takes the place of `path` when the block ends well, and is removed when it does not.
 
     Afterwards the bytes and the name are on stable storage. Parents are created. The permissions of an existing file
-    are kept. A link is replaced by the file; its target stays as it is.
+    are kept. A link is replaced by the file; its target stays as it is. With `sweep`, the files of writers that died
+    are removed from the directory first.
     """
     final = Path(path)
     make_directories(final.parent)
-    with Directory.open(final.parent) as directory, replacing_in(directory, final.name) as file:
-        yield file
+    with Directory.open(final.parent) as directory:
+        if sweep:
+            sweep_files(directory)
+        with replacing_in(directory, final.name) as file:
+            yield file
 
 
 @contextmanager

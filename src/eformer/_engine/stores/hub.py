@@ -9,9 +9,7 @@ from __future__ import annotations
 import io
 import os
 import re
-import threading
 from contextlib import contextmanager
-from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,6 +20,7 @@ from msgspec import Struct
 from eformer._engine.record.names import is_inside
 from eformer._engine.stores.base import Entry
 from eformer._engine.stores.local_files import LocalFiles
+from eformer._engine.tasks.forks import Lock
 from eformer.errors import FormatError, NotFoundError
 
 if TYPE_CHECKING:
@@ -89,7 +88,8 @@ class _Model:
     def __init__(self, name: str, revision: str | None) -> None:
         self.name, self._revision = name, revision
         self._commit: str | None = None
-        self._lock = threading.Lock()
+        self._files: dict[str, _File] | None = None
+        self._lock = Lock()
 
     @property
     def url(self) -> str:
@@ -107,16 +107,18 @@ class _Model:
                 self._commit = str(info.sha)
             return self._commit
 
-    @cached_property
+    @property
     def files(self) -> dict[str, _File]:
         commit = self.commit
         with self._lock, self._explained("list its files", ""):
-            found = _library().HfApi().list_repo_tree(self.name, recursive=True, revision=commit)
-            return {
-                entry.path: _File(entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id)
-                for entry in found
-                if hasattr(entry, "size")  # directories have none
-            }
+            if self._files is None:
+                found = _library().HfApi().list_repo_tree(self.name, recursive=True, revision=commit)
+                self._files = {
+                    entry.path: _File(entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id)
+                    for entry in found
+                    if hasattr(entry, "size")  # directories have none
+                }
+            return self._files
 
     def fetch(self, name: str, start: int, nbytes: int) -> bytes:
         """Read a range of a file by a request of its own."""
@@ -361,7 +363,7 @@ class _HubFile:
         self.file, self._model, self._name = file, model, name
         self._local: LocalFiles | None = None
         self._was_sought, self._asked = False, 0
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def read_into(self, memory: memoryview, offset: int) -> int:
         wanted = max(0, min(len(memory), self.file.nbytes - offset))

@@ -6,7 +6,6 @@ import logging
 import mmap
 import os
 import resource
-import threading
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from eformer._engine.stores.inside import (
     read_into,
     version_of,
 )
+from eformer._engine.tasks.forks import Lock
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class _Budget:
     """The number of files that all readers of the process hold open, and its limit."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._held = 0
 
     def take(self, count: int) -> bool:
@@ -70,7 +70,7 @@ class LocalFiles:
         self.directory, self.names, self.versions = directory, names, versions or {}
         self.real = os.path.realpath(directory)
         self.base = -1
-        self.opening = threading.Lock()
+        self.opening = Lock()
         self.held: dict[int, int] = {}
         self.budgeted = 0
 

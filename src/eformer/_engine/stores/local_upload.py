@@ -390,13 +390,25 @@ class LocalUpload:
         """Read a small file of the place, and never through a link."""
         return self.place.read(name, most)
 
+    def take_back(self, name: str) -> None:
+        """Remove an entry that was put in place last, while nobody knows of it yet."""
+        if self.place.has_directory(name):
+            self.place.rename(name, self.data, name)
+        else:
+            self.place.unlink(name)
+
     def close(self) -> None:
         try:
             if self.is_owner and not self.must_stay and self._folder.descriptor >= 0:
-                with suppress(OSError):  # left to the next save
-                    self._around.remove_opened(self.token, self._folder)
+                self._remove_scratch()
         finally:
             self.abandon()
+
+    def _remove_scratch(self) -> None:
+        for _ in range(2):  # a disk may fail once
+            with suppress(OSError):  # left to the next save
+                self._around.remove_opened(self.token, self._folder)
+                return
 
     def abandon(self) -> None:
         """Let go of the upload as a process does that dies: what it has written stays."""
@@ -534,7 +546,11 @@ def appearing(path: Path) -> Iterator[Path]:
     try:
         yield upload.data.own_path / path.name
         upload.data.put(path.name, upload.place, path.name)
-        upload.place.sync()
+        try:
+            upload.place.sync()
+        except OSError:  # it may not survive a crash, so it is not to be seen
+            upload.take_back(path.name)
+            raise
     finally:
         upload.close()
 

@@ -20,6 +20,7 @@ from msgspec import Struct
 from eformer._engine.stores.probe import honours_conditions
 from eformer._engine.stores.redact import Redactor
 from eformer._engine.tasks.deadline import time_left, told
+from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.pool import cancelled_with_others
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Objects:
         self._hide = hide or Redactor()
         self.is_unconditional = is_alone and not is_trusted
         self._has_conditions: bool | None = True if is_trusted else None  # None: not known yet
-        self._probing = threading.Lock()
+        self._probing = Lock()
         self._unquoted = False  # whether the server compares ETags without their quotes
 
     def __repr__(self) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any, Self
 
 from eformer._engine.stores.known_options import require_known
 from eformer._engine.stores.urls import is_bucket_url
+from eformer._engine.tasks.forks import Lock
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping
 
-_lock = threading.Lock()
+_lock = Lock()
 _given: dict[str, list[dict[str, Any]]] = {}  # by the beginning of a URL; the last one counts most
 _remembered: dict[str, dict[str, Any]] = {}  # of calls
 

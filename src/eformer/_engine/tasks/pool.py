@@ -99,8 +99,10 @@ def gc_paused() -> Iterator[None]:
     very many young objects are moved to the oldest generation: scanning each of them twice first would take as long as
     creating them.
     """
-    was_enabled = gc.isenabled()
+    was_enabled, pause = gc.isenabled(), object()
     try:
+        if was_enabled:
+            _pauses.add(pause)
         gc.disable()
         yield
     finally:
@@ -112,6 +114,19 @@ def gc_paused() -> Iterator[None]:
                     gc.unfreeze()  # into the oldest generation
             finally:
                 gc.enable()
+                _pauses.discard(pause)
+
+
+_pauses: set[object] = set()  # those that will enable the collector again
+
+
+def _end_pauses() -> None:
+    if _pauses:  # of threads that are not in this process
+        _pauses.clear()
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_end_pauses)
 
 
 _current = threading.local()  # `work` is that of the task that this thread carries out

@@ -20,8 +20,8 @@ from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
 from eformer._engine.formats.zarr.zarray import ZARRAY
 from eformer._engine.record.policies import keep_from, kept
 from eformer._engine.record.signature import signature_name
-from eformer._engine.runs.retention import facts_of, linked_in
-from eformer._engine.runs.steps import Step, score_name
+from eformer._engine.runs.retention import facts_of, linked_in, remove_orphaned_scores
+from eformer._engine.runs.steps import Step
 from eformer._engine.stores.base import remove_files
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tools.verify import verify
@@ -132,26 +132,30 @@ def remove(plan: Pruned) -> Pruned:
     Then sweep what saves that died have left: nobody has seen it, so nobody needs to be asked. Return what was done:
     a checkpoint in a bucket that somebody holds stays.
     """
-    store, held = store_at(plan.directory), {}
+    store, held, removed = store_at(plan.directory), {}, []
     there = store.kinds()
-    for name, identity in zip(plan.removed, plan.identities, strict=True):
-        with suppress(FileNotFoundError):  # the run has removed it
-            if not store.remove_checkpoint(name, INDEXES, identity):
-                held[name] = "a reader holds it, or a save to it is under way"
-                continue
-        remove_files(store, [each for each in (score_name(name), signature_name(name)) if each in there])
-    _sweep(store, () if store.can_rename else plan.kept)
-    removed = tuple(name for name in plan.removed if name not in held)
+    try:
+        for name, identity in zip(plan.removed, plan.identities, strict=True):
+            with suppress(FileNotFoundError):  # the run has removed it
+                if not store.remove_checkpoint(name, INDEXES, identity):
+                    held[name] = "a reader holds it, or a save to it is under way"
+                    continue
+            removed.append(name)
+            remove_files(store, [signature] if (signature := signature_name(name)) in there else [])
+    finally:  # also what is left of a removal that failed
+        _sweep(store, removed, () if store.can_rename else plan.kept)
     nbytes = sum(plan.sizes[name] for name in removed)
-    return replace(plan, removed=removed, left=plan.left | held, nbytes=nbytes)
+    return replace(plan, removed=tuple(removed), left=plan.left | held, nbytes=nbytes)
 
 
-def _sweep(store: Store, known: Collection[str]) -> None:
-    """Sweep a run, and all directories in it that have the name of a step, except for steps that are known."""
+def _sweep(store: Store, removed: Collection[str], known: Collection[str]) -> None:
+    """Sweep a run, and all directories in it that have the name of a step, except for steps that are known; and remove
+    the scores of steps that have gone."""
     store.sweep("", INDEXES)
     for name, kind in store.kinds().items():
         if kind == "directory" and name not in known and not name.startswith(".") and _STEP.fullmatch(name):
             store.sweep(name, INDEXES)
+    remove_orphaned_scores(store, removed)
 
 
 def _refuse_checkpoint(store: Store) -> None:

@@ -89,7 +89,8 @@ class Report:
 
 
 def verify(path: str | os.PathLike[str], *, key: Key | None = None, progress: Progress = None) -> Report:
-    """Check every leaf of every tree at `path`, and the headers of the files, against their digests.
+    """Check every leaf of every tree at `path`, and the headers of the files, against their digests; and that the
+    indexes for other readers, and the marks of databases, are those of the manifest.
 
     All damage is in the report; only a manifest that cannot be read raises. Files in a directory of another program
     that are not read and may hold leaves are reported as left out. `progress` is True for a progress bar, or a
@@ -137,6 +138,7 @@ def _report(found: Found, progress: Progress) -> Report:
         damages += [damage for tree in trees for damage in _damages(found, tree, meter)]
     if found.find_damages:
         damages += found.find_damages()
+    damages += found.check_beside()
     if damages and was_replaced(found):
         raise ReplacedError
     return Report(

@@ -6,7 +6,6 @@ import builtins
 import operator
 import sys
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -16,6 +15,7 @@ from eformer._engine.loading.fetch import fetch
 from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.record.display import as_html, as_text
 from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.manifest import Leaves, Manifest
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
 from eformer._engine.record.regions import Region
@@ -138,7 +138,7 @@ class View(Mapping[str, Any]):
     def _is_leaf(self, name: object) -> bool:
         return name in self._entries or name in self._tree.raw_values
 
-    @cached_property
+    @lazy_property
     def _spellings(self) -> Spellings:
         return Spellings(self)
 
@@ -166,7 +166,7 @@ class View(Mapping[str, Any]):
         """Tell whether the file stores names. Without them, leaves are named by their numbers."""
         return self._found.has_names
 
-    @cached_property
+    @lazy_property
     def left_out(self) -> tuple[str, ...]:
         """List the files of the checkpoint that are not read and may hold leaves."""
         return self._found.left_out(self._asked)

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eformer._engine.formats.others.orbax_chunks import brief, split_into_chunks
+from eformer._engine.record.check import MOST_EXPANSION
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.manifest import Coding, Extent, LeafEntry
 from eformer._engine.record.names import is_inside
+from eformer._engine.stores.inside import walk
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST, require_plain_files
 from eformer.errors import CorruptionError, FormatError
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from eformer._engine.formats.others.orbax_metadata import TreeMetadata
 
 _CACHE_BYTES = 2**25
+_MOST_FILLED = 2**36  # bytes of arrays that may be fill values alone
 _FILL_MISSING = "fill_missing_data_reads"
 _SCALAR_DTYPES = {
     "bool", "int4", "int8", "int16", "int32", "int64", "uint4", "uint8", "uint16", "uint32", "uint64", "float16",
@@ -117,6 +120,22 @@ def _wait_for(store: ArrayStore, path: str, future: Any) -> Any:
         ) from error
 
 
+def require_stored(store: ArrayStore, arrays: Mapping[str, Any]) -> None:
+    """Refuse arrays that are far larger than all files together: their chunks are missing, which would be found out one
+    by one. Missing chunks of smaller arrays may be fill values."""
+    sizes = {path: array.size * (array.dtype.numpy_dtype.itemsize or 1) for path, array in arrays.items()}
+    claimed = sum(sizes.values())
+    if claimed <= _MOST_FILLED:
+        return
+    nbytes = sum(entry.stat(follow_symlinks=False).st_size for _, entry in walk(store.directory))
+    if claimed > nbytes * MOST_EXPANSION:
+        path = max(sizes, key=lambda path: sizes[path])
+        raise FormatError(
+            f"{store.directory} cannot hold its arrays, of {claimed} bytes, in files of {nbytes} bytes; the largest is "
+            f"{path!r}, {arrays[path].dtype.name}{list(arrays[path].shape)}"
+        )
+
+
 def read_scalar(store: ArrayStore, path: str, array: Any) -> Any:
     """Read a plain number. Orbax does not record whether it was Python's or numpy's; it comes back as Python's."""
     if array.rank or array.dtype.name not in _SCALAR_DTYPES:
@@ -125,7 +144,10 @@ def read_scalar(store: ArrayStore, path: str, array: Any) -> Any:
             f"{array.dtype.name}{list(array.shape)}"
         )
     try:
-        return np.asarray(array.read().result()).item()
+        (whole,) = split_into_chunks(path, array, array.dtype.numpy_dtype.itemsize)
+        return np.asarray(whole.read()).item()
+    except FormatError:
+        raise
     except Exception as error:  # damaged files make TensorStore raise anything
         raise CorruptionError(f"leaf {path!r} of {store.directory} cannot be read: {brief(error)}") from error
 

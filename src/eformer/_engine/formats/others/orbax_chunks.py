@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import Struct
 
+from eformer._engine.formats.others.orbax_blosc import BloscChunks, blosc_chunks
 from eformer._engine.formats.zarr.zarray import chunks_of, count_chunks
+from eformer._engine.record.check import require_chunk_for
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from eformer._engine.record.regions import Region
 
 _MAX_CHUNKS = 2**16  # of one array
-_MAX_NBYTES_BEYOND = 2**26  # of a chunk that is larger than its array
 
 
 class Chunk(Struct, frozen=True):
@@ -27,15 +28,26 @@ class Chunk(Struct, frozen=True):
     array: Any
     box: Region
     nbytes: int
+    blosc: BloscChunks | None = None
+
+    def read(self) -> Any:
+        """Read the box. Raise a FormatError, or anything, if it cannot be decoded."""
+        if self.blosc:
+            self.blosc.require_claims(self.box)
+        return self.array[self.box.slices].read().result()
 
 
 def split_into_chunks(path: str, array: Any, itemsize: int) -> list[Chunk]:
     """Split an array into the boxes to read: its chunks, or several together if there are very many."""
     shape = tuple(array.shape)
     chunk_shape = tuple(max(1, size) for size in array.chunk_layout.read_chunk.shape or ())
-    _refuse_bomb(path, shape, chunk_shape, itemsize)
+    try:
+        require_chunk_for(shape, chunk_shape, itemsize)
+    except FormatError as error:
+        raise FormatError(f"leaf {path!r}: {error}") from error
+    blosc = blosc_chunks(path, array, chunk_shape, itemsize)
     return [
-        Chunk(f"{path}/{where}", array, box, itemsize * math.prod(box.shape))
+        Chunk(f"{path}/{where}", array, box, itemsize * math.prod(box.shape), blosc)
         for where, box in chunks_of(shape, _merged(shape, chunk_shape))
     ]
 
@@ -46,16 +58,6 @@ def _merged(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, 
         axis = counts.index(max(counts))
         chunk_shape = (*chunk_shape[:axis], 2 * chunk_shape[axis], *chunk_shape[axis + 1 :])
     return chunk_shape
-
-
-def _refuse_bomb(path: str, shape: tuple[int, ...], chunk_shape: tuple[int, ...], itemsize: int) -> None:
-    """Refuse chunks far larger than their array: TensorStore decodes whole chunks, and a failed allocation in it ends
-    the process."""
-    is_larger = any(part > max(1, size) for part, size in zip(chunk_shape, shape, strict=True))
-    if is_larger and itemsize * math.prod(chunk_shape) > _MAX_NBYTES_BEYOND:
-        raise FormatError(
-            f"leaf {path!r}: an array of shape {list(shape)} cannot have chunks of shape {list(chunk_shape)}"
-        )
 
 
 class ChunkFiles:
@@ -70,7 +72,7 @@ class ChunkFiles:
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
         chunk = self._chunks[number]
         try:
-            found = chunk.array[chunk.box.slices].read().result()
+            found = chunk.read()
         except Exception as error:  # damaged files make TensorStore raise anything
             raise CorruptionError(brief(error)) from error
         data = np.ascontiguousarray(found).reshape(-1).view(np.uint8)[offset : offset + len(memory)]

@@ -6,7 +6,6 @@ other credentials, other options and other errors than everything else here.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from eformer._engine.formats.safetensors.names import MANIFEST, SUFFIX
 from eformer._engine.formats.steps import step_number
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.stores.local_copy import copy_of
+from eformer._engine.tasks.forks import Lock
 from eformer.errors import EformerError, NotFoundError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class _Checkpoint:
     """A checkpoint that is copied once, by the first thread that needs it."""
 
     def __init__(self, store: Store) -> None:
-        self._store, self._lock = store, threading.Lock()
+        self._store, self._lock = store, Lock()
         self._copy: LocalCopy | None = None
         self._copied: Found | None = None
 

@@ -18,6 +18,7 @@ from eformer._engine.formats.others.orbax_arrays import (
     describe_leaf,
     open_arrays,
     read_scalar,
+    require_stored,
     split_leaf,
 )
 from eformer._engine.formats.others.orbax_chunks import ChunkFiles
@@ -171,6 +172,7 @@ def read_tree(
 
 def _describe(store: ArrayStore, leaves: Mapping[str, Leaf], *, has_aggregate: bool) -> _Contents:
     arrays = open_arrays(store, {name: leaf for name, leaf in leaves.items() if isinstance(leaf, ZarrArray)})
+    require_stored(store, arrays)
     virtual = {
         name: leaf.array.virtual_file
         for name, leaf in leaves.items()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,8 +18,9 @@ from eformer._engine.formats.safetensors.names import (
 )
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.stores.base import read_whole
+from eformer._engine.stores.directory import Directory
 from eformer._engine.tasks.pool import run_all
-from eformer.errors import FormatError
+from eformer.errors import Damage, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -43,17 +45,21 @@ def bring_up_to_date(store: Store, upload: Upload, manifest: Manifest) -> set[st
 def _update(store: Store, upload: Upload, there: Mapping[str, Kind], base: str, tree: TreeEntry) -> None:
     """Keep an index wherever it is not plain which file to read."""
     index = base + INDEX_SUFFIX
-    names = [file.name for file in tree.files]
     saved, version = save_of_index(store, index, there.get(index))
     if saved is None and version is not None:
         logger.warning("%s was not written by eformer, and was left as it is", store.path_to(index))
         return
-    is_of_use = tree.parts != "torn" and not any(name.endswith(PRIVATE) for name in names)
-    if names == plain_names(base, 1) or not names or not is_of_use:
+    if not _is_wanted(base, tree):
         if saved is not None:
             upload.remove([index])
     elif saved != tree.save_id:
         upload.swap(index, _index(store, tree), version)
+
+
+def _is_wanted(base: str, tree: TreeEntry) -> bool:
+    names = [file.name for file in tree.files]
+    is_of_use = tree.parts != "torn" and not any(name.endswith(PRIVATE) for name in names)
+    return bool(names) and is_of_use and names != plain_names(base, 1)
 
 
 def _index(store: Store, tree: TreeEntry) -> bytes:
@@ -71,6 +77,56 @@ def _index(store: Store, tree: TreeEntry) -> bytes:
     return msgspec.json.format(msgspec.json.encode(index), indent=2)
 
 
+# -------------------------------------------------------------------------------------------- verify
+
+
+def damaged_indexes(store: Store, manifest: Manifest) -> list[Damage]:
+    """Compare the index of every tree with the headers of its files. An index of another program is not looked at."""
+    damages = _differences(store, manifest)
+    place = store.local_path()
+    if damages and place is not None:
+        with suppress(OSError), Directory.open(place) as directory, directory.locked():
+            # A save writes them last, and has the lock until then. One that begins now is noticed by its manifest.
+            damages = _differences(store, manifest)
+    return damages
+
+
+def _differences(store: Store, manifest: Manifest) -> list[Damage]:
+    there = store.kinds()
+    trees: dict[str, TreeEntry] = {}  # the prefix "model" yields to no prefix at all
+    for prefix, tree in sorted(manifest.trees.items()):
+        trees.setdefault(base_name(prefix), tree)
+    found = []
+    for base, tree in trees.items():
+        name = base + INDEX_SUFFIX
+        if problem := _problem(store, name, there.get(name), tree, is_wanted=_is_wanted(base, tree)):
+            nbytes = store.read(name, 0, 0)[1].nbytes if there.get(name) == "file" else 0
+            found.append(Damage("", name, 0, nbytes, f"{problem}. Only other readers use them"))
+    return found
+
+
+def _problem(store: Store, name: str, kind: Kind | None, tree: TreeEntry, *, is_wanted: bool) -> str:
+    """Say what is wrong with an index; "" if nothing is, or if another program wrote it."""
+    if kind is None:
+        return "are missing" if is_wanted and store.can_rename else ""
+    saved, _ = save_of_index(store, name, kind)
+    if not is_wanted:
+        return "are of an earlier save" if saved and store.can_rename else ""
+    if saved is None:
+        return ""
+    try:
+        document = json_decoder(dict[str, Any]).decode(read_whole(store, name)[0])
+    except (OSError, FormatError, *MALFORMED_JSON) as error:
+        return f"cannot be read: {error}"
+    if saved != tree.save_id:  # in a bucket, that save may be under way
+        return f"are of the save {saved!r}, expected {tree.save_id!r}" if store.can_rename else ""
+    try:
+        is_same = document == msgspec.json.decode(_index(store, tree))
+    except (OSError, FormatError):  # the files are damaged, which is reported for each of them
+        return ""
+    return "" if is_same else "do not list what the files hold"
+
+
 class _IndexMetadata(msgspec.Struct):
     eformer: str
 
@@ -82,8 +138,8 @@ class _IndexHead(msgspec.Struct):
 def save_of_index(store: Store, name: str, kind: Kind | None) -> tuple[str | None, Version | None]:
     """Return the save of ours that an index is of, and the version of its file.
 
-    The save is "" for a damaged index of ours, and None for one of another program. Both are None if there is none,
-    or only a link, which a new index replaces.
+    The save is "" for a damaged index of ours or an empty one, and None for one of another program. Both are None if
+    there is none, or only a link, which a new index replaces.
     """
     if kind is None:
         return None, None
@@ -96,5 +152,5 @@ def save_of_index(store: Store, name: str, kind: Kind | None) -> tuple[str | Non
     except msgspec.ValidationError:  # it is sound, and says something else
         saved = None
     except MALFORMED_JSON:
-        saved = "" if b'"eformer"' in data else None
+        saved = "" if b'"eformer"' in data or not data.strip(b"\0") else None
     return saved, None if saved is None and kind == "other" else entry.version

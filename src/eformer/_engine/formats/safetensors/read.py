@@ -12,6 +12,7 @@ from eformer._engine.formats.found import Found
 from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.process_records import joined_trees
 from eformer._engine.formats.safetensors.header import Opened, open_header, parse_header, read_header
+from eformer._engine.formats.safetensors.hf_index import damaged_indexes
 from eformer._engine.formats.safetensors.names import (
     INDEX_SUFFIX,
     MANIFEST,
@@ -89,7 +90,8 @@ def in_directory(store: Store, only: str | None = None) -> Found:
         read = {name for files in groups.values() for name in files}
         found = _foreign(store.url, store, groups)
         return replace(found, find_left_out=partial(left_out, store, read))
-    return Found(store.url, store, manifest, joined_trees(store, manifest.trees), only)
+    trees, check = joined_trees(store, manifest.trees), partial(damaged_indexes, store, manifest)
+    return Found(store.url, store, manifest, trees, only, check_beside=check)
 
 
 def _find_by_index(store: Store, name: str) -> Found:

@@ -17,7 +17,9 @@ from eformer._engine.record.manifest import UNREADABLE, Manifest
 from eformer._engine.record.names import is_inside
 from eformer._engine.record.values import parse_json, value_to_json
 from eformer._engine.stores.base import read_whole
-from eformer.errors import FormatError, NotFoundError, StructureError
+from eformer._engine.stores.ocdbt import DATABASE_MANIFEST
+from eformer._engine.stores.removal import DATABASE_MARK
+from eformer.errors import Damage, FormatError, NotFoundError, StructureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 FOREIGN = "tensorstore, of another writer"
 
 _METADATA = "checkpoint_metadata.json"
+_MOST_MARK = 64  # bytes
 
 Versions = dict[str, "Version"]
 
@@ -60,7 +63,26 @@ def by_index(place: Place) -> Found | None:
         also=tuple(also),
         versions=versions,
         find_left_out=tuple if index.is_ours else unread,
+        check_beside=partial(_damaged_marks, store, manifest),
     )
+
+
+def _damaged_marks(store: Store, manifest: Manifest) -> list[Damage]:
+    """Compare the marks of databases, without which a save would not remove them, with the manifest."""
+    found = []
+    for tree in manifest.trees.values():
+        if not tree.is_database or not store.exists(f"{tree.root}/{DATABASE_MANIFEST}"):
+            continue  # it is reported if the whole database is gone
+        name = f"{tree.root}/{DATABASE_MARK}"
+        try:
+            mark = store.read(name, 0, _MOST_MARK)[0].decode(errors="replace")
+        except (OSError, FormatError) as error:
+            found.append(Damage("", name, 0, 0, f"cannot be read: {error}"))
+            continue
+        if mark != tree.save_id:
+            problem = f"are the mark {mark!r}, expected {tree.save_id!r}"
+            found.append(Damage("", name, 0, len(mark), problem))
+    return found
 
 
 def _listed_tree(store: Store, prefix: str, listed: list[Listed], versions: Versions) -> TreeEntry:
