@@ -31,6 +31,7 @@ from eformer._engine.record.signature import (
 )
 from eformer._engine.record.text import few, printable
 from eformer._engine.stores.base import Entry, KeepsCopies, read_whole
+from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import SILENT
 from eformer.errors import AlteredError, Damage, FormatError, SignatureError
@@ -394,7 +395,7 @@ class _Piece:
     __slots__ = ("lock", "memory")
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = Lock()
         self.memory: memoryview | None = None
 
 
@@ -411,7 +412,7 @@ class SignedFiles:
     ) -> None:
         self._files, self._signed, self._path_to, self._alarms = files, signed, path_to, alarms
         self._pieces: OrderedDict[tuple[int, int], _Piece] = OrderedDict()
-        self._most, self._lock = most_pieces, threading.Lock()
+        self._most, self._lock = most_pieces, Lock()
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
         stop = min(offset + len(memory), self._signed[number].nbytes)
