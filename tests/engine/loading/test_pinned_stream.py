@@ -18,6 +18,7 @@ from eformer._engine.record.regions import Region
 from eformer.checkpoint import load, save
 from eformer.errors import CorruptionError
 from support.damage import flip
+from support.hosts import Crew, save_together
 from support.trees import assert_same
 
 
@@ -128,6 +129,26 @@ def test_a_large_leaf_that_was_saved_in_shards_arrives_in_parts(tmp_path, slots)
         for wanted in (jax.P(), jax.P("y")):
             loaded = load(tmp_path, shardings=jax.NamedSharding(mesh, wanted))["w"]
             np.testing.assert_array_equal(np.asarray(loaded), numbers)
+
+
+def test_boxes_that_several_processes_wrote_in_another_order_come_to_their_places(
+    tmp_path, slots, monkeypatch
+):
+    """The first file has the second half of `b` behind `a`."""
+    monkeypatch.setattr(pinned_stream, "_SLOT_BYTES", 2**24)
+    tree = {name: np.arange(2**19, dtype=np.int32) for name in ("a", "a2")}
+    tree["b"] = np.arange(2**20, dtype=np.int32).reshape(1024, 1024)
+    rolled = jax.sharding.Mesh(np.roll(np.array(jax.devices()), 4), ("x",))
+    save_together(Crew(2), lambda host: on_mesh(tree, rolled), tmp_path, ("safetensors", {}))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    expected = on_mesh(tree, mesh)
+    assert_same(load(tmp_path, like=expected), expected)
+
+
+def on_mesh(tree, mesh):
+    """Replicate arrays of one axis, and cut the others by rows."""
+    spec = {1: jax.P(), 2: jax.P("x")}
+    return {name: jax.device_put(a, jax.NamedSharding(mesh, spec[a.ndim])) for name, a in tree.items()}
 
 
 @hypothesis.given(
