@@ -151,6 +151,17 @@ def on_mesh(tree, mesh):
     return {name: jax.device_put(a, jax.NamedSharding(mesh, spec[a.ndim])) for name, a in tree.items()}
 
 
+def test_boxes_of_odd_sizes_are_counted_with_the_memory_between_them(tmp_path, slots, monkeypatch):
+    """Leaves that are read together into a slot must all be in it."""
+    monkeypatch.setattr(pinned_stream, "_SLOT_BYTES", 2**23)
+    odd = np.arange(8 * (2**16 + 2), dtype=np.int32).reshape(8, -1)
+    rest = 2**23 - odd.nbytes - 2**22
+    tree = {"0": odd, "1": np.arange(2**20, dtype=np.int32), "2": np.arange(rest // 4, dtype=np.int32)}
+    save(tree, tmp_path)
+    expected = on_mesh(tree, jax.sharding.Mesh(np.array(jax.devices()), ("x",)))
+    assert_same(load(tmp_path, like=expected), expected)
+
+
 @hypothesis.given(
     st.lists(st.integers(1, 40), min_size=1, max_size=4),
     st.integers(1, 8),

@@ -198,7 +198,7 @@ def _position(target: LeafTarget) -> tuple[int, int]:
 
 
 def nbytes_of(target: LeafTarget) -> int:
-    """Return the memory that the boxes of this process take."""
-    regions = target.regions
-    size = math.prod(target.entry.shape) if regions is None else sum(region.size for region in regions)
-    return packed_nbytes(size * dtype_from_name(target.dtype).itemsize)
+    """Return the memory that the boxes of this process take, each of them aligned."""
+    regions, itemsize = target.regions, dtype_from_name(target.dtype).itemsize
+    sizes = [math.prod(target.entry.shape)] if regions is None else [region.size for region in regions]
+    return sum(packed_nbytes(size * itemsize) for size in sizes)
