@@ -190,6 +190,14 @@ def test_large_leaves_and_small_ones_share_a_little_memory(tmp_path, slots, larg
     assert sum(len(slot) for slot in slots) <= 2**21
 
 
+@pytest.mark.parametrize("size", [10, 2**18])
+def test_leaves_of_another_shape_are_resized(tmp_path, slots, size):
+    save({"b": jnp.arange(size), "w": jnp.arange(2 * size)}, tmp_path)
+    like = {"b": jnp.zeros(size, jnp.int32), "w": jnp.zeros(size, jnp.int32)}
+    loaded = load(tmp_path, like=like, resize={"w": lambda stored, leaf: stored[: leaf.size] + 1})
+    assert_same(loaded, {"b": jnp.arange(size), "w": jnp.arange(size) + 1})
+
+
 @pytest.mark.parametrize("size", [0, 1, 250_000])
 def test_empty_leaves_need_a_turn_but_no_memory(tmp_path, slots, size):
     tree = {"large": jnp.arange(size), "empty": jnp.zeros((0, 3)), "void": jnp.zeros((2, 0))}
