@@ -28,7 +28,7 @@ def slots(monkeypatch):
     made = []
     monkeypatch.setattr(pinned_stream, "_SLOT_BYTES", 2**18)
     monkeypatch.setattr(pinned_stream, "_WORTH_IT", 0)
-    on_cpu = lambda target: None if target.as_numpy else jax.devices()[0]  # noqa: E731
+    on_cpu = lambda target: None if target.as_numpy else _device_of(target.sharding)  # noqa: E731
     for module in (load_module, placement, pinned_stream):
         monkeypatch.setattr(module, "accelerator_of", on_cpu)
 
@@ -42,6 +42,10 @@ def slots(monkeypatch):
     monkeypatch.setattr(pinned_stream, "aligned", unaligned)
     monkeypatch.setattr(placement, "_WORTH_READING_PARTS", 0)
     return made
+
+
+def _device_of(sharding):
+    return jax.devices()[0] if sharding is None else next(iter(sharding.addressable_devices))
 
 
 def normal(*shape):
@@ -196,6 +200,29 @@ def test_leaves_of_another_shape_are_resized(tmp_path, slots, size):
     like = {"b": jnp.zeros(size, jnp.int32), "w": jnp.zeros(size, jnp.int32)}
     loaded = load(tmp_path, like=like, resize={"w": lambda stored, leaf: stored[: leaf.size] + 1})
     assert_same(loaded, {"b": jnp.arange(size), "w": jnp.arange(size) + 1})
+
+
+@pytest.mark.parametrize("size", [10, 2**16, 2**18])
+@pytest.mark.parametrize("place", [None, jax.P(), jax.P("x")])
+def test_64_bits_that_only_the_calling_thread_has_stay_64_bits(tmp_path, slots, size, place):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    wide = {"f": np.arange(size) + 1e-12, "i": np.arange(size) + 2**40, "z": np.full(size, 1e300 + 1j)}
+    with jax.enable_x64(True):
+        tree = jax.device_put(wide, None if place is None else jax.NamedSharding(mesh, place))
+        save(tree, tmp_path)
+        assert_same(load(tmp_path, like=tree), tree)
+
+
+@pytest.mark.parametrize("size", [10, 2**18])
+@pytest.mark.parametrize("default", [0, 2])
+def test_leaves_without_a_sharding_go_to_the_default_device(tmp_path, slots, size, default):
+    """Wherever the first leaf goes."""
+    save({"a": jnp.arange(size), "b": jnp.arange(size)}, tmp_path)
+    first, second = jax.devices()[3], jax.devices()[default]
+    with jax.default_device(second):
+        loaded = load(tmp_path, shardings={"a": jax.sharding.SingleDeviceSharding(first)})
+    assert [leaf.devices() for leaf in loaded.values()] == [{first}, {second}]
+    assert not loaded["b"].committed
 
 
 @pytest.mark.parametrize("size", [0, 1, 250_000])

@@ -29,20 +29,29 @@ if TYPE_CHECKING:
     from eformer._engine.record.manifest import LeafEntry
 
 _lax: Any = jax.lax  # not all of it has types
+_enable_x64: Any = jax.enable_x64
 
 
 class LargeLeaf:
     """A leaf that arrives in parts, in any order and from any thread. The last one puts it among the `loaded`."""
 
     def __init__(
-        self, target: LeafTarget, boxes: Boxes, cuts: Sequence[Sequence[Region]], loaded: dict[str, Any]
+        self,
+        target: LeafTarget,
+        boxes: Boxes,
+        cuts: Sequence[Sequence[Region]],
+        loaded: dict[str, Any],
+        *,
+        x64: bool,
     ) -> None:
         self.target, self.loaded, self.boxes = target, loaded, boxes
         self.regions = boxes.regions or [Region.whole(target.entry.shape)]
         self.cuts = cuts
         is_committed = target.sharding is not None
         self.shards = [
-            _Shard(self.regions[number], device, dtype_from_name(target.dtype), cuts[number], is_committed)
+            _Shard(
+                self.regions[number], device, dtype_from_name(target.dtype), cuts[number], is_committed, x64
+            )
             for number, device in zip(boxes.numbers, boxes.devices, strict=True)
         ]
         self.left = sum(map(len, cuts))
@@ -50,15 +59,18 @@ class LargeLeaf:
 
     @staticmethod
     def of(
-        target: LeafTarget, device: Any, most: int, block: int, loaded: dict[str, Any]
+        target: LeafTarget, default: Any, most: int, block: int, loaded: dict[str, Any], *, x64: bool
     ) -> LargeLeaf | None:
-        """Return the leaf in parts of at most so many bytes, if it can be had so, and begin to compile its programs."""
-        boxes, dtype = target.boxes or Boxes(None, [device], [0]), dtype_from_name(target.dtype)
+        """Return the leaf in parts of at most so many bytes, if it can be had so, and begin to compile its programs.
+
+        `default` is the device of leaves without a sharding.
+        """
+        boxes, dtype = target.boxes or Boxes(None, [default], [0]), dtype_from_name(target.dtype)
         if boxes.cuts or target.entry.key or target.is_weak or dtype in PACKED or not dtype.isnative:
             return None
         regions = boxes.regions or [Region.whole(target.entry.shape)]
         cuts = [_parts_of(region, target.entry, dtype.itemsize, most, block) for region in regions]
-        return LargeLeaf(target, boxes, cuts, loaded)
+        return LargeLeaf(target, boxes, cuts, loaded, x64=x64)
 
     def parts(self) -> Iterator[_Part]:
         for number, cut in enumerate(self.cuts):
@@ -111,10 +123,16 @@ class _Shard:
     """The array on one device."""
 
     def __init__(
-        self, region: Region, device: Any, dtype: Any, cuts: Sequence[Region], is_committed: bool
+        self,
+        region: Region,
+        device: Any,
+        dtype: Any,
+        cuts: Sequence[Region],
+        is_committed: bool,
+        x64: bool,
     ) -> None:
         self.region, self.device = region, device
-        program = partial(_program, region.shape, bits_of(dtype), device, is_committed)
+        program = partial(_program, region.shape, bits_of(dtype), device, is_committed, x64)
         self.begin = program("empty")
         self.updates = {cut.shape: program("update", cut.shape) for cut in cuts}
         self.end = program("view", dtype=dtype) if bits_of(dtype) != dtype else None
@@ -179,6 +197,7 @@ def _program(
     bits: np.dtype[Any],
     device: Any,
     is_committed: bool,
+    x64: bool,
     kind: Literal["empty", "update", "view"],
     part: tuple[int, ...] = (),
     dtype: np.dtype[Any] | None = None,
@@ -210,7 +229,7 @@ def _program(
 
     def run() -> None:
         try:
-            with jax.default_device(device):
+            with jax.default_device(device), _enable_x64(x64):
                 made.set_result(compile_it())
         except BaseException as error:  # noqa: BLE001  raised by who waits
             _program.cache_clear()  # another load may try again
