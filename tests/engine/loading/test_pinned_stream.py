@@ -284,6 +284,38 @@ def test_memory_is_locked_once_a_slot_and_unlocked_at_the_end(tmp_path, slots, t
     assert sorted(address for call, address in calls if call == "unmap") == mapped
 
 
+def test_memory_is_not_unlocked_while_a_device_copies_from_it(tmp_path, slots, tree, monkeypatch):
+    """Not even if the load fails."""
+    moved, waited, missed = [], [], []
+
+    class Client:
+        def dma_map(self, address, nbytes):
+            pass
+
+        def dma_unmap(self, address):
+            missed[:] = [name for name, array in moved if not any(array is other for other in waited)]
+
+    class Device:
+        client = Client()
+
+    def assembled(targets, put):
+        if len(moved) > 10:
+            raise MemoryError("no room on the device")
+        arrays = assemble(targets, put)
+        moved.extend(arrays.items())
+        return arrays
+
+    assemble, locked = pinned_stream.assemble, pinned_stream.page_locked
+    monkeypatch.setattr(pinned_stream, "assemble", assembled)
+    monkeypatch.setattr(pinned_stream, "page_locked", lambda memory, device: locked(memory, Device()))
+    monkeypatch.setattr(pinned_stream, "_wait_for", waited.extend)
+    save(tree, tmp_path)
+    with pytest.raises(MemoryError, match="no room on the device"):
+        load(tmp_path)
+    assert moved
+    assert missed == []
+
+
 def test_progress_is_told_and_what_it_raises_stops_the_load(tmp_path, slots, tree):
     save(tree, tmp_path)
     told = []

@@ -176,6 +176,7 @@ class _Slot:
         if not self.is_locked:
             self.is_locked = True
             self.stack.enter_context(page_locked(self.memory, self.device))
+            self.stack.callback(self.wait)  # before it is unlocked, also if the load fails
 
     def wait(self) -> None:
         """Return when the memory has been copied from."""
