@@ -15,7 +15,9 @@ from eformer import checkpoint
 from eformer._engine.loading import fetch, large_leaves, pinned_stream, placement
 from eformer._engine.loading import load as load_module
 from eformer._engine.record.regions import Region
-from eformer.checkpoint import load, save
+from eformer._engine.saving import record as _record
+from eformer._engine.stores.local_files import LocalFiles
+from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError
 from support.damage import flip
 from support.hosts import Crew, save_together
@@ -164,6 +166,27 @@ def test_boxes_of_odd_sizes_are_counted_with_the_memory_between_them(tmp_path, s
     save(tree, tmp_path)
     expected = on_mesh(tree, jax.sharding.Mesh(np.array(jax.devices()), ("x",)))
     assert_same(load(tmp_path, like=expected), expected)
+
+
+@pytest.mark.parametrize("spec", [jax.P(), jax.P("x"), jax.P(None, "x")])
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_large_leaf_is_read_once_however_it_is_cut(tmp_path, slots, monkeypatch, spec, compression):
+    """Columns lie in the same pieces, and an encoded chunk is read as a whole."""
+    monkeypatch.setattr(_record, "PIECE_BYTES", 2**12)
+    numbers = np.random.default_rng(0).integers(0, 256, (4096, 512), np.uint8)
+    options = SaveOptions(compression=compression)
+    save({"w": jnp.asarray(numbers)}, tmp_path, format="tensorstore", options=options)
+    nbytes, read_into = [], LocalFiles.read_into
+
+    def counted(files, number, memory, offset):
+        nbytes.append(len(memory))
+        return read_into(files, number, memory, offset)
+
+    monkeypatch.setattr(LocalFiles, "read_into", counted)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    loaded = load(tmp_path, shardings=jax.NamedSharding(mesh, spec))["w"]
+    np.testing.assert_array_equal(np.asarray(loaded), numbers)
+    assert sum(nbytes) < 1.1 * numbers.nbytes
 
 
 @hypothesis.given(

@@ -64,7 +64,7 @@ def stream(
     with ExitStack() as stack:
         reading = Reading(found, tree, verify=verify, meter=meter)
         stack.callback(reading.close)
-        stream = _Stream(targets, tree.block, stack)
+        stream = _Stream(targets, tree, stack)
         threads = max(2, threads * 3 // 4)  # leaves the others to the transfers
         run_all(stream.tasks(reading), threads, stream.give_up)
         reading.require_unwritten()
@@ -106,8 +106,8 @@ class _Leaves:
 class _Stream:
     """Pass leaves through slots of memory: small ones first, while the programs for large ones are compiled."""
 
-    def __init__(self, targets: Sequence[LeafTarget], block: int, stack: ExitStack) -> None:
-        self.device, self.stack, self.block = accelerator_of(targets[0]), stack, block
+    def __init__(self, targets: Sequence[LeafTarget], tree: TreeEntry, stack: ExitStack) -> None:
+        self.device, self.stack, self.tree = accelerator_of(targets[0]), stack, tree
         sizes = [(target, nbytes_of(target)) for target in sorted(targets, key=_position)]
         self.small = _groups([(target, nbytes) for target, nbytes in sizes if nbytes <= _SLOT_BYTES])
         self.large = [target for target, nbytes in sizes if nbytes > _SLOT_BYTES]
@@ -136,7 +136,7 @@ class _Stream:
 
     def batches(self, reading: Reading) -> Iterator[Batch]:
         large = [
-            (target, LargeLeaf.of(target, self.default, _SLOT_BYTES, self.block, self.loaded, x64=self.x64))
+            (target, LargeLeaf.of(target, self.default, _SLOT_BYTES, self.tree, self.loaded, x64=self.x64))
             for target in self.large
         ]
         for group in self.small:
