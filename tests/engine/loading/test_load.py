@@ -231,3 +231,12 @@ def test_a_process_on_its_own_meets_nobody(tmp_path, monkeypatch):
     save({"w": jnp.ones(8)}, tmp_path)
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
     assert len(load(tmp_path, mesh=mesh)["w"].sharding.device_set) == 8
+
+
+def test_an_axis_that_a_sharding_leaves_open_is_not_cut(tmp_path):
+    save({"a": jnp.arange(16)}, tmp_path)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    open_axis = jax.NamedSharding(mesh, jax.P(jax.P.UNCONSTRAINED))
+    loaded = load(tmp_path, shardings=open_axis)["a"]
+    assert loaded.sharding == open_axis
+    np.testing.assert_array_equal(loaded.addressable_data(3), np.arange(16))

@@ -15,9 +15,12 @@ from eformer import checkpoint
 from eformer._engine.loading import fetch, large_leaves, pinned_stream, placement
 from eformer._engine.loading import load as load_module
 from eformer._engine.record.regions import Region
-from eformer.checkpoint import load, save
+from eformer._engine.saving import record as _record
+from eformer._engine.stores.local_files import LocalFiles
+from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError
 from support.damage import flip
+from support.hosts import Crew, save_together
 from support.trees import assert_same
 
 
@@ -27,7 +30,7 @@ def slots(monkeypatch):
     made = []
     monkeypatch.setattr(pinned_stream, "_SLOT_BYTES", 2**18)
     monkeypatch.setattr(pinned_stream, "_WORTH_IT", 0)
-    on_cpu = lambda target: None if target.as_numpy else jax.devices()[0]  # noqa: E731
+    on_cpu = lambda target: None if target.as_numpy else _device_of(target.sharding)  # noqa: E731
     for module in (load_module, placement, pinned_stream):
         monkeypatch.setattr(module, "accelerator_of", on_cpu)
 
@@ -41,6 +44,10 @@ def slots(monkeypatch):
     monkeypatch.setattr(pinned_stream, "aligned", unaligned)
     monkeypatch.setattr(placement, "_WORTH_READING_PARTS", 0)
     return made
+
+
+def _device_of(sharding):
+    return jax.devices()[0] if sharding is None else next(iter(sharding.addressable_devices))
 
 
 def normal(*shape):
@@ -130,6 +137,58 @@ def test_a_large_leaf_that_was_saved_in_shards_arrives_in_parts(tmp_path, slots)
             np.testing.assert_array_equal(np.asarray(loaded), numbers)
 
 
+def test_boxes_that_several_processes_wrote_in_another_order_come_to_their_places(
+    tmp_path, slots, monkeypatch
+):
+    """The first file has the second half of `b` behind `a`."""
+    monkeypatch.setattr(pinned_stream, "_SLOT_BYTES", 2**24)
+    tree = {name: np.arange(2**19, dtype=np.int32) for name in ("a", "a2")}
+    tree["b"] = np.arange(2**20, dtype=np.int32).reshape(1024, 1024)
+    rolled = jax.sharding.Mesh(np.roll(np.array(jax.devices()), 4), ("x",))
+    save_together(Crew(2), lambda host: on_mesh(tree, rolled), tmp_path, ("safetensors", {}))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    expected = on_mesh(tree, mesh)
+    assert_same(load(tmp_path, like=expected), expected)
+
+
+def on_mesh(tree, mesh):
+    """Replicate arrays of one axis, and cut the others by rows."""
+    spec = {1: jax.P(), 2: jax.P("x")}
+    return {name: jax.device_put(a, jax.NamedSharding(mesh, spec[a.ndim])) for name, a in tree.items()}
+
+
+def test_boxes_of_odd_sizes_are_counted_with_the_memory_between_them(tmp_path, slots, monkeypatch):
+    """Leaves that are read together into a slot must all be in it."""
+    monkeypatch.setattr(pinned_stream, "_SLOT_BYTES", 2**23)
+    odd = np.arange(8 * (2**16 + 2), dtype=np.int32).reshape(8, -1)
+    rest = 2**23 - odd.nbytes - 2**22
+    tree = {"0": odd, "1": np.arange(2**20, dtype=np.int32), "2": np.arange(rest // 4, dtype=np.int32)}
+    save(tree, tmp_path)
+    expected = on_mesh(tree, jax.sharding.Mesh(np.array(jax.devices()), ("x",)))
+    assert_same(load(tmp_path, like=expected), expected)
+
+
+@pytest.mark.parametrize("spec", [jax.P(), jax.P("x"), jax.P(None, "x")])
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_large_leaf_is_read_once_however_it_is_cut(tmp_path, slots, monkeypatch, spec, compression):
+    """Columns lie in the same pieces, and an encoded chunk is read as a whole."""
+    monkeypatch.setattr(_record, "PIECE_BYTES", 2**12)
+    numbers = np.random.default_rng(0).integers(0, 256, (4096, 512), np.uint8)
+    options = SaveOptions(compression=compression)
+    save({"w": jnp.asarray(numbers)}, tmp_path, format="tensorstore", options=options)
+    nbytes, read_into = [], LocalFiles.read_into
+
+    def counted(files, number, memory, offset):
+        nbytes.append(len(memory))
+        return read_into(files, number, memory, offset)
+
+    monkeypatch.setattr(LocalFiles, "read_into", counted)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    loaded = load(tmp_path, shardings=jax.NamedSharding(mesh, spec))["w"]
+    np.testing.assert_array_equal(np.asarray(loaded), numbers)
+    assert sum(nbytes) < 1.1 * numbers.nbytes
+
+
 @hypothesis.given(
     st.lists(st.integers(1, 40), min_size=1, max_size=4),
     st.integers(1, 8),
@@ -156,6 +215,37 @@ def test_large_leaves_and_small_ones_share_a_little_memory(tmp_path, slots, larg
     save(tree, tmp_path)
     assert_same(load(tmp_path), tree)
     assert sum(len(slot) for slot in slots) <= 2**21
+
+
+@pytest.mark.parametrize("size", [10, 2**18])
+def test_leaves_of_another_shape_are_resized(tmp_path, slots, size):
+    save({"b": jnp.arange(size), "w": jnp.arange(2 * size)}, tmp_path)
+    like = {"b": jnp.zeros(size, jnp.int32), "w": jnp.zeros(size, jnp.int32)}
+    loaded = load(tmp_path, like=like, resize={"w": lambda stored, leaf: stored[: leaf.size] + 1})
+    assert_same(loaded, {"b": jnp.arange(size), "w": jnp.arange(size) + 1})
+
+
+@pytest.mark.parametrize("size", [10, 2**16, 2**18])
+@pytest.mark.parametrize("place", [None, jax.P(), jax.P("x")])
+def test_64_bits_that_only_the_calling_thread_has_stay_64_bits(tmp_path, slots, size, place):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    wide = {"f": np.arange(size) + 1e-12, "i": np.arange(size) + 2**40, "z": np.full(size, 1e300 + 1j)}
+    with jax.enable_x64(True):
+        tree = jax.device_put(wide, None if place is None else jax.NamedSharding(mesh, place))
+        save(tree, tmp_path)
+        assert_same(load(tmp_path, like=tree), tree)
+
+
+@pytest.mark.parametrize("size", [10, 2**18])
+@pytest.mark.parametrize("default", [0, 2])
+def test_leaves_without_a_sharding_go_to_the_default_device(tmp_path, slots, size, default):
+    """Wherever the first leaf goes."""
+    save({"a": jnp.arange(size), "b": jnp.arange(size)}, tmp_path)
+    first, second = jax.devices()[3], jax.devices()[default]
+    with jax.default_device(second):
+        loaded = load(tmp_path, shardings={"a": jax.sharding.SingleDeviceSharding(first)})
+    assert [leaf.devices() for leaf in loaded.values()] == [{first}, {second}]
+    assert not loaded["b"].committed
 
 
 @pytest.mark.parametrize("size", [0, 1, 250_000])
@@ -215,6 +305,38 @@ def test_memory_is_locked_once_a_slot_and_unlocked_at_the_end(tmp_path, slots, t
     assert 0 < len(mapped) == len(set(mapped))
     assert set(mapped) <= {slot.__array_interface__["data"][0] for slot in slots}
     assert sorted(address for call, address in calls if call == "unmap") == mapped
+
+
+def test_memory_is_not_unlocked_while_a_device_copies_from_it(tmp_path, slots, tree, monkeypatch):
+    """Not even if the load fails."""
+    moved, waited, missed = [], [], []
+
+    class Client:
+        def dma_map(self, address, nbytes):
+            pass
+
+        def dma_unmap(self, address):
+            missed[:] = [name for name, array in moved if not any(array is other for other in waited)]
+
+    class Device:
+        client = Client()
+
+    def assembled(targets, put):
+        if len(moved) > 10:
+            raise MemoryError("no room on the device")
+        arrays = assemble(targets, put)
+        moved.extend(arrays.items())
+        return arrays
+
+    assemble, locked = pinned_stream.assemble, pinned_stream.page_locked
+    monkeypatch.setattr(pinned_stream, "assemble", assembled)
+    monkeypatch.setattr(pinned_stream, "page_locked", lambda memory, device: locked(memory, Device()))
+    monkeypatch.setattr(pinned_stream, "_wait_for", waited.extend)
+    save(tree, tmp_path)
+    with pytest.raises(MemoryError, match="no room on the device"):
+        load(tmp_path)
+    assert moved
+    assert missed == []
 
 
 def test_progress_is_told_and_what_it_raises_stops_the_load(tmp_path, slots, tree):

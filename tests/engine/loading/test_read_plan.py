@@ -97,6 +97,17 @@ def test_neighbours_that_are_packed_are_read_together_into_their_places(shapes, 
             assert before == piece.offset - first.offset
 
 
+def test_a_box_that_is_not_the_first_in_memory_is_not_read_behind_its_neighbour():
+    """Whoever wrote the file may have put the second box of a leaf first."""
+    halves = [Region((0, 0), (4, 64)), Region((4, 0), (8, 64))]
+    wants = [
+        Want("a", entry((4, 64)), "int8"),
+        Want("b", entry((8, 64), offset=256, region=((4, 0), (8, 64))), "int8", halves),
+    ]
+    reads = plan_reads(wants, tree(512), 512, is_packed=True)
+    assert [{(piece.want, piece.target) for piece in read.pieces} for read in reads] == [{(0, 0)}, {(1, 1)}]
+
+
 def test_parts_of_a_leaf_that_nobody_wants_are_not_read():
     parts = LeafEntry(
         "int8", (4, 4), tuple(Extent(i, 0, 8, "0" * 32, ((2 * i, 0), (2 * i + 2, 4))) for i in (0, 1))

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -305,3 +306,16 @@ class TestStore(StoreContract):
     @pytest.fixture
     def store(self, tmp_path):
         return LocalStore(tmp_path)
+
+
+def test_files_that_are_held_stay_open_when_another_is_gone(tmp_path):
+    """Other threads may be reading them: their descriptors must not be closed, nor become those of other files."""
+    (tmp_path / "a").write_bytes(b"held")
+    with closing(LocalStore(tmp_path).open(["a", "b"])) as files:
+        files.hold([0])
+        with pytest.raises(FileNotFoundError):
+            files.hold([0, 1])
+        (tmp_path / "a").unlink()
+        memory = bytearray(4)
+        files.read_into(0, memoryview(memory), 0)
+    assert memory == b"held"

@@ -95,3 +95,26 @@ def test_arrays_in_another_memory_are_copied_there(programs):
     arrays = [jax.device_put(jnp.arange(9.0), pinned), jax.device_put(jnp.arange(9.0), device)]
     are_copies(_copies.copied(_copies.Kinds(arrays)), arrays)
     assert len(programs) == 1
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_programs_are_compiled_whatever_mesh_is_current(programs, monkeypatch, kind):
+    monkeypatch.setattr(_copies, "_TOGETHER", 4)
+    monkeypatch.setattr(_copies, "_WORTH_WAITING", 1)
+    arrays = [jax.device_put(np.full(3, number, np.float32), jax.devices()[1]) for number in range(8)]
+    with jax.set_mesh(jax.make_mesh((2,), ("x",), (kind,))):
+        are_copies(_copies.copied(_copies.Kinds(arrays)), arrays)
+    assert _copies._copied_singly not in programs.values()
+    are_copies(_copies.copied(_copies.Kinds(arrays)), arrays)
+
+
+def test_arrays_of_64_bits_that_one_thread_has_are_copied_by_a_program(programs, monkeypatch):
+    fits = []
+    monkeypatch.setattr(_copies, "_copied_singly", fits.append)
+    with jax.enable_x64(True):
+        array = jnp.arange(5) + 2**40
+    kinds = _copies.Kinds([array])
+    programs.update(dict.fromkeys(key for key, _ in _copies._batches(kinds)))
+    _copies.compile_copies()
+    are_copies(_copies.copied(kinds), [array])
+    assert fits == []

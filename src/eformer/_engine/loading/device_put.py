@@ -146,11 +146,11 @@ def _takes_parts(sharding: Sharding) -> bool:
     if any(_memory_of(device, sharding) is not device for device in devices):
         return False
     sizes = sharding.mesh.shape
-    shape = tuple(
-        math.prod(sizes[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ()))
-        for entry in sharding.spec
-    )
     try:
+        shape = tuple(
+            math.prod(sizes[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ()))
+            for entry in sharding.spec
+        )
         whole = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
         found = sharding.addressable_devices_indices_map(shape)
         parts = [whole[index].copy() for index in found.values()]

@@ -19,7 +19,9 @@ import numpy as np
 
 from eformer._engine.loading.device_put import put_on, put_on_default
 from eformer._engine.loading.placement import Boxes
+from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.pieces import ALIGNMENT, bounding
 from eformer._engine.record.regions import Region
 from eformer._engine.trees.devices import PACKED, bits_of
 
@@ -27,44 +29,64 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from eformer._engine.loading.select import LeafTarget
-    from eformer._engine.record.manifest import LeafEntry
+    from eformer._engine.record.manifest import LeafEntry, TreeEntry
 
 _lax: Any = jax.lax  # not all of it has types
+_enable_x64: Any = jax.enable_x64
+
+
+# What parts may read more than the leaf as a whole: pieces, and what is encoded, are read once for each part of them.
+_MOST_READ_AGAIN = 0.5
+_MOST_LENGTH = 2**31 - 1  # of an axis: positions in an array are 32 bits on a device
+
+Boxed = tuple[int, Region]  # a box of a part, and the number of the box of the leaf that it is in
 
 
 class LargeLeaf:
     """A leaf that arrives in parts, in any order and from any thread. The last one puts it among the `loaded`."""
 
     def __init__(
-        self, target: LeafTarget, boxes: Boxes, cuts: Sequence[Sequence[Region]], loaded: dict[str, Any]
+        self,
+        target: LeafTarget,
+        boxes: Boxes,
+        cuts: Sequence[Sequence[Boxed]],
+        loaded: dict[str, Any],
+        *,
+        x64: bool,
     ) -> None:
         self.target, self.loaded, self.boxes = target, loaded, boxes
-        self.regions = boxes.regions or [Region.whole(target.entry.shape)]
-        self.cuts = cuts
-        is_committed = target.sharding is not None
+        self.cuts, self.left = cuts, len(cuts)
+        self.lock = threading.Lock()
+        dtype, is_committed = dtype_from_name(target.dtype), target.sharding is not None
+        regions = _regions(target, boxes)
+        parts: list[list[Region]] = [[] for _ in regions]
+        for cut in cuts:
+            for number, region in cut:
+                parts[number].append(region)
         self.shards = [
-            _Shard(self.regions[number], device, dtype_from_name(target.dtype), cuts[number], is_committed)
+            _Shard(regions[number], device, dtype, parts[number], is_committed, x64)
             for number, device in zip(boxes.numbers, boxes.devices, strict=True)
         ]
-        self.left = sum(map(len, cuts))
-        self.lock = threading.Lock()
 
     @staticmethod
     def of(
-        target: LeafTarget, device: Any, most: int, block: int, loaded: dict[str, Any]
+        target: LeafTarget, default: Any, most: int, tree: TreeEntry, loaded: dict[str, Any], *, x64: bool
     ) -> LargeLeaf | None:
-        """Return the leaf in parts of at most so many bytes, if it can be had so, and begin to compile its programs."""
-        boxes, dtype = target.boxes or Boxes(None, [device], [0]), dtype_from_name(target.dtype)
+        """Return the leaf in parts of at most so many bytes, if it can be had so, and begin to compile its programs.
+
+        `default` is the device of leaves without a sharding.
+        """
+        boxes, dtype = target.boxes or Boxes(None, [default], [0]), dtype_from_name(target.dtype)
         if boxes.cuts or target.entry.key or target.is_weak or dtype in PACKED or not dtype.isnative:
             return None
-        regions = boxes.regions or [Region.whole(target.entry.shape)]
-        cuts = [_parts_of(region, target.entry, dtype.itemsize, most, block) for region in regions]
-        return LargeLeaf(target, boxes, cuts, loaded)
+        if max(target.entry.shape) > _MOST_LENGTH:
+            return None
+        cuts = _cuts(target, _regions(target, boxes), most, tree)
+        return None if cuts is None else LargeLeaf(target, boxes, cuts, loaded, x64=x64)
 
     def parts(self) -> Iterator[_Part]:
-        for number, cut in enumerate(self.cuts):
-            for region in cut:
-                yield _Part(self, number, region)
+        for cut in self.cuts:
+            yield _Part(self, cut)
 
     def arrived(self) -> None:
         """Count a part; make the array when all of them have arrived."""
@@ -82,29 +104,34 @@ class LargeLeaf:
 
 
 class _Part:
-    """A box of a large leaf."""
+    """Boxes of a large leaf that are read together."""
 
     is_claimed = True
 
-    def __init__(self, leaf: LargeLeaf, number: int, region: Region) -> None:
-        target = leaf.target
-        self.leaf, self.number, self.region = leaf, number, region
-        self.targets = [msgspec.structs.replace(target, regions=[region], arrays=())]
+    def __init__(self, leaf: LargeLeaf, cut: Sequence[Boxed]) -> None:
+        self.leaf, self.cut = leaf, cut
+        regions = [region for _, region in cut]
+        self.targets = [msgspec.structs.replace(leaf.target, regions=regions, arrays=())]
 
     def move(self) -> Sequence[Any]:
-        """Put the part on every device that holds it, and write it into the arrays there."""
+        """Put each box on every device that holds it, and write it into the arrays there."""
+        moved: list[Any] = []
+        for (number, region), array in zip(self.cut, self.targets[0].arrays, strict=True):
+            moved += self.move_box(number, region, array)
+        self.leaf.arrived()
+        return moved
+
+    def move_box(self, number: int, region: Region, array: np.ndarray[Any, Any]) -> Sequence[Any]:
         leaf = self.leaf
-        (part,) = self.targets[0].arrays
-        part = part.view(bits_of(part.dtype))
+        part = array.view(bits_of(array.dtype))
         part.flags.writeable = False
-        shards = [s for s, n in zip(leaf.shards, leaf.boxes.numbers, strict=True) if n == self.number]
+        shards = [s for s, n in zip(leaf.shards, leaf.boxes.numbers, strict=True) if n == number]
         if leaf.target.sharding is None:
             arrays = put_on_default([part])
         else:
             arrays = put_on([part] * len(shards), [shard.device for shard in shards])
-        for shard, array in zip(shards, arrays, strict=True):
-            shard.write(array, self.region)
-        leaf.arrived()
+        for shard, there in zip(shards, arrays, strict=True):
+            shard.write(there, region)
         return arrays
 
 
@@ -112,10 +139,16 @@ class _Shard:
     """The array on one device."""
 
     def __init__(
-        self, region: Region, device: Any, dtype: Any, cuts: Sequence[Region], is_committed: bool
+        self,
+        region: Region,
+        device: Any,
+        dtype: Any,
+        cuts: Sequence[Region],
+        is_committed: bool,
+        x64: bool,
     ) -> None:
         self.region, self.device = region, device
-        program = partial(_program, region.shape, bits_of(dtype), device, is_committed)
+        program = partial(_program, region.shape, bits_of(dtype), device, is_committed, x64)
         self.begin = program("empty")
         self.updates = {cut.shape: program("update", cut.shape) for cut in cuts}
         self.end = program("view", dtype=dtype) if bits_of(dtype) != dtype else None
@@ -135,6 +168,39 @@ class _Shard:
         """Return the array, in its own dtype."""
         array, self.array = self.array, None
         return array if self.end is None else self.end.result()(array)
+
+
+def _regions(target: LeafTarget, boxes: Boxes) -> list[Region]:
+    return boxes.regions or [Region.whole(target.entry.shape)]
+
+
+def _cuts(
+    target: LeafTarget, regions: Sequence[Region], most: int, tree: TreeEntry
+) -> Sequence[Sequence[Boxed]] | None:
+    """Cut boxes of a leaf into parts, in the first way that reads little more than the boxes; None if there is none.
+
+    Each box is cut by itself; or, such as columns of rows that are stored together, all of them are cut at once.
+    """
+    entry, extents = target.entry, target.entry.extents
+    cut = partial(_parts_of, entry=entry, itemsize=dtype_from_name(target.dtype).itemsize, block=tree.block)
+    singly = [[(number, part)] for number, region in enumerate(regions) for part in cut(region, most=most)]
+    if len(regions) == len(extents) == 1 and not extents[0].coding:
+        return singly
+
+    def nbytes_read(boxes: Sequence[Region]) -> int:
+        want = Want(target.name, entry, target.dtype, boxes)
+        return sum(read.nbytes for read in plan_reads([want], tree))
+
+    enough = (1 + _MOST_READ_AGAIN) * nbytes_read(regions)
+    if sum(nbytes_read([part]) for ((_, part),) in singly) <= enough:
+        return singly
+    together = [
+        [(n, box) for n, region in enumerate(regions) if (box := region.overlap(part))]
+        for part in cut(bounding(regions), most=most - ALIGNMENT * len(regions))
+    ]
+    together = [boxes for boxes in together if boxes]
+    is_enough = sum(nbytes_read([box for _, box in boxes]) for boxes in together) <= enough
+    return together if is_enough else None
 
 
 def _parts_of(region: Region, entry: LeafEntry, itemsize: int, most: int, block: int) -> list[Region]:
@@ -180,6 +246,7 @@ def _program(
     bits: np.dtype[Any],
     device: Any,
     is_committed: bool,
+    x64: bool,
     kind: Literal["empty", "update", "view"],
     part: tuple[int, ...] = (),
     dtype: np.dtype[Any] | None = None,
@@ -211,7 +278,7 @@ def _program(
 
     def run() -> None:
         try:
-            with jax.default_device(device):
+            with jax.default_device(device), _enable_x64(x64):
                 made.set_result(compile_it())
         except BaseException as error:  # noqa: BLE001  raised by who waits
             _program.cache_clear()  # another load may try again

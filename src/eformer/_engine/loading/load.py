@@ -402,7 +402,9 @@ def _split(targets: list[LeafTarget], request: Request) -> tuple[list[LeafTarget
 
 
 def _can_be_streamed(target: LeafTarget) -> bool:
-    return target.is_stored and target.read_sharding is None and accelerator_of(target) is not None
+    """Tell whether a target goes to an accelerator as it is stored, without the functions of the caller between."""
+    is_as_stored = target.is_stored and target.new_shape is None and target.read_sharding is None
+    return is_as_stored and accelerator_of(target) is not None
 
 
 def _finish(

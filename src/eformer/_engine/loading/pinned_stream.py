@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 
 from eformer._engine.loading.assemble import assemble
-from eformer._engine.loading.device_put import PutShards
+from eformer._engine.loading.device_put import PutShards, default_device
 from eformer._engine.loading.fetch import aligned
 from eformer._engine.loading.large_leaves import LargeLeaf
 from eformer._engine.loading.placement import accelerator_of
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import TreeEntry
 
-_wait_for: Any = jax.block_until_ready  # it has no types
+_wait_for: Any = jax.block_until_ready  # it has no types, nor have these
+_enable_x64: Any = jax.enable_x64
+_config: Any = jax.config
 
 _SLOT_BYTES = 64 * 2**20
 _SLOTS = 4  # more of them have to be touched and locked for the first time, which takes as long as they help
@@ -62,7 +64,7 @@ def stream(
     with ExitStack() as stack:
         reading = Reading(found, tree, verify=verify, meter=meter)
         stack.callback(reading.close)
-        stream = _Stream(targets, tree.block, stack)
+        stream = _Stream(targets, tree, stack)
         threads = max(2, threads * 3 // 4)  # leaves the others to the transfers
         run_all(stream.tasks(reading), threads, stream.give_up)
         reading.require_unwritten()
@@ -104,14 +106,16 @@ class _Leaves:
 class _Stream:
     """Pass leaves through slots of memory: small ones first, while the programs for large ones are compiled."""
 
-    def __init__(self, targets: Sequence[LeafTarget], block: int, stack: ExitStack) -> None:
-        self.device, self.stack, self.block = accelerator_of(targets[0]), stack, block
+    def __init__(self, targets: Sequence[LeafTarget], tree: TreeEntry, stack: ExitStack) -> None:
+        self.device, self.stack, self.tree = accelerator_of(targets[0]), stack, tree
         sizes = [(target, nbytes_of(target)) for target in sorted(targets, key=_position)]
         self.small = _groups([(target, nbytes) for target, nbytes in sizes if nbytes <= _SLOT_BYTES])
         self.large = [target for target, nbytes in sizes if nbytes > _SLOT_BYTES]
         self.slots: SimpleQueue[_Slot | None] = SimpleQueue()  # an interrupt cannot leave it locked
         self.loaded: dict[str, Any] = {}
         self.put = PutShards()
+        # Each thread has its own of these settings; those of the calling one count.
+        self.default, self.x64 = default_device(_config.jax_default_device), _config.jax_enable_x64
         total = sum(nbytes for _, nbytes in sizes)
         for _ in range(min(_SLOTS, max(1, -(-total // _SLOT_BYTES)))):
             self.slots.put(_Slot(aligned(min(_SLOT_BYTES, total)), self.device, stack))
@@ -132,7 +136,7 @@ class _Stream:
 
     def batches(self, reading: Reading) -> Iterator[Batch]:
         large = [
-            (target, LargeLeaf.of(target, self.device, _SLOT_BYTES, self.block, self.loaded))
+            (target, LargeLeaf.of(target, self.default, _SLOT_BYTES, self.tree, self.loaded, x64=self.x64))
             for target in self.large
         ]
         for group in self.small:
@@ -151,7 +155,7 @@ class _Stream:
     def arrive(self, batch: Batch, slot: _Slot) -> None:
         """Begin to move what has been read to its devices, and let others wait for the slot."""
         slot.lock()
-        with jax.default_device(self.device):  # which each thread has its own of
+        with jax.default_device(self.default), _enable_x64(self.x64):
             slot.pending = batch.move()
         self.slots.put(slot)
 
@@ -172,6 +176,7 @@ class _Slot:
         if not self.is_locked:
             self.is_locked = True
             self.stack.enter_context(page_locked(self.memory, self.device))
+            self.stack.callback(self.wait)  # before it is unlocked, also if the load fails
 
     def wait(self) -> None:
         """Return when the memory has been copied from."""
@@ -198,7 +203,7 @@ def _position(target: LeafTarget) -> tuple[int, int]:
 
 
 def nbytes_of(target: LeafTarget) -> int:
-    """Return the memory that the boxes of this process take."""
-    regions = target.regions
-    size = math.prod(target.entry.shape) if regions is None else sum(region.size for region in regions)
-    return packed_nbytes(size * dtype_from_name(target.dtype).itemsize)
+    """Return the memory that the boxes of this process take, each of them aligned."""
+    regions, itemsize = target.regions, dtype_from_name(target.dtype).itemsize
+    sizes = [math.prod(target.entry.shape)] if regions is None else [region.size for region in regions]
+    return sum(packed_nbytes(size * itemsize) for size in sizes)

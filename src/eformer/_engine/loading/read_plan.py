@@ -198,7 +198,9 @@ def _go_together(a: StoredPiece, b: StoredPiece, packed: Sequence[Want]) -> bool
     if a.want == b.want:
         return a.target == b.target and a.at + a.nbytes == b.at
     end = a.at + a.nbytes
-    return a.want + 1 == b.want < len(packed) and b.at == 0 and end == packed_nbytes(_nbytes(packed[a.want]))
+    # Only the first box of an array begins where the array before it ends.
+    is_next = a.want + 1 == b.want < len(packed) and b.target == b.at == 0
+    return is_next and end == packed_nbytes(_nbytes(packed[a.want]))
 
 
 def _nbytes(want: Want) -> int:

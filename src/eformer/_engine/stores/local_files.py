@@ -79,12 +79,9 @@ class LocalFiles:
         if not _budget.take(len(wanted)):
             return
         self.budgeted += len(wanted)
-        try:
-            for number in wanted:
-                self.held[number] = self._open(number)
-        except BaseException:
-            self.close()
-            raise
+        # If one is gone, those of earlier calls stay open: other threads may be reading them.
+        for number in wanted:
+            self.held[number] = self._open(number)
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
         held = self.held.get(number)

@@ -115,7 +115,11 @@ class View(Mapping[str, Any]):
         self._entries = Leaves(self._tree)
         self._cache, self._is_open = cache, True
         self._files = found.files(self._tree)
-        self._files.hold(n for n, file in enumerate(self._tree.files) if file.nbytes > file.header_nbytes)
+        try:
+            self._files.hold(n for n, file in enumerate(self._tree.files) if file.nbytes > file.header_nbytes)
+        except BaseException:
+            self._files.close()
+            raise
 
     def __getitem__(self, name: str) -> Any:
         if self._is_leaf(name):

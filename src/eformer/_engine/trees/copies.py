@@ -130,7 +130,9 @@ def _compile(key: Any) -> None:
     shapes = [described(shape, dtype, sharding=sharding) for shape, dtype in kinds]
     try:
         copy_all = jax.jit(lambda arrays: [array.copy() for array in arrays])
-        _programs[key] = copy_all.lower(shapes).compile()
+        # The thread that compiles may have a mesh of other devices, or no 64 bits, which the arrays have.
+        with jax.set_mesh(None), jax.enable_x64(True):
+            _programs[key] = copy_all.lower(shapes).compile()
     except Exception as error:  # noqa: BLE001  a compiler may raise anything; single copies do as well
         logger.debug("%d arrays cannot be copied by one program: %s", len(kinds), error)
         _programs[key] = _copied_singly
