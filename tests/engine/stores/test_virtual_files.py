@@ -15,7 +15,7 @@ class OneFile:
 
 
 def read(ranges, offset, nbytes):
-    files, memory = VirtualFiles(OneFile(), [JoinedRanges("x", ranges)]), bytearray(nbytes)
+    files, memory = VirtualFiles(OneFile(), [(0, JoinedRanges("x", ranges))]), bytearray(nbytes)
     return bytes(memory[: files.read_into(1, memoryview(memory), offset)])
 
 
