@@ -1,12 +1,13 @@
 """Saves from an accelerator and loads onto it, beside peers and beside what the machine can do.
 
     python bench/gpu.py [--gigabytes 7.4] [--dir DIRECTORY] [--rounds 2] [--out bench/results] [--name gpu]
-                        [--only SYSTEM ...]
+                        [--only SYSTEM ...|shapes] [--shapes-dir /dev/shm] [--quick]
 
 Runs alone, without a network: peers that cannot be imported are left out, which is said. Every system has a fresh
-process in every round. A save goes to a new directory and ends when all is on stable storage; a load begins in the page
-cache and ends when the arrays are on the device; what was loaded is compared there, bit for bit. Without an accelerator
-it runs on the CPU, which only shows that it runs.
+process in every round. A save goes to a new directory and ends when all is on stable storage; a load goes onto
+shardings, begins in the page cache and ends when the arrays are on the device; what was loaded is compared there, bit
+for bit. Then trees of four other shapes, once (gpu_shapes.py), which go to gpu_shapes.md. Without an accelerator all of
+it runs on the CPU, which only shows that it runs; `--quick`, with a twentieth of the bytes, is for that.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -25,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import gpu_shapes
 import limits
 import machine
 import measuring
@@ -35,7 +38,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 LIMITS = ("limit: write", "limit: load")
 PEERS = ("orbax", "orbax, tuned", "jax", "safetensors, flax")
-SYSTEMS = ("eformer", "eformer, no digests", "eformer, zarr", *PEERS)
+SYSTEMS = ("eformer", "eformer, no like", "eformer, no digests", "eformer, zarr", *PEERS)
+SHAPES = "shapes"
 WIDTH = 2048
 SLOT = 64 * 2**20
 REPEATS = 4
@@ -80,6 +84,8 @@ def measured(name: str, nbytes: int, directory: Path) -> dict[str, Any]:
         return limit_of_writing(nbytes, directory)
     if name == "limit: load":
         return limit_of_loading(nbytes, directory)
+    if name in gpu_shapes.CELLS:
+        return gpu_shapes.measured(name, nbytes, directory / "tree")
     return system(name, nbytes, directory)
 
 
@@ -152,12 +158,12 @@ def system(name: str, nbytes: int, directory: Path) -> dict[str, Any]:
     from systems import SYSTEMS as ADAPTERS
 
     tree = tree_of(nbytes)
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
     adapter = ADAPTERS[name](shapes)
     rehearse(ADAPTERS[name], directory)
     before = measuring.resident("VmRSS")
     answer: dict[str, Any] = {"leaves": len(tree), "bytes": sum(a.nbytes for a in tree.values())}
-    if name.startswith("eformer") and name != "eformer, no digests":
+    if name in ("eformer", "eformer, zarr"):
         answer["save_async returns, ms"] = [1e3 * s for s in asynchronous(adapter, tree, directory)]
     path = directory / "a" / "checkpoint"
     answer["save, s"] = [save(adapter, adapter.own(tree), path) for _ in range(2)]
@@ -172,7 +178,7 @@ def rehearse(new: Callable[[Any], Any], directory: Path) -> None:
     import jax.numpy as jnp
 
     tree = {"x": jnp.ones((64, 64), jnp.bfloat16)}
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
     adapter = new(shapes)
     save(adapter, adapter.own(tree), directory / "r" / "rehearsal")
     jax.block_until_ready(adapter.load(directory / "r" / "rehearsal"))
@@ -325,7 +331,7 @@ def run_cell(name: str, nbytes: int, directory: Path) -> dict[str, Any]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["?"])[-1]
+            last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
             return {"system": name, "error": last[:300]}
         return {"system": name, **json.loads(done.stdout.splitlines()[-1])}
     except subprocess.TimeoutExpired:
@@ -334,49 +340,84 @@ def run_cell(name: str, nbytes: int, directory: Path) -> dict[str, Any]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def facts_of(directory: Path, nbytes: int, rounds: int) -> dict[str, Any]:
+def facts_of(directory: Path, nbytes: int, args: argparse.Namespace) -> dict[str, Any]:
     code = "import jax; d = jax.devices()[0]; print(d.device_kind)"
     kind = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split("\n")[0]
     described = machine.describe(directory, {"own": sys.executable})
     described["versions"] |= {"peers": machine.versions(sys.executable, *machine.PACKAGES["peers"])}
+    size = ["--quick"] if args.quick else [f"--gigabytes {nbytes / 1e9:.1f} --rounds {args.rounds}"]
+    only = [f"--only {' '.join(map(shlex.quote, args.only))}"] if args.only else []
     return {
         **described, "device": kind, "bytes": nbytes, "leaves": len(shapes_of(nbytes)),
-        "command": f"python bench/gpu.py --gigabytes {nbytes / 1e9:.1f} --rounds {rounds}",
+        "command": " ".join(["python bench/gpu.py", *size, *only]),
     }  # fmt: skip
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=7.4)
     parser.add_argument("--dir", type=Path, default=HERE / ".scratch", help="on the disk to be measured")
+    parser.add_argument(
+        "--shapes-dir", type=Path, default=Path("/dev/shm"), help="in memory, for the four shapes"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--name", default="gpu")
-    parser.add_argument("--only", nargs="*", default=[*LIMITS, *SYSTEMS])
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="SYSTEM", help="'shapes' for the four shapes"
+    )
+    parser.add_argument("--quick", action="store_true", help="0.4 GB, one round")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     parser.add_argument("--bytes", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if unknown := set(args.only) - {SHAPES, *LIMITS, *SYSTEMS}:
+        parser.error(
+            f"--only {', '.join(sorted(unknown))}: there are {', '.join((*LIMITS, *SYSTEMS, SHAPES))}"
+        )
+    if args.quick:
+        args.gigabytes, args.rounds = 0.4, 1
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
     if args.cell:
         answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what a library prints is no answer
         print(json.dumps(measured(args.cell, args.bytes, args.dir)), file=answers, flush=True)
         return
 
-    args.dir.mkdir(parents=True, exist_ok=True)
+    for directory in (args.dir, args.out):
+        directory.mkdir(parents=True, exist_ok=True)
+    wanted = args.only or [*LIMITS, *SYSTEMS, SHAPES]
+    if systems := [name for name in wanted if name != SHAPES]:
+        measure_systems(systems, args)
+    if SHAPES in wanted:
+        measure_shapes(args)
+
+
+def measure_systems(systems: list[str], args: argparse.Namespace) -> None:
     nbytes = sum(2 * int(a) * int(b[0] if b else 1) for a, *b in shapes_of(int(args.gigabytes * 1e9)))
     cells: list[dict[str, Any]] = []
     for number in range(args.rounds):
-        names = args.only[number % len(args.only) :] + args.only[: number % len(args.only)]
+        names = systems[number % len(systems) :] + systems[: number % len(systems)]
         cells += [{"round": number, **run_cell(name, nbytes, args.dir.resolve())} for name in names]
-    found = with_fractions({name: summary(cells, name, nbytes) for name in args.only})
-    facts = facts_of(args.dir.resolve(), nbytes, args.rounds)
+    found = with_fractions({name: summary(cells, name, nbytes) for name in systems})
+    facts = facts_of(args.dir.resolve(), nbytes, args)
     text = markdown(facts, found, cells)
-    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{args.name}.md").write_text(text)
     answer = {"facts": facts, "summary": found, "cells": cells}
     (args.out / f"{args.name}.json").write_text(json.dumps(answer, indent=1))
+    print(text)
+
+
+def measure_shapes(args: argparse.Namespace) -> None:
+    nbytes, place = int(args.gigabytes * 1e9), args.shapes_dir.resolve()
+    cells = [run_cell(name, nbytes, place) for name in gpu_shapes.CELLS]
+    text = gpu_shapes.markdown(facts_of(place, nbytes, args), cells)
+    (args.out / "gpu_shapes.md").write_text(text)
     print(text)
 
 

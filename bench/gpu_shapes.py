@@ -1,6 +1,6 @@
 """Loads onto an accelerator with `like` that has shardings, for trees of four shapes, beside a plain program.
 
-    python bench/gpu_shapes.py [--gigabytes 7.4] [--dir /dev/shm] [--out bench/results]
+`bench/gpu.py` runs them, each in a fresh process (`--only shapes`: these alone), and writes gpu_shapes.md.
 
 The plain program has twelve threads, each with two slots of 64 MiB of page-locked memory that it reads into and puts on
 the device from, in turns. It checks nothing, does not join the parts of large leaves, and keeps its slots from one load
@@ -10,23 +10,22 @@ there once, bit for bit.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import shutil
-import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 MIB = 2**20
 SLOT, READ, THREADS, ROUNDS = 64 * MIB, 16 * MIB, 12, 5
+PREFIX = "shape: "
 
 SHAPES = {
     "33 MB": [(2048, 8064)],
@@ -34,6 +33,15 @@ SHAPES = {
     "1 GB": [(131072, 4096)],
     "2 MB": [(1024, 1024)],
 }
+CELLS = [PREFIX + name for name in SHAPES]
+
+MANY = 500  # leaves; with more, a save may take longer to return
+BARS = [  # of 7.4 GB on an H200, for every shape
+    ("load, of plain", ">=", 0.8),
+    ("load, no digests, of plain", ">=", 0.85),
+    ("first save_async, ms", "<=", 150.0),
+]
+SAVE_ASYNC = {False: 10.0, True: 25.0}  # ms, whether there are many leaves
 
 
 class Plain:
@@ -122,10 +130,16 @@ def rates(load: Callable[[], Any], nbytes: int) -> list[float]:
     return found
 
 
-def measure(name: str, shapes: list[tuple[int, ...]], where: Path, plain: Plain | None) -> str:
-    import jax
+def shapes_of(name: str, nbytes: int) -> list[tuple[int, ...]]:
+    """As many leaves of the shape as have about so many bytes; one of each kind, with fewer rows, if that is less."""
+    kinds, once = SHAPES[name], sum(2 * a * b for a, b in SHAPES[name])
+    if once > nbytes:
+        return [(max(1, a * nbytes // once), b) for a, b in kinds]
+    return [*kinds] * round(nbytes / once)
 
-    from eformer.checkpoint import SaveOptions, inspect, load, save_async
+
+def tree_of(shapes: list[tuple[int, ...]]) -> dict[str, Any]:
+    import jax
 
     bits = {
         shape: jax.jit(
@@ -136,8 +150,42 @@ def measure(name: str, shapes: list[tuple[int, ...]], where: Path, plain: Plain 
         for shape in set(shapes)
     }
     tree = {f"leaf_{number}": bits[shape](jax.random.key(number)) for number, shape in enumerate(shapes)}
-    jax.block_until_ready(tree)
-    nbytes = sum(leaf.nbytes for leaf in tree.values())
+    return jax.block_until_ready(tree)
+
+
+def measured(cell: str, nbytes: int, where: Path) -> dict[str, Any]:
+    """Save a tree of one shape in the background, and load it; this process has loaded nothing before."""
+    import jax
+    from systems import placed
+
+    from eformer.checkpoint import load
+
+    tree = tree_of(shapes_of(cell.removeprefix(PREFIX), nbytes))
+    nbytes, leaves = sum(leaf.nbytes for leaf in tree.values()), len(tree)
+    returns = returns_of(tree, where)
+    like = placed(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree))
+    began = time.perf_counter()
+    loaded = jax.block_until_ready(load(where, like=like))
+    first = nbytes / 1e9 / (time.perf_counter() - began)
+    require_equal(loaded, tree)
+    del tree, loaded
+    found = {
+        "leaves": leaves,
+        "bytes": nbytes,
+        "plain program": plain_rates(where, nbytes),
+        "load": rates(lambda: load(where, like=like), nbytes),
+        "load, no digests": rates(lambda: load(where, like=like, verify=False), nbytes),
+        "first load": first,
+        "save_async returns, ms": returns,
+    }
+    shutil.rmtree(where)
+    return found
+
+
+def returns_of(tree: Any, where: Path) -> list[float]:
+    """Milliseconds until `save_async` returns; the first is for a tree that was never saved before."""
+    from eformer.checkpoint import SaveOptions, save_async
+
     options, returns = SaveOptions(max_shard_bytes=10**12), []
     for number in range(4):
         began = time.perf_counter()
@@ -145,68 +193,98 @@ def measure(name: str, shapes: list[tuple[int, ...]], where: Path, plain: Plain 
         returns.append((time.perf_counter() - began) * 1e3)
         saved.result()
         time.sleep(3 if number == 0 else 0.5)  # programs are compiled in the background
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
-    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
-    began = time.perf_counter()
-    loaded = jax.block_until_ready(load(where, like=like))
-    first = nbytes / 1e9 / (time.perf_counter() - began)
-    for leaf in tree:
-        same = jax.lax.bitcast_convert_type(loaded[leaf], jax.numpy.uint16) == jax.lax.bitcast_convert_type(
-            tree[leaf], jax.numpy.uint16
-        )
-        assert bool(same.all()), leaf
-    del tree, loaded
+    return returns
+
+
+def require_equal(loaded: dict[str, Any], tree: dict[str, Any]) -> None:
+    import jax
+
+    def bits(array: Any) -> Any:
+        return jax.lax.bitcast_convert_type(array, jax.numpy.uint16)
+
+    for leaf, saved in tree.items():
+        assert bool((bits(loaded[leaf]) == bits(saved)).all()), leaf
+
+
+def plain_rates(where: Path, nbytes: int) -> list[float]:
+    """Return nothing for the CPU, whose memory needs no copies."""
+    import jax
+
+    from eformer.checkpoint import inspect
+
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return []
     entry = inspect(where).trees[""]
     (file,) = entry.files
     leaves = sorted(
         (file.header_nbytes + leaf.extents[0].offset, leaf.shape, leaf.extents[0].nbytes)
         for leaf in entry.leaves.values()
     )
-    alone = max(rates(lambda: plain.load(where / file.name, leaves), nbytes)) if plain else float("nan")
-    checked = max(rates(lambda: load(where, like=like), nbytes))
-    unchecked = max(rates(lambda: load(where, like=like, verify=False), nbytes))
-    shutil.rmtree(where)
-    return (
-        f"| {len(shapes)} of {name} | {alone:.1f} | {checked:.1f} | {checked / alone:.2f} | {unchecked:.1f} | "
-        f"{unchecked / alone:.2f} | {first:.1f} | {returns[0]:.0f} | {min(returns[1:]):.0f} |"
-    )
+    plain = Plain(device)
+    return rates(lambda: plain.load(where / file.name, leaves), nbytes)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gigabytes", type=float, default=7.4)
-    parser.add_argument("--dir", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--out", type=Path, help="a directory for gpu_shapes.md")
-    arguments = parser.parse_args()
-    import jax
+# -------------------------------------------------------------------------------------------- report
 
-    device = jax.devices()[0]
-    plain = None if device.platform == "cpu" else Plain(device)
+
+COLUMNS = (
+    "plain program", "load", "load, of plain", "load, no digests", "load, no digests, of plain", "first load",
+    "first save_async, ms", "save_async, ms",
+)  # fmt: skip
+
+
+def summary(cells: list[dict[str, Any]]) -> dict[str, float]:
+    """The fastest loads and calls of a shape, over all of its processes."""
+    found = {
+        what: max(rate for cell in cells for rate in cell[what])
+        for what in ("plain program", "load", "load, no digests")
+        if cells[0][what]
+    }
+    for what in ("load", "load, no digests"):
+        if "plain program" in found:
+            found[f"{what}, of plain"] = found[what] / found["plain program"]
+    found["first load"] = max(cell["first load"] for cell in cells)
+    found["first save_async, ms"] = min(cell["save_async returns, ms"][0] for cell in cells)
+    found["save_async, ms"] = min(ms for cell in cells for ms in cell["save_async returns, ms"][1:])
+    return found
+
+
+def markdown(facts: dict[str, Any], cells: list[dict[str, Any]]) -> str:
+    versions, of_shapes = facts["versions"]["own"], {}
+    for cell in cells:
+        of_shapes.setdefault(cell["system"].removeprefix(PREFIX), []).append(cell)
     lines = [
-        f"# Shapes of trees: {device.device_kind}",
+        f"# Shapes of trees: {facts['device']}",
         "",
-        f"{arguments.gigabytes} GB of bfloat16, jax {jax.__version__}, {os.cpu_count()} cores, "
-        f"`python bench/gpu_shapes.py --gigabytes {arguments.gigabytes}`. Loads are GB/s, the fastest of {ROUNDS}; the "
-        "first load of a process is checked, and compiles. `save_async` is the milliseconds until it returns.",
+        f"{facts['bytes'] / 1e9:.1f} GB of bfloat16, jax {versions['jax']}, {facts['machine']['cores']} cores, "
+        f"`{facts['command']}`. Loads are GB/s, the fastest of {ROUNDS}; the first load of a process is checked, and "
+        "compiles. `save_async` is the milliseconds until it returns.",
         "",
-        "| leaves | plain program | load | of plain | load, no digests | of plain | first load | first save_async | "
-        "save_async |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| leaves | {' | '.join(COLUMNS)} | missed |",
+        "| --- " * (len(COLUMNS) + 2) + "|",
     ]
-    with tempfile.TemporaryDirectory(dir=arguments.dir) as place:
-        for name, kinds in SHAPES.items():
-            nbytes = sum(2 * a * b for a, b in kinds)
-            shapes = kinds * max(1, round(arguments.gigabytes * 1e9 / nbytes))
-            lines.append(measure(name, shapes, Path(place) / "tree", plain))
-            print(lines[-1], flush=True)
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if arguments.out:
-        (arguments.out / "gpu_shapes.md").write_text(text)
+    for name, found in of_shapes.items():
+        good = [cell for cell in found if "error" not in cell]
+        if good:
+            lines.append(row_of(name, good[0]["leaves"], summary(good)))
+    errors = [f"- {cell['system']}: {cell['error']}" for cell in cells if "error" in cell]
+    return "\n".join([*lines, *(["", *errors] if errors else [])]) + "\n"
 
 
-if __name__ == "__main__":
-    main()
+def row_of(name: str, leaves: int, values: dict[str, float]) -> str:
+    shown = [
+        f"{values[column]:.{2 if 'of plain' in column else 1}f}" if column in values else ""
+        for column in COLUMNS
+    ]
+    return f"| {leaves} of {name} | {' | '.join(shown)} | {'; '.join(missed(leaves, values))} |"
+
+
+def missed(leaves: int, values: dict[str, float]) -> list[str]:
+    """The bars that are not reached."""
+    bars = [*BARS, ("save_async, ms", "<=", SAVE_ASYNC[leaves > MANY])]
+    return [
+        f"{what} {sign} {goal:g}"
+        for what, sign, goal in bars
+        if what in values and not (values[what] >= goal if sign == ">=" else values[what] <= goal)
+    ]

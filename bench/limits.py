@@ -216,7 +216,7 @@ def read_ten(folder: str, count: int, nbytes: int) -> None:
 # -------------------------------------------------------------------------------------------- leaves
 
 
-def floors(tree: Any, leaves: Sequence[np.ndarray]) -> dict[str, Any]:
+def floors(tree: Any, leaves: Sequence[np.ndarray], place: Any) -> dict[str, Any]:
     """Seconds that jax and numpy take for so many leaves: to hand out their bytes, and to make arrays of bytes."""
     import jax  # here, because the limits of the disk are measured without it
 
@@ -231,10 +231,10 @@ def floors(tree: Any, leaves: Sequence[np.ndarray]) -> dict[str, Any]:
         end += -(-leaf.nbytes // 64) * 64  # at such addresses XLA takes host memory as it is
     memory = aligned(end)
     memory[::PAGE] = 0
-    jax.block_until_ready(jax.device_put(views()[:10], jax.devices()[0]))
+    jax.block_until_ready(jax.device_put(views()[:10], place))
     settle(0)
     save = measuring.measure(lambda: [np.asarray(leaf) for leaf in jax.tree.flatten(tree)[0]])
     made = measuring.measure(views)
-    load = measuring.measure(lambda: jax.block_until_ready(jax.device_put(made.value, jax.devices()[0])))
+    load = measuring.measure(lambda: jax.block_until_ready(jax.device_put(made.value, place)))
     seconds = {"floor of a save": save, "floor of a load": load, "floor of a numpy load": made}
     return {"values": {name: measured.seconds for name, measured in seconds.items()}}

@@ -29,6 +29,7 @@ class Cell:
     is_numpy: bool = False
     is_cold: bool = False
     devices: int = 1
+    place: str = ""  # where to load it: one of tasks.places; the first device if not told
     tries: int = 1  # at most, of which the fastest counts
     saves: int = 0
     steps: int = 0
@@ -107,9 +108,19 @@ def limits(*, quick: bool, cold: bool = True, nbytes: int = 0) -> list[Entry]:
 TRAINED = 40 * 2 * 64 * 2  # bytes beside a frozen base, for each unit of its width
 FLOORS = [Entry(Cell("", "limit: leaves", "floors"))]
 FILES_OF_LEAVES = [Entry(Cell("", "limit: a file a leaf", "files", threads=(1, 2)))]
-LOADS = ("eformer, no digests", "eformer, mapped")
+LOADS = ("eformer, no like", "eformer, no digests", "eformer, mapped")
 DATABASES = ("orbax", "orbax, tuned", "jax")
 FILES = ("safetensors, numpy", "safetensors, flax", "flax msgpack", "equinox")
+
+
+def on_eight_devices(*systems: str) -> list[Entry]:
+    """Loads onto eight devices, of which each gets all of a leaf, or a row of it."""
+    return [
+        entry
+        for place in ("replicas", "rows")
+        for system in systems
+        for entry in take(system, task="load", name=f"{system}, 8 {place}", devices=8, place=place)
+    ]
 
 
 def workloads(*, quick: bool) -> list[Workload]:
@@ -159,6 +170,7 @@ def full_workloads() -> list[Workload]:
                 *take("eformer"),
                 *cached,
                 *FLOORS,
+                *take("eformer, no like", task="load"),
                 *take("safetensors, numpy", "flax msgpack"),
                 *take("eformer, zarr"),
                 *FILES_OF_LEAVES,
@@ -167,14 +179,27 @@ def full_workloads() -> list[Workload]:
             ],
         ),
         Workload(
+            "10k leaves, 8 devices", "8 x 32 each", "even", 10_000, 3,
+            [
+                *take("eformer"),
+                *cached,
+                *FLOORS,
+                *take("eformer, no like", task="load"),
+                *on_eight_devices("eformer"),
+                *take("safetensors, numpy", "safetensors, flax"),
+                *on_eight_devices("safetensors, numpy", "safetensors, flax"),
+                *take("orbax, tuned", rounds=1),  # onto eight devices it takes minutes
+            ],
+        ),
+        Workload(
             "100k small leaves", "256 B to 16 KB each", "small", 100_000, 3,
             [
                 *take("eformer"),
                 *cached,
                 *FLOORS,
-                *take("eformer, mapped", task="load"),
+                *take("eformer, no like", "eformer, mapped", task="load"),
                 *take("eformer", task="one leaf", name="eformer, one leaf", rounds=2),
-                *take("eformer", name="eformer, numpy", is_numpy=True),
+                *take("eformer, no like", name="eformer, numpy", is_numpy=True),
                 *take("safetensors, numpy", "flax msgpack", rounds=1),
             ],
         ),
@@ -246,10 +271,19 @@ def quick_workloads() -> list[Workload]:
             [
                 *take("eformer"), *limits(quick=True, cold=False), *FLOORS,
                 *take("eformer, zarr"), *FILES_OF_LEAVES,
-                *take("eformer, mapped", task="load"),
-                *take("eformer", name="eformer, numpy", is_numpy=True),
+                *take("eformer, no like", "eformer, mapped", task="load"),
+                *take("eformer, no like", name="eformer, numpy", is_numpy=True),
                 *take("eformer", task="one leaf", name="eformer, one leaf"),
+                *take("orbax, tuned", "safetensors, numpy", "flax msgpack"),
+            ],
+        ),
+        Workload(
+            "2k leaves, 8 devices", "8 x 32 each", "even", 2000, 1,
+            [
+                *take("eformer"), *limits(quick=True, cold=False), *FLOORS,
+                *take("eformer, no like", task="load"),
                 *take("orbax, tuned", "safetensors, numpy"),
+                *on_eight_devices("eformer", "safetensors, numpy"),
             ],
         ),
         Workload(

@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 
 OPERATIONS = {
     "save": "Save, until it is on stable storage",
-    "load": "Load, page cache warm, every page touched",
+    "load": "Load onto shardings, page cache warm, every page touched",
 }
 # Another operation; and what is mapped has read nothing yet.
 LEFT_OUT = {"eformer, async", "orbax, async", "eformer, numpy", "eformer, one leaf", "eformer, mapped"}

@@ -19,15 +19,17 @@ class System:
     """One way to save and load a tree whose `shapes` are known.
 
     First `own` gives the tree as the system takes it, outside of the timing. `save` returns when it has done what it
-    does by itself, `load` gives back what `own` gave, as jax arrays that need not be ready. `start` begins a save and
-    returns what waits for its end; `reshard` loads onto the shardings of other `shapes`.
+    does by itself, `load` gives back what `own` gave, as jax arrays on the shardings of the shapes, which need not be
+    ready. `start` begins a save and returns what waits for its end; `reshard` loads onto the shardings of other
+    `shapes`.
     """
 
     syncs = False  # whether all is on stable storage when `save` returns
     compiles = False  # whether `load` makes jax compile something for each shape that is new to the process
 
     def __init__(self, shapes: Any) -> None:
-        self.shapes = shapes
+        self.shapes = placed(shapes)
+        self.shardings = jax.tree.map(lambda shape: shape.sharding, self.own(self.shapes))
 
     def own(self, tree: Any) -> Any:
         return tree
@@ -44,17 +46,32 @@ class System:
     def reshard(self, path: Path, shapes: Any) -> Any:
         raise NotImplementedError
 
+    def put(self, tree: Any) -> Any:
+        """What is left to the user of a system that knows no shardings."""
+        return jax.device_put(tree, self.shardings)
+
 
 class Eformer(System):
+    """Loads onto the shardings; without `like`, as it was saved."""
+
     syncs = True
 
     def __init__(
-        self, shapes: Any, *, layout: str = "safetensors", reuse: bool = False, **loading: Any
+        self,
+        shapes: Any,
+        *,
+        layout: str = "safetensors",
+        reuse: bool = False,
+        like: bool = True,
+        **loading: Any,
     ) -> None:
         super().__init__(shapes)
         from eformer import checkpoint
 
         self.checkpoint, self.loading = checkpoint, loading
+        self.like = self.shapes if like else None
+        if not like:
+            self.shardings = None
         options = checkpoint.SaveOptions(reuse=True) if reuse else checkpoint.SaveOptions()
         self.saving = {"format": layout, "options": options}
 
@@ -62,7 +79,7 @@ class Eformer(System):
         self.checkpoint.save(tree, path, **self.saving)
 
     def load(self, path: Path) -> Any:
-        return self.checkpoint.load(path, **self.loading)
+        return self.checkpoint.load(path, like=self.like, **self.loading)
 
     def start(self, tree: Any, path: Path) -> Callable[[], Any]:
         return self.checkpoint.save_async(tree, path, **self.saving).result
@@ -75,7 +92,7 @@ class Orbax(System):
     """With the defaults of its StandardCheckpointer: OCDBT, zarr, zstd."""
 
     def __init__(self, shapes: Any) -> None:
-        super().__init__(placed(shapes))
+        super().__init__(shapes)
         import orbax.checkpoint
 
         self.orbax = orbax.checkpoint
@@ -88,7 +105,7 @@ class Orbax(System):
         self.start(tree, path)()
 
     def load(self, path: Path) -> Any:
-        return self.reshard(path, self.shapes)  # quicker than without a target
+        return self.reshard(path, self.shapes)
 
     def start(self, tree: Any, path: Path) -> Callable[[], Any]:
         self.checkpointer.save(path, tree)
@@ -120,7 +137,7 @@ class Jax(System):
     """jax.experimental.array_serialization."""
 
     def __init__(self, shapes: Any) -> None:
-        super().__init__(placed(shapes))
+        super().__init__(shapes)
         from jax.experimental.array_serialization import pytree_serialization
 
         self.serialization = pytree_serialization
@@ -156,7 +173,7 @@ class Original(System):
         self.manager.save(tree, str(path), mesh=self.mesh)
 
     def load(self, path: Path) -> Any:
-        return self.manager.load(str(path), self.mesh)[0]
+        return self.put(self.manager.load(str(path), self.mesh)[0])
 
 
 class Safetensors(System):
@@ -178,7 +195,7 @@ class SafetensorsNumpy(Safetensors):
         self.numpy.save_file({name: np.asarray(array) for name, array in tree.items()}, path)
 
     def load(self, path: Path) -> dict[str, Any]:
-        return jax.device_put(self.numpy.load_file(path))
+        return self.put(self.numpy.load_file(path))
 
 
 class SafetensorsFlax(Safetensors):
@@ -194,7 +211,7 @@ class SafetensorsFlax(Safetensors):
         self.flax.save_file(dict(tree), path)  # a copy: it changes the dict it gets
 
     def load(self, path: Path) -> dict[str, Any]:
-        return self.flax.load_file(path)
+        return self.put(self.flax.load_file(path))
 
 
 class Flax(System):
@@ -210,7 +227,7 @@ class Flax(System):
         path.write_bytes(self.serialization.to_bytes(tree))
 
     def load(self, path: Path) -> Any:
-        return jax.device_put(self.serialization.from_bytes(self.shapes, path.read_bytes()))
+        return self.put(self.serialization.from_bytes(self.shapes, path.read_bytes()))
 
 
 class Equinox(System):
@@ -230,17 +247,24 @@ class Equinox(System):
 
     def load(self, path: Path) -> Any:
         with path.open("rb") as file:
-            return self.equinox.tree_deserialise_leaves(file, self.shapes)
+            return self.put(self.equinox.tree_deserialise_leaves(file, self.shapes))
+
+
+def first_device() -> jax.sharding.NamedSharding:
+    """On a mesh, as the arrays of most programs are."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
 def placed(shapes: Any) -> Any:
-    """The shapes with a sharding each, which some want to know before they load: the first device, if not told."""
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    """The shapes with a sharding each: the first device, if not told."""
+    here = first_device()
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=s.sharding or here), shapes)
 
 
 SYSTEMS: dict[str, Callable[[Any], System]] = {
     "eformer": Eformer,
+    "eformer, no like": functools.partial(Eformer, like=False),
     "eformer, no digests": functools.partial(Eformer, verify=False),
     "eformer, mapped": functools.partial(Eformer, mmap=True),
     "eformer, zarr": functools.partial(Eformer, layout="tensorstore"),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import limits
 import numpy as np
 import workloads
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from measuring import (
     CacheError,
@@ -32,7 +32,7 @@ from measuring import (
     tries,
     warm,
 )
-from systems import SYSTEMS, System, placed
+from systems import SYSTEMS, System, first_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,7 +72,7 @@ class Bench:
 
 
 def bench_of(cell: Cell) -> Bench:
-    shapes = workloads.TREES[cell.tree](cell.size)
+    shapes = onto_place(cell, workloads.TREES[cell.tree](cell.size))
     values = workloads.read_values(shapes, Path(cell.values))
     rehearse(cell)
     return Bench(cell, SYSTEMS[cell.kind](shapes), shapes, values)
@@ -80,18 +80,19 @@ def bench_of(cell: Cell) -> Bench:
 
 def rehearse(cell: Cell) -> None:
     """All is imported, and what happens only at a first call has happened: with a few small leaves."""
-    shapes = workloads.rehearsal()
+    shapes = onto_place(cell, workloads.rehearsal())
     values = jax.tree.map(lambda s: np.ones(s.shape, s.dtype), shapes)
     system, path = SYSTEMS[cell.kind](shapes), Path(cell.directory) / "rehearsal"
     tree = system.own(values if cell.is_numpy else workloads.on_devices(values))
     if cell.task in ("async", "loop"):
         system.start(tree, path)()
-    elif cell.devices > 1:
+    elif cell.task in ("reshard", "rows"):
         system.save(workloads.on_devices(values, shardings_of(shapes, places()["rows"])), path)
     else:
         system.save(tree, path)
     if cell.task == "reshard":
-        for place in places().values():
+        for name in RESHARDED:
+            place = places()[name]
             jax.block_until_ready(system.reshard(path, with_shardings(shapes, place)))
     elif cell.task in ("rows", "one leaf"):
         system.checkpoint.open(path)["half"][:8]
@@ -157,8 +158,9 @@ def cold_load(bench: Bench) -> dict[str, Any]:
 def timed_load(bench: Bench, what: str) -> tuple[Measured, dict[str, float]]:
     """Until the arrays are ready and every page has been touched, and until the call came back."""
     loaded = measure(bench.load)
-    later = deferred(np.asarray(leaf) for leaf in jax.tree.leaves(loaded.value))
+    later = deferred(piece for leaf in jax.tree.leaves(loaded.value) for _, piece in pieces(leaf))
     require_equal(bench, loaded.value)
+    require_placed(bench, loaded.value)
     return loaded, {what: loaded.seconds + later, f"{what}, returned": loaded.seconds}
 
 
@@ -184,6 +186,14 @@ def require_equal(bench: Bench, loaded: Any, expected: Any = None) -> None:
         assert (found.dtype, found.shape) == (saved.dtype, saved.shape), "another shape or dtype came back"
         for index, piece in pieces(found):
             assert is_equal(piece, saved[index]), "other values came back"
+
+
+def require_placed(bench: Bench, loaded: Any) -> None:
+    if bench.system.shardings is not None:
+        pairs = zip(jax.tree.leaves(loaded), jax.tree.leaves(bench.system.shardings), strict=True)
+        assert all(array.sharding == wanted for array, wanted in pairs), (
+            "it is on other devices than asked for"
+        )
 
 
 def pieces(array: Any) -> Iterator[tuple[Any, np.ndarray]]:
@@ -230,8 +240,8 @@ def reshard(bench: Bench) -> Answer:
     """Saved by rows of eight devices; loaded by rows, by columns, two by four, and onto one device."""
     save_by_rows(bench)
     answer: Answer = {"values": {}}
-    for name, place in places().items():
-        wanted = with_shardings(bench.shapes, place)
+    for name in RESHARDED:
+        wanted = with_shardings(bench.shapes, places()[name])
         warm(bench.path, bench.room)
         loaded = measure(
             lambda wanted=wanted: jax.block_until_ready(bench.system.reshard(bench.path, wanted))
@@ -288,6 +298,14 @@ def with_shardings(shapes: Any, place: Place) -> Any:
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place(s.shape)), shapes)
 
 
+def onto_place(cell: Cell, shapes: Any) -> Any:
+    """The shapes with the shardings that the cell loads onto, if it says which."""
+    return with_shardings(shapes, places()[cell.place]) if cell.place else shapes
+
+
+RESHARDED = ("rows", "columns", "2x4", "one device")
+
+
 def places() -> dict[str, Place]:
     devices = np.array(jax.devices()[:DEVICES])
     line, grid = Mesh(devices, ("x",)), Mesh(devices.reshape(2, DEVICES // 2), ("x", "y"))
@@ -299,7 +317,8 @@ def places() -> dict[str, Place]:
         "rows": by(line, P("x"), P("x")),
         "columns": by(line, P(None, "x"), P()),
         "2x4": by(grid, P("x", "y"), P("x")),
-        "one device": lambda shape: SingleDeviceSharding(devices[0]),
+        "replicas": by(line, P(), P()),
+        "one device": lambda shape: first_device(),
     }
 
 
@@ -411,7 +430,7 @@ class Saver:
 
     def __init__(self, bench: Bench, state: Any) -> None:
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state)
-        self.system = SYSTEMS[bench.cell.kind](placed(shapes))
+        self.system = SYSTEMS[bench.cell.kind](shapes)
         self.path, self.wait, self.copy = bench.path, lambda: None, None
         # After the last save there are steps that use the memory again which was donated to them.
         self.last = (bench.cell.steps // EVERY - 1) * EVERY
@@ -442,7 +461,7 @@ class Saver:
 
 def floors(cell: Cell) -> Answer:
     values = workloads.read_values(workloads.TREES[cell.tree](cell.size), Path(cell.values))
-    return limits.floors(workloads.on_devices(values), jax.tree.leaves(values))
+    return limits.floors(workloads.on_devices(values), jax.tree.leaves(values), first_device())
 
 
 def merged(first: Answer, second: Answer) -> Answer:

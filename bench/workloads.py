@@ -67,6 +67,12 @@ def small(leaves: int) -> dict:
     return {"blocks": [block() for _ in range(leaves // 10)]}
 
 
+def even(leaves: int) -> dict:
+    """Leaves of 8 x 32, which eight devices can share; half of them bf16."""
+    kinds = shaped((8, 32)), shaped((8, 32), "float32")
+    return {"blocks": [{f"w{i}": kinds[i % 2] for i in range(10)} for _ in range(leaves // 10)]}
+
+
 def frozen(width: int) -> dict:
     """A model that stays as it is, and 21 MB beside it, at a width of 2048, that are trained."""
     pair = {"a": shaped((width, 64)), "b": shaped((64, width))}
@@ -93,6 +99,7 @@ TREES: dict[str, Callable[[int], dict]] = {
     "training": training,
     "one array": one_array,
     "small": small,
+    "even": even,
     "frozen": frozen,
     "squares": squares,
     "layers": layers,

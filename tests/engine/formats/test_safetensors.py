@@ -250,6 +250,18 @@ def test_what_is_large_beside_the_memory_passes_the_page_cache_by(tmp_path, monk
     assert_same(load(tmp_path / "b"), tree)
 
 
+def test_a_save_in_the_background_passes_the_page_cache_by_sooner(tmp_path, monkeypatch):
+    passed, write = [], local_upload.write_past_cache
+    monkeypatch.setattr(local_upload, "write_past_cache", lambda *how: passed.append(1) or write(*how))
+    monkeypatch.setattr(local_upload, "_LARGE_PART_IN_BACKGROUND", 1e-6)
+    tree = {"w": np.arange(2**18)}
+    save(tree, tmp_path / "a")
+    assert not passed
+    checkpoint.save_async(tree, tmp_path / "b").result()
+    assert len(passed) == 1
+    assert_same(load(tmp_path / "b"), tree)
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch, verify):
     from eformer._engine.loading import load as _load

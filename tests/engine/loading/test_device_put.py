@@ -168,3 +168,15 @@ def test_an_array_stays_strong_if_jax_cannot_make_a_weak_one(forget_weak, monkey
     array = jnp.float32(1)
     assert device_put.as_weak(array) is array
     assert "are returned strongly typed" in caplog.text
+
+
+def test_arrays_of_many_shapes_are_those_of_jax():
+    from eformer._engine.loading.device_put import PutShards, _joined_one_by_one, _trial
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    sharding, put = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")), PutShards()
+    for columns in (1, 2, 3):
+        trial = _trial(sharding, (len(jax.devices()), columns))
+        made, (theirs,) = put(trial), _joined_one_by_one([trial])
+        assert (made.aval, made.sharding) == (theirs.aval, theirs.sharding)
+        np.testing.assert_array_equal(made, theirs)

@@ -120,6 +120,9 @@ class PutShards:
         self.converted = PACKED if _config.jax_enable_x64 else PACKED | _WIDE
         # Most arrays of a tree are alike. Shardings are told by identity, so they are kept alive here.
         self.avals: dict[Any, tuple[Any, Sharding]] = {}
+        self.kinds: dict[
+            Any, Any
+        ] = {}  # an aval for each number of axes; others differ from it in their shape alone
         self.put: Any = None
 
     def takes(self, dtype: np.dtype[Any]) -> bool:
@@ -129,11 +132,15 @@ class PutShards:
     def __call__(self, array: Shards) -> Any:
         key = (array.shape, array.dtype, id(array.sharding))
         known = self.avals.get(key)
-        if known is None:  # the first of its kind says what the others are
-            (made,) = _joined_one_by_one([array])
-            self.put = _batched_device_put()
-            self.avals[key] = made.aval, array.sharding
-            return made
+        if known is None:
+            kind = (len(array.shape), array.dtype, id(array.sharding))
+            if kind not in self.kinds:  # the first of its kind says what the others are
+                (made,) = _joined_one_by_one([array])
+                self.put = _batched_device_put()
+                self.avals[key] = made.aval, array.sharding
+                self.kinds[kind] = made.aval
+                return made
+            known = self.avals[key] = self.kinds[kind].update(shape=array.shape), array.sharding
         return self.put(known[0], array.sharding, array.parts, array.devices, True)
 
 
@@ -151,17 +158,22 @@ def _takes_parts(sharding: Sharding) -> bool:
             math.prod(sizes[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ()))
             for entry in sharding.spec
         )
-        whole = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
-        found = sharding.addressable_devices_indices_map(shape)
-        parts = [whole[index].copy() for index in found.values()]
-        trial = Shards(shape, whole.dtype, sharding, parts, list(found))
         put = PutShards()
-        theirs, ours = put(trial), put(trial)  # the first by the public functions
-        _require_same(ours, theirs)
+        for columns in (1, 2):  # the second time of another shape than `put` has seen
+            trial = _trial(sharding, (*shape, columns))
+            (theirs,) = _joined_one_by_one([trial])
+            put(trial)  # the first of its kind, by the public functions
+            _require_same(put(trial), theirs)
     except Exception as error:  # noqa: BLE001  a later JAX may raise anything
         logger.debug("arrays are put on %s part by part, which takes longer: %s", sharding, error)
         return False
     return True
+
+
+def _trial(sharding: Sharding, shape: tuple[int, ...]) -> Shards:
+    whole = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    found = sharding.addressable_devices_indices_map(shape)
+    return Shards(shape, whole.dtype, sharding, [whole[i].copy() for i in found.values()], list(found))
 
 
 def _require_same(ours: Any, theirs: Any) -> None:

@@ -60,6 +60,7 @@ class Save:
     late            returns more metadata, as JSON, when the save is committed, given the `part` of every process
     part            what this process adds to the metadata, such as its place in the data
     fence           is called right before the commit: if it raises, nothing is committed
+    in_background   the caller goes on meanwhile
     compared        what several processes compare with each other
     before          is set when the save is over whose leaves this one may use again
     """
@@ -80,6 +81,7 @@ class Save:
     late: Callable[[Sequence[bytes]], Mapping[str, Any]] | None = None
     part: bytes = b""
     fence: Callable[[], None] | None = None
+    in_background: bool = False
 
     @property
     def threads(self) -> int:
@@ -135,7 +137,16 @@ def write_tree(team: Team, meter: Meter) -> Receipt:
     kept, files = plan(team, upload, staging, sha256, meter)
     leaves = take_sources(save, files, kept, sha256)
     header = partial(team.format.header, sha256=sha256) if team.format.header_needs_digests else None
-    write(files, upload, save.tree.block, staging, threads=save.threads, meter=meter, header=header)
+    write(
+        files,
+        upload,
+        save.tree.block,
+        staging,
+        threads=save.threads,
+        meter=meter,
+        header=header,
+        in_background=save.in_background,
+    )
     if team.is_several:
         receipt = receipt_of_several(files, team.format, upload, sha256, team.numbers)
     else:

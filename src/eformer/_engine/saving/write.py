@@ -41,13 +41,15 @@ def write(
     threads: int,
     meter: Meter,
     header: Callable[[PlannedFile], bytes] | None = None,
+    in_background: bool = False,
 ) -> None:
     """Write the files, with the digests of their pieces, and return when they are on stable storage.
 
     The arrays of a file are released as it is written. With `header`, the header of a file that has extents is made
     when their digests are known.
     """
-    upload.expect(sum(file.nbytes for file in files if not file.is_there))
+    nbytes = sum(file.nbytes for file in files if not file.is_there)
+    upload.expect(nbytes, in_background=in_background)
     run_all(_Writer(upload, block, staging, meter, header).tasks(files), threads)
     upload.sync()
 

@@ -65,7 +65,10 @@ _FEW = 32
 # overlayfs, zfs. On others, such as those in user space, it may do nothing.
 _SYNCED_BY_SYNCFS = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x794C7630, 0x2FC12FC1}
 
-_LARGE_PART = 1 / 16  # of the memory: a larger save does not stay in the page cache
+# Of the memory: a larger save does not stay in the page cache. One in the background does so earlier: the pages that it
+# would take are cleared, and on a virtual machine provided by the host, at the cost of the program that goes on.
+_LARGE_PART = 1 / 16
+_LARGE_PART_IN_BACKGROUND = 1 / 256
 
 _MOST_DEPTH = 64  # of directories in a checkpoint that is linked
 
@@ -94,6 +97,7 @@ class LocalUpload:
         self._published: list[str] = []
         self._files: list[NewFile] = []
         self._created = self._expected = 0
+        self._in_background = False
         try:
             while self._folder.descriptor < 0:
                 self._enter(token or scratch_name())
@@ -140,8 +144,8 @@ class LocalUpload:
 
     # --------------------------------------------------------------------------------------- write
 
-    def expect(self, nbytes: int) -> None:
-        self._expected = nbytes
+    def expect(self, nbytes: int, *, in_background: bool = False) -> None:
+        self._expected, self._in_background = nbytes, in_background
 
     def create(self, name: str, nbytes: int) -> NewFile:
         self._created += 1
@@ -152,7 +156,8 @@ class LocalUpload:
     @property
     def is_large(self) -> bool:
         """Whether so much is written that it should not stay in the page cache."""
-        return self._expected > physical_memory() * _LARGE_PART
+        part = _LARGE_PART_IN_BACKGROUND if self._in_background else _LARGE_PART
+        return self._expected > physical_memory() * part
 
     def stream(self, name: str, nbytes: int, chunks: Iterable[Any]) -> None:
         file, offset = self.create(name, nbytes), 0
@@ -534,25 +539,6 @@ def _require_same(folder: Directory, name: str, entry: Entry) -> None:
 def _is_same(a: os.stat_result | None, b: os.stat_result | None) -> bool:
     """Tell whether both are names of one file."""
     return a is not None and b is not None and os.path.samestat(a, b)
-
-
-@contextmanager
-def appearing(path: Path) -> Iterator[Path]:
-    """Yield a path for a new file or directory, which is at `path` when the block ends well and gone when it does
-    not."""
-    with Directory.open(path.parent) as place:
-        sweep_unpublished(place)  # remains of others that died
-    upload = LocalUpload(path.parent)
-    try:
-        yield upload.data.own_path / path.name
-        upload.data.put(path.name, upload.place, path.name)
-        try:
-            upload.place.sync()
-        except OSError:  # it may not survive a crash, so it is not to be seen
-            upload.take_back(path.name)
-            raise
-    finally:
-        upload.close()
 
 
 # --------------------------------------------------------------------------------------------- sync

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from eformer._engine.record.text import size
+from eformer._engine.stores.appearing import appearing
 from eformer._engine.stores.durable import make_directories
 from eformer._engine.stores.local import LocalStore
-from eformer._engine.stores.local_upload import appearing
 from eformer._engine.stores.locate import store_at
 
 if TYPE_CHECKING:
