@@ -363,4 +363,4 @@ def test_a_view_of_what_was_replaced_says_so(database):
 def test_a_database_that_is_gone_is_in_the_report(database):
     subprocess.run(["rm", "-r", database / "m.ocdbt"], check=True)
     (damage,) = checkpoint.verify(database).damages
-    assert "manifest.ocdbt is missing" in damage.problem
+    assert f"{database}/m.ocdbt is missing" in damage.problem

@@ -186,7 +186,7 @@ def contents(path):
 def test_a_file_is_never_written_again_once_the_index_names_it(tmp_path, weights, monkeypatch, prefix):
     arrays_save(weights, tmp_path, prefix)
     before = contents(tmp_path)
-    monkeypatch.setattr("eformer._engine.stores.journal.remove_moved", lambda place, moved: None)
+    monkeypatch.setattr("eformer._engine.stores.journal.remove_moved", lambda *_: None)
     arrays_save(jax.tree.map(lambda x: x + 1, weights), tmp_path, prefix)
     after = contents(tmp_path)
     changed = {path for path, data in before.items() if after.get(path) != data}

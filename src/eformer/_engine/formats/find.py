@@ -222,10 +222,10 @@ DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     orbax_in_bucket.by_marks,
     peft.by_config,
     safetensors.by_files,
-    torch_distributed.by_metadata,
-    torch_directory.by_files,
     _steps_in_bucket,
     arrays.without_index,
+    torch_distributed.by_metadata,
+    torch_directory.by_files,
 )
 
 

@@ -200,6 +200,8 @@ def directory_inside(directory: Path, below: str) -> Path:
     try:
         with _opened(directory) as base:
             os.close(_open_without_links(base, below, _FOLDER))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing") from None
     except OSError as error:
         if error.errno not in _NO_SUCH_PATH:
             raise
