@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -206,11 +204,9 @@ LIBRARIES: dict[str, type[Library]] = {
 }
 
 
-def import_all() -> None:
-    """Import what this environment has of the libraries."""
-    environment = os.environ.get("FAULTS_ENVIRONMENT", "own")
+def import_all(environment: str) -> None:
+    """Import the libraries of an environment."""
     for library in LIBRARIES.values():
-        for module in library.modules:
-            if library.environment == environment:
-                with suppress(ModuleNotFoundError):
-                    importlib.import_module(module)
+        if library.environment == environment:
+            for module in library.modules:
+                importlib.import_module(module)

@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import tempfile
 import time
@@ -60,10 +61,9 @@ def pythons(args: argparse.Namespace, *names: str) -> dict[str, str]:
 
 
 def _made(name: str) -> str:
-    sys.path.insert(0, str(HERE.parent / "bench"))
-    from environments import make_environment
-
-    return make_environment(name)
+    code = f"import run; print(run.make_environment({name!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE.parent / "bench", check=True, stdout=subprocess.PIPE)
+    return done.stdout.decode().strip()
 
 
 def repeat(args: argparse.Namespace) -> None:

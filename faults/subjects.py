@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,8 +112,9 @@ def prepare_to_fork() -> None:
     """Import what saves need, and start nothing."""
     import libraries
 
-    libraries.import_all()
-    if importlib.util.find_spec("eformer._engine"):
+    environment = os.environ.get("FAULTS_ENVIRONMENT", "own")
+    libraries.import_all(environment)
+    if environment == "own":
         import layouts
 
         layouts.prepare_to_fork()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinds import damage, leaks, python_calls, random_kills, readers, stopped, suites, system_calls
+from kinds import damage, leaks, power, python_calls, random_kills, readers, stopped, suites, system_calls
 
 if TYPE_CHECKING:
     from kinds.kind import Kind
@@ -19,6 +19,8 @@ KINDS: dict[str, Kind] = {
         system_calls.Errors(),
         python_calls.Errors(),
         random_kills.RandomKills(),
+        power.Power(),
+        power.Blocks(),
         readers.Readers(),
         stopped.Stopped(),
         leaks.Leaks(),

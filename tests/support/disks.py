@@ -61,22 +61,25 @@ class SmallDisk(Mount):
 
 
 class FragileDisk(Mount):
-    """An ext4 file system whose power can be cut; everything that was not synced is then lost.
+    """A file system whose power can be cut; everything that was not synced is then lost.
 
-    Its mount options keep it from syncing on its own, whether after a while or when a file is replaced.
+    The mount options of ext4 keep it from syncing on its own, whether after a while or when a file is replaced.
     """
 
-    def __init__(self, place: Path) -> None:
-        image = place.with_suffix(".ext4")
-        with open(image, "wb") as file:
-            file.truncate(16 * 2**20)
-        administer("mkfs.ext4", "-q", "-F", str(image))
-        super().__init__(str(image), place, "-t", "ext4", "-o", "loop,commit=600,noauto_da_alloc")
+    _MIB = {"ext4": 16, "xfs": 304}  # mkfs.xfs takes no less
+    _OPTIONS = {"ext4": "loop,commit=600,noauto_da_alloc", "xfs": "loop"}
+
+    def __init__(self, place: Path, kind: str = "ext4") -> None:
+        self.image = place.with_suffix(f".{kind}")
+        with open(self.image, "wb") as file:
+            file.truncate(self._MIB[kind] * 2**20)
+        administer(f"mkfs.{kind}", "-q", "-F" if kind == "ext4" else "-f", str(self.image))
+        super().__init__(str(self.image), place, "-t", kind, "-o", self._OPTIONS[kind])
         try:
             self.cut_power()
         except OSError as error:
             self.close()
-            raise CannotMount(f"this ext4 cannot be shut down: {error}") from error
+            raise CannotMount(f"this {kind} cannot be shut down: {error}") from error
         self.restart()
 
     def cut_power(self) -> None:
@@ -88,6 +91,12 @@ class FragileDisk(Mount):
 
     def sync(self) -> None:
         administer("sync", "--file-system", str(self.place))
+
+    def remove(self) -> None:
+        """Unmount it and remove its image."""
+        self.close()
+        self.place.rmdir()
+        self.image.unlink()
 
 
 def cut_power(place: Path) -> None:
