@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import random
 import shutil
 import stat
 import struct
@@ -18,7 +17,10 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import random
 
 SECTOR = 512
 _ENTRY = struct.Struct("<qI")  # offset and length of a write, whose bytes follow
@@ -40,7 +42,7 @@ class Server:
     def __init__(self, image: Path, log: Path, device: int) -> None:
         self.image = os.open(image, os.O_RDWR)
         self.size = os.fstat(self.image).st_size
-        self.log = open(log, "wb", buffering=0)
+        self.log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self.device = device
 
     def serve(self) -> None:
@@ -61,7 +63,9 @@ class Server:
     def answer(self, code: int, node: int, body: bytes) -> tuple[int, bytes]:
         if code == _INIT:
             flags = (1 << 5) | (1 << 22)  # large writes
-            return 0, struct.pack("<IIIIHHIIHHII24x", 7, 31, 2**17, flags, 16, 12, _MOST, 1, _MOST // 4096, 0, 0, 0)
+            return 0, struct.pack(
+                "<IIIIHHIIHHII24x", 7, 31, 2**17, flags, 16, 12, _MOST, 1, _MOST // 4096, 0, 0, 0
+            )
         if code == _LOOKUP:
             found = _NAMES.get(body.rstrip(b"\0"))
             if found is None:
@@ -78,7 +82,7 @@ class Server:
             _, offset, size = struct.unpack_from("<QQI", body)
             return 0, self.write(node, offset, body[40 : 40 + size])
         if code == _FSYNC:
-            self.log.write(_ENTRY.pack(_FLUSH, 0))
+            os.write(self.log, _ENTRY.pack(_FLUSH, 0))
             return 0, b""
         if code == _STATFS:
             return 0, struct.pack("<QQQQQIIII24x", 0, 0, 0, 0, 0, 4096, 255, 4096, 0)
@@ -89,9 +93,9 @@ class Server:
     def write(self, node: int, offset: int, data: bytes) -> bytes:
         if node == _DISK:
             os.pwrite(self.image, data, offset)
-            self.log.write(_ENTRY.pack(offset, len(data)) + data)
+            os.write(self.log, _ENTRY.pack(offset, len(data)) + data)
         else:
-            self.log.write(_ENTRY.pack(_MARK, 0))
+            os.write(self.log, _ENTRY.pack(_MARK, 0))
         return struct.pack("<II", len(data), 0)
 
     def attributes(self, node: int) -> bytes:
@@ -181,7 +185,7 @@ class History:
         share = rng.choice([0.0, 0.2, 0.5, 0.8, 1.0])
         kept = [entry for entry in open_ones if rng.random() < share]
         rng.shuffle(kept)
-        torn = [part for part in _torn(rng.choice(open_ones), rng)] if open_ones else []
+        torn = _torn(rng.choice(open_ones), rng) if open_ones else []
         return [*sure, *kept, *torn], moment >= self.returned
 
 

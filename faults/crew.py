@@ -147,7 +147,13 @@ class Crew:
         with self._lock:
             self.plan.end(lane, answer["word"], seconds)
             self.note(
-                {"kind": case.kind, "layout": case.layout, "seed": case.seed, "seconds": round(seconds, 3), **answer}
+                {
+                    "kind": case.kind,
+                    "layout": case.layout,
+                    "seed": case.seed,
+                    "seconds": round(seconds, 3),
+                    **answer,
+                }
             )
 
 

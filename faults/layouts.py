@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from subjects import Subject, UntidyError, WrongError
-from support.faults import DATABASE, LAYOUTS, NEXT, Layout, prepare_to_fork
 
 from eformer.checkpoint import verify
 from eformer.errors import EformerError
+from support.faults import DATABASE, LAYOUTS, NEXT, Layout, prepare_to_fork
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +37,9 @@ class Ours(Subject):
             return self.layout.generation(folder)
         except AssertionError as error:
             raise WrongError(str(error)[:500] or "other values") from error
+
+    def has_half(self, folder: Path) -> bool:
+        return not self.layout.prefix and os.path.lexists(self.layout.path(folder))
 
     def verify(self, folder: Path) -> bool:
         try:

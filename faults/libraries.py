@@ -175,15 +175,44 @@ class Flax(Library):
         return serialization.msgpack_restore(path.read_bytes())
 
 
-class Original(Library):
-    """eFormer 0.0.101: its manager, with the same path each time."""
+class OriginalSteps(Library):
+    """eFormer 0.0.101: its Checkpointer, with a directory for each step; the last one is loaded."""
 
-    title = "eFormer 0.0.101"
+    title = "eFormer 0.0.101, steps"
+    environment = "original"
+    modules = ("eformer.serialization.checkpointer",)
+
+    def checkpointer(self, path: Path) -> tuple[Any, Any]:
+        import jax
+
+        from eformer.serialization.checkpointer import Checkpointer
+
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+        return Checkpointer(base_path=str(path), save_interval=None, step_policies=[]), mesh
+
+    def save_tree(self, tree: Any, path: Path, generation: int) -> None:
+        import jax
+
+        checkpointer, mesh = self.checkpointer(path)
+        arrays = jax.tree.map(jax.numpy.asarray, tree)
+        checkpointer.save_pytree(arrays, "model", step=generation, mesh=mesh)
+        checkpointer.wait_until_finished()
+
+    def load_tree(self, path: Path) -> Any:
+        checkpointer, mesh = self.checkpointer(path)
+        return checkpointer.load_pytree(mesh=mesh, prefix="model", discover_latest=True)[0]
+
+
+class OriginalPath(Library):
+    """eFormer 0.0.101: its AsyncCheckpointManager, with the same path each time."""
+
+    title = "eFormer 0.0.101, one path"
     environment = "original"
     modules = ("eformer.serialization.async_manager",)
 
     def manager(self) -> tuple[Any, Any]:
         import jax
+
         from eformer.serialization.async_manager import AsyncCheckpointManager
 
         return AsyncCheckpointManager(), jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
@@ -200,7 +229,17 @@ class Original(Library):
 
 
 LIBRARIES: dict[str, type[Library]] = {
-    kind.title: kind for kind in (Eformer, EformerZarr, OrbaxSteps, OrbaxForce, Safetensors, Flax, Original)
+    kind.title: kind
+    for kind in (
+        Eformer,
+        EformerZarr,
+        OrbaxSteps,
+        OrbaxForce,
+        Safetensors,
+        Flax,
+        OriginalSteps,
+        OriginalPath,
+    )
 }
 
 

@@ -50,7 +50,9 @@ class Plan:
         ready = [
             lane
             for lane in self.lanes
-            if not lane.is_over and not (lane.is_busy and lane.kind.expects > 10) and lane.kind.expects < seconds_left
+            if not lane.is_over
+            and not (lane.is_busy and lane.kind.expects > 10)
+            and lane.kind.expects < seconds_left
         ]
         return min(ready, key=self._rank, default=None)
 

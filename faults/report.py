@@ -18,9 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
 
 
-def summary(
-    records: Iterable[Mapping[str, Any]], titles: Mapping[str, str], **facts: Any
-) -> dict[str, Any]:
+def summary(records: Iterable[Mapping[str, Any]], titles: Mapping[str, str], **facts: Any) -> dict[str, Any]:
     """Return everything that the tables show."""
     rows: dict[tuple[str, str], Counter[str]] = {}
     failures = []
@@ -84,7 +82,9 @@ def by_kind(found: Mapping[str, Any]) -> str:
     for kind, title in found["titles"].items():
         layouts = [row for row in found["rows"] if row["kind"] == kind]
         if layouts:
-            counts = sum((Counter({k: v for k, v in row.items() if isinstance(v, int)}) for row in layouts), Counter())
+            counts = sum(
+                (Counter({k: v for k, v in row.items() if isinstance(v, int)}) for row in layouts), Counter()
+            )
             shown = [f"{_cases(counts):,}", f"{counts['count']:,}", *_sound(counts), _failures(counts)]
             rows.append([f"`{kind}`: {title}", len(layouts), *shown])
         else:
@@ -131,8 +131,8 @@ def facts(found: Mapping[str, Any]) -> str:
 def meanings() -> str:
     failures = "; ".join(f"*{word}*: {meaning}" for word, meaning in FAILURES.items())
     return (
-        "*old*, *new*: that checkpoint was loaded, whole; *refused*: an error says what is damaged; *passed*: a file of "
-        f"tests, or a measurement. Failures: {failures}."
+        "*old*, *new*: that checkpoint was loaded, whole; *refused*: an error says what is damaged; *passed*: a file "
+        f"of tests, or a measurement. Failures: {failures}."
     )
 
 
@@ -153,7 +153,9 @@ def filled(page: str, parts: Mapping[str, str]) -> str:
     """Return the page with each part between its marks."""
     for name, text in parts.items():
         begin, end = f"<!-- faults: {name} -->", f"<!-- end of {name} -->"
-        page = re.sub(f"{begin}.*?{end}", lambda _, t=text, b=begin, e=end: f"{b}\n{t}\n{e}", page, flags=re.DOTALL)
+        page = re.sub(
+            f"{begin}.*?{end}", lambda _, t=text, b=begin, e=end: f"{b}\n{t}\n{e}", page, flags=re.DOTALL
+        )
     return page
 
 

@@ -5,8 +5,8 @@
 
 Every case is a kind of fault, a layout and a seed. Kinds take turns so that each gets the same time, so any number of
 minutes covers all of them; more minutes are more seeds. Each result is a line of DIRECTORY/NAME.jsonl, from which
-`--resume` goes on; at the end the tables are DIRECTORY/NAME.md and .json. With `--peers` the same faults happen to other
-libraries, in environments of their own. The exit status is 1 if a fault did harm to a checkpoint of eformer.
+`--resume` goes on; at the end the tables are DIRECTORY/NAME.md and .json. With `--peers` the same faults happen to
+other libraries, in environments of their own. The exit status is 1 if a fault did harm to a checkpoint of eformer.
 """
 
 from __future__ import annotations
@@ -43,9 +43,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--name", help="of the results; 'ours' or 'peers' if not given")
     parser.add_argument("--resume", action="store_true", help="go on from DIRECTORY/NAME.jsonl")
     parser.add_argument("--workers", type=int, default=max(2, len(os.sched_getaffinity(0))))
-    parser.add_argument("--dir", type=Path, default=HERE / ".scratch", help="on a disk; mounts are made below")
+    parser.add_argument(
+        "--dir", type=Path, default=HERE / ".scratch", help="on a disk; mounts are made below"
+    )
     parser.add_argument("--repeat", type=Case.parse, metavar="KIND/LAYOUT/SEED", help="run one case again")
-    parser.add_argument("--peers-python", help="an interpreter that has bench/requirements-peers.txt installed")
+    parser.add_argument(
+        "--peers-python", help="an interpreter that has bench/requirements-peers.txt installed"
+    )
     parser.add_argument("--original-python", help="one that has bench/requirements-original.txt installed")
     args = parser.parse_args()
     if unknown := {*args.only, *([args.repeat.kind] if args.repeat else [])} - set(KINDS):
@@ -62,7 +66,9 @@ def pythons(args: argparse.Namespace, *names: str) -> dict[str, str]:
 
 def _made(name: str) -> str:
     code = f"import run; print(run.make_environment({name!r}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=HERE.parent / "bench", check=True, stdout=subprocess.PIPE)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=HERE.parent / "bench", check=True, stdout=subprocess.PIPE
+    )
     return done.stdout.decode().strip()
 
 
@@ -82,20 +88,24 @@ def repeat(args: argparse.Namespace) -> None:
 class Notes:
     """The records so far: a file of lines, and what is said of them."""
 
-    def __init__(self, file: Path, earlier: list[dict[str, Any]]) -> None:
-        self.records = earlier
+    def __init__(self, file: Path, earlier: list[dict[str, Any]], *, peers: bool) -> None:
+        self.records, self._peers = earlier, peers
         self._file = file.open("a" if earlier else "w")
         self._said = time.monotonic()
 
     def __call__(self, record: dict[str, Any]) -> None:
         self.records.append(record)
         print(json.dumps(record), file=self._file, flush=True)
-        if is_failure(record):
+        if is_failure(record) and (not self._peers or is_ours(record)):
             case = Case(record["kind"], record["layout"], record["seed"])
-            say(f"{record['word']}: {record['note']}\n    python faults/run.py --repeat {shlex.quote(str(case))}")
+            say(
+                f"{record['word']}: {record['note']}\n    python faults/run.py --repeat {shlex.quote(str(case))}"
+            )
         if time.monotonic() - self._said > 30:
             self._said = time.monotonic()
-            say(f"{sum(map(is_counted, self.records)):,} cases, {sum(map(is_failure, self.records)):,} failures")
+            say(
+                f"{sum(map(is_counted, self.records)):,} cases, {sum(map(is_failure, self.records)):,} failures"
+            )
 
 
 def say(text: str) -> None:
@@ -126,7 +136,7 @@ def main() -> None:
     kinds = [KINDS[name] for name in (args.only or KINDS) if not args.peers or KINDS[name].for_peers]
     plan = Plan.of(kinds, peers=args.peers, seed=args.seed)
     file = args.out / f"{args.name}.jsonl"
-    notes = Notes(file, read_records(file) if args.resume else [])
+    notes = Notes(file, read_records(file) if args.resume else [], peers=args.peers)
     plan.resume(notes.records)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=args.dir, ignore_cleanup_errors=True) as disk:

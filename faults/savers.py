@@ -17,7 +17,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import seccomp
 
@@ -47,7 +47,7 @@ class Strike:
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """How a save ended: "returned", "raised", "killed" or "hung"; its calls, if they were counted, up to the last one."""
+    """How a save ended: "returned", "raised", "killed", "crashed" or "hung"; and its calls, if they were counted."""
 
     ending: str
     calls: list[str] = field(default_factory=list)
@@ -100,7 +100,9 @@ def serve() -> None:
         request = json.loads(line)
         request["strike"] = Strike(**request["strike"])
         struck = _run(**request)
-        print(json.dumps({name: getattr(struck, name) for name in Struck.__slots__}), file=answers, flush=True)
+        print(
+            json.dumps({name: getattr(struck, name) for name in Struck.__slots__}), file=answers, flush=True
+        )
 
 
 def _run(subject: str, folder: str, generations: list[int], strike: Strike) -> Struck:
@@ -150,7 +152,7 @@ class _Supervisor:
         self.was_struck = False
         self.start = time.monotonic()
         self.stopped_until = 0.0
-        data, descriptors, *_ = socket.recv_fds(ours, 1, 1)
+        _, descriptors, *_ = socket.recv_fds(ours, 1, 1)
         self.listener = descriptors[0] if descriptors else None
         self.pidfd = os.pidfd_open(child)
 

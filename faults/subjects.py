@@ -6,7 +6,10 @@ import functools
 import os
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 OLD, NEW, NEXT = 1, 2, 3
 
@@ -36,6 +39,10 @@ class Subject:
     def look(self, folder: Path) -> int:
         """Load; return the generation of what is there. Raise `WrongError` if it is none, and errors of the load."""
         raise NotImplementedError
+
+    def has_half(self, folder: Path) -> bool:
+        """Tell whether the name of a checkpoint is there although it cannot be loaded."""
+        return False
 
     def verify(self, folder: Path) -> bool:
         """Tell whether a check of everything that is stored finds nothing wrong; False if there is no such check."""
@@ -70,9 +77,13 @@ class Scene:
         subject.save(template, OLD)
         return cls(subject, place / "folder", template)
 
-    def reset(self) -> None:
+    def reset(self, *, is_first: bool = False) -> None:
+        """Restore what was there before the save; nothing if it is the first one."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        shutil.copytree(self.template, self.folder)
+        if is_first:
+            self.subject.begin(self.folder)
+        else:
+            shutil.copytree(self.template, self.folder)
 
 
 def ours() -> list[str]:

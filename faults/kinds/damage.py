@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from cases import OLD, Outcome
+
 from kinds.kind import Bench, Kind, judged
 
 if TYPE_CHECKING:
@@ -72,7 +73,9 @@ class Edits(Damage):
             elif edit == "cut":
                 changes[file] = data[: rng.randrange(len(data) + 1)]
             elif edit == "longer":
-                changes[file] = data + rng.choice([b"\0", b" ", b"\xff", data[:1]]) * rng.choice([1, 64, 4096])
+                changes[file] = data + rng.choice([b"\0", b" ", b"\xff", data[:1]]) * rng.choice(
+                    [1, 64, 4096]
+                )
             elif edit == "missing":
                 changes[file] = None
             else:

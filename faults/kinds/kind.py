@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from savers import Struck
 
 
+NOTHING = "no checkpoint"
+
+
 class Kind:
     """A kind of fault. Layouts and reasons are asked in the program itself, `run` in a worker."""
 
@@ -54,10 +57,10 @@ class Bench:
         return Scene.of(subjects.find(layout), self.memory / layout)
 
     @functools.cache  # noqa: B019
-    def count(self, layout: str) -> int:
+    def count(self, layout: str, *, is_first: bool = False) -> int:
         """Return how many calls of the system a save makes that change the disk."""
         scene = self.scene(layout)
-        scene.reset()
+        scene.reset(is_first=is_first)
         struck = self.savers.save(layout, scene.folder, [subjects.NEW], Strike())
         if struck.ending != "returned":
             raise RuntimeError(f"a save that nothing disturbed {struck.ending}: {struck.said}")
@@ -80,16 +83,21 @@ def judged(subject: Subject, folder: Path, *, is_damaged: bool = False) -> Outco
     if found == subjects.OLD:
         return Outcome(OLD)
     if not found:
-        return Outcome(REFUSED if is_damaged else "lost", "no checkpoint")
+        return Outcome(REFUSED if is_damaged else "lost", NOTHING)
     return Outcome("wrong", f"generation {found}")
 
 
-def after_save(subject: Subject, folder: Path, struck: Struck) -> Outcome:
-    """Say what a save left that was struck: the old or the new, the new if it returned; then save again."""
+def after_save(subject: Subject, folder: Path, struck: Struck, *, is_first: bool = False) -> Outcome:
+    """Say what a save left that was struck: the old or the new, the new if it returned; then save again.
+
+    If it was the first save, nothing is the old state, and then not even the name of a checkpoint is there.
+    """
     where = f"call {len(struck.calls)}, {struck.calls[-1]}: " if struck.calls else ""
     if struck.ending in ("hung", "crashed"):
         return Outcome(struck.ending, where + struck.said)
     outcome = judged(subject, folder)
+    if is_first and outcome.note == NOTHING and not subject.has_half(folder):
+        outcome = Outcome(OLD, NOTHING)
     if struck.ending == "returned" and outcome.word == OLD:
         return Outcome("lost", f"{where}the save returned and is not there")
     if outcome.is_failure:

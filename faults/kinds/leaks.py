@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from cases import PASSED, Outcome
+
 from kinds.kind import Bench, Kind
 
 SAVES, WARM = 1000, 200

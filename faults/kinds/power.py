@@ -11,14 +11,9 @@ from pathlib import Path
 import block_log
 import subjects
 from cases import OLD, OVER, Outcome, spread
-from kinds.kind import Bench, Kind, after_save, cleared, judged
 from savers import Strike, Struck
 
-# mkfs takes no less of xfs and btrfs; the files are sparse.
-SIZES = {"ext4": 16, "xfs": 304, "btrfs": 128}
-# As little as possible is synced by itself, whether after a while or when a file is replaced.
-OPTIONS = {"ext4": "loop,commit=600,noauto_da_alloc", "xfs": "loop", "btrfs": "loop,commit=600,noflushoncommit"}
-MKFS = {"ext4": ["-q", "-F"], "xfs": ["-q", "-f"], "btrfs": ["-q", "-f"]}
+from kinds.kind import Bench, Kind, after_save, cleared, judged
 
 
 class OnDisk(Kind):
@@ -60,7 +55,9 @@ def promised(outcome: Outcome) -> Outcome:
 
 class Power(OnDisk):
     name = "power"
-    title = "the power of a disk is cut (a shutdown of ext4 or xfs) before any system call of a save, or after it"
+    title = (
+        "the power of a disk is cut (a shutdown of ext4 or xfs) before any system call of a save, or after it"
+    )
     systems, titles = ("ext4", "xfs"), tuple(subjects.ours())
 
     def run(self, layout: str, seed: int, bench: Bench) -> Outcome:
@@ -106,7 +103,7 @@ class Blocks(OnDisk):
         return super().cannot(layout) or block_log.cannot()
 
     def run(self, layout: str, seed: int, bench: Bench) -> Outcome:
-        from support.disks import Mount
+        from support.disks import OPTIONS, Mount
 
         title, system = parted(layout)
         rng = random.Random(seed)
@@ -129,14 +126,12 @@ class Blocks(OnDisk):
     @functools.cache  # noqa: B019
     def recorded(self, layout: str, bench: Bench) -> tuple[block_log.History, Path]:
         """Return the writes of a save over an older one, and the disk as it was before. Done once by each worker."""
-        from support.disks import Mount, administer
+        from support.disks import OPTIONS, Mount, administer, make_image
 
         title, system = parted(layout)
         name = layout.replace(" ", "-").replace(",", "")
         image, base = bench.memory / f"{name}.img", bench.memory / f"{name}-base.img"
-        with open(image, "wb") as file:
-            file.truncate(SIZES[system] * 2**20)
-        administer(f"mkfs.{system}", *MKFS[system], str(image))
+        make_image(image, system)
         block_log.copy_sparse(image, base)
         logged = block_log.LoggedDisk(image, bench.disk / f"{name}-log")
         mount = Mount(str(logged.disk), bench.disk / name, "-t", system, "-o", OPTIONS[system])

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import subjects
 from cases import OVER, Outcome, spread
-from kinds.kind import Bench, Kind, after_save
 from savers import Struck
+
+from kinds.kind import Bench, Kind, after_save
 
 if TYPE_CHECKING:
     from support.faults import Forks

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import random
+from typing import TYPE_CHECKING
 
 import subjects
-from cases import Outcome
-from kinds.kind import Bench, Kind, after_save
 from savers import Strike
+
+from kinds.kind import Bench, Kind, after_save
+
+if TYPE_CHECKING:
+    from cases import Outcome
 
 
 class RandomKills(Kind):
@@ -20,7 +24,9 @@ class RandomKills(Kind):
         scene = bench.scene(layout)
         scene.reset()
         moment = random.Random(seed).uniform(0.0, 1.1) * self.seconds(layout, bench)
-        struck = bench.savers.save(layout, scene.folder, [subjects.NEW], Strike("kill", after=max(0.001, moment)))
+        struck = bench.savers.save(
+            layout, scene.folder, [subjects.NEW], Strike("kill", after=max(0.001, moment))
+        )
         return after_save(scene.subject, scene.folder, struck)
 
     @functools.cache  # noqa: B019

@@ -7,8 +7,9 @@ import threading
 
 import subjects
 from cases import NEW, Outcome
-from kinds.kind import Bench, Kind
 from savers import Strike, Struck
+
+from kinds.kind import Bench, Kind
 
 SAVES = 12
 

@@ -7,8 +7,9 @@ import threading
 import seccomp
 import subjects
 from cases import NEW, OLD, VOID, Outcome, spread
-from kinds.kind import Bench, Kind, cleared
 from savers import Savers, Strike, Struck
+
+from kinds.kind import Bench, Kind, cleared
 
 SECONDS = 0.5
 
@@ -38,7 +39,9 @@ class Stopped(Kind):
 
     def judged(self, scene: subjects.Scene, slow: Struck, other: Struck) -> Outcome:
         """Both or one of them have saved, and one of those is there; whoever was refused says so."""
-        said = f"slow {slow.ending} {slow.said} after {slow.calls[-1:]}; other {other.ending} {other.said}"[:500]
+        said = f"slow {slow.ending} {slow.said} after {slow.calls[-1:]}; other {other.ending} {other.said}"[
+            :500
+        ]
         for struck in (slow, other):
             if struck.ending in ("hung", "crashed"):
                 return Outcome(struck.ending, said)

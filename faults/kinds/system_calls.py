@@ -6,9 +6,10 @@ import errno
 
 import seccomp
 from cases import OVER, Outcome, spread
-from kinds.kind import Bench, Kind, after_save
 from savers import Strike
-from subjects import NEW
+from subjects import NEW, ours
+
+from kinds.kind import Bench, Kind, after_save
 
 
 class SystemCalls(Kind):
@@ -22,19 +23,23 @@ class SystemCalls(Kind):
         raise NotImplementedError
 
     def run(self, layout: str, seed: int, bench: Bench) -> Outcome:
-        strikes = self.strikes(bench.count(layout))
+        strikes = [(strike, False) for strike in self.strikes(bench.count(layout))]
+        if layout in ours():  # others have nothing to lose in a first save
+            strikes += [(strike, True) for strike in self.strikes(bench.count(layout, is_first=True))]
         if seed - bench.first >= len(strikes):
             return Outcome(OVER)
+        strike, is_first = strikes[spread(seed, len(strikes))]
         scene = bench.scene(layout)
-        scene.reset()
-        strike = strikes[spread(seed, len(strikes))]
+        scene.reset(is_first=is_first)
         struck = bench.savers.save(layout, scene.folder, [NEW], strike)
-        return after_save(scene.subject, scene.folder, struck)
+        return after_save(scene.subject, scene.folder, struck, is_first=is_first)
 
 
 class Kills(SystemCalls):
     name = "kills"
-    title = "SIGKILL before any system call that changes the disk"
+    title = (
+        "SIGKILL before any system call that changes the disk, in a first save and in one over an older one"
+    )
 
     def strikes(self, count: int) -> list[Strike]:
         return [Strike("kill", at) for at in range(1, count + 1)]
@@ -42,7 +47,9 @@ class Kills(SystemCalls):
 
 class Errors(SystemCalls):
     name = "errors"
-    title = "EIO, ENOSPC, EDQUOT or EMFILE from any system call that changes the disk; ENOSPC also from there on"
+    title = (
+        "EIO, ENOSPC, EDQUOT or EMFILE from any system call that changes the disk; ENOSPC also from there on"
+    )
 
     def strikes(self, count: int) -> list[Strike]:
         codes = [(errno.EIO, False), (errno.ENOSPC, False), (errno.EDQUOT, False), (errno.EMFILE, False)]

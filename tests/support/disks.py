@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN, which xfs has, too
 _NO_LOG_FLUSH = 2
 
+_MIB = {"ext4": 16, "xfs": 304, "btrfs": 128}  # their mkfs take no less; the files are sparse
+# Options that keep a file system from syncing on its own, whether after a while or when a file is replaced.
+OPTIONS = {"ext4": "loop,commit=600,noauto_da_alloc", "xfs": "loop", "btrfs": "loop,commit=600"}
+
 
 class CannotMount(Exception):
     """The reason why a test that needs a file system of its own cannot run."""
@@ -61,20 +65,12 @@ class SmallDisk(Mount):
 
 
 class FragileDisk(Mount):
-    """A file system whose power can be cut; everything that was not synced is then lost.
-
-    The mount options of ext4 keep it from syncing on its own, whether after a while or when a file is replaced.
-    """
-
-    _MIB = {"ext4": 16, "xfs": 304}  # mkfs.xfs takes no less
-    _OPTIONS = {"ext4": "loop,commit=600,noauto_da_alloc", "xfs": "loop"}
+    """An ext4 or xfs whose power can be cut; everything that was not synced is then lost."""
 
     def __init__(self, place: Path, kind: str = "ext4") -> None:
         self.image = place.with_suffix(f".{kind}")
-        with open(self.image, "wb") as file:
-            file.truncate(self._MIB[kind] * 2**20)
-        administer(f"mkfs.{kind}", "-q", "-F" if kind == "ext4" else "-f", str(self.image))
-        super().__init__(str(self.image), place, "-t", kind, "-o", self._OPTIONS[kind])
+        make_image(self.image, kind)
+        super().__init__(str(self.image), place, "-t", kind, "-o", OPTIONS[kind])
         try:
             self.cut_power()
         except OSError as error:
@@ -97,6 +93,13 @@ class FragileDisk(Mount):
         self.close()
         self.place.rmdir()
         self.image.unlink()
+
+
+def make_image(image: Path, kind: str) -> None:
+    """Make a file with an empty file system in it."""
+    with open(image, "wb") as file:
+        file.truncate(_MIB[kind] * 2**20)
+    administer(f"mkfs.{kind}", "-q", "-F" if kind == "ext4" else "-f", str(image))
 
 
 def cut_power(place: Path) -> None:
