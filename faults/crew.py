@@ -108,8 +108,10 @@ class Crew:
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
 
-    def work(self, workers: int, seconds: float) -> None:
+    def work(self, workers: int, seconds: float, cases: int | None = None) -> None:
+        """Run cases until the time is over, or so many were run, or there are no more."""
         self.deadline = time.monotonic() + seconds
+        self._cases_left = float("inf") if cases is None else cases
         threads = [threading.Thread(target=self._lead) for _ in range(workers)]
         for thread in threads:
             thread.start()
@@ -133,7 +135,10 @@ class Crew:
         """Return the next case; wait for a while if all that are left are busy."""
         while (left := self.deadline - time.monotonic()) > 0 and not self._errors:
             with self._lock:
+                if self._cases_left <= 0:
+                    return None
                 if (lane := self.plan.take(left)) is not None:
+                    self._cases_left -= 1
                     return lane, self.plan.begin(lane)
                 if not any(lane.is_busy for lane in self.plan.lanes):
                     return None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 from subjects import Subject, WrongError
@@ -94,6 +96,27 @@ class Eformer(Library):
 class EformerZarr(Eformer):
     title = "eformer, zarr"
     layout = "tensorstore"
+
+
+class WithoutSyncs(Eformer):
+    """A control, which shows that power cuts are noticed: eformer without its syncs."""
+
+    title = "control without syncs"
+
+    def save_tree(self, tree: Any, path: Path, generation: int) -> None:
+        with mock.patch.multiple(os, fsync=lambda fd: None, fdatasync=lambda fd: None):
+            super().save_tree(tree, path, generation)
+
+
+class WithoutDigests(Eformer):
+    """A control, which shows that flipped bits are noticed: eformer without its digests."""
+
+    title = "control without digests"
+
+    def load_tree(self, path: Path) -> Any:
+        from eformer import checkpoint
+
+        return checkpoint.load(path, verify=False)
 
 
 class OrbaxSteps(Library):
@@ -241,6 +264,10 @@ LIBRARIES: dict[str, type[Library]] = {
         OriginalPath,
     )
 }
+
+
+# Only for `--repeat`: they are eformer, broken on purpose.
+CONTROLS: dict[str, type[Library]] = {kind.title: kind for kind in (WithoutSyncs, WithoutDigests)}
 
 
 def import_all(environment: str) -> None:

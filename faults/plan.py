@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import libraries
 import subjects
 from cases import OVER, Case
 from kinds import KINDS
@@ -94,5 +95,7 @@ def environment_of(case: Case) -> str:
         found = layouts_of(KINDS[case.kind], peers=peers)
         if case.layout in found:
             return found[case.layout]
+    if case.layout.partition(" on ")[0] in libraries.CONTROLS:
+        return "own"
     known = [*layouts_of(KINDS[case.kind], peers=False), *subjects.side_by_side()]
     raise ValueError(f"{case.kind} has no layout {case.layout!r}; they are {', '.join(known)}")

@@ -15,24 +15,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 ROOT = Path(__file__).resolve().parents[1]
+SHOWN = 5
 PAGE = ROOT / "docs" / "reliability.md"
 
 
 def summary(records: Iterable[Mapping[str, Any]], titles: Mapping[str, str], **facts: Any) -> dict[str, Any]:
     """Return everything that the tables show."""
     rows: dict[tuple[str, str], Counter[str]] = {}
-    failures = []
+    failures, seconds = [], 0.0
     for record in records:
+        seconds += record["seconds"]
         if record["word"] in (VOID, OVER):
             continue
         counts = rows.setdefault((record["kind"], record["layout"]), Counter())
         counts[record["word"]] += 1
         counts["count"] += record["count"]
-        if record["word"] in FAILURES:
-            failures.append({name: record[name] for name in ("kind", "layout", "seed", "word", "note")})
+        if record["word"] in FAILURES and sum(counts[word] for word in FAILURES) <= SHOWN:
+            failures.append(
+                {name: record[name] for name in ("kind", "layout", "seed", "word")}
+                | {"note": _told(record["note"])}
+            )
     order = list(titles)
     return {
         **facts,
+        "minutes": seconds / 60 / facts["workers"],
         "titles": dict(titles),
         "rows": [
             {"kind": kind, "layout": layout, **counts}
@@ -40,6 +46,11 @@ def summary(records: Iterable[Mapping[str, Any]], titles: Mapping[str, str], **f
         ],
         "failures": failures,
     }
+
+
+def _told(note: str) -> str:
+    """Shorten a note, and leave out directories that say nothing on other machines."""
+    return re.sub(r"/\S*?(eformer-faults-|\.scratch/)\w+", "…", " ".join(note.split()))[:300]
 
 
 # -------------------------------------------------------------------------------------------- tables
@@ -117,10 +128,9 @@ def markdown(found: Mapping[str, Any]) -> str:
     parts = [f"# Faults: {found['name']}", facts(found), main, meanings(), "## By layout", by_layout(found)]
     if found["failures"]:
         lines = [
-            f"- `{f['kind']}/{f['layout']}/{f['seed']}`: {f['word']}: {' '.join(f['note'].split())[:300]}"
-            for f in found["failures"][:200]
+            f"- `{f['kind']}/{f['layout']}/{f['seed']}`: {f['word']}: {f['note']}" for f in found["failures"]
         ]
-        parts += [f"## Failures ({len(found['failures'])}; the first 200)", "\n".join(lines)]
+        parts += [f"## Failures (the first {SHOWN} of each kind and layout)", "\n".join(lines)]
     return "\n\n".join(parts)
 
 

@@ -36,6 +36,7 @@ from plan import Plan, environment_of  # noqa: E402
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=20.0, help="after which no case is begun (20)")
+    parser.add_argument("--cases", type=int, help="after so many no case is begun, either")
     parser.add_argument("--only", nargs="+", default=[], metavar="KIND", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--peers", action="store_true", help="compare eformer with other libraries")
     parser.add_argument("--seed", type=int, default=0, help="of the first case of each kind and layout (0)")
@@ -138,27 +139,25 @@ def main() -> None:
     file = args.out / f"{args.name}.jsonl"
     notes = Notes(file, read_records(file) if args.resume else [], peers=args.peers)
     plan.resume(notes.records)
-    start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=args.dir, ignore_cleanup_errors=True) as disk:
         names = dict.fromkeys(lane.environment for lane in plan.lanes)
-        Crew(plan, pythons(args, *names), Path(disk), notes).work(args.workers, 60 * args.minutes)
-    found = report.summary(
-        notes.records,
-        {kind.name: kind.title for kind in kinds},
-        name=args.name,
-        peers=args.peers,
-        minutes=sum(record["seconds"] for record in notes.records) / 60 / args.workers
-        if args.resume
-        else (time.monotonic() - start) / 60,
-        workers=args.workers,
-        command=command(args),
-        machine=machine(),
-        cannot=plan.cannot,
-    )
+        Crew(plan, pythons(args, *names), Path(disk), notes).work(args.workers, 60 * args.minutes, args.cases)
+    titles = {kind.name: kind.title for kind in kinds}
+    found = report.summary(notes.records, titles, **facts(args), cannot=plan.cannot)
     (args.out / f"{args.name}.json").write_text(json.dumps(found, indent=1) + "\n")
     (args.out / f"{args.name}.md").write_text(report.markdown(found) + "\n")
     print(report.markdown(found))
     sys.exit(int(any(is_failure(record) and (not args.peers or is_ours(record)) for record in notes.records)))
+
+
+def facts(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "name": args.name,
+        "peers": args.peers,
+        "workers": args.workers,
+        "command": command(args),
+        "machine": machine(),
+    }
 
 
 def command(args: argparse.Namespace) -> str:

@@ -112,8 +112,8 @@ def side_by_side() -> dict[str, str]:
 def find(title: str) -> Subject:
     import libraries
 
-    if title in libraries.LIBRARIES:
-        return libraries.LIBRARIES[title]()
+    if library := (libraries.LIBRARIES | libraries.CONTROLS).get(title):
+        return library()
     import layouts
 
     return layouts.OURS[title]
