@@ -11,6 +11,7 @@ from subjects import Subject, UntidyError, WrongError
 from eformer.checkpoint import verify
 from eformer.errors import EformerError
 from support.faults import DATABASE, LAYOUTS, NEXT, Layout, prepare_to_fork
+from support.run_faults import RUNS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,4 +62,5 @@ class Ours(Subject):
 
 
 OURS = {layout.title: Ours(layout) for layout in (*LAYOUTS, DATABASE)}
+OURS |= {f"run of {layout.title}": Ours(layout) for layout in RUNS}
 assert NEXT == 3

@@ -101,6 +101,11 @@ def ours() -> list[str]:
     ]
 
 
+def runs() -> list[str]:
+    """Return the titles of runs, whose steps come and go: the last one is kept."""
+    return ["run of files", "run of arrays"]
+
+
 def side_by_side() -> dict[str, str]:
     """Return the environment of each library that `--peers` compares, by its title."""
     import libraries

@@ -49,7 +49,7 @@ class Bench:
     def __init__(self, memory: Path, disk: Path) -> None:
         self.memory, self.disk = memory, disk
         self.first = 0
-        self.savers = Savers()
+        self.savers, self.others = Savers(), Savers()  # each has one save at a time
 
     @functools.cache  # noqa: B019  as long as the worker lives
     def scene(self, layout: str) -> Scene:

@@ -20,34 +20,31 @@ _CODES = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE)
 
 
 class PythonCalls(Kind):
+    ways: int  # to strike at one call
+
     def layouts(self) -> list[str]:
         return [layout for layout in subjects.ours() if layout != "database"]  # which TensorStore writes
-
-    def run(self, layout: str, seed: int, bench: Bench) -> Outcome:
-        from support.faults import calls_of
-
-        scene = bench.scene(layout)
-        scene.reset()
-        calls = _calls(layout) or calls_of(lambda: scene.subject.save(scene.folder, subjects.NEW))
-        _COUNTED[layout] = calls
-        if seed - bench.first >= self.ways * len(calls):
-            return Outcome(OVER)
-        at, way = divmod(spread(seed, self.ways * len(calls)), self.ways)
-        scene.reset()
-        struck = self.strike(bench, layout, at + 1, way)
-        return after_save(scene.subject, scene.folder, struck)
-
-    ways: int
 
     def strike(self, bench: Bench, layout: str, at: int, way: int) -> Struck:
         raise NotImplementedError
 
+    def run(self, layout: str, seed: int, bench: Bench) -> Outcome:
+        scene = bench.scene(layout)
+        count = self.ways * _count(scene)
+        if seed - bench.first >= count:
+            return Outcome(OVER)
+        at, way = divmod(spread(seed, count), self.ways)
+        scene.reset()
+        struck = self.strike(bench, layout, at + 1, way)
+        return after_save(scene.subject, scene.folder, struck)
 
-_COUNTED: dict[str, list[str]] = {}
 
+@functools.cache
+def _count(scene: subjects.Scene) -> int:
+    from support.faults import calls_of
 
-def _calls(layout: str) -> list[str]:
-    return _COUNTED.get(layout, [])
+    scene.reset()
+    return len(calls_of(lambda: scene.subject.save(scene.folder, subjects.NEW)))
 
 
 @functools.cache

@@ -20,6 +20,9 @@ class RandomKills(Kind):
     title = "SIGKILL at a random moment of a save"
     for_peers = True
 
+    def layouts(self) -> list[str]:
+        return [*subjects.ours(), *subjects.runs()]
+
     def run(self, layout: str, seed: int, bench: Bench) -> Outcome:
         scene = bench.scene(layout)
         scene.reset()

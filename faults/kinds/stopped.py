@@ -7,7 +7,7 @@ import threading
 import seccomp
 import subjects
 from cases import NEW, OLD, VOID, Outcome, spread
-from savers import Savers, Strike, Struck
+from savers import Strike, Struck
 
 from kinds.kind import Bench, Kind, cleared
 
@@ -33,7 +33,7 @@ class Stopped(Kind):
 
         first = threading.Thread(target=save_slowly)
         first.start()
-        other = _other(bench).save(layout, scene.folder, [subjects.NEXT], Strike("none"))
+        other = bench.others.save(layout, scene.folder, [subjects.NEXT], Strike("none"))
         first.join()
         return self.judged(scene, ends[0], other)
 
@@ -61,11 +61,3 @@ class Stopped(Kind):
         if not slow.was_struck:
             return Outcome(VOID)
         return cleared(scene.subject, scene.folder, Outcome(NEW if saved else OLD), said)
-
-
-_OTHERS: dict[int, Savers] = {}
-
-
-def _other(bench: Bench) -> Savers:
-    """Return a second server of a worker, because each has one save at a time."""
-    return _OTHERS.setdefault(id(bench), Savers())

@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 
 import seccomp
+import subjects
 from cases import OVER, Outcome, spread
 from savers import Strike
-from subjects import NEW, ours
 
 from kinds.kind import Bench, Kind, after_save
 
 
 class SystemCalls(Kind):
     for_peers = True
+
+    def layouts(self) -> list[str]:
+        return [*subjects.ours(), *subjects.runs()]
 
     def cannot(self, layout: str) -> str:
         return seccomp.cannot()
@@ -24,14 +27,14 @@ class SystemCalls(Kind):
 
     def run(self, layout: str, seed: int, bench: Bench) -> Outcome:
         strikes = [(strike, False) for strike in self.strikes(bench.count(layout))]
-        if layout in ours():  # others have nothing to lose in a first save
+        if layout in subjects.ours():  # others have nothing to lose in a first save
             strikes += [(strike, True) for strike in self.strikes(bench.count(layout, is_first=True))]
         if seed - bench.first >= len(strikes):
             return Outcome(OVER)
         strike, is_first = strikes[spread(seed, len(strikes))]
         scene = bench.scene(layout)
         scene.reset(is_first=is_first)
-        struck = bench.savers.save(layout, scene.folder, [NEW], strike)
+        struck = bench.savers.save(layout, scene.folder, [subjects.NEW], strike)
         return after_save(scene.subject, scene.folder, struck, is_first=is_first)
 
 
