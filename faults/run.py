@@ -161,7 +161,8 @@ def facts(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def command(args: argparse.Namespace) -> str:
-    words = ["python faults/run.py", f"--minutes {args.minutes:g}", *(["--peers"] if args.peers else [])]
+    """Return the command that gives these cases, whether in one run or in several."""
+    words = ["python faults/run.py", *(["--peers"] if args.peers else [])]
     words += [f"--only {' '.join(args.only)}"] if args.only else []
     return " ".join([*words, *([f"--seed {args.seed}"] if args.seed else [])])
 
