@@ -58,7 +58,7 @@ class Plan:
         return min(ready, key=self._rank, default=None)
 
     def _rank(self, lane: Lane) -> tuple[float, int]:
-        """Give the kind its turn that has had the least time; those with layouts still to begin get three times as much."""
+        """Prefer the kind that has had the least time; while it has layouts to begin, it gets three times as much."""
         share = 3 if lane.next_seed == self.first else 1
         return self.spent.get(lane.kind.name, 0.0) / share, lane.next_seed
 
