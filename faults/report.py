@@ -125,7 +125,15 @@ def by_library(found: Mapping[str, Any]) -> str:
 def markdown(found: Mapping[str, Any]) -> str:
     """Return the whole report."""
     main = by_library(found) if found["peers"] else by_kind(found)
-    parts = [f"# Faults: {found['name']}", facts(found), main, meanings(), "## By layout", by_layout(found)]
+    parts = [
+        f"# Faults: {found['name']}",
+        facts(found),
+        main,
+        unable(found),
+        meanings(),
+        "## By layout",
+        by_layout(found),
+    ]
     if found["failures"]:
         lines = [
             f"- `{f['kind']}/{f['layout']}/{f['seed']}`: {f['word']}: {f['note']}" for f in found["failures"]
@@ -136,6 +144,17 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 def facts(found: Mapping[str, Any]) -> str:
     return f"{found['minutes']:.1f} minutes with {found['workers']} workers: `{found['command']}`. {found['machine']}."
+
+
+def unable(found: Mapping[str, Any]) -> str:
+    """Say what could not run, and why."""
+    reasons: dict[tuple[str, str], int] = Counter(
+        (key.partition("/")[0], reason) for key, reason in found["cannot"].items()
+    )
+    said = "; ".join(
+        f"`{kind}`, {count} of its layouts: {reason}" for (kind, reason), count in reasons.items()
+    )
+    return f"Could not run here: {said or 'nothing'}."
 
 
 def meanings() -> str:
@@ -153,7 +172,7 @@ def blocks(directory: Path) -> dict[str, str]:
     """Return the parts of the page that come from result files."""
     ours, peers = (json.loads((directory / f"{name}.json").read_text()) for name in ("ours", "peers"))
     return {
-        "ours": f"{facts(ours)}\n\n{by_kind(ours)}",
+        "ours": f"{facts(ours)}\n\n{by_kind(ours)}\n\n{unable(ours)}",
         "peers": f"{facts(peers)}\n\n{by_library(peers)}",
         "words": meanings(),
     }

@@ -28,7 +28,11 @@ class Suite(Kind):
         return [_title(path) for path in found] or ["-"]
 
     def cannot(self, layout: str) -> str:
-        return f"no file {' or '.join(self.patterns)}" if layout == "-" else ""
+        return (
+            f"there is no file {' or '.join(f'tests/{pattern}' for pattern in self.patterns)}"
+            if layout == "-"
+            else ""
+        )
 
     def run(self, layout: str, seed: int, bench: Bench) -> Outcome:
         if seed > bench.first:
