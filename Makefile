@@ -25,12 +25,14 @@ test: export PYTHONUTF8 = 1
 test: check
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-# The whole matrix of faults: every call of a save is killed, failed and cut off, where `make test` takes every sixteenth;
-# and a thousand damaged steps, ten thousand steps under a reader, ten thousand forks, a hundred kills of a run, fifty of
-# one in a bucket.
-FAULTS := EFORMER_FAULTS_STRIDE=1 EFORMER_KILLS=20 EFORMER_RUN_KILLS=100 EFORMER_BUCKET_RUN_KILLS=50 EFORMER_DAMAGES=1000 EFORMER_STEPS=10000 EFORMER_FORKS=10000
+# Every fault that is known, for so many minutes, with a table at the end; `make test` has a fast part of it. With PEERS=1
+# also against other libraries. `--resume` and others: python faults/run.py --help. EFORMER_FAULTS_STRIDE=1 and such are
+# for those of the cases that are files of tests.
+MINUTES ?= 20
+PEERS ?=
 faults: $(VENV)/.dev
-	$(FAULTS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/faults tests/multihost/test_kills.py tests/multihost/test_near.py tests/multihost/test_buckets.py tests/multihost/test_runs.py tests/multihost/test_run_signals.py tests/engine/runs/test_signals.py tests/compat/test_files_hostile.py tests/engine/tools/test_convert.py
+	$(BIN)/python faults/run.py --minutes $(MINUTES)
+	$(if $(PEERS),$(BIN)/python faults/run.py --minutes $(MINUTES) --peers)
 
 # Everything that a checkpoint in a bucket promises, on servers on loopback: moto, ministack, SeaweedFS, Ceph, azurite, a
 # double of Google's, and one that ignores conditions. Installs what it can, and says which servers it could not start.
@@ -62,7 +64,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python bench/rename.py
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(SERVERS) .venv-peers .venv-original bench/.scratch .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(FRAMEWORKS) $(SERVERS) .venv-peers .venv-original bench/.scratch faults/.scratch .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "eformer needs Python >= 3.11, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from support.faults import DATABASE, LAYOUTS, CannotMount, Forks, FragileDisk, SmallDisk
+from support.disks import CannotMount, FragileDisk, SmallDisk
+from support.faults import DATABASE, LAYOUTS, Forks
 
 
 @pytest.fixture(params=LAYOUTS, ids=str)

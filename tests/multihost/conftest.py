@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from support.faults import CannotMount, SmallDisk
+from support.disks import CannotMount, SmallDisk
 from support.processes import Job
 
 

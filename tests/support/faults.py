@@ -1,25 +1,22 @@
-"""Inject faults: kill saves, fail calls, change bytes, fill disks up and cut their power.
+"""Inject faults: kill saves, fail calls and change bytes. Disks that fill up and lose power are in `disks`.
 
 Run as a program, this module is the server behind `Forks`.
 """
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import itertools
 import json
-import mmap
 import os
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import traceback
 import zlib
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -390,12 +387,16 @@ class Forks:
         yield from struck(strike, (scene.layout, moment))
 
 
-def serve() -> None:
-    # Otherwise every fork would start a backend of JAX to learn that it is alone, and collect garbage in shared memory.
+def prepare_to_fork() -> None:
+    """Spare forks the start of a backend of JAX, to learn that they are alone, and garbage in shared memory."""
     _hosts.current = lambda *_: _hosts.Alone()
     _hosts.is_alone = lambda: True
     jax.process_index, jax.process_count = lambda: 0, lambda: 1
     gc.freeze()
+
+
+def serve() -> None:
+    prepare_to_fork()
     for line in sys.stdin:
         reader, writer = os.pipe()
         child = os.fork()
@@ -453,96 +454,6 @@ def flip(data: bytes, bit: int) -> bytes:
 def zero(data: bytes, start: int, nbytes: int) -> bytes:
     part = data[start : start + nbytes]
     return data[:start] + bytes(len(part)) + data[start + nbytes :]
-
-
-# --------------------------------------------------------------------------------------------- mounts
-
-
-class CannotMount(Exception):
-    """The reason why a test that needs a file system of its own cannot run."""
-
-
-class Mount:
-    """A mounted file system of a test; `options` are those of mount(8)."""
-
-    def __init__(self, source: str, place: Path, *options: str) -> None:
-        self.source, self.place, self.options = source, place, options
-        place.mkdir()
-        self.mount()
-
-    def mount(self) -> None:
-        _administer("mount", *self.options, self.source, str(self.place))
-
-    def unmount(self) -> None:
-        _administer("umount", str(self.place))
-
-    def close(self) -> None:
-        if self.place.is_mount():
-            with suppress(CannotMount):
-                return self.unmount()
-            _administer("umount", "--lazy", str(self.place))  # one of its files is still open
-        return None
-
-
-class SmallDisk(Mount):
-    """A disk of a few pages, which can be filled up."""
-
-    def __init__(self, place: Path, pages: int = 256) -> None:
-        super().__init__("tmpfs", place, "-t", "tmpfs", "-o", f"size={pages * mmap.PAGESIZE}")
-
-    @contextmanager
-    def filled_but_for(self, pages: int) -> Iterator[None]:
-        ballast = self.place / "ballast"
-        free = shutil.disk_usage(self.place).free
-        ballast.write_bytes(bytes(free - pages * mmap.PAGESIZE))
-        yield
-        ballast.unlink()
-
-
-class FragileDisk(Mount):
-    """An ext4 file system whose power can be cut; everything that was not synced is then lost.
-
-    Its mount options keep it from syncing on its own, whether after a while or when a file is replaced.
-    """
-
-    _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN
-    _NO_LOG_FLUSH = 2
-
-    def __init__(self, place: Path) -> None:
-        image = place.with_suffix(".ext4")
-        with open(image, "wb") as file:
-            file.truncate(16 * 2**20)
-        _administer("mkfs.ext4", "-q", "-F", str(image))
-        super().__init__(str(image), place, "-t", "ext4", "-o", "loop,commit=600,noauto_da_alloc")
-        try:
-            self.cut_power()
-        except OSError as error:
-            self.close()
-            raise CannotMount(f"this ext4 cannot be shut down: {error}") from error
-        self.restart()
-
-    def cut_power(self) -> None:
-        descriptor = os.open(self.place, os.O_RDONLY)
-        try:
-            fcntl.ioctl(descriptor, self._SHUTDOWN, struct.pack("I", self._NO_LOG_FLUSH))
-        finally:
-            os.close(descriptor)
-
-    def restart(self) -> None:
-        self.unmount()
-        self.mount()
-
-    def sync(self) -> None:
-        _administer("sync", "--file-system", str(self.place))
-
-
-def _administer(*command: str) -> None:
-    if not shutil.which(command[0]):
-        raise CannotMount(f"{command[0]} is not installed")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason, _, _ = done.stderr.partition("\n")
-        raise CannotMount(f"{command[0]}: {reason}")
 
 
 if __name__ == "__main__":
