@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     Hook = Callable[[str, str], object]
 
-STRIDE = int(os.environ.get("EFORMER_FAULTS_STRIDE", "16"))
+STRIDE = int(os.environ.get("EFORMER_FAULTS_STRIDE", "64"))  # requests between two faults
 
 LIVE, EXPIRED = leases.LEASE, -2.0  # whole seconds are all that servers tell
 
