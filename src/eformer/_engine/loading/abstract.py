@@ -8,6 +8,7 @@ import jax
 import msgspec
 
 from eformer._engine.formats.find import look_at
+from eformer._engine.loading.select import key_dtype
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.manifest import UNREADABLE
 from eformer._engine.trees.unflatten import unflatten
@@ -43,9 +44,5 @@ _ShapeDtypeStruct: Any = jax.ShapeDtypeStruct  # its constructor has no types
 
 
 def _struct(leaf: LeafEntry) -> Any:
-    dtype = _key_dtype(leaf.key) if leaf.key else dtype_from_name(leaf.dtype)
+    dtype = key_dtype(leaf.key) if leaf.key else dtype_from_name(leaf.dtype)
     return _ShapeDtypeStruct(leaf.logical_shape, dtype, weak_type=leaf.home == "weak")
-
-
-def _key_dtype(generator: str) -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0, impl=generator)).dtype

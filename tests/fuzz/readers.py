@@ -1,0 +1,50 @@
+"""The readers that are fuzzed: their corpus, and the doors to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fuzz import doors
+from fuzz.cases import Case
+
+HERE = Path(__file__).parent
+CORPUS = HERE / "corpus"
+REGRESSIONS = HERE / "regressions"
+
+
+@dataclass(frozen=True)
+class Reader:
+    """`share` is how many inputs it gets, compared to others. `writes`: the doors change the directory."""
+
+    name: str
+    doors: tuple[str, ...] = doors.READING
+    share: int = 4
+    writes: bool = False
+
+    def seeds(self) -> list[Case]:
+        return [Case.unpacked(path.read_bytes()) for path in sorted((CORPUS / self.name).glob("*.zip"))]
+
+
+READERS = {
+    reader.name: reader
+    for reader in (
+        Reader("safetensors", share=8),
+        Reader("single_file", share=6),
+        Reader("arrays", share=6),
+        Reader("processes", share=6),
+        Reader("database", share=2),
+        Reader("database_files", share=2),
+        Reader("hugging_face", share=6),
+        Reader("msgpack", (*doors.READING, *doors.MSGPACK), share=8),
+        Reader("msgpack_gzip", doors.COMPRESSED, share=2),
+        Reader("npz", share=6),
+        Reader("equinox", share=4),
+        Reader("zarr", share=6),
+        Reader("original", share=4),
+        Reader("orbax", share=4),
+        Reader("orbax_keys", share=2),
+        Reader("runs", doors.RUNS, share=2, writes=True),
+        Reader("leftovers", doors.WRITING, share=2, writes=True),
+    )
+}
