@@ -143,7 +143,8 @@ class Doors:
         checkpoint.latest(path)
 
     def resume(self, path: str) -> None:
-        with checkpoint.Run(path, every=1, keep=1, signals=()) as run:
+        keep = (checkpoint.Keep(last=1), checkpoint.Keep(best=1, by="loss"), checkpoint.Keep(hours=1))
+        with checkpoint.Run(path, every=1, keep=keep, signals=()) as run:
             run.resume(like=self.like)
             run.after(3, {"w": 1.0})
 
