@@ -6,7 +6,7 @@ import io
 import shutil
 import zipfile
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,6 +82,33 @@ class Place:
         except FileNotFoundError:
             path.parent.mkdir(parents=True)
             path.write_bytes(data)
+
+
+class Bucket:
+    """A place in a bucket in memory that holds one case at a time."""
+
+    url = "memory://fuzz/case"
+
+    def clear(self) -> None:
+        store = self._store()
+        store.objects.delete([found.key for found in store.objects.list("fuzz/")])
+
+    def put(self, case: Case) -> str:
+        self.clear()
+        store = self._store()
+        store.objects.put_all([(store.key_of(name), data) for name, data in case.files.items()])
+        return f"{self.url}/{case.target}".rstrip("/")
+
+    def get(self) -> Case:
+        store = self._store()
+        start = store.key_of("x")[:-1]
+        keys = [found.key for found in store.objects.list(start)]
+        return Case({key.removeprefix(start): bytes(store.objects.read(key)[0]) for key in keys})
+
+    def _store(self) -> Any:
+        from eformer._engine.stores.locate import store_at
+
+        return store_at(self.url)
 
 
 def write_database(directory: Path, keys: dict[str, bytes]) -> None:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import eformer
 from eformer import checkpoint, pytree
+from eformer._engine.formats.indexes import INDEXES
 from eformer._engine.formats.msgpack import reader
 from eformer._engine.formats.msgpack.views import unpack
 from eformer._engine.formats.msgpack.writer import pack
+from eformer._engine.stores.locate import store_at
 from eformer.errors import EformerError, FormatError
 
 if TYPE_CHECKING:
@@ -162,6 +164,10 @@ class Doors:
 
     def save_other(self, path: str) -> None:
         checkpoint.save({"b": 1.0}, path, prefix="model")
+
+    def remove(self, path: str) -> None:
+        store, name = store_at(path).parent()
+        store.remove_checkpoint(name, INDEXES)
 
 
 READING = (

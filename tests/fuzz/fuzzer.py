@@ -9,7 +9,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
-from fuzz.cases import Case, Place
+from fuzz.cases import Bucket, Place
 from fuzz.doors import SOURCE, Doors, is_documented, signature
 from fuzz.edits import changed
 from fuzz.guard import OutsideError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from random import Random
 
+    from fuzz.cases import Case
     from fuzz.guard import Guard
     from fuzz.readers import Reader
 
@@ -40,6 +41,7 @@ class Finding(Exception):
 class Fuzzer:
     def __init__(self, root: Path, guard: Guard | None = None) -> None:
         self.place, self.before = Place(root / "in"), Place(root / "before")
+        self.bucket = Bucket()
         self.doors = Doors(root / "out")
         self.doors.clear()
         self.guard = guard
@@ -110,10 +112,10 @@ class Fuzzer:
 
     def call(self, reader: Reader, case: Case, door: str) -> tuple[bool, bool]:
         """Give a case to one door. Tell whether its error is a new one, and whether there was none."""
-        path = self.place.put(case)
-        error = self._error_of(door, path)
+        place = self.bucket if reader.in_bucket else self.place
+        error = self._error_of(door, place.put(case))
         if reader.writes:
-            self.place.clear()
+            place.clear()
         if error is None:
             self.outcomes["read"] += 1
             return False, True

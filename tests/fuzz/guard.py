@@ -74,7 +74,7 @@ class Guard:
             path = os.fsdecode(path)
         if not isinstance(path, str):
             return
-        is_out = bool({"..", "outside"} & set(path.split("/")))
+        is_out = ".." in path.split("/") or path.startswith(f"{self.root}/outside")
         if is_out or (path.startswith("/") and not path.startswith(self._allowed)):
             self.seen.append(f"{event} of {path[:300]}")
 

@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from random import Random
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -27,8 +28,10 @@ import tensorstore as ts  # noqa: E402
 
 from eformer import checkpoint  # noqa: E402
 from eformer.checkpoint import SaveOptions  # noqa: E402
-from fuzz.cases import Case, with_open_databases  # noqa: E402
+from fuzz.cases import Bucket, Case, with_open_databases  # noqa: E402
+from fuzz.seals import seal  # noqa: E402
 
+RUN_FILE = b'{"id":"0123456789abcdef","host":"a","pid":1,"since":"2026-01-01T00:00:00+00:00"}'
 HERE = Path(__file__).parent / "corpus"
 COMPAT = Path(__file__).parents[1] / "compat"
 
@@ -119,9 +122,7 @@ def runs() -> None:
                 run.after(step, small(), metrics={"loss": 0.5})
         checkpoint.score(place, 2, {"accuracy": 0.5})
         case = Case.of_directory(place)
-        case.files["run.json"] = (
-            b'{"id":"0123456789abcdef","host":"a","pid":1,"since":"2026-01-01T00:00:00+00:00"}'
-        )
+        case.files["run.json"] = RUN_FILE
         keep("runs", "run", case)
     moved = [["model", 1, "0123456789abcdef", []], ["other", 2, "", [["other/w/.zarray", 3, 4]]]]
     journal = {"save_id": "0123456789abcdef", "new": moved, "old": moved[::-1]}
@@ -134,6 +135,29 @@ def runs() -> None:
         case.files[".eformer-0123456789abcdef.tmp/journal.json"] = json.dumps(journal).encode()
         case.files[".eformer-0123456789abcdef.tmp/data/w/.zarray"] = b"{}"
         keep("leftovers", "journal", case)
+
+
+def buckets() -> None:
+    """Keep what saves put into a bucket, where an index has a log of commits, and others a lease."""
+    bucket = Bucket()
+    layouts = {"safetensors": {}, "arrays": {"format": "tensorstore"}}
+    for name, options in layouts.items():
+        for number in range(2):
+            checkpoint.save(small() | {"n": number}, bucket.url, **options)
+        case = bucket.get()
+        case.files[".eformer-leases/0123456789abcdef"] = b"{}"
+        index = "manifest.json" if name == "safetensors" else "tensorstore_index.json"
+        dead = b'"dead":{"fedcba9876543210":"2026-01-01T00:00:00+00:00"},"done"'
+        case.files[index] = case.files[index].replace(b'"done"', dead)
+        seal(case, Random(0))
+        keep("bucket", name, case)
+        bucket.clear()
+    with checkpoint.Run(bucket.url, every=1, keep=2) as run:
+        for step in (1, 2, 3):
+            run.after(step, small(), metrics={"loss": 0.5})
+    case = bucket.get()
+    case.files["run.json"] = RUN_FILE
+    keep("bucket_runs", "run", case)
 
 
 def others() -> None:
@@ -237,7 +261,7 @@ def orbax() -> None:
 
 
 def main() -> None:
-    for work in (ours, together, runs, others, zarrs, orbax):
+    for work in (ours, together, runs, buckets, others, zarrs, orbax):
         work()
 
 

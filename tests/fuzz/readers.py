@@ -15,12 +15,14 @@ REGRESSIONS = HERE / "regressions"
 
 @dataclass(frozen=True)
 class Reader:
-    """`share` is how many inputs it gets, compared to others. `writes`: the doors change the directory."""
+    """`share` is how many inputs it gets, compared to others. `writes`: the doors change the directory.
+    `in_bucket`: the files are objects of a bucket."""
 
     name: str
     doors: tuple[str, ...] = doors.READING
     share: int = 4
     writes: bool = False
+    in_bucket: bool = False
 
     def seeds(self) -> list[Case]:
         return [Case.unpacked(path.read_bytes()) for path in sorted((CORPUS / self.name).glob("*.zip"))]
@@ -45,6 +47,14 @@ READERS = {
         Reader("orbax", share=4),
         Reader("orbax_keys", share=2),
         Reader("runs", doors.RUNS, share=2, writes=True),
+        Reader(
+            "bucket",
+            (*doors.READING, *doors.WRITING * 3, "remove", "remove"),
+            share=2,
+            writes=True,
+            in_bucket=True,
+        ),
+        Reader("bucket_runs", doors.RUNS, share=1, writes=True, in_bucket=True),
         Reader("leftovers", doors.WRITING, share=2, writes=True),
     )
 }

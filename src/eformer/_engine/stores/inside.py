@@ -50,9 +50,14 @@ def open_inside(directory: Path, name: str) -> int:
     if "/" in name:
         return open_below(os.path.realpath(directory), name)
     path = directory / name
-    if path.is_symlink() and not _leads_inside(path):
-        raise FormatError(f"{path} is a link to {os.readlink(path)!r}, outside of the checkpoint")
-    return open_regular(path)
+    try:
+        if path.is_symlink() and not _leads_inside(path):
+            raise FormatError(f"{path} is a link to {os.readlink(path)!r}, outside of the checkpoint")
+        return open_regular(path)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise FormatError(f"{name[:200]!r} cannot be a file of {directory}: {error.strerror}") from error
 
 
 def open_beneath(base: int, real: str, name: str) -> int:
