@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
+HERE = b"@PLACE@"  # in a file: the path of the directory that the case is in
 DATABASE = "!"  # root!key is a key of the OCDBT database in the directory `root`
 
 
@@ -77,6 +78,7 @@ class Place:
 
     def _write(self, name: str, data: bytes) -> None:
         path = self.root / name
+        data = data.replace(HERE, str(self.root).encode())
         try:
             path.write_bytes(data)
         except FileNotFoundError:

@@ -6,6 +6,7 @@ import io
 import linecache
 import shutil
 import traceback
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,12 @@ from eformer._engine.formats.msgpack.views import unpack
 from eformer._engine.formats.msgpack.writer import pack
 from eformer._engine.stores.locate import store_at
 from eformer.errors import EformerError, FormatError
+from eformer.serialization import (
+    AsyncCheckpointManager,
+    Checkpointer,
+    find_latest_checkpoint,
+    tree_deserialize_leaves,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +80,27 @@ class Doors:
     def load_part(self, path: str) -> None:
         if self.like is not None:
             checkpoint.load(path, like=self.like, partial=True, dtype="bf16", return_report=True)
+
+    def dry_run(self, path: str) -> None:
+        for prefix in checkpoint.inspect(path).trees:
+            _told(lambda prefix=prefix: checkpoint.dry_run(path, _mesh(), prefix=prefix))
+
+    def manager(self, path: str) -> None:
+        AsyncCheckpointManager().load(path, _mesh(), validate=True)
+
+    def manager_pytree(self, path: str) -> None:
+        manager = AsyncCheckpointManager()
+        for prefix in checkpoint.inspect(path).trees:
+            if prefix:
+                _told(lambda prefix=prefix: manager.load_pytree(path, _mesh(), prefix=prefix))
+                _told(
+                    lambda prefix=prefix: manager.load_pytree(
+                        path, None, prefix=prefix, template=self.like, strict_shapes=False
+                    )
+                )
+
+    def leaves(self, path: str) -> None:
+        tree_deserialize_leaves(path, _mesh())
 
     def abstract(self, path: str) -> None:
         checkpoint.abstract(path)
@@ -150,6 +178,15 @@ class Doors:
             run.resume(like=self.like)
             run.after(3, {"w": 1.0})
 
+    def resume_near(self, path: str) -> None:
+        with checkpoint.Run(f"{path}/far", every=4, near=f"{path}/near", near_every=1, signals=()) as run:
+            run.resume(like=self.like)
+            run.after(5, {"w": 1.0})
+
+    def latest(self, path: str) -> None:
+        find_latest_checkpoint(path)
+        Checkpointer(path, None, []).load_checkpoint(_mesh())
+
     def score(self, path: str) -> None:
         checkpoint.score(path, 2, {"loss": 0.5})
 
@@ -171,13 +208,21 @@ class Doors:
 
 
 READING = (
-    "inspect", "describe", "view", "load", "load", "load_each", "load_like", "load_part", "abstract", "verify", "verify",
+    "inspect", "describe", "view", "load", "load", "load_each", "load_like", "load_part", "abstract", "verify", "verify", "dry_run", "manager", "manager_pytree",
     "command", "inspect_command", "diff", "convert_to_msgpack", "convert_to_safetensors", "convert_to_arrays", "convert_to_npz",
 )  # fmt: skip
 MSGPACK = ("unpack", "unpack_twice", "from_bytes")
 COMPRESSED = ("unpack_compressed",)
-RUNS = ("steps", "steps_command", "resume", "score", "prune", "load", "inspect", "verify")
+NEAR = ("resume_near",)
+RUNS = ("latest", "steps", "steps_command", "resume", "score", "prune", "load", "inspect", "verify")
 WRITING = ("save", "save", "save_other")
+
+
+@cache
+def _mesh() -> Any:
+    import jax
+
+    return jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
 
 
 def _told(work: Callable[[], Any]) -> None:

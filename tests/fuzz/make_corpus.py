@@ -8,8 +8,10 @@ Run it again only when a format gains something; files that eformer wrote before
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 from random import Random
@@ -28,6 +30,7 @@ import tensorstore as ts  # noqa: E402
 
 from eformer import checkpoint  # noqa: E402
 from eformer.checkpoint import SaveOptions  # noqa: E402
+from fuzz.cases import HERE as PLACE  # noqa: E402
 from fuzz.cases import Bucket, Case, with_open_databases  # noqa: E402
 from fuzz.seals import seal  # noqa: E402
 
@@ -130,8 +133,6 @@ def runs() -> None:
         place = Path(scratch) / "c"
         checkpoint.save(small(), place, format="tensorstore", prefix="model")
         case = Case.of_directory(place)
-        import json
-
         case.files[".eformer-0123456789abcdef.tmp/journal.json"] = json.dumps(journal).encode()
         case.files[".eformer-0123456789abcdef.tmp/data/w/.zarray"] = b"{}"
         keep("leftovers", "journal", case)
@@ -167,8 +168,6 @@ def others() -> None:
     from eformer.pytree import to_bytes, to_compressed_bytes
 
     index = {"metadata": {"total_size": 60}, "weight_map": {"w": "a.safetensors", "b": "b.safetensors"}}
-    import json
-
     files = {
         "model.safetensors.index.json": json.dumps(index).encode(),
         "a.safetensors": safetensors_bytes({"w": small()["w"]}),
@@ -260,8 +259,65 @@ def orbax() -> None:
                 keep("orbax_keys", path.name, with_open_databases(case, path))
 
 
+_OLD = (
+    "orbax-0.2.7/ptmixagg_base", "orbax-0.3.5/pt_base", "orbax-0.4.1/pt_base", "orbax-0.4.8/ptagg_optax",
+    "orbax-0.5.3/ptmixagg_nulls", "flaxorbax-0.4.1/flax_guide", "flaxorbax-0.5.20/flax_guide",
+)  # fmt: skip
+
+
+def old_orbax() -> None:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        tarfile.open(COMPAT / "orbax-old" / "samples.tar.xz") as archive,
+    ):
+        archive.extractall(scratch, filter="data")
+        for name in _OLD:
+            keep("orbax_old", name.replace("/", "-"), Case.of_directory(Path(scratch) / name))
+
+
+_BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+_CODECS = {
+    "params.dense.kernel": [{"name": "bytes", "configuration": {"endian": "big"}}, {"name": "gzip", "configuration": {"level": 1}}],
+    "params.emb": [{"name": "transpose", "configuration": {"order": [1, 0]}}, _BYTES, {"name": "zstd", "configuration": {"level": 1}}],
+    "params.dense.bias": [_BYTES, {"name": "blosc", "configuration": {"cname": "lz4", "clevel": 1, "shuffle": "shuffle", "typesize": 4, "blocksize": 0}}],
+    "flag": [{"name": "sharding_indexed", "configuration": {"chunk_shape": [1], "codecs": [_BYTES, {"name": "crc32c"}]}}],
+    "opt.0.mu.w": [_BYTES],
+}  # fmt: skip
+
+
+def zarr3() -> None:
+    """Keep arrays of Orbax in zarr 3 with every codec."""
+    case = Case.unpacked((HERE / "orbax_keys" / "v0_zarr3.zip").read_bytes())
+    for name, codecs in _CODECS.items():
+        old = json.loads(case.files[f"!{name}/zarr.json"])
+        for key in [key for key in case.files if key.startswith(f"!{name}/")]:
+            del case.files[key]
+        metadata = {"shape": old["shape"], "data_type": old["data_type"], "codecs": codecs}
+        spec = {"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": metadata}
+        array = ts.open(spec, create=True).result()
+        array[...] = np.ones(array.shape, array.dtype.numpy_dtype)
+        found = array.kvstore
+        case.files |= {f"!{name}/{key.decode()}": bytes(found[key]) for key in found.list().result()}
+    keep("orbax_keys", "zarr3_codecs", case)
+
+
+def near() -> None:
+    """Keep a run with a near tier."""
+    with tempfile.TemporaryDirectory() as scratch:
+        with checkpoint.Run(
+            f"{scratch}/far", every=4, near=f"{scratch}/near", near_every=1, signals=()
+        ) as run:
+            for step in (1, 2, 3):
+                run.after(step, small())
+        case = Case.of_directory(Path(scratch))
+        case.files = {name: data.replace(scratch.encode(), PLACE) for name, data in case.files.items()}
+        claim = json.loads(case.files["far/run.json"]) | {"host": "a", "pid": 1}
+        case.files["far/run.json"] = json.dumps(claim).encode()
+        keep("near", "run", case)
+
+
 def main() -> None:
-    for work in (ours, together, runs, buckets, others, zarrs, orbax):
+    for work in (ours, together, runs, buckets, others, zarrs, orbax, old_orbax, zarr3, near):
         work()
 
 

@@ -33,7 +33,7 @@ READERS = {
     for reader in (
         Reader("safetensors", share=8),
         Reader("single_file", share=6),
-        Reader("arrays", share=6),
+        Reader("arrays", (*doors.READING, "leaves"), share=6),
         Reader("processes", share=6),
         Reader("database", share=2),
         Reader("database_files", share=2),
@@ -42,10 +42,11 @@ READERS = {
         Reader("msgpack_gzip", doors.COMPRESSED, share=2),
         Reader("npz", share=6),
         Reader("equinox", share=4),
-        Reader("zarr", share=6),
-        Reader("original", share=4),
+        Reader("zarr", (*doors.READING, "leaves"), share=6),
+        Reader("original", (*doors.READING, "leaves"), share=4),
         Reader("orbax", share=4),
         Reader("orbax_keys", share=2),
+        Reader("orbax_old", share=2),
         Reader("runs", doors.RUNS, share=2, writes=True),
         Reader(
             "bucket",
