@@ -13,6 +13,7 @@ from fuzz.cases import Bucket, Place
 from fuzz.doors import SOURCE, Doors, is_documented, signature
 from fuzz.edits import changed
 from fuzz.guard import OutsideError
+from fuzz.parsers import parse
 from fuzz.readers import READERS
 from fuzz.seals import seal
 
@@ -53,6 +54,8 @@ class Fuzzer:
 
     def begin(self, reader: Reader, seed: Case) -> None:
         """Make a seed the one that inputs are compared with."""
+        if reader.in_memory:
+            return
         self.before.clear()
         self.doors.before = self.before.put(seed)
         self.doors.like = None
@@ -101,7 +104,7 @@ class Fuzzer:
         """Give a case to one or two doors. Raise a Finding; tell whether an error is one that was not seen before."""
         first = reader.doors[0] if rng.random() < 0.3 else rng.choice(reader.doors)
         is_new, is_readable = self.call(reader, case, first)
-        if is_readable and rng.random() < 0.5:
+        if is_readable and not reader.in_memory and rng.random() < 0.5:
             is_new |= self.call(reader, case, rng.choice(reader.doors))[0]
         return is_new
 
@@ -112,10 +115,13 @@ class Fuzzer:
 
     def call(self, reader: Reader, case: Case, door: str) -> tuple[bool, bool]:
         """Give a case to one door. Tell whether its error is a new one, and whether there was none."""
-        place = self.bucket if reader.in_bucket else self.place
-        error = self._error_of(door, place.put(case))
-        if reader.writes:
-            place.clear()
+        if reader.in_memory:
+            error = self._error_of(parse, case)
+        else:
+            place = self.bucket if reader.in_bucket else self.place
+            error = self._error_of(getattr(self.doors, door), place.put(case))
+            if reader.writes:
+                place.clear()
         if error is None:
             self.outcomes["read"] += 1
             return False, True
@@ -127,11 +133,11 @@ class Fuzzer:
         self._signatures.add(name)
         return is_new, False
 
-    def _error_of(self, door: str, path: str) -> BaseException | None:
+    def _error_of(self, work: Callable[[Any], None], given: Any) -> BaseException | None:
         if self.guard:
             self.guard.is_on = True
         try:
-            getattr(self.doors, door)(path)
+            work(given)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # noqa: BLE001  which is what is looked for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import struct
 from typing import TYPE_CHECKING, Any
@@ -102,6 +103,8 @@ def _tweaked(found: Any, rng: Random) -> Any:
         return rng.choice((found + 1, found - 1, -found, found * 2, found * 1000, str(found), [found], float(found)
                            if abs(found) < 10**300 else 0, found + 2**32, found // 2 if isinstance(found, int) else 0))  # fmt: skip
     if isinstance(found, str):
+        if rng.random() < 0.5 and (inner := _decoded(found)):
+            return base64.b64encode(damaged(inner, rng, [])).decode()
         at = rng.randrange(len(found) + 1)
         return rng.choice((found[:at], found[at:], found[:at] + rng.choice(TEXTS) + found[at:], found * 2, found.swapcase(),
                            found[:at] + chr(rng.randrange(256)) + found[at + 1 :]))  # fmt: skip
@@ -112,6 +115,14 @@ def _tweaked(found: Any, rng: Random) -> Any:
         rng.shuffle(keys)
         return rng.choice(({key: found[key] for key in keys}, [found], list(found.items()), list(found)))
     return value(rng)
+
+
+def _decoded(text: str) -> bytes:
+    """Return what a text in base64 says, such as a pickle; nothing for any other text."""
+    try:
+        return base64.b64decode(text, validate=True) if len(text) >= 12 else b""
+    except ValueError:
+        return b""
 
 
 # ------------------------------------------------------------------------------------------------ bytes

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fuzz import doors
 from fuzz.cases import Case
+from fuzz.parsers import parsed_files
 
 HERE = Path(__file__).parent
 CORPUS = HERE / "corpus"
@@ -16,21 +17,26 @@ REGRESSIONS = HERE / "regressions"
 @dataclass(frozen=True)
 class Reader:
     """`share` is how many inputs it gets, compared to others. `writes`: the doors change the directory.
-    `in_bucket`: the files are objects of a bucket."""
+    `in_bucket`: the files are objects of a bucket. `in_memory`: every file of the others is given to its parser alone."""
 
     name: str
     doors: tuple[str, ...] = doors.READING
     share: int = 4
     writes: bool = False
     in_bucket: bool = False
+    in_memory: bool = False
 
     def seeds(self) -> list[Case]:
+        if self.in_memory:
+            readers = (reader for reader in READERS.values() if not reader.in_memory)
+            return parsed_files([case for reader in readers for case in reader.seeds()])
         return [Case.unpacked(path.read_bytes()) for path in sorted((CORPUS / self.name).glob("*.zip"))]
 
 
 READERS = {
     reader.name: reader
     for reader in (
+        Reader("parsers", ("parse",), share=8, in_memory=True),
         Reader("safetensors", share=8),
         Reader("single_file", share=6),
         Reader("arrays", (*doors.READING, "leaves"), share=6),

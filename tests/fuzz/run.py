@@ -107,10 +107,11 @@ class Child:
     def _in_work(self) -> tuple[str, Case]:
         data = (self.root / "state").read_bytes() if (self.root / "state").exists() else bytes(STATE)
         length = int.from_bytes(data[8:16], "little")
-        name, _, target = data[16 : 16 + length].decode(errors="replace").partition("\n")
-        return name or "start", _with_keys(
-            Case.of_directory(self.root / "in", target), self.root / "in", name
-        )
+        name, target, content = (*data[16 : 16 + length].split(b"\n", 2), b"", b"")[:3]
+        if name and READERS[name.decode()].in_memory:
+            return name.decode(), Case({target.decode(): content})
+        case = Case.of_directory(self.root / "in", target.decode(errors="replace"))
+        return name.decode() or "start", _with_keys(case, self.root / "in", name.decode())
 
     def said(self) -> dict[str, Any]:
         try:

@@ -24,7 +24,9 @@ from fuzz.readers import READERS
 
 MEMORY = 1536 * 2**20  # bytes beyond what the program itself takes
 TURN = 1.0  # seconds for one reader
-STATE = 512  # bytes: the number of inputs, then the reader and the target of the one in work
+STATE = (
+    2**20
+)  # bytes: the number of inputs, then the reader and the target of the one in work; and the file of a parser
 _SAVED_FOR_KEY = 2
 
 
@@ -86,7 +88,8 @@ class Worker:
         self.seconds[name] += time.monotonic() - began
 
     def _in_work(self, name: str, case: Case) -> None:
-        text = f"{name}\n{case.target}".encode(errors="replace")[: STATE - 16]
+        target, data = next(iter(case.files.items())) if READERS[name].in_memory else (case.target, b"")
+        text = f"{name}\n{target}\n".encode(errors="replace") + data
         self.state[:16] = self.count.to_bytes(8, "little") + len(text).to_bytes(8, "little")
         self.state[16 : 16 + len(text)] = text
 
