@@ -14,7 +14,7 @@ SERVERS := .venv-cloud
 # Tests wait for disks and other processes as long as they compute.
 WORKERS ?= $(shell $(PYTHON) -c "import os; n = len(os.sched_getaffinity(0)); print(min(16, n + (n + 1) // 2))")
 
-.PHONY: demo test cloud faults frameworks check format bench clean
+.PHONY: demo test cloud faults fuzz frameworks check format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -30,6 +30,11 @@ test: check
 FAULTS := EFORMER_FAULTS_STRIDE=1 EFORMER_KILLS=20 EFORMER_RUN_KILLS=100 EFORMER_BUCKET_RUN_KILLS=50 EFORMER_DAMAGES=1000 EFORMER_STEPS=10000
 faults: $(VENV)/.dev
 	$(FAULTS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/faults tests/multihost/test_kills.py tests/multihost/test_near.py tests/multihost/test_buckets.py tests/multihost/test_runs.py tests/multihost/test_run_signals.py tests/engine/runs/test_signals.py tests/compat/test_files_hostile.py tests/engine/tools/test_convert.py
+
+# Every reader, with changed checkpoints: `make fuzz MINUTES=60`. Findings are kept in tests/fuzz/findings.
+MINUTES ?= 1
+fuzz: $(VENV)/.dev
+	$(BIN)/python tests/fuzz/run.py --minutes $(MINUTES)
 
 # Everything that a checkpoint in a bucket promises, on servers on loopback: moto, ministack, SeaweedFS, Ceph, azurite, a
 # double of Google's, and one that ignores conditions. Installs what it can, and says which servers it could not start.

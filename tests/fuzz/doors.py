@@ -139,11 +139,10 @@ class Doors:
         try:
             checkpoint.convert(path, self.out / name, to=to, allow_missing=True)
         except Exception as error:
-            if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-                return  # a prefix that no file can be called after
             if left := [str(one) for one in self.out.iterdir()]:
                 raise AssertionError(f"a conversion that failed has left {left}") from None
-            raise
+            if not (isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG):
+                raise  # else it has a prefix that no file can be called after
 
     # ------------------------------------------------------------------------------------ other doors
 
