@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from fuzz.readers import Reader
 
 _MOST_KEPT = 400  # inputs of a reader that reached something new
-_TRACED = 0.05  # of the inputs: tracing takes many times as long as the rest
 _BATCH = 50  # inputs from one seed, so that little of its directory has to be written again
 
 
@@ -40,12 +39,14 @@ class Finding(Exception):
 
 
 class Fuzzer:
-    def __init__(self, root: Path, guard: Guard | None = None) -> None:
+    """`traced` is the share of inputs whose lines are noted: tracing takes many times as long as the rest."""
+
+    def __init__(self, root: Path, guard: Guard | None = None, *, traced: float = 0.0) -> None:
         self.place, self.before = Place(root / "in"), Place(root / "before")
         self.bucket = Bucket()
         self.doors = Doors(root / "out")
         self.doors.clear()
-        self.guard = guard
+        self.guard, self._traced = guard, traced
         self.outcomes: Counter[str] = Counter()
         self._lines: set[tuple[str, int]] = set()
         self._signatures: set[str] = set()
@@ -94,7 +95,7 @@ class Fuzzer:
 
     def is_new(self, reader: Reader, case: Case, rng: Random) -> bool:
         """Run an input; tell whether it reached lines or errors that none has before."""
-        if rng.random() >= _TRACED:
+        if rng.random() >= self._traced:
             return self.run(reader, case, rng)
         with _traced(self._lines) as trace:
             is_new = self.run(reader, case, rng)

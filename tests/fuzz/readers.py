@@ -61,6 +61,7 @@ READERS = {
             writes=True,
             in_bucket=True,
         ),
+        Reader("near", doors.NEAR, share=1, writes=True),
         Reader("bucket_runs", doors.RUNS, share=1, writes=True, in_bucket=True),
         Reader("leftovers", doors.WRITING, share=2, writes=True),
     )

@@ -42,7 +42,7 @@ class Worker:
         self.count = 0
 
     def run(self, stop: float) -> None:
-        fuzzer = Fuzzer(self.root, Guard(self.root))
+        fuzzer = Fuzzer(self.root, Guard(self.root), traced=0.05)
         self._warm_up(fuzzer)
         limit_memory(MEMORY)
         number = 0
