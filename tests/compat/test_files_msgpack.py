@@ -114,3 +114,16 @@ def test_very_many_values_are_refused_soon(tmp_path):
     (tmp_path / "many.msgpack").write_bytes(b"\xdd" + struct.pack(">I", 2**21) + bytes(2**21))
     with pytest.raises(FormatError, match="more than 1,048,576 values"):
         checkpoint.inspect(tmp_path / "many.msgpack")
+
+
+@pytest.mark.parametrize("code", [1, 2, 3])
+def test_an_array_as_the_shape_of_an_array_is_refused(tmp_path, code):
+    def extension(code, payload):
+        return bytes([0xC7, len(payload), code]) + payload
+
+    inner = extension(code, b"\x93\x91\x01\xa5uint8\xc4\x01\x05")
+    message = b"\x81\xa1w" + extension(1, b"\x93" + inner + b"\xa5uint8\xc4\x01\x05")
+    (tmp_path / "x.msgpack").write_bytes(message)
+    for call in (checkpoint.load, checkpoint.verify, checkpoint.inspect):
+        with pytest.raises(FormatError, match="wrong payload of an extension"):
+            call(tmp_path / "x.msgpack")

@@ -8,7 +8,7 @@ import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, overload
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, overload
 
 import msgspec
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 _CHECK_FRAMING_ABOVE = 2**16  # bytes
 _MAX_VALUES_TO_EXPLAIN = 20_000
 _MAX_AXES = 64
-_NO_ARRAYS: Any = None
-
 PRNG_KEY = re.compile(r"key<(\w{1,64})>")
 
 _Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=64)]
@@ -70,7 +68,7 @@ def read_at_most(most: int, message: Message, arrays: ArrayMaker) -> Any:
 
 def read_array_head(head: memoryview) -> tuple[Any, Any, int, int]:
     """Read the beginning of an array's payload: shape, name of the dtype, and where its bytes start and stop."""
-    reader = _Reader(head, _NO_ARRAYS)
+    reader = _Reader(head, _NoArrays())
     try:
         if reader.number(_U8) != _THREE_VALUES:
             raise FormatError("not an array")
@@ -82,6 +80,16 @@ def read_array_head(head: memoryview) -> tuple[Any, Any, int, int]:
     except (ValueError, struct.error, IndexError, KeyError) as error:
         raise FormatError(f"wrong payload of an extension: {_reason(error)}") from error
     return shape, name, reader.at, reader.at + nbytes
+
+
+class _NoArrays:
+    """Refuses arrays, where a shape or a name is expected."""
+
+    def make(self, payload: Any, at: int) -> NoReturn:
+        raise FormatError("an array inside of the description of an array")
+
+    def join(self, shape: list[int], chunks: Sequence[Any]) -> NoReturn:
+        raise FormatError("an array inside of the description of an array")
 
 
 def _framing_problem(view: memoryview) -> str | None:
