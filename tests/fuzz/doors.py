@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 import eformer
 from eformer import checkpoint, pytree
 from eformer._engine.formats.indexes import INDEXES
@@ -18,6 +20,7 @@ from eformer._engine.formats.msgpack import reader
 from eformer._engine.formats.msgpack.views import unpack
 from eformer._engine.formats.msgpack.writer import pack
 from eformer._engine.stores.locate import store_at
+from eformer._engine.tools.view import LeafView
 from eformer.errors import EformerError, FormatError
 from eformer.serialization import (
     AsyncCheckpointManager,
@@ -30,6 +33,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SOURCE = str(Path(eformer.__file__).parent)
+
+
+class Position:
+    """An iterator over data, as far as a run knows one."""
+
+    def get_state(self) -> dict[str, Any]:
+        return {"i": 3, "order": np.arange(4), "rest": [1.5, "a"]}
+
+    def set_state(self, state: Any) -> None:
+        self.state = state
 
 
 class Doors:
@@ -180,6 +193,10 @@ class Doors:
             run.resume(like=self.like)
             run.after(3, {"w": 1.0})
 
+    def resume_data(self, path: str) -> None:
+        with checkpoint.Run(path, every=1, signals=()) as run:
+            run.resume(like=self.like, data=Position())
+
     def resume_near(self, path: str) -> None:
         with checkpoint.Run(f"{path}/far", every=4, near=f"{path}/near", near_every=1, signals=()) as run:
             run.resume(like=self.like)
@@ -216,7 +233,18 @@ READING = (
 MSGPACK = ("unpack", "unpack_twice", "from_bytes")
 COMPRESSED = ("unpack_compressed",)
 NEAR = ("resume_near",)
-RUNS = ("latest", "steps", "steps_command", "resume", "score", "prune", "load", "inspect", "verify")
+RUNS = (
+    "latest",
+    "steps",
+    "steps_command",
+    "resume",
+    "resume_data",
+    "score",
+    "prune",
+    "load",
+    "inspect",
+    "verify",
+)
 WRITING = ("save", "save", "save_other")
 
 
@@ -237,7 +265,7 @@ def _told(work: Callable[[], Any]) -> None:
 
 
 def _read(leaf: Any) -> None:
-    if hasattr(leaf, "shape"):
+    if isinstance(leaf, LeafView):
         leaf[...]
         if leaf.shape:
             leaf[:1]

@@ -32,6 +32,7 @@ from eformer import checkpoint  # noqa: E402
 from eformer.checkpoint import SaveOptions  # noqa: E402
 from fuzz.cases import HERE as PLACE  # noqa: E402
 from fuzz.cases import Bucket, Case, with_open_databases  # noqa: E402
+from fuzz.doors import Position  # noqa: E402
 from fuzz.seals import seal  # noqa: E402
 
 RUN_FILE = b'{"id":"0123456789abcdef","host":"a","pid":1,"since":"2026-01-01T00:00:00+00:00"}'
@@ -127,6 +128,13 @@ def runs() -> None:
         case = Case.of_directory(place)
         case.files["run.json"] = RUN_FILE
         keep("runs", "run", case)
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch) / "c"
+        with checkpoint.Run(place, every=1, signals=()) as run:
+            run.after(1, small(), data=Position())
+        case = Case.of_directory(place)
+        case.files["run.json"] = RUN_FILE
+        keep("runs", "data", case)
     moved = [["model", 1, "0123456789abcdef", []], ["other", 2, "", [["other/w/.zarray", 3, 4]]]]
     journal = {"save_id": "0123456789abcdef", "new": moved, "old": moved[::-1]}
     with tempfile.TemporaryDirectory() as scratch:

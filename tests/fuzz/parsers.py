@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from eformer._engine.formats.msgpack.views import unpack
 from eformer._engine.formats.others.npy import parse_npy_header
 from eformer._engine.formats.others.orbax_metadata import CheckpointMetadata, TreeMetadata
@@ -16,6 +14,7 @@ from eformer._engine.formats.zarr.original_structure import parse_structure
 from eformer._engine.formats.zarr.zarray import parse_zarray
 from eformer._engine.record.holdings import holders
 from eformer._engine.record.manifest import Manifest
+from eformer._engine.record.manifest import parse_structure as parse_tree
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.steps import Scores
 from eformer._engine.trees.unflatten import unflatten
@@ -51,7 +50,7 @@ def _built(tree: Any) -> Any:
     leaves = tree.listed_leaves()
     if tree.holdings:
         holders(tree.holdings, len(leaves), [(number, None) for number in range(len(leaves))])
-    return unflatten(msgspec.json.decode(tree.structure), leaves | tree.values)
+    return unflatten(parse_tree(tree.structure), leaves | tree.values)
 
 
 def header(data: bytes) -> None:
@@ -94,13 +93,10 @@ def parser_of(name: str) -> Callable[[bytes], Any] | None:
 
 
 def parse(case: Case) -> None:
-    """Parse every file of a case; raise the first error that is not ours."""
+    """Parse the files of a case."""
     for name, data in case.files.items():
         if found := parser_of(name):
-            try:
-                found(data)
-            except EformerError:
-                continue
+            found(data)
 
 
 def parsed_files(cases: list[Case]) -> list[Case]:

@@ -18,6 +18,7 @@ from eformer.errors import EformerError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     from eformer._engine.formats.found import Found
@@ -70,8 +71,7 @@ class Step:
     @property
     def _of_run(self) -> dict[str, Any]:
         """What the run has written about the step; nothing, if a run did not save it."""
-        found = self._metadata.get(RUN_METADATA)
-        return found if isinstance(found, dict) else {}
+        return facts_of_run(self._metadata)
 
     @property
     def why(self) -> str:
@@ -126,6 +126,12 @@ class Step:
             return problem_of(self._found)
         except (EformerError, OSError) as error:
             return str(error)
+
+
+def facts_of_run(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run has written into the metadata of a step; nothing, if a run did not save it."""
+    found = metadata.get(RUN_METADATA)
+    return found if isinstance(found, dict) else {}
 
 
 def _time(text: str) -> dt.datetime | None:
