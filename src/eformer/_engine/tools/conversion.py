@@ -16,7 +16,12 @@ from eformer._engine.record.regions import Region
 from eformer._engine.record.rename import Renamed, Rule, apply, origins, refuse_transformed_keys
 from eformer._engine.record.text import few, shortened, size
 from eformer._engine.record.values import LeftToCode, value_from_json
-from eformer._engine.tools.sequential_writers import has_sequences, names_as_structure, renamed_in_npz
+from eformer._engine.tools.sequential_writers import (
+    has_sequences,
+    names_as_structure,
+    renamed_in_npz,
+    require_structure,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -118,6 +123,8 @@ def plan_tree(view: View, rules: list[Rule] | None, dtype: Any, target: TargetFo
         converted.structure = names_as_structure([*arrays, *values])
         converted.notes.append("the structure cannot be read; the result is nested dicts by the names")
     if target in ("npz", "msgpack"):
+        names = [source.name for source in converted.sources]
+        require_structure(converted.structure, [*names, *converted.raw_values])
         _leave_out_functions(converted, target)
     converted.notes += _losses(converted, target)
     return converted

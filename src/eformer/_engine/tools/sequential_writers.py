@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import zipfile
 from collections import Counter
 from typing import IO, TYPE_CHECKING, Any
@@ -15,16 +16,17 @@ from eformer._engine.record.names import BARE_LEAF, join_name, readable, split_n
 from eformer._engine.record.planned import LazyArray
 from eformer._engine.record.values import value_from_json
 from eformer._engine.saving.write import elements_of
-from eformer.errors import LeafError, MismatchError
+from eformer.errors import LeafError, MismatchError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from eformer._engine.record.planned import Source
     from eformer._engine.saving.staging import Staging
     from eformer._engine.tasks.progress import Meter
 
 _MAX_CHUNK = 2**30  # bytes; flax splits larger arrays
+_MAX_DEPTH = 250  # of trees that eformer saves
 
 
 def _elements(source: Source, staging: Staging, meter: Meter) -> Iterator[memoryview]:
@@ -137,15 +139,52 @@ def state_of(structure: Any, leaves: Mapping[str, Any]) -> Any:
     return {key: state_of(child, leaves) for key, child in _children(structure)}
 
 
-def _children(structure: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    inside = structure["children"] if "children" in structure else next(iter(structure.values()))
-    kind = next(iter(structure))
-    if isinstance(inside, dict):
-        yield from ((unescape(key) if kind == "dict" else key, child) for key, child in inside.items())
-    elif kind in ("dict", "OrderedDict", "defaultdict"):
-        yield from ((str(value_from_json(key)), child) for key, child in inside)
-    else:
-        yield from ((str(index), child) for index, child in enumerate(inside))
+# The member of a container's JSON that has its children, by all of its members.
+_CONTENTS = {
+    frozenset({"dict"}): "dict",
+    frozenset({"list"}): "list",
+    frozenset({"tuple"}): "tuple",
+    frozenset({"OrderedDict"}): "OrderedDict",
+    frozenset({"defaultdict", "factory"}): "defaultdict",
+    frozenset({"namedtuple", "children"}): "children",
+    frozenset({"dataclass", "static", "children"}): "children",
+    frozenset({"node", "aux", "children"}): "children",
+}
+_MAPPINGS = ("dict", "OrderedDict", "defaultdict")
+
+
+def _children(structure: Any) -> list[tuple[str, Any]]:
+    """List the children of a container with their keys. Raise StructureError if it is not one."""
+    try:
+        content = _CONTENTS[frozenset(structure)]
+        inside = structure[content]
+        if isinstance(inside, dict):
+            return [(unescape(key) if content == "dict" else key, child) for key, child in inside.items()]
+        if content in _MAPPINGS:
+            return [(str(value_from_json(key)), child) for key, child in inside]
+        return [(str(index), child) for index, child in enumerate(inside)]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise StructureError(f"not a recorded structure: {reprlib.repr(structure)}") from error
+
+
+def require_structure(structure: Any, names: Iterable[str]) -> None:
+    """Refuse a structure that is not a tree of exactly these leaves: some would be lost on the way."""
+    found: list[str] = []
+    pending = [(structure, 0)]
+    while pending:
+        node, depth = pending.pop()
+        if isinstance(node, str):
+            found.append(node)
+        elif node is not None:
+            if depth > _MAX_DEPTH:
+                raise StructureError(f"the recorded structure is nested more than {_MAX_DEPTH} deep")
+            pending += [(child, depth + 1) for _, child in _children(node)]
+    counted, expected = Counter(found), set(names)
+    problems = [f"missing leaf {name!r}" for name in counted.keys() - expected]
+    problems += [f"unexpected leaf {name!r}" for name in expected - counted.keys()]
+    problems += [f"leaf {name!r} in {times} places" for name, times in counted.items() if times > 1]
+    if problems:
+        raise MismatchError(sorted(problems), context="the leaves do not fit the structure")
 
 
 def has_sequences(structure: Any) -> bool:
@@ -153,7 +192,7 @@ def has_sequences(structure: Any) -> bool:
     pending = [structure]
     while pending:
         if isinstance(node := pending.pop(), dict):
-            if next(iter(node)) in ("list", "tuple"):
+            if "list" in node or "tuple" in node:
                 return True
             pending += [child for _, child in _children(node)]
     return False
