@@ -14,7 +14,7 @@ SERVERS := .venv-cloud
 # Tests wait for disks and other processes as long as they compute.
 WORKERS ?= $(shell $(PYTHON) -c "import os; n = len(os.sched_getaffinity(0)); print(min(16, n + (n + 1) // 2))")
 
-.PHONY: demo test cloud faults frameworks check format bench clean
+.PHONY: demo test cloud faults fuzz frameworks check format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -33,6 +33,11 @@ PEERS ?=
 faults: $(VENV)/.dev
 	$(BIN)/python faults/run.py --minutes $(MINUTES)
 	$(if $(PEERS),$(BIN)/python faults/run.py --minutes $(MINUTES) --peers)
+
+# Every reader, with changed checkpoints: `make fuzz MINUTES=60`. Findings are kept in tests/fuzz/findings.
+MINUTES ?= 1
+fuzz: $(VENV)/.dev
+	$(BIN)/python tests/fuzz/run.py --minutes $(MINUTES)
 
 # Everything that a checkpoint in a bucket promises, on servers on loopback: moto, ministack, SeaweedFS, Ceph, azurite, a
 # double of Google's, and one that ignores conditions. Installs what it can, and says which servers it could not start.

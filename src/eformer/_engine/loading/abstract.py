@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import jax
-import msgspec
 
 from eformer._engine.formats.find import look_at
+from eformer._engine.loading.select import key_dtype
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.record.manifest import UNREADABLE
+from eformer._engine.record.manifest import UNREADABLE, parse_structure
 from eformer._engine.trees.unflatten import unflatten
 from eformer.errors import StructureError
 
@@ -33,7 +33,7 @@ def abstract(path: str | os.PathLike[str], *, prefix: str | None = None) -> Any:
 
 
 def _described(tree: TreeEntry) -> Any:
-    structure = msgspec.json.decode(tree.structure)
+    structure = parse_structure(tree.structure)
     if isinstance(structure, dict) and UNREADABLE in structure:
         raise StructureError(structure[UNREADABLE])
     return unflatten(structure, {name: _struct(leaf) for name, leaf in tree.leaves.items()} | tree.values)
@@ -43,9 +43,5 @@ _ShapeDtypeStruct: Any = jax.ShapeDtypeStruct  # its constructor has no types
 
 
 def _struct(leaf: LeafEntry) -> Any:
-    dtype = _key_dtype(leaf.key) if leaf.key else dtype_from_name(leaf.dtype)
+    dtype = key_dtype(leaf.key) if leaf.key else dtype_from_name(leaf.dtype)
     return _ShapeDtypeStruct(leaf.logical_shape, dtype, weak_type=leaf.home == "weak")
-
-
-def _key_dtype(generator: str) -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0, impl=generator)).dtype

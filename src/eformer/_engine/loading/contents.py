@@ -11,7 +11,7 @@ import msgspec
 
 from eformer._engine.formats.nested_names import nested_spelled
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
-from eformer._engine.record.manifest import UNREADABLE, LeafEntry
+from eformer._engine.record.manifest import UNREADABLE, LeafEntry, parse_structure
 from eformer._engine.record.names import BARE_LEAF, readable, split_name, with_nearest
 from eformer._engine.record.rename import apply, refuse_transformed_keys
 from eformer._engine.record.text import few
@@ -62,7 +62,7 @@ class Contents:
 
     @property
     def structure(self) -> Any:
-        return msgspec.json.decode(self.raw_structure)
+        return parse_structure(self.raw_structure)
 
     def has_structure(self, *kinds: str) -> bool:
         """Tell whether the structure has nodes of one of these kinds."""

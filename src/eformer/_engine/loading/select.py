@@ -25,7 +25,7 @@ from eformer._engine.record.text import few
 from eformer._engine.record.values import LeftToCode
 from eformer._engine.trees.functions import is_code
 from eformer._engine.trees.shardings import AnnotatedShape
-from eformer.errors import MismatchError
+from eformer.errors import FormatError, MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -295,7 +295,7 @@ def _is_alike(target: LeafTarget, leaf: Any) -> bool:
 def _array_mismatch(target: LeafTarget, leaf: Any, request: Request) -> Iterable[str]:
     if isinstance(leaf, (Sharding, PartitionSpec)):
         return
-    dtype = _key_dtype(target.entry.key) if target.entry.key else target.dtype
+    dtype = str(key_dtype(target.entry.key)) if target.entry.key else target.dtype
     found = _array_text(dtype, target.entry.logical_shape)
     if not _has_shape(leaf):
         kind = None if target.shape or target.entry.key else kind_of_dtype(target.dtype)
@@ -385,6 +385,9 @@ def _dtype_name(dtype: Any) -> str:
 
 
 @lru_cache
-def _key_dtype(impl: str) -> str:
-    """Return JAX's name for the dtype of PRNG keys of this implementation."""
-    return str(jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype)
+def key_dtype(generator: str) -> Any:
+    """Return the dtype of PRNG keys of this generator; raise a FormatError if JAX does not have it."""
+    try:
+        return jax.eval_shape(lambda: jax.random.key(0, impl=generator)).dtype
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"JAX cannot make PRNG keys of kind {generator[:200]!r}: {error}") from error

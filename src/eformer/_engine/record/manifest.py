@@ -336,6 +336,14 @@ def _parsed(raw: Raw, decode: Callable[[Raw], T]) -> T:
         raise FormatError(f"the manifest's list of leaves is invalid: {error}") from error
 
 
+def parse_structure(raw: Raw | bytes) -> Any:
+    """Parse the structure of a tree, which `unflatten` understands."""
+    try:
+        return msgspec.json.decode(raw)
+    except MALFORMED_JSON as error:
+        raise FormatError(f"the manifest has an invalid structure: {error}") from error
+
+
 class CommitLog(Struct, frozen=True, omit_defaults=True):
     """What an index in a bucket says of saves, so that each is committed once or never.
 

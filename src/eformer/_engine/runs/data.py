@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from eformer._engine.record.values import is_recorded, value_from_json, value_to_json
-from eformer.errors import LeafError, StructureError
+from eformer._engine.record.values import MALFORMED_JSON, is_recorded, value_from_json, value_to_json
+from eformer.errors import FormatError, LeafError, StructureError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
@@ -29,10 +32,25 @@ def position_of(data: Any) -> bytes:
     return msgspec.json.encode(position)
 
 
+def positions_in(facts: Mapping[str, Any]) -> list[str]:
+    """Return the positions of all processes that a step has recorded; none if it was saved without data."""
+    found = facts.get("data", [])
+    if not isinstance(found, (list, tuple)) or not all(isinstance(position, str) for position in found):
+        raise FormatError(f"what the step says of its position in the data makes no sense: {found!r:.200}")
+    return list(found)
+
+
 def set_position(data: Any, position: bytes) -> None:
     """Put an iterator to a position that `position_of` returned."""
     _, put = _methods(data)
-    getattr(data, put)(_with_arrays(value_from_json(msgspec.json.decode(position))))
+    getattr(data, put)(_parsed(position))
+
+
+def _parsed(position: bytes) -> Any:
+    try:
+        return _with_arrays(value_from_json(msgspec.json.decode(position)))
+    except (*MALFORMED_JSON, TypeError, ValueError) as error:
+        raise FormatError(f"the recorded position in the data cannot be read: {error}") from error
 
 
 def _methods(data: Any) -> tuple[str, str]:

@@ -366,7 +366,8 @@ def agree(messages: Sequence[bytes], near: Near | None) -> Agreed:
 
 def own_position(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts of a near step, which has the position of one process in the data, as those of a run's step."""
-    return {**facts, "data": list(facts.get("data", [])) * jax.process_count()}
+    data = facts.get("data", [])
+    return {**facts, "data": list(data) * jax.process_count() if isinstance(data, (list, tuple)) else data}
 
 
 def _steps_in(place: Path) -> Sequence[Step]:

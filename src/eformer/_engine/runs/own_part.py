@@ -111,6 +111,15 @@ def _uncut(part: TreeEntry, path: str, common_id: str) -> BoxedTree:
     if not isinstance(text, str):
         raise FormatError(f"{path} is not a part of a tree: its metadata has no {PART_METADATA!r}")
     table = parse_json(text.encode(), _Table, f"{path}: the table of its leaves cannot be read")
+    try:
+        arrays, values = _contents(part, table)
+    except (KeyError, ValueError) as error:
+        raise FormatError(f"{path}: the table of its leaves is not that of what it holds: {error}") from error
+    return boxed_tree(part, arrays, save_id=common_id, raw_values=values, structure=table.structure)
+
+
+def _contents(part: TreeEntry, table: _Table) -> tuple[dict[str, LeafEntry], dict[str, Any]]:
+    """Return the arrays and the plain values of the whole tree, by their names in it."""
     stored, number = part.leaves, 0
     arrays: dict[str, LeafEntry] = {}
     values: dict[str, Any] = {}
@@ -126,7 +135,7 @@ def _uncut(part: TreeEntry, path: str, common_id: str) -> BoxedTree:
         else:
             arrays[name] = stored[str(number)]
         number += 1
-    return boxed_tree(part, arrays, save_id=common_id, raw_values=values, structure=table.structure)
+    return arrays, values
 
 
 def _joined(cut: _Cut, boxes: Sequence[LeafEntry]) -> LeafEntry:

@@ -20,13 +20,13 @@ from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.options import SaveOptions, options_from
 from eformer._engine.record.policies import every_from, is_due, keep_from, minutes_due
 from eformer._engine.runs.clock import Clock
-from eformer._engine.runs.data import position_of, set_position
+from eformer._engine.runs.data import position_of, positions_in, set_position
 from eformer._engine.runs.metrics import numbers, taken
 from eformer._engine.runs.near import Agreed, Held, Near, NearStep, agree, own_position
 from eformer._engine.runs.outcomes import outcome_of, worst
 from eformer._engine.runs.retention import remove_others
 from eformer._engine.runs.signals import Signals
-from eformer._engine.runs.steps import RUN_METADATA, Step, steps
+from eformer._engine.runs.steps import RUN_METADATA, Step, facts_of_run, steps
 from eformer._engine.runs.writer import Writer
 from eformer._engine.saving.metadata import metadata_to_json
 from eformer._engine.saving.pending import Pending
@@ -258,7 +258,7 @@ class Run:
             if problem is not None and fallback:  # a second look: a directory may be stale for a moment
                 loaded, problem = self._try(place, request)
             if problem is None:
-                facts = loaded.entry.metadata.get(RUN_METADATA, {})
+                facts = facts_of_run(loaded.entry.metadata)
                 return _Found(loaded.tree, number, skipped, own_position(facts) if place.epoch else facts)
             if not fallback:
                 raise CorruptionError(f"step {number} of {self.path} is damaged: {problem}")
@@ -306,7 +306,7 @@ class Run:
         self.step = self._resumed_from = found.step
         if data is None:
             return
-        positions = found.facts.get("data", [])
+        positions = positions_in(found.facts)
         if not positions:
             raise ValueError(
                 f"step {found.step} of {self.path} was saved without data=, so it has no position in them; resume "

@@ -18,6 +18,7 @@ from eformer.errors import EformerError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     from eformer._engine.formats.found import Found
@@ -65,17 +66,22 @@ class Step:
         if self._found.is_costly:
             return None
         times = [tree.saved_at for tree in self._found.trees.values() if tree.saved_at]
-        return dt.datetime.fromisoformat(max(times)) if times else None
+        return _time(max(times)) if times else None
+
+    @property
+    def _of_run(self) -> dict[str, Any]:
+        """What the run has written about the step; nothing, if a run did not save it."""
+        return facts_of_run(self._metadata)
 
     @property
     def why(self) -> str:
         """Why it was saved: "every", "asked", "signal" or "call"; "" if a run did not save it."""
-        return str(self._metadata.get(RUN_METADATA, {}).get("why", ""))
+        return str(self._of_run.get("why", ""))
 
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics of the save, and those that `score` added."""
-        return {**self._metadata.get(RUN_METADATA, {}).get("metrics", {}), **self.scores}
+        return {**_numbers(self._of_run.get("metrics")), **self.scores}
 
     @property
     def scores(self) -> dict[str, float]:
@@ -120,6 +126,29 @@ class Step:
             return problem_of(self._found)
         except (EformerError, OSError) as error:
             return str(error)
+
+
+def facts_of_run(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run has written into the metadata of a step; nothing, if a run did not save it."""
+    found = metadata.get(RUN_METADATA)
+    return found if isinstance(found, dict) else {}
+
+
+def _time(text: str) -> dt.datetime | None:
+    """Parse a time; return None for a text that is none."""
+    try:
+        found = dt.datetime.fromisoformat(text)
+        found.timestamp()  # which a time of the year 1 may not have
+    except (ValueError, OverflowError):
+        return None
+    return found
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    """Return the metrics in a manifest that are numbers, as all are that a run has written."""
+    if not isinstance(metrics, dict):
+        return {}
+    return {str(name): value for name, value in metrics.items() if isinstance(value, float)}
 
 
 def digest_of(step: Step) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import threading
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from eformer._engine.stores.objects import Objects, Stream
 
 _MOST_KEY = 1024  # bytes, on all of Amazon's, Google's and Microsoft's
+_NOT_IN_KEYS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # obstore refuses them
 _THREADS = 16  # they wait for the network most of the time
 _AHEAD = 8 * PART_BYTES  # bytes that wait to be sent
 _FEW = 8  # objects that are looked up one by one
@@ -146,7 +148,7 @@ class BucketStore:
         return CachedFiles(files, self.cache, f"{self.objects.server} {self.url}", names, versions or {})
 
     def key_of(self, name: str) -> str:
-        if not is_inside(name):
+        if not is_inside(name) or _NOT_IN_KEYS.search(name):
             raise FormatError(f"{name[:200]!r} is not the name of a file in {self.url}")
         return f"{self._path}/{name}" if self._path else name  # as it is listed
 

@@ -44,13 +44,18 @@ def open_inside(directory: Path, name: str) -> int:
     if not is_inside(name):
         raise FormatError(f"{name[:200]!r} is not the name of a file in {directory}")
     path = directory / name
-    if "/" not in name:
-        try:
-            return _regular(os.open(path, _FILE), path)
-        except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
-                raise
-    return _regular(_open_in(directory, name, _FILE), path)
+    try:
+        if "/" not in name:
+            try:
+                return _regular(os.open(path, _FILE), path)
+            except OSError as error:
+                if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+                    raise
+        return _regular(_open_in(directory, name, _FILE), path)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise FormatError(f"{name[:200]!r} cannot be a file of {directory}: {error.strerror}") from error
 
 
 def open_beneath(base: int, real: str, name: str) -> int:

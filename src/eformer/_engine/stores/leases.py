@@ -232,7 +232,15 @@ def ids_in(names: Iterable[str]) -> set[str]:
 
 
 def still_dead(dead: dict[str, str], now: dt.datetime) -> dict[str, str]:
-    return {name: at for name, at in dead.items() if now - dt.datetime.fromisoformat(at) < DEAD_FOR}
+    return {name: at for name, at in dead.items() if _is_recent(at, now)}
+
+
+def _is_recent(at: str, now: dt.datetime) -> bool:
+    """Tell whether a save was given up lately. One that was at a time that makes no sense stays barred."""
+    try:
+        return now - dt.datetime.fromisoformat(at) < DEAD_FOR
+    except (ValueError, TypeError):
+        return True
 
 
 def _now() -> tuple[float, float]:

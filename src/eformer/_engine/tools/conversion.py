@@ -6,12 +6,10 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-
 from eformer._engine.formats.nested_names import nested_spelled, split_spelled
 from eformer._engine.record.dtypes import floating_dtype, is_floating
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
-from eformer._engine.record.manifest import UNREADABLE
+from eformer._engine.record.manifest import UNREADABLE, parse_structure
 from eformer._engine.record.names import join_name
 from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
@@ -115,7 +113,7 @@ def plan_tree(view: View, rules: list[Rule] | None, dtype: Any, target: TargetFo
     cast = None if dtype is None else floating_dtype(dtype)
     arrays = {name: StoredLeaf(view, name, entry) for name, entry in tree.leaves.items()}
     values = tree.raw_values
-    structure = msgspec.json.decode(tree.structure)
+    structure = parse_structure(tree.structure)
     if rules is None:
         sources = [_source(name, array, cast) for name, array in arrays.items()]
         converted = ConvertedTree(view, sources, values, structure)

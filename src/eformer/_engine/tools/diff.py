@@ -10,7 +10,7 @@ import numpy as np
 
 from eformer._engine.formats.find import look_at
 from eformer._engine.record.lazy_arrays import StoredLeaf
-from eformer._engine.record.manifest import UNREADABLE, LeafEntry
+from eformer._engine.record.manifest import UNREADABLE, LeafEntry, parse_structure
 from eformer._engine.record.pieces import pieces
 from eformer._engine.record.text import few
 from eformer._engine.record.values import value_from_json
@@ -294,7 +294,7 @@ def _batches(names: Sequence[str], entries: dict[str, Any]) -> Iterator[list[str
 
 
 def _notes(a: View, b: View) -> Iterator[str]:
-    one, other = (msgspec.json.decode(view.tree.structure) for view in (a, b))
+    one, other = (parse_structure(view.tree.structure) for view in (a, b))
     is_known = not any(isinstance(side, dict) and UNREADABLE in side for side in (one, other))
     if is_known and set(a) == set(b) and one != other:
         yield "some containers are of different kinds, such as a list and a dict"

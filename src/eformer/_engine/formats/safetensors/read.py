@@ -154,6 +154,8 @@ def find_file(store: Store, name: str, link: tuple[Store, str] | None = None) ->
     path = store.path_to(name)
     raw, entry = read_header(store, name)
     if manifest := _own_manifest(raw, path):
+        if len(manifest.trees) != 1:
+            raise FormatError(f"{path}: the manifest of a single file has {len(manifest.trees)} trees")
         trees = {prefix: _own_file(tree, path, name, len(raw)) for prefix, tree in manifest.trees.items()}
         return Found(path, store, manifest, trees, versions={name: entry.version})
     header = parse_header(raw, entry.nbytes, path)
