@@ -32,6 +32,7 @@ MINUTES ?= 20
 PEERS ?=
 faults: $(VENV)/.dev
 	$(BIN)/python faults/run.py --minutes $(MINUTES)
+	$(BIN)/python tests/fuzz/run.py --minutes 1
 	$(if $(PEERS),$(BIN)/python faults/run.py --minutes $(MINUTES) --peers)
 
 # Every reader, with changed checkpoints: `make fuzz MINUTES=60`. Findings are kept in tests/fuzz/findings.

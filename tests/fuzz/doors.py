@@ -28,6 +28,7 @@ from eformer.serialization import (
     find_latest_checkpoint,
     tree_deserialize_leaves,
 )
+from support.keys import PUBLIC
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,6 +83,12 @@ class Doors:
 
     def load(self, path: str) -> None:
         checkpoint.load(path)
+
+    def load_signed(self, path: str) -> None:
+        checkpoint.load(path, key=PUBLIC)
+
+    def verify_signed(self, path: str) -> None:
+        checkpoint.verify(path, key=PUBLIC)
 
     def load_each(self, path: str) -> None:
         for prefix in checkpoint.inspect(path).trees:
@@ -230,6 +237,7 @@ READING = (
     "inspect", "describe", "view", "load", "load", "load_each", "load_like", "load_part", "abstract", "verify", "verify", "dry_run", "manager", "manager_pytree",
     "command", "inspect_command", "diff", "convert_to_msgpack", "convert_to_safetensors", "convert_to_arrays", "convert_to_npz",
 )  # fmt: skip
+SIGNED = ("load_signed", "verify_signed", "inspect", "verify")
 MSGPACK = ("unpack", "unpack_twice", "from_bytes")
 COMPRESSED = ("unpack_compressed",)
 NEAR = ("resume_near",)

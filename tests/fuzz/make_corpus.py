@@ -34,6 +34,7 @@ from fuzz.cases import HERE as PLACE  # noqa: E402
 from fuzz.cases import Bucket, Case, with_open_databases  # noqa: E402
 from fuzz.doors import Position  # noqa: E402
 from fuzz.seals import seal  # noqa: E402
+from support.keys import PRIVATE  # noqa: E402
 
 RUN_FILE = b'{"id":"0123456789abcdef","host":"a","pid":1,"since":"2026-01-01T00:00:00+00:00"}'
 HERE = Path(__file__).parent / "corpus"
@@ -324,8 +325,25 @@ def near() -> None:
         keep("near", "run", case)
 
 
+def torch() -> None:
+    """Keep files of PyTorch, which tests/compat/torch/write.py writes."""
+    for name in ("weights", "weights_stream", "kinds", "kinds_stream", "training"):
+        keep("torch", name, Case({"m.pt": (COMPAT / "torch" / f"{name}.pt").read_bytes()}, "m.pt"))
+    for name in ("shards", "distributed"):
+        keep("torch", name, Case.of_directory(COMPAT / "torch" / name))
+
+
+def signed() -> None:
+    """Keep a checkpoint with its signature."""
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch) / "c"
+        checkpoint.save(small(), place)
+        checkpoint.sign(place, key=PRIVATE)
+        keep("signed", "directory", Case.of_directory(place))
+
+
 def main() -> None:
-    for work in (ours, together, runs, buckets, others, zarrs, orbax, old_orbax, zarr3, near):
+    for work in (ours, together, runs, buckets, others, zarrs, orbax, old_orbax, zarr3, near, torch, signed):
         work()
 
 

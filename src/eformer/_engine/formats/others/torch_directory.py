@@ -62,6 +62,8 @@ def _in_shards(store: Store, there: Sequence[str]) -> Found:
     where = store.path_to(INDEX)
     weights = parse_json(data, _Index, f"{where} is not an index of a model").weight_map
     names = sorted(set(weights.values()))
+    if not names:
+        raise FormatError(f"{where} lists no tensors")
     if lost := set(names) - set(there):
         raise CorruptionError(f"{where} names files that are missing: {few(sorted(lost))}")
     shards = [_open(store, name) for name in names]

@@ -125,7 +125,7 @@ def _fields_of(found: Any, name: str) -> dict[Any, Any]:
 def _pairs(found: Any) -> list[tuple[Any, Any]]:
     if isinstance(found, dict):
         return list(found.items())
-    if type(found) is not PickledDict:
+    if type(found) is not PickledDict or len(found) % 2:
         raise FormatError("no dict where one should be")
     return list(zip(found[::2], found[1::2], strict=True))
 
