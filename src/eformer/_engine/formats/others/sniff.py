@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING
 
-from eformer._engine.formats.others import equinox, flax, gguf, keras_files, npz, torch
+from eformer._engine.formats.others import equinox, flax, gguf, keras_files, npz, tensorflow, torch
 from eformer._engine.formats.others.single_file import open_single_file
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
 from eformer.errors import FormatError
@@ -48,7 +48,8 @@ def in_file(store: Store, name: str) -> Found | None:
         first = file.read(0, 9)
         if _is_safetensors(first, file.nbytes):
             return None
-        if other := _name_other_format(file, first):
+        other = tensorflow.name_file(name) or _name_other_format(file, first)
+        if other:
             raise FormatError(f"{file.path} is not a checkpoint that eformer can read, but {other}")
         for read in FILE_READERS:
             if found := read(file, first):
