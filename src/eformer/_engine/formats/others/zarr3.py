@@ -92,36 +92,34 @@ def by_description(place: Place) -> Found | None:
 
 
 def _read_nodes(store: Store) -> tuple[dict[str, _Node], dict[str, Version]]:
-    """Read the descriptions of all groups and arrays, by path."""
-    nodes, versions = {}, {}
-    for path in _walk(store):
-        name = f"{path}/{ZARR_JSON}" if path else ZARR_JSON
-        data, entry = read_whole(store, name)
-        node = parse_json(
-            data, _Node, f"{store.path_to(name)} does not describe a group or an array of zarr 3"
-        )
-        if node.zarr_format != 3 or node.node_type not in ("array", "group"):
-            raise FormatError(
-                f"{store.path_to(name)} is of format {node.zarr_format} and kind {node.node_type[:40]!r}, which is not "
-                "zarr 3"
-            )
-        nodes[path], versions[name] = node, entry.version
-        if node.node_type == "array":
-            _require_known(path, node)
-    return nodes, versions
-
-
-def _walk(store: Store) -> Iterator[str]:
-    """List the directories that have a description. Arrays have none below them."""
+    """Read the descriptions of all groups and arrays, by path. Directories below an array are its own."""
+    nodes: dict[str, _Node] = {}
+    versions: dict[str, Version] = {}
     todo = [("", 0)]
     while todo:
         path, depth = todo.pop()
         kinds = store.kinds(path)
         if ZARR_JSON in kinds:
-            yield path
+            name = f"{path}/{ZARR_JSON}" if path else ZARR_JSON
+            nodes[path], versions[name] = _read_node(store, name)
+            if nodes[path].node_type == "array":
+                _require_known(path, nodes[path])
+                continue
         if depth < _MAX_DEPTH:
             below = [name for name, kind in kinds.items() if kind == "directory" and name[0] != "."]
             todo += [(f"{path}/{name}" if path else name, depth + 1) for name in below]
+    return nodes, versions
+
+
+def _read_node(store: Store, name: str) -> tuple[_Node, Version]:
+    data, entry = read_whole(store, name)
+    node = parse_json(data, _Node, f"{store.path_to(name)} does not describe a group or an array of zarr 3")
+    if node.zarr_format != 3 or node.node_type not in ("array", "group"):
+        raise FormatError(
+            f"{store.path_to(name)} is of format {node.zarr_format} and kind {node.node_type[:40]!r}, which is not "
+            "zarr 3"
+        )
+    return node, entry.version
 
 
 def _require_known(path: str, node: _Node) -> None:
