@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.nested_names import nested
 from eformer._engine.formats.others.single_file import ArrayInFile, FilePart, describe_file
-from eformer._engine.formats.others.zip_members import Checked, find_damages, locate_members
+from eformer._engine.formats.others.zip_members import Checked, find_damages, has_member, locate_members
 from eformer._engine.record.dtypes import DTYPES
 from eformer._engine.record.names import escape
 from eformer._engine.record.text import few
@@ -46,11 +46,9 @@ def in_hdf5(file: SingleFile, first: bytes) -> Found | None:
 
 def in_keras(file: SingleFile, first: bytes) -> Found | None:
     """Find the tree of a `.keras` archive: its weights. The configuration of the model is metadata."""
-    if not first.startswith(b"PK\x03\x04"):
+    if not first.startswith(b"PK\x03\x04") or not has_member(file, _WEIGHTS):
         return None
     members = {info.filename: (info, offset) for info, offset in locate_members(file)}
-    if _WEIGHTS not in members:
-        return None
     for info, _ in members.values():
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _IS_ENCRYPTED:
             raise FormatError(
