@@ -9,7 +9,7 @@ import pytest
 from support.faults import hooked, noted, struck
 from support.tool_faults import STEPS, carry_out, die_at, prepare, result_of
 
-CONVERSIONS = [f"convert to {name}" for name in ("new.npz", "new.msgpack", "new.safetensors", "new")]
+CONVERSIONS = [f"convert to {name}" for name in ("new.npz", "new.msgpack", "new.safetensors", "new", "orbax")]
 TOOLS = ["prune", "save_to_file", *CONVERSIONS]
 
 

@@ -41,7 +41,9 @@ def carry_out(tool: str, folder: Path) -> None:
     elif tool == "save_to_file":
         save_to_file(TREE, str(folder / "state.msgpack"))
     else:
-        convert(folder.parent / "source", folder / tool.removeprefix("convert to "), to=None if "." in tool else "tensorstore")  # fmt: skip
+        name = tool.removeprefix("convert to ")
+        formats = {"new": "tensorstore", "orbax": "orbax"}  # others have the suffix of theirs
+        convert(folder.parent / "source", folder / name, to=formats.get(name))
 
 
 def result_of(tool: str) -> list[str]:

@@ -230,7 +230,7 @@ _MOST_NOTES = 20
 @click.argument("destination", type=click.Path())
 @click.option(
     "--to",
-    type=click.Choice(["safetensors", "tensorstore", "msgpack", "npz", "peft"]),
+    type=click.Choice(["safetensors", "tensorstore", "msgpack", "npz", "peft", "orbax"]),
     help="The target format.",
 )
 @click.option("--dtype", help="Cast floating leaves: bf16, fp16, float32, ...")

@@ -9,7 +9,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from eformer._engine.formats.markers import ORBAX_TREE
-from eformer._engine.formats.others import orbax, orbax_in_bucket, peft, torch_directory, torch_distributed
+from eformer._engine.formats.others import (
+    orbax,
+    orbax_in_bucket,
+    peft,
+    tensorflow,
+    torch_directory,
+    torch_distributed,
+    zarr3,
+)
 from eformer._engine.formats.others import sniff as files
 from eformer._engine.formats.read_format import DirectoryReader, Place
 from eformer._engine.formats.safetensors import read as safetensors
@@ -41,6 +49,7 @@ FOREIGN = (
     orbax.FORMAT,
     peft.FORMAT,
     torch_distributed.FORMAT,
+    zarr3.FORMAT,
     *files.FORMATS,
 )
 
@@ -226,6 +235,8 @@ DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     arrays.without_index,
     torch_distributed.by_metadata,
     torch_directory.by_files,
+    zarr3.by_description,
+    tensorflow.refuse,
 )
 
 

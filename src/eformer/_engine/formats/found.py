@@ -77,6 +77,7 @@ class Found:
     has_names       False for a file that stores one array after another; its leaves are named by number
     find_damages    checks checksums that cannot be checked by reading a piece of a file
     find_left_out   lists the files that are not read and may hold leaves
+    refused         leaves of kinds that eformer does not store, each with its kind
 
     check_beside    checks files of eformer that hold no leaves: indexes for other readers, and marks
 
@@ -96,6 +97,7 @@ class Found:
     has_names: bool = True
     find_damages: Callable[[], Iterator[Damage]] | None = None
     find_left_out: Callable[[], tuple[str, ...]] = tuple
+    refused: Mapping[str, str] = field(default_factory=dict)
     check_beside: Callable[[], list[Damage]] = list
     is_part: bool = False
     is_costly: bool = False
@@ -131,8 +133,9 @@ class Found:
         return prefix
 
     def left_out(self, prefix: str | None = None) -> tuple[str, ...]:
-        """List the files and directories that are not read and may hold leaves; with a prefix, those of that tree."""
-        found = self.find_left_out()
+        """List what is not read and may hold leaves: files, directories, and leaves that are refused; with a prefix,
+        those of that tree."""
+        found = (*self.find_left_out(), *(f"{name} ({kind})" for name, kind in self.refused.items()))
         root = self.listed(prefix).root if prefix is not None else ""
         return tuple(path for path in found if path.startswith(f"{root}/")) if root else found
 

@@ -25,6 +25,7 @@ from eformer._engine.loading.select import compare, select
 from eformer._engine.loading.unnamed_leaves import by_order, completed
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.manifest import UNREADABLE
+from eformer._engine.record.names import resolve
 from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import few
 from eformer._engine.stores.cache import caching
@@ -35,7 +36,7 @@ from eformer._engine.tasks.pool import gc_paused
 from eformer._engine.tasks.progress import is_wanted, metered
 from eformer._engine.trees.flatten import flatten
 from eformer._engine.trees.unflatten import unflatten, unflatten_like
-from eformer.errors import StructureError
+from eformer.errors import FormatError, StructureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -279,6 +280,7 @@ def _load_found(found: Found, request: Request, like: Mapping[str, Any] | None, 
         needs_all = request.rename is not None or request.sha256 is not None
         entry = found.tree(request.prefix) if needs_all else found.listed(request.prefix)
         contents = contents_of(entry)
+    _require_stored(found, request)
     if paths := found.left_out(request.prefix):
         logger.warning("%s: not read, and may hold leaves: %s", found.path, few(paths))
     dropped: Sequence[str] = ()
@@ -295,6 +297,19 @@ def _load_found(found: Found, request: Request, like: Mapping[str, Any] | None, 
         with reading(found):
             reader.require_unwritten()
     return replace(loaded, dropped=dropped)
+
+
+def _require_stored(found: Found, request: Request) -> None:
+    """Refuse to load leaves of kinds that eformer does not store, unless others are asked for."""
+    if not found.refused or request.partial:
+        return
+    asked = found.refused if request.keys is None else resolve(request.keys, found.refused)[0]
+    if asked:
+        leaves = few([f"leaf {name!r}: {found.refused[name]}" for name in asked])
+        raise FormatError(
+            f"{found.path} has leaves of kinds that eformer does not store: {leaves}. Load the others with keys=, or "
+            "with like= and partial=True; or use the model's files before it was quantised"
+        )
 
 
 def _load_by_order(

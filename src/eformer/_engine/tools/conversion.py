@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.tools.view import View
 
-TargetFormat = Literal["safetensors", "tensorstore", "msgpack", "npz", "peft"]
+TargetFormat = Literal["safetensors", "tensorstore", "msgpack", "npz", "peft", "orbax"]
 
 _MOST_SHOWN = 60
 
@@ -122,7 +122,7 @@ def plan_tree(view: View, rules: list[Rule] | None, dtype: Any, target: TargetFo
     if isinstance(structure, dict) and UNREADABLE in structure and rules is None:
         converted.structure = names_as_structure([*arrays, *values])
         converted.notes.append("the structure cannot be read; the result is nested dicts by the names")
-    if target in ("npz", "msgpack"):
+    if target in ("npz", "msgpack", "orbax"):
         names = [source.name for source in converted.sources]
         require_structure(converted.structure, [*names, *converted.raw_values])
         _leave_out_functions(converted, target)
@@ -180,16 +180,20 @@ def _rename_tree(view: View, renamed: Renamed, values: dict[str, Any], cast: str
 
 def _losses(tree: ConvertedTree, target: TargetFormat) -> Iterator[str]:
     """Say what the target format cannot store."""
-    if target in ("npz", "msgpack"):
+    if target in ("npz", "msgpack", "orbax"):
         if tree.view.metadata:
             yield f"{target} cannot store the metadata: {', '.join(sorted(tree.view.metadata))[:200]}"
-        if keys := [source.name for source in tree.sources if source.key]:
+        keys = [source.name for source in tree.sources if source.key]
+        if keys and target != "orbax":
             yield f"{target} has no PRNG keys: {', '.join(keys)[:200]} become numbers, for jax.random.wrap_key_data"
     if target == "npz":
         yield from _npz_losses(tree)
     if target == "msgpack":
         yield "msgpack has no digests: later damage to the file goes unnoticed"
         yield "as in flax, all containers become dicts: flax.serialization.from_bytes(tree, ...) restores the tree"
+    if target == "orbax":
+        yield "the files of Orbax have no digests: later damage to them goes unnoticed"
+        yield "Orbax returns numpy arrays and lists; a target tree restores jax arrays, tuples and classes"
     if not tree.view.has_names:
         yield "the source has no names: its leaves are named by their numbers"
     if not tree.view.tree.has_digests:

@@ -31,6 +31,7 @@ from eformer._engine.tools import sequential_writers
 from eformer._engine.tools.adapter import plan_adapter
 from eformer._engine.tools.conversion import Conversion, ConvertedTree, TargetFormat, plan_tree, summarize
 from eformer._engine.tools.destination import destination_at
+from eformer._engine.tools.orbax_writer import plan_orbax, write_checkpoint_metadata, write_tree
 from eformer._engine.tools.view import View
 from eformer._engine.tools.view import open as open_view
 from eformer._version import __version__
@@ -73,7 +74,7 @@ def convert(
 
     The destination appears complete or not at all; in a bucket, each of several trees does. Every byte read is checked
     against its digest, if the source has digests. On an error the source is untouched and nothing is at the
-    destination. npz, msgpack and adapters are written to a temporary file on their way to a bucket.
+    destination. npz, msgpack, adapters and Orbax are written to a temporary file on their way to a bucket.
 
     to               the target format; may be left out if the suffix of the destination names it
     prefix           convert this tree alone, and store it without a prefix; None converts all trees
@@ -179,6 +180,20 @@ def _check(
             sequential_writers.check_npz(tree.sources, tree.values)
         if target == "msgpack":
             sequential_writers.check_msgpack(tree.structure, tree.values)
+        if target == "orbax":
+            plan_orbax(tree.structure, tree.sources, tree.values)
+    if target == "orbax":
+        _check_items(trees)
+
+
+def _check_items(trees: Mapping[str, ConvertedTree]) -> None:
+    """Refuse prefixes that cannot be items of Orbax, which are directories in that of the checkpoint."""
+    bad = [prefix for prefix in trees if "/" in prefix or prefix in (".", "..") or prefix.startswith("_")]
+    if bad or ("" in trees and len(trees) > 1):
+        raise ValueError(
+            f"Orbax stores one tree, or items with plain names, and the source has {sorted(trees)}; choose one with "
+            "prefix="
+        )
 
 
 def _budget(memory: int | None, trees: Mapping[str, ConvertedTree], target: TargetFormat) -> int:
@@ -233,10 +248,15 @@ def _write(
             tree.sources = _with_small_leaves_read(tree, budget // 4)
             if target in ("npz", "msgpack"):
                 _write_stream(_file(store, name), target, tree, Staging(budget), meter)
+            elif target == "orbax":
+                leaves = plan_orbax(tree.structure, tree.sources, tree.values)
+                write_tree(_file(store, name) / prefix, leaves, Staging(budget), meter)
             elif target == "peft":
                 _write_adapter(store.at(name), tree, options, meter)
             else:
                 carry_out(_save(store, name, prefix, target, tree, options), meter=meter)
+        if target == "orbax":
+            write_checkpoint_metadata(_file(store, name), list(trees))
 
 
 def _file(store: Store, name: str) -> Path:

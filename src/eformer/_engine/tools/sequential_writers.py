@@ -29,7 +29,7 @@ _MAX_CHUNK = 2**30  # bytes; flax splits larger arrays
 _MAX_DEPTH = 250  # of trees that eformer saves
 
 
-def _elements(source: Source, staging: Staging, meter: Meter) -> Iterator[memoryview]:
+def elements_in_order(source: Source, staging: Staging, meter: Meter) -> Iterator[memoryview]:
     """Yield the elements of a leaf in order, and report them as done."""
     for data in elements_of(source, staging):
         yield data
@@ -82,7 +82,7 @@ def _write_array(member: IO[bytes], source: Source, staging: Staging, meter: Met
     descr = np.lib.format.dtype_to_descr(dtype_from_name(source.dtype).newbyteorder("<"))
     header = {"descr": descr, "fortran_order": False, "shape": source.shape}
     np.lib.format.write_array_header_1_0(member, header)
-    for data in _elements(source, staging, meter):
+    for data in elements_in_order(source, staging, meter):
         member.write(data)
 
 
@@ -120,7 +120,7 @@ def write_msgpack(
     """Write a file that `flax.serialization.from_bytes` reads: the state dict of the tree."""
 
     def streamed(source: Source) -> Streamed:
-        elements = _elements(source, staging, meter)
+        elements = elements_in_order(source, staging, meter)
         return Streamed(source.dtype, source.shape, source.itemsize, elements)
 
     leaves = {source.name: streamed(source) for source in sources} | dict(values)
@@ -136,7 +136,7 @@ def state_of(structure: Any, leaves: Mapping[str, Any]) -> Any:
         return None
     if isinstance(structure, str):
         return leaves.get(structure)
-    return {key: state_of(child, leaves) for key, child in _children(structure)}
+    return {key: state_of(child, leaves) for key, child in children_of(structure)}
 
 
 # The member of a container's JSON that has its children, by all of its members.
@@ -153,7 +153,7 @@ _CONTENTS = {
 _MAPPINGS = ("dict", "OrderedDict", "defaultdict")
 
 
-def _children(structure: Any) -> list[tuple[str, Any]]:
+def children_of(structure: Any) -> list[tuple[str, Any]]:
     """List the children of a container with their keys. Raise StructureError if it is not one."""
     try:
         content = _CONTENTS[frozenset(structure)]
@@ -178,7 +178,7 @@ def require_structure(structure: Any, names: Iterable[str]) -> None:
         elif node is not None:
             if depth > _MAX_DEPTH:
                 raise StructureError(f"the recorded structure is nested more than {_MAX_DEPTH} deep")
-            pending += [(child, depth + 1) for _, child in _children(node)]
+            pending += [(child, depth + 1) for _, child in children_of(node)]
     counted, expected = Counter(found), set(names)
     problems = [f"missing leaf {name!r}" for name in counted.keys() - expected]
     problems += [f"unexpected leaf {name!r}" for name in expected - counted.keys()]
@@ -194,7 +194,7 @@ def has_sequences(structure: Any) -> bool:
         if isinstance(node := pending.pop(), dict):
             if "list" in node or "tuple" in node:
                 return True
-            pending += [child for _, child in _children(node)]
+            pending += [child for _, child in children_of(node)]
     return False
 
 
@@ -209,12 +209,12 @@ def check_msgpack(structure: Any, values: Mapping[str, Any]) -> None:
 def _check_keys(structure: Any) -> None:
     if not isinstance(structure, dict):
         return
-    keys = [key for key, _ in _children(structure)]
+    keys = [key for key, _ in children_of(structure)]
     if len(set(keys)) < len(keys):
         raise LeafError(
             f"some of the keys {keys[:8]} read the same, such as 1 and '1'; flax's keys are strings only"
         )
-    for _, child in _children(structure):
+    for _, child in children_of(structure):
         _check_keys(child)
 
 

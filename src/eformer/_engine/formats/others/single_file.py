@@ -205,6 +205,7 @@ def describe_file(
     has_names: bool = True,
     find_damages: Callable[[], Iterator[Damage]] | None = None,
     left_out: tuple[str, ...] = (),
+    refused: Mapping[str, str] | None = None,
 ) -> Found:
     """Describe the checkpoint that a file is. `structure`, `values` and `metadata` are JSON.
 
@@ -238,6 +239,7 @@ def describe_file(
         has_names=has_names,
         find_damages=find_damages,
         find_left_out=lambda: left_out,
+        refused=refused or {},
     )
 
 

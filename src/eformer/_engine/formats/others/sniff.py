@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING
 
-from eformer._engine.formats.others import equinox, flax, npz, torch
+from eformer._engine.formats.others import equinox, flax, gguf, keras_files, npz, tensorflow, torch
 from eformer._engine.formats.others.single_file import open_single_file
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
 from eformer.errors import FormatError
@@ -19,12 +19,25 @@ if TYPE_CHECKING:
 FILE_READERS: tuple[FileReader, ...] = (
     torch.in_archive,
     torch.in_stream,
+    keras_files.in_keras,
+    keras_files.in_hdf5,
     npz.in_npz,
     equinox.in_equinox,
+    gguf.in_gguf,
     flax.in_msgpack,
 )
-FORMATS = (flax.FORMAT, npz.FORMAT, equinox.FORMAT, torch.FORMAT)
-SUFFIXES = (".msgpack", ".npz", ".eqx", ".pt", ".pth", ".bin")  # the usual ones, for hints
+FORMATS = (flax.FORMAT, npz.FORMAT, equinox.FORMAT, torch.FORMAT, gguf.FORMAT, keras_files.FORMAT)
+SUFFIXES = (
+    ".msgpack",
+    ".npz",
+    ".eqx",
+    ".pt",
+    ".pth",
+    ".bin",
+    ".gguf",
+    ".h5",
+    ".keras",
+)  # the usual ones, for hints
 
 
 def in_file(store: Store, name: str) -> Found | None:
@@ -35,22 +48,21 @@ def in_file(store: Store, name: str) -> Found | None:
         first = file.read(0, 9)
         if _is_safetensors(first, file.nbytes):
             return None
-        if other := _name_other_format(file, first):
+        other = tensorflow.name_file(name) or _name_other_format(file, first)
+        if other:
             raise FormatError(f"{file.path} is not a checkpoint that eformer can read, but {other}")
         for read in FILE_READERS:
             if found := read(file, first):
                 return found
         raise FormatError(
             f"{file.path} is not a checkpoint: it is not called *{SUFFIX}, and begins with {first!r}, unlike "
-            "safetensors, npz, files of PyTorch, arrays of numpy or equinox, and trees in msgpack"
+            "safetensors, npz, GGUF, HDF5, files of PyTorch, arrays of numpy or equinox, and trees in msgpack"
         )
 
 
 _OTHER_FORMATS = {
     b"": "an empty file",
     b"\x89PNG": "a picture",
-    b"\x89HDF": "an HDF5 file; write it with numpy.savez or safetensors instead",
-    b"GGUF": "a GGUF file; use the safetensors files of the same model",
     b"\x1f\x8b": "compressed by gzip; unpack it first",
     b"\x28\xb5\x2f\xfd": "compressed by zstd; unpack it first",
 }

@@ -52,6 +52,11 @@ def locate_members(file: SingleFile | FilePart) -> list[tuple[zipfile.ZipInfo, i
     return located
 
 
+def has_member(file: SingleFile | FilePart, name: str) -> bool:
+    """Tell whether there is a member of this name, by the archive's directory alone."""
+    return any(info.filename == name for info in _read_directory(file))
+
+
 def _read_directory(file: SingleFile | FilePart) -> list[zipfile.ZipInfo]:
     try:
         with file.as_binary_file() as raw, zipfile.ZipFile(raw) as archive:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
-import re
 import struct
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -29,9 +30,6 @@ _TAGS = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F4": "float4_e2m1fn",
 }  # fmt: skip
 _TAG_OF = {dtype: tag for tag, dtype in _TAGS.items()}
-
-
-_OFFSETS = re.compile(rb'"data_offsets"\s*:\s*\[')
 
 
 class Tensor(msgspec.Struct, frozen=True, gc=False):
@@ -145,17 +143,42 @@ def parse_header(data: bytes, file_nbytes: int, origin: str) -> Header:
     """Parse a header. Refuse one whose tensors do not tile the rest of the file exactly."""
     problem = f"{origin} has no valid safetensors header"
     entries = parse_json(data[8:], dict[str, msgspec.Raw], problem)
-    metadata = parse_json(entries.pop("__metadata__", b"{}"), dict[str, str], problem)
+    raw_metadata = bytes(entries.pop(_METADATA, b""))
+    metadata = parse_json(raw_metadata or b"{}", dict[str, str], problem)
     try:
         tensors = {name: _decode_tensor(raw) for name, raw in entries.items()}
     except MALFORMED_JSON as error:
         raise FormatError(f"{problem}: {error}") from error
-    if len(_OFFSETS.findall(data)) != len(tensors):  # of a key that occurs twice, JSON keeps the last
-        raise FormatError(f"{origin}: two tensors have the same name")
+    fields = len(tensors) * (1 + len(_FIELDS)) + bool(raw_metadata)
+    if data.count(b":", 8) - raw_metadata.count(b":") != fields:  # or a name contains one
+        _refuse_duplicates(data[8:], origin)
     _check_tiling(tensors, file_nbytes - len(data), origin)
     return Header(len(data), metadata, tensors)
 
 
+def _refuse_duplicates(text: bytes, origin: str) -> None:
+    """Refuse tensors of one name, a second `__metadata__` and fields that are given twice: JSON would keep the last."""
+    try:
+        entries = json.loads(text, object_pairs_hook=_Pairs, parse_int=str, parse_float=str)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{origin} has no valid safetensors header: {error}") from error
+    for name in sorted(entries.duplicates()):
+        what = f"two {_METADATA}" if name == _METADATA else f"two tensors of the name {name[:200]!r}"
+        raise FormatError(f"{origin} has {what}")
+    for name, found in entries:
+        if name != _METADATA and (twice := found.duplicates() & set(_FIELDS)):
+            raise FormatError(f"{origin}: tensor {name[:200]!r} has the field {min(twice)!r} twice")
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object with all its members, in order."""
+
+    def duplicates(self) -> set[str]:
+        return {name for name, number in Counter(name for name, _ in self).items() if number > 1}
+
+
+_METADATA = "__metadata__"
+_FIELDS = Tensor.__struct_fields__
 _decode_tensor = msgspec.json.Decoder(Tensor).decode
 
 _MOST_AXES = 64  # the limit of numpy

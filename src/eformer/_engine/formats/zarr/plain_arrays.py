@@ -57,6 +57,7 @@ class _Arrays:
         path, name = listed.path, f"{listed.path}/{ZARRAY}"
         raw = self._description(name)
         array = parse_zarray(raw, self.store.path_to(name))
+        array.require_codecs(self.store.path_to(name))
         _check_listed(listed, array)
         if array.eformer:
             raise NotFoundError(
@@ -81,7 +82,8 @@ class _Arrays:
         if expected > len(sizes):
             raise CorruptionError(
                 f"{self.store.path_to(path)}: {expected - len(sizes)} of {expected} chunks are missing, the first is "
-                f"{_first_missing(array, sizes)!r}; they are not read as zeros"
+                f"{_first_missing(array, sizes)!r}; they are not read as zeros. (zarr-python leaves out chunks that "
+                "equal the fill value, unless write_empty_chunks is set)"
             )
         for name, box in chunks_of(array.shape, array.chunks) if expected else ():
             name = name.replace(".", array.dimension_separator)

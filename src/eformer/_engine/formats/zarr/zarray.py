@@ -35,6 +35,7 @@ _NUMPY_NAMES = {
 _NUMPY = re.compile(r"(?P<order>[<>|])(?P<kind>b(?=1$)|[iufc])(?P<size>\d{1,2})")
 _KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
 
+_COMPRESSORS = ("", "blosc", "bz2", "gzip", "zlib", "zstd")
 _MOST_AXES = 32  # the limit of TensorStore
 
 
@@ -163,6 +164,20 @@ class ZArray(msgspec.Struct, frozen=True):
     @property
     def chunk_nbytes(self) -> int:
         return self.nbytes_of(self.chunks)
+
+    def require_codecs(self, origin: str) -> None:
+        """Refuse filters and compressors that eformer does not decode: the array is not damaged."""
+        codec = (self.compressor or {}).get("id", "")
+        if not self.filters and codec in _COMPRESSORS:
+            return
+        what = f"compressed by {str(codec)[:40]!r}"
+        if self.filters:
+            names = [item.get("id") if isinstance(item, dict) else item for item in list(self.filters)[:8]]
+            what = f"changed by the filters {str(names)[:200]}"
+        raise FormatError(
+            f"{origin} describes an array that is {what}, which eformer does not decode. It is not damaged: write it "
+            f"again without filters, for example with zstd. Known are {', '.join(filter(None, _COMPRESSORS))}"
+        )
 
     def coding(self, box: tuple[int, ...], raw: str) -> Coding | None:
         """Return how to decode a chunk into a box; None if its bytes begin with those of the box as they are."""

@@ -1,0 +1,210 @@
+"""Directories of zarr-python: groups of zarr 3 with their arrays, and a directory that is one array of zarr 2 or 3.
+
+TensorStore decodes the chunks. Groups of zarr 2 are read by `formats/zarr`.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from eformer._engine.formats.found import Found
+from eformer._engine.formats.left_out import left_out
+from eformer._engine.formats.nested_names import nested
+from eformer._engine.formats.others.orbax_arrays import (
+    ArrayStore,
+    describe_leaf,
+    open_arrays,
+    require_stored,
+    split_leaf,
+)
+from eformer._engine.formats.others.orbax_chunks import ChunkFiles
+from eformer._engine.formats.others.orbax_leaves import ZarrArray
+from eformer._engine.formats.zarr.zarray import ZARRAY, count_chunks, parse_zarray
+from eformer._engine.record.dtypes import DTYPES
+from eformer._engine.record.manifest import DataFile, Manifest, foreign_tree
+from eformer._engine.record.names import BARE_LEAF, escape
+from eformer._engine.record.text import few
+from eformer._engine.record.values import parse_json, value_to_json
+from eformer._engine.stores.base import read_whole
+from eformer.errors import CorruptionError, FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from eformer._engine.formats.others.orbax_chunks import Chunk
+    from eformer._engine.formats.read_format import Place
+    from eformer._engine.record.manifest import LeafEntry
+    from eformer._engine.stores.base import Store, Version
+
+FORMAT = "zarr 3"
+ZARR_JSON = "zarr.json"
+
+_CODECS = {
+    "bytes",
+    "blosc",
+    "crc32c",
+    "gzip",
+    "sharding_indexed",
+    "transpose",
+    "zstd",
+}  # those of TensorStore
+_OF_ARRAY = re.compile(r"\d+(\.\d+)*|c(\.\d+)*|zarr\.json")  # files of an array in its own directory
+_MAX_DEPTH = 100
+_MAX_CODECS = 16  # one in the other
+
+
+class _Codec(msgspec.Struct):
+    name: str
+    configuration: dict[str, Any] = {}
+
+
+class _Node(msgspec.Struct):
+    """A `zarr.json`: of a group, or of an array, for which the rest is."""
+
+    zarr_format: int
+    node_type: str
+    attributes: dict[str, Any] = {}
+    data_type: Any = None
+    codecs: list[_Codec] = []
+    storage_transformers: list[Any] = []
+
+
+def by_description(place: Place) -> Found | None:
+    """Find the tree of a group of zarr 3, or the single array that a directory is."""
+    names = set(place.names)
+    if not names & {ZARR_JSON, ZARRAY}:
+        return None
+    store = place.store
+    if store.local_path() is None:
+        raise FormatError(f"{store.url} is zarr 3, which is read from local disks only; copy it first")
+    if ZARR_JSON in names:
+        nodes, versions = _read_nodes(store)
+        if all(node.node_type == "group" for node in nodes.values()):
+            return None
+        return _describe(store, "zarr3", nodes, versions)
+    data, entry = read_whole(store, ZARRAY)
+    parse_zarray(data, store.path_to(ZARRAY)).require_codecs(store.path_to(ZARRAY))
+    return _describe(store, "zarr", {"": _Node(2, "array")}, {ZARRAY: entry.version})
+
+
+def _read_nodes(store: Store) -> tuple[dict[str, _Node], dict[str, Version]]:
+    """Read the descriptions of all groups and arrays, by path. Directories below an array are its own."""
+    nodes: dict[str, _Node] = {}
+    versions: dict[str, Version] = {}
+    todo = [("", 0)]
+    while todo:
+        path, depth = todo.pop()
+        kinds = store.kinds(path)
+        if ZARR_JSON in kinds:
+            name = f"{path}/{ZARR_JSON}" if path else ZARR_JSON
+            nodes[path], versions[name] = _read_node(store, name)
+            if nodes[path].node_type == "array":
+                _require_known(path, nodes[path])
+                continue
+        if depth < _MAX_DEPTH:
+            below = [name for name, kind in kinds.items() if kind == "directory" and name[0] != "."]
+            todo += [(f"{path}/{name}" if path else name, depth + 1) for name in below]
+    return nodes, versions
+
+
+def _read_node(store: Store, name: str) -> tuple[_Node, Version]:
+    data, entry = read_whole(store, name)
+    node = parse_json(data, _Node, f"{store.path_to(name)} does not describe a group or an array of zarr 3")
+    if node.zarr_format != 3 or node.node_type not in ("array", "group"):
+        raise FormatError(
+            f"{store.path_to(name)} is of format {node.zarr_format} and kind {node.node_type[:40]!r}, which is not "
+            "zarr 3"
+        )
+    return node, entry.version
+
+
+def _require_known(path: str, node: _Node) -> None:
+    """Refuse what TensorStore does not decode: it is not damaged."""
+    where = f"leaf {path[:200]!r}" if path else "the array"
+    unknown = sorted({name for name in _codec_names(node.codecs) if name not in _CODECS})
+    if unknown or node.storage_transformers:
+        what = few([repr(name[:40]) for name in unknown]) or "a storage transformer"
+        raise FormatError(
+            f"{where} is encoded by {what}, which eformer does not decode. It is not damaged: write it again, for "
+            f"example with zstd. Known codecs are {', '.join(sorted(_CODECS))}"
+        )
+    if not isinstance(node.data_type, str) or node.data_type not in DTYPES:
+        raise FormatError(f"{where} is of the type {str(node.data_type)[:80]}, which eformer does not store")
+
+
+def _codec_names(codecs: list[_Codec], depth: int = 0) -> Iterator[str]:
+    """List the names of codecs, with those inside of shards."""
+    for codec in codecs:
+        yield codec.name
+        inner = codec.configuration.get("codecs")
+        if inner is not None and depth < _MAX_CODECS:
+            yield from _codec_names(_parse_codecs(inner), depth + 1)
+
+
+def _parse_codecs(found: Any) -> list[_Codec]:
+    try:
+        return msgspec.convert(found, list[_Codec])
+    except msgspec.ValidationError as error:
+        raise FormatError(f"its codecs make no sense: {error}") from error
+
+
+def _describe(store: Store, driver: str, nodes: dict[str, _Node], versions: dict[str, Version]) -> Found:
+    directory = store.local_path()
+    assert directory is not None
+    paths = [path for path, node in nodes.items() if node.node_type == "array"]
+    leaves = {path or BARE_LEAF: ZarrArray(path) for path in paths}
+    arrays_in = ArrayStore(directory, False, driver, stores_all_chunks=True)
+    opened = open_arrays(arrays_in, leaves)
+    require_stored(arrays_in, opened)
+    chunks: list[Chunk] = []
+    entries: dict[str, LeafEntry] = {}
+    for name, leaf in leaves.items():
+        _require_chunks(store, leaf.path, opened[leaf.path])
+        own = split_leaf(leaf, opened[leaf.path])
+        entries[name] = describe_leaf(leaf, opened[leaf.path], own, len(chunks))
+        chunks += own
+    if BARE_LEAF in entries and "" in paths:
+        structure: Any = BARE_LEAF
+    else:
+        structure, names = nested({path: tuple(map(escape, path.split("/"))) for path in entries})
+        entries = {names[path]: entry for path, entry in entries.items()}
+    tree = foreign_tree(
+        files=tuple(DataFile(chunk.name, chunk.nbytes) for chunk in chunks),
+        metadata={key: value_to_json(value) for key, value in nodes.get("", _GROUP).attributes.items()},
+        structure=structure,
+        leaves=entries,
+    )
+    tree.check_leaves()
+    read = (
+        {name for name in store.kinds() if _OF_ARRAY.fullmatch(name)} if "" in paths else {*paths, *versions}
+    )
+    return Found(
+        store.url,
+        store,
+        Manifest(format=FORMAT, trees={"": tree}),
+        {"": tree},
+        versions=versions,
+        open_files=lambda _: ChunkFiles(chunks),
+        find_left_out=partial(left_out, store, read),
+    )
+
+
+_GROUP = _Node(3, "group")
+
+
+def _require_chunks(store: Store, path: str, array: Any) -> None:
+    """Refuse an array that has fewer files than chunks: what is missing is not read as zeros."""
+    chunk = tuple(max(1, size) for size in array.chunk_layout.write_chunk.shape or ())
+    expected = count_chunks(tuple(array.shape), chunk)
+    found = sum(
+        not name.rpartition("/")[2].startswith((".", "zarr.")) for name in store.sizes(path, array.rank + 1)
+    )
+    if found < expected:
+        raise CorruptionError(
+            f"leaf {path!r}: {expected - found} of {expected} chunks are missing; they are not read as zeros. "
+            "(zarr-python leaves out chunks that equal the fill value, unless write_empty_chunks is set)"
+        )
