@@ -90,7 +90,7 @@ def compare(path, expected):
 
     try:
         for item, leaves in expected.items():
-            problem = _difference(_load(path, item), leaves)
+            problem = _difference(checkpoint.load(path, prefix=item or None), leaves)
             if problem:
                 return "wrong", f"{item or 'the tree'}: {problem}"
         report = checkpoint.verify(path)
@@ -98,19 +98,9 @@ def compare(path, expected):
             return "left out", str(report)
     except EformerError as error:
         return "refused", f"{type(error).__name__}: {error}"
-    except Exception:
+    except Exception:  # noqa: BLE001 - any other error is a bug
         return "wrong", traceback.format_exc(limit=-3)
     return "equal", ""
-
-
-def _load(path, item):
-    """Load an item; one that begins with # is a JSON document, in the metadata of the trees."""
-    from eformer import checkpoint
-
-    if not item.startswith("#"):
-        return checkpoint.load(path, prefix=item or None)
-    trees = checkpoint.inspect(path).trees
-    return next(iter(trees.values())).metadata[item[1:]]
 
 
 def _difference(tree, expected):
@@ -119,7 +109,8 @@ def _difference(tree, expected):
     found = described_leaves(tree)
     paths = [path for path in expected.keys() | found.keys() if expected.get(path) != found.get(path)]
     return "; ".join(
-        f"{path}: Orbax {_short(expected.get(path))}, eformer {_short(found.get(path))}" for path in sorted(paths)[:4]
+        f"{path}: Orbax {_short(expected.get(path))}, eformer {_short(found.get(path))}"
+        for path in sorted(paths)[:4]
     )
 
 
@@ -183,7 +174,7 @@ def main():
         results[version], found = compare_version(write_kinds(version, options.directory.resolve()))
         problems += found
     text = table(results)
-    print(text, *problems, sep="\n")
+    sys.stdout.write("\n".join([text, *problems, ""]))
     if options.write:
         write_into(options.write, text)
 

@@ -10,14 +10,17 @@ one directory for each kind, called WAY-TREE, and `expected.json`:
 """
 
 import contextlib
+import importlib.metadata
 import json
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
+import flax
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -27,9 +30,9 @@ import orbax.checkpoint as ocp
 from describe import described_leaves
 from flax.training import checkpoints as flax_checkpoints
 
-import flax
-
+VERSION = tuple(map(int, importlib.metadata.version("orbax-checkpoint").split(".")))
 WAYS = {}
+_MOST_SECONDS = 60
 
 
 def way(write):
@@ -62,7 +65,14 @@ def optimizer():
 
 
 def empties():
-    return {"a": jnp.ones(3), "none": None, "dict": {}, "list": [], "tuple": (), "deep": {"inner": {}, "b": jnp.ones(1)}}
+    return {
+        "a": jnp.ones(3),
+        "none": None,
+        "dict": {},
+        "list": [],
+        "tuple": (),
+        "deep": {"inner": {}, "b": jnp.ones(1)},
+    }
 
 
 def slashes():
@@ -74,9 +84,25 @@ def dots():
 
 
 def dtypes():
-    names = ["bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32", "complex64"]
+    names = [
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "uint8",
+        "uint16",
+        "uint32",
+        "float16",
+        "bfloat16",
+        "float32",
+        "complex64",
+    ]
     tree = {name: jnp.ones((2, 3), name) for name in names}
-    return tree | {"int64": np.arange(3), "complex128": np.ones(2, complex), "nothing": jnp.zeros((0, 3))}
+    return tree | {"int64": np.arange(3), "complex128": np.ones(2, complex)}
+
+
+def nothing():
+    return {"nothing": jnp.zeros((0, 3)), "w": jnp.ones(2)}
 
 
 def fp8():
@@ -101,7 +127,7 @@ def sharded():
     return {"w": jax.device_put(jnp.arange(64.0).reshape(8, 8), shard), "step": 4}
 
 
-TREES = (base, optimizer, empties, slashes, dots, dtypes, fp8, int4, texts, keys, sharded)
+TREES = (base, optimizer, empties, slashes, dots, dtypes, nothing, fp8, int4, texts, keys, sharded)
 
 # -------------------------------------------------------------------------------------- one tree, in a directory
 
@@ -112,32 +138,40 @@ def _save(handler, path, tree, **options):
 
 
 def _restore(checkpointer, path, tree):
-    """Restore without a target, or with one where Orbax fails at its own record of shardings (0.3.5 and 0.4.1)."""
+    """Restore without a target, or with one where 0.3.5 and 0.4.1 need it."""
     try:
         return checkpointer.restore(path)
     except ValueError as error:
-        if "Unable to deserialize sharding" not in str(error):
+        if not any(problem in str(error) for problem in _NEEDS_TARGET):
             raise
     if isinstance(checkpointer, ocp.StandardCheckpointer):
         restored = checkpointer.restore(path, tree)
     else:
-        as_it_was = jax.tree_util.tree_map(lambda leaf: ocp.RestoreArgs(restore_type=_type_of(leaf)), tree)
-        restored = checkpointer.restore(path, item=tree, restore_args=as_it_was)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
+        restored = checkpointer.restore(path, item=tree, restore_args=restore_args)
     # As it is without a target, where an empty tuple is None.
     nested = ocp.utils.serialize_tree(restored, keep_empty_nodes=True)
-    return jax.tree_util.tree_map(lambda leaf: None if _is_empty_tuple(leaf) else leaf, nested, is_leaf=_is_empty_tuple)
+    return jax.tree_util.tree_map(
+        lambda leaf: None if _is_empty_tuple(leaf) else leaf, nested, is_leaf=_is_empty_tuple
+    )
+
+
+_NEEDS_TARGET = ("Unable to deserialize sharding", "Must provide target state")
 
 
 def _is_empty_tuple(node):
     return isinstance(node, tuple) and not node
 
 
-def _type_of(leaf):
-    return type(leaf) if isinstance(leaf, (bool, int, float)) else np.ndarray
-
-
 def _aggregate(tree, is_aggregated):
     return jax.tree_util.tree_map(lambda leaf: ocp.SaveArgs(aggregate=is_aggregated(leaf)), tree)
+
+
+def _plain_handler(**options):
+    """A handler without databases. Before 0.4.4 all handlers of a process use them as soon as one does."""
+    if VERSION < (0, 4, 4):
+        ocp.type_handlers.register_standard_handlers_with_options(use_ocdbt=False)
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=False, **options)
 
 
 @way
@@ -152,7 +186,7 @@ def pytree_ocdbt(path, tree):
 
 @way
 def pytree_plain(path, tree):
-    return _save(ocp.PyTreeCheckpointHandler(use_ocdbt=False), path, tree)
+    return _save(_plain_handler(), path, tree)
 
 
 @way
@@ -167,7 +201,7 @@ def pytree_zarr3(path, tree):
 
 @way
 def pytree_plain_zarr3(path, tree):
-    return _save(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True), path, tree)
+    return _save(_plain_handler(use_zarr3=True), path, tree)
 
 
 @way
@@ -184,7 +218,7 @@ def half_aggregated(path, tree):
 @way
 def half_aggregated_plain(path, tree):
     save_args = _aggregate(tree, lambda leaf: np.ndim(leaf) < 2)
-    return _save(ocp.PyTreeCheckpointHandler(use_ocdbt=False), path, tree, save_args=save_args)
+    return _save(_plain_handler(), path, tree, save_args=save_args)
 
 
 @way
@@ -220,43 +254,46 @@ def manager_of_one(path, tree):
 @way
 def manager_of_items(path, tree):
     """A manager with a checkpointer for each item, as before 0.5."""
-    checkpointers = {"state": ocp.PyTreeCheckpointer(), "about": ocp.Checkpointer(ocp.JsonCheckpointHandler())}
+    checkpointers = {
+        "state": ocp.PyTreeCheckpointer(),
+        "about": ocp.Checkpointer(ocp.JsonCheckpointHandler()),
+    }
     options = ocp.CheckpointManagerOptions(step_prefix="run", max_to_keep=2)
     manager = ocp.CheckpointManager(path, checkpointers, options)
     for step in (9, 10):
         manager.save(step, {"state": tree | {"at": step}, "about": {"a": step}}, metrics={"loss": 0.5})
     restored = manager.restore(10)
-    return {"state": restored["state"], "#about": restored["about"]}
+    return {"state": restored["state"], "about": restored["about"]}
 
 
 @way
 def manager_with_args(path, tree):
-    with ocp.CheckpointManager(path) as manager:
-        for step in (2, 10):
-            manager.save(step, args=ocp.args.StandardSave(tree | {"at": step}))
-        manager.wait_until_finished()
-        return {"": manager.restore(10, args=ocp.args.StandardRestore())}
+    manager = ocp.CheckpointManager(path)
+    for step in (2, 10):
+        manager.save(step, args=ocp.args.StandardSave(tree | {"at": step}))
+    manager.wait_until_finished()
+    return {"": manager.restore(10, args=ocp.args.StandardRestore())}
 
 
 @way
 def manager_padded(path, tree):
     options = ocp.CheckpointManagerOptions(step_prefix="ckpt", step_format_fixed_length=8)
-    with ocp.CheckpointManager(path, options=options) as manager:
-        for step in (9, 10):
-            manager.save(step, args=ocp.args.PyTreeSave(tree | {"at": step}))
-        manager.wait_until_finished()
-        return {"": manager.restore(10, args=ocp.args.PyTreeRestore())}
+    manager = ocp.CheckpointManager(path, options=options)
+    for step in (9, 10):
+        manager.save(step, args=ocp.args.PyTreeSave(tree | {"at": step}))
+    manager.wait_until_finished()
+    return {"": manager.restore(10, args=ocp.args.PyTreeRestore())}
 
 
 # ------------------------------------------------------------------------------- items that are not trees, once
 
 
 def _composite(path, saves, restores):
-    with ocp.CheckpointManager(path, item_names=tuple(saves)) as manager:
-        manager.save(1, args=ocp.args.Composite(**saves))
-        manager.wait_until_finished()
-        restored = manager.restore(1, args=ocp.args.Composite(**restores))
-        return {name: restored[name] for name in saves}
+    manager = ocp.CheckpointManager(path, item_names=tuple(saves))
+    manager.save(1, args=ocp.args.Composite(**saves))
+    manager.wait_until_finished()
+    restored = manager.restore(1, args=ocp.args.Composite(**restores))
+    return {name: restored[name] for name in saves}
 
 
 def _state():
@@ -266,13 +303,20 @@ def _state():
 @way
 def item_array(path):
     saves, restores = _state()
-    saves |= {"array": ocp.args.ArraySave(jnp.arange(6.0).reshape(2, 3)), "number": ocp.args.ArraySave(np.arange(4))}
-    return _composite(path, saves, restores | {"array": ocp.args.ArrayRestore(), "number": ocp.args.ArrayRestore()})
+    saves |= {
+        "array": ocp.args.ArraySave(jnp.arange(6.0).reshape(2, 3)),
+        "number": ocp.args.ArraySave(np.arange(4)),
+    }
+    return _composite(
+        path, saves, restores | {"array": ocp.args.ArrayRestore(), "number": ocp.args.ArrayRestore()}
+    )
 
 
 @way
 def item_only_array(path):
-    return _composite(path, {"array": ocp.args.ArraySave(jnp.arange(3.0))}, {"array": ocp.args.ArrayRestore()})
+    return _composite(
+        path, {"array": ocp.args.ArraySave(jnp.arange(3.0))}, {"array": ocp.args.ArrayRestore()}
+    )
 
 
 @way
@@ -282,13 +326,17 @@ def item_key(path):
         "typed": ocp.args.JaxRandomKeySave(jax.random.key(3)),
         "raw": ocp.args.JaxRandomKeySave(jax.random.PRNGKey(4)),
     }
-    return _composite(path, saves, restores | {"typed": ocp.args.JaxRandomKeyRestore(), "raw": ocp.args.JaxRandomKeyRestore()})
+    return _composite(
+        path,
+        saves,
+        restores | {"typed": ocp.args.JaxRandomKeyRestore(), "raw": ocp.args.JaxRandomKeyRestore()},
+    )
 
 
 @way
 def item_numpy_key(path):
     saves, restores = _state()
-    saves["nprng"] = ocp.args.NumpyRandomKeySave(np.random.RandomState(0).get_state())  # noqa: NPY002
+    saves["nprng"] = ocp.args.NumpyRandomKeySave(np.random.RandomState(0).get_state())
     return _composite(path, saves, restores | {"nprng": ocp.args.NumpyRandomKeyRestore()})
 
 
@@ -296,14 +344,16 @@ def item_numpy_key(path):
 def item_json(path):
     saves, restores = _state()
     saves |= {"about": ocp.args.JsonSave({"a": [1, {"b": None}]}), "empty": ocp.args.JsonSave({})}
-    found = _composite(path, saves, restores | {"about": ocp.args.JsonRestore(), "empty": ocp.args.JsonRestore()})
-    return {"state": found["state"], "#about": found["about"], "#empty": found["empty"]}
+    found = _composite(
+        path, saves, restores | {"about": ocp.args.JsonRestore(), "empty": ocp.args.JsonRestore()}
+    )
+    return {"state": found["state"], "about": found["about"], "empty": found["empty"]}
 
 
 @way
 def item_only_json(path):
     found = _composite(path, {"about": ocp.args.JsonSave({"a": 1})}, {"about": ocp.args.JsonRestore()})
-    return {"#about": found["about"]}
+    return {"about": found["about"]}
 
 
 @way
@@ -319,7 +369,7 @@ def array_aggregated(path):
 
 @way
 def json_alone(path):
-    return {"#": _save(ocp.JsonCheckpointHandler(), path, {"a": [1, 2], "b": "text"})[""]}
+    return _save(ocp.JsonCheckpointHandler(), path, {"a": [1, 2], "b": "text"})
 
 
 # --------------------------------------------------------------------------------------------------------- flax
@@ -348,21 +398,29 @@ def _flax(path, tree):
 # ------------------------------------------------------------------------------------------------------ the run
 
 
+def give_up(*_):
+    raise TimeoutError(f"has not finished after {_MOST_SECONDS} seconds")
+
+
 def write_all(directory):
+    signal.signal(signal.SIGALRM, give_up)
     expected = {}
     for name, write in WAYS.items():
         takes_tree = write.__code__.co_argcount == 2
         for tree in TREES if takes_tree else [None]:
             kind = f"{name}-{tree.__name__}" if tree else name
+            signal.alarm(_MOST_SECONDS)
             try:
                 restored = write(directory / kind, tree()) if tree else write(directory / kind)
                 expected[kind] = {item: described_leaves(value) for item, value in restored.items()}
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - of any kind, in one version or another
                 expected[kind] = f"{type(error).__name__}: {str(error)[:300]}"
                 traceback.print_exc(file=sys.stderr)
+    signal.alarm(0)
     return expected
 
 
 if __name__ == "__main__":
     there = Path(sys.argv[1]).resolve()
     (there / "expected.json").write_text(json.dumps(write_all(there)))
+    os._exit(0)  # managers that are still open would wait for their threads

@@ -9,7 +9,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from eformer._engine.formats.markers import ORBAX_TREE
-from eformer._engine.formats.others import orbax, orbax_in_bucket, peft, torch_directory, torch_distributed
+from eformer._engine.formats.others import (
+    flax_directory,
+    orbax,
+    orbax_in_bucket,
+    peft,
+    torch_directory,
+    torch_distributed,
+)
 from eformer._engine.formats.others import sniff as files
 from eformer._engine.formats.read_format import DirectoryReader, Place
 from eformer._engine.formats.safetensors import read as safetensors
@@ -218,12 +225,14 @@ def _steps_in_bucket(place: Place) -> Found | None:
 # In this order: an index of arrays settles it, and files of Orbax may lie beside safetensors files.
 DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     arrays.by_index,
+    flax_directory.by_steps,
     orbax.by_marks,
     orbax_in_bucket.by_marks,
     peft.by_config,
     safetensors.by_files,
     torch_distributed.by_metadata,
     torch_directory.by_files,
+    flax_directory.by_model,
     _steps_in_bucket,
     arrays.without_index,
 )
@@ -266,8 +275,8 @@ def _nothing_in(store: Store, names: list[str]) -> NoReturn:
     hint = f". Is it one of {inner[:_MOST_SHOWN]}?" if inner else ""
     raise NotFoundError(
         f"{store.url} holds no checkpoint: looked for {INDEX}, {MANIFEST}, *{INDEX_SUFFIX}, *{SUFFIX}, "
-        f"{torch_directory.MODEL}, Orbax's {ORBAX_TREE} or a tree in msgpack called checkpoint, and zarr arrays; "
-        f"found {there}{hint}"
+        f"{torch_directory.MODEL}, {flax_directory.MODEL}, checkpoint_N of flax, Orbax's {ORBAX_TREE} or a tree in "
+        f"msgpack called checkpoint, and zarr arrays; found {there}{hint}"
     )
 
 
