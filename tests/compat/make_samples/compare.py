@@ -1,17 +1,21 @@
 """Compare what eformer loads with what Orbax restores, for many versions of Orbax and every kind of checkpoint.
 
-    python tests/compat/make_samples/compare.py [--versions 0.4.1,0.12.8] [--write docs/guides/from-orbax.md] DIRECTORY
+    python tests/compat/make_samples/compare.py [--versions 0.4.1,0.12.8] [--write docs/guides/from-orbax.md]
+        [--pack tests/compat/orbax-old/kinds.tar.xz] DIRECTORY
 
 Every version is installed into an environment of its own in DIRECTORY, where checkpoints of all kinds are then written
 by `write_kinds.py`. Both are kept for the next run. Prints a table, and every checkpoint that is not equal. `--write`
-puts the table into a page, between the lines that mark its place.
+puts the table into a page, between the lines that mark its place; `--pack` makes the archive of samples for the tests.
 """
 
 import argparse
+import io
 import json
 import logging
+import shutil
 import subprocess
 import sys
+import tarfile
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -35,6 +39,20 @@ VERSIONS = {
     "0.9.1": "jax==0.4.35 jaxlib==0.4.35 flax==0.10.2 tensorstore==0.1.69 numpy<2 optax<0.2.5",
     "0.11.13": "jax==0.6.0 jaxlib==0.6.0 flax==0.10.6 tensorstore==0.1.74 numpy<2.3 optax<0.2.6",
     "0.12.8": "jax==0.10.2 jaxlib==0.10.2 flax==0.12.8 tensorstore==0.1.86",
+}
+
+_ALONE = ("array_alone", "array_aggregated", "json_alone")
+_ITEMS = ("item_array", "item_only_array", "item_key", "item_json", "item_only_json", "item_numpy_key")
+
+# The kinds of each version that are samples for the tests: those that this version alone, or first, wrote like that.
+PACKED = {
+    "0.2.7": (*_ALONE, "pytree-slashes", "flax_legacy-base"),
+    "0.3.5": (*_ALONE, "pytree_ocdbt-slashes", "pytree_metadata-base", "standard-slashes"),
+    "0.4.1": (*_ALONE, "pytree-slashes", "pytree_plain-slashes", "standard-slashes", "manager_of_items-slashes"),
+    "0.5.3": (*_ALONE, "manager_with_args-base", "half_aggregated-texts"),
+    "0.5.20": (*_ALONE, *_ITEMS, "pytree-empties", "standard-empties", "manager_padded-base"),
+    "0.9.1": (*_ALONE, *_ITEMS, "manager_padded-empties"),
+    "0.12.8": (*_ALONE, *_ITEMS, "version_1-base", "flax_legacy-optimizer", "flax_orbax-base"),
 }
 
 ROWS = {
@@ -76,7 +94,8 @@ def write_kinds(version, directory):
     """Let a version write its checkpoints, unless they are there; return their directory."""
     kinds = directory / f"kinds-{version}"
     if not (kinds / "expected.json").exists():
-        kinds.mkdir(exist_ok=True)
+        shutil.rmtree(kinds, ignore_errors=True)  # of a run that was broken off
+        kinds.mkdir()
         command = [install(version, directory), HERE / "write_kinds.py", kinds]
         with (directory / f"kinds-{version}.log").open("w") as log:
             subprocess.run(command, check=True, stdout=log, stderr=log)
@@ -123,7 +142,7 @@ def row_of(kind):
     way = kind.partition("-")[0]
     if way.startswith("item_"):
         return "item"
-    return "alone" if way in ("array_alone", "array_aggregated", "json_alone") else way
+    return "alone" if way in _ALONE else way
 
 
 def compare_version(kinds):
@@ -161,11 +180,34 @@ def write_into(page, text):
     page.write_text(f"{before}{BEGIN}{text}{END}{after}", "utf-8")
 
 
+def pack(path, versions, directory):
+    """Pack the samples for the tests: the kinds of `PACKED`, with what Orbax restored from them."""
+    samples = {}
+    with tarfile.open(path, "w:xz") as archive:
+        for version in versions:
+            kinds = directory / f"kinds-{version}"
+            expected = json.loads((kinds / "expected.json").read_text())
+            for kind in PACKED.get(version, ()):
+                archive.add(kinds / kind, f"orbax-{version}/{kind}", filter=_without_owner)
+                samples[f"orbax-{version}/{kind}"] = expected[kind]
+        data = json.dumps(samples).encode()
+        member = tarfile.TarInfo("expected.json")
+        member.size = len(data)
+        archive.addfile(member, io.BytesIO(data))
+
+
+def _without_owner(member):
+    member.uid = member.gid = member.mtime = 0
+    member.uname = member.gname = ""
+    return member
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--versions", default=",".join(VERSIONS))
     parser.add_argument("--write", type=Path)
+    parser.add_argument("--pack", type=Path)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     options.directory.mkdir(parents=True, exist_ok=True)
@@ -175,6 +217,8 @@ def main():
         problems += found
     text = table(results)
     sys.stdout.write("\n".join([text, *problems, ""]))
+    if options.pack:
+        pack(options.pack, results, options.directory)
     if options.write:
         write_into(options.write, text)
 

@@ -31,7 +31,7 @@ _STEP = re.compile(r"checkpoint_(\d{1,18}(?:\.\d{1,18})?)")  # flax takes fracti
 def by_steps(place: Place) -> Found | None:
     """Find the last step of a directory of `flax.training.checkpoints`, if it is a file.
 
-    Return None if it is a directory, by Orbax, or if the directory is a checkpoint itself.
+    Return None if it is a directory, by Orbax, or if the directory is a checkpoint itself. A link is refused.
     """
     store = place.store
     steps = {name: float(match[1]) for name in place.names if (match := _STEP.fullmatch(name))}
@@ -39,9 +39,12 @@ def by_steps(place: Place) -> Found | None:
         return None
     last = max(steps, key=lambda name: steps[name])
     directory = store.local_path()
-    if store.kind(last) != "file" or (directory is not None and orbax.marks(directory)):
+    if directory is not None and (orbax.marks(directory) or (directory / last).is_dir()):
         return None
-    return _open(store, last)
+    kind = store.kind(last)
+    if kind == "other":
+        raise FormatError(f"{store.path_to(last)} is a link; pass the path that it leads to if it is the step to read")
+    return _open(store, last) if kind == "file" else None
 
 
 def by_model(place: Place) -> Found | None:
