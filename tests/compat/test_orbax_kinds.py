@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from compat.make_samples.describe import described_leaves
 
+from compat.make_samples.describe import described_leaves
 from eformer import checkpoint
-from eformer.errors import FormatError
+from eformer.errors import FormatError, NotFoundError
 
 ARCHIVE = Path(__file__).parent / "orbax-old" / "kinds.tar.xz"
 
@@ -97,14 +97,42 @@ def test_a_placeholder_of_an_inner_database_cannot_lead_out(copy):
         checkpoint.load(path)
 
 
-@pytest.mark.parametrize("version", ["0.2.7", "0.4.1", "0.9.1"])
-def test_a_file_beside_an_array_makes_it_more_than_the_array(copy, version):
+@pytest.mark.parametrize("version", ["0.2.7", "0.4.1"])
+def test_a_file_beside_an_array_is_left_out(copy, version):
     path = copy(f"orbax-{version}/array_alone")
     (path / "stray.bin").write_bytes(b"x" * 100)
-    try:
-        assert checkpoint.inspect(path).left_out == ("stray.bin",)
-    except FileNotFoundError as error:
-        assert "stray.bin" in str(error)  # noqa: PT017 - either is right
+    assert "stray.bin" in checkpoint.inspect(path).left_out
+
+
+def test_an_array_is_refused_if_something_unknown_is_beside_it(copy):
+    path = copy("orbax-0.9.1/array_alone")
+    (path / "stray.bin").write_bytes(b"x" * 100)
+    with pytest.raises(NotFoundError, match="is an Orbax checkpoint, but no item"):
+        checkpoint.load(path)
+
+
+TREES = [
+    name
+    for name in EXPECTED
+    if name.partition("/")[2].startswith(("pytree", "standard", "half", "version_1"))
+]
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_file_in_the_directory_of_a_tree_is_left_out(copy, name):
+    path = copy(name)
+    (path / "stray.bin").write_bytes(b"x" * 100)
+    report = checkpoint.verify(path)
+    assert report.left_out == ("stray.bin",)
+    with pytest.raises(ValueError, match=r"stray\.bin"):
+        checkpoint.convert(path, path.parent / "new", to="safetensors")
+
+
+@pytest.mark.parametrize("name", [name for name in EXPECTED if "/item_" in name and "0.12.8" in name])
+def test_a_file_beside_items_is_left_out(copy, name):
+    path = copy(name)
+    (path / "1" / "stray.bin").write_bytes(b"x" * 100)
+    assert checkpoint.verify(path).left_out == ("stray.bin",)
 
 
 def test_a_directory_of_zarr_arrays_is_not_an_item_because_of_its_name(samples, tmp_path):

@@ -47,8 +47,14 @@ _ITEMS = ("item_array", "item_only_array", "item_key", "item_json", "item_only_j
 # The kinds of each version that are samples for the tests: those that this version alone, or first, wrote like that.
 PACKED = {
     "0.2.7": (*_ALONE, "pytree-slashes", "flax_legacy-base"),
-    "0.3.5": (*_ALONE, "pytree_ocdbt-slashes", "pytree_metadata-base", "standard-slashes"),
-    "0.4.1": (*_ALONE, "pytree-slashes", "pytree_plain-slashes", "standard-slashes", "manager_of_items-slashes"),
+    "0.3.5": (*_ALONE, "pytree_ocdbt-slashes", "standard-slashes", "manager_of_one-base"),
+    "0.4.1": (
+        *_ALONE,
+        "pytree-slashes",
+        "pytree_plain-slashes",
+        "standard-slashes",
+        "manager_of_items-slashes",
+    ),
     "0.5.3": (*_ALONE, "manager_with_args-base", "half_aggregated-texts"),
     "0.5.20": (*_ALONE, *_ITEMS, "pytree-empties", "standard-empties", "manager_padded-base"),
     "0.9.1": (*_ALONE, *_ITEMS, "manager_padded-empties"),

@@ -43,7 +43,9 @@ def by_steps(place: Place) -> Found | None:
         return None
     kind = store.kind(last)
     if kind == "other":
-        raise FormatError(f"{store.path_to(last)} is a link; pass the path that it leads to if it is the step to read")
+        raise FormatError(
+            f"{store.path_to(last)} is a link; pass the path that it leads to if it is the step to read"
+        )
     return _open(store, last) if kind == "file" else None
 
 
