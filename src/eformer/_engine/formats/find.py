@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os  # noqa: TC003
-import re
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -232,9 +231,9 @@ DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     safetensors.by_files,
     torch_distributed.by_metadata,
     torch_directory.by_files,
-    flax_directory.by_model,
     _steps_in_bucket,
     arrays.without_index,
+    flax_directory.by_model,
 )
 
 
@@ -280,14 +279,9 @@ def _nothing_in(store: Store, names: list[str]) -> NoReturn:
     )
 
 
-_FLAX = re.compile(r"checkpoint_\d+")  # the names of files by flax.training.checkpoints
-
-
 def _looks_like_one(path: Path) -> bool:
     if path.is_symlink():  # perhaps to the outside, where nothing is opened for a hint
         return False
-    if _FLAX.fullmatch(path.name) and path.is_file():
-        return True
     if any((path / name).exists() for name in (INDEX, MANIFEST)) or orbax.marks(path):
         return True
     return path.name.endswith((SUFFIX, *files.SUFFIXES))
