@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer.errors import EformerError, FormatError, NotFoundError
+from eformer.errors import EformerError, FormatError
 from support.commands import run
 from support.samples import FORMATS
 
@@ -181,10 +181,3 @@ def test_a_damaged_file_of_pytorch_is_called_so(tmp_path):
     with pytest.raises(FormatError, match="is a file of PyTorch that cannot be read") as caught:
         checkpoint.load(tmp_path / "model.pt")
     assert len(str(caught.value)) < 400
-
-
-def test_a_directory_of_flax_points_to_its_files(tmp_path):
-    (tmp_path / "checkpoint_3").write_bytes(flax.serialization.to_bytes({"w": np.ones(2)}))
-    with pytest.raises(NotFoundError, match=r"Is it one of \['checkpoint_3'\]"):
-        checkpoint.load(tmp_path)
-    assert checkpoint.load(tmp_path / "checkpoint_3")["w"].shape == (2,)

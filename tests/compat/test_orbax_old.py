@@ -1,7 +1,5 @@
 """Checkpoints that Orbax 0.2.7 to 0.12.8, flax over it, and T5X wrote load equal to what Orbax itself restored."""
 
-import base64
-import hashlib
 import json
 import os
 import shutil
@@ -10,18 +8,17 @@ from contextlib import suppress
 from pathlib import Path
 
 import flax.serialization
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compat.make_samples.describe import described, described_leaves
 from eformer import checkpoint
 from eformer.errors import CorruptionError, FormatError
 from eformer.pytree._serialization import msgpack_serialize
 
 ARCHIVE = Path(__file__).parent / "orbax-old" / "samples.tar.xz"
 T5X = "t5x-like-checkpoint_1000"
-_MOST_INLINE = 20_000
 
 
 @pytest.fixture(scope="session")
@@ -42,34 +39,11 @@ def _names():
 EXPECTED = _names()
 
 
-def leaves_of(tree, path=""):
-    """Every leaf, None and empty container by its path, as `expected.json` has them."""
-    if isinstance(tree, (dict, list, tuple)) and tree:
-        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return {k: v for key, child in items for k, v in leaves_of(child, f"{path}/{key}").items()}
-    return {path or ".": tree}
-
-
-def described(leaf):
-    if leaf is None:
-        return ["none"]
-    if isinstance(leaf, (dict, list, tuple)):
-        return ["empty", type(leaf).__name__]
-    if isinstance(leaf, (bool, int, float, complex, str)) and not isinstance(leaf, np.generic):
-        return [type(leaf).__name__, str(leaf)]
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = np.asarray(jax.random.key_data(leaf)).tobytes()
-        return ["key", str(jax.random.key_impl(leaf)), list(leaf.shape), base64.b64encode(data).decode()]
-    data = np.ascontiguousarray(np.asarray(leaf)).tobytes()
-    data = hashlib.sha256(data).digest() if len(data) > _MOST_INLINE else data
-    return ["array", leaf.dtype.name, list(leaf.shape), base64.b64encode(data).decode()]
-
-
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_sample_loads_equal_to_what_orbax_restored(samples, name):
     for item, leaves in EXPECTED[name].items():
         tree = checkpoint.load(samples / name, prefix=item or None)
-        assert {path: described(leaf) for path, leaf in leaves_of(tree).items()} == leaves
+        assert described_leaves(tree) == leaves
 
 
 def test_a_tree_of_t5x_has_the_leaves_of_the_file_and_the_arrays_beside_it(samples):
@@ -93,9 +67,7 @@ def test_nothing_of_a_sample_is_left_out(samples, name):
 def test_a_conversion_has_all_leaves(samples, tmp_path, name):
     checkpoint.convert(samples / name, tmp_path / "new", to="safetensors")
     before, after = checkpoint.load(samples / name), checkpoint.load(tmp_path / "new")
-    assert {path: described(leaf) for path, leaf in leaves_of(after).items()} == {
-        path: described(leaf) for path, leaf in leaves_of(before).items()
-    }
+    assert described_leaves(after) == described_leaves(before)
 
 
 def test_the_last_step_is_the_one_that_is_read(samples):

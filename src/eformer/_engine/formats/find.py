@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os  # noqa: TC003
-import re
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from eformer._engine.formats.markers import ORBAX_TREE
 from eformer._engine.formats.others import (
+    flax_directory,
     orbax,
     orbax_in_bucket,
     peft,
@@ -227,12 +227,14 @@ def _steps_in_bucket(place: Place) -> Found | None:
 # In this order: an index of arrays settles it, and files of Orbax may lie beside safetensors files.
 DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     arrays.by_index,
+    flax_directory.by_steps,
     orbax.by_marks,
     orbax_in_bucket.by_marks,
     peft.by_config,
     safetensors.by_files,
     _steps_in_bucket,
     arrays.without_index,
+    flax_directory.by_model,
     torch_distributed.by_metadata,
     torch_directory.by_files,
     zarr3.by_description,
@@ -277,19 +279,14 @@ def _nothing_in(store: Store, names: list[str]) -> NoReturn:
     hint = f". Is it one of {inner[:_MOST_SHOWN]}?" if inner else ""
     raise NotFoundError(
         f"{store.url} holds no checkpoint: looked for {INDEX}, {MANIFEST}, *{INDEX_SUFFIX}, *{SUFFIX}, "
-        f"{torch_directory.MODEL}, Orbax's {ORBAX_TREE} or a tree in msgpack called checkpoint, and zarr arrays; "
-        f"found {there}{hint}"
+        f"{torch_directory.MODEL}, {flax_directory.MODEL}, checkpoint_N of flax, Orbax's {ORBAX_TREE} or a tree in "
+        f"msgpack called checkpoint, and zarr arrays; found {there}{hint}"
     )
-
-
-_FLAX = re.compile(r"checkpoint_\d+")  # the names of files by flax.training.checkpoints
 
 
 def _looks_like_one(path: Path) -> bool:
     if path.is_symlink():  # perhaps to the outside, where nothing is opened for a hint
         return False
-    if _FLAX.fullmatch(path.name) and path.is_file():
-        return True
     if any((path / name).exists() for name in (INDEX, MANIFEST)) or orbax.marks(path):
         return True
     return path.name.endswith((SUFFIX, *files.SUFFIXES))

@@ -6,7 +6,8 @@
     checkpoint              Orbax up to 0.5.20 and T5X: the tree in msgpack, with or without _METADATA beside it
 
 A checkpoint is such a tree, or has a directory with a tree for each item. A `CheckpointManager` keeps each checkpoint
-in a directory named after its step. Items that are JSON become metadata of the trees beside them.
+in a directory named after its step. Items that are JSON become metadata of the trees beside them,
+and are trees of plain values themselves.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from typing import TYPE_CHECKING, Any
 from eformer._engine.formats.found import Found, Trees
 from eformer._engine.formats.left_out import is_checkpoint, left_out
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
+from eformer._engine.formats.others.flax import flatten_message
 from eformer._engine.formats.others.orbax_aggregate import NAME as AGGREGATE
 from eformer._engine.formats.others.orbax_aggregate import is_aggregate
-from eformer._engine.formats.others.orbax_items import (
-    UNFINISHED,
-    TreeDirectory,
-    find_item,
-    holds_tree,
-)
+from eformer._engine.formats.others.orbax_chunks import ChunkFiles
+from eformer._engine.formats.others.orbax_items import UNFINISHED, TreeDirectory, find_item, find_tree
 from eformer._engine.formats.others.orbax_items import steps_in as steps_in
-from eformer._engine.formats.others.orbax_metadata import read_checkpoint_metadata, read_json_item
+from eformer._engine.formats.others.orbax_metadata import (
+    COMMITTED,
+    JSON_FILE,
+    read_checkpoint_metadata,
+    read_json_item,
+)
 from eformer._engine.formats.others.orbax_reader import read_tree
 from eformer._engine.formats.safetensors.names import MANIFEST, SUFFIX
-from eformer._engine.record.manifest import Manifest
+from eformer._engine.record.manifest import Manifest, foreign_tree
 from eformer._engine.record.values import value_to_json
 from eformer._engine.stores.inside import walk
 from eformer._engine.stores.local import LocalStore
@@ -68,15 +71,17 @@ def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
 
     Return None if there is none.
     """
-    if holds_tree(directory):
-        return _found(directory, {"": TreeDirectory(directory)}, read_checkpoint_metadata(directory))
+    checkpoint = read_checkpoint_metadata(directory)
+    if tree := find_tree(directory, checkpoint.handler):
+        return _Checkpoint(directory, {"": tree}, checkpoint, {}).to_found()
     if ORBAX_CHECKPOINT not in names and (steps := steps_in(directory, names)):
         step = _inside_run(directory, steps[-1])
         return in_directory(step, list(LocalStore(step).kinds()))
-    checkpoint = read_checkpoint_metadata(directory)
     items = {name: item for name in names if (item := find_item(directory / name, checkpoint.item_handlers))}
-    if items:
-        return _found(directory, items, checkpoint)
+    if items or ORBAX_CHECKPOINT in names or _is_json_alone(names):
+        documents = _read_documents(directory, {*items, *(checkpoint.custom_metadata or {})})
+        if items or documents:
+            return _Checkpoint(directory, items, checkpoint, documents).to_found()
     if ORBAX_CHECKPOINT in names:
         raise NotFoundError(
             f"{directory} is an Orbax checkpoint, but no item in it has {ORBAX_TREE}: no tree was saved, or its save "
@@ -101,20 +106,24 @@ def marks(directory: Path) -> list[str]:
     return [*found, AGGREGATE] if is_aggregate(directory) else found
 
 
-def _found(directory: Path, items: Mapping[str, TreeDirectory], metadata: CheckpointMetadata) -> Found:
-    skip = {*items, *(metadata.custom_metadata or {})}
-    documents = {} if "" in items else _read_documents(directory, skip)
-    return _Checkpoint(directory, items, metadata, documents).to_found()
+def _is_json_alone(names: Sequence[str]) -> bool:
+    """Tell whether a directory is an item of JSON itself. Orbax before 0.5.20 left no mark there."""
+    return JSON_FILE in names and set(names) <= {JSON_FILE, COMMITTED, ORBAX_CHECKPOINT}
 
 
 def _read_documents(directory: Path, skip: Container[str]) -> dict[str, Any]:
-    """Read the items that are JSON, by name, except those to `skip`."""
+    """Read the items that are JSON, by name, except those to `skip`; of a directory that is such an item itself, it."""
+    names = list(LocalStore(directory).kinds())
+    if _is_json_alone(names):
+        candidates = [""]
+    else:
+        paths = {name: directory / name for name in names if name not in skip}
+        candidates = [name for name, path in paths.items() if path.is_dir() and not path.is_symlink()]
     found = {}
-    for name in LocalStore(directory).kinds():
-        path = directory / name
-        if name not in skip and path.is_dir() and not path.is_symlink():
-            with suppress(FormatError, OSError, ValueError, RecursionError):
-                found[name] = value_to_json(read_json_item(directory, name))
+    for name in candidates:
+        with suppress(FormatError, OSError, ValueError, RecursionError):
+            found[name] = read_json_item(directory, name)
+            value_to_json(found[name])
     return found
 
 
@@ -122,7 +131,8 @@ def _read_documents(directory: Path, skip: Container[str]) -> dict[str, Any]:
 class _Checkpoint:
     """A checkpoint, with the items that are trees and those that are JSON `documents`, by name.
 
-    A tree is read when it is first asked for: `read` has those, by root, and `versions` the versions of their files.
+    Documents are trees of plain values, which are not listed where there are others. A tree is read when it is first
+    asked for: `read` has those, by root, and `versions` the versions of their files.
     """
 
     directory: Path
@@ -133,12 +143,15 @@ class _Checkpoint:
     versions: dict[str, Version] = field(default_factory=dict)
 
     def to_found(self) -> Found:
-        trees = Trees({}, {name: partial(self._read_tree, item) for name, item in self.items.items()}, {})
+        items = {name: partial(self._read_tree, item) for name, item in self.items.items()}
+        documents = {name: partial(self._tree_of_document, name) for name in self.documents}
+        trees = Trees({}, items or documents, documents if items else {})
         return Found(
             str(self.directory),
             LocalStore(self.directory),
             Manifest(format=FORMAT),
             trees,
+            also=tuple(documents) if items else (),
             versions=self.versions,
             open_files=self._open_files,
             find_left_out=lambda: self._left_out(trees),
@@ -146,14 +159,27 @@ class _Checkpoint:
 
     def _read_tree(self, item: TreeDirectory) -> TreeEntry:
         own = {name: value_to_json(value) for name, value in (self.metadata.custom_metadata or {}).items()}
-        metadata = {**self.documents, **own}
+        metadata = {name: value_to_json(document) for name, document in self.documents.items()} | own
         tree = read_tree(self.directory, item, metadata=metadata, saved_at=self.metadata.saved_at)
         self.read[tree.root] = tree
         self.versions.update(tree.versions)
         return tree.record
 
+    def _tree_of_document(self, name: str) -> TreeEntry:
+        structure, leaves = flatten_message(self.documents[name], is_leaf=lambda _: False)
+        values = {leaf: value_to_json(value) for leaf, value in leaves.items()}
+        return foreign_tree(
+            saved_at=self.metadata.saved_at,
+            written_by="orbax",
+            files=(),
+            root=name,
+            values=values,
+            structure=structure,
+            leaves={},
+        )
+
     def _open_files(self, tree: TreeEntry) -> Files:
-        return self.read[tree.root].open_files()
+        return self.read[tree.root].open_files() if tree.root in self.read else ChunkFiles([])
 
     def _left_out(self, trees: Mapping[str, TreeEntry]) -> tuple[str, ...]:
         names = list(LocalStore(self.directory).kinds())
@@ -163,6 +189,8 @@ class _Checkpoint:
             *self.documents,
             *(name for name in names if UNFINISHED in name),
         }
+        if "" in self.documents:
+            read.add(JSON_FILE)
         unused: list[str] = []
         for name, item in self.items.items():
             try:

@@ -98,9 +98,12 @@ def _spec(store: ArrayStore, name: str, leaf: ZarrArray) -> dict[str, Any]:
     path = leaf.path  # empty for a tree that is one array
     if path and not store.is_database and not is_inside(path):
         raise FormatError(f"leaf {name[:200]!r} leads out of {store.directory}, to {path[:200]!r}")
+    inner = inner_database(store, path)
+    if inner:
+        path = path.removeprefix(f"{inner}/")
     if path and not path.endswith("/"):
         path += "/"
-    files = {"driver": "file", "path": f"{store.directory}/"}
+    files = {"driver": "file", "path": f"{store.directory / inner}/"}
     spec: dict[str, Any] = {
         "driver": leaf.driver or store.driver,
         "kvstore": {"driver": "ocdbt", "base": files} if store.is_database else files,
@@ -109,6 +112,15 @@ def _spec(store: ArrayStore, name: str, leaf: ZarrArray) -> dict[str, Any]:
     if store.stores_all_chunks:
         spec[_FILL_MISSING] = False
     return spec
+
+
+def inner_database(store: ArrayStore, path: str) -> str:
+    """Return the directory of the database in which Orbax 0.3.5 to 0.4.1 stored a leaf whose name has a slash: "a/b" is
+    the array "b" in the database "a". Return "" if there is none."""
+    inner = path.rpartition("/")[0]
+    if not inner or not store.is_database or not is_inside(path):
+        return ""
+    return inner if (store.directory / inner / DATABASE_MANIFEST).is_file() else ""
 
 
 def _wait_for(store: ArrayStore, path: str, future: Any) -> Any:

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.others.orbax_aggregate import is_aggregate
+from eformer._engine.formats.others.orbax_metadata import COMMITTED, SHARDINGS
 from eformer._engine.formats.zarr.zarray import ZARRAY
 from eformer._engine.stores.local import LocalStore
-from eformer._engine.stores.ocdbt import DATABASE_MANIFEST
+from eformer._engine.stores.ocdbt import DATABASE_MANIFEST, list_arrays, require_plain_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+PROCESS = "ocdbt.process_"  # at the beginning of the names of databases that are parts of another
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a directory while it is being saved
 ARRAY_NAME = "checkpoint"  # of the only leaf of an item that is one array
 
@@ -47,9 +49,8 @@ def find_item(path: Path, handlers: Mapping[str, Any]) -> TreeDirectory | None:
     """
     if UNFINISHED in path.name or path.is_symlink() or not path.is_dir():
         return None
-    is_array = str(handlers.get(path.name)).endswith(_ARRAY_HANDLER)
-    if holds_tree(path) or (is_array and _holds_array(path)):
-        return TreeDirectory(path, is_single_array=is_array)
+    if tree := find_tree(path, handlers.get(path.name), is_item=True):
+        return tree
     for name in (_JAX_KEY, _NUMPY_KEY):
         key, is_jax = path / name, name == _JAX_KEY
         if not key.is_symlink() and (holds_tree(key) or (is_jax and _holds_array(key))):
@@ -57,9 +58,41 @@ def find_item(path: Path, handlers: Mapping[str, Any]) -> TreeDirectory | None:
     return None
 
 
+def find_tree(path: Path, handler: Any, *, is_item: bool = False) -> TreeDirectory | None:
+    """Find the tree of a directory itself, or the array that it holds.
+
+    `handler` is the class name of the handler that wrote it, or None if that is not known.
+    """
+    is_array = str(handler).endswith(_ARRAY_HANDLER)
+    if holds_tree(path):
+        return TreeDirectory(path, is_single_array=is_array)
+    if (is_array and _holds_array(path)) or _is_array_alone(path, is_item=is_item):
+        return TreeDirectory(path, is_single_array=True)
+    return None
+
+
 def _holds_array(path: Path) -> bool:
     """Tell whether an item is one array, as Orbax before 0.12 stored it."""
     return (path / ARRAY_NAME / ZARRAY).is_file() or (path / DATABASE_MANIFEST).is_file()
+
+
+def _is_array_alone(path: Path, *, is_item: bool) -> bool:
+    """Tell whether a directory holds an array as Orbax stores it, the marks of Orbax, and nothing else.
+
+    Orbax does not always record what wrote an item. Without any mark of Orbax, an item is taken for a directory of zarr
+    arrays, of which one happens to have this name.
+    """
+    if not _holds_array(path):
+        return False
+    there, marks = set(LocalStore(path).kinds()), {SHARDINGS, COMMITTED, ORBAX_CHECKPOINT}
+    names = there - marks
+    if DATABASE_MANIFEST not in names:
+        is_marked = there & marks or (path.parent / ORBAX_CHECKPOINT).is_file()
+        return names == {ARRAY_NAME} and (not is_item or bool(is_marked))
+    if any(name not in (DATABASE_MANIFEST, "d") and not name.startswith(PROCESS) for name in names):
+        return False
+    require_plain_files(path)
+    return list_arrays(path) == [ARRAY_NAME]
 
 
 def steps_in(directory: Path, names: Sequence[str]) -> list[str]:

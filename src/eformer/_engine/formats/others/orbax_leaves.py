@@ -113,7 +113,9 @@ def _require_same_leaves(
 ) -> None:
     external = {name: leaf.path for name, leaf in aggregate.leaves.items() if isinstance(leaf, ExternalArray)}
     stored = {leaf.name: leaf.stored_name for leaf in tree.leaves}
-    problems = sorted(found.keys() ^ aggregate.leaves.keys())
+    # Orbax 0.5.4 to 0.5.20 names arrays for empty containers, of which it stores none.
+    empty = stored.keys() - found.keys()
+    problems = sorted(found.keys() ^ (aggregate.leaves.keys() - (empty & external.keys())))
     problems += [name for name, path in external.items() if path != stored.get(name, path)]
     if problems:
         raise FormatError(

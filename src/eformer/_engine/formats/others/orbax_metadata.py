@@ -32,8 +32,10 @@ SHARDINGS = "_sharding"
 STRINGS = "_strings.json"
 ARRAY_METADATAS = "array_metadatas"
 
+JSON_FILE = "metadata"  # of an item that is JSON
+COMMITTED = "commit_success.txt"  # an empty file that marks a finished item
+
 _BEGINNING = 64  # bytes
-_COMMITTED = "commit_success.txt"  # an empty file that marks a finished item
 
 # ------------------------------------------------------------------------------------------- a checkpoint
 
@@ -47,8 +49,14 @@ class CheckpointMetadata(msgspec.Struct):
 
     @property
     def item_handlers(self) -> dict[str, Any]:
-        """Return the handler that wrote each item, by the item's name; empty if the file does not say."""
+        """Return the handler that wrote each item, by the item's name; empty if the file does not say, or if there are
+        no items."""
         return self.raw_item_handlers if isinstance(self.raw_item_handlers, dict) else {}
+
+    @property
+    def handler(self) -> str | None:
+        """Return the handler that wrote a checkpoint without items, or None if the file does not say."""
+        return self.raw_item_handlers if isinstance(self.raw_item_handlers, str) else None
 
     @property
     def saved_at(self) -> str:
@@ -192,11 +200,11 @@ def read_key_generators(directory: Path) -> dict[str, str]:
 # ----------------------------------------------------------------------------------- items that are JSON
 
 
-def read_json_item(directory: Path, item: str) -> Any:
-    """Read the JSON in the only file of an item, which is a directory in the one of the checkpoint."""
+def read_json_item(directory: Path, item: str = "") -> Any:
+    """Read the JSON in the only file of an item, which is a directory in the one of the checkpoint, or that one."""
     store = LocalStore(directory)
-    (name,) = (name for name in store.kinds(item) if name != _COMMITTED)
-    file = f"{item}/{name}"
+    (name,) = (name for name in store.kinds(item) if name not in (COMMITTED, ORBAX_CHECKPOINT))
+    file = f"{item}/{name}" if item else name
     if store.read(file, 0, _BEGINNING)[0].lstrip()[:1] not in (b"{", b"["):
         raise ValueError(f"{directory / file} is not a document")
     return json.loads(read_whole(store, file)[0])

@@ -16,13 +16,14 @@ from eformer._engine.formats.others.orbax_aggregate import PlainValue, is_aggreg
 from eformer._engine.formats.others.orbax_arrays import (
     array_store,
     describe_leaf,
+    inner_database,
     open_arrays,
     read_scalar,
     require_stored,
     split_leaf,
 )
 from eformer._engine.formats.others.orbax_chunks import ChunkFiles
-from eformer._engine.formats.others.orbax_items import ARRAY_NAME
+from eformer._engine.formats.others.orbax_items import ARRAY_NAME, PROCESS
 from eformer._engine.formats.others.orbax_leaves import (
     AggregateArray,
     ZarrArray,
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.stores.base import Files, Version
     from eformer._engine.stores.virtual_files import VirtualFile
+
+_ELEMENT = "ELEMENT"  # the only leaf of an item that is one array, in the msgpack file
 
 # The files of an array that lies in the tree's own directory: chunks, and the metadata of zarr 3.
 _FILE_OF_ARRAY = re.compile(r"\d+(\.\d+)*|c|zarr\.json")
@@ -110,9 +113,13 @@ class OrbaxTree:
             names.append(AGGREGATE)
         if self.store.is_database:
             names += [DATABASE_MANIFEST, "d"]
-            names += [name for name in LocalStore(directory).kinds() if name.startswith("ocdbt.process_")]
+            names += [name for name in LocalStore(directory).kinds() if name.startswith(PROCESS)]
+            for inner in self._inner_databases():
+                names += [f"{inner}/{name}" for name in (DATABASE_MANIFEST, "d")]
         else:
             names += filter(None, self.contents.array_paths)
+        above = {path.rpartition("/")[0] for path in self.contents.array_paths}
+        names += [f"{folder}/{SHARDINGS}" for folder in above if folder]  # 0.4.1, for names with a slash
         if "" in self.contents.array_paths:
             names += [name for name in LocalStore(directory).kinds() if _FILE_OF_ARRAY.fullmatch(name)]
         return [self._path(name) for name in names]
@@ -122,12 +129,18 @@ class OrbaxTree:
         if not self.store.is_database:
             return []
         require_plain_files(Path(os.path.realpath(self.store.directory)))
-        paths = list_arrays(self.store.directory)
-        return [
-            self._path(f"{DATABASE_MANIFEST}/{path}")
-            for path in paths
-            if path not in self.contents.array_paths
-        ]
+        unused = []
+        for inner in ["", *self._inner_databases()]:
+            above = f"{inner}/" if inner else ""
+            used = {path.removeprefix(above) for path in self.contents.array_paths if path.startswith(above)}
+            paths = list_arrays(self.store.directory / inner)
+            unused += [self._path(f"{above}{DATABASE_MANIFEST}/{path}") for path in paths if path not in used]
+        return unused
+
+    def _inner_databases(self) -> list[str]:
+        return sorted(
+            {inner for path in self.contents.array_paths if (inner := inner_database(self.store, path))}
+        )
 
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}" if self.root else name
@@ -155,7 +168,7 @@ def read_tree(
         leaves, structure = leaves_in_aggregate(directory, aggregate), aggregate.structure
     contents = _describe(store, leaves, has_aggregate=aggregate is not None)
     entries = contents.entries
-    if place.is_single_array:
+    if place.is_single_array or (not tree and list(leaves) == [_ELEMENT] and list(entries) == [_ELEMENT]):
         entries, structure = _unwrap(place, contents), BARE_LEAF
     record = foreign_tree(
         saved_at=saved_at,

@@ -1,0 +1,73 @@
+"""Directories of flax: of `flax.training.checkpoints`, before it used Orbax, and models of Hugging Face.
+
+checkpoint_9, checkpoint_10     a tree in msgpack for each step; the last one is read
+flax_model.msgpack              a model
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from eformer._engine.formats.left_out import left_out
+from eformer._engine.formats.others import flax, orbax
+from eformer._engine.formats.others.single_file import open_single_file
+from eformer._engine.formats.safetensors.names import MANIFEST, SUFFIX
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from eformer._engine.formats.found import Found
+    from eformer._engine.formats.read_format import Place
+    from eformer._engine.stores.base import Store
+
+MODEL = "flax_model.msgpack"
+_INDEX = f"{MODEL}.index.json"
+
+_STEP = re.compile(r"checkpoint_(\d{1,18}(?:\.\d{1,18})?)")  # flax takes fractions, too
+
+
+def by_steps(place: Place) -> Found | None:
+    """Find the last step of a directory of `flax.training.checkpoints`, if it is a file.
+
+    Return None if it is a directory, by Orbax, or if the directory is a checkpoint itself. A link is refused.
+    """
+    store = place.store
+    steps = {name: float(match[1]) for name in place.names if (match := _STEP.fullmatch(name))}
+    if not steps or MANIFEST in place.names or any(name.endswith(SUFFIX) for name in place.names):
+        return None
+    last = max(steps, key=lambda name: steps[name])
+    directory = store.local_path()
+    if directory is not None and (orbax.marks(directory) or (directory / last).is_dir()):
+        return None
+    kind = store.kind(last)
+    if kind == "other":
+        raise FormatError(
+            f"{store.path_to(last)} is a link; pass the path that it leads to if it is the step to read"
+        )
+    return _open(store, last) if kind == "file" else None
+
+
+def by_model(place: Place) -> Found | None:
+    """Find the model of a directory that has one in a file of flax; refuse one in several files."""
+    store = place.store
+    if MODEL in place.names:
+        found = _open(store, MODEL)
+        return replace(found, path=store.url, find_left_out=partial(left_out, store, {MODEL}))
+    if _INDEX in place.names:
+        raise FormatError(
+            f"{store.path_to(_INDEX)} is the index of a flax model in several files, which eformer cannot read; save "
+            "the model as safetensors with transformers"
+        )
+    return None
+
+
+def _open(store: Store, name: str) -> Found:
+    with open_single_file(store, name) as file:
+        first = file.read(0, 9)
+        if found := flax.in_msgpack(file, first):
+            return found
+        raise FormatError(
+            f"{file.path} is not a file of flax: it begins with {first!r}, unlike a tree in msgpack"
+        )
