@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer._engine.loading import fetch, large_leaves, pinned_stream, placement
+from eformer._engine.loading import fetch, large_leaves, pinned_stream, placement, slot_split
 from eformer._engine.loading import load as load_module
 from eformer._engine.record.regions import Region
 from eformer._engine.saving import record as _record
@@ -353,3 +353,82 @@ def test_progress_is_told_and_what_it_raises_stops_the_load(tmp_path, slots, tre
 
 def _raise(done, total):
     raise FileNotFoundError("mine")
+
+
+# ------------------------------------------------------------------------------------- slots that are split
+
+
+@pytest.fixture
+def split(monkeypatch, slots):
+    """Slots of 8 MiB, each of which holds five leaves of 1.5 MiB. Yields the names of the leaves that are moved one by
+    one; programs are waited for."""
+    one_by_one, assembled, program = [], pinned_stream.assemble, slot_split._program
+
+    def assemble(targets, put):
+        one_by_one.extend(target.name for target in targets)
+        return assembled(targets, put)
+
+    def compiled(*key):
+        future = program(*key)
+        future.exception()
+        return future
+
+    monkeypatch.setattr(pinned_stream, "_SLOT_BYTES", 2**23)
+    monkeypatch.setattr(pinned_stream, "assemble", assemble)
+    monkeypatch.setattr(slot_split, "_program", compiled)
+    return one_by_one
+
+
+def bits(kind, number, shape=(768, 1024)):
+    found = np.random.default_rng(number).integers(0, 256, (*shape, jnp.dtype(kind).itemsize), np.uint8)
+    return found.view(kind)[..., 0]
+
+
+@pytest.mark.parametrize("place", ["default", "device", "mesh"])
+def test_leaves_of_one_slot_are_moved_together_bit_for_bit(tmp_path, split, place):
+    kinds = [jnp.bfloat16, np.int16, np.float16, jnp.bfloat16, np.uint16]
+    tree = {f"leaf{n:02}": bits(kinds[n % 5], n) for n in range(20)} | {"small": np.arange(4, dtype=np.int32)}
+    save(jax.tree.map(jnp.asarray, tree), tmp_path)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[1:2]), ("x",))
+    places = {
+        "default": None,
+        "device": jax.sharding.SingleDeviceSharding(jax.devices()[1]),
+        "mesh": jax.NamedSharding(mesh, jax.P()),
+    }
+    loaded = load(tmp_path, shardings=places[place])
+    assert split == ["small"]
+    for name, array in tree.items():
+        assert np.asarray(loaded[name]).tobytes() == array.tobytes(), name
+        assert (loaded[name].dtype, loaded[name].shape) == (array.dtype, array.shape)
+        assert loaded[name].committed == (place != "default")
+        assert place == "default" or loaded[name].sharding == places[place]
+
+
+def test_leaves_that_no_program_can_make_are_moved_one_by_one(tmp_path, split, monkeypatch):
+    tree = {f"leaf{n:02}": jnp.asarray(bits(np.uint8, n, (1536, 1024)) % 2 == 0) for n in range(20)}
+    save(tree, tmp_path)
+    assert_same(load(tmp_path), tree)
+    assert len(split) == 20
+
+
+def test_leaves_are_moved_one_by_one_while_there_is_no_program(tmp_path, split, monkeypatch):
+    def fail(*_):
+        raise ValueError("no")
+
+    tree = {f"leaf{n:02}": jnp.asarray(bits(np.uint16, n, (769, 1024))) for n in range(20)}
+    save(tree, tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(slot_split, "_array", fail)
+        assert_same(load(tmp_path), tree)
+    assert len(split) == 20
+
+
+def test_leaves_of_one_slot_may_be_on_different_devices(tmp_path, split):
+    tree = {f"leaf{n:02}": jnp.asarray(bits(np.uint16, n)) for n in range(20)}
+    save(tree, tmp_path)
+    places = {
+        name: jax.sharding.SingleDeviceSharding(jax.devices()[number % 2]) for number, name in enumerate(tree)
+    }
+    loaded = load(tmp_path, shardings=places)
+    assert_same(loaded, jax.device_put(tree, places))
+    assert len(split) == 20

@@ -113,7 +113,7 @@ class _Part:
         regions = [region for _, region in cut]
         self.targets = [msgspec.structs.replace(leaf.target, regions=regions, arrays=())]
 
-    def move(self) -> Sequence[Any]:
+    def move(self, memory: np.ndarray[Any, Any]) -> Sequence[Any]:
         """Put each box on every device that holds it, and write it into the arrays there."""
         moved: list[Any] = []
         for (number, region), array in zip(self.cut, self.targets[0].arrays, strict=True):

@@ -8,6 +8,7 @@ copied from, others are read into. Small leaves share a slot, large ones pass th
 from __future__ import annotations
 
 import math
+import threading
 from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
@@ -22,6 +23,7 @@ from eformer._engine.loading.large_leaves import LargeLeaf
 from eformer._engine.loading.placement import accelerator_of
 from eformer._engine.loading.read import Reading
 from eformer._engine.loading.read_plan import packed_nbytes
+from eformer._engine.loading.slot_split import Splits
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import SILENT, Meter
@@ -65,7 +67,7 @@ def stream(
         reading = Reading(found, tree, verify=verify, meter=meter)
         stack.callback(reading.close)
         stream = _Stream(targets, tree, stack)
-        threads = max(2, threads * 3 // 4)  # leaves the others to the transfers
+        threads = max(2, threads * 7 // 8)  # leaves the others to the transfers
         run_all(stream.tasks(reading), threads, stream.give_up)
         reading.require_unwritten()
         _wait_for(list(stream.loaded.values()))  # before the slots are unlocked
@@ -83,8 +85,9 @@ class Batch(Protocol):
     @property
     def targets(self) -> Sequence[LeafTarget]: ...
 
-    def move(self) -> Sequence[Any]:
-        """Begin to move the targets to their devices. Return arrays that are ready when their memory is free."""
+    def move(self, memory: np.ndarray[Any, Any]) -> Sequence[Any]:
+        """Begin to move the targets from the memory of their slot to their devices. Return arrays that are ready when
+        the memory is free."""
 
 
 class _Leaves:
@@ -92,15 +95,24 @@ class _Leaves:
 
     is_claimed = False
 
-    def __init__(self, targets: list[LeafTarget], loaded: dict[str, Any], put: PutShards) -> None:
-        self.targets, self.loaded, self.put = targets, loaded, put
+    def __init__(
+        self, targets: list[LeafTarget], loaded: dict[str, Any], put: PutShards, splits: Splits
+    ) -> None:
+        self.targets, self.loaded, self.put, self.splits = targets, loaded, put, splits
 
-    def move(self) -> Sequence[Any]:
-        arrays = assemble(self.targets, self.put)
+    def move(self, memory: np.ndarray[Any, Any]) -> Sequence[Any]:
+        together, others = self.splits.divided(self.targets)
+        moved = self.splits.move(together, memory)
+        arrays = assemble(self.targets if moved is None else others, self.put)
+        pending = list(arrays.values())
+        if moved is not None:
+            found, there = moved
+            arrays |= {target.name: array for target, array in zip(together, found, strict=True)}
+            pending.append(there)
         for target in self.targets:
             target.arrays = ()
         self.loaded.update(arrays)
-        return list(arrays.values())
+        return pending
 
 
 class _Stream:
@@ -114,8 +126,10 @@ class _Stream:
         self.slots: SimpleQueue[_Slot | None] = SimpleQueue()  # an interrupt cannot leave it locked
         self.loaded: dict[str, Any] = {}
         self.put = PutShards()
+        self.moving = threading.Lock()
         # Each thread has its own of these settings; those of the calling one count.
         self.default, self.x64 = default_device(_config.jax_default_device), _config.jax_enable_x64
+        self.splits = Splits(self.small, tree.block, self.default, x64=self.x64)
         total = sum(nbytes for _, nbytes in sizes)
         for _ in range(min(_SLOTS, max(1, -(-total // _SLOT_BYTES)))):
             self.slots.put(_Slot(aligned(min(_SLOT_BYTES, total)), self.device, stack))
@@ -140,10 +154,10 @@ class _Stream:
             for target in self.large
         ]
         for group in self.small:
-            yield _Leaves(group, self.loaded, self.put)
+            yield _Leaves(group, self.loaded, self.put, self.splits)
         for target, leaf in large:
             if leaf is None:  # it has memory of its own
-                yield _Leaves([target], self.loaded, self.put)
+                yield _Leaves([target], self.loaded, self.put, self.splits)
             else:
                 reading.claim(target)
                 yield from leaf.parts()
@@ -155,8 +169,9 @@ class _Stream:
     def arrive(self, batch: Batch, slot: _Slot) -> None:
         """Begin to move what has been read to its devices, and let others wait for the slot."""
         slot.lock()
-        with jax.default_device(self.default), _enable_x64(self.x64):
-            slot.pending = batch.move()
+        # One at a time: each start of a transfer needs the interpreter lock, and many would only wait for each other.
+        with self.moving, jax.default_device(self.default), _enable_x64(self.x64):
+            slot.pending = batch.move(slot.memory)
         self.slots.put(slot)
 
 

@@ -1,0 +1,171 @@
+"""Move many leaves to an accelerator by one transfer: a compiled program cuts the bytes of a slot into arrays there.
+
+Starting a transfer for each leaf takes several times as long as the transfer of 2 MB, and every start waits for the
+interpreter lock. A program is compiled for each sequence of leaves that fills several slots, in the background: until
+it is there, leaves are moved one by one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import Counter
+from concurrent.futures import Future
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from eformer._engine.loading.device_put import put_on, put_on_default
+from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.trees.devices import PACKED, bits_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from eformer._engine.loading.select import LeafTarget
+
+_lax: Any = jax.lax  # not all of it has types
+_jit: Any = jax.jit
+_described: Any = jax.ShapeDtypeStruct
+_enable_x64: Any = jax.enable_x64
+
+_LEAST_LEAVES = 4  # in a slot: fewer are moved as quickly one by one
+_MOST_LEAVES = 128  # of a program, which takes about 2 ms to compile for each
+_LEAST_SLOTS = 4  # with the same leaves, from which on a program is worth compiling
+_MOST_PROGRAMS = 8  # begun by one load
+
+Kinds = tuple[
+    tuple[tuple[int, ...], str, int], ...
+]  # shape, dtype and sharding of each leaf, told by its identity
+
+
+class Slice(NamedTuple):
+    """The bytes of a slot that become one array."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    sharding: Any
+
+    @property
+    def stop(self) -> int:
+        return self.offset + math.prod(self.shape) * self.dtype.itemsize
+
+
+class Splits:
+    """The programs for the groups of leaves of one load, each of which shares a slot.
+
+    Leaves of up to `block` bytes are not read into slots.
+    """
+
+    def __init__(
+        self, groups: Sequence[Sequence[LeafTarget]], block: int, default: Any, *, x64: bool
+    ) -> None:
+        self.block, self.default, self.x64 = block, default, x64
+        counts = Counter(kinds for group in groups if (kinds := _kinds(self.divided(group)[0])))
+        self.worth = {kinds for kinds, count in counts.most_common(_MOST_PROGRAMS) if count >= _LEAST_SLOTS}
+
+    def divided(self, targets: Sequence[LeafTarget]) -> tuple[list[LeafTarget], list[LeafTarget]]:
+        """Divide targets into those that one program could make, and the others."""
+        could = [_can_be_split(target, self.block) for target in targets]
+        pairs = list(zip(targets, could, strict=True))
+        return [target for target, can in pairs if can], [target for target, can in pairs if not can]
+
+    def move(
+        self, targets: Sequence[LeafTarget], memory: np.ndarray[Any, Any]
+    ) -> tuple[list[Any], Any] | None:
+        """Begin to move targets that were read into `memory`; return their arrays, and one that is ready when the
+        memory is free. Return None if there is no program for them, or not yet."""
+        if not self.worth or _kinds(targets) not in self.worth:
+            return None
+        slices = _slices(targets, memory)
+        if slices is None:
+            return None
+        boxes = targets[0].boxes
+        device = self.default if boxes is None else boxes.devices[0]
+        program = _program(slices, device, boxes is not None, self.x64)
+        if not program.done() or program.exception() is not None:
+            return None
+        data = memory[: slices[-1].stop]
+        data.flags.writeable = False
+        (there,) = put_on_default([data]) if boxes is None else put_on([data], [device])
+        return program.result()(there), there
+
+
+def _kinds(targets: Sequence[LeafTarget]) -> Kinds | None:
+    """Return what the program for these leaves depends on, or None if there can be none."""
+    if not _LEAST_LEAVES <= len(targets) <= _MOST_LEAVES:
+        return None
+    if len({None if target.boxes is None else target.boxes.devices[0] for target in targets}) > 1:
+        return None
+    return tuple((target.entry.shape, target.dtype, id(target.sharding)) for target in targets)
+
+
+def _can_be_split(target: LeafTarget, block: int) -> bool:
+    """Tell whether the array is the bytes of the leaf as they lie in a slot, on one device."""
+    boxes, entry = target.boxes, target.entry
+    is_on_one = boxes is None or (boxes.is_one_each and not boxes.cuts)
+    is_plain = not entry.key and not target.is_weak and _is_bits(target.dtype)
+    return is_on_one and is_plain and entry.nbytes > block
+
+
+@lru_cache(64)
+def _is_bits(name: str) -> bool:
+    """Tell whether a program can make elements of this dtype out of bytes."""
+    dtype = dtype_from_name(name)
+    return dtype not in PACKED and dtype.isnative and dtype.kind in "iufV"
+
+
+def _slices(targets: Sequence[LeafTarget], memory: np.ndarray[Any, Any]) -> tuple[Slice, ...] | None:
+    """Return where the targets are in memory; None if one is elsewhere, or is a part of its leaf."""
+    start, room, slices = _address(memory), memory.nbytes, []
+    for target in targets:
+        (array,) = target.arrays
+        offset = _address(array) - start
+        if not 0 <= offset <= room - array.nbytes or array.shape != target.entry.shape:
+            return None
+        slices.append(Slice(offset, array.shape, array.dtype, target.sharding))
+    return tuple(slices)
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+@lru_cache(64)
+def _program(slices: tuple[Slice, ...], device: Any, is_committed: bool, x64: bool) -> Future[Any]:
+    """Begin to compile a program that makes arrays of the slices of a slot, in a thread of its own."""
+    made: Future[Any] = Future()
+    # Arrays that are not committed are those of the default device, and JAX may move them.
+    place = jax.sharding.SingleDeviceSharding(device) if is_committed else None
+
+    def split(data: Any) -> list[Any]:
+        return [_array(data, part) for part in slices]
+
+    def run() -> None:
+        try:
+            with jax.default_device(device), _enable_x64(x64):
+                program = _jit(split, out_shardings=[part.sharding for part in slices])
+                made.set_result(
+                    program.lower(_described((slices[-1].stop,), np.uint8, sharding=place)).compile()
+                )
+        except BaseException as error:  # noqa: BLE001  leaves are moved one by one then
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="eformer-compile", daemon=True).start()
+    return made
+
+
+def _array(data: Any, part: Slice) -> Any:
+    """Make an array of some bytes. They become integers first: XLA may compute with floats, which changes nans."""
+    inner = (part.dtype.itemsize,) if part.dtype.itemsize > 1 else ()
+    found = _lax.reshape(_lax.slice(data, (part.offset,), (part.stop,)), (*part.shape, *inner))
+    bits = _lax.bitcast_convert_type(found, bits_of(part.dtype))
+    return bits if bits.dtype == part.dtype else _lax.bitcast_convert_type(bits, part.dtype)
+
+
+os.register_at_fork(after_in_child=_program.cache_clear)  # nobody compiles there what is not compiled yet
