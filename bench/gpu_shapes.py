@@ -58,6 +58,11 @@ class Plain:
             slot[:] = 0
             device.client.dma_map(slot.__array_interface__["data"][0], slot.nbytes)
 
+    def close(self) -> None:
+        """Unlock the memory: what is allocated at the same addresses later would not be copied from itself."""
+        for slot in self.slots:
+            self.device.client.dma_unmap(slot.__array_interface__["data"][0])
+
     def load(self, path: Path, leaves: list[tuple[int, tuple[int, ...], int]]) -> list[Any]:
         """Load leaves of bfloat16, given as (offset, shape, bytes) in the order of the file."""
         import jax
@@ -222,7 +227,10 @@ def plain_rates(where: Path, nbytes: int) -> list[float]:
         for leaf in entry.leaves.values()
     )
     plain = Plain(device)
-    return rates(lambda: plain.load(where / file.name, leaves), nbytes)
+    try:
+        return rates(lambda: plain.load(where / file.name, leaves), nbytes)
+    finally:
+        plain.close()
 
 
 # -------------------------------------------------------------------------------------------- report

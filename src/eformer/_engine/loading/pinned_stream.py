@@ -11,6 +11,7 @@ import math
 import threading
 from contextlib import ExitStack
 from functools import partial
+from itertools import accumulate
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +24,7 @@ from eformer._engine.loading.large_leaves import LargeLeaf
 from eformer._engine.loading.placement import accelerator_of
 from eformer._engine.loading.read import Reading
 from eformer._engine.loading.read_plan import packed_nbytes
-from eformer._engine.loading.slot_split import Splits
+from eformer._engine.loading.slot_split import Split, splits_of
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import SILENT, Meter
@@ -50,7 +51,7 @@ _WORTH_IT = 16 * 2**20
 
 def is_worth_streaming(targets: Iterable[LeafTarget]) -> bool:
     """Tell whether the targets are large enough for the cost of locking memory."""
-    return sum(map(nbytes_of, targets)) >= _WORTH_IT
+    return any(total >= _WORTH_IT for total in accumulate(map(nbytes_of, targets), initial=0))
 
 
 def stream(
@@ -96,19 +97,19 @@ class _Leaves:
     is_claimed = False
 
     def __init__(
-        self, targets: list[LeafTarget], loaded: dict[str, Any], put: PutShards, splits: Splits
+        self, targets: list[LeafTarget], loaded: dict[str, Any], put: PutShards, split: Split | None = None
     ) -> None:
-        self.targets, self.loaded, self.put, self.splits = targets, loaded, put, splits
+        self.targets, self.loaded, self.put, self.split = targets, loaded, put, split
 
     def move(self, memory: np.ndarray[Any, Any]) -> Sequence[Any]:
-        together, others = self.splits.divided(self.targets)
-        moved = self.splits.move(together, memory)
-        arrays = assemble(self.targets if moved is None else others, self.put)
-        pending = list(arrays.values())
-        if moved is not None:
-            found, there = moved
-            arrays |= {target.name: array for target, array in zip(together, found, strict=True)}
-            pending.append(there)
+        moved = self.split.move(memory) if self.split else None
+        if moved is None:
+            arrays = assemble(self.targets, self.put)
+            pending = list(arrays.values())
+        else:
+            arrays = assemble(moved.others, self.put)
+            pending = [*arrays.values(), moved.data]
+            arrays |= moved.arrays
         for target in self.targets:
             target.arrays = ()
         self.loaded.update(arrays)
@@ -129,7 +130,7 @@ class _Stream:
         self.moving = threading.Lock()
         # Each thread has its own of these settings; those of the calling one count.
         self.default, self.x64 = default_device(_config.jax_default_device), _config.jax_enable_x64
-        self.splits = Splits(self.small, tree.block, self.default, x64=self.x64)
+        self.splits = splits_of(self.small, tree.block, self.default, x64=self.x64)
         total = sum(nbytes for _, nbytes in sizes)
         for _ in range(min(_SLOTS, max(1, -(-total // _SLOT_BYTES)))):
             self.slots.put(_Slot(aligned(min(_SLOT_BYTES, total)), self.device, stack))
@@ -153,11 +154,11 @@ class _Stream:
             (target, LargeLeaf.of(target, self.default, _SLOT_BYTES, self.tree, self.loaded, x64=self.x64))
             for target in self.large
         ]
-        for group in self.small:
-            yield _Leaves(group, self.loaded, self.put, self.splits)
+        for group, split in zip(self.small, self.splits, strict=True):
+            yield _Leaves(group, self.loaded, self.put, split)
         for target, leaf in large:
             if leaf is None:  # it has memory of its own
-                yield _Leaves([target], self.loaded, self.put, self.splits)
+                yield _Leaves([target], self.loaded, self.put)
             else:
                 reading.claim(target)
                 yield from leaf.parts()

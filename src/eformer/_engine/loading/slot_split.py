@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from concurrent.futures import Future
 from functools import lru_cache
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -55,44 +56,58 @@ class Slice(NamedTuple):
         return self.offset + math.prod(self.shape) * self.dtype.itemsize
 
 
-class Splits:
-    """The programs for the groups of leaves of one load, each of which shares a slot.
+class Moved(NamedTuple):
+    """Arrays on their way, by name, the bytes on the device that they are cut from, and targets that are not moved."""
 
-    Leaves of up to `block` bytes are not read into slots.
-    """
+    arrays: dict[str, Any]
+    data: Any
+    others: Sequence[LeafTarget]
+
+
+class Split:
+    """The leaves of a group that a program makes."""
 
     def __init__(
-        self, groups: Sequence[Sequence[LeafTarget]], block: int, default: Any, *, x64: bool
+        self, targets: Sequence[LeafTarget], others: Sequence[LeafTarget], default: Any, x64: bool
     ) -> None:
-        self.block, self.default, self.x64 = block, default, x64
-        counts = Counter(kinds for group in groups if (kinds := _kinds(self.divided(group)[0])))
-        self.worth = {kinds for kinds, count in counts.most_common(_MOST_PROGRAMS) if count >= _LEAST_SLOTS}
+        self.targets, self.others, self.x64 = targets, others, x64
+        boxes = targets[0].boxes
+        self.device, self.is_committed = (default, False) if boxes is None else (boxes.devices[0], True)
 
-    def divided(self, targets: Sequence[LeafTarget]) -> tuple[list[LeafTarget], list[LeafTarget]]:
-        """Divide targets into those that one program could make, and the others."""
-        could = [_can_be_split(target, self.block) for target in targets]
-        pairs = list(zip(targets, could, strict=True))
-        return [target for target, can in pairs if can], [target for target, can in pairs if not can]
-
-    def move(
-        self, targets: Sequence[LeafTarget], memory: np.ndarray[Any, Any]
-    ) -> tuple[list[Any], Any] | None:
-        """Begin to move targets that were read into `memory`; return their arrays, and one that is ready when the
-        memory is free. Return None if there is no program for them, or not yet."""
-        if not self.worth or _kinds(targets) not in self.worth:
-            return None
-        slices = _slices(targets, memory)
+    def move(self, memory: np.ndarray[Any, Any]) -> Moved | None:
+        """Begin to move the leaves, which were read into `memory`. Return None if the program is not there yet."""
+        slices = _slices(self.targets, memory)
         if slices is None:
             return None
-        boxes = targets[0].boxes
-        device = self.default if boxes is None else boxes.devices[0]
-        program = _program(slices, device, boxes is not None, self.x64)
+        program = _program(slices, self.device, self.is_committed, self.x64)
         if not program.done() or program.exception() is not None:
             return None
         data = memory[: slices[-1].stop]
         data.flags.writeable = False
-        (there,) = put_on_default([data]) if boxes is None else put_on([data], [device])
-        return program.result()(there), there
+        (there,) = put_on([data], [self.device]) if self.is_committed else put_on_default([data])
+        names = [target.name for target in self.targets]
+        return Moved(dict(zip(names, program.result()(there), strict=True)), there, self.others)
+
+
+def splits_of(
+    groups: Sequence[Sequence[LeafTarget]], block: int, default: Any, *, x64: bool
+) -> list[Split | None]:
+    """Tell for each group of leaves that share a slot what of it a program could make, if one is worth compiling.
+
+    Leaves of up to `block` bytes are not read into slots. `default` is the device of leaves without a sharding.
+    """
+    could = [[_can_be_split(target, block) for target in group] for group in groups]
+    divided = [
+        (list(compress(group, can)), [target for target, c in zip(group, can, strict=True) if not c])
+        for group, can in zip(groups, could, strict=True)
+    ]
+    kinds = [_kinds(targets) for targets, _ in divided]
+    counts = Counter(kind for kind in kinds if kind is not None)
+    worth = {kind for kind, count in counts.most_common(_MOST_PROGRAMS) if count >= _LEAST_SLOTS}
+    return [
+        Split(targets, others, default, x64) if kind in worth else None
+        for kind, (targets, others) in zip(kinds, divided, strict=True)
+    ]
 
 
 def _kinds(targets: Sequence[LeafTarget]) -> Kinds | None:

@@ -58,16 +58,17 @@ def check_boxes(name: str, entry: LeafEntry, boxes: Sequence[Region] | None, tre
 
 
 def is_plain(entry: LeafEntry, extent: Extent, rooms: list[int], block: int) -> bool:
-    """Tell quickly whether the entry is valid, for the most common kind: a small leaf in one extent."""
+    """Tell quickly whether the entry is valid, for the most common kind: a leaf in one extent."""
     nbytes, file = extent.nbytes, extent.file
     return (
         extent.region is None
-        and 0 < nbytes <= block
-        and len(extent.digests) == DIGEST_DIGITS
+        and nbytes > 0
         and file < len(rooms)
         and extent.offset <= rooms[file] - nbytes
         and entry.dtype in DTYPES
-        and nbytes == DTYPES[entry.dtype].itemsize * math.prod(entry.shape)
+        and nbytes == (itemsize := DTYPES[entry.dtype].itemsize) * math.prod(entry.shape)
+        and len(extent.digests)
+        == (DIGEST_DIGITS if nbytes <= block else DIGEST_DIGITS * count_pieces(entry.shape, itemsize, block))
         and entry.key is None
         and extent.coding is None
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from eformer._engine.record.regions import Region
@@ -62,6 +63,7 @@ def piece_sizes(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[i
             yield rest * row
 
 
+@lru_cache(4096)  # most leaves of a tree have one of a few shapes
 def count_pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> int:
     """Count the `pieces`."""
     size = math.prod(shape)
