@@ -116,6 +116,9 @@ def test_a_program_that_cannot_be_compiled_fails_one_load_only(tmp_path, slots, 
         broken.setattr(large_leaves._lax, "dynamic_update_slice", fail)
         with pytest.raises(MemoryError, match="no room to compile"):
             load(tmp_path)
+        for thread in threading.enumerate():
+            if thread.name == "eformer-compile":
+                thread.join()
     assert_same(load(tmp_path), tree)
 
 
