@@ -47,7 +47,7 @@ class Worker:
         limit_memory(MEMORY)
         number = 0
         while time.time() < stop:
-            for name in shares(self.names):
+            for name in shares(self.names, Random(f"{self.seed}:{number}")):
                 if time.time() >= stop:
                     break
                 self._turn(fuzzer, name, Random(f"{self.seed}:{name}:{number}"))
