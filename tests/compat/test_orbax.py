@@ -349,7 +349,9 @@ def test_absurdly_many_chunks_are_read_many_at_a_time(copy):
     assert len(tree.leaves["seq.0"].extents) <= 2**16
 
 
-@pytest.mark.parametrize(("shape", "chunks"), [([2**33], [1]), ([2, 2**32], [2, 3]), ([2, 2**30], [2, 2**28])])
+@pytest.mark.parametrize(
+    ("shape", "chunks"), [([2**33], [1]), ([2, 2**32], [2, 3]), ([2, 2**30], [2, 2**28])]
+)
 def test_far_more_chunks_than_there_are_bytes_are_told_at_once(copy, shape, chunks):
     """Every chunk is stored, by the metadata; the last case has few, which are missing."""
     path = copy("v0_plain")

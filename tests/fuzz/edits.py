@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import pickletools
 import struct
 import zipfile
@@ -265,7 +266,7 @@ def _operations(data: bytes) -> list[tuple[bytes, int]]:
     try:
         while True:
             starts = [at for _, _, at in pickletools.genops(stream)] + [stream.tell()]
-            found += [(data[at:stop], at) for at, stop in zip(starts, starts[1:], strict=False)]
+            found += [(data[at:stop], at) for at, stop in itertools.pairwise(starts)]
     except ValueError:
         return found
 

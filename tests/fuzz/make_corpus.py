@@ -361,7 +361,9 @@ def zarr_python() -> None:
     with zipfile.ZipFile(COMPAT / "zarr" / "samples.zip") as archive:
         for reader, names in _ZARR_PYTHON.items():
             for name in names:
-                inner = [file for file in archive.namelist() if file.startswith(f"{name}/") and file[-1] != "/"]
+                inner = [
+                    file for file in archive.namelist() if file.startswith(f"{name}/") and file[-1] != "/"
+                ]
                 files = {file.removeprefix(f"{name}/"): archive.read(file) for file in inner}
                 keep(reader, name, Case(files))
 

@@ -172,7 +172,9 @@ def test_a_node_of_a_database_that_decodes_to_far_more_than_is_stored_is_refused
         where = database = Path(shutil.copytree(COMPAT / "orbax" / "v0_standard", tmp_path / "orbax"))
     write_bomb(where, 6_000_000)
     for call in (load, lambda path: checkpoint.open(path)["w"][...]):
-        with pytest.raises(FormatError, match=r"d/x has a node of \d+ bytes that takes more than 16777216 to decode"):
+        with pytest.raises(
+            FormatError, match=r"d/x has a node of \d+ bytes that takes more than 16777216 to decode"
+        ):
             call(database)
 
 

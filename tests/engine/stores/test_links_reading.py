@@ -123,7 +123,9 @@ IN_ARCHIVES = {
 @pytest.mark.parametrize("sample", IN_ARCHIVES)
 def test_no_part_of_a_sample_in_an_archive_that_was_moved_out_is_opened(tmp_path, watch, sample):
     archive, name = IN_ARCHIVES[sample]
-    shutil.unpack_archive(COMPAT / archive, tmp_path / "all", **({"filter": "data"} if "tar" in archive else {}))
+    shutil.unpack_archive(
+        COMPAT / archive, tmp_path / "all", **({"filter": "data"} if "tar" in archive else {})
+    )
     shutil.copytree(tmp_path / "all" / name, tmp_path / "first" / "run")
     check_every_part(tmp_path, watch, tmp_path / "first" / "run")
 

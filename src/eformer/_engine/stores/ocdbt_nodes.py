@@ -59,7 +59,9 @@ def _understood(path: Path) -> Iterator[None]:
     except (ValueError, EOFError, zstandard.ZstdError) as error:
         if isinstance(error, (FormatError, CorruptionError)):
             raise
-        raise CorruptionError(f"{path} is not the manifest of an OCDBT database, or it is damaged: {error}") from error
+        raise CorruptionError(
+            f"{path} is not the manifest of an OCDBT database, or it is damaged: {error}"
+        ) from error
 
 
 class _Walk:
@@ -157,7 +159,9 @@ class _Fields:
         numbers, offsets, lengths = self.numbers(count), self.numbers(count), self.numbers(count)
         if any(number >= len(files) for number in numbers):
             raise ValueError("a reference to a file that is not in the table")
-        return [_Reference(*files[n], at, nbytes) for n, at, nbytes in zip(numbers, offsets, lengths, strict=True)]
+        return [
+            _Reference(*files[n], at, nbytes) for n, at, nbytes in zip(numbers, offsets, lengths, strict=True)
+        ]
 
 
 def _root(manifest: _Fields, above: str) -> list[_Reference]:

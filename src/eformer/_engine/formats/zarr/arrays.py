@@ -251,7 +251,9 @@ class _ArraysIndex:
         written = {array.path.split("/")[0] for array in self.format.arrays.values()}
         lost = [] if self.format.options.ocdbt and contents else sorted(written.difference(contents))
         if lost:
-            raise OSError(f"{store.url}: the file system does not list {few(lost)}, which were just written. Save again")
+            raise OSError(
+                f"{store.url}: the file system does not list {few(lost)}, which were just written. Save again"
+            )
 
     def _require_unused(self, store: Store) -> None:
         """Refuse plain names that are taken."""
