@@ -122,7 +122,7 @@ PARSERS: dict[str, Callable[[bytes], Any]] = {
     ".safetensors": header,
     ".msgpack": lambda data: (unpack(data), single_file(data)),
     ".npy": lambda data: (npy(data), single_file(data)),
-    **dict.fromkeys((".npz", ".eqx", ".pt", ".bin", ".gguf", ".h5", ".keras"), single_file),
+    **dict.fromkeys((".npz", ".eqx", ".pt", ".bin", ".gguf"), single_file),
     ".distcp": single_file,
     ".metadata": torch_metadata,
     "zarr.json": node,
