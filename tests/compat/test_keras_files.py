@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
+from eformer._engine.formats.others import hdf5
 from eformer.errors import EformerError, FormatError
 from support.commands import run
 
@@ -131,10 +132,19 @@ def test_whatever_keras_does_not_write_is_refused_by_name(tmp_path, what, messag
         checkpoint.load(tmp_path / "x.h5")
 
 
+def test_a_file_that_keeps_hdf5_busy_for_ever_is_refused(monkeypatch):
+    """A damaged heap of texts, in which the library never comes to an end."""
+    monkeypatch.setattr(hdf5, "_SECONDS", 1)
+    with pytest.raises(
+        FormatError, match=r"endless.h5 .* the library of HDF5 failed, or needed more than 1 s"
+    ):
+        checkpoint.load(HERE / "endless.h5")
+
+
 def test_cut_files_are_refused(tmp_path):
     for name in ("model.weights.h5", "model.keras"):
         whole = (HERE / name).read_bytes()
-        for length in range(0, len(whole), 1001):
+        for length in range(0, len(whole), 4001):
             (tmp_path / "cut").write_bytes(whole[:length])
             with pytest.raises(EformerError):
                 checkpoint.load(tmp_path / "cut")

@@ -344,9 +344,24 @@ def test_steps_of_a_plain_checkpointer_are_steps(tmp_path):
 def test_absurdly_many_chunks_are_read_many_at_a_time(copy):
     path = copy("v0_plain")
     described = json.loads((path / "seq.0" / ".zarray").read_text())
-    (path / "seq.0" / ".zarray").write_text(json.dumps(described | {"shape": [2**33], "chunks": [1]}))
+    (path / "seq.0" / ".zarray").write_text(json.dumps(described | {"shape": [2**21], "chunks": [1]}))
     tree = checkpoint.inspect(path).trees[""]
     assert len(tree.leaves["seq.0"].extents) <= 2**16
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks"), [([2**33], [1]), ([2, 2**32], [2, 3]), ([2, 2**30], [2, 2**28])]
+)
+def test_far_more_chunks_than_there_are_bytes_are_told_at_once(copy, shape, chunks):
+    """Every chunk is stored, by the metadata; the last case has few, which are missing."""
+    path = copy("v0_plain")
+    metadata = json.loads((path / "_METADATA").read_text())
+    (path / "_METADATA").write_text(json.dumps(metadata | {"store_array_data_equal_to_fill_value": True}))
+    described = json.loads((path / "seq.0" / ".zarray").read_text())
+    (path / "seq.0" / ".zarray").write_text(json.dumps(described | {"shape": shape, "chunks": chunks}))
+    for call in (checkpoint.load, checkpoint.verify, checkpoint.inspect):
+        with pytest.raises(FormatError, match=r"cannot hold its arrays, of \d+ bytes in \d+ chunks.*'seq.0'"):
+            call(path)
 
 
 @pytest.mark.parametrize("chunks", [[2**20, 2**20], [2**10, 2**10], [1, 1]])

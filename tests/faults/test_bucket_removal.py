@@ -12,6 +12,7 @@ import pytest
 import safetensors.numpy
 
 from eformer import checkpoint
+from eformer._engine.formats import steps
 from eformer._engine.runs.retention import sweep
 from eformer._engine.stores import leases
 from eformer._engine.stores.bucket_removal import _Claim
@@ -473,6 +474,35 @@ def test_data_of_a_step_that_was_put_aside_stay():
         sweep(store_at(run))
         prune(run, keep=1)
     assert [key for key in keys(run) if "step-2/" in key] == before
+
+
+def test_a_step_that_is_saved_while_it_is_put_aside_stays():
+    run = new_url()
+    fill(run, "safetensors", (1, 2))
+    store, (found, start) = store_at(run), around(f"{run}/x")
+    put_copy, new = type(found).put, b'{"another": "save"}'
+
+    def put_and_commit(objects, key, data):
+        put_copy(objects, key, data)
+        if key.endswith("manifest.json.rewound"):
+            put_copy(objects, key.removesuffix(".rewound"), new)
+
+    with mock.patch.object(type(found), "put", put_and_commit):
+        store.set_aside("step-2", "rewound", ("manifest.json",))
+    assert bytes(found.read(f"{start}step-2/manifest.json")[0]) == new
+
+
+def test_the_steps_of_a_run_are_looked_for_several_at_once():
+    run, meeting = new_url(), threading.Barrier(3, timeout=30)
+    fill(run, "safetensors", (1, 2, 3))
+    has_mark = steps.has_mark
+
+    def met(*arguments):
+        meeting.wait()
+        return has_mark(*arguments)
+
+    with mock.patch.object(steps, "has_mark", met):
+        assert [number for number, _ in steps.steps_in(store_at(run))] == [1, 2, 3]
 
 
 def test_a_step_that_was_replaced_since_the_plan_stays():

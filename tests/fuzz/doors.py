@@ -6,7 +6,6 @@ import errno
 import io
 import linecache
 import shutil
-import traceback
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -322,18 +321,24 @@ def is_documented(error: BaseException) -> bool:
 
 def _is_raised_by_us(error: BaseException) -> bool:
     """Tell whether the last line of the traceback is a `raise` in eformer."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames or not frames[-1].filename.startswith(SOURCE):
-        return False
-    return linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip().startswith("raise")
+    *_, (filename, number, _) = [("", 0, ""), *_frames(error)]
+    return filename.startswith(SOURCE) and linecache.getline(filename, number).strip().startswith("raise")
 
 
 def signature(error: BaseException) -> str:
     """Name an error by its type and by the last line of ours that it went through."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(SOURCE)
-    ]
+    frames = [frame for frame in _frames(error) if frame[0].startswith(SOURCE)]
     if not frames:
         return type(error).__name__
-    where = Path(frames[-1].filename).relative_to(SOURCE).with_suffix("")
-    return f"{type(error).__name__} in {where}:{frames[-1].name}:{frames[-1].lineno}"
+    filename, number, function = frames[-1]
+    return f"{type(error).__name__} in {filename[len(SOURCE) + 1 : -3]}:{function}:{number}"
+
+
+def _frames(error: BaseException) -> list[tuple[str, int, str]]:
+    """List file, line and function of a traceback, which the module of that name does ten times as slowly."""
+    found, at = [], error.__traceback__
+    while at is not None:
+        code = at.tb_frame.f_code
+        found.append((code.co_filename, at.tb_lineno, code.co_name))
+        at = at.tb_next
+    return found

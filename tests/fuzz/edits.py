@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+import itertools
+import pickletools
 import struct
 import zipfile
 import zlib
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zstandard
 
 from fuzz import mutate
-from fuzz.crc import resealed
+from fuzz.crc import crc32c, resealed
 from fuzz.documents import Literal, parse, written
 
 if TYPE_CHECKING:
@@ -77,6 +80,10 @@ def editor_of(name: str, data: bytes) -> Any:
         return edit_msgpack
     if data.startswith(b"\x93NUMPY") or name.endswith(".eqx"):
         return edit_npy
+    if data.startswith(b"GGUF"):
+        return edit_gguf
+    if data.startswith((b"\x80\x02", b"\x80\x04")):
+        return edit_pickles
     if data.startswith(b"PK"):
         return edit_zip
     if data.startswith(b"\x28\xb5\x2f\xfd"):
@@ -85,7 +92,7 @@ def editor_of(name: str, data: bytes) -> Any:
         return edit_gzip
     if "ocdbt" in name or "/d/" in name or name.startswith("d/"):
         return edit_ocdbt
-    return mutate.damaged
+    return edit_summed if _summed_at(data) is not None else mutate.damaged
 
 
 def is_json(name: str, data: bytes) -> bool:
@@ -219,7 +226,7 @@ def edit_zip(data: bytes, rng: Random, others: list[bytes]) -> bytes:
     elif kind == 1:
         how = rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2))
     else:
-        content = edit_npy(content, rng, [])
+        content = edited(name, content, rng, [])
     members[at] = (name, content, how)
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
@@ -228,7 +235,76 @@ def edit_zip(data: bytes, rng: Random, others: list[bytes]) -> bytes:
     return out.getvalue()
 
 
+# ------------------------------------------------------------------------------------------ pickles, GGUF
+
+
+def edit_pickles(data: bytes, rng: Random, others: list[bytes]) -> bytes:
+    """Change one operation of one of the pickles that a file begins with: its bytes, its place, or how often it is there."""
+    at, begin = rng.choice(_operations(data))
+    stop, operation = begin + len(at), at
+    kind = rng.randrange(5)
+    if kind == 0:
+        operation = b""
+    elif kind == 1:
+        operation = rng.choice(_operations(data))[0]
+    elif kind == 2:
+        operation = at * rng.choice((2, 3, 50))
+    elif kind == 3:
+        operation = rng.choice(_OPERATIONS) + at[rng.randrange(2) :]
+    else:
+        operation = at[:1] + mutate.damaged(at[1:], rng, [])
+    return data[:begin] + operation + data[stop:]
+
+
+_OPERATIONS = [operation.code.encode("latin1") for operation in pickletools.opcodes]
+
+
+@lru_cache(256)  # inputs begin with the same few files again and again
+def _operations(data: bytes) -> list[tuple[bytes, int]]:
+    """List the operations of the pickles at the beginning, with where they are."""
+    stream, found = io.BytesIO(data), []
+    try:
+        while True:
+            starts = [at for _, _, at in pickletools.genops(stream)] + [stream.tell()]
+            found += [(data[at:stop], at) for at, stop in itertools.pairwise(starts)]
+    except ValueError:
+        return found
+
+
+def edit_gguf(data: bytes, rng: Random, others: list[bytes]) -> bytes:
+    """Change a number of the header: a count, a length, a type, a size or an offset; or any bytes."""
+    if rng.random() < 0.3:
+        return mutate.damaged(data, rng, others)
+    size = rng.choice((4, 8))
+    at = rng.choice(_small_numbers(data, size))
+    before = int.from_bytes(data[at : at + size], "little")
+    number = rng.choice((before + 1, before - 1, before + 32, rng.randrange(45), *mutate.NUMBERS))
+    return data[:at] + (number % 256**size).to_bytes(size, "little") + data[at + size :]
+
+
+@lru_cache(256)
+def _small_numbers(data: bytes, size: int) -> list[int]:
+    return [at for at in range(4, min(len(data), 4096) - size) if not any(data[at + 2 : at + size])]
+
+
 # ------------------------------------------------------------------------------------------------ chunks
+
+
+def edit_summed(data: bytes, rng: Random, others: list[bytes]) -> bytes:
+    """Change what a checksum at the end is of, such as the index of a shard of zarr 3, and give it a right one."""
+    start = _summed_at(data)
+    body = mutate.damaged(data[start:-4], rng, others)
+    return data[:start] + body + struct.pack("<I", crc32c(body))
+
+
+@lru_cache(256)
+def _summed_at(data: bytes) -> int | None:
+    """Return where the bytes begin whose CRC-32C the last four are; None if there is none."""
+    if not 4 < len(data) < 4096:
+        return None
+    (found,) = struct.unpack("<I", data[-4:])
+    starts = [0, *range(len(data) - 20, 0, -16)]
+    return next((at for at in starts[:33] if crc32c(data[at:-4]) == found), None)
 
 
 def edit_zstd(data: bytes, rng: Random, others: list[bytes]) -> bytes:

@@ -188,6 +188,7 @@ class _traced:
         return self._line
 
 
-def shares(names: list[str]) -> list[str]:
-    """Return readers in the order of one round, each as often as its share."""
-    return [name for name in names for _ in range(READERS[name].share)]
+def shares(names: list[str], rng: Random) -> list[str]:
+    """Return readers in the order of one round: each once, then the rest of their shares."""
+    rest = [name for name in names for _ in range(READERS[name].share - 1)]
+    return [*rng.sample(names, len(names)), *rng.sample(rest, len(rest))]

@@ -13,6 +13,7 @@ import os
 import sys
 import tarfile
 import tempfile
+import zipfile
 from pathlib import Path
 from random import Random
 
@@ -333,17 +334,79 @@ def torch() -> None:
         keep("torch", name, Case.of_directory(COMPAT / "torch" / name))
 
 
+def single_files() -> None:
+    """Keep files of llama.cpp and of Keras, which write.py beside them writes."""
+    for name in ("plain", "aligned", "quantised"):
+        keep("gguf", name, Case({"m.gguf": (COMPAT / "gguf" / f"{name}.gguf").read_bytes()}, "m.gguf"))
+    for name in ("legacy.h5", "model.weights.h5", "model.keras"):
+        keep("keras", name.replace(".", "_"), Case({name: (COMPAT / "keras" / name).read_bytes()}, name))
+
+
+def flax_directories() -> None:
+    step = (COMPAT / "files" / "flax.msgpack").read_bytes()
+    keep("flax_directory", "steps", Case({"checkpoint_9": step, "checkpoint_10": step}))
+    keep("flax_directory", "model", Case({"flax_model.msgpack": step, "config.json": b'{"a":1}'}))
+
+
+_ZARR_PYTHON = {
+    "zarr": ("v2-default", "v2-one"),
+    "zarr3": (
+        "v3-default", "v3-one", "v3-shards", "v3-blosc", "v3-transpose", "v3-gzip", "v3-crc", "v3-big", "v3-v2keys", "v3-zstd",
+    ),
+}  # fmt: skip
+
+
+def zarr_python() -> None:
+    """Keep groups of zarr 2 and 3, which tests/compat/zarr/write.py writes."""
+    with zipfile.ZipFile(COMPAT / "zarr" / "samples.zip") as archive:
+        for reader, names in _ZARR_PYTHON.items():
+            for name in names:
+                inner = [
+                    file for file in archive.namelist() if file.startswith(f"{name}/") and file[-1] != "/"
+                ]
+                files = {file.removeprefix(f"{name}/"): archive.read(file) for file in inner}
+                keep(reader, name, Case(files))
+
+
+_KINDS = (
+    "orbax-0.12.8/item_array", "orbax-0.12.8/item_json", "orbax-0.12.8/item_key", "orbax-0.12.8/version_1-base",
+    "orbax-0.12.8/flax_legacy-optimizer", "orbax-0.2.7/array_aggregated", "orbax-0.2.7/pytree-slashes",
+    "orbax-0.4.1/manager_of_items-slashes", "orbax-0.5.3/half_aggregated-texts", "orbax-0.5.20/item_numpy_key",
+    "orbax-0.5.20/pytree-empties", "orbax-0.9.1/item_only_json",
+)  # fmt: skip
+
+
+def orbax_kinds() -> None:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        tarfile.open(COMPAT / "orbax-old" / "kinds.tar.xz") as archive,
+    ):
+        archive.extractall(scratch, filter="data")
+        for name in _KINDS:
+            keep("orbax_kinds", name.replace("/", "-"), Case.of_directory(Path(scratch) / name))
+
+
 def signed() -> None:
-    """Keep a checkpoint with its signature."""
-    with tempfile.TemporaryDirectory() as scratch:
-        place = Path(scratch) / "c"
-        checkpoint.save(small(), place)
-        checkpoint.sign(place, key=PRIVATE)
-        keep("signed", "directory", Case.of_directory(place))
+    """Keep checkpoints with their signatures."""
+    layouts = {
+        "directory": ("", {}),
+        "file": ("model.safetensors", {}),
+        "arrays": ("", {"format": "tensorstore"}),
+        "shards": ("", {"options": SaveOptions(max_shard_bytes=64)}),
+    }
+    for name, (target, options) in layouts.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            place = Path(scratch) / "c"
+            checkpoint.save(small(), place / target, **options)
+            checkpoint.sign(place / target, key=PRIVATE)
+            keep("signed", name, Case.of_directory(place, target))
 
 
 def main() -> None:
-    for work in (ours, together, runs, buckets, others, zarrs, orbax, old_orbax, zarr3, near, torch, signed):
+    for work in (
+        ours, together, runs, buckets, others, zarrs, orbax, old_orbax, zarr3, near, torch, single_files, flax_directories,
+        zarr_python, orbax_kinds, signed,
+    ):  # fmt: skip
         work()
 
 

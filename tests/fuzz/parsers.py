@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.msgpack.views import unpack
+from eformer._engine.formats.others import torch_distributed, zarr3
 from eformer._engine.formats.others.npy import parse_npy_header
 from eformer._engine.formats.others.orbax_metadata import CheckpointMetadata, TreeMetadata
 from eformer._engine.formats.others.orbax_structure import build_structure
+from eformer._engine.formats.others.single_file import SingleFile
+from eformer._engine.formats.others.sniff import FILE_READERS
 from eformer._engine.formats.safetensors.header import header_length, parse_header
 from eformer._engine.formats.zarr.index import Index
 from eformer._engine.formats.zarr.original_structure import parse_structure
@@ -15,10 +19,14 @@ from eformer._engine.formats.zarr.zarray import parse_zarray
 from eformer._engine.record.holdings import holders
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.manifest import parse_structure as parse_tree
+from eformer._engine.record.signature import signed_files
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.steps import Scores
+from eformer._engine.stores.journal import Journal
+from eformer._engine.stores.keys import public_key
 from eformer._engine.trees.unflatten import unflatten
 from eformer.errors import EformerError
+from support.keys import PUBLIC
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,13 +81,53 @@ def orbax_checkpoint(data: bytes) -> None:
     str(parse_json(data, CheckpointMetadata, "x").saved_at)
 
 
+@dataclass(frozen=True)
+class _Bytes:
+    """A file in memory, as a store and its files."""
+
+    data: bytes
+
+    def path_to(self, name: str) -> str:
+        return name
+
+    def read_into(self, _: int, memory: memoryview, offset: int) -> int:
+        found = self.data[offset : offset + len(memory)]
+        memory[: len(found)] = found
+        return len(found)
+
+
+def single_file(data: bytes) -> None:
+    """Find the checkpoint that a file is, as `sniff.in_file` does."""
+    inside: Any = _Bytes(data)
+    file = SingleFile(inside, "x", len(data), "", inside)
+    for read in FILE_READERS:
+        if found := read(file, data[:9]):
+            _use(found.manifest)
+            return
+
+
+def torch_metadata(data: bytes) -> None:
+    torch_distributed._parse(data)
+
+
+def node(data: bytes) -> None:
+    zarr3._require_known("x", parse_json(data, zarr3._Node, "x"))
+
+
+_KEY = public_key(PUBLIC)
+
 PARSERS: dict[str, Callable[[bytes], Any]] = {
     "manifest.json": manifest,
     "tensorstore_index.json": index,
     ".safetensors": header,
-    ".msgpack": unpack,
-    ".npy": npy,
-    ".eqx": npy,
+    ".msgpack": lambda data: (unpack(data), single_file(data)),
+    ".npy": lambda data: (npy(data), single_file(data)),
+    **dict.fromkeys((".npz", ".eqx", ".pt", ".bin", ".gguf"), single_file),
+    ".distcp": single_file,
+    ".metadata": torch_metadata,
+    "zarr.json": node,
+    "journal.json": lambda data: parse_json(data, Journal, "x"),
+    "eformer.sig": lambda data: signed_files(data, _KEY, "x"),
     ".zarray": lambda data: parse_zarray(data, "x"),
     "_structure.json": lambda data: parse_structure(data, "x"),
     "_CHECKPOINT_METADATA": orbax_checkpoint,

@@ -36,7 +36,7 @@ class Reader:
 READERS = {
     reader.name: reader
     for reader in (
-        Reader("parsers", ("parse",), share=8, in_memory=True),
+        Reader("parsers", ("parse",), share=60, in_memory=True),
         Reader("safetensors", share=8),
         Reader("single_file", share=6),
         Reader("arrays", (*doors.READING, "leaves"), share=6),
@@ -49,12 +49,17 @@ READERS = {
         Reader("npz", share=6),
         Reader("equinox", share=4),
         Reader("torch", share=6),
-        Reader("signed", doors.SIGNED, share=2),
+        Reader("gguf", share=4),
+        Reader("keras", share=1),
+        Reader("flax_directory", share=2),
+        Reader("signed", doors.SIGNED, share=3),
         Reader("zarr", (*doors.READING, "leaves"), share=6),
+        Reader("zarr3", share=4),
         Reader("original", (*doors.READING, "leaves"), share=4),
         Reader("orbax", share=4),
         Reader("orbax_keys", share=2),
         Reader("orbax_old", share=2),
+        Reader("orbax_kinds", share=2),
         Reader("runs", doors.RUNS, share=2, writes=True),
         Reader(
             "bucket",

@@ -1,10 +1,12 @@
 """Fuzz every reader, on all cores.
 
-    python tests/fuzz/run.py [--minutes M] [--only READER[,READER]] [--seed N] [--repeat FILE] [--workers W]
+    python tests/fuzz/run.py [--minutes M] [--only READER[,READER]] [--seed N] [--workers W] [--add-to FILE]
+    python tests/fuzz/run.py --repeat FILE
 
 Inputs are the checkpoints of the corpus, changed at random within their formats and sealed again. A finding is an error
 that is not documented, a process that ends or takes ten seconds or 1.5 GB, and anything opened, changed or started
-outside of the input's directory. Each is saved under tests/fuzz/findings with the command that repeats it.
+outside of the input's directory. Each is saved under tests/fuzz/findings with the command that repeats it. `--add-to`
+adds the numbers of inputs and findings to those in a file, such as faults/results/fuzz.json.
 """
 
 from __future__ import annotations
@@ -170,6 +172,17 @@ def table(children: list[Child]) -> str:
     return "\n".join([*lines, f"calls: {outcomes}"])
 
 
+def add_to(file: Path, inputs: Counter[str], findings: int) -> None:
+    """Add the numbers of this run to those of earlier ones."""
+    before = json.loads(file.read_text()) if file.exists() else {"inputs": {}, "findings": 0}
+    sums = inputs + Counter(before["inputs"])
+    added = {
+        "inputs": {name: sums[name] for name in READERS if sums[name]},
+        "findings": before["findings"] + findings,
+    }
+    file.write_text(json.dumps(added, indent=1) + "\n")
+
+
 def repeat(path: Path) -> int:
     """Run one input in a process of its own."""
     with tempfile.TemporaryDirectory(dir=_memory()) as scratch:
@@ -199,6 +212,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", help=f"readers, with commas: {', '.join(READERS)}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeat", type=Path, metavar="FILE")
+    parser.add_argument("--add-to", type=Path, metavar="FILE")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     return parser.parse_args()
 
@@ -221,6 +235,8 @@ def main() -> int:
                 child.process.kill()
         keys = total(children, "keys")
         say(table(children))
+        if asked.add_to:
+            add_to(asked.add_to, total(children, "totals"), keys.total())
         for key, count in keys.most_common():
             say(f"finding, {count} times: {key}")
         say(f"{len(keys)} findings, in {FINDINGS}" if keys else "no findings")

@@ -6,9 +6,12 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.digests import NO_DIGEST, stamp_digest, xxh3_128
+from eformer._engine.record.signature import SIGNATURE, SignedFile, digest_piece, sign_files
+from eformer._engine.stores.keys import private_key
 from fuzz.cases import DATABASE
 from fuzz.documents import Embedded, parse, written
 from fuzz.edits import with_header
+from support.keys import PRIVATE
 
 if TYPE_CHECKING:
     from random import Random
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
 _INDEXES = ("manifest.json", "tensorstore_index.json")
 _DIGEST = b'"digest":"'
+_SIGNER = private_key(PRIVATE)
 _WRONG = (
     ValueError,
     TypeError,
@@ -31,6 +35,13 @@ _WRONG = (
 
 def seal(case: Case, rng: Random) -> None:
     """Seal all files of a case; of lengths and digests of leaves, sometimes only the one or the other."""
+    _seal_documents(case, rng)
+    for name in list(case.files):
+        if name.endswith(SIGNATURE) and rng.random() < 0.7:
+            _sign(case, name)
+
+
+def _seal_documents(case: Case, rng: Random) -> None:
     if rng.random() < 0.4:  # parsing a document and writing it again would mend what is odd in it
         _stamp_all(case)
         return
@@ -41,6 +52,18 @@ def seal(case: Case, rng: Random) -> None:
     for name in list(case.files):
         if name.rpartition("/")[2] in _INDEXES:
             _try(_seal_index, case, name, lengths, leaves)
+
+
+def _sign(case: Case, name: str) -> None:
+    """Sign what is there: the file that the signature is called after, or all files of the directory."""
+    alone = name.removesuffix(SIGNATURE).removesuffix(".")
+    signed = [alone] if alone in case.files else [file for file in case.files if file != name]
+    digests = [
+        SignedFile(file, len(case.files[file]), (digest_piece(case.files[file]),))
+        for file in signed
+        if file.isprintable()
+    ]
+    case.files[name] = sign_files(digests, _SIGNER)
 
 
 def _stamp_all(case: Case) -> None:

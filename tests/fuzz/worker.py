@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 
+from eformer._engine.formats.others import hdf5
 from eformer._engine.stores.local import LocalStore
 from fuzz.cases import Case
 from fuzz.fuzzer import Finding, Fuzzer, shares
@@ -47,7 +48,7 @@ class Worker:
         limit_memory(MEMORY)
         number = 0
         while time.time() < stop:
-            for name in shares(self.names):
+            for name in shares(self.names, Random(f"{self.seed}:{number}")):
                 if time.time() >= stop:
                     break
                 self._turn(fuzzer, name, Random(f"{self.seed}:{name}:{number}"))
@@ -135,6 +136,7 @@ def repeat(root: Path, path: Path) -> None:
 def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("eformer").setLevel(logging.CRITICAL)
+    hdf5._SECONDS = 2  # which damaged files may take
     root = Path(sys.argv[1])
     if sys.argv[2] == "--repeat":
         repeat(root, Path(sys.argv[3]))

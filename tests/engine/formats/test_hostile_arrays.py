@@ -8,27 +8,33 @@ import gzip
 import json
 import os
 import resource
+import shutil
 import struct
 import subprocess
 import sys
 import tracemalloc
 import zlib
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+import tensorstore as ts
 import zstandard
 
 from eformer import checkpoint
 from eformer._engine.record.digests import stamp_digest
 from eformer._engine.stores.journal import Journal
+from eformer._engine.stores.ocdbt_nodes import _Walk
 from eformer._engine.stores.removal import Moved
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 from support.arrays import opened, write_array
 from support.damage import flip
+from support.databases import write_bomb
 from support.trees import assert_same
 
+COMPAT = Path(__file__).parents[2] / "compat"
 TREE = {"w": np.arange(6, dtype=np.float32)}
 
 
@@ -156,6 +162,34 @@ def foreign(path, **metadata):
 def described(path, **changes):
     file = path / "w" / ".zarray"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize("sample", ["ours", "orbax"])
+def test_a_node_of_a_database_that_decodes_to_far_more_than_is_stored_is_refused(tmp_path, database, sample):
+    """TensorStore would take 20 times as much again for a table of so many files."""
+    where = database / "m.ocdbt"
+    if sample == "orbax":
+        where = database = Path(shutil.copytree(COMPAT / "orbax" / "v0_standard", tmp_path / "orbax"))
+    write_bomb(where, 6_000_000)
+    for call in (load, lambda path: checkpoint.open(path)["w"][...]):
+        with pytest.raises(
+            FormatError, match=r"d/x has a node of \d+ bytes that takes more than 16777216 to decode"
+        ):
+            call(database)
+
+
+def test_all_nodes_of_a_database_are_looked_at_that_its_last_version_has(tmp_path):
+    config = {"max_decoded_node_bytes": 300, "compression": None}
+    spec = {"driver": "ocdbt", "base": f"file://{tmp_path}/", "config": config}
+    store = ts.KvStore.open(spec).result()
+    with ts.Transaction() as transaction:
+        for number in range(200):
+            store.with_transaction(transaction)[f"a/{number}"] = bytes(200)
+    seen = set()
+    walk = _Walk(tmp_path, seen)
+    walk.look_through("manifest.ocdbt")
+    (file,) = (tmp_path / "d").iterdir()
+    assert len(seen) == file.read_bytes().count(b"\x0c\xdb\x20\xde") > 10
 
 
 @pytest.mark.parametrize(

@@ -477,3 +477,13 @@ def test_what_a_dead_save_left_is_removed_though_others_have_committed_since(tmp
     assert_same(load(tmp_path), {"d": np.ones(3)})
     root = checkpoint.inspect(tmp_path).trees[""].root
     assert {path.name for path in tmp_path.iterdir()} == {"tensorstore_index.json", root}
+
+
+@pytest.mark.parametrize("ocdbt", [False, True])
+def test_what_the_file_system_does_not_list_is_not_committed(tmp_path, monkeypatch, ocdbt):
+    options = SaveOptions(ocdbt=ocdbt)
+    save({"w": np.ones(3)}, tmp_path / "run", format="tensorstore", options=options)
+    monkeypatch.setattr(LocalUpload, "names", lambda upload: [])
+    with pytest.raises(OSError, match="the file system does not list w, which were just written"):
+        save({"w": np.zeros(3)}, tmp_path / "run", format="tensorstore", options=options)
+    assert load(tmp_path / "run")["w"].tolist() == [1, 1, 1]

@@ -98,12 +98,35 @@ OTHERS = [
     "data/ts_v1",
     "data/ts_noindex",
     "data/pytree_basic",
+    "torch/shards",
+    "torch/distributed",
 ]
 
 
 @pytest.mark.parametrize("sample", OTHERS)
 def test_no_part_of_a_checkpoint_of_others_that_was_moved_out_is_opened(tmp_path, watch, sample):
     shutil.copytree(COMPAT / sample, tmp_path / "first" / "run")
+    check_every_part(tmp_path, watch, tmp_path / "first" / "run")
+
+
+IN_ARCHIVES = {
+    "a group of zarr 3": ("zarr/samples.zip", "v3-default"),
+    "a group of zarr 2": ("zarr/samples.zip", "v2-default"),
+    "shards of zarr 3": ("zarr/samples.zip", "v3-shards"),
+    "items of orbax": ("orbax-old/kinds.tar.xz", "orbax-0.12.8/item_json"),
+    "an aggregate of orbax": ("orbax-old/kinds.tar.xz", "orbax-0.5.3/half_aggregated-texts"),
+    "a database in one of orbax": ("orbax-old/kinds.tar.xz", "orbax-0.3.5/pytree_ocdbt-slashes"),
+    "files of flax": ("orbax-old/kinds.tar.xz", "orbax-0.12.8/flax_legacy-optimizer"),
+}
+
+
+@pytest.mark.parametrize("sample", IN_ARCHIVES)
+def test_no_part_of_a_sample_in_an_archive_that_was_moved_out_is_opened(tmp_path, watch, sample):
+    archive, name = IN_ARCHIVES[sample]
+    shutil.unpack_archive(
+        COMPAT / archive, tmp_path / "all", **({"filter": "data"} if "tar" in archive else {})
+    )
+    shutil.copytree(tmp_path / "all" / name, tmp_path / "first" / "run")
     check_every_part(tmp_path, watch, tmp_path / "first" / "run")
 
 

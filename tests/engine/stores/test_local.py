@@ -14,6 +14,7 @@ import pytest
 
 from contracts.store import StoreContract
 from eformer._engine.stores import durable, local_upload
+from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.durable import replacing
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
@@ -319,3 +320,11 @@ def test_files_that_are_held_stay_open_when_another_is_gone(tmp_path):
         memory = bytearray(4)
         files.read_into(0, memoryview(memory), 0)
     assert memory == b"held"
+
+
+def test_a_directory_lists_what_is_there_now_wherever_its_descriptor_stands(tmp_path):
+    """On btrfs a descriptor lists what was there when it was opened, or when it last stood at the beginning."""
+    with Directory.open(tmp_path) as directory:
+        (tmp_path / "new").write_bytes(b"")
+        os.lseek(directory.descriptor, 2**31 - 1, os.SEEK_SET)
+        assert directory.kinds() == {"new": "file"}

@@ -398,7 +398,7 @@ def test_a_database_is_not_written_into_another_that_takes_its_place(tmp_path):
 
 @pytest.mark.parametrize(
     ("to", "name"),
-    [("npz", "new.npz"), ("msgpack", "new.msgpack"), ("safetensors", "new"), ("tensorstore", "new"),
+    [("npz", "new.npz"), ("msgpack", "new.msgpack"), ("safetensors", "new"), ("tensorstore", "new"), ("orbax", "new"),
      ("safetensors", "new.safetensors")],
 )  # fmt: skip
 def test_a_conversion_whose_scratch_is_swapped_for_a_link_changes_nothing_outside(
@@ -409,7 +409,7 @@ def test_a_conversion_whose_scratch_is_swapped_for_a_link_changes_nothing_outsid
     theirs.mkdir()
     place.mkdir()
     if name == "new":
-        save(NEXT, theirs / name, format=to)
+        convert(tmp_path / "source", theirs / name, to=to)
     else:
         (theirs / name).write_text("precious")
     before, link = contents(theirs), evil(tmp_path, theirs)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import operator
 import re
+from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex
 
 from eformer._engine.formats.indexes import has_mark
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.safetensors.names import MANIFEST
 from eformer._engine.formats.zarr.index import INDEX
+from eformer._engine.tasks.pool import run_all
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from eformer._engine.stores.base import Store
 
@@ -51,7 +53,23 @@ def steps_in(store: Store) -> list[tuple[int, str]]:
     has not been committed. Nor is one whose index says that it was removed. Where directories appear whole, one that
     has the name of a step of ours and something else in it is damaged, and is listed.
     """
-    return list(_steps_among(store, sorted(_names_by_number(store).items())))
+    names = sorted(_names_by_number(store).items())
+    if store.can_rename:
+        return list(_steps_among(store, names))
+    are_steps = _looked_at(store, [name for _, several in names for name in several])
+    chosen = [(number, [name for name in several if are_steps[name]]) for number, several in names]
+    return [(number, several[0]) for number, several in chosen if several]
+
+
+def _looked_at(store: Store, names: Sequence[str]) -> dict[str, bool]:
+    """Tell which directories are steps, of many at once: in a bucket each takes a request or several."""
+    found: dict[str, bool] = {}
+
+    def look(name: str) -> None:
+        found[name] = _is_step(store, name)
+
+    run_all([partial(look, name) for name in names], store.read_threads)
+    return found
 
 
 def steps_from_last(store: Store) -> Iterator[tuple[int, str]]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from eformer._engine.record.names import is_inside
 from eformer._engine.stores.base import Entry, Replaced
-from eformer._engine.stores.bucket_removal import identity_of, remove, sweep
+from eformer._engine.stores.bucket_removal import identity_of, remove, set_aside, sweep
 from eformer._engine.stores.cache import CachedFiles
 from eformer._engine.stores.leases import LEASES, Leases, held
 from eformer._engine.stores.objects import PART_BYTES
@@ -171,18 +171,7 @@ class BucketStore:
             sweep(self.objects, self.key_of(name), indexes)
 
     def set_aside(self, name: str, why: str, marks: Sequence[str]) -> None:
-        """Rename the marks; the data stays where it is."""
-        inner = self.at(name)
-        for mark in marks:
-            if (data := inner._read_if_there(mark)) is not None:
-                self.objects.put(inner.key_of(f"{mark}.{why}"), data)
-                self.objects.delete([inner.key_of(mark)])
-
-    def _read_if_there(self, name: str) -> bytes | None:
-        try:
-            return self.read(name)[0]
-        except FileNotFoundError:
-            return None
+        set_aside(self.objects, self.key_of(name), why, marks)
 
     def held(self, name: str) -> AbstractContextManager[str]:
         """Put a lease, which is renewed: the checkpoint is not removed before its end."""

@@ -78,6 +78,22 @@ def sweep(objects: Objects, path: str, indexes: Indexes) -> None:
             claim.sweep(seen, there)
 
 
+def set_aside(objects: Objects, path: str, why: str, marks: Iterable[str]) -> None:
+    """Give the marks of a checkpoint other names; its data stays where it is.
+
+    Saves are kept from committing meanwhile, since a deletion has no condition. A mark that one of them has replaced
+    all the same stays.
+    """
+    with _kept_off(objects, path) as lease:
+        for key in (f"{path}/{mark}" for mark in marks):
+            if (found := read_if_there(objects, key)) is None:
+                continue
+            objects.put(f"{key}.{why}", found[0])
+            now = objects.find(key)
+            if now is not None and now.version == found[1] and lease.age < _MOST_AGE:
+                objects.delete([key])
+
+
 def _require(is_same: bool, objects: Objects, path: str) -> None:
     if not is_same:
         raise ValueError(
@@ -181,11 +197,18 @@ class _Emptied(Struct, frozen=True):
 @contextmanager
 def _claimed(objects: Objects, path: str, indexes: Indexes) -> Iterator[_Claim]:
     """Keep saves from committing, from now to the end."""
+    with _kept_off(objects, path) as lease:
+        yield _Claim(objects, path, indexes, lease)
+
+
+@contextmanager
+def _kept_off(objects: Objects, path: str) -> Iterator[Renewed]:
+    """Do the same for somebody who needs no more than the lease."""
     objects.require_conditions(f"{path}/{LEASES}/{secrets.token_hex(8)}")
     lease = leases.removing(objects, path)
     lease.begin()
     try:
-        yield _Claim(objects, path, indexes, lease)
+        yield lease
     finally:
         with suppress(OSError), clearing_up():  # else it runs out
             lease.end()

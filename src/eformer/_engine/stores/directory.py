@@ -133,11 +133,16 @@ class Directory:
         if not self._can_be_read:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
         kinds: dict[str, Kind] = {}
-        with os.scandir(self.descriptor) as entries:
-            for entry in entries:
-                is_file = entry.is_file(follow_symlinks=False)
-                is_directory = not is_file and entry.is_dir(follow_symlinks=False)
-                kinds[entry.name] = "file" if is_file else "directory" if is_directory else "other"
+        # Opened again: btrfs lists what a directory had when it was opened, and threads would share the position.
+        descriptor = os.open(".", _OPEN, dir_fd=self.descriptor)
+        try:
+            with os.scandir(descriptor) as entries:
+                for entry in entries:
+                    is_file = entry.is_file(follow_symlinks=False)
+                    is_directory = not is_file and entry.is_dir(follow_symlinks=False)
+                    kinds[entry.name] = "file" if is_file else "directory" if is_directory else "other"
+        finally:
+            os.close(descriptor)
         return dict(sorted(kinds.items()))
 
     def read(self, name: str, most: int) -> bytes:

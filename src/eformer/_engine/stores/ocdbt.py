@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from eformer._engine.record.names import is_text
 from eformer._engine.stores.inside import walk
 from eformer._engine.stores.local_upload import LocalUpload
+from eformer._engine.stores.ocdbt_nodes import require_bounded_nodes
 from eformer._engine.stores.removal import DATABASE_MARK
 from eformer.errors import CorruptionError, FormatError
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from eformer._engine.stores.directory import Directory
 
 DATABASE_MANIFEST = "manifest.ocdbt"
+_MANIFESTS = re.compile(r"manifest\.(ocdbt|[0-9a-f]{16})")  # some databases have one for each version
 
 # Written values are held in memory until they are committed.
 _COMMIT_BYTES = 8 * 2**20
@@ -57,14 +60,20 @@ def _require_text(directory: Path) -> None:
 
 
 def require_plain_files(directory: Path, *, is_database: bool = True) -> None:
-    """Refuse links, pipes and devices: TensorStore would wait for a pipe, and follow a link anywhere."""
+    """Refuse links, pipes and devices: TensorStore would wait for a pipe, and follow a link anywhere. Refuse a database
+    whose nodes decode to far more than is stored, too."""
     if directory.is_symlink():
         raise FormatError(f"{directory} is a link; a database must be a directory of the checkpoint")
     if is_database and not (directory / DATABASE_MANIFEST).is_file():
         raise FileNotFoundError(f"{directory} is not an OCDBT database: {DATABASE_MANIFEST} is missing")
+    manifests = []
     for path, entry in walk(directory):
         if not entry.is_file(follow_symlinks=False) and not entry.is_dir(follow_symlinks=False):
             raise FormatError(f"{directory / path} is not a regular file")
+        if _MANIFESTS.fullmatch(entry.name):
+            manifests.append(path)
+    if is_database:
+        require_bounded_nodes(directory, manifests)
 
 
 def list_arrays(directory: Path) -> list[str]:

@@ -1,27 +1,25 @@
 """Files of Keras: `.weights.h5`, the older `.h5`, and `.keras`, a zip archive with such a file in it.
 
-h5py reads where the datasets are, through the file that is open here. Their bytes are then read like those of any
-other file. Nothing is read that lies elsewhere: links and storage outside are refused.
+h5py reads where the datasets are, in a process of its own. Their bytes are then read like those of any other file.
+Nothing is read that lies elsewhere: links and storage outside are refused.
 """
 
 from __future__ import annotations
 
 import zipfile
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.nested_names import nested
+from eformer._engine.formats.others.hdf5 import read_hdf5
 from eformer._engine.formats.others.single_file import ArrayInFile, FilePart, describe_file
 from eformer._engine.formats.others.zip_members import Checked, find_damages, has_member, locate_members
-from eformer._engine.record.dtypes import DTYPES
 from eformer._engine.record.names import escape
-from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json, value_to_json
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.others.single_file import SingleFile
@@ -31,9 +29,7 @@ MAGIC = b"\x89HDF\r\n\x1a\n"
 
 _WEIGHTS = "model.weights.h5"
 _DOCUMENTS = ("config.json", "metadata.json")
-_ATTRIBUTES = ("backend", "keras_version", "model_config", "training_config")  # of the whole file
 _MAX_DOCUMENT = 2**26  # bytes
-_MAX_DEPTH = 100
 _IS_ENCRYPTED = 0x1
 
 
@@ -84,7 +80,7 @@ def _describe(
     left_out: tuple[str, ...] = (),
     find_damages: Callable[[], Any] | None = None,
 ) -> Found:
-    datasets, attributes = _read_hdf5(hdf5)
+    datasets, attributes = read_hdf5(hdf5)
     for path, array in datasets.items():
         if array.offset + array.nbytes > hdf5.nbytes:
             raise FormatError(
@@ -106,100 +102,3 @@ def _describe(
         find_damages=find_damages,
         left_out=left_out,
     )
-
-
-# --------------------------------------------------------------------------------------------- HDF5
-
-
-def _library() -> Any:
-    try:
-        return import_module("h5py")
-    except ImportError as error:
-        raise ImportError("files of Keras need the package h5py: pip install 'eformer[h5]'") from error
-
-
-def _read_hdf5(file: SingleFile | FilePart) -> tuple[dict[str, ArrayInFile], dict[str, Any]]:
-    """Read where the datasets are, by path, and what the file says of itself."""
-    h5py = _library()
-    try:
-        with file.as_binary_file() as raw, h5py.File(raw, "r") as opened:
-            found = dict(_walk(h5py, opened))
-            return {path: _array(h5py, path, each) for path, each in found.items()}, _attributes(h5py, opened)
-    except _NotPlainError as error:
-        raise FormatError(
-            f"{file.path} has something that Keras does not write and eformer does not read: {error}"
-        ) from error
-    except Exception as error:  # damaged files make HDF5 raise anything
-        raise FormatError(f"{file.path} is an HDF5 file that cannot be read: {str(error)[:300]}") from error
-
-
-class _NotPlainError(Exception):
-    """Something in an HDF5 file that is not a plain array of this file."""
-
-
-def _walk(h5py: Any, root: Any) -> Iterator[tuple[str, Any]]:
-    """List the datasets by path. Only hard links are followed, and to each object once."""
-    todo, seen = [("", root, 0)], {h5py.h5o.get_info(root.id).addr}
-    while todo:
-        above, group, depth = todo.pop()
-        for name in sorted(group):
-            path = f"{above}/{name}" if above else name
-            if not isinstance(group.get(name, getlink=True), h5py.HardLink):
-                raise _NotPlainError(f"{path[:200]!r} is a link to somewhere else")
-            found = group[name]
-            address = h5py.h5o.get_info(found.id).addr
-            if address in seen or depth == _MAX_DEPTH:
-                raise _NotPlainError(f"{path[:200]!r} is linked twice, or more than {_MAX_DEPTH} groups deep")
-            seen.add(address)
-            if isinstance(found, h5py.Group):
-                todo.append((path, found, depth + 1))
-            elif isinstance(found, h5py.Dataset):
-                yield path, found
-            else:
-                raise _NotPlainError(f"{path[:200]!r} is neither a group nor a dataset")
-
-
-def _array(h5py: Any, path: str, dataset: Any) -> ArrayInFile:
-    """Describe a dataset whose bytes lie one after the other in the file."""
-    problem = _problem_of(h5py, dataset)
-    dtype = None if problem else _dtype_of(dataset)
-    if problem or dtype is None:
-        what = problem or f"of the type {str(dataset.dtype)[:40]}"
-        raise _NotPlainError(f"leaf {path[:200]!r} is {what}")
-    nbytes = dataset.size * DTYPES[dtype].itemsize
-    return ArrayInFile(dtype, tuple(dataset.shape), nbytes, dataset.id.get_offset() if nbytes else 0)
-
-
-def _problem_of(h5py: Any, dataset: Any) -> str | None:
-    plist = dataset.id.get_create_plist()
-    if dataset.shape is None:
-        return "empty, without a shape"
-    if plist.get_external_count():
-        return "stored in another file"
-    if plist.get_layout() != h5py.h5d.CONTIGUOUS:
-        filters = [str(plist.get_filter(number)[3])[:40] for number in range(plist.get_nfilters())]
-        return f"stored in chunks{f' ({few(filters)})' if filters else ''}, in its header, or as a view of others"
-    if dataset.size and dataset.id.get_offset() is None:
-        return "declared, and was never written"
-    return None
-
-
-def _dtype_of(dataset: Any) -> str | None:
-    """Return the name of a dtype that eformer stores; None for others, and for big-endian numbers."""
-    dtype = dataset.dtype
-    if dtype.kind == "V" and dtype.itemsize == 2 and dtype.names is None:
-        is_marked = "dtype" in dataset.attrs and dataset.attrs["dtype"] == "bfloat16"
-        return "bfloat16" if is_marked else None
-    is_plain = dtype.kind in "fiubc" and dtype.isnative
-    return dtype.name if is_plain and DTYPES.get(dtype.name) == dtype else None
-
-
-def _attributes(h5py: Any, opened: Any) -> dict[str, Any]:
-    """Read the texts that Keras attaches to the whole file."""
-    found = {}
-    for name in _ATTRIBUTES:
-        if name in opened.attrs:
-            stored = h5py.h5a.open(opened.id, name.encode())
-            if not stored.shape and h5py.check_string_dtype(stored.dtype) is not None:
-                found[name] = value_to_json(opened.attrs[name])
-    return found

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eformer._engine.formats.others.orbax_chunks import brief, split_into_chunks
+from eformer._engine.formats.zarr.zarray import count_chunks
 from eformer._engine.record.check import MOST_EXPANSION
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.manifest import Coding, Extent, LeafEntry
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 _CACHE_BYTES = 2**25
 _MOST_FILLED = 2**36  # bytes of arrays that may be fill values alone
+_MOST_UNSEEN = 2**28  # bytes of arrays, of which all chunks are stored, that are not compared with the files
+_MOST_CHUNKS = 2**22  # that may be fill values alone
 _FILL_MISSING = "fill_missing_data_reads"
 _SCALAR_DTYPES = {
     "bool", "int4", "int8", "int16", "int32", "int64", "uint4", "uint8", "uint16", "uint32", "uint64", "float16",
@@ -133,19 +136,25 @@ def _wait_for(store: ArrayStore, path: str, future: Any) -> Any:
 
 
 def require_stored(store: ArrayStore, arrays: Mapping[str, Any]) -> None:
-    """Refuse arrays that are far larger than all files together: their chunks are missing, which would be found out one
-    by one. Missing chunks of smaller arrays may be fill values."""
+    """Refuse arrays that are far larger than all files together, or of far more chunks: those are missing, which would
+    be found out one by one. Missing chunks of smaller arrays may be fill values."""
     sizes = {path: array.size * (array.dtype.numpy_dtype.itemsize or 1) for path, array in arrays.items()}
-    claimed = sum(sizes.values())
-    if claimed <= _MOST_FILLED:
+    claimed, chunks = sum(sizes.values()), sum(map(_count_chunks, arrays.values()))
+    most = _MOST_UNSEEN if store.stores_all_chunks else _MOST_FILLED
+    if claimed <= most and chunks <= _MOST_CHUNKS:
         return
     nbytes = sum(entry.stat(follow_symlinks=False).st_size for _, entry in walk(store.directory))
-    if claimed > nbytes * MOST_EXPANSION:
+    if claimed > max(most, nbytes * MOST_EXPANSION) or chunks > max(_MOST_CHUNKS, nbytes):
         path = max(sizes, key=lambda path: sizes[path])
         raise FormatError(
-            f"{store.directory} cannot hold its arrays, of {claimed} bytes, in files of {nbytes} bytes; the largest is "
-            f"{path!r}, {arrays[path].dtype.name}{list(arrays[path].shape)}"
+            f"{store.directory} cannot hold its arrays, of {claimed} bytes in {chunks} chunks, in files of {nbytes} "
+            f"bytes; the largest is {path!r}, {arrays[path].dtype.name}{list(arrays[path].shape)}"
         )
+
+
+def _count_chunks(array: Any) -> int:
+    chunk = tuple(max(1, size) for size in array.chunk_layout.read_chunk.shape or ())
+    return count_chunks(tuple(array.shape), chunk)
 
 
 def read_scalar(store: ArrayStore, path: str, array: Any) -> Any:

@@ -89,7 +89,7 @@ def _parse(data: bytes) -> tuple[list[_Tensor | _Value], dict[str, Any], dict[An
     """Return the items, the paths of their names in the tree, and where their chunks are stored."""
     fields = _fields_of(unpickle(data).value, "Metadata")
     items = [_item(name, item) for name, item in _pairs(fields.get("state_dict_metadata"))]
-    paths = dict(_pairs(fields.get("planner_data") or PickledDict()))
+    paths = _dict(fields.get("planner_data") or PickledDict())
     stored = {}
     for index, found in _pairs(fields.get("storage_data")):
         at = _fields_of(index, "MetadataIndex")
@@ -119,7 +119,14 @@ def _fields_of(found: Any, name: str) -> dict[Any, Any]:
     """Return the fields of an object of a class of PyTorch, as its state has them."""
     if not isinstance(found, Object) or found.made_by.name != name:
         raise FormatError(f"no {name} of PyTorch where one should be")
-    return dict(_pairs(found.state))
+    return _dict(found.state)
+
+
+def _dict(found: Any) -> dict[Any, Any]:
+    try:
+        return dict(_pairs(found))
+    except TypeError as error:  # a key is a list, or another dict
+        raise FormatError("a dict with keys that cannot be such") from error
 
 
 def _pairs(found: Any) -> list[tuple[Any, Any]]:

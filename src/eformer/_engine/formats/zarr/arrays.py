@@ -20,6 +20,7 @@ from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.names import escape, is_inside, is_text
 from eformer._engine.record.planned import PlannedFile, data_files, leaf_entries
 from eformer._engine.record.process_records import ProcessRecord
+from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json
 from eformer._engine.stores.base import Replaced
 from eformer._engine.stores.ocdbt import DatabaseUpload
@@ -229,6 +230,8 @@ class _ArraysIndex:
         if not fmt.has_index and not store.can_rename:
             self._require_unused(store)
             return "", {}
+        if store.can_rename:
+            self._require_listed(contents, store)
         if not contents:
             return "", {}
         if not store.can_rename:
@@ -242,6 +245,15 @@ class _ArraysIndex:
         plain = f"{fmt.base}.ocdbt" if fmt.options.ocdbt else fmt.base
         root = plain if is_first and plain not in there and plain != "tree" else fmt.root
         return root, {"": root}
+
+    def _require_listed(self, contents: Sequence[str], store: Store) -> None:
+        """Refuse to commit what the directory of new files does not list: a network file system may show it later."""
+        written = {array.path.split("/")[0] for array in self.format.arrays.values()}
+        lost = [] if self.format.options.ocdbt and contents else sorted(written.difference(contents))
+        if lost:
+            raise OSError(
+                f"{store.url}: the file system does not list {few(lost)}, which were just written. Save again"
+            )
 
     def _require_unused(self, store: Store) -> None:
         """Refuse plain names that are taken."""

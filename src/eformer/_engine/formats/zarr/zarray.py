@@ -144,7 +144,7 @@ class ZArray(msgspec.Struct, frozen=True):
     dtype: str
     order: str = "C"
     compressor: dict[str, Any] | None = None
-    filters: Any = None
+    filters: list[Any] | None = None
     zarr_format: int = 2
     dimension_separator: str = "."
     eformer: str = ""
@@ -172,7 +172,7 @@ class ZArray(msgspec.Struct, frozen=True):
             return
         what = f"compressed by {str(codec)[:40]!r}"
         if self.filters:
-            names = [item.get("id") if isinstance(item, dict) else item for item in list(self.filters)[:8]]
+            names = [item.get("id") if isinstance(item, dict) else item for item in self.filters[:8]]
             what = f"changed by the filters {str(names)[:200]}"
         raise FormatError(
             f"{origin} describes an array that is {what}, which eformer does not decode. It is not damaged: write it "

@@ -1,0 +1,159 @@
+"""Read where the datasets of an HDF5 file are. Run in a process of its own, which `hdf5.py` starts and feeds.
+
+The library of HDF5 is in C, and a damaged file can keep it busy for ever, or end its process.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+import struct
+import sys
+from importlib import import_module
+from typing import IO, TYPE_CHECKING, Any
+
+from eformer._engine.record.dtypes import DTYPES
+from eformer._engine.record.text import few
+from eformer._engine.record.values import value_to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+REQUEST = struct.Struct("<QQ")  # offset and length of bytes that are wanted
+ANSWER = struct.Struct("<Q")  # their length, before them
+RESULT = 2**64 - 1  # the offset that announces a result of so many bytes
+
+_ATTRIBUTES = ("backend", "keras_version", "model_config", "training_config")  # of the whole file
+_MAX_DEPTH = 100
+
+Place = tuple[str, tuple[int, ...], int, int]
+"""A dataset: its dtype, its shape, its length in bytes and where it begins."""
+
+
+def main(file_nbytes: int, seconds: int, memory: int) -> None:
+    """Read the file that the parent has open, and tell it the result."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    inside, outside = sys.stdin.buffer, sys.stdout.buffer
+    try:
+        places, attributes = read(_Remote(inside, outside, file_nbytes))
+        result: dict[str, Any] = {"places": places, "attributes": attributes}
+    except _NotPlainError as error:
+        result = {"odd": str(error)}
+    except Exception as error:  # noqa: BLE001  damaged files make HDF5 raise anything
+        result = {"damaged": str(error)[:300]}
+    data = json.dumps(result).encode()
+    outside.write(REQUEST.pack(RESULT, len(data)) + data)
+    outside.flush()
+
+
+class _Remote(io.RawIOBase):
+    """The file, whose bytes the parent sends."""
+
+    def __init__(self, inside: IO[bytes], outside: IO[bytes], nbytes: int) -> None:
+        super().__init__()
+        self._inside, self._outside, self._nbytes, self._at = inside, outside, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, memory: Any) -> int:
+        wanted = min(len(memory), max(0, self._nbytes - self._at))
+        if not wanted:
+            return 0
+        self._outside.write(REQUEST.pack(self._at, wanted))
+        self._outside.flush()
+        (nbytes,) = ANSWER.unpack(self._inside.read(ANSWER.size))
+        memory[:nbytes] = self._inside.read(nbytes)
+        self._at += nbytes
+        return int(nbytes)
+
+
+def read(raw: io.RawIOBase) -> tuple[dict[str, Place], dict[str, Any]]:
+    """Read where the datasets are, by path, and what the file says of itself."""
+    h5py: Any = import_module("h5py")
+    with h5py.File(io.BufferedReader(raw, 2**16), "r") as opened:
+        found = dict(_walk(h5py, opened))
+        return {path: _place(h5py, path, each) for path, each in found.items()}, _attributes(h5py, opened)
+
+
+class _NotPlainError(Exception):
+    """Something in an HDF5 file that is not a plain array of this file."""
+
+
+def _walk(h5py: Any, root: Any) -> Iterator[tuple[str, Any]]:
+    """List the datasets by path. Only hard links are followed, and to each object once."""
+    todo, seen = [("", root, 0)], {h5py.h5o.get_info(root.id).addr}
+    while todo:
+        above, group, depth = todo.pop()
+        for name in sorted(group):
+            path = f"{above}/{name}" if above else name
+            if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+                raise _NotPlainError(f"{path[:200]!r} is a link to somewhere else")
+            found = group[name]
+            address = h5py.h5o.get_info(found.id).addr
+            if address in seen or depth == _MAX_DEPTH:
+                raise _NotPlainError(f"{path[:200]!r} is linked twice, or more than {_MAX_DEPTH} groups deep")
+            seen.add(address)
+            if isinstance(found, h5py.Group):
+                todo.append((path, found, depth + 1))
+            elif isinstance(found, h5py.Dataset):
+                yield path, found
+            else:
+                raise _NotPlainError(f"{path[:200]!r} is neither a group nor a dataset")
+
+
+def _place(h5py: Any, path: str, dataset: Any) -> Place:
+    """Describe a dataset whose bytes lie one after the other in the file."""
+    problem = _problem_of(h5py, dataset)
+    dtype = None if problem else _dtype_of(dataset)
+    if problem or dtype is None:
+        what = problem or f"of the type {str(dataset.dtype)[:40]}"
+        raise _NotPlainError(f"leaf {path[:200]!r} is {what}")
+    nbytes = dataset.size * DTYPES[dtype].itemsize
+    return dtype, tuple(dataset.shape), nbytes, dataset.id.get_offset() if nbytes else 0
+
+
+def _problem_of(h5py: Any, dataset: Any) -> str | None:
+    plist = dataset.id.get_create_plist()
+    if dataset.shape is None:
+        return "empty, without a shape"
+    if plist.get_external_count():
+        return "stored in another file"
+    if plist.get_layout() != h5py.h5d.CONTIGUOUS:
+        filters = [str(plist.get_filter(number)[3])[:40] for number in range(plist.get_nfilters())]
+        return f"stored in chunks{f' ({few(filters)})' if filters else ''}, in its header, or as a view of others"
+    if dataset.size and dataset.id.get_offset() is None:
+        return "declared, and was never written"
+    return None
+
+
+def _dtype_of(dataset: Any) -> str | None:
+    """Return the name of a dtype that eformer stores; None for others, and for big-endian numbers."""
+    dtype = dataset.dtype
+    if dtype.kind == "V" and dtype.itemsize == 2 and dtype.names is None:
+        is_marked = "dtype" in dataset.attrs and dataset.attrs["dtype"] == "bfloat16"
+        return "bfloat16" if is_marked else None
+    is_plain = dtype.kind in "fiubc" and dtype.isnative
+    return dtype.name if is_plain and DTYPES.get(dtype.name) == dtype else None
+
+
+def _attributes(h5py: Any, opened: Any) -> dict[str, Any]:
+    """Read the texts that Keras attaches to the whole file."""
+    found = {}
+    for name in _ATTRIBUTES:
+        if name in opened.attrs:
+            stored = h5py.h5a.open(opened.id, name.encode())
+            if not stored.shape and h5py.check_string_dtype(stored.dtype) is not None:
+                found[name] = value_to_json(opened.attrs[name])
+    return found

@@ -1,0 +1,34 @@
+"""Write OCDBT databases by the format's description, without TensorStore: hostile ones."""
+
+import struct
+
+import zstandard
+
+from fuzz.crc import crc32c
+
+_MANIFEST, _NODE = b"\x0c\xdb\x3a\x2a", b"\x0c\xdb\x20\xde"
+_FILE = b"d/x"
+
+
+def varint(number):
+    found = b""
+    while number > 127:
+        found, number = found + bytes([number & 127 | 128]), number >> 7
+    return found + bytes([number])
+
+
+def sealed(kind, body):
+    """A node or a manifest: its body compressed by zstd, its length and its checksum."""
+    compressed = zstandard.ZstdCompressor().compress(body)
+    data = kind + struct.pack("<Q", 4 + 8 + 2 + len(compressed) + 4) + b"\0\1" + compressed
+    return data + struct.pack("<I", crc32c(data))
+
+
+def write_bomb(directory, files):
+    """Replace a database by one whose root has a table of so many files without names."""
+    node = sealed(_NODE, b"\0" + varint(files) + bytes(3 * files))
+    config = bytes(16) + b"\0" + varint(100) + varint(2**23) + b"\4\0"
+    table = b"\1" + varint(len(_FILE)) + b"\0" + _FILE
+    version = b"\1" + b"\1" + b"\0" + b"\0" + b"\0" + varint(len(node)) + bytes(3) + bytes(8) + b"\0"
+    (directory / "d" / "x").write_bytes(node)
+    (directory / "manifest.ocdbt").write_bytes(sealed(_MANIFEST, config + table + version))
