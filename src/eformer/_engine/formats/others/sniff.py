@@ -71,7 +71,7 @@ _PICKLE = 0x80  # the first byte of protocol 2 and above; in msgpack, an empty d
 
 def _name_other_format(file: SingleFile, first: bytes) -> str | None:
     """Name a common format that eformer does not read, with what to do; return None for other bytes."""
-    if first[:1] == bytes([_PICKLE]) and file.nbytes > 1 and not first.startswith(torch.STREAM_BEGINNING):
+    if first[:1] == bytes([_PICKLE]) and file.nbytes > 1 and not torch.is_stream(file):
         return "a pickle, which eformer never runs; of PyTorch, only what torch.save writes is read"
     names = (name for start, name in _OTHER_FORMATS.items() if first[: len(start) or 1] == start)
     return next(names, None)
