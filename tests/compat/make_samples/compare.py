@@ -29,7 +29,7 @@ _NEWER = "numpy<2 scipy<1.13 optax<0.2.3 chex<0.1.87"
 # The versions of Orbax, each with packages of its time.
 VERSIONS = {
     "0.2.7": f"jax==0.4.13 jaxlib==0.4.13 flax==0.7.0 tensorstore==0.1.40 {_OLD}",
-    "0.3.0": f"jax==0.4.14 jaxlib==0.4.14 flax==0.7.2 tensorstore==0.1.41 {_OLD}",
+    "0.3.0": f"jax==0.4.13 jaxlib==0.4.13 flax==0.7.2 tensorstore==0.1.40 {_OLD}",
     "0.3.5": f"jax==0.4.18 jaxlib==0.4.18 flax==0.7.2 tensorstore==0.1.41 {_OLD}",
     "0.4.1": f"jax==0.4.19 jaxlib==0.4.19 flax==0.7.4 tensorstore==0.1.45 {_OLD}",
     "0.4.4": f"jax==0.4.20 jaxlib==0.4.20 flax==0.7.5 tensorstore==0.1.47 {_OLD}",
@@ -47,7 +47,7 @@ VERSIONS = {
     "0.11.0": "jax==0.4.38 jaxlib==0.4.38 flax==0.10.2 tensorstore==0.1.71 numpy<2.3 optax<0.2.5",
     "0.11.13": "jax==0.6.0 jaxlib==0.6.0 flax==0.10.6 tensorstore==0.1.74 numpy<2.3 optax<0.2.6",
     "0.11.25": "jax==0.7.0 jaxlib==0.7.0 flax==0.11.2 tensorstore==0.1.76 numpy<2.4 optax<0.2.6",
-    "0.12.0": "jax==0.10.0 jaxlib==0.10.0 flax==0.12.6 tensorstore==0.1.82",
+    "0.12.0": "jax==0.10.0 jaxlib==0.10.0 flax==0.12.6 tensorstore==0.1.84",
     "0.12.8": "jax==0.10.2 jaxlib==0.10.2 flax==0.12.8 tensorstore==0.1.86",
 }
 

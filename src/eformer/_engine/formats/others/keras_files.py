@@ -6,6 +6,7 @@ other file. Nothing is read that lies elsewhere: links and storage outside are r
 
 from __future__ import annotations
 
+import re
 import zipfile
 from functools import partial
 from importlib import import_module
@@ -32,6 +33,8 @@ MAGIC = b"\x89HDF\r\n\x1a\n"
 _WEIGHTS = "model.weights.h5"
 _DOCUMENTS = ("config.json", "metadata.json")
 _ATTRIBUTES = ("backend", "keras_version", "model_config", "training_config")  # of the whole file
+# Of groups and datasets: what the tree says too, versions, and the marks of bfloat16.
+_KNOWN = re.compile(r"(layer_names|weight_names)\d*|name|backend|keras_version|dtype")
 _MAX_DOCUMENT = 2**26  # bytes
 _MAX_DEPTH = 100
 _IS_ENCRYPTED = 0x1
@@ -84,7 +87,7 @@ def _describe(
     left_out: tuple[str, ...] = (),
     find_damages: Callable[[], Any] | None = None,
 ) -> Found:
-    datasets, attributes = _read_hdf5(hdf5)
+    datasets, attributes, unknown = _read_hdf5(hdf5)
     for path, array in datasets.items():
         if array.offset + array.nbytes > hdf5.nbytes:
             raise FormatError(
@@ -104,7 +107,7 @@ def _describe(
         structure,
         metadata={**attributes, **(documents or {})},
         find_damages=find_damages,
-        left_out=left_out,
+        left_out=(*left_out, *unknown),
     )
 
 
@@ -118,17 +121,20 @@ def _library() -> Any:
         raise ImportError("files of Keras need the package h5py: pip install 'eformer[h5]'") from error
 
 
-def _read_hdf5(file: SingleFile | FilePart) -> tuple[dict[str, ArrayInFile], dict[str, Any]]:
-    """Read where the datasets are, by path, and what the file says of itself."""
+def _read_hdf5(file: SingleFile | FilePart) -> tuple[dict[str, ArrayInFile], dict[str, Any], list[str]]:
+    """Read where the datasets are, by path, what the file says of itself, and the names of unknown attributes."""
     h5py = _library()
     try:
         with file.as_binary_file() as raw, h5py.File(raw, "r") as opened:
             found = dict(_walk(h5py, opened))
-            return {path: _array(h5py, path, each) for path, each in found.items()}, _attributes(h5py, opened)
+            datasets = {
+                path: _array(h5py, path, each)
+                for path, each in found.items()
+                if isinstance(each, h5py.Dataset)
+            }
+            return datasets, _attributes(h5py, opened), list(_unknown_attributes(opened, found))
     except _NotPlainError as error:
-        raise FormatError(
-            f"{file.path} has something that Keras does not write and eformer does not read: {error}"
-        ) from error
+        raise FormatError(f"{file.path} has something that eformer does not read: {error}") from error
     except Exception as error:  # damaged files make HDF5 raise anything
         raise FormatError(f"{file.path} is an HDF5 file that cannot be read: {str(error)[:300]}") from error
 
@@ -138,7 +144,7 @@ class _NotPlainError(Exception):
 
 
 def _walk(h5py: Any, root: Any) -> Iterator[tuple[str, Any]]:
-    """List the datasets by path. Only hard links are followed, and to each object once."""
+    """List the groups and datasets by path. Only hard links are followed, and to each object once."""
     todo, seen = [("", root, 0)], {h5py.h5o.get_info(root.id).addr}
     while todo:
         above, group, depth = todo.pop()
@@ -153,10 +159,9 @@ def _walk(h5py: Any, root: Any) -> Iterator[tuple[str, Any]]:
             seen.add(address)
             if isinstance(found, h5py.Group):
                 todo.append((path, found, depth + 1))
-            elif isinstance(found, h5py.Dataset):
-                yield path, found
-            else:
+            elif not isinstance(found, h5py.Dataset):
                 raise _NotPlainError(f"{path[:200]!r} is neither a group nor a dataset")
+            yield path, found
 
 
 def _array(h5py: Any, path: str, dataset: Any) -> ArrayInFile:
@@ -192,6 +197,15 @@ def _dtype_of(dataset: Any) -> str | None:
         return "bfloat16" if is_marked else None
     is_plain = dtype.kind in "fiubc" and dtype.isnative
     return dtype.name if is_plain and DTYPES.get(dtype.name) == dtype else None
+
+
+def _unknown_attributes(opened: Any, found: Mapping[str, Any]) -> Iterator[str]:
+    """Name the attributes that Keras does not write, which may hold anything."""
+    for name in opened.attrs:
+        if name not in _ATTRIBUTES and not _KNOWN.fullmatch(name):
+            yield f"attribute {name} of the file"
+    for path, each in found.items():
+        yield from (f"attribute {name} of {path}" for name in each.attrs if not _KNOWN.fullmatch(name))
 
 
 def _attributes(h5py: Any, opened: Any) -> dict[str, Any]:

@@ -45,8 +45,18 @@ _STREAM = re.compile(  # the pickle of that number, of any protocol
 )
 _STREAM_NBYTES = 23
 # The members of an archive beside its storages.
-_MEMBERS = ("data.pkl", "version", "byteorder", ".data/serialization_id", ".format_version", ".storage_alignment")
-_MARKS = ("/byteorder", "/.data/serialization_id")  # of archives that hold something else, or were not finished
+_MEMBERS = (
+    "data.pkl",
+    "version",
+    "byteorder",
+    ".data/serialization_id",
+    ".format_version",
+    ".storage_alignment",
+)
+_MARKS = (
+    "/byteorder",
+    "/.data/serialization_id",
+)  # of archives that hold something else, or were not finished
 
 
 class Place(Struct, frozen=True):
@@ -127,7 +137,10 @@ def in_stream(file: SingleFile, first: bytes) -> Found | None:
     places, end = _places_in_stream(file, at, keys, pickles[3].storages)
     rest = file.nbytes - end
     return _describe(
-        file, tree, places, [f"{rest} bytes after the tree, perhaps of another torch.save"] if rest > 0 else []
+        file,
+        tree,
+        places,
+        [f"{rest} bytes after the tree, perhaps of another torch.save"] if rest > 0 else [],
     )
 
 
@@ -194,7 +207,9 @@ def _describe(file: SingleFile, tree: Any, places: Mapping[str, Place], unknown:
         for key, place in places.items()
         if key in users and place.crc is not None
     }
-    left_out = [f"{name} ({describe_object(found)})" for name, found in objects.items() if name not in refused]
+    left_out = [
+        f"{name} ({describe_object(found)})" for name, found in objects.items() if name not in refused
+    ]
     left_out += [f"storage {key} (no tensor uses it)" for key in places if key not in users]
     return describe_file(
         file,

@@ -89,6 +89,15 @@ def by_metadata(place: Place) -> Found | None:
         raise FormatError(f"{store.path_to(METADATA)}: {error}") from error
 
 
+def refuse_unfinished(place: Place) -> None:
+    """Refuse a directory in which `torch.distributed.checkpoint` has not written its last file."""
+    if METADATA not in place.names and any(name.endswith(SUFFIX) for name in place.names):
+        raise CorruptionError(
+            f"{place.store.url} has files of torch.distributed.checkpoint, but no {METADATA}, which is written last: "
+            "the save did not finish, or the file was not copied"
+        )
+
+
 # ------------------------------------------------------------------------------------------ metadata
 
 
