@@ -132,7 +132,7 @@ def _read_node(store: Store, name: str) -> tuple[_Node, Version]:
 
 def _is_strict(data: bytes) -> bool:
     try:
-        parse_json(data, Any, "")  # type: ignore[arg-type] # of any kind
+        parse_json(data, Any, "")
     except FormatError:
         return False
     return True
