@@ -32,7 +32,7 @@ VERSIONS = {
     "0.3.0": f"jax==0.4.13 jaxlib==0.4.13 flax==0.7.2 tensorstore==0.1.40 {_OLD}",
     "0.3.5": f"jax==0.4.18 jaxlib==0.4.18 flax==0.7.2 tensorstore==0.1.41 {_OLD}",
     "0.4.1": f"jax==0.4.19 jaxlib==0.4.19 flax==0.7.4 tensorstore==0.1.45 {_OLD}",
-    "0.4.4": f"jax==0.4.20 jaxlib==0.4.20 flax==0.7.5 tensorstore==0.1.47 {_OLD}",
+    "0.4.4": f"jax==0.4.20 jaxlib==0.4.20 flax==0.7.5 tensorstore==0.1.45 {_OLD}",
     "0.4.8": f"jax==0.4.23 jaxlib==0.4.23 flax==0.8.0 tensorstore==0.1.51 {_NEWER}",
     "0.5.3": f"jax==0.4.25 jaxlib==0.4.25 flax==0.8.1 tensorstore==0.1.54 {_NEWER}",
     "0.5.10": f"jax==0.4.26 jaxlib==0.4.26 flax==0.8.3 tensorstore==0.1.56 {_NEWER}",
