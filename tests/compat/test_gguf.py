@@ -100,6 +100,14 @@ def test_a_file_of_a_split_model_tells_of_the_others(tmp_path):
     assert found.left_out == ("2 further files of this model (split.count is 3)",)
 
 
+def test_bytes_after_the_last_tensor_are_left_out(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes((HERE / "plain.gguf").read_bytes() + b"more" * 100)
+    assert checkpoint.inspect(path).left_out == ("400 bytes after the last tensor",)
+    run("verify", path, code=1)
+    run("convert", path, tmp_path / "m.safetensors", code=1)
+
+
 DTYPES = [np.dtype(getattr(ml_dtypes, name, name)) for name in KINDS]
 VALUES = {
     "u8": 255, "i8": -128, "u16": 65535, "i16": -1, "u32": 2**32 - 1, "i32": -(2**31), "f32": -0.5, "bool": False,

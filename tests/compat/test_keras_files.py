@@ -71,6 +71,23 @@ def test_damage_in_an_archive_is_found_and_other_members_are_left_out(tmp_path):
     assert "are damaged: their checksum is" in run("verify", path, code=1).stdout
 
 
+def test_attributes_that_keras_does_not_write_are_left_out(tmp_path):
+    path = tmp_path / "m.weights.h5"
+    shutil.copy(HERE / "model.weights.h5", path)
+    with h5py.File(path, "a") as file:
+        file.attrs["more"] = np.ones(3)
+        file["layers"].attrs["scale"] = 2.0
+        file["layers/dense/vars/0"].attrs["zero"] = 1
+    left = (
+        "attribute more of the file",
+        "attribute scale of layers",
+        "attribute zero of layers/dense/vars/0",
+    )
+    assert checkpoint.inspect(path).left_out == left
+    run("verify", path, code=1)
+    run("convert", path, tmp_path / "m.safetensors", code=1)
+
+
 def hostile(what, file, folder):
     data = np.ones(8, np.float32)
     if what == "soft":

@@ -1,11 +1,7 @@
-"""Files of torch.save: read as data, without PyTorch, equal to what PyTorch loads; hostile pickles do nothing."""
+"""Files of torch.save: read as data, without PyTorch, equal to what PyTorch loads, and nothing is passed over."""
 
-import io
 import json
-import os
-import pickle
 import shutil
-import struct
 import zipfile
 from pathlib import Path
 
@@ -16,6 +12,7 @@ import pytest
 from eformer import checkpoint
 from eformer.errors import CorruptionError, EformerError, FormatError
 from support.commands import run
+from support.torch_files import archive, tensor
 
 HERE = Path(__file__).parent / "torch"
 READ = sorted(path.stem for path in HERE.glob("*.npz"))
@@ -64,17 +61,45 @@ def test_objects_of_other_classes_are_left_out_and_said(caplog):
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("quantised", "'w': torch._utils:_rebuild_qtensor"),
-        ("sparse", "'w': torch._utils:_rebuild_sparse_tensor"),
-        ("meta", "'w': torch._utils:_rebuild_meta_tensor_no_storage"),
+        ("quantised", "leaf 'w': torch._utils:_rebuild_qtensor"),
+        ("sparse", "leaf 'w': torch._utils:_rebuild_sparse_tensor"),
+        ("meta", "leaf 'w': torch._utils:_rebuild_meta_tensor_no_storage"),
+        ("packed", "leaf 'fp4': elements of torch:float4_e2m1fn_x2"),
         ("module", "holds an object of the class torch.nn.modules.container:Sequential"),
         ("script", "is a program of TorchScript"),
+        ("two", "belong to no member of this archive; are there several in one file?"),
     ],
 )
 def test_what_is_not_read_is_named(name, what):
     with pytest.raises(FormatError) as caught:
         checkpoint.load(HERE / f"{name}.pt")
     assert what in str(caught.value)
+
+
+def test_tensors_beside_one_that_is_refused_load_when_asked_for(tmp_path):
+    path = HERE / "packed.pt"
+    np.testing.assert_array_equal(checkpoint.load(path, keys="w")["w"], [1, 1])
+    assert checkpoint.inspect(path).left_out == (
+        "storage 1 (no tensor uses it)",
+        "fp4 (elements of torch:float4_e2m1fn_x2)",
+    )
+    run("convert", path, tmp_path / "m.safetensors", code=1)
+    run("convert", path, tmp_path / "m.safetensors", "--allow-missing")
+    assert set(checkpoint.load(tmp_path / "m.safetensors")) == {"w"}
+
+
+@pytest.mark.parametrize("name", [f"protocol_{n}{end}" for n in (3, 4, 5) for end in ("", "_stream")])
+def test_values_of_every_protocol_come_back(name):
+    values = [1, 2.5, "x", b"y", None, True, (1,), {1, 2}, 2**70, 1 + 2j, None]
+    assert checkpoint.load(HERE / f"{name}.pt")["values"] == values
+    assert checkpoint.inspect(HERE / f"{name}.pt").left_out == ("values.10 (builtins:bytearray)",)
+
+
+def test_classes_and_functions_are_left_out_and_dtypes_are_texts(tmp_path):
+    raw = b"\x80\x02}(X\x01\x00\x00\x00fcos\nsystem\nX\x01\x00\x00\x00dctorch\nfloat32\nu."
+    (tmp_path / "m.pt").write_bytes(archive(raw))
+    assert checkpoint.load(tmp_path / "m.pt") == {"d": "torch.float32"}
+    assert checkpoint.inspect(tmp_path / "m.pt").left_out == ("f (os:system)",)
 
 
 def test_parts_are_read_and_damage_is_found(tmp_path):
@@ -128,6 +153,22 @@ def test_plain_values_of_several_processes_come_back():
     np.testing.assert_array_equal(some["model.layer.0.weight"], np.arange(24.0).reshape(6, 4))
 
 
+def test_the_state_of_a_training_run_comes_back():
+    path = HERE / "distributed_training"
+    tree = checkpoint.load(path)
+    assert tree["optimizer"]["param_groups"][0]["foreach"] is None
+    assert tree["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
+    assert tree["values"] == {
+        "none": None,
+        "pair": (1, 2),
+        "list": [],
+        "text": "x",
+        "bytes": b"y",
+    }
+    assert "args" not in tree
+    assert checkpoint.inspect(path).left_out == ("args (argparse:Namespace)",)
+
+
 @pytest.mark.parametrize("change", ["missing", "short", "garbage"])
 def test_damaged_directories_of_several_processes_are_refused(tmp_path, change):
     shutil.copytree(HERE / "distributed", tmp_path / "d")
@@ -158,126 +199,66 @@ def test_metadata_that_is_damaged_is_refused(tmp_path):
     assert refused > 50
 
 
-# ------------------------------------------------------------------------------------------ hostile
+# ------------------------------------------------------------------------------------- nothing is passed over
 
 
-def archive(pickled, **members):
-    """An archive as torch.save writes it, around this pickle."""
-    memory = io.BytesIO()
-    with zipfile.ZipFile(memory, "w") as file:
-        file.writestr("archive/data.pkl", pickled)
-        file.writestr("archive/byteorder", "little")
-        for name, data in members.items():
-            file.writestr(f"archive/data/{name.removeprefix('_')}", data)
-    return memory.getvalue()
+def left_out_of(path):
+    """Whatever `inspect` lists, after `verify` and `convert` have refused to pass it over."""
+    run("verify", path, code=1)
+    run("convert", path, path.parent / "new.safetensors", code=1)
+    run("convert", path, path.parent / "new.safetensors", "--allow-missing")
+    return checkpoint.inspect(path).left_out
 
 
-class Call:
-    def __init__(self, function, *arguments):
-        self.call = (function, arguments)
-
-    def __reduce__(self):
-        return self.call
-
-
-@pytest.mark.parametrize("protocol", [2, 4])
-@pytest.mark.parametrize("inside", [True, False], ids=["in a dict", "alone"])
-def test_a_pickle_that_would_run_something_runs_nothing(tmp_path, protocol, inside):
-    sentinel = tmp_path / "sentinel"
-    attack = Call(os.system, f"touch {sentinel}")
-    raw = pickle.dumps({"a": attack, "b": 1} if inside else attack, protocol=protocol)
-    path = tmp_path / "m.pt"
-    path.write_bytes(archive(raw))
-    if inside:
-        assert checkpoint.load(path) == {"b": 1}
-    else:
-        with pytest.raises(FormatError, match="holds an object of the class"):
-            checkpoint.load(path)
-    assert not sentinel.exists()
+def test_further_members_of_an_archive_are_left_out(tmp_path):
+    shutil.copy(HERE / "weights.pt", tmp_path / "m.pt")
+    with zipfile.ZipFile(tmp_path / "m.pt", "a") as file:
+        root = file.namelist()[0].partition("/")[0]
+        file.writestr(f"{root}/more.bin", "x")
+        file.writestr("other/data/0", "y")
+    assert left_out_of(tmp_path / "m.pt") == (f"{root}/more.bin", "other/data/0")
 
 
-def tensor(storage="0", kind=b"FloatStorage", size=4, offset=0, shape=(4,), strides=(1,)):
-    """The pickle of one tensor, written opcode by opcode."""
-
-    def number(value):
-        return b"J" + struct.pack("<i", value)
-
-    def several(values):
-        return b"(" + b"".join(map(number, values)) + b"t"
-
-    def text(value):
-        return b"X" + struct.pack("<I", len(value)) + value.encode()
-
-    persistent = (
-        b"(" + text("storage") + b"ctorch\n" + kind + b"\n" + text(storage) + text("cpu") + number(size)
-    )
-    return (
-        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + persistent + b"tQ" + number(offset) + several(shape)
-        + several(strides) + b"\x89}tR."
-    )  # fmt: skip
+def test_storages_that_no_tensor_uses_are_left_out(tmp_path):
+    (tmp_path / "m.pt").write_bytes(archive(tensor(), _0=bytes(16), _1=bytes(4)))
+    assert left_out_of(tmp_path / "m.pt") == ("storage 1 (no tensor uses it)",)
 
 
-def test_the_pickle_of_these_tests_is_one(tmp_path):
-    (tmp_path / "m.pt").write_bytes(archive(tensor(), _0=np.arange(4, dtype="<f4").tobytes()))
-    np.testing.assert_array_equal(checkpoint.load(tmp_path / "m.pt"), np.arange(4))
+def test_a_second_tree_in_a_stream_is_left_out(tmp_path):
+    shutil.copy(HERE / "two_stream.pt", tmp_path / "m.pt")
+    assert set(checkpoint.load(tmp_path / "m.pt")) == {"a"}
+    (line,) = left_out_of(tmp_path / "m.pt")
+    assert line.endswith("bytes after the tree, perhaps of another torch.save")
 
 
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"size": 400}, "has 16 bytes, not 1600"),
-        ({"shape": (5,)}, "ends after element 5"),
-        ({"offset": 1}, "ends after element 5"),
-        ({"strides": (2,)}, "ends after element 7"),
-        ({"shape": (-1,)}, "makes no sense"),
-        ({"strides": (-1,)}, "makes no sense"),
-        ({"shape": (4, 4)}, "makes no sense"),
-        ({"storage": "../../0"}, "is missing"),
-        ({"storage": "1"}, "is missing"),
-        ({"kind": b"QInt8Storage"}, "QInt8Storage"),
-        ({"shape": (2**30, 2**20), "strides": (0, 0)}, "by using them again"),
-        ({"size": -4}, "makes no sense"),
-    ],
-)
-def test_tensors_that_make_no_sense_are_refused(tmp_path, changes, what):
-    path = tmp_path / "m.pt"
-    path.write_bytes(archive(tensor(**changes), _0=np.arange(4, dtype="<f4").tobytes()))
-    with pytest.raises(FormatError) as caught:
-        checkpoint.load(path)
-    assert what in str(caught.value)
+def test_shards_that_no_index_lists_are_left_out(tmp_path):
+    shutil.copytree(HERE / "shards", tmp_path / "m")
+    shutil.copy(HERE / "weights.pt", tmp_path / "m" / "pytorch_model-00003-of-00003.bin")
+    assert left_out_of(tmp_path / "m") == ("pytorch_model-00003-of-00003.bin",)
 
 
-@pytest.mark.parametrize("name", ["weights", "weights_stream", "kinds"])
-def test_damaged_files_are_refused_or_give_trees(tmp_path, name):
-    """Whatever the bytes are, the error is ours."""
-    original = (HERE / f"{name}.pt").read_bytes()
-    random = np.random.default_rng(0)
-    path = tmp_path / "m.pt"
-    outcomes = set()
-    for _ in range(150):
-        data = bytearray(original)
-        for at in random.integers(0, len(data), random.integers(1, 4)):
-            data[at] = random.integers(0, 256)
-        path.write_bytes(data[: random.integers(1, len(data) + 1)] if random.random() < 0.3 else data)
-        try:
-            checkpoint.load(path)
-            outcomes.add("loaded")
-        except EformerError:
-            outcomes.add("refused")
-    assert "refused" in outcomes
+def test_a_shard_with_more_than_tensors_is_refused(tmp_path):
+    shutil.copytree(HERE / "shards", tmp_path / "m")
+    shutil.copy(HERE / "training.pt", tmp_path / "m" / "pytorch_model-00001-of-00002.bin")
+    with pytest.raises(FormatError, match=r"holds more than tensors; load it by its own name: 'optimizer"):
+        checkpoint.load(tmp_path / "m")
 
 
-def test_a_pickle_that_unfolds_without_end_is_refused(tmp_path):
-    """Lists of references to lists: a few hundred bytes that stand for more than fits into memory."""
-    raw = b"\x80\x02(](K\x01eq\x00"
-    for number in range(30):
-        raw += b"](" + (b"h" + bytes([number])) * 16 + b"eq" + bytes([number + 1])
-    (tmp_path / "m.pt").write_bytes(archive(raw + b"t."))
-    with pytest.raises(FormatError, match="far larger than its text"):
-        checkpoint.load(tmp_path / "m.pt")
+def test_files_and_bytes_that_no_item_has_are_left_out(tmp_path):
+    shutil.copytree(HERE / "distributed", tmp_path / "d")
+    shutil.copy(tmp_path / "d" / "__0_0.distcp", tmp_path / "d" / "__9_0.distcp")
+    with (tmp_path / "d" / "__1_0.distcp").open("ab") as file:
+        file.write(b"more")
+    assert left_out_of(tmp_path / "d") == ("__9_0.distcp", "4 bytes of __1_0.distcp (no item has them)")
 
 
-def test_a_pickle_that_is_nested_too_deep_is_refused(tmp_path):
-    (tmp_path / "m.pt").write_bytes(archive(b"\x80\x02" + b"](" * 5000 + b"e" * 5000 + b"."))
-    with pytest.raises(FormatError, match="nested too deep"):
-        checkpoint.load(tmp_path / "m.pt")
+def test_items_that_are_stored_and_not_named_are_left_out(tmp_path):
+    shutil.copytree(HERE / "distributed_more", tmp_path / "d")
+    assert left_out_of(tmp_path / "d") == ("b at None (no item names it)",)
+
+
+def test_a_directory_without_its_metadata_is_said_to_be_unfinished(tmp_path):
+    shutil.copytree(HERE / "distributed", tmp_path / "d")
+    (tmp_path / "d" / ".metadata").unlink()
+    with pytest.raises(CorruptionError, match=r"no \.metadata, which is written last"):
+        checkpoint.load(tmp_path / "d")

@@ -1,6 +1,7 @@
 """Directories of zarr-python: equal to what zarr-python reads, or refused with the name of what is not supported."""
 
 import json
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -127,6 +128,72 @@ def test_a_missing_chunk_is_an_error_and_further_files_are_left_out(folder, tmp_
         checkpoint.load(path)
 
 
+# Files in the directory of an array that are not its own, by a name in the array's directory.
+STRAYS = ["notes.bin", "c/9/0", "c/0/0/0", "7.7", "inner/zarr.json", "c.0.0"]
+
+
+@pytest.mark.parametrize("stray", STRAYS)
+def test_files_in_the_directory_of_an_array_that_are_not_its_own_are_left_out(folder, tmp_path, stray):
+    path = changed(folder, tmp_path, lambda described: None)
+    if stray == "c/0/0/0":
+        (path / "w" / "c" / "0" / "0").rename(path / "w" / "c" / "0" / "x")
+        stray = "c/0/x"
+    else:
+        (path / "w" / stray).parent.mkdir(parents=True, exist_ok=True)
+        (path / "w" / stray).write_bytes(b"x")
+    listed = "w/inner/" if stray.startswith("inner") else f"w/{stray}"
+    assert checkpoint.inspect(path).left_out == (listed,)
+    run("verify", path, code=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "stray"),
+    [
+        ("v2-zstd/w", "notes.bin"),
+        ("v2-zstd/w", "9.9"),
+        ("v2-zstd/w", "inner/"),
+        ("v2-one", "notes.bin"),
+        ("v2-one", "9.9"),
+    ],
+)
+def test_the_same_holds_for_arrays_of_zarr_2(folder, tmp_path, name, stray):
+    top = name.partition("/")[0]
+    shutil.copytree(folder / top, tmp_path / top)
+    if stray.endswith("/"):
+        shutil.copytree(folder / name, tmp_path / name / stray)
+    else:
+        (tmp_path / name / stray).write_bytes(b"x")
+    assert checkpoint.inspect(tmp_path / top).left_out == (f"{name}/{stray}".removeprefix(f"{top}/"),)
+
+
+def test_attributes_of_groups_and_arrays_below_are_metadata_by_path(folder, tmp_path):
+    path = changed(folder, tmp_path, lambda described: described.update(attributes={"unit": "m"}))
+    assert checkpoint.inspect(path).trees[""].metadata == {"w/": {"unit": "m"}}
+    shutil.copytree(folder / "v2-zstd", tmp_path / "v2")
+    (tmp_path / "v2" / ".zattrs").write_text('{"step": 3, "loss": NaN}')
+    (tmp_path / "v2" / "w" / ".zattrs").write_text('{"unit": "m"}')
+    metadata = checkpoint.inspect(tmp_path / "v2").trees[""].metadata
+    assert metadata.pop("loss") != metadata.get("loss")
+    assert metadata == {"step": 3, "w/": {"unit": "m"}}
+
+
+def test_attributes_may_be_nan_in_groups_and_are_said_to_be_the_problem_in_arrays(folder, tmp_path):
+    path = changed(folder, tmp_path, lambda described: None)
+    (path / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group", "attributes": {"x": NaN}}')
+    assert set(checkpoint.load(path)) == {"w"}
+    path = changed(folder, tmp_path, lambda described: described.update(attributes={"x": float("inf")}))
+    with pytest.raises(FormatError, match=r"NaN or Infinity among its attributes.* It is not damaged"):
+        checkpoint.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])
+def test_attributes_that_are_damaged_are_refused(folder, tmp_path, text):
+    shutil.copytree(folder / "v2-zstd", tmp_path / "v2")
+    (tmp_path / "v2" / ".zattrs").write_text(text)
+    with pytest.raises(FormatError, match=r"\.zattrs (is not JSON|does not hold attributes)"):
+        checkpoint.load(tmp_path / "v2")
+
+
 def test_a_link_out_of_the_group_is_not_followed(folder, tmp_path):
     path = changed(folder, tmp_path, lambda described: None)
     chunk = path / "w" / "c" / "1" / "0"
@@ -134,31 +201,3 @@ def test_a_link_out_of_the_group_is_not_followed(folder, tmp_path):
     chunk.symlink_to(tmp_path / "outside")
     with pytest.raises(EformerError):
         checkpoint.load(path)
-
-
-# ------------------------------------------------------------------------------------------ TensorFlow
-
-
-def test_checkpoints_of_tensorflow_are_named(tmp_path):
-    (tmp_path / "checkpoint").write_text(
-        'model_checkpoint_path: "ckpt-1"\nall_model_checkpoint_paths: "ckpt-1"\n'
-    )
-    (tmp_path / "ckpt-1.index").write_bytes(b"\x00\x00\x1a" + bytes(60))
-    (tmp_path / "ckpt-1.data-00000-of-00001").write_bytes(bytes(60))
-    with pytest.raises(
-        FormatError, match=r"holds a TensorFlow checkpoint, which eformer does not read; read its"
-    ):
-        checkpoint.load(tmp_path)
-    with pytest.raises(FormatError, match=r"but a part of a TensorFlow checkpoint; read its variables"):
-        checkpoint.load(tmp_path / "ckpt-1.data-00000-of-00001")
-    with pytest.raises(FormatError, match=r"but a part of a TensorFlow checkpoint; read its variables"):
-        checkpoint.load(tmp_path / "ckpt-1.index")
-
-
-def test_a_saved_model_of_tensorflow_is_named(tmp_path):
-    (tmp_path / "variables").mkdir()
-    (tmp_path / "saved_model.pb").write_bytes(b"\x08\x01")
-    with pytest.raises(FormatError, match="holds a SavedModel of TensorFlow, which eformer does not read"):
-        checkpoint.load(tmp_path)
-    with pytest.raises(FormatError, match="but the graph of a TensorFlow SavedModel"):
-        checkpoint.load(tmp_path / "saved_model.pb")

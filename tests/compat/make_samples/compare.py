@@ -29,15 +29,25 @@ _NEWER = "numpy<2 scipy<1.13 optax<0.2.3 chex<0.1.87"
 # The versions of Orbax, each with packages of its time.
 VERSIONS = {
     "0.2.7": f"jax==0.4.13 jaxlib==0.4.13 flax==0.7.0 tensorstore==0.1.40 {_OLD}",
+    "0.3.0": f"jax==0.4.13 jaxlib==0.4.13 flax==0.7.2 tensorstore==0.1.40 {_OLD}",
     "0.3.5": f"jax==0.4.18 jaxlib==0.4.18 flax==0.7.2 tensorstore==0.1.41 {_OLD}",
     "0.4.1": f"jax==0.4.19 jaxlib==0.4.19 flax==0.7.4 tensorstore==0.1.45 {_OLD}",
+    "0.4.4": f"jax==0.4.20 jaxlib==0.4.20 flax==0.7.5 tensorstore==0.1.45 {_OLD}",
     "0.4.8": f"jax==0.4.23 jaxlib==0.4.23 flax==0.8.0 tensorstore==0.1.51 {_NEWER}",
     "0.5.3": f"jax==0.4.25 jaxlib==0.4.25 flax==0.8.1 tensorstore==0.1.54 {_NEWER}",
+    "0.5.10": f"jax==0.4.26 jaxlib==0.4.26 flax==0.8.3 tensorstore==0.1.56 {_NEWER}",
     "0.5.20": "jax==0.4.30 jaxlib==0.4.30 flax==0.8.5 tensorstore==0.1.63 numpy<2 optax<0.2.4",
+    "0.5.23": "jax==0.4.31 jaxlib==0.4.31 flax==0.8.5 tensorstore==0.1.64 numpy<2 optax<0.2.4",
+    "0.6.1": "jax==0.4.31 jaxlib==0.4.31 flax==0.9.0 tensorstore==0.1.65 numpy<2 optax<0.2.4",
     "0.6.4": "jax==0.4.33 jaxlib==0.4.33 flax==0.9.0 tensorstore==0.1.65 numpy<2 optax<0.2.4",
     "0.7.0": "jax==0.4.34 jaxlib==0.4.34 flax==0.10.0 tensorstore==0.1.66 numpy<2 optax<0.2.4",
+    "0.8.0": "jax==0.4.35 jaxlib==0.4.35 flax==0.10.1 tensorstore==0.1.67 numpy<2 optax<0.2.5",
     "0.9.1": "jax==0.4.35 jaxlib==0.4.35 flax==0.10.2 tensorstore==0.1.69 numpy<2 optax<0.2.5",
+    "0.10.3": "jax==0.4.38 jaxlib==0.4.38 flax==0.10.2 tensorstore==0.1.71 numpy<2.3 optax<0.2.5",
+    "0.11.0": "jax==0.4.38 jaxlib==0.4.38 flax==0.10.2 tensorstore==0.1.71 numpy<2.3 optax<0.2.5",
     "0.11.13": "jax==0.6.0 jaxlib==0.6.0 flax==0.10.6 tensorstore==0.1.74 numpy<2.3 optax<0.2.6",
+    "0.11.25": "jax==0.7.0 jaxlib==0.7.0 flax==0.11.2 tensorstore==0.1.76 numpy<2.4 optax<0.2.6",
+    "0.12.0": "jax==0.10.0 jaxlib==0.10.0 flax==0.12.6 tensorstore==0.1.84",
     "0.12.8": "jax==0.10.2 jaxlib==0.10.2 flax==0.12.8 tensorstore==0.1.86",
 }
 

@@ -6,6 +6,7 @@ pip install torch==2.13.0 && python tests/compat/torch/write.py
 import argparse
 import json
 import os
+import pickle
 import shutil
 import warnings
 from pathlib import Path
@@ -52,6 +53,9 @@ def main() -> None:
     torch.jit.script(model.eval()).save(HERE / "script.pt")
     write_shards(weights)
     write_distributed()
+    write_views()
+    write_protocols()
+    write_distributed_training()
 
 
 def many_kinds() -> dict:
@@ -81,6 +85,75 @@ def many_kinds() -> dict:
     }
 
 
+def write_views() -> None:
+    """Write views whose elements are stored as they were before they were conjugated or negated."""
+    numbers = torch.complex(torch.arange(6.0), torch.arange(6.0) - 2).reshape(2, 3)
+    views = {
+        "conjugated": numbers.clone().conj(),
+        "both": numbers.clone().t().conj(),
+        "negated": numbers.clone().conj().imag,
+        "real": numbers.clone().real,
+        "diagonal": torch.arange(16.0).reshape(4, 4).diagonal(),
+        "channels last": torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last),
+        "unfolded": torch.arange(10).unfold(0, 4, 2),
+    }
+    write("views", views)
+    write("views_stream", views, _use_new_zipfile_serialization=False)
+    torch.save(
+        {"w": torch.ones(2), "fp4": torch.ones(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)},
+        HERE / "packed.pt",
+    )
+
+
+def write_protocols() -> None:
+    """Write pickles of every protocol, archives and streams, with plain values of every kind; and two in one file."""
+    tree = {
+        "w": torch.ones(2),
+        "values": [1, 2.5, "x", b"y", None, True, (1,), {1, 2}, 2**70, 1 + 2j, bytearray(b"z")],
+    }
+    for protocol in (3, 4, 5):
+        write(f"protocol_{protocol}", tree, pickle_protocol=protocol)
+        write(
+            f"protocol_{protocol}_stream",
+            tree,
+            pickle_protocol=protocol,
+            _use_new_zipfile_serialization=False,
+        )
+    for name, is_archive in (("two", True), ("two_stream", False)):
+        with open(HERE / f"{name}.pt", "wb") as file:
+            for tree in ({"a": torch.ones(1)}, {"b": torch.ones(1)}):
+                torch.save(tree, file, _use_new_zipfile_serialization=is_archive)
+
+
+def write_distributed_training() -> None:
+    """Write the state of a training run by torch.distributed.checkpoint, with values that are not tensors."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    tree = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "values": {"none": None, "pair": (1, 2), "empty": {}, "list": [], "text": "x", "bytes": b"y"},
+        "conjugated": torch.tensor([1 + 2j]).conj(),
+        "args": argparse.Namespace(lr=1),
+    }
+    save_distributed(tree, fresh("distributed_training"))
+    keep("distributed_training", tree)
+    more = fresh("distributed_more")
+    save_distributed({"a": torch.ones(2), "b": 3}, more)
+    metadata = pickle.loads((more / ".metadata").read_bytes())
+    del metadata.state_dict_metadata["b"]
+    (more / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def save_distributed(tree: object, folder: Path) -> None:
+    """Save to a relative path, because PyTorch writes it into the metadata."""
+    os.chdir(folder.parent)
+    torch.distributed.checkpoint.save(tree, checkpoint_id=folder.name)
+
+
 DTYPES = [
     torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32,
@@ -103,6 +176,7 @@ def keep(name: str, tree: object) -> None:
 def note(node: object, path: str, expected: dict) -> None:
     """Note the shape and the bytes of every tensor by its path, without the dots in keys."""
     if isinstance(node, torch.Tensor):
+        node = node.resolve_conj().resolve_neg()
         raw = (
             node.detach().contiguous().flatten().view(torch.uint8).numpy()
             if node.numel()
@@ -155,7 +229,7 @@ def save_one(rank: int, folder: str) -> None:
     for name, axis in (("layer.0.weight", 0), ("layer.1.weight", 1)):
         place = [torch.distributed.tensor.Shard(axis)]
         tree["model"][name] = torch.distributed.tensor.distribute_tensor(tree["model"][name], mesh, place)
-    torch.distributed.checkpoint.save(tree, checkpoint_id=folder)
+    save_distributed(tree, Path(folder))
     torch.distributed.destroy_process_group()
 
 

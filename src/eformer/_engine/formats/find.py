@@ -199,6 +199,8 @@ def _names_in(store: Store) -> list[str]:
 def _missing(store: Store, name: str) -> NoReturn:
     if not (there := _names_in(store)) and not store.is_there():
         raise NotFoundError(f"no checkpoint at {store.path_to(name)}: {store.url} does not exist")
+    if other := tensorflow.name_prefix(name, there):
+        raise FormatError(f"{store.url}: {other}")
     _, hint = next(with_nearest([name], there))
     raise NotFoundError(f"no checkpoint at {store.path_to(name)}{hint}")
 
@@ -239,6 +241,7 @@ DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     torch_directory.by_files,
     zarr3.by_description,
     tensorflow.refuse,
+    torch_distributed.refuse_unfinished,
 )
 
 
@@ -279,8 +282,8 @@ def _nothing_in(store: Store, names: list[str]) -> NoReturn:
     hint = f". Is it one of {inner[:_MOST_SHOWN]}?" if inner else ""
     raise NotFoundError(
         f"{store.url} holds no checkpoint: looked for {INDEX}, {MANIFEST}, *{INDEX_SUFFIX}, *{SUFFIX}, "
-        f"{torch_directory.MODEL}, {flax_directory.MODEL}, checkpoint_N of flax, Orbax's {ORBAX_TREE} or a tree in "
-        f"msgpack called checkpoint, and zarr arrays; found {there}{hint}"
+        f"{torch_directory.MODEL}, *{torch_distributed.SUFFIX}, {flax_directory.MODEL}, checkpoint_N of flax, Orbax's "
+        f"{ORBAX_TREE} or a tree in msgpack called checkpoint, and zarr arrays; found {there}{hint}"
     )
 
 

@@ -7,10 +7,12 @@ that is known not to hold leaves, such as README.md, config.json or tokenizer.mo
 
 from __future__ import annotations
 
+import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from eformer._engine.formats.safetensors.names import MANIFEST
+from eformer._engine.formats.zarr.chunk_names import chunk_names
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.zarray import ZARRAY
 from eformer._engine.record.digests import has_own_digest
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 _ZARR3 = "zarr.json"
 _MOST_DEPTH = 100
+_PART = re.compile(r"c|\d+")  # a directory of chunks
 
 _WITHOUT_LEAVES = (
     "*.json", "*.jsonl", "*.md", "*.rst", "*.txt", "*.text", "*.log", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini",
@@ -41,9 +44,10 @@ def left_out(store: Store, read: AbstractSet[str]) -> tuple[str, ...]:
     """List the paths below the store that are left out. A whole directory, such as an array, is one path that ends in a
     slash.
 
-    `read` has the paths of the files and directories that are read, directories with everything below them.
+    `read` has the paths of the files and directories that are read, directories with everything below them; but in that
+    of an array, only its chunks are. The path "" is that of a directory that is one array.
     """
-    return tuple(sorted(_unread(store, read)))
+    return tuple(sorted(_strays(store, "") if "" in read else _unread(store, read)))
 
 
 def _unread(store: Store, read: AbstractSet[str]) -> Iterator[str]:
@@ -63,7 +67,10 @@ def _unread(store: Store, read: AbstractSet[str]) -> Iterator[str]:
             continue
         for name, kind in kinds.items():
             below = f"{path}/{name}" if path else name
-            if name.startswith(".") or below in read:
+            if name.startswith("."):
+                continue
+            if below in read:
+                yield from _strays(store, below) if kind == "directory" else ()
                 continue
             if kind != "directory":
                 if may_hold_leaves(name):
@@ -72,6 +79,26 @@ def _unread(store: Store, read: AbstractSet[str]) -> Iterator[str]:
                 todo.append((below, depth + 1))
             else:
                 yield f"{below}/"
+
+
+def _strays(store: Store, array: str) -> Iterator[str]:
+    """List what is in the directory of an array, and neither describes it nor is one of its chunks."""
+    start = f"{array}/" if array else ""
+    chunks = chunk_names(store, array)
+    todo = [""] if chunks else []
+    while todo and chunks:
+        folder = todo.pop()
+        for name, kind in store.kinds(f"{start}{folder}".rstrip("/")).items():
+            path = f"{folder}{name}"
+            if name.startswith(".") or path == _ZARR3 or chunks.has(path):
+                continue
+            if kind != "directory":
+                if may_hold_leaves(name):
+                    yield f"{start}{path}"
+            elif path.count("/") <= len(chunks.counts) and _PART.fullmatch(name):
+                todo.append(f"{path}/")
+            else:
+                yield f"{start}{path}/"
 
 
 def may_hold_leaves(name: str) -> bool:

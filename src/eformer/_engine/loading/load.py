@@ -308,7 +308,8 @@ def _require_stored(found: Found, request: Request) -> None:
         leaves = few([f"leaf {name!r}: {found.refused[name]}" for name in asked])
         raise FormatError(
             f"{found.path} has leaves of kinds that eformer does not store: {leaves}. Load the others with keys=, or "
-            "with like= and partial=True; or use the model's files before it was quantised"
+            "with like= and partial=True; or write them as plain arrays first, such as the model before it was "
+            "quantised, or dequantize() or to_dense() of tensors of PyTorch"
         )
 
 

@@ -82,7 +82,7 @@ def in_gguf(file: SingleFile, first: bytes) -> Found | None:
         return None
     try:
         metadata, tensors, start = _read_header(_Header(file))
-        _require_places(file, tensors, start)
+        end = _require_places(file, tensors, start)
     except FormatError as error:
         raise FormatError(f"{file.path} is a GGUF file that cannot be read: {error}") from error
     plain = [tensor for tensor in tensors if tensor.kind in _DTYPES]
@@ -102,8 +102,14 @@ def in_gguf(file: SingleFile, first: bytes) -> Found | None:
         structure,
         metadata={name: value_to_json(value) for name, value in metadata.items()},
         refused={tensor.name: _kind_of(tensor) for tensor in tensors if tensor.kind not in _DTYPES},
-        left_out=_other_files(metadata),
+        left_out=(*_other_files(metadata), *_bytes_after(file, end, _alignment(metadata))),
     )
+
+
+def _bytes_after(file: SingleFile, end: int | None, alignment: int) -> tuple[str, ...]:
+    """Tell of bytes after the last tensor that do not only fill it up to the alignment."""
+    rest = 0 if end is None else file.nbytes - -(-end // alignment) * alignment
+    return (f"{rest} bytes after the last tensor",) if rest > 0 else ()
 
 
 def _kind_of(tensor: Tensor) -> str:
@@ -243,10 +249,12 @@ def _require_unique(what: str, names: Iterable[str]) -> None:
         raise FormatError(f"it has two {what} of the name {name[:200]!r}")
 
 
-def _require_places(file: SingleFile, tensors: Iterable[Tensor], start: int) -> None:
-    """Refuse tensors that overlap or end after the file. How long a quantised one is, is not known."""
-    end = 0
+def _require_places(file: SingleFile, tensors: Iterable[Tensor], start: int) -> int | None:
+    """Refuse tensors that overlap or end after the file. Return where the last one ends; None if it is quantised, since
+    the length of such a tensor is not known."""
+    end, is_known = 0, True
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+        is_known = tensor.kind in _DTYPES
         nbytes = tensor.nbytes if tensor.kind in _DTYPES else 0
         if nbytes and tensor.offset < end:
             raise FormatError(f"leaf {tensor.name[:200]!r} overlaps another")
@@ -255,3 +263,4 @@ def _require_places(file: SingleFile, tensors: Iterable[Tensor], start: int) -> 
             raise FormatError(
                 f"leaf {tensor.name[:200]!r} ends at {start + end}, but the file has {file.nbytes} bytes"
             )
+    return start + end if is_known else None

@@ -27,8 +27,8 @@ _MOST_RESULT = 2**28
 _CODE = "import sys; sys.path[:] = {path}; from {module} import main; main({nbytes}, {seconds}, {memory})"
 
 
-def read_hdf5(file: SingleFile | FilePart) -> tuple[dict[str, ArrayInFile], dict[str, Any]]:
-    """Read where the datasets are, by path, and what the file says of itself.
+def read_hdf5(file: SingleFile | FilePart) -> tuple[dict[str, ArrayInFile], dict[str, Any], list[str]]:
+    """Read where the datasets are, by path, what the file says of itself, and the names of unknown attributes.
 
     Raise FormatError for a file that is damaged, or has something in it that Keras does not write.
     """
@@ -37,14 +37,12 @@ def read_hdf5(file: SingleFile | FilePart) -> tuple[dict[str, ArrayInFile], dict
     with _started(file.nbytes) as process:
         result = _served(file, process)
     if odd := result.get("odd"):
-        raise FormatError(
-            f"{file.path} has something that Keras does not write and eformer does not read: {odd}"
-        )
+        raise FormatError(f"{file.path} has something that eformer does not read: {odd}")
     if "damaged" in result:
         raise FormatError(f"{file.path} is an HDF5 file that cannot be read: {result['damaged']}")
     places = result["places"].items()
     arrays = {path: ArrayInFile(dtype, tuple(shape), *where) for path, (dtype, shape, *where) in places}
-    return arrays, result["attributes"]
+    return arrays, result["attributes"], result["unknown"]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import resource
 import struct
 import sys
@@ -18,13 +19,15 @@ from eformer._engine.record.text import few
 from eformer._engine.record.values import value_to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 REQUEST = struct.Struct("<QQ")  # offset and length of bytes that are wanted
 ANSWER = struct.Struct("<Q")  # their length, before them
 RESULT = 2**64 - 1  # the offset that announces a result of so many bytes
 
 _ATTRIBUTES = ("backend", "keras_version", "model_config", "training_config")  # of the whole file
+# Of groups and datasets: what the tree says too, versions, and the marks of bfloat16.
+_KNOWN = re.compile(r"(layer_names|weight_names)\d*|name|backend|keras_version|dtype")
 _MAX_DEPTH = 100
 
 Place = tuple[str, tuple[int, ...], int, int]
@@ -38,8 +41,7 @@ def main(file_nbytes: int, seconds: int, memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     inside, outside = sys.stdin.buffer, sys.stdout.buffer
     try:
-        places, attributes = read(_Remote(inside, outside, file_nbytes))
-        result: dict[str, Any] = {"places": places, "attributes": attributes}
+        result = read(_Remote(inside, outside, file_nbytes))
     except _NotPlainError as error:
         result = {"odd": str(error)}
     except Exception as error:  # noqa: BLE001  damaged files make HDF5 raise anything
@@ -79,12 +81,17 @@ class _Remote(io.RawIOBase):
         return int(nbytes)
 
 
-def read(raw: io.RawIOBase) -> tuple[dict[str, Place], dict[str, Any]]:
-    """Read where the datasets are, by path, and what the file says of itself."""
+def read(raw: io.RawIOBase) -> dict[str, Any]:
+    """Read where the datasets are, by path, what the file says of itself, and the names of unknown attributes."""
     h5py: Any = import_module("h5py")
     with h5py.File(io.BufferedReader(raw, 2**16), "r") as opened:
         found = dict(_walk(h5py, opened))
-        return {path: _place(h5py, path, each) for path, each in found.items()}, _attributes(h5py, opened)
+        datasets = {path: each for path, each in found.items() if isinstance(each, h5py.Dataset)}
+        return {
+            "places": {path: _place(h5py, path, each) for path, each in datasets.items()},
+            "attributes": _attributes(h5py, opened),
+            "unknown": list(_unknown_attributes(opened, found)),
+        }
 
 
 class _NotPlainError(Exception):
@@ -92,7 +99,7 @@ class _NotPlainError(Exception):
 
 
 def _walk(h5py: Any, root: Any) -> Iterator[tuple[str, Any]]:
-    """List the datasets by path. Only hard links are followed, and to each object once."""
+    """List the groups and datasets by path. Only hard links are followed, and to each object once."""
     todo, seen = [("", root, 0)], {h5py.h5o.get_info(root.id).addr}
     while todo:
         above, group, depth = todo.pop()
@@ -107,10 +114,9 @@ def _walk(h5py: Any, root: Any) -> Iterator[tuple[str, Any]]:
             seen.add(address)
             if isinstance(found, h5py.Group):
                 todo.append((path, found, depth + 1))
-            elif isinstance(found, h5py.Dataset):
-                yield path, found
-            else:
+            elif not isinstance(found, h5py.Dataset):
                 raise _NotPlainError(f"{path[:200]!r} is neither a group nor a dataset")
+            yield path, found
 
 
 def _place(h5py: Any, path: str, dataset: Any) -> Place:
@@ -146,6 +152,15 @@ def _dtype_of(dataset: Any) -> str | None:
         return "bfloat16" if is_marked else None
     is_plain = dtype.kind in "fiubc" and dtype.isnative
     return dtype.name if is_plain and DTYPES.get(dtype.name) == dtype else None
+
+
+def _unknown_attributes(opened: Any, found: Mapping[str, Any]) -> Iterator[str]:
+    """Name the attributes that Keras does not write, which may hold anything."""
+    for name in opened.attrs:
+        if name not in _ATTRIBUTES and not _KNOWN.fullmatch(name):
+            yield f"attribute {name} of the file"
+    for path, each in found.items():
+        yield from (f"attribute {name} of {path}" for name in each.attrs if not _KNOWN.fullmatch(name))
 
 
 def _attributes(h5py: Any, opened: Any) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _describe(
     left_out: tuple[str, ...] = (),
     find_damages: Callable[[], Any] | None = None,
 ) -> Found:
-    datasets, attributes = read_hdf5(hdf5)
+    datasets, attributes, unknown = read_hdf5(hdf5)
     for path, array in datasets.items():
         if array.offset + array.nbytes > hdf5.nbytes:
             raise FormatError(
@@ -100,5 +100,5 @@ def _describe(
         structure,
         metadata={**attributes, **(documents or {})},
         find_damages=find_damages,
-        left_out=left_out,
+        left_out=(*left_out, *unknown),
     )

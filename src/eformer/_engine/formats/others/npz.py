@@ -48,6 +48,11 @@ def in_npz(file: SingleFile, first: bytes) -> Found | None:
             records[info.filename.removesuffix(_SUFFIX)] = _read_record(file, info, offset)
         except UnsupportedError as error:
             problems.append(f"member {info.filename[:200]!r}: {error}")
+    if problems and not any(info.filename.endswith(_SUFFIX) for info, _ in members):
+        raise FormatError(
+            f"{file.path} is a zip archive without arrays of numpy; if it holds a checkpoint, unpack it first: "
+            f"{few(sorted(info.filename[:200] for info, _ in members))}"
+        )
     if problems:
         raise FormatError(
             f"{file.path} has members that are neither arrays of numbers nor single texts; write it again without "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from eformer._engine.formats.others import equinox, flax, gguf, keras_files, npz, tensorflow, torch
 from eformer._engine.formats.others.single_file import open_single_file
+from eformer._engine.formats.others.unsupported import name_by_suffix, name_other_format
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
 from eformer.errors import FormatError
 
@@ -48,33 +49,21 @@ def in_file(store: Store, name: str) -> Found | None:
         first = file.read(0, 9)
         if _is_safetensors(first, file.nbytes):
             return None
-        other = tensorflow.name_file(name) or _name_other_format(file, first)
-        if other:
-            raise FormatError(f"{file.path} is not a checkpoint that eformer can read, but {other}")
+        if other := tensorflow.name_file(name) or name_other_format(file, first):
+            raise _is_other(file, other)
         for read in FILE_READERS:
             if found := read(file, first):
                 return found
+        if other := name_by_suffix(name):
+            raise _is_other(file, other)
         raise FormatError(
             f"{file.path} is not a checkpoint: it is not called *{SUFFIX}, and begins with {first!r}, unlike "
             "safetensors, npz, GGUF, HDF5, files of PyTorch, arrays of numpy or equinox, and trees in msgpack"
         )
 
 
-_OTHER_FORMATS = {
-    b"": "an empty file",
-    b"\x89PNG": "a picture",
-    b"\x1f\x8b": "compressed by gzip; unpack it first",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd; unpack it first",
-}
-_PICKLE = 0x80  # the first byte of protocol 2 and above; in msgpack, an empty dict
-
-
-def _name_other_format(file: SingleFile, first: bytes) -> str | None:
-    """Name a common format that eformer does not read, with what to do; return None for other bytes."""
-    if first[:1] == bytes([_PICKLE]) and file.nbytes > 1 and not first.startswith(torch.STREAM_BEGINNING):
-        return "a pickle, which eformer never runs; of PyTorch, only what torch.save writes is read"
-    names = (name for start, name in _OTHER_FORMATS.items() if first[: len(start) or 1] == start)
-    return next(names, None)
+def _is_other(file: SingleFile, other: str) -> FormatError:
+    return FormatError(f"{file.path} is not a checkpoint that eformer can read, but {other}")
 
 
 def _is_safetensors(first: bytes, file_nbytes: int) -> bool:

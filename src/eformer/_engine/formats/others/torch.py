@@ -5,7 +5,9 @@ The pickle is read as data, so nothing in it is executed, and PyTorch is not nee
 
 from __future__ import annotations
 
+import re
 import struct
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ from eformer._engine.record.values import is_recorded, value_to_json
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.others.single_file import FilePart, SingleFile
@@ -33,12 +35,28 @@ if TYPE_CHECKING:
 FORMAT = "PyTorch"
 
 _PICKLE = "/data.pkl"
-_MAX_PICKLE = 2**28  # bytes
+_USUAL_PICKLE, _MAX_PICKLE = 2**20, 2**28  # bytes
 _MAX_EXPANSION = 1040  # as of compressed files: views may use elements again
 _IS_ENCRYPTED = 0x1
 _PROTOCOL = 1001
 _MAGIC = 0x1950A86A20F9469CFC6C  # the first value of a stream
-STREAM_BEGINNING = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9"  # the first bytes of the pickle of that number
+_STREAM = re.compile(  # the pickle of that number, of any protocol
+    rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\x0a" + re.escape(_MAGIC.to_bytes(10, "little")), re.DOTALL
+)
+_STREAM_NBYTES = 23
+# The members of an archive beside its storages.
+_MEMBERS = (
+    "data.pkl",
+    "version",
+    "byteorder",
+    ".data/serialization_id",
+    ".format_version",
+    ".storage_alignment",
+)
+_MARKS = (
+    "/byteorder",
+    "/.data/serialization_id",
+)  # of archives that hold something else, or were not finished
 
 
 class Place(Struct, frozen=True):
@@ -54,13 +72,26 @@ def in_archive(file: SingleFile, first: bytes) -> Found | None:
     if not first.startswith(b"PK\x03\x04"):
         return None
     opened = open_archive(file)
-    return _describe(file, *opened) if opened else None
+    return _describe(file, opened.tree, opened.places, opened.unknown) if opened else None
 
 
-def open_archive(file: SingleFile | FilePart) -> tuple[Any, dict[str, Place]] | None:
-    """Read the pickle of an archive, and where its storages are; None if it has no pickle of PyTorch."""
+class Archive(Struct, frozen=True):
+    """What an archive holds: the value of its pickle, storages by key, and the names of members that are neither."""
+
+    tree: Any
+    places: dict[str, Place]
+    unknown: list[str]
+
+
+def open_archive(file: SingleFile | FilePart) -> Archive | None:
+    """Read the pickle of an archive, and where its storages are; None if it is not an archive of PyTorch."""
     members = {info.filename: (info, offset) for info, offset in locate_members(file)}
     pickles = [name for name in members if name.endswith(_PICKLE)]
+    if not pickles and any(name.endswith(_MARKS) for name in members):
+        raise FormatError(
+            f"{file.path} is an archive of PyTorch without {_PICKLE[1:]}: a save that did not finish, or a program of "
+            "torch.export; save its state_dict() with torch.save or safetensors instead"
+        )
     if not pickles:
         return None
     if len(pickles) > 1:
@@ -76,13 +107,22 @@ def open_archive(file: SingleFile | FilePart) -> tuple[Any, dict[str, Place]] | 
     _require_little_endian(file, places.get(f"{root}/byteorder"))
     pickled = places[pickles[0]]
     tree = _unpickle(file, pickled.offset, pickled.nbytes).value
-    data = f"{root}/data/"
-    return tree, {name.removeprefix(data): place for name, place in places.items() if name.startswith(data)}
+    data, known = f"{root}/data/", {f"{root}/{name}" for name in _MEMBERS}
+    return Archive(
+        tree,
+        {name.removeprefix(data): place for name, place in places.items() if name.startswith(data)},
+        [name for name in members if name not in known and not name.startswith(data)],
+    )
+
+
+def is_stream(file: SingleFile) -> bool:
+    """Tell whether a file is a stream of PyTorch."""
+    return _STREAM.match(file.read(0, _STREAM_NBYTES)) is not None
 
 
 def in_stream(file: SingleFile, first: bytes) -> Found | None:
     """Find the tree of a file that PyTorch wrote before version 1.6: several pickles, then the storages."""
-    if not first.startswith(STREAM_BEGINNING):
+    if not first.startswith(b"\x80") or not is_stream(file):
         return None
     at = 0
     pickles: list[Pickled] = []
@@ -94,12 +134,20 @@ def in_stream(file: SingleFile, first: bytes) -> Found | None:
         raise FormatError(f"{file.path} begins like a stream of PyTorch, but makes no sense")
     if facts.get("little_endian") is not True:
         raise FormatError(f"{file.path} was written on a big-endian machine, which is not supported")
-    return _describe(file, tree, _places_in_stream(file, at, keys, pickles[3].storages))
+    places, end = _places_in_stream(file, at, keys, pickles[3].storages)
+    rest = file.nbytes - end
+    return _describe(
+        file,
+        tree,
+        places,
+        [f"{rest} bytes after the tree, perhaps of another torch.save"] if rest > 0 else [],
+    )
 
 
 def _places_in_stream(
     file: SingleFile, at: int, keys: list[Any], storages: Mapping[str, Storage]
-) -> dict[str, Place]:
+) -> tuple[dict[str, Place], int]:
+    """Return where the storages are, and where the last one ends."""
     places = {}
     for key in keys:
         size = file.read(at, 8)
@@ -110,12 +158,15 @@ def _places_in_stream(
             )
         places[key] = Place(at + 8, storage.nbytes)
         at += 8 + storage.nbytes
-    return places
+    return places, at
 
 
 def _unpickle(file: SingleFile | FilePart, offset: int, nbytes: int) -> Pickled:
-    """Read the pickle at an offset."""
+    """Read the pickle at an offset. In a stream its length is not known, and most are short."""
     try:
+        if nbytes > _USUAL_PICKLE:
+            with suppress(FormatError):
+                return unpickle(file.read(offset, _USUAL_PICKLE))
         return unpickle(file.read(offset, min(nbytes, _MAX_PICKLE)))
     except FormatError as error:
         raise FormatError(f"{file.path} is a file of PyTorch that cannot be read: {error}") from error
@@ -132,17 +183,21 @@ def _require_little_endian(file: SingleFile | FilePart, place: Place | None) -> 
 # --------------------------------------------------------------------------------------------- leaves
 
 
-def _describe(file: SingleFile, tree: Any, places: Mapping[str, Place]) -> Found:
-    """Describe the tensors and plain values of a pickle; objects of other classes are left out."""
-    objects: dict[str, str] = {}
-    nested = _nested(tree, "", objects)
-    if nested is _LEFT_OUT:
+def _describe(file: SingleFile, tree: Any, places: Mapping[str, Place], unknown: Sequence[str]) -> Found:
+    """Describe the tensors and plain values of a pickle.
+
+    Objects of other classes are left out, and so are `unknown` parts of the file; tensors of other kinds are refused.
+    """
+    objects: dict[str, Any] = {}
+    nested = without_objects(tree, objects)
+    refused = {name: found.kind for name, found in objects.items() if isinstance(found, OtherTensor)}
+    if nested is LEFT_OUT:
+        what = refused.get(BARE_LEAF) or f"an object of the class {describe_object(objects[BARE_LEAF])}"
         raise FormatError(
-            f"{file.path} holds an object of the class {objects[BARE_LEAF]}, which eformer does not make; save its "
-            "state_dict() instead"
+            f"{file.path} holds {what}, which eformer does not make; save its state_dict() instead, or to_dense() or "
+            "dequantize() of a tensor"
         )
     structure, leaves = flatten_message(nested, is_leaf=lambda node: False)
-    _refuse_others(file, leaves)
     tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
     _require_bounded(file, tensors)
     arrays = _arrays(file, tensors, places)
@@ -152,7 +207,9 @@ def _describe(file: SingleFile, tree: Any, places: Mapping[str, Place]) -> Found
         for key, place in places.items()
         if key in users and place.crc is not None
     }
-    left_out = [f"{name} ({kind})" for name, kind in objects.items()]
+    left_out = [
+        f"{name} ({describe_object(found)})" for name, found in objects.items() if name not in refused
+    ]
     left_out += [f"storage {key} (no tensor uses it)" for key in places if key not in users]
     return describe_file(
         file,
@@ -161,34 +218,44 @@ def _describe(file: SingleFile, tree: Any, places: Mapping[str, Place]) -> Found
         structure,
         values={name: value_to_json(leaf) for name, leaf in leaves.items() if name not in tensors},
         find_damages=partial(find_damages, file.store, file.name, checked) if checked else None,
-        left_out=tuple(left_out),
+        left_out=(*left_out, *unknown),
+        refused=refused,
     )
 
 
-def _nested(node: Any, name: str, objects: dict[str, str]) -> Any:
-    """Return the tree without objects, which are noted by name, and with nested dicts for dotted names of tensors.
+def without_objects(node: Any, objects: dict[str, Any], name: str = "", *, tensors: bool = True) -> Any:
+    """Return the tree without objects and other tensors, which are noted by name, and with nested dicts for the dotted
+    names of tensors. Without `tensors`, these are objects, too.
 
     An object in a dict leaves no trace; in a list it is None.
     """
+
+    def inner(child: Any, key: Any) -> Any:
+        return without_objects(child, objects, f"{name}.{key}" if name else str(key), tensors=tensors)
+
     if isinstance(node, dict):
-        inside = {key: _nested(child, f"{name}.{key}".lstrip("."), objects) for key, child in node.items()}
-        kept = {key: child for key, child in inside.items() if child is not _LEFT_OUT}
+        inside = {key: inner(child, key) for key, child in node.items()}
+        kept = {key: child for key, child in inside.items() if child is not LEFT_OUT}
         return split_names(kept) if kept and all(isinstance(c, Tensor) for c in kept.values()) else kept
     if isinstance(node, (list, tuple)):
-        items = (_nested(child, f"{name}.{number}".lstrip("."), objects) for number, child in enumerate(node))
-        return type(node)(None if item is _LEFT_OUT else item for item in items)
-    if node is None or isinstance(node, (Tensor, OtherTensor)) or _is_plain(node):
+        items = (inner(child, number) for number, child in enumerate(node))
+        return type(node)(None if item is LEFT_OUT else item for item in items)
+    if node is None or (tensors and isinstance(node, Tensor)) or _is_plain(node):
         return node
-    made_by = getattr(node, "made_by", None)
-    objects[name or BARE_LEAF] = str(made_by) if made_by else type(node).__name__
-    return _LEFT_OUT
+    objects[name or BARE_LEAF] = node
+    return LEFT_OUT
 
 
-_LEFT_OUT = object()
+LEFT_OUT = object()
+
+
+def describe_object(found: Any) -> str:
+    """Say what is left out."""
+    return str(found.made_by) if isinstance(found, Object) else type(found).__name__
 
 
 def _is_plain(node: Any) -> bool:
-    return not isinstance(node, (Object, Storage)) and is_recorded(value_to_json(node))
+    return not isinstance(node, (Object, OtherTensor, Storage, Tensor)) and is_recorded(value_to_json(node))
 
 
 def split_names(tensors: dict[Any, Any]) -> dict[Any, Any]:
@@ -205,15 +272,6 @@ def split_names(tensors: dict[Any, Any]) -> dict[Any, Any]:
             return tensors
         holder[last] = tensor
     return root
-
-
-def _refuse_others(file: SingleFile, leaves: Mapping[str, Any]) -> None:
-    others = [f"{name!r}: {leaf.kind}" for name, leaf in leaves.items() if isinstance(leaf, OtherTensor)]
-    if others:
-        raise FormatError(
-            f"{file.path} has tensors that eformer does not store, such as quantised or sparse ones; make them plain "
-            f"with dequantize() or to_dense() and save again: {few(others)}"
-        )
 
 
 def _require_bounded(file: SingleFile, tensors: Mapping[str, Tensor]) -> None:
@@ -285,6 +343,8 @@ class TensorView(Struct, frozen=True):
         elements: np.ndarray[Any, Any] = np.frombuffer(data, dtype_from_name(tensor.dtype))
         strides = [stride * tensor.itemsize for stride in tensor.strides]
         view = np.lib.stride_tricks.as_strided(elements, tensor.shape, strides)
+        view = np.conjugate(view) if tensor.is_conjugated else view
+        view = np.negative(view) if tensor.is_negated else view
         found = np.ascontiguousarray(view).reshape(-1).view(np.uint8).data[offset : offset + len(memory)]
         memory[: len(found)] = found
         return len(found)

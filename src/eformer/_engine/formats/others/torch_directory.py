@@ -90,7 +90,8 @@ def _require_listed(
     for file, shard in zip(names, shards, strict=True):
         tree = shard.trees[""]
         if tree.raw_values or shard.left_out():
-            raise FormatError(f"{where}: {file} holds more than tensors; load it by its own name")
+            more = few([*map(repr, tree.raw_values), *shard.left_out()])
+            raise FormatError(f"{where}: {file} holds more than tensors; load it by its own name: {more}")
         there |= {(".".join(map(unescape, split_name(name))), file) for name in tree.leaves}
     if listed != there:
         wrong = few([f"{name!r} in {file}" for name, file in sorted(listed ^ there)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -12,7 +11,15 @@ from eformer._engine.formats.found import Found
 from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.others.flax import flatten_message
 from eformer._engine.formats.others.single_file import FilePart, open_single_file
-from eformer._engine.formats.others.torch import TensorView, open_archive, split_names, start_of
+from eformer._engine.formats.others.torch import (
+    LEFT_OUT,
+    TensorView,
+    describe_object,
+    open_archive,
+    split_names,
+    start_of,
+    without_objects,
+)
 from eformer._engine.formats.others.torch_pickles import Tensor, unpickle
 from eformer._engine.formats.pickles import Object, PickledDict
 from eformer._engine.record.manifest import (
@@ -25,12 +32,12 @@ from eformer._engine.record.manifest import (
     foreign_tree,
 )
 from eformer._engine.record.text import few
-from eformer._engine.record.values import is_recorded, value_to_json
+from eformer._engine.record.values import value_to_json
 from eformer._engine.stores.virtual_files import VirtualFiles
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from eformer._engine.formats.others.single_file import SingleFile
     from eformer._engine.formats.read_format import Place
@@ -80,6 +87,15 @@ def by_metadata(place: Place) -> Found | None:
         raise CorruptionError(f"{store.path_to(METADATA)}: {error}") from error
     except FormatError as error:
         raise FormatError(f"{store.path_to(METADATA)}: {error}") from error
+
+
+def refuse_unfinished(place: Place) -> None:
+    """Refuse a directory in which `torch.distributed.checkpoint` has not written its last file."""
+    if METADATA not in place.names and any(name.endswith(SUFFIX) for name in place.names):
+        raise CorruptionError(
+            f"{place.store.url} has files of torch.distributed.checkpoint, but no {METADATA}, which is written last: "
+            "the save did not finish, or the file was not copied"
+        )
 
 
 # ------------------------------------------------------------------------------------------ metadata
@@ -165,28 +181,25 @@ def _describe(
     stored: Mapping[Any, _Stored],
     versions: dict[str, Any],
 ) -> Found:
-    structure, leaves = flatten_message(_tree(items, paths), is_leaf=lambda node: False)
     names = sorted({where.file for where in stored.values()})
-    entries: dict[str, LeafEntry] = {}
-    values: dict[str, Any] = {}
-    virtual: list[tuple[int, VirtualFile]] = []
+    objects: dict[str, Any] = {}
     with ExitStack() as stack:
         files = {name: stack.enter_context(open_single_file(store, name)) for name in names}
-        reader = _Reader(files, names, stored, virtual)
-        for name, item in leaves.items():
-            if isinstance(item, _Tensor):
-                entries[name] = reader.leaf(item)
-            else:
-                values[name] = reader.value(item)
+        reader = _Reader(files, names, stored)
+        tree = _tree([(item.name, reader.value(item, objects)) for item in items], paths)
+        structure, leaves = flatten_message(tree, is_leaf=lambda node: False)
+        entries = {name: reader.leaf(item) for name, item in leaves.items() if isinstance(item, _Tensor)}
         versions |= {name: file.version for name, file in files.items()}
         lengths = [DataFile(name, file.nbytes) for name, file in files.items()]
-    tree = foreign_tree(
+    virtual = reader.virtual
+    described = foreign_tree(
         files=(*lengths, *(DataFile(f"{names[file]}/{part.name}", part.nbytes) for file, part in virtual)),
-        values=values,
+        values={name: value_to_json(leaf) for name, leaf in leaves.items() if name not in entries},
         structure=structure,
         leaves=entries,
     )
-    tree.check_leaves()
+    described.check_leaves()
+    unused = [*(f"{name} ({describe_object(found)})" for name, found in objects.items()), *reader.unused()]
 
     def open_files(_: TreeEntry) -> VirtualFiles:
         return VirtualFiles(store.open(names, {name: versions[name] for name in names}), virtual, len(names))
@@ -194,53 +207,66 @@ def _describe(
     return Found(
         store.url,
         store,
-        Manifest(format=FORMAT, trees={"": tree}),
-        {"": tree},
+        Manifest(format=FORMAT, trees={"": described}),
+        {"": described},
         versions=versions,
         open_files=open_files,
-        find_left_out=partial(left_out, store, {METADATA, *names}),
+        find_left_out=lambda: (*left_out(store, {METADATA, *names}), *unused),
     )
 
 
-def _tree(items: Sequence[_Tensor | _Value], paths: Mapping[str, Any]) -> Any:
-    """Return the tree that was saved; its dotted names of tensors become nested dicts."""
+def _tree(items: Sequence[tuple[str, Any]], paths: Mapping[str, Any]) -> Any:
+    """Return the tree that was saved, of named items; its dotted names of tensors become nested dicts."""
     root: dict[Any, Any] = {}
-    for item in items:
-        path = paths.get(item.name, (item.name,))
+    for name, item in items:
+        path = paths.get(name, (name,))
         if type(path) is not tuple or not path or not all(type(key) in (str, int) for key in path):
-            raise FormatError(f"{item.name[:200]!r} has a path that makes no sense")
+            raise FormatError(f"{name[:200]!r} has a path that makes no sense")
         holder = root
         for key in path[:-1]:
             holder = holder.setdefault(key, {})
             if not isinstance(holder, dict):
-                raise FormatError(f"{item.name[:200]!r} is inside of another leaf")
+                raise FormatError(f"{name[:200]!r} is inside of another leaf")
         if path[-1] in holder:
-            raise FormatError(f"{item.name[:200]!r} is there twice")
-        holder[path[-1]] = item
+            raise FormatError(f"{name[:200]!r} is there twice")
+        holder[path[-1]] = item if isinstance(item, _Tensor) else _Saved(item)
     return _as_saved(root)
 
 
+class _Saved(Struct, frozen=True):
+    """A value that was saved as a whole, be it a container or not; `LEFT_OUT` for one that is left out."""
+
+    value: Any
+
+
 def _as_saved(node: Any) -> Any:
-    """Return a dict whose keys are 0, 1, ... as a list, and one of tensors as nested dicts."""
+    """Return a dict whose keys are 0, 1, ... as a list, and one of tensors as nested dicts; in a list, None stands for
+    what is left out."""
+    if isinstance(node, _Saved):
+        return node.value
     if not isinstance(node, dict):
         return node
     inside = {key: _as_saved(child) for key, child in node.items()}
     if inside and all(type(key) is int for key in inside) and set(inside) == set(range(len(inside))):
-        return [inside[number] for number in range(len(inside))]
-    return split_names(inside) if all(isinstance(c, _Tensor) for c in inside.values()) else inside
+        return [_or_none(inside[number]) for number in range(len(inside))]
+    kept = {key: child for key, child in inside.items() if child is not LEFT_OUT}
+    return split_names(kept) if kept and all(isinstance(c, _Tensor) for c in kept.values()) else kept
+
+
+def _or_none(item: Any) -> Any:
+    return None if item is LEFT_OUT else item
 
 
 class _Reader:
     """Reads the archives of chunks, which say where the elements are."""
 
     def __init__(
-        self,
-        files: Mapping[str, SingleFile],
-        names: Sequence[str],
-        stored: Mapping[Any, _Stored],
-        virtual: list[tuple[int, VirtualFile]],
+        self, files: Mapping[str, SingleFile], names: Sequence[str], stored: Mapping[Any, _Stored]
     ) -> None:
-        self.files, self.names, self.stored, self.virtual = files, names, stored, virtual
+        self.files, self.names, self.stored = files, names, stored
+        self.virtual: list[tuple[int, VirtualFile]] = []
+        self.used: set[Any] = set()
+        self.unknown: list[str] = []
 
     def leaf(self, item: _Tensor) -> LeafEntry:
         found = [self.extent(item, start, shape) for start, shape in item.chunks]
@@ -270,15 +296,22 @@ class _Reader:
         last = len(self.names) + len(self.virtual) - 1
         return tensor.dtype, Extent(last, 0, nbytes, "", region, Coding("", shape))
 
-    def value(self, item: _Value) -> Any:
+    def value(self, item: _Tensor | _Value, objects: dict[str, Any]) -> Any:
+        """Return a plain value as it was saved, without the `objects` in it; a tensor is described later."""
+        if isinstance(item, _Tensor):
+            return item
         _, _, found, _ = self.open(item.name, None)
-        value = None if isinstance(found, (Object, Tensor)) else value_to_json(found)
-        if value is None or not is_recorded(value):
-            what = found.made_by if isinstance(found, Object) else type(found).__name__
-            raise FormatError(
-                f"leaf {item.name[:200]!r} is a {what}, which is neither a tensor nor a plain value"
-            )
-        return value
+        return without_objects(found, objects, item.name, tensors=False)
+
+    def unused(self) -> Iterator[str]:
+        """List what the files hold beyond the items: archives that no item names, and bytes of no archive."""
+        yield from self.unknown
+        for fqn, start in self.stored.keys() - self.used:
+            yield f"{fqn} at {start} (no item names it)"
+        for name, file in self.files.items():
+            nbytes = sum(where.nbytes for where in set(self.stored.values()) if where.file == name)
+            if nbytes < file.nbytes:
+                yield f"{file.nbytes - nbytes} bytes of {name} (no item has them)"
 
     def open(self, name: str, start: _Counts | None) -> tuple[int, FilePart, Any, Any]:
         where = self.stored.get((name, start))
@@ -291,4 +324,6 @@ class _Reader:
         opened = open_archive(part)
         if opened is None:
             raise FormatError(f"leaf {name[:200]!r}: {part.path} is not an archive of PyTorch")
-        return self.names.index(where.file), part, *opened
+        self.used.add((name, start))
+        self.unknown += [f"{more} of {name}" for more in opened.unknown]
+        return self.names.index(where.file), part, opened.tree, opened.places

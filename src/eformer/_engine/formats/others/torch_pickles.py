@@ -24,6 +24,7 @@ from eformer._engine.formats.pickles import (
     run,
 )
 from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.text import few
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ _OF_STORAGES = {
 
 _MOST_AXES = 64
 _MOST_DEPTH = 250  # as of trees that eformer saves
+_MOST_NODES, _MOST_EXPANSION = 200_000, 4  # of the tree: so many, and more for each byte of the pickle
 
 
 class Storage(Struct, frozen=True):
@@ -67,13 +69,18 @@ class Storage(Struct, frozen=True):
 
 
 class Tensor(Struct, frozen=True):
-    """A view of a storage; offset and strides count elements of `dtype`."""
+    """A view of a storage; offset and strides count elements of `dtype`.
+
+    `is_conjugated` and `is_negated` mark views whose elements are stored as they were before `conj()` or negation.
+    """
 
     storage: Storage
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
+    is_conjugated: bool = False
+    is_negated: bool = False
 
     @property
     def size(self) -> int:
@@ -86,6 +93,8 @@ class Tensor(Struct, frozen=True):
     @property
     def is_by_rows(self) -> bool:
         """Tell whether the elements lie one after the other, as eformer stores them."""
+        if self.is_conjugated or self.is_negated:
+            return False
         step = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != step:
@@ -150,24 +159,37 @@ def _is_count(value: Any) -> bool:
 
 
 def _tensor(arguments: tuple[Any, ...]) -> Any:
-    """Make a tensor of (storage, offset, shape, strides, ..., dtype)."""
+    """Make a tensor of (storage, offset, shape, strides, ..., dtype, marks); the last two may be missing."""
     storage, offset, shape, strides = arguments[:4]
-    named = arguments[6] if len(arguments) > 6 and type(arguments[6]) is Global else None
+    more = arguments[6:]
+    named = more[0] if more and type(more[0]) is Global else None
     if type(storage) is not Storage:
         refuse("a tensor of a pickle has no storage")
     dtype = storage.dtype if named is None else _DTYPES.get(named.name)
     if dtype is None:
         return OtherTensor(f"elements of {str(named) if named else storage.kind}")
+    marks = _marks(more[1:] if named else more)
+    if unknown := sorted(marks - {"conj", "neg"}):
+        return OtherTensor(f"marked as {few([mark[:40] for mark in unknown])}")
     is_shape = type(shape) is tuple and type(strides) is tuple and len(shape) == len(strides) <= _MOST_AXES
     if not is_shape or not all(map(_is_count, (offset, *shape, *strides))):
         refuse("a tensor of a pickle has a shape that makes no sense")
-    found = Tensor(storage, offset, shape, strides, dtype)
+    found = Tensor(storage, offset, shape, strides, dtype, "conj" in marks, "neg" in marks)
     if (offset + found.extent) * found.itemsize > storage.nbytes and found.size:
         refuse(
             f"a tensor {dtype}{list(shape)} ends after element {offset + found.extent} of its storage "
             f"{storage.key[:40]!r}, which has {storage.nbytes} bytes"
         )
     return found
+
+
+def _marks(more: tuple[Any, ...]) -> set[str]:
+    """Return the names that a tensor is marked by, of a dict of booleans."""
+    if not more or more[0] is None:
+        return set()
+    if type(more[0]) is not PickledDict or not all(type(name) is str for name in more[0][::2]):
+        refuse("a tensor of a pickle has marks that make no sense")
+    return {name for name, is_set in zip(more[0][::2], more[0][1::2], strict=True) if is_set}
 
 
 def _first(arguments: tuple[Any, ...]) -> Any:
@@ -213,10 +235,18 @@ def _bytes(arguments: tuple[Any, ...]) -> bytes:
     return text.encode("latin-1")
 
 
+def _complex(arguments: tuple[Any, ...]) -> complex:
+    real, imaginary = arguments
+    if type(real) is not float or type(imaginary) is not float:
+        refuse("a complex number of a pickle makes no sense")
+    return complex(real, imaginary)
+
+
 def _device(arguments: tuple[Any, ...]) -> str:
     return ":".join(str(part) for part in arguments if type(part) in (str, int))
 
 
+_BYTEARRAY = Global("builtins", "bytearray")  # which eformer does not store
 _SUBCLASS = "torch._tensor:_rebuild_from_type_v2"
 _CALLS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "torch._utils:_rebuild_tensor": _tensor,
@@ -237,6 +267,8 @@ for _module in ("builtins", "__builtin__"):
     _CALLS[f"{_module}:frozenset"] = _items(PickledFrozenSet)
     _CALLS[f"{_module}:bytes"] = _bytes
     _CALLS[f"{_module}:dict"] = _dict
+    _CALLS[f"{_module}:complex"] = _complex
+    _CALLS[f"{_module}:bytearray"] = lambda arguments: Object(_BYTEARRAY, ())
 
 # Those of protocol 2, which PyTorch writes, beside those of protocol 4.
 _TORCH: Actions = {
@@ -247,6 +279,7 @@ _TORCH: Actions = {
     "BINPERSID": lambda m, _: m.push(m.persistent(*m.pop(1))),
     "BINSTRING": Machine.push,
     "SHORT_BINSTRING": Machine.push,
+    "BYTEARRAY8": lambda m, _: m.push(Object(_BYTEARRAY, ())),
 }
 
 
@@ -263,31 +296,45 @@ def unpickle(data: bytes) -> Pickled:
     machine = _Machine()
     try:
         value, end = run(machine, data, _TORCH)
-        return Pickled(_plain(value), end, machine.storages)
+        return Pickled(_plain(value, [_MOST_NODES + end * _MOST_EXPANSION]), end, machine.storages)
     except FormatError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise FormatError(f"a pickle is damaged: {str(error)[:200]}") from error
 
 
-def _plain(found: Any, depth: int = 0, left: list[int] | None = None) -> Any:
-    """Return containers of a pickle as those of Python. References let a short pickle stand for a huge tree."""
-    left = left if left is not None else [10_000_000]
-    left[0] -= 1
+def _plain(found: Any, left: list[int], depth: int = 0) -> Any:
+    """Return containers of a pickle as those of Python. References let a short pickle stand for a huge tree, so the
+    nodes that are `left` to make are bounded by its length."""
+    kind = type(found)
+    left[0] -= 1 + _size(found, kind)
     if left[0] < 0 or depth > _MOST_DEPTH:
         refuse("a pickle is far larger than its text, nested too deep, or contains itself")
-    kind = type(found)
     if kind is Global:
-        return f"{found.module}.{found.name}"
+        return _named(found)
     if kind in (list, tuple):
-        return kind(_plain(item, depth + 1, left) for item in found)
+        return kind(_plain(item, left, depth + 1) for item in found)
     if kind is PickledDict:
         keys = [_key(key) for key in found[::2]]
-        return dict(zip(keys, (_plain(item, depth + 1, left) for item in found[1::2]), strict=True))
+        return dict(zip(keys, (_plain(item, left, depth + 1) for item in found[1::2]), strict=True))
     if kind in (PickledSet, PickledFrozenSet):
         inside = [_key(item) for item in found]
         return set(inside) if kind is PickledSet else frozenset(inside)
     return found
+
+
+def _size(found: Any, kind: type) -> int:
+    """Return how many nodes a value counts for that is copied as a whole wherever it is referred to."""
+    if kind in (str, bytes):
+        return len(found) // 16
+    if kind in (PickledSet, PickledFrozenSet):
+        return len(found)
+    return found.bit_length() // 128 if kind is int else 0
+
+
+def _named(found: Global) -> Any:
+    """Return a dtype as text, as PyTorch prints it; any other class or function is an object, and left out."""
+    return f"torch.{found.name}" if found.module == "torch" and found.name in _DTYPES else Object(found, ())
 
 
 def _key(found: Any) -> Any:

@@ -5,7 +5,6 @@ TensorStore decodes the chunks. Groups of zarr 2 are read by `formats/zarr`.
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +22,13 @@ from eformer._engine.formats.others.orbax_arrays import (
 )
 from eformer._engine.formats.others.orbax_chunks import ChunkFiles
 from eformer._engine.formats.others.orbax_leaves import ZarrArray
+from eformer._engine.formats.zarr.attributes import parse_lenient, read_attributes, to_metadata
 from eformer._engine.formats.zarr.zarray import ZARRAY, count_chunks, parse_zarray
 from eformer._engine.record.dtypes import DTYPES
 from eformer._engine.record.manifest import DataFile, Manifest, foreign_tree
 from eformer._engine.record.names import BARE_LEAF, escape
 from eformer._engine.record.text import few
-from eformer._engine.record.values import parse_json, value_to_json
+from eformer._engine.record.values import parse_json
 from eformer._engine.stores.base import read_whole
 from eformer.errors import CorruptionError, FormatError
 
@@ -52,7 +52,6 @@ _CODECS = {
     "transpose",
     "zstd",
 }  # those of TensorStore
-_OF_ARRAY = re.compile(r"\d+(\.\d+)*|c(\.\d+)*|zarr\.json")  # files of an array in its own directory
 _MAX_DEPTH = 100
 _MAX_CODECS = 16  # one in the other
 
@@ -88,7 +87,8 @@ def by_description(place: Place) -> Found | None:
         return _describe(store, "zarr3", nodes, versions)
     data, entry = read_whole(store, ZARRAY)
     parse_zarray(data, store.path_to(ZARRAY)).require_codecs(store.path_to(ZARRAY))
-    return _describe(store, "zarr", {"": _Node(2, "array")}, {ZARRAY: entry.version})
+    attributes = read_attributes(store, [""]).get("", {})
+    return _describe(store, "zarr", {"": _Node(2, "array", attributes)}, {ZARRAY: entry.version})
 
 
 def _read_nodes(store: Store) -> tuple[dict[str, _Node], dict[str, Version]]:
@@ -113,13 +113,29 @@ def _read_nodes(store: Store) -> tuple[dict[str, _Node], dict[str, Version]]:
 
 def _read_node(store: Store, name: str) -> tuple[_Node, Version]:
     data, entry = read_whole(store, name)
-    node = parse_json(data, _Node, f"{store.path_to(name)} does not describe a group or an array of zarr 3")
+    where = store.path_to(name)
+    try:
+        node = msgspec.convert(parse_lenient(data, where), _Node)
+    except msgspec.ValidationError as error:
+        raise FormatError(f"{where} does not describe a group or an array of zarr 3: {error}") from error
+    if node.node_type == "array" and not _is_strict(data):
+        raise FormatError(
+            f"{where} has NaN or Infinity among its attributes, which is not JSON, so that TensorStore does not open "
+            "the array. It is not damaged: remove these attributes"
+        )
     if node.zarr_format != 3 or node.node_type not in ("array", "group"):
         raise FormatError(
-            f"{store.path_to(name)} is of format {node.zarr_format} and kind {node.node_type[:40]!r}, which is not "
-            "zarr 3"
+            f"{where} is of format {node.zarr_format} and kind {node.node_type[:40]!r}, which is not zarr 3"
         )
     return node, entry.version
+
+
+def _is_strict(data: bytes) -> bool:
+    try:
+        parse_json(data, Any, "")
+    except FormatError:
+        return False
+    return True
 
 
 def _require_known(path: str, node: _Node) -> None:
@@ -174,14 +190,12 @@ def _describe(store: Store, driver: str, nodes: dict[str, _Node], versions: dict
         entries = {names[path]: entry for path, entry in entries.items()}
     tree = foreign_tree(
         files=tuple(DataFile(chunk.name, chunk.nbytes) for chunk in chunks),
-        metadata={key: value_to_json(value) for key, value in nodes.get("", _GROUP).attributes.items()},
+        metadata=to_metadata({path: node.attributes for path, node in nodes.items()}),
         structure=structure,
         leaves=entries,
     )
     tree.check_leaves()
-    read = (
-        {name for name in store.kinds() if _OF_ARRAY.fullmatch(name)} if "" in paths else {*paths, *versions}
-    )
+    read = {""} if "" in paths else {*paths, *versions}
     return Found(
         store.url,
         store,
@@ -191,9 +205,6 @@ def _describe(store: Store, driver: str, nodes: dict[str, _Node], versions: dict
         open_files=lambda _: ChunkFiles(chunks),
         find_left_out=partial(left_out, store, read),
     )
-
-
-_GROUP = _Node(3, "group")
 
 
 def _require_chunks(store: Store, path: str, array: Any) -> None:

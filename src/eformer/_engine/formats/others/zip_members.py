@@ -25,6 +25,7 @@ BEGINNINGS = (b"PK\x03\x04", b"PK\x05\x06")  # of the first member, or of the en
 
 _MEMBER_HEADER = struct.Struct("<4s22xHH")
 _IS_UTF8 = 0x800
+_MAX_DESCRIPTOR = 24  # bytes that may follow a member, with its checksum and lengths
 
 # The errors that the zipfile module raises for files that are not archives.
 _MALFORMED_ZIP = (
@@ -34,8 +35,13 @@ _MALFORMED_ZIP = (
 
 
 def locate_members(file: SingleFile | FilePart) -> list[tuple[zipfile.ZipInfo, int]]:
-    """List the members with the offsets of their bytes, in that order; refuse members that overlap."""
-    members = sorted(_read_directory(file), key=lambda info: info.header_offset)
+    """List the members with the offsets of their bytes, in that order.
+
+    Refuse members that overlap, and bytes that belong to none: those of another archive, or of a member that the
+    directory does not list.
+    """
+    listed, directory_at = _read_directory(file)
+    members = sorted(listed, key=lambda info: info.header_offset)
     (name, number), *_ = [*Counter(info.filename for info in members).most_common(1), ("", 0)]
     if number > 1:
         raise FormatError(f"{file.path} has two members of one name: {name[:200]!r}")
@@ -47,20 +53,30 @@ def locate_members(file: SingleFile | FilePart) -> list[tuple[zipfile.ZipInfo, i
                 f"{file.path}: member {info.filename[:200]!r}, {info.compress_size} bytes at {start}, overlaps "
                 f"another, or ends after the file, which has {file.nbytes} bytes"
             )
+        _require_no_gap(file, end, info.header_offset)
         end = start + info.compress_size
         located.append((info, start))
+    _require_no_gap(file, end, directory_at)
     return located
+
+
+def _require_no_gap(file: SingleFile | FilePart, end: int, start: int) -> None:
+    if start - end > _MAX_DESCRIPTOR:
+        raise FormatError(
+            f"{file.path}: bytes {end} to {start} belong to no member of this archive; are there several in one file?"
+        )
 
 
 def has_member(file: SingleFile | FilePart, name: str) -> bool:
     """Tell whether there is a member of this name, by the archive's directory alone."""
-    return any(info.filename == name for info in _read_directory(file))
+    return any(info.filename == name for info in _read_directory(file)[0])
 
 
-def _read_directory(file: SingleFile | FilePart) -> list[zipfile.ZipInfo]:
+def _read_directory(file: SingleFile | FilePart) -> tuple[list[zipfile.ZipInfo], int]:
+    """Read what an archive lists, and where that list begins."""
     try:
         with file.as_binary_file() as raw, zipfile.ZipFile(raw) as archive:
-            return archive.infolist()
+            return archive.infolist(), archive.start_dir
     except _MALFORMED_ZIP as error:
         raise FormatError(
             f"{file.path} begins like a zip archive, but is damaged or cut short: {str(error)[:300]}"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Entry, Store, Version
 
 MAX_JSON_BYTES = 100_000_000  # other readers refuse more
+_MAX_POINTER = 1024  # bytes of a file that stands for one in Git LFS
 _HEADER_AHEAD = 2**16  # bytes to read at once; most headers are shorter
 
 _TAGS = {
@@ -130,6 +131,10 @@ def header_length(first: bytes, file_nbytes: int, origin: str) -> int:
     """Return the length of the whole header, given the first eight bytes of the file."""
     if len(first) < 8:
         raise FormatError(f"{origin} is not a safetensors file: it is only {file_nbytes} bytes long")
+    if first[:8] == b"version " and file_nbytes < _MAX_POINTER:
+        raise FormatError(
+            f"{origin} is a pointer of Git LFS, without the file itself: fetch it with git lfs pull"
+        )
     (length,) = struct.unpack("<Q", first[:8])
     if length > min(MAX_JSON_BYTES, file_nbytes - 8):
         raise FormatError(

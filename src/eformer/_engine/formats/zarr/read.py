@@ -10,6 +10,7 @@ import msgspec
 from eformer._engine.formats.found import Found, Trees
 from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.process_records import joined_trees
+from eformer._engine.formats.zarr.attributes import read_attributes, to_metadata
 from eformer._engine.formats.zarr.index import INDEX, Listed, read_index
 from eformer._engine.formats.zarr.original_structure import OriginalStructure, parse_structure
 from eformer._engine.formats.zarr.plain_arrays import counted_from, discover, tree_of_arrays
@@ -145,7 +146,7 @@ def without_index(place: Place) -> Found | None:
             "save again to clean up"
         )
     versions: Versions = {}
-    describe = {"": partial(tree_of_arrays, store, counted_from("", listed), versions)}
+    describe = {"": partial(_described, store, listed, versions)}
     also = _directories(store, listed, versions)
     trees = Trees({}, describe, also)
     return Found(
@@ -157,6 +158,11 @@ def without_index(place: Place) -> Found | None:
         versions=versions,
         find_left_out=partial(left_out, store, {array.path for array in listed}),
     )
+
+
+def _described(store: Store, listed: Sequence[Listed], versions: Versions) -> TreeEntry:
+    metadata = to_metadata(read_attributes(store, [array.path for array in listed]))
+    return tree_of_arrays(store, counted_from("", listed), versions, metadata=metadata)
 
 
 def _directories(
