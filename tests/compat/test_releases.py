@@ -1,0 +1,92 @@
+"""Today's version reads what every release has written: samples that `make_samples/release.py` wrote, and that stay."""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from eformer import __version__, checkpoint
+from eformer.pytree import from_compressed_bytes, load_from_file
+from support.releases import Data, described
+
+RELEASES = Path(__file__).parent / "releases"
+
+
+@cache
+def expected(release):
+    return json.loads((RELEASES / release / "expected.json").read_text("utf-8"))
+
+
+def releases():
+    return sorted(path.name for path in RELEASES.iterdir())
+
+
+def all_of(field, without="nothing"):
+    return [
+        pytest.param(release, each, id=f"{release}-{each['path']}-{each.get('prefix') or ''}")
+        for release in releases()
+        for each in expected(release)[field]
+        if without not in each["path"]
+    ]
+
+
+def loaded(path, prefix):
+    if path.name.endswith(".msgpack"):
+        return load_from_file(None, str(path))
+    if path.name.endswith(".gz"):
+        return from_compressed_bytes(None, path.read_bytes())
+    key = path.parent / "public.pem"
+    return checkpoint.load(path, prefix=prefix, key=key if key.exists() else None)
+
+
+@pytest.mark.parametrize(("release", "tree"), all_of("trees"))
+def test_every_tree_of_every_release_loads_bit_for_bit(release, tree):
+    found = described(loaded(RELEASES / release / tree["path"], tree["prefix"]))
+    assert json.loads(json.dumps(found)) == {name: tree[name] for name in found}
+
+
+@pytest.mark.parametrize(("release", "tree"), all_of("trees", without="msgpack"))
+def test_every_checkpoint_of_every_release_verifies(release, tree):
+    report = checkpoint.verify(RELEASES / release / tree["path"])
+    assert report.ok
+    assert report.has_digests
+
+
+@pytest.mark.parametrize("release", releases())
+def test_the_metadata_of_every_release_are_read(release):
+    saved = [tree for tree in expected(release)["trees"] if tree["metadata"]]
+    for tree in saved:
+        record = checkpoint.inspect(RELEASES / release / tree["path"])
+        assert record.trees[tree["prefix"] or ""].metadata == tree["metadata"]
+    assert saved
+
+
+@pytest.mark.parametrize(("release", "run"), all_of("runs"))
+def test_every_run_of_every_release_is_listed_and_resumed(release, run, tmp_path):
+    path = shutil.copytree(RELEASES / release / run["path"], tmp_path / "run")
+    steps = {str(step.number): step for step in checkpoint.steps(path)}
+    assert {n: {"metrics": s.metrics, "metadata": s.metadata} for n, s in steps.items()} == run["steps"]
+    data = Data()
+    with checkpoint.Run(path) as again:
+        assert again.resume(data=data).step == max(map(int, run["steps"]))
+    assert data.taken == run["taken"]
+
+
+@pytest.mark.parametrize("release", releases())
+def test_todays_version_saves_over_checkpoints_of_every_release(release, tmp_path):
+    for name in ("directory", "prefixes", "zarr", "zarr-database", "file/model.safetensors"):
+        source, path = RELEASES / release / name, tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, path)
+        layout = "tensorstore" if name.startswith("zarr") else "safetensors"
+        checkpoint.save({"new": 1}, path, format=layout)
+        assert checkpoint.load(path) == {"new": 1}
+        assert checkpoint.verify(path).ok
+
+
+def test_this_version_has_its_samples():
+    advice = "python tests/compat/make_samples/release.py writes them"
+    assert (RELEASES / __version__).is_dir(), f"no samples of eformer {__version__}: {advice}"
+    assert expected(__version__)["version"] == __version__
