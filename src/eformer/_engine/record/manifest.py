@@ -429,17 +429,31 @@ class Manifest(Struct, frozen=True, kw_only=True):
         """Parse a manifest that is part of a document whose digest has been checked."""
         try:
             manifest = _decode_manifest(data)
-            if manifest.version <= VERSION:
-                for tree in manifest.trees.values():
-                    check_tree(tree)
+            for tree in manifest.trees.values():
+                check_tree(tree)
         except (*MALFORMED_JSON, FormatError) as error:
+            _refuse_newer(data, origin)  # whose fields may be others
             raise FormatError(f"{origin} is not a readable manifest: {error}") from error
         if manifest.version > VERSION:
-            raise VersionError(
-                f"{origin} is not a readable manifest: version {manifest.version}; this eformer reads up to {VERSION}, "
-                "upgrade it"
-            )
+            _refuse_newer(data, origin)
         return manifest
+
+
+class _Head(Struct):
+    """The fields that a manifest of every version has."""
+
+    version: int
+
+
+def _refuse_newer(data: bytes | str, origin: str) -> None:
+    try:
+        version = msgspec.json.decode(data, type=_Head).version
+    except MALFORMED_JSON:
+        return
+    if version > VERSION:
+        raise VersionError(
+            f"{origin} is not a readable manifest: version {version}; this eformer reads up to {VERSION}, upgrade it"
+        )
 
 
 class Receipt(Struct):
