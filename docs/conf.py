@@ -45,7 +45,19 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 # Objects that functions return: what they hold matters, and not how they are made.
-RESULTS = {"Conversion", "Diff", "DryRun", "LoadReport", "Manifest", "Pending", "Pruned", "Report", "Resumed", "Step", "View"}
+RESULTS = {
+    "Conversion",
+    "Diff",
+    "DryRun",
+    "LoadReport",
+    "Manifest",
+    "Pending",
+    "Pruned",
+    "Report",
+    "Resumed",
+    "Step",
+    "View",
+}
 
 
 def add_navigation(app, name, source):
@@ -64,7 +76,7 @@ def drop_signature(app, what, name, obj, options, signature, returns):
 
 
 def show_examples(app, context, lines):
-    """Show examples in the help of a command as blocks of code: sphinx-click gives them as lines that begin with a bar."""
+    """Show the examples in the help of a command as code. sphinx-click gives them as lines that begin with a bar."""
     text = "\n".join(lines)
     block = lambda found: "::\n\n" + re.sub(r"^\| ", "    ", found[0], flags=re.MULTILINE)  # noqa: E731
     lines[:] = re.sub(r"(^\| .*\n?)+", block, text, flags=re.MULTILINE).split("\n")

@@ -1,7 +1,7 @@
 """Turn docstrings as this project writes them into reStructuredText, which autodoc expects.
 
-A table of arguments (`name   what it means`, continued on lines that are indented as deep) becomes a list of fields, and
-an indented paragraph becomes a block of code. Everything else is left as it is.
+A table of arguments (`name   what it means`, continued on lines that are indented) becomes a list of fields, and an
+indented paragraph becomes a block of code. Everything else is left as it is.
 """
 
 import re

@@ -1,10 +1,13 @@
 """Today's version reads what every release has written: samples that `make_samples/release.py` wrote, and that stay."""
 
+import hashlib
 import json
+import runpy
 import shutil
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from eformer import __version__, checkpoint
@@ -12,6 +15,16 @@ from eformer.pytree import from_compressed_bytes, load_from_file
 from support.releases import Data, described
 
 RELEASES = Path(__file__).parent / "releases"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BY_SPECIFICATION = [
+    "directory",
+    "file/model.safetensors",
+    "shards",
+    "checksums",
+    "reuse/second",
+    "zarr",
+    "zarr-compressed",
+]
 
 
 @cache
@@ -90,3 +103,33 @@ def test_this_version_has_its_samples():
     advice = "python tests/compat/make_samples/release.py writes them"
     assert (RELEASES / __version__).is_dir(), f"no samples of eformer {__version__}: {advice}"
     assert expected(__version__)["version"] == __version__
+
+
+@pytest.mark.parametrize("release", releases())
+def test_a_reader_written_by_the_specification_alone_reads_them(release):
+    """`examples/read_format.py` knows the pages in docs/format, and nothing of eformer."""
+    read = runpy.run_path(str(EXAMPLES / "read_format.py"))["read"]
+    for name in BY_SPECIFICATION:
+        (tree,) = [each for each in expected(release)["trees"] if each["path"] == name]
+        found = read(RELEASES / release / name)[""]
+        digests = {leaf: hashlib.sha256(array.tobytes()).hexdigest() for leaf, array in found.items()}
+        arrays = {leaf: digest for leaf, (kind, *_, digest) in tree["leaves"].items() if kind != "scalar"}
+        assert digests == arrays  # scalars are plain values
+
+
+def test_that_reader_finds_damage(tmp_path):
+    read = runpy.run_path(str(EXAMPLES / "read_format.py"))["read"]
+    path = Path(shutil.copytree(RELEASES / __version__ / "directory", tmp_path / "copy"))
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(ValueError, match="do not match their digest"):
+        read(path)
+
+
+def test_that_reader_cuts_large_arrays_into_the_same_pieces(tmp_path):
+    read = runpy.run_path(str(EXAMPLES / "read_format.py"))["read"]
+    tree = {"rows": np.arange(3 * 70_000, dtype=np.int64).reshape(3, 70_000), "flat": np.arange(300_000.0)}
+    checkpoint.save(tree | {"deep": np.zeros((2, 3, 200, 1000))}, tmp_path / "saved")
+    assert len(checkpoint.inspect(tmp_path / "saved").trees[""].leaves["deep"].extents[0].digests) > 32
+    found = read(tmp_path / "saved")[""]
+    assert all(np.array_equal(found[name], array) for name, array in tree.items())

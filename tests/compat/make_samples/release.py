@@ -66,18 +66,46 @@ def tree() -> dict[str, Any]:
         "model.embed.weight": np.ones((2, 3), np.float16),
         "names": {"a/b": np.int8(1), "%": np.int8(2), "": np.int8(3), "é": np.int8(4)},
         "numbers": {5: np.int8(5), 6: {(1, "x"): np.int8(6)}},
-        "values": {"int": 2**70, "float": float("inf"), "text": "tëxt", "bytes": b"\0\xff", "bool": True, "complex": 1j},
+        "values": {
+            "int": 2**70,
+            "float": float("inf"),
+            "text": "tëxt",
+            "bytes": b"\0\xff",
+            "bool": True,
+            "complex": 1j,
+        },
     }
 
 
-DTYPES = ["bool", "int8", "uint16", "int32", "uint64", "float16", "float64", "complex64", "complex128", "datetime64[s]"]
-DTYPES += [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.int4, ml_dtypes.uint4]
+DTYPES = [
+    "bool",
+    "int8",
+    "uint16",
+    "int32",
+    "uint64",
+    "float16",
+    "float64",
+    "complex64",
+    "complex128",
+    "datetime64[s]",
+]
+DTYPES += [
+    ml_dtypes.bfloat16,
+    ml_dtypes.float8_e4m3fn,
+    ml_dtypes.float8_e5m2,
+    ml_dtypes.int4,
+    ml_dtypes.uint4,
+]
 
 METADATA = {"step": 100, "note": "a text", "rates": [0.1, 0.2], "when": {"epoch": 1}}
 
 
 def small(number: int) -> dict[str, Any]:
-    return {"model": {"w": jnp.full((4, 4), number, jnp.float32)}, "frozen": {"w": jnp.arange(512.0)}, "step": number}
+    return {
+        "model": {"w": jnp.full((4, 4), number, jnp.float32)},
+        "frozen": {"w": jnp.arange(512.0)},
+        "step": number,
+    }
 
 
 # --------------------------------------------------------------------------------------------- layouts
@@ -108,7 +136,12 @@ def write(folder: Path) -> dict[str, Any]:
     save(tree(), "zarr", format="tensorstore")
     save(small(1), "zarr-prefixes", prefix="model", format="tensorstore")
     save(small(2), "zarr-prefixes", prefix="ema", format="tensorstore")
-    save(tree(), "zarr-compressed", format="tensorstore", options=options(compression="zstd", max_chunk_bytes=16))
+    save(
+        tree(),
+        "zarr-compressed",
+        format="tensorstore",
+        options=options(compression="zstd", max_chunk_bytes=16),
+    )
     save(small(3), "zarr-database", format="tensorstore", options=options(ocdbt=True))
 
     for layout in ("safetensors", "tensorstore"):  # what lies in a bucket is a checkpoint in a directory, too
@@ -126,9 +159,14 @@ def write(folder: Path) -> dict[str, Any]:
     save_to_file(state, str(folder / "msgpack/state.msgpack"))
     (folder / "msgpack/state.msgpack.gz").write_bytes(to_compressed_bytes(state))
     add(load_from_file(None, str(folder / "msgpack/state.msgpack")), "msgpack/state.msgpack")
-    add(from_compressed_bytes(None, (folder / "msgpack/state.msgpack.gz").read_bytes()), "msgpack/state.msgpack.gz")
+    add(
+        from_compressed_bytes(None, (folder / "msgpack/state.msgpack.gz").read_bytes()),
+        "msgpack/state.msgpack.gz",
+    )
 
-    AsyncCheckpointManager(enable_validation=True).save(small(6), folder / "manager", prefix="model", metadata=METADATA)
+    AsyncCheckpointManager(enable_validation=True).save(
+        small(6), folder / "manager", prefix="model", metadata=METADATA
+    )
     add(small(6), "manager", "model")
     checkpointer = Checkpointer(folder / "checkpointer", None, [])
     checkpointer.on_step(None, small(7), step=7, force=True)
@@ -153,7 +191,12 @@ def _download(url: str, folder: Path) -> None:
 
 def _sign(folder: Path, names: list[str]) -> None:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+        PublicFormat,
+    )
 
     key = Ed25519PrivateKey.generate()  # and forgotten
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
@@ -181,7 +224,10 @@ def _run(folder: Path) -> dict[str, Any]:
     return {
         "path": "run",
         "taken": 4,
-        "steps": {str(s.number): {"metrics": s.metrics, "metadata": s.metadata} for s in checkpoint.steps(folder / "run")},
+        "steps": {
+            str(s.number): {"metrics": s.metrics, "metadata": s.metadata}
+            for s in checkpoint.steps(folder / "run")
+        },
     }
 
 
@@ -196,7 +242,9 @@ def _held_by_all() -> dict[str, Any]:
     whole = np.arange(6, dtype=np.int32)
 
     def put(values: Any, spec: P) -> jax.Array:
-        return jax.make_array_from_callback(values.shape, NamedSharding(mesh, spec), lambda index: values[index])
+        return jax.make_array_from_callback(
+            values.shape, NamedSharding(mesh, spec), lambda index: values[index]
+        )
 
     return {"cut": put(rows, P("data")), "replicated": put(whole, P()), "own": np.ones(3), "step": 9}
 
@@ -207,7 +255,7 @@ def _save_by_processes(folder: Path) -> None:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     ranks = range(PROCESSES)
     jobs = [subprocess.Popen([sys.executable, __file__, str(folder), address, str(rank)]) for rank in ranks]
-    if any([job.wait() for job in jobs]):
+    if sum(job.wait() for job in jobs):  # all of them, not only up to the first that fails
         raise SystemExit("a process failed")
 
 
@@ -224,7 +272,10 @@ def _save_as_process(folder: Path, address: str, rank: int) -> None:
 def _as_text(expected: dict[str, Any]) -> str:
     """Return JSON with a line for each tree."""
     fields = {name: value if isinstance(value, list) else [value] for name, value in expected.items()}
-    lines = {name: ",\n ".join(json.dumps(each, ensure_ascii=False) for each in field) for name, field in fields.items()}
+    lines = {
+        name: ",\n ".join(json.dumps(each, ensure_ascii=False) for each in field)
+        for name, field in fields.items()
+    }
     return (
         f'{{"version": {lines["version"]},\n"trees": [\n {lines["trees"]}],\n"runs": [\n {lines["runs"]}]}}\n'
     )
@@ -242,7 +293,7 @@ def main() -> None:
         raise
     (folder / "expected.json").write_text(_as_text(expected), "utf-8")
     total = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    print(f"{folder}: {len(expected['trees'])} trees, {total:,} bytes")
+    sys.stdout.write(f"{folder}: {len(expected['trees'])} trees, {total:,} bytes\n")
 
 
 if __name__ == "__main__":

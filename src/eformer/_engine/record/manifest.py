@@ -1,7 +1,7 @@
 """The record of a checkpoint: its trees, their leaves, and where the bytes of each leaf are.
 
 A manifest is JSON with a digest of itself, so that a flipped bit in a name, a shape or an offset is an error and
-never a different tree. `docs/format/safetensors.md` describes it field by field.
+never a different tree. `docs/format/manifest.md` describes it field by field.
 """
 
 from __future__ import annotations
@@ -447,7 +447,7 @@ class _Head(Struct):
 
 def _refuse_newer(data: bytes | str, origin: str) -> None:
     try:
-        version = msgspec.json.decode(data, type=_Head).version
+        version = _decode_head(data).version
     except MALFORMED_JSON:
         return
     if version > VERSION:
@@ -479,6 +479,7 @@ def weight_of(name: str, elements: int) -> int:
 
 
 _decode_manifest = msgspec.json.Decoder(Manifest).decode
+_decode_head = msgspec.json.Decoder(_Head).decode
 _decode_leaf = msgspec.json.Decoder(LeafEntry).decode
 _decode_leaves = msgspec.json.Decoder(dict[str, LeafEntry]).decode
 _decode_raw_leaves = msgspec.json.Decoder(dict[str, Raw]).decode
