@@ -30,8 +30,8 @@ embed -> model.embed.weight
 """
 
 
-class Done(Exception):
-    """Ends a loop of an example that would go on for ever."""
+class Done(KeyboardInterrupt):
+    """Ends a loop of an example that would go on for ever. Nothing catches it on the way, as nothing catches Ctrl-C."""
 
 
 STAGES: dict[str, Callable[[], dict[str, Any]]] = {}
@@ -180,7 +180,7 @@ def _manager() -> dict[str, Any]:
 
 
 @stage("docs/guides/training-run.md")
-def _training_run() -> dict[str, Any]:
+def training_run() -> dict[str, Any]:
     def evaluate(path: str) -> float:
         if checkpoint.load(path)["step"] == 3000:
             raise Done
@@ -214,3 +214,75 @@ class _Data:
 
     def set_state(self, state: int) -> None:
         self.taken = state
+
+
+# ------------------------------------------------------------------------------------------- docstrings
+
+
+def names_of_docstrings() -> dict[str, Any]:
+    """Write a run and models that examples of docstrings speak of, and return their variables."""
+    from datetime import timedelta
+    from typing import NamedTuple
+
+    for step in (100, 200, 300):
+        checkpoint.save(_saved(step), f"run/step-{step}")
+    checkpoint.save(_saved(0), "pretrained")
+    model = llama("hf/llama")
+    _write_others()
+    taken = []
+
+    def evaluate(path: Any) -> float:
+        taken.append(path)
+        if len(taken) > 2:
+            raise Done
+        return 0.5
+
+    return {
+        **{name: getattr(checkpoint, name) for name in checkpoint.__all__},
+        "checkpoint": checkpoint,
+        "state": _saved(1),
+        "params": _saved(1)["params"],
+        "model": model,
+        "batch": None,
+        "train_step": lambda state, batch: state,
+        "mesh": mesh("data"),
+        "PartitionSpec": P,
+        "evaluate": evaluate,
+        "step": checkpoint.steps("run")[0],
+        "timedelta": timedelta,
+        "NamedTuple": NamedTuple,
+        "Any": Any,
+        "Ema": _Ema,
+        "ema": _Ema(jnp.ones(2)),
+        "jnp": jnp,
+        "np": np,
+        "jax": jax,
+    }
+
+
+def _saved(step: int) -> dict[str, Any]:
+    return {
+        "params": {"embedding": jnp.ones((32, 2)), "w": jnp.full((8, 4), step / 100, jnp.float32)},
+        "step": step,
+    }
+
+
+def _write_others() -> None:
+    from eformer.pytree import save_to_file
+    from eformer.serialization import Checkpointer
+    from support.keys import PRIVATE, PUBLIC
+
+    Path("private.pem").write_bytes(PRIVATE)
+    Path("public.pem").write_bytes(PUBLIC)
+    save_to_file({"w": np.ones(2)}, "model.msgpack")
+    checkpointer = Checkpointer("runs/llama", None, [])
+    checkpointer.on_step(None, {"w": np.ones(2)}, step=1000, force=True)
+    checkpointer.wait_until_finished()
+
+
+class _Ema:
+    def __init__(self, average: Any) -> None:
+        self.average = average
+
+    def set_average(self, average: Any) -> None:
+        self.average = average

@@ -97,6 +97,9 @@ def save_async(
 ) -> Pending:
     """Save like `save`, but return as soon as the caller may donate or change every array of the tree.
 
+    The arguments are those of `save`. Saves to one path are committed in the order of the calls. `Pending.result`
+    waits for the save and raises its error; the program does not end before the save has finished.
+
     Example:
         >>> pending = checkpoint.save_async(state, "run/step-200")
         >>> state = train_step(state, batch)
