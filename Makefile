@@ -14,7 +14,7 @@ SERVERS := .venv-cloud
 # Tests wait for disks and other processes as long as they compute.
 WORKERS ?= $(shell $(PYTHON) -c "import os; n = len(os.sched_getaffinity(0)); print(min(16, n + (n + 1) // 2))")
 
-.PHONY: demo test cloud faults fuzz frameworks check format bench clean
+.PHONY: demo test docs cloud faults fuzz frameworks check format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -24,6 +24,12 @@ demo: $(VENV)/.installed
 test: export PYTHONUTF8 = 1
 test: check
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+
+# The site, in docs/_build/html: https://www.sphinx-doc.org. Needs no network once its environment is there. Warnings are
+# errors: a link or an anchor that leads nowhere, a page that is not in the navigation, a docstring that cannot be read.
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -W --keep-going -n -q -j auto -d docs/_build/doctrees -c docs . docs/_build/html
+	@echo "The pages are in docs/_build/html/index.html"
 
 # Every fault that is known, for so many minutes, with a table at the end; `make test` has a fast part of it. With PEERS=1
 # also against other libraries. `--resume` and others: python faults/run.py --help. EFORMER_FAULTS_STRIDE=1 and such are
@@ -70,7 +76,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python bench/rename.py
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(SERVERS) .venv-peers .venv-original bench/.scratch faults/.scratch .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf docs/_build $(VENV) $(FRAMEWORKS) $(SERVERS) .venv-peers .venv-original bench/.scratch faults/.scratch .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "eformer needs Python >= 3.11, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
@@ -80,6 +86,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.installed
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(PIP) install -c constraints.txt -e '.[docs]'
 	@touch $@
 
 # torch comes first and alone: others only ask for any torch, which may be a build of several gigabytes.

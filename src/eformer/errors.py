@@ -2,6 +2,7 @@
 
 EformerError
 ├── FormatError      (ValueError)   bytes do not follow their format
+│   ├── VersionError                a newer eformer wrote it
 │   └── CorruptionError             bytes are not what was saved
 ├── SignatureError   (ValueError)   not signed, or not by the key that was given
 │   └── AlteredError                files are not what was signed; also a CorruptionError
@@ -54,7 +55,14 @@ class AlteredError(SignatureError, CorruptionError):
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A range of damaged or missing bytes. `leaf` is empty if they belong to no leaf."""
+    """Describe a range of damaged or missing bytes.
+
+    leaf      the name of the leaf; empty if the bytes belong to no leaf
+    file      the path of the file in the checkpoint
+    start     the first damaged byte
+    stop      the byte after the last
+    problem   what is wrong with them
+    """
 
     leaf: str
     file: str

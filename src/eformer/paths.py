@@ -31,7 +31,15 @@ _GCS_ADDRESS = re.compile(r"gs://([^/]+)/*(.*)", re.DOTALL)
 
 
 class MLUtilPath:
-    """Create paths from text. `ePath` is the instance; the class exists because documented annotations name it."""
+    """Create paths from text: `ePath(path)`. `ePath` is the instance; documented annotations name the class.
+
+    Example:
+
+        >>> ePath("gs://bucket/run")
+        GCSPath('gs://bucket/run')
+        >>> ePath("file:///tmp/run")
+        LocalPath('/tmp/run')
+    """
 
     def __call__(self, path: str | os.PathLike[str] | GCSPath) -> LocalPath | GCSPath:
         """Return a GCSPath for gs://bucket/name, and a LocalPath for a path or a file:/// URL.
@@ -80,7 +88,12 @@ class GCSPath:
     Joining and splitting names needs no network. Reading and writing uses the credentials that saves to gs:// use, and
     raises OSError if the service refuses. Buckets have objects but no directories: a directory exists as long as an
     object is below it, and testing for it lists these objects. There is no `rename`, because objects cannot be renamed
-    atomically.
+    atomically. `path` is text or another GCSPath.
+
+    Example:
+
+        >>> GCSPath("gs://bucket/run") / "step-100"
+        GCSPath('gs://bucket/run/step-100')
     """
 
     bucket: str

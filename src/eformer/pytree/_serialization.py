@@ -61,14 +61,14 @@ MAX_CHUNK_SIZE = 2**30
 
 
 def msgpack_serialize(pytree: Any, in_place: bool = False) -> bytes:
-    """Serialize a tree of dicts, lists, tuples, plain values and arrays to msgpack. Makes one copy of the arrays.
+    """Serialize `pytree`, of dicts, lists, tuples, plain values and arrays, to msgpack. Makes one copy of the arrays.
 
     Dicts are sorted by key; `in_place=True` keeps their own order. The tree is never modified.
 
     Example:
 
         >>> msgpack_restore(msgpack_serialize({"w": np.ones(2), "step": 3}))
-        {'w': array([1., 1.]), 'step': 3}
+        {'step': 3, 'w': array([1., 1.])}
     """
     message = io.BytesIO()
     _pack(pytree, message.write, max_chunk=MAX_CHUNK_SIZE, sort_keys=not in_place)
@@ -93,6 +93,12 @@ def from_bytes(target: Any, encoded_bytes: bytes) -> Any:
     """Restore an object like `target` with the leaves of the message; for None, return the state dict itself.
 
     Keys, shapes and dtypes must match the target, else one ValueError lists all differences. Arrays are numpy arrays.
+    `encoded_bytes` is a message of `to_bytes`, or of flax.
+
+    Example:
+
+        >>> from_bytes({"w": np.zeros(2)}, to_bytes({"w": np.ones(2)}))
+        {'w': array([1., 1.])}
     """
     return from_state_dict(target, msgpack_restore(encoded_bytes))
 
@@ -108,17 +114,17 @@ def decompress_bytes(data: bytes) -> bytes:
 
 
 def to_compressed_bytes(target: Any) -> bytes:
-    """Serialize with `to_bytes`, and compress with gzip."""
+    """Serialize `target` with `to_bytes`, and compress it with gzip."""
     return compress_bytes(to_bytes(target))
 
 
 def from_compressed_bytes(target: Any, compressed_data: bytes) -> Any:
-    """Decompress gzip, and restore with `from_bytes`."""
+    """Decompress `compressed_data`, which is gzip, and restore an object like `target` with `from_bytes`."""
     return from_bytes(target, decompress_bytes(compressed_data))
 
 
 def save_to_file(target: Any, filepath: str) -> None:
-    """Write `to_bytes(target)` to a file, atomically and durably. On any error the previous file is left intact.
+    """Write `to_bytes(target)` to `filepath`, atomically and durably. On any error the previous file is left intact.
 
     Arrays on the CPU are written without a copy; arrays on other devices, or on several, are copied one at a time. What
     a call that was killed has left in the directory is removed.
@@ -132,7 +138,7 @@ def save_to_file(target: Any, filepath: str) -> None:
 
 
 def load_from_file(target: Any, filepath: str) -> Any:
-    """Restore with `from_bytes` from a file. Errors name the file."""
+    """Restore an object like `target` from the file at `filepath`, with `from_bytes`. Errors name the file."""
     path = _local(filepath)
     try:
         return from_bytes(target, path.read_bytes())
@@ -150,7 +156,7 @@ def _local(filepath: str | os.PathLike[str]) -> Path:
 
 
 def get_serialization_info(pytree: Any) -> dict[str, Any]:
-    """Count the leaves, elements and bytes of a tree, list its dtypes, and tell whether `to_bytes` accepts it."""
+    """Count the leaves, elements and bytes of `pytree`, list its dtypes, and tell whether `to_bytes` accepts it."""
     leaves = jax.tree_util.tree_leaves(to_state_dict(pytree))
     return {
         "num_leaves": len(leaves),

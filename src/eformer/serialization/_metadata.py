@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class CheckpointMetadata:
-    """When and by what a checkpoint was saved, and what it contains. Fields that are None are filled in."""
+    """Describe when and by what a checkpoint was saved, and what it contains. Fields that are None are filled in.
+
+    version             the version of eFormer that documents these fields
+    timestamp           when it was saved
+    checksum            SHA-256 by key, if validation is on
+    array_metadata      shape and dtype by key
+    framework_version   the version of jax
+    custom_metadata     the `metadata` of the save
+    """
 
     version: str = "0.0.90"
     timestamp: str | None = None
@@ -42,7 +50,7 @@ class CheckpointMetadata:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CheckpointMetadata:
-        """Create an instance from a dict. Unknown fields are ignored."""
+        """Create an instance from `data`, a dict of its fields. Unknown fields are ignored."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in data.items() if name in known})
 

@@ -124,6 +124,9 @@ class AsyncCheckpointManager:
     ) -> str:
         """Save `tree` to `path`, atomically and durably, and return the path.
 
+        prefix          the name of the tree in the directory
+        metadata        a dict of plain values, which `load` gives back
+        float_dtype     store floating leaves as this dtype; None for that of the manager
         gather_fns      functions called on leaves before saving, by dotted key or nested; True for `jax.device_get`
         do_all_gather   gather every array first: on all devices of the mesh, or with `cpu_offload` on the CPU
         cpu_offload     without a gather: keep arrays that wait to be written in host memory
@@ -155,7 +158,10 @@ class AsyncCheckpointManager:
         do_all_gather: bool = False,
         cpu_offload: bool = False,
     ) -> Pending:
-        """Start a `save`, and return as soon as the caller may donate or change every array of the tree."""
+        """Start a save, and return as soon as the caller may donate or change every array of the tree.
+
+        The arguments are those of `save`.
+        """
         refuse_swapped(tree, path, "save_async(tree, path)")
         where = self._resolve(path)
         pending = Pending(where)
@@ -182,9 +188,13 @@ class AsyncCheckpointManager:
         extras: dict[str, Any] | None = None,
         write_index: bool = True,
     ) -> str:
-        """Save like `save`, under a required prefix. `extras` become the metadata.
+        """Save `pytree` under a required prefix, and return the path.
 
-        `write_index=False` writes the arrays alone, without digests and structure.
+        dtype         store floating leaves as this dtype; None for that of the manager
+        extras        the metadata
+        write_index   False writes the arrays alone, without digests and structure
+
+        The other arguments are those of `save`.
         """
         _require_prefix(prefix)
         refuse_swapped(pytree, path, "save_pytree(pytree, path)")
@@ -298,6 +308,10 @@ class AsyncCheckpointManager:
         partition_rules    where leaves go that `shardings` does not name; others are placed as they were saved
         mismatch_allowed   False raises a KeyError for leaves that `shardings` does not name
         callback           called with each array and its key; returns the replacement
+        dtype              cast floating leaves to this dtype
+        prefix             the tree, if there are several
+        prefix_filter      the former name of `prefix`
+        chunk_size         the number of arrays to read at a time; None for all
         validate           False skips the digests; True also checks the recorded SHA-256 of every array; None does so
                            if `enable_validation` is set
         use_async          False reads one array at a time
@@ -334,8 +348,10 @@ class AsyncCheckpointManager:
         validate: bool | None = None,
         prefix_filter: str | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Load like `load` with `mesh=None`: leaves without a sharding go to the mesh of `jax.set_mesh`, or to the
-        default device."""
+        """Load with `mesh=None`: leaves without a sharding go to the mesh of `jax.set_mesh`, or to the default device.
+
+        The arguments are those of `load`.
+        """
         return self.load(
             path, None, shardings, mismatch_allowed, callback, None, dtype, validate, prefix=prefix_filter
         )
@@ -354,7 +370,7 @@ class AsyncCheckpointManager:
         callback: Callback | None = None,
         chunk_size: int | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Load one prefix like `load`; leaves without a sharding or rule are replicated.
+        """Load one prefix; leaves without a sharding or rule are replicated. The arguments are those of `load`.
 
         `template` is a tree of arrays or `ShapeDtypeStruct`s that gives the structure, shapes, dtypes and shardings;
         its values are not used. `strict_shapes=False` reshapes leaves with the same number of elements.
@@ -421,7 +437,7 @@ class AsyncCheckpointManager:
 
     @staticmethod
     def compute_checksum(array: Any) -> str:
-        """Compute the SHA-256 of the elements in C order, little endian."""
+        """Compute the SHA-256 of the elements of `array` in C order, little endian."""
         numbers = jax.random.key_data(array) if is_key(array) else array
         return sha256_of(raw_pieces(np.asarray(numbers)))
 

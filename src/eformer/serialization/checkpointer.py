@@ -194,8 +194,13 @@ class Checkpointer:
     ) -> None:
         """Save `tree` to `destination`, a name in `base_path`, in the background.
 
-        commit_callback   is called when the checkpoint is finished
+        prefix            the name of the tree in the checkpoint
         step              by default the number in the name
+        is_temporary      the checkpoint is removed when a newer one is finished
+        extras            metadata of the checkpoint
+        dtype             store floating leaves as this dtype
+        mesh              only needed by a manager that gathers
+        commit_callback   is called when the checkpoint is finished
         structured        the structure is always recorded; True only asks for a prefix
 
         Arrays are saved as they are sharded: `shardings` and `partition_rules` are refused.
@@ -235,6 +240,12 @@ class Checkpointer:
         """Save `tree` under a prefix, and return the path: `run-{step}`, `destination`, or `base_path` itself.
 
         Several prefixes may be saved to one checkpoint. With `step` it is finished afterwards, see `on_step`.
+
+        temporary     the checkpoint is removed when a newer one is finished
+        extras        metadata of the checkpoint
+        dtype         store floating leaves as this dtype
+        mesh          only needed by a manager that gathers
+        write_index   False writes the arrays alone, without digests and structure
         """
         self._raise_failure()
         name = destination or ("" if step is None else _name_of(step))
@@ -374,6 +385,9 @@ class Checkpointer:
         discover_latest           False loads `path` itself
         structured                load a prefix like `AsyncCheckpointManager.load_pytree`, which `template` and
                                   `strict_shapes=False` need
+        mesh                      where arrays go, with `shardings` and `partition_rules`: see
+                                  `AsyncCheckpointManager.load`
+        dtype                     cast floating leaves to this dtype
         """
         where = self._find(path, discover_latest, discover_raise=True)
         placement = {"shardings": shardings, "partition_rules": partition_rules, "dtype": dtype}
@@ -409,6 +423,9 @@ class Checkpointer:
         discover_raise   False returns `(None, {})` if `base_path` has no checkpoint; a `path` that has none is an error
         load_treedef     load like `AsyncCheckpointManager.load_pytree`: leaves without a rule are replicated.
                          `template` and `strict_shapes=False` imply it
+
+        `mesh`, `partition_rules`, `dtype`, `callback` and `chunk_size` are those of `AsyncCheckpointManager.load`, and
+        `discover_latest` is that of `load_checkpoint`.
         """
         where = self._find(path, discover_latest, discover_raise=discover_raise or path is not None)
         if not where:

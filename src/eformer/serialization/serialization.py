@@ -35,7 +35,9 @@ def tree_serialize_leaves(
     commit_callback: Callable[[], None] | None = None,
     write_index: bool = True,
 ) -> None:
-    """Save a tree to a directory as zarr arrays, atomically and durably. All prefixes share one index.
+    """Save `pytree` to the directory `checkpoint_dir` as zarr arrays, atomically and durably.
+
+    All prefixes of a directory share one index.
 
     With JAX's `manager`, the manager writes the arrays: this function returns as soon as they may be changed, and
     `manager.wait_until_finished` waits for the commit. `commit_callback()` is called once, after the commit.
@@ -43,7 +45,7 @@ def tree_serialize_leaves(
 
     Example:
 
-        >>> tree_serialize_leaves("run", {"w": jnp.ones(2)}, prefix="model")
+        >>> tree_serialize_leaves("saved", {"w": jnp.ones(2)}, prefix="model")
     """
     refuse_swapped(pytree, checkpoint_dir, "tree_serialize_leaves(checkpoint_dir, pytree)")
     patience = getattr(manager, "_timeout_secs", None)  # a manager has a timeout of its own
@@ -75,18 +77,19 @@ def tree_deserialize_leaves(
     callback: Callable[[jax.Array, str], jax.Array] | None = None,
     chunk_size: int | None = None,
 ) -> Any:
-    """Load the tree with this prefix, in its recorded structure, or as nested dicts if none was recorded.
+    """Load the tree with this prefix in `checkpoint_dir`, in its recorded structure, or as nested dicts if it has none.
 
     Leaves are placed by `shardings`, else by `partition_rules`, else as they were saved; on a mesh of several axes, one
     of the two is required for leaves that were not saved on such axes. Every array goes to the mesh, also those that
     were saved as numpy arrays, unless JAX cannot hold it (64 bits without jax_enable_x64), which is logged. Without a
-    mesh, that of `jax.set_mesh` is used, if there is one; what nothing else places is then replicated.
+    mesh, that of `jax.set_mesh` is used, if there is one; leaves that nothing else places are then replicated.
     `callback(array, key)` returns a replacement for each array. At most `chunk_size` arrays are
     in flight. A `manager` finishes its pending writes first.
 
     Example:
 
-        >>> tree_deserialize_leaves("run", mesh, prefix="model")
+        >>> tree_serialize_leaves("saved", {"w": jnp.ones(2)}, prefix="model")
+        >>> tree_deserialize_leaves("saved", mesh, prefix="model")
         {'w': Array([1., 1.], dtype=float32)}
     """
     if manager is not None:

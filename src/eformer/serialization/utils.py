@@ -59,7 +59,7 @@ def is_gcs_path(path: Any) -> bool:
 
 
 def parse_gcs_path(gcs_path: str) -> tuple[str, str]:
-    """Split a gs:// path into the bucket and the name inside it."""
+    """Split `gcs_path`, which begins with gs://, into the bucket and the name inside it."""
     bucket, _, name = str(gcs_path).removeprefix("gs://").partition("/")
     if not is_gcs_path(gcs_path) or not bucket:
         raise ValueError(f"Invalid GCS path: {gcs_path}; expected gs://bucket/name")
@@ -67,19 +67,19 @@ def parse_gcs_path(gcs_path: str) -> tuple[str, str]:
 
 
 def shard_filename(base_prefix: str, idx: int, total: int) -> str:
-    """Return the file name of shard `idx`, counted from 1, of `total`."""
+    """Return the file name of shard `idx`, counted from 1, of `total`: `base_prefix` with a number and a suffix."""
     if not 1 <= idx <= total:
         raise ValueError(f"shard {idx} of {total}: shards are counted from 1 to the total")
     return shard_name(_text(base_prefix), idx, total)
 
 
 def index_filename(base_prefix: str) -> str:
-    """Return the file name of the index that maps tensors to shards."""
+    """Return the file name of the index that maps the tensors of `base_prefix` to shards."""
     return _text(base_prefix) + INDEX_SUFFIX
 
 
 def derive_base_prefix_from_path(path_str: str) -> str:
-    """Strip the suffix of a safetensors file, a shard or an index from a path."""
+    """Strip the suffix of a safetensors file, a shard or an index from `path_str`."""
     text = _text(path_str)
     if text.endswith(INDEX_SUFFIX):
         return text.removesuffix(INDEX_SUFFIX)
@@ -109,7 +109,10 @@ def estimate_array_nbytes(array: Any) -> int:
 
 
 def group_keys_by_shard_size(flat_state: dict[str, Any], max_shard_size_bytes: int) -> list[list[str]]:
-    """Group keys in their order into shards of a maximal size. A larger tensor gets a shard of its own."""
+    """Group the keys of `flat_state` in their order into shards of at most `max_shard_size_bytes`.
+
+    A larger tensor gets a shard of its own.
+    """
     _require_positive(max_shard_size_bytes, "max_shard_size_bytes")
     groups: list[list[str]] = []
     used = 0
@@ -124,7 +127,10 @@ def group_keys_by_shard_size(flat_state: dict[str, Any], max_shard_size_bytes: i
 
 
 def optimize_shard_layout(state: dict[str, Any], max_shard_size_bytes: int) -> list[list[str]]:
-    """Group the keys of arrays into shards as `save` does: tensors of one module stay together."""
+    """Group the keys of arrays in `state` into shards as `save` does: tensors of one module stay together.
+
+    A shard has at most `max_shard_size_bytes`; a larger tensor gets one of its own.
+    """
     _require_positive(max_shard_size_bytes, "max_shard_size_bytes")
     is_nested = any(isinstance(value, dict) for value in state.values())
     flat = flatten_for_broadcast(state) if is_nested else state
@@ -211,10 +217,11 @@ def flatten_for_broadcast(state: dict[Any, Any]) -> dict[Any, Any]:
 def apply_gather_functions(
     state: Any, gather_fns: dict[str, Any] | bool, mismatch_allowed: bool, verbose: bool
 ) -> Any:
-    """Replace each leaf of the state by the result of its function. True gathers every leaf to the host, False none.
+    """Replace each leaf of `state` by the result of its function in `gather_fns`.
 
-    Functions and state may be nested, or flat by dotted key; the structure of the state is kept. Leaves without a
-    function are kept with `mismatch_allowed`; else a KeyError names all of them.
+    `gather_fns=True` gathers every leaf to the host, False none. Functions and state may be nested, or flat by dotted
+    key; the structure of the state is kept. Leaves without a function are kept with `mismatch_allowed`, and `verbose`
+    logs how many there are; else a KeyError names all of them.
     """
     if gather_fns is True:
         return jax.tree.map(_on_host, state)
@@ -261,11 +268,12 @@ def read_process_array(
     callback: Callable[[Any, str], Any] | None = None,
     dtype: Any = None,
 ) -> tuple[str, Any, int]:
-    """Read one tensor of an open checkpoint, and apply its shard function, the callback and the cast.
+    """Read the tensor `key` of an open checkpoint, and apply its function in `shard_fns`, the cast and the `callback`.
 
     `manager` is the open checkpoint: an object with `get_tensor`, such as a safetensors file, or a mapping, such as
-    `eformer.checkpoint.open` returns. Returns the key, the tensor, and 1 if there are shard functions but none for this
-    key, else 0. Errors of the caller's functions are raised unchanged.
+    `eformer.checkpoint.open` returns. Floating tensors are cast to `dtype`. Returns the key, the tensor, and 1 if there
+    are shard functions but none for this key, else 0; without `mismatch_allowed` that is a KeyError. Errors of the
+    caller's functions are raised unchanged.
     """
     tensor = manager.get_tensor(key) if hasattr(manager, "get_tensor") else manager[key]
     tensor, mismatch = _as_array(tensor), 0
@@ -312,7 +320,7 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 
 def reshard(x: Any, target_sharding: Any) -> jax.Array:
-    """Move `x` to the target sharding. Raises if the array cannot be sharded that way."""
+    """Move `x` to `target_sharding`. Raises if the array cannot be sharded that way."""
     if isinstance(x, jax.core.Tracer):
         constrain: Any = jax.lax.with_sharding_constraint  # untyped
         return jnp.asarray(constrain(x, target_sharding))
@@ -340,7 +348,10 @@ def _are_shared(array: jax.Array, sharding: Sharding) -> bool:
 
 
 def to_host(x: Any, float_dtype: Any, mesh: jax.sharding.Mesh, cpu_offload: bool) -> jax.Array:
-    """Replicate `x` on every device of the mesh, or put it on a CPU device. Floats are cast if a dtype is given."""
+    """Replicate `x` on every device of the mesh, or with `cpu_offload` put it on a CPU device.
+
+    Floats are cast to `float_dtype`, unless it is None.
+    """
     array = _as_jax(x)
     if float_dtype is not None:
         array = _cast(array, float_dtype)
@@ -353,7 +364,7 @@ def to_host(x: Any, float_dtype: Any, mesh: jax.sharding.Mesh, cpu_offload: bool
 
 
 def chunk_tensor_by_memory(tensor: Any, memory_limit: int) -> list[Any]:
-    """Split a tensor along its first axis into slices within the limit. A slice has at least one row."""
+    """Split `tensor` along its first axis into slices of at most `memory_limit` bytes, and at least one row."""
     _require_positive(memory_limit, "memory_limit")
     nbytes = estimate_array_nbytes(tensor)
     if not tensor.shape or nbytes <= memory_limit:
@@ -365,9 +376,9 @@ def chunk_tensor_by_memory(tensor: Any, memory_limit: int) -> list[Any]:
 def broadcast_tensor(
     tensor: Any, memory_limit_bytes: int, target_sharding: NamedSharding | None = None
 ) -> jax.Array:
-    """Send the tensor of the first process to all processes, and apply the target sharding if there is one.
+    """Send the tensor of the first process to all processes, and move it to `target_sharding` if there is one.
 
-    The tensor is sent in chunks within the limit. A single process sends nothing.
+    The tensor is sent in chunks of at most `memory_limit_bytes`. A single process sends nothing.
     """
     array = _as_jax(tensor)
     _require_positive(memory_limit_bytes, "memory_limit_bytes")

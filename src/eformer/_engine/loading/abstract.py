@@ -23,11 +23,11 @@ def abstract(path: str | os.PathLike[str], *, prefix: str | None = None) -> Any:
     """Return the tree saved at `path` with a `ShapeDtypeStruct` in the place of every array. Reads no data.
 
     The structure is the one that `load` without `like` returns, and plain values are themselves. Shardings are not
-    part of it: they belong to the mesh of the save.
+    part of it: they belong to the mesh of the save. `prefix` chooses the tree, if there are several.
 
     Example:
-        >>> checkpoint.abstract("run/step-100")
-        {'step': 100, 'w': ShapeDtypeStruct(shape=(4, 4), dtype=float32)}
+        >>> checkpoint.abstract("run/step-100")["params"]["w"]
+        ShapeDtypeStruct(shape=(8, 4), dtype=float32)
     """
     return look_at(path, lambda found: _described(found.listed(prefix)))
 

@@ -41,7 +41,11 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """Bytes by device, and every leaf by name."""
+    """List the bytes that each device would get. `print` shows a table.
+
+    per_device   bytes by device
+    leaves       where each leaf would go, by name
+    """
 
     per_device: Mapping[Any, int]
     leaves: Mapping[str, Placed]
@@ -97,8 +101,17 @@ def dry_run(
     """Compute how many bytes `load` with the same arguments would put on each device of the mesh.
 
     Reads no data. Raises the same errors as `load`: leaves that cannot be placed are listed all at once.
-    `what` is the path of a checkpoint, or a tree of arrays or `ShapeDtypeStruct`s. The default mesh is that of
-    `jax.set_mesh`.
+
+    what        the path of a checkpoint, or a tree of arrays or `ShapeDtypeStruct`s
+    mesh        the mesh to load onto; None for that of `jax.set_mesh`
+    rules       where leaves go, by regular expressions; see `load`
+    shardings   where leaves go, by name; see `load`
+    prefix      the tree, if there are several
+    dtype       the dtype that floating leaves are cast to
+
+    Example:
+
+        >>> print(checkpoint.dry_run("run/step-100", mesh, rules=[("w", PartitionSpec("data"))]))
     """
     is_path = isinstance(what, (str, os.PathLike))
     found = _of_checkpoint(what, prefix) if is_path else _of_tree(what)

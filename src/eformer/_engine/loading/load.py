@@ -130,69 +130,70 @@ def load(
 ) -> Any:
     """Load the tree that was saved at `path`, bit for bit.
 
-        state = load("run/100", like=state)
-        weights = load("run/100", keys="params", mesh=mesh, rules=[("kernel", PartitionSpec(None, "model"))])
-        model = load("hf/llama", into=model, rename="llama.rules", mesh=mesh)
-        state = load("pretrained", like=state, partial=True)
-
     Raises an error that names the leaf, the file and the problem if anything is missing, damaged or does not fit.
+    Without `like`, the tree has the structure it was saved with: jax arrays are jax arrays and numpy arrays are numpy
+    arrays.
 
-    Without `like` the tree has the structure it was saved with: jax arrays are jax arrays and numpy arrays are numpy
-    arrays. `like` is a tree of arrays, `ShapeDtypeStruct`s or shardings; the result has its structure, shapes, dtypes
-    and shardings. A number and an array without axes become each other, as `like` has them, if they are of one kind
-    (bool, int, float, complex) and the value does not change. Files of equinox have no names, and need `like`.
-    A leaf of `like` that is a function, such as an activation of Equinox, stays as it is.
-    `into` is `like`, but modules in it that hold their state themselves, such as those of flax NNX and Keras, are
-    updated in place; they are part of the result, too.
-
-    `partial` allows differences: leaves that the checkpoint lacks stay as `like` has them, leaves that `like` lacks are
-    left out. The names of both are logged, or with `return_report` are in a LoadReport: the result is then a pair of
-    the tree and the report. `root`, such as "params.encoder", takes the subtree of that name for the whole checkpoint.
-    `rename` gives leaves other names before anything else looks at them, and transposes, stacks or unstacks them on the
-    way; it takes the rules of `convert`, as a file, text, pairs or a dict. `resize` changes arrays that have another
-    shape than in `like`: a dict of patterns of names and functions of the stored array and the leaf of `like`, or one
-    function of these two and the name.
-
-    `keys` are names of leaves or subtrees, or patterns such as "layers.*.bias"; dots in a key of a dict may be written
-    as they are. Without `like` the result is then a flat dict by the names that the checkpoint has.
-
-    `shardings` place leaves: one for all, or by name (nested or dotted, for some leaves or all), each a `Sharding`, a
-    `PartitionSpec` or a function that is called on the loaded array. `rules` are pairs of a regex and a PartitionSpec;
-    the regex is searched for in names joined by "/". With a `mesh` and neither, leaves are placed as they were saved.
-    Shardings on an `AbstractMesh`, as `jax.eval_shape` gives them, mean the same axes of `mesh`.
-
-    Inside of `jax.set_mesh` that mesh is the default for `mesh`. It never makes a load fail: leaves that no argument
-    and no record places are replicated over it, and leaves that JAX cannot hold are numpy arrays. If it has devices of
-    other processes, it counts only if `rules`, a `PartitionSpec` or an `AbstractMesh` needs a mesh.
-
-    `dtype` casts floating leaves. `callback(array, name)` is called for every array and returns its replacement.
-    `batch` is the number of arrays to read at a time; None reads all at once. `verify=False` skips the digests.
-
-    `progress` is True for a bar on standard error, or a function that is called with the bytes read so far and in
-    total, several times a second and from any thread; it starts again if a newer save replaces the checkpoint.
-
-    `mmap` maps numpy arrays and arrays on CPUs from the files, which are read when the arrays are used: the load takes
-    only as long as making the arrays. Digests are then checked only with `verify=True`, which reads everything once.
-    If another program writes to the files in place, the arrays change; if it truncates them, the process dies. eformer
-    never does either. Leaves that are not stored as they are wanted are read. In a bucket, `mmap` needs a `cache`.
-
-    `cache` is a directory of this machine that keeps what is read from a bucket, and never changes there, for the next
-    load; by default that of the environment variable EFORMER_CACHE, and False for none. Damaged parts of it are fetched
-    again. The least recently used objects are removed when it is larger than EFORMER_CACHE_BYTES, by default 100 GB or
-    half of the disk.
+    path            a directory, a file or a URL, of eformer or of another program; of a run the last step is loaded
+    like            a tree of arrays, `ShapeDtypeStruct`s or shardings: the result has its structure, shapes, dtypes and
+                    shardings. A number and an array without axes become each other, as `like` has them, if they are of
+                    one kind (bool, int, float, complex) and the value does not change. Functions, such as activations
+                    of Equinox, stay as they are. Files of equinox have no names, and need `like`
+    into            as `like`, but modules in it that hold their state themselves, such as those of flax NNX and Keras,
+                    are updated in place; they are part of the result, too
+    partial         allow differences: leaves that the checkpoint lacks stay as `like` has them, leaves that `like`
+                    lacks are left out. The names of both are logged
+    return_report   return a pair of the tree and a `LoadReport` instead of logging
+    root            take the subtree of this name, such as "params.encoder", for the whole checkpoint
+    rename          give leaves other names before anything else looks at them, and transpose, stack or unstack them on
+                    the way: the rules of `convert`, as a file, text, pairs or a dict
+    resize          change arrays that have another shape than in `like`: a dict of patterns of names and functions of
+                    the stored array and the leaf of `like`, or one function of these two and the name
+    prefix          the tree, if there are several
+    keys            names of leaves or subtrees, or patterns such as "layers.*.bias"; dots in a key of a dict may be
+                    written as they are. Without `like` the result is a flat dict by the names in the checkpoint
+    mesh            the mesh to load onto. With neither `rules` nor `shardings`, leaves are placed as they were saved.
+                    Shardings on an `AbstractMesh`, as `jax.eval_shape` gives them, mean the same axes of this mesh.
+                    None for the mesh of `jax.set_mesh`, which never makes a load fail: leaves that nothing else places
+                    are replicated over it, and leaves that JAX cannot hold are numpy arrays. If it has devices of other
+                    processes, it counts only if `rules`, a `PartitionSpec` or an `AbstractMesh` needs a mesh
+    rules           pairs of a regex and a PartitionSpec, or a dict; the regex is searched for in names joined by "/"
+    shardings       where leaves go: one for all, or by name (nested or dotted, for some leaves or all), each a
+                    `Sharding`, a `PartitionSpec` or a function that is called on the loaded array
+    dtype           cast floating leaves to this dtype
+    callback        a function of each array and its name, which returns the replacement
+    batch           the number of arrays to read at a time; None reads all at once
+    verify          False skips the digests; with `mmap`, True checks them, which reads everything once
+    mmap            map numpy arrays and arrays on CPUs from the files, which are read when the arrays are used: the
+                    load takes only as long as creating the arrays. If another program writes to the files in place, the
+                    arrays change; if it truncates them, the process dies. eformer never does either. Leaves that are
+                    not stored as they are wanted are read. In a bucket, `mmap` needs a `cache`
+    progress        True for a bar on standard error, or a function that is called with the bytes read so far and in
+                    total, several times a second and from any thread; it starts again if a newer save replaces the
+                    checkpoint
+    broadcast       read data that several processes hold only once, a part by each, and send it between the devices:
+                    faster for large leaves on slow storage
+    timeout         seconds that processes wait for each other, by default 600; and after which a load from a bucket is
+                    given up with TimeoutError, by default never, because its requests have limits of their own
+    store_options   a dict of options of the bucket that `path` is in, see `store_options`; from this call on they hold
+                    for the path and all below it
+    cache           a directory of this machine that keeps what is read from a bucket for the next load; None for that
+                    of the environment variable EFORMER_CACHE, False for none. Damaged parts of it are fetched again.
+                    The least recently used objects are removed when it is larger than EFORMER_CACHE_BYTES, by default
+                    100 GB or half of the disk
+    key             a public key, as the path of a PEM file or its content: refuse what its owner has not signed (see
+                    `sign`), and read nothing that is not checked against the signature first, whatever happens to the
+                    files meanwhile. Bytes that the load does not need are not checked; `verify` checks all
 
     If leaves go to devices of several processes, all of these must call `load`; no other process has to take part. An
-    error in one is an error in all. They wait for each other for `timeout` seconds, by default 600. Each process reads
-    what its devices hold. With `broadcast`, data that several processes hold is read once, a part by each, and sent
-    between the devices; this is faster for large leaves on slow storage.
+    error in one is an error in all. Each process reads what its devices hold.
 
-    With `timeout`, a load from a bucket is given up with TimeoutError after as many seconds in all; without it, only
-    its requests have limits. `store_options` are options of the bucket that `path` is in, see `store_options`;
-    from this call on they hold for the path and all below it.
+    Example:
 
-    `key` is a public key: the path of a PEM file, or its content. The load then refuses what its owner has not signed
-    (see `sign`), and reads nothing that is not checked against the signature first, whatever happens to the files
-    meanwhile. Bytes that the load does not need are not checked; `verify` checks all.
+        >>> state = checkpoint.load("run/step-100", like=state)
+        >>> checkpoint.load("run/step-100", keys="params", mesh=mesh, rules=[("w", PartitionSpec("data"))])
+        >>> model = checkpoint.load("hf/llama", into=model, rename="llama.rules")
+        >>> state = checkpoint.load("pretrained", like=state, partial=True)
     """
     remember(path, store_options)
     if like is not None and into is not None:

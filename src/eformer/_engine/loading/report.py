@@ -9,13 +9,13 @@ from eformer._engine.record.text import few
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What became of the leaves of a load, by name.
+    """List the leaves of a load by name, and where each came from.
 
-    loaded      come from the checkpoint
-    kept        the checkpoint lacks them: they stay as `like` has them
-    left_out    the checkpoint has them, `like` does not, or a rule leaves them out
-    resized     loaded, and brought to the shape in `like` by `resize`
-    code        functions, which no checkpoint holds: they stay as `like` has them
+    loaded      leaves from the checkpoint
+    kept        leaves that the checkpoint lacks, and that are those of `like`
+    left_out    leaves of the checkpoint that `like` lacks, or that a rule leaves out
+    resized     loaded leaves that `resize` brought to the shape in `like`
+    code        functions, which a checkpoint does not hold, and that are those of `like`
     """
 
     loaded: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """The record of a checkpoint: its trees, their leaves, and where the bytes of each leaf are.
 
 A manifest is JSON with a digest of itself, so that a flipped bit in a name, a shape or an offset is an error and
-never a different tree. `docs/format/safetensors.md` describes it field by field.
+never a different tree. `docs/format/manifest.md` describes it field by field.
 """
 
 from __future__ import annotations
@@ -429,17 +429,31 @@ class Manifest(Struct, frozen=True, kw_only=True):
         """Parse a manifest that is part of a document whose digest has been checked."""
         try:
             manifest = _decode_manifest(data)
-            if manifest.version <= VERSION:
-                for tree in manifest.trees.values():
-                    check_tree(tree)
+            for tree in manifest.trees.values():
+                check_tree(tree)
         except (*MALFORMED_JSON, FormatError) as error:
+            _refuse_newer(data, origin)  # whose fields may be others
             raise FormatError(f"{origin} is not a readable manifest: {error}") from error
         if manifest.version > VERSION:
-            raise VersionError(
-                f"{origin} is not a readable manifest: version {manifest.version}; this eformer reads up to {VERSION}, "
-                "upgrade it"
-            )
+            _refuse_newer(data, origin)
         return manifest
+
+
+class _Head(Struct):
+    """The fields that a manifest of every version has."""
+
+    version: int
+
+
+def _refuse_newer(data: bytes | str, origin: str) -> None:
+    try:
+        version = _decode_head(data).version
+    except MALFORMED_JSON:
+        return
+    if version > VERSION:
+        raise VersionError(
+            f"{origin} is not a readable manifest: version {version}; this eformer reads up to {VERSION}, upgrade it"
+        )
 
 
 class Receipt(Struct):
@@ -465,6 +479,7 @@ def weight_of(name: str, elements: int) -> int:
 
 
 _decode_manifest = msgspec.json.Decoder(Manifest).decode
+_decode_head = msgspec.json.Decoder(_Head).decode
 _decode_leaf = msgspec.json.Decoder(LeafEntry).decode
 _decode_leaves = msgspec.json.Decoder(dict[str, LeafEntry]).decode
 _decode_raw_leaves = msgspec.json.Decoder(dict[str, Raw]).decode

@@ -14,7 +14,7 @@ Snapshot = Literal["auto", "device", "host"]
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """Options of `save` and `save_async`.
+    """Set options of `save` and `save_async`.
 
     max_shard_bytes   maximum size of a data file in a directory; only a single larger leaf exceeds it
     dtype             store floating leaves as this dtype; None stores them unchanged

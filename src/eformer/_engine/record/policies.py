@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """One rule for when a run saves.
+    """Say when a run saves: at multiples of a number of steps, after some time, or at given steps.
 
-    steps      at every multiple of this number
-    minutes    when so many minutes have passed since the last save
-    at         at these steps
-    until      up to this step, and no further
+    steps      save at every multiple of this number
+    minutes    save when so many minutes have passed since the last save
+    at         save at these steps
+    until      save up to this step, and no further
     """
 
     steps: int | None = None
@@ -40,7 +40,7 @@ class Every:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """One rule for which steps stay: of the multiples of `every`, the last, the best, the recent, or all.
+    """Say which steps of a run stay: of the multiples of `every`, the last, the best, the recent, or all.
 
     every     only multiples of this number count for the rule
     last      the last so many of them

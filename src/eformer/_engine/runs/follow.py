@@ -62,10 +62,18 @@ def _newer(path: str | os.PathLike[str], last: int) -> list[Step]:
 
 
 def score(path: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -> None:
-    """Add metrics to a step, in a small file beside it: the step itself stays as it was sealed.
+    """Add metrics to a step, in a small file beside it. The step itself does not change.
 
     `Step.metrics` has them, and rules such as `Keep(best=3, by="eval.loss")` count them. Later scores of the same name
     replace earlier ones.
+
+    path      the run
+    step      the number of the step
+    metrics   numbers by name
+
+    Example:
+
+        >>> checkpoint.score("run", 300, {"eval.loss": 0.25})
     """
     store = store_at(path)
     found = next((there for there in steps(path) if there.number == step), None)

@@ -55,7 +55,12 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, type(jax.
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a run goes on from: the tree, how many steps are done, and why steps were skipped."""
+    """Describe the step that a run continues from.
+
+    tree      the state
+    step      how many steps are done
+    skipped   the steps that were skipped because they are damaged, and why
+    """
 
     tree: Any
     step: int
@@ -79,6 +84,9 @@ class Run:
     signals    signals at which the run saves and stops; None for SIGTERM where that works, () for none
     tolerate   how many saves in a row may fail before a call raises the error
     on_saved   function that is called with each `Step` that is committed, in the thread of the save
+    format     the format of the steps, see `save`
+    options    the options of the saves: a `SaveOptions`, or a dict of its fields
+    clock      a function that returns seconds, for rules by time
     near       a directory in memory or on a local disk of each host, for steps that are saved more often: each process
                saves what it holds, and the run resumes from them if all processes still have theirs
     near_every
@@ -166,6 +174,10 @@ class Run:
         step      a number, or "best" for the best step by the rule of `keep` that names a metric
         into      like `like`, but modules in it are updated in place, see `load`
         data      an iterator, which is put to the position that it had
+        mesh      where leaves go, with `rules` and `shardings`: see `load`
+        rules     see `load`
+        shardings
+                  see `load`
         rewind    with an older `step`: put the newer ones aside; without it they are an error
         cache     a directory that keeps what is read from a bucket, see `load`
         key       a public key: refuse a step that its owner has not signed, see `load`; not with `near`
@@ -333,8 +345,13 @@ class Run:
         """Save in the background if it is time: `step` steps are done. Return the save, or None; a near one is not
         returned.
 
-        If the job was told to end, save, wait for that, and set `stopping`. `tree` may be a function that returns the
-        tree, which is called only if it is saved. `metrics` may be on a device: they are fetched in the background.
+        If the job was told to end, save, wait for that, and set `stopping`.
+
+        step       how many steps are done
+        tree       the state; or a function that returns it, which is called only if it is saved
+        data       an iterator, whose position is saved with the state
+        metrics    numbers by name, which `Step.metrics` gives back; those on a device are fetched in the background
+        metadata   a dict of plain values, which `Step.metadata` gives back
         """
         step = checked_number(step)
         why = self._why(step)
@@ -363,7 +380,10 @@ class Run:
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Pending:
-        """Save this step in the background, whatever the rules say. A step that exists is replaced."""
+        """Save this step in the background, whatever the rules say. A step that exists is replaced.
+
+        The arguments are those of `after`: `step`, `tree`, `data`, `metrics` and `metadata`.
+        """
         return self._save(checked_number(step), tree, data, metrics, metadata, "call")
 
     def request(self) -> None:
@@ -377,7 +397,7 @@ class Run:
         return self._is_told
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the save under way, and raise its error."""
+        """Wait for the save under way, and raise its error; raise TimeoutError after `timeout` seconds."""
         if self._near:
             self._near.wait(timeout)
         if self._pending is not None:

@@ -46,6 +46,7 @@ class Step:
 
     @property
     def name(self) -> str:
+        """The name of its directory, such as "step-100"."""
         return self.path.rpartition("/")[2]
 
     @lazy_property
@@ -102,6 +103,7 @@ class Step:
 
     @property
     def metadata(self) -> dict[str, Any]:
+        """The `metadata` that the caller gave to `Run.after` or `Run.save`."""
         return {name: value for name, value in self._metadata.items() if name != RUN_METADATA}
 
     @property
@@ -110,7 +112,7 @@ class Step:
         return sum(tree.nbytes for tree in self._found.trees.values())
 
     def held(self) -> AbstractContextManager[str]:
-        """Return a context manager for a path by which the step can be read however often the run is pruned meanwhile.
+        """Return a context manager that gives a path at which the step stays readable, even if the run removes it.
 
         Example:
 

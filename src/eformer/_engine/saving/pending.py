@@ -38,16 +38,18 @@ class Pending:
         self._error: BaseException | None = None
 
     def result(self, timeout: float | None = None) -> str:
-        """Wait for the save and return the path. Raise the error of the save, or TimeoutError if it takes too long."""
+        """Wait for the save and return the path. Raise its error, or TimeoutError after `timeout` seconds."""
         self.exception(timeout)
         return self._future.result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the save, for at most `timeout` seconds, and return its error, or None if it succeeded."""
         error = self._future.exception(timeout)
         self.was_asked = True
         return error
 
     def done(self) -> bool:
+        """Tell whether the save has finished, with or without an error."""
         return self._future.done()
 
     def add_done_callback(self, callback: Callable[[Pending], object]) -> None:

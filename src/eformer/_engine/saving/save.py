@@ -53,18 +53,17 @@ def save(
 ) -> str:
     """Save `tree` to `path`, atomically and durably. On any error the previous checkpoint is left intact.
 
-    Args:
-        tree: any pytree. Nobody may write to its numpy arrays meanwhile; `save_async` copies them.
-        path: a directory, which holds one tree for each prefix, or one file if it ends in ".safetensors". "~" and
-            file:// URLs are understood, and those of buckets: s3://, gs://, az:// and others.
-        prefix: the name of the tree in the directory.
-        format: "safetensors", or "tensorstore" for zarr arrays.
-        metadata: a dict of plain values that `inspect` gives back; arrays without axes become plain numbers.
-        options: see `SaveOptions`; or a dict of its fields.
-        overwrite: replace a ".safetensors" file that another program wrote. Checkpoints of eformer are replaced without
-            this; files of other programs in a directory never are.
-        progress: True for a bar on standard error; or a function that is called with the bytes of leaves written so
-            far and in all, several times a second, from any thread. If it raises, the save fails with that error.
+    tree        any pytree. Nobody may write to its numpy arrays meanwhile; `save_async` copies them
+    path        a directory, which holds one tree for each prefix, or one file if it ends in ".safetensors". "~" and
+                file:// URLs are understood, and those of buckets: s3://, gs://, az:// and others
+    prefix      the name of the tree in the directory
+    format      "safetensors", or "tensorstore" for zarr arrays
+    metadata    a dict of plain values that `inspect` gives back; arrays without axes become plain numbers
+    options     a `SaveOptions`, or a dict of its fields
+    overwrite   replace a ".safetensors" file that another program wrote. Checkpoints of eformer are replaced without
+                this; files of other programs in a directory never are
+    progress    True for a bar on standard error; or a function that is called with the bytes of leaves written so far
+                and in all, several times a second, from any thread. If it raises, the save fails with that error
 
     Several processes all make this call, with the same tree and a directory that all see. Each writes its own part of
     arrays that lie on devices of several. Arrays and metadata that each process has for itself (numpy arrays, arrays on
@@ -97,6 +96,9 @@ def save_async(
     overwrite: bool = False,
 ) -> Pending:
     """Save like `save`, but return as soon as the caller may donate or change every array of the tree.
+
+    The arguments are those of `save`. Saves to one path are committed in the order of the calls. `Pending.result`
+    waits for the save and raises its error; the program does not end before the save has finished.
 
     Example:
         >>> pending = checkpoint.save_async(state, "run/step-200")

@@ -43,7 +43,6 @@ def store_options(url: str | os.PathLike[str], /, **options: Any) -> StoreOption
 
     Example:
         >>> checkpoint.store_options("s3://bucket", endpoint="https://minio.example.com", profile="training")
-        >>> checkpoint.save(state, "s3://bucket/run/step-100")
     """
     return StoreOptions(str(url), options)
 

@@ -70,6 +70,7 @@ class Conversion:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all leaves of the result."""
         return sum(leaf.nbytes for leaves in self.leaves.values() for leaf in leaves)
 
     def __str__(self) -> str:

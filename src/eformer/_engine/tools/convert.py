@@ -92,7 +92,7 @@ def convert(
 
     Example:
 
-        >>> convert("run/step-100", "hf", to="safetensors", dtype="bf16")
+        >>> convert("run/step-100", "out", to="safetensors", dtype="bf16")
         >>> convert("model.msgpack", "model.safetensors", dry_run=True).notes
         ('the source has no digests: its bytes could be read, but not checked',)
     """

@@ -116,7 +116,7 @@ def diff(
         >>> found.same
         False
         >>> print(found.changed[0])
-        params.w: float32[4, 4]: largest difference 0.01, mean 0.004, in 100.000% of the elements
+        params.w: float32[8, 4]: largest difference 1, mean 1, in 100.000% of the elements
     """
     pairs = _pairs(a, b, prefix)
     found = _Differences()

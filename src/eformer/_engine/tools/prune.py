@@ -76,9 +76,9 @@ def prune(
     Example:
 
         >>> prune("run", keep=2, dry_run=True).removed
-        ('step-100', 'step-200')
+        ('step-100',)
         >>> prune("run", keep=2, check=True).kept
-        ('step-300', 'step-400')
+        ('step-200', 'step-300')
         >>> prune("run", keep=[Keep(last=2), Keep(every=1000), Keep(best=3, by="eval.loss")])
     """
     plan = plan_removal(directory, keep)

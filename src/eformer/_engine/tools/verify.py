@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Report what `verify` found.
+    """Report what `verify` found. `print` shows it.
 
     damages         every damaged or missing range of bytes
     has_digests     False for files of other programs: only their structure and completeness could be checked
@@ -58,6 +58,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """Whether nothing is damaged and nothing left out."""
         return not self.damages and not self.left_out
 
     def __str__(self) -> str:
@@ -106,7 +107,7 @@ def verify(path: str | os.PathLike[str], *, key: Key | None = None, progress: Pr
         >>> report.ok
         True
         >>> print(report)
-        run/step-100: 14 leaves, 45875200 bytes: every digest matches
+        run/step-100: 3 leaves, 384 bytes: every digest matches
     """
     with caching(False):  # it is the checkpoint that has to be checked
         if key is None:

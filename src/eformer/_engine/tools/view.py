@@ -60,7 +60,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspected:
         >>> record.format, list(record.trees)
         ('safetensors', [''])
         >>> record.trees[""].leaves["params.w"].shape
-        (4, 4)
+        (8, 4)
     """
     return look_at(path, _inspected)
 
@@ -163,6 +163,7 @@ class View(Mapping[str, Any]):
 
     @property
     def format(self) -> str:
+        """The format of the checkpoint."""
         return self._found.manifest.format
 
     @property
@@ -177,9 +178,11 @@ class View(Mapping[str, Any]):
 
     @property
     def metadata(self) -> dict[str, Any]:
+        """The `metadata` argument of the save."""
         return self._tree.metadata
 
     def close(self) -> None:
+        """Close the files. Arrays of the view cannot be read any more."""
         self._is_open = False
         self._files.close()
 
@@ -214,7 +217,7 @@ class View(Mapping[str, Any]):
         return array
 
     def read_all(self, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
-        """Read many arrays at once, which is much faster than one by one if they are small."""
+        """Read the arrays of these `names` at once, which is much faster than one by one if they are small."""
         wants = [Want(name, entry := self._entries[name], entry.dtype) for name in names]
         return {name: array for name, (array,) in zip(names, self._fetch(wants), strict=True)}
 

@@ -25,7 +25,9 @@ def join_key(prefix: str | None, k: str | None) -> str:
 def leaf_key_paths(
     pytree: Any, prefix: str | None = "", *, is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Return a tree of the same structure whose leaves are their own dotted paths, for display.
+    """Return a tree of the structure of `pytree` whose leaves are their own dotted paths, for display.
+
+    `prefix` comes before each path. `is_leaf` is that of `jax.tree.flatten`.
 
     Unlike the names under which leaves are stored, the paths are not escaped: {"a.b": x, "a": {"b": y}} has the path
     "a.b" twice.

@@ -94,6 +94,7 @@ def register_module(
 ) -> None:
     """Let objects of a class of your own be saved and loaded as part of a tree, or as the whole tree.
 
+    kind      the class
     state     function of an object that returns its state, a tree of arrays
     update    function of an object and a loaded state that changes the object; for `load(..., into=)`
     build     function of an object and a loaded state that returns a new object; for `load(..., like=)`, and for

@@ -74,7 +74,15 @@ def class_name(kind: type) -> str:
 
 
 def register_node(kind: type) -> type:
-    """Allow checkpoints to rebuild this class by name. Usable as a decorator; the last class of a name wins."""
+    """Allow checkpoints to rebuild the class `kind` by name, without `like`. The last class of a name wins.
+
+    Example:
+
+        >>> @checkpoint.register_node
+        ... class Moments(NamedTuple):
+        ...     mu: Any
+        ...     nu: Any
+    """
     if kind in BUILTIN_NODES or not is_node(kind):
         raise StructureError(
             f"{class_name(kind)} is not a pytree class: register it with jax.tree_util first"

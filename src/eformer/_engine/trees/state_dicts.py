@@ -32,9 +32,12 @@ _path: ContextVar[tuple[str, ...]] = ContextVar("path", default=())
 def register_serialization_state(
     ty: type, ty_to_state_dict: ToState, ty_from_state_dict: FromState, override: bool = False
 ) -> None:
-    """Convert objects of exactly this type by these two functions.
+    """Convert objects of exactly the type `ty` by two functions.
 
-    Raises a ValueError if the type has functions already, unless `override` is set.
+    ty                   the type
+    ty_to_state_dict     function of an object that returns its state dict
+    ty_from_state_dict   function of an object and a state dict that returns a new object
+    override             replace the functions that the type has already; without it they are a ValueError
     """
     if not override and (ty in _registered or ty in (dict, list, tuple, Partial)):
         raise ValueError(f'a serialization handler for "{ty.__name__}" is already registered')
@@ -157,7 +160,8 @@ _BUILTIN: dict[type, Callable[[Any], _Parts]] = {
 def from_state_dict(target: Any, state: Any, name: str = ".") -> Any:
     """Return a copy of `target` that holds the leaves of `state`; list every mismatch in one MismatchError.
 
-    Of the target's leaves only shapes and dtypes matter. For a target of None the state is returned unchanged.
+    Of the target's leaves only shapes and dtypes matter. For a target of None the state is returned unchanged. `name`
+    is the root of the paths in error messages.
     """
     problems: list[str] = []
     restored = _restore(target, state, (*_path.get(), str(name)), problems)

@@ -1,0 +1,123 @@
+"""Put the tables of the committed results into docs/speed.md, and say which sentences other pages may repeat.
+
+    python bench/page.py
+
+A block between `<!-- bench: NAME -->` and `<!-- end of NAME -->` is written anew. `tests/test_figures.py` fails if a
+page disagrees with the results.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from bars import Bar
+from report import Verdict, as_table
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+PAGE = ROOT / "docs" / "speed.md"
+_BLOCK = re.compile(r"(<!-- bench: (?P<name>\w+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
+
+
+def blocks() -> dict[str, str]:
+    """Return the tables, by the names that the page gives them."""
+    return {"bars": bars(full()), "h200": tables_in("h200.md")}
+
+
+def filled(page: str) -> str:
+    """Return the page with every block as the results have it."""
+    known = blocks()
+    return _BLOCK.sub(lambda found: f"{found[1]}{known[found['name']]}\n{found[3]}", page)
+
+
+def full() -> dict[str, Any]:
+    """Return the committed results of the whole benchmark."""
+    return json.loads((RESULTS / "full.json").read_text("utf-8"))  # type: ignore[no-any-return]
+
+
+def bars(results: dict[str, Any]) -> str:
+    """Return the table of bars, with the goals that they had when it was measured."""
+    columns = ["workload", "system", "what", "median round", "all rounds", "bar", "met"]
+    return as_table(columns, [verdict.row() for verdict in _verdicts(results)])
+
+
+def _verdicts(results: dict[str, Any]) -> list[Verdict]:
+    return [Verdict(**{**found, "bar": Bar(**found["bar"])}) for found in results["bars"]]
+
+
+def tables_in(name: str) -> str:
+    """Return the tables of a result, as it was written."""
+    text = (RESULTS / name).read_text("utf-8")
+    return "\n\n".join(table.strip() for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE))
+
+
+# --------------------------------------------------------------------------------------------- sentences
+
+
+def sentences() -> dict[str, list[str]]:
+    """Return what pages say about the results in words, by page: each must be there, letter by letter."""
+    return {
+        "README.md": [_beside_orbax(full()), _on_h200()],
+        "docs/index.md": [_beside_orbax(full())],
+        "docs/guides/training-run.md": _of_runs(),
+        "docs/guides/buckets.md": _of_buckets(),
+    }
+
+
+def _beside_orbax(results: dict[str, Any]) -> str:
+    found = {(v.workload, v.bar.system, v.bar.what, v.bar.beside): v.reached or 0 for v in _verdicts(results)}
+    save, load = (found["llama", "eformer", what, "orbax"] for what in ("save", "load"))
+    size, cores = results["workloads"]["llama"]["nbytes"] / 1e9, results["machine"]["cores"]
+    return (
+        f"On {cores} cores a {size:.1f} GB model saves {save:.2g} times and loads {load:.2g} times as fast as with "
+        f"Orbax, and `save_async` blocks for {found['llama', 'eformer, async', 'blocked', '']:.0f} ms"
+    )
+
+
+def _on_h200() -> str:
+    found = json.loads((RESULTS / "h200.json").read_text("utf-8"))
+    speed = found["summary"]["eformer"]["load, GB/s"]
+    return f"on an H200, {found['facts']['bytes'] / 1e9:.1f} GB load at {int(speed)} GB/s"
+
+
+def _row(name: str, beginning: str) -> list[str]:
+    """Return the cells of the row that begins like this."""
+    lines = (RESULTS / name).read_text("utf-8").splitlines()
+    line = next(line for line in lines if line.startswith(f"| {beginning} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def _number(cell: str) -> float:
+    return float(cell.split()[0])
+
+
+def _of_runs() -> list[str]:
+    plain, saving = (
+        _row("runs.md", name)[1] for name in ("no saves", "`checkpoint.Run`, synced to the disk")
+    )
+    after = _number(_row("runs.md", "`after` without a save")[1])
+    listing = _number(_row("runs.md", "listing 10,000 steps in a new process")[1])
+    return [
+        f"A call of `after` that does not save takes {after:.0f} µs, and a run of 10,000 steps is listed in "
+        f"{listing:.1f} s.",
+        f"the median step takes {saving} instead of {plain}",
+    ]
+
+
+def _of_buckets() -> list[str]:
+    save, load = _row("cloud.md", "`save`, a directory"), _row("cloud.md", "`load`")
+    digests = _number(_row("cloud.md", "obstore, with digests")[3]) - _number(
+        _row("cloud.md", "obstore, one buffer")[3]
+    )
+    return [
+        f"a save of 1 GiB reaches {_number(save[2]):.1f} of the speed",
+        f"a verified load reaches {_number(load[2]):.1f} of the speed",
+        f"take {digests:.2f} s of CPU for each GiB",
+    ]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text("utf-8")), "utf-8")

@@ -1,0 +1,89 @@
+"""Build the site: `make docs`. The source directory is the repository itself, so that links are as on GitHub."""
+
+import re
+import sys
+from pathlib import Path
+
+from eformer._version import __version__
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "_site"))
+
+from docstrings import as_rst  # noqa: E402  it is beside this file
+
+project = "eformer"
+copyright = "the eformer authors"  # noqa: A001  the name is Sphinx's
+release = __version__
+
+extensions = [
+    "myst_parser",  # pages are Markdown
+    "sphinx.ext.autodoc",  # API pages are made from docstrings
+    "sphinx_click",  # the page of the command line is made from its help
+    "sphinx_copybutton",
+]
+root_doc = "docs/index"
+include_patterns = ["docs/**", "*.md", "bench/results/*.md", "faults/results/*.md"]
+exclude_patterns = [".*", "src", "tests", "README.md", "docs/_build", "docs/_site", "*/.scratch*"]
+
+myst_heading_anchors = 4  # links to headings are checked, too
+
+default_role = "code"  # of single backticks in docstrings
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints = "none"  # signatures stay readable: docstrings say what the arguments are
+python_maximum_signature_line_length = 88
+
+html_theme = "furo"
+html_title = f"eformer {release}"
+html_static_path = ["_site/static"]
+html_css_files = ["site.css"]
+templates_path = ["_site/templates"]
+html_additional_pages = {"index": "redirect.html"}  # the start page is docs/index.html
+html_copy_source = False
+html_show_sphinx = False
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+# Objects that functions return: what they hold matters, and not how they are made.
+RESULTS = {
+    "Conversion",
+    "Diff",
+    "DryRun",
+    "LoadReport",
+    "Manifest",
+    "Pending",
+    "Pruned",
+    "Report",
+    "Resumed",
+    "Step",
+    "View",
+}
+
+
+def add_navigation(app, name, source):
+    """Add the tree of pages to the start page: on GitHub it would be shown as code."""
+    if name == root_doc:
+        source[0] += (HERE / "_site" / "navigation.md").read_text("utf-8")
+
+
+def convert_docstring(app, what, name, obj, options, lines):
+    is_result = what == "class" and name.rpartition(".")[2] in RESULTS
+    lines[:] = as_rst(lines, "ivar" if is_result else "param")
+
+
+def drop_signature(app, what, name, obj, options, signature, returns):
+    return ("", "") if what == "class" and name.rpartition(".")[2] in RESULTS else None
+
+
+def show_examples(app, context, lines):
+    """Show the examples in the help of a command as code. sphinx-click gives them as lines that begin with a bar."""
+    text = "\n".join(lines)
+    block = lambda found: "::\n\n" + re.sub(r"^\| ", "    ", found[0], flags=re.MULTILINE)  # noqa: E731
+    lines[:] = re.sub(r"(^\| .*\n?)+", block, text, flags=re.MULTILINE).split("\n")
+
+
+def setup(app):
+    app.connect("source-read", add_navigation)
+    app.connect("autodoc-process-docstring", convert_docstring)
+    app.connect("autodoc-process-signature", drop_signature)
+    app.connect("sphinx-click-process-description", show_examples)

@@ -1,0 +1,288 @@
+"""Set the stage for the blocks of each page: the files and the variables that its examples speak of."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from jax.sharding import PartitionSpec as P
+
+from eformer import checkpoint
+from support.pages import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SAMPLES = ROOT / "tests" / "compat"
+LLAMA_RULES = r"""
+model\.layers\.(\d+)\.mlp\.up\.weight -> layers.up | transpose | stack \1
+model\.embed\.weight -> embed
+"""
+BACK_RULES = r"""
+layers\.up -> model.layers.{}.mlp.up.weight | unstack | transpose
+embed -> model.embed.weight
+"""
+
+
+class Done(KeyboardInterrupt):
+    """Ends a loop of an example that would go on for ever. Nothing catches it on the way, as nothing catches Ctrl-C."""
+
+
+STAGES: dict[str, Callable[[], dict[str, Any]]] = {}
+REPLACED: dict[str, dict[str, str]] = {
+    # A store of this process has the same rules as a bucket.
+    "docs/guides/buckets.md": {
+        'save(state, "s3:': 'save(state, "memory:',
+        'load("s3:': 'load("memory:',
+        'Run("s3:': 'Run("memory:',
+    },
+    "docs/guides/training-run.md": {"/dev/shm/llama": "near"},
+    "docs/guides/from-pytorch.md": {"model.embed.weight": "0.weight"},
+}
+
+
+def stage(page: str) -> Callable[[Callable[[], dict[str, Any]]], Callable[[], dict[str, Any]]]:
+    def add(function: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+        STAGES[page] = function
+        return function
+
+    return add
+
+
+def mesh(*axes: str) -> jax.sharding.Mesh:
+    sizes = (jax.device_count(), *[1] * (len(axes) - 1))
+    return jax.make_mesh(sizes, axes)
+
+
+def state() -> dict[str, Any]:
+    params = {"embedding": jnp.arange(64.0).reshape(32, 2), "kernel": jnp.ones((8, 8)), "bias": jnp.ones(8)}
+    return {"params": params, "step": 1}
+
+
+def llama(path: str) -> dict[str, Any]:
+    """Write a model as Hugging Face does; return the tree that the rules make of it."""
+    weights = {f"model.layers.{i}.mlp.up.weight": np.full((2, 4), i, np.float32) for i in range(3)}
+    weights["model.embed.weight"] = np.ones((8, 2), np.float32)
+    Path(path).mkdir(parents=True)
+    safetensors.numpy.save_file(weights, Path(path, "model.safetensors"))
+    Path("llama.rules").write_text(LLAMA_RULES)
+    return {"layers": {"up": jnp.zeros((3, 4, 2))}, "embed": jnp.zeros((8, 2))}
+
+
+@stage("README.md")
+def _readme() -> dict[str, Any]:
+    saved = state()
+    model = llama("hf/llama")
+    for path in ("run/step-100", "pretrained", "checkpoint", "step-100", "step-200"):
+        checkpoint.save(saved, path)
+    Path("rules.txt").write_text(r"params\.(.*) -> \1")
+    return {"state": saved, "mesh": mesh("data", "model"), "model": model, "P": P}
+
+
+@stage("docs/index.md")
+def _index() -> dict[str, Any]:
+    return {"state": {"embedding": jnp.ones((32, 2))}}
+
+
+@stage("docs/quickstart.md")
+def _quickstart() -> dict[str, Any]:
+    return {}
+
+
+@stage("docs/format/index.md")
+def _format() -> dict[str, Any]:
+    Path("examples").symlink_to(ROOT / "examples")
+    checkpoint.save(state(), "checkpoint")
+    return {}
+
+
+@stage("docs/guides/buckets.md")
+def _buckets() -> dict[str, Any]:
+    return {"state": state()}
+
+
+@stage("docs/guides/from-flax.md")
+def _flax() -> dict[str, Any]:
+    import flax.serialization
+
+    Path("model.msgpack").write_bytes(flax.serialization.to_bytes({"w": np.ones(3)}))
+    return {}
+
+
+@stage("docs/guides/from-hugging-face.md")
+def _hugging_face() -> dict[str, Any]:
+    llama("models/llama")  # in the home directory, which is this one
+    Path("rules.txt").write_text(LLAMA_RULES)
+    Path("back.txt").write_text(BACK_RULES)
+    return {}
+
+
+@stage("docs/guides/from-orbax.md")
+def _orbax() -> dict[str, Any]:
+    checkpoint.save(state(), "saved", prefix="default")
+    for step in (1000, 2000):
+        checkpoint.convert("saved", f"run/{step}", to="orbax")
+    return {}
+
+
+@stage("docs/guides/from-pytorch.md")
+def _torch() -> dict[str, Any]:
+    shutil.copy(SAMPLES / "torch" / "weights.pt", "model.pt")
+    shutil.copytree(SAMPLES / "torch" / "distributed", "dcp/step_100")
+    Path("rules.txt").write_text(r"(\d)\.(.*) -> layer\1.\2")
+    params = checkpoint.load("model.pt", rename="rules.txt")
+    return {"checkpoint": checkpoint, "params": params, "mesh": mesh("data")}
+
+
+@stage("docs/guides/from-the-original.md")
+def _original() -> dict[str, Any]:
+    shutil.copytree(SAMPLES / "data" / "ts_v2", "checkpoint")
+    return {}
+
+
+@stage("docs/guides/msgpack.md")
+def _msgpack() -> dict[str, Any]:
+    return {"state": state()}
+
+
+@stage("docs/guides/partial-loads.md")
+def _partial_loads() -> dict[str, Any]:
+    model = jax.eval_shape(lambda tree: tree, llama("hf/llama"))
+    return {"checkpoint": checkpoint, "abstract_model": model, "mesh": mesh("data")}
+
+
+@stage("docs/guides/peft.md")
+def _peft() -> dict[str, Any]:
+    lora = {"lora_a": np.ones((4, 2)), "lora_b": np.ones((2, 6))}
+    checkpoint.save({"model": {"layers": [{"q_proj": lora}]}}, "lora")
+    Path("settings.json").write_text(json.dumps({"lora_alpha": 16}))
+    Path("lora.rules").write_text(r"model\.(.*) -> transformer.\1")
+    return {}
+
+
+@stage("docs/guides/signatures.md")
+def _signatures() -> dict[str, Any]:
+    saved = state()
+    for path in ("checkpoint", "run/step-100"):
+        checkpoint.save(saved, path)
+    return {"state": saved, "run": checkpoint.Run("run")}
+
+
+@stage("docs/guides/the-manager.md")
+def _manager() -> dict[str, Any]:
+    return {"state": state(), "mesh": mesh("model"), "P": P}
+
+
+@stage("docs/guides/training-run.md")
+def training_run() -> dict[str, Any]:
+    def evaluate(path: str) -> float:
+        if checkpoint.load(path)["step"] == 3000:
+            raise Done
+        return 0.5
+
+    def train_step(state: Any, batch: Any) -> Any:
+        return {**state, "step": state["step"] + 1}, 0.25
+
+    data = _Data()
+    return {
+        "state": {"w": np.zeros(4), "step": 0},
+        "data": data,
+        "train_step": train_step,
+        "evaluate": evaluate,
+    }
+
+
+class _Data:
+    """Batches for 3,500 steps."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __next__(self) -> None:
+        self.taken += 1
+        if self.taken > 3500:
+            raise Done
+
+    def get_state(self) -> int:
+        return self.taken
+
+    def set_state(self, state: int) -> None:
+        self.taken = state
+
+
+# ------------------------------------------------------------------------------------------- docstrings
+
+
+def names_of_docstrings() -> dict[str, Any]:
+    """Write a run and models that examples of docstrings speak of, and return their variables."""
+    from datetime import timedelta
+    from typing import NamedTuple
+
+    for step in (100, 200, 300):
+        checkpoint.save(_saved(step), f"run/step-{step}")
+    checkpoint.save(_saved(0), "pretrained")
+    model = llama("hf/llama")
+    _write_others()
+    taken = []
+
+    def evaluate(path: Any) -> float:
+        taken.append(path)
+        if len(taken) > 2:
+            raise Done
+        return 0.5
+
+    return {
+        **{name: getattr(checkpoint, name) for name in checkpoint.__all__},
+        "checkpoint": checkpoint,
+        "state": _saved(1),
+        "params": _saved(1)["params"],
+        "model": model,
+        "batch": None,
+        "train_step": lambda state, batch: state,
+        "mesh": mesh("data"),
+        "PartitionSpec": P,
+        "evaluate": evaluate,
+        "step": checkpoint.steps("run")[0],
+        "timedelta": timedelta,
+        "NamedTuple": NamedTuple,
+        "Any": Any,
+        "Ema": _Ema,
+        "ema": _Ema(jnp.ones(2)),
+        "jnp": jnp,
+        "np": np,
+        "jax": jax,
+    }
+
+
+def _saved(step: int) -> dict[str, Any]:
+    return {
+        "params": {"embedding": jnp.ones((32, 2)), "w": jnp.full((8, 4), step / 100, jnp.float32)},
+        "step": step,
+    }
+
+
+def _write_others() -> None:
+    from eformer.pytree import save_to_file
+    from eformer.serialization import Checkpointer
+    from support.keys import PRIVATE, PUBLIC
+
+    Path("private.pem").write_bytes(PRIVATE)
+    Path("public.pem").write_bytes(PUBLIC)
+    save_to_file({"w": np.ones(2)}, "model.msgpack")
+    checkpointer = Checkpointer("runs/llama", None, [])
+    checkpointer.on_step(None, {"w": np.ones(2)}, step=1000, force=True)
+    checkpointer.wait_until_finished()
+
+
+class _Ema:
+    def __init__(self, average: Any) -> None:
+        self.average = average
+
+    def set_average(self, average: Any) -> None:
+        self.average = average

@@ -1,0 +1,142 @@
+"""Every public name is on a page of the API, with a docstring that says what it does, its arguments, and an example."""
+
+import doctest
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+from contextlib import suppress
+
+import pytest
+
+import eformer.checkpoint
+from support import api
+from support.api import arguments, calls, on_pages, public
+from support.pages import ROOT
+from support.stages import Done, names_of_docstrings, training_run
+
+CALLS = {name: (call, text) for name, call, text in calls()}
+
+# What functions return: their fields are described, and nobody makes them.
+RESULTS = {
+    "Conversion", "Diff", "DryRun", "LoadReport", "Manifest", "Pending", "Pruned", "Report", "Resumed", "Step", "View",
+}  # fmt: skip
+MAIN = [
+    *("abstract", "convert", "diff", "dry_run", "follow", "inspect", "latest", "load", "open", "prune"),
+    *("register_module", "register_node", "save", "save_async", "score", "sign", "steps", "store_options"),
+    *("verify", "wait", "Run"),
+]
+VERBS = """
+    Add Allow Ask Call Check Close Compare Compress Compute Convert Count Create Decompress Delete Describe Do Estimate
+    Flatten Group Iterate Join Let Load Move Open Read Replace Replicate Restore Return Save Say Send Serialize Set Sign
+    Split Start Strip Tell Wait Write Yield
+"""
+SAME_AS = re.compile(r"arguments are those of `(?P<name>\w+)`")
+
+
+def test_every_public_name_is_on_a_page():
+    assert set(public()) == set(on_pages())
+
+
+def test_every_member_that_a_page_shows_is_there_and_has_a_docstring():
+    for name, members in on_pages().items():
+        for member in filter(None, members):
+            assert inspect.getdoc(getattr(public()[name], member)), f"{name}.{member}"
+
+
+@pytest.mark.parametrize("name", [n for n, (call, _) in CALLS.items() if inspect.isfunction(call)])
+def test_a_docstring_begins_with_a_verb_in_the_imperative(name):
+    assert CALLS[name][1].split()[0] in VERBS.split()
+
+
+@pytest.mark.parametrize("name", [n for n in CALLS if n.rpartition(".")[2] not in RESULTS])
+def test_a_docstring_says_what_the_arguments_are(name):
+    call, text = CALLS[name]
+    if same := SAME_AS.search(text):
+        text += CALLS[f"{name.rpartition('.')[0]}.{same['name']}"][1]
+    missing = [each for each in arguments(call) if not re.search(rf"\b{each}\b", text)]
+    assert not missing, f"{name} does not explain {missing}"
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_the_main_functions_have_an_example(name):
+    text = inspect.getdoc(public()[f"eformer.checkpoint.{name}"])
+    assert re.search(r"^    (>>> |with )", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, text) in CALLS.items() if ">>>" in text])
+def test_the_examples_in_docstrings_do_what_they_show(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module(next(m for m in reversed(api.MODULES) if name.startswith(m)))
+    variables = {**vars(module), **names_of_docstrings()}
+    test = doctest.DocTestParser().get_doctest(CALLS[name][1], variables, name, None, 0)
+    runner = doctest.DocTestRunner(_ShownOutput(), verbose=False)
+    with suppress(Done):
+        runner.run(test, out=sys.stderr.write, clear_globs=False)
+    if "checkpoint.register_module" in CALLS[name][1]:
+        _forget_modules()
+    assert runner.failures == 0
+
+
+def test_the_training_loop_in_the_docstring_of_run_works(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = inspect.getdoc(public()["eformer.checkpoint.Run"])
+    loop = re.search(r"(?:^    .*\n)+", text, re.MULTILINE)[0]
+    variables = {"checkpoint": eformer.checkpoint, **training_run()}
+    with suppress(Done):
+        exec(textwrap.dedent(loop), variables)
+    assert [step.number for step in eformer.checkpoint.steps("runs/llama")] == [1000, 2000, 3000]
+
+
+class _ShownOutput(doctest.OutputChecker):
+    """Compare the output of lines whose output is shown; others may return anything."""
+
+    def check_output(self, want, got, optionflags):
+        return not want or super().check_output(want, got, optionflags)
+
+
+def _forget_modules():
+    from eformer._engine.trees import modules
+
+    modules._registered.functions = {}
+    modules._framework_of.cache_clear()
+
+
+def test_a_docstring_becomes_text_that_sphinx_understands():
+    sys.path.insert(0, str(ROOT / "docs" / "_site"))
+    try:
+        from docstrings import as_rst
+    finally:
+        sys.path.pop(0)
+    text = """\
+        Do it.
+
+        one        the first,
+                   in two lines
+        two, three
+                   the others
+
+            plain code
+
+        Example:
+            >>> do()
+        """
+    expected = """\
+        Do it.
+
+        :param one: the first, in two lines
+        :param two, three: the others
+
+        .. code-block:: python
+
+            plain code
+
+        .. rubric:: Example
+
+        .. code-block:: pycon
+
+            >>> do()
+        """
+    found = as_rst(textwrap.dedent(text).splitlines())
+    assert "\n".join(found).strip() == textwrap.dedent(expected).strip()

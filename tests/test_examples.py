@@ -1,0 +1,94 @@
+"""Every example in the documents does what it says: blocks of Python, blocks of shell, and sessions with their output.
+
+The blocks of a page run one after the other in a directory of their own, with the files and variables that
+`support/stages.py` puts there. A comment before a block, `<!-- not run: why -->`, leaves it out, and is counted here.
+"""
+
+import doctest
+import os
+import shlex
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from support import commands
+from support.pages import ROOT, blocks, pages
+from support.stages import REPLACED, STAGES, Done
+
+# These have tests of their own, section by section: tests/models/test_guide.py, tests/frameworks/test_guide.py.
+ELSEWHERE = {"docs/guides/frameworks.md"}
+RUN = {"python", "sh"}
+NOT_CODE = {"json", "text", "", "{eval-rst}", "{toctree}"}
+PAGES = [page for page in pages() if page not in ELSEWHERE]
+
+
+def to_run(page):
+    return [block for block in blocks(page) if block.language in RUN and not block.not_run]
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if to_run(page)])
+@pytest.mark.usefixtures("alone")
+def test_the_blocks_of_a_page_run(page):
+    variables = {"__name__": "__main__", **STAGES[page]()}
+    try:
+        for block in to_run(page):
+            text = block.text
+            for old, new in REPLACED.get(page, {}).items():
+                text = text.replace(old, new)
+            run(block, text, variables)
+    finally:
+        if "run" in variables:
+            variables["run"].close()
+
+
+def run(block, text, variables):
+    if block.file:
+        Path(block.file).write_text(text)
+    elif block.language == "sh":
+        for line in filter(None, text.splitlines()):
+            run_line(line, f"{block.page}, line {block.line}")
+    else:
+        with suppress(Done):
+            exec(compile("\n" * block.line + text, ROOT / block.page, "exec", dont_inherit=True), variables)
+
+
+def run_line(line, where):
+    """Run a line of shell; a plain command of eformer by the means of all tests of commands, which is faster."""
+    words = [os.path.expanduser(word) for word in shlex.split(line, comments=True)]
+    if words and words[0] == "eformer" and not {"|", "||", "&&", ">", ">>"} & set(words):
+        commands.run(*words[1:])
+    else:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", line], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{where}: {line}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "pycon" for b in blocks(page))])
+def test_the_sessions_of_a_page_show_what_happens(page):
+    assert doctest.testfile(str(ROOT / page), module_relative=False).failed == 0
+
+
+def test_every_block_is_of_a_known_kind():
+    for page in pages():
+        for block in blocks(page):
+            assert block.language in RUN | NOT_CODE | {"pycon"}, (
+                f"{page}, line {block.line}: {block.language}"
+            )
+            is_command = block.text.lstrip().startswith(("eformer ", "$ ", "pip "))
+            assert block.language in RUN or not is_command, f"{page}, line {block.line}: mark it as sh"
+
+
+def test_few_blocks_are_not_run_and_say_why():
+    left_out = [block for page in pages() for block in blocks(page) if block.not_run]
+    assert len(left_out) == 7, [f"{block.page}, line {block.line}: {block.not_run}" for block in left_out]
