@@ -1,0 +1,28 @@
+"""One Chromium for all tests. Every page that a test opens is watched: an error in its console fails the test, and so
+does a request for any address but loopback.
+
+Without Chromium and chromedriver the tests are skipped, and say so. With EFORMER_BROWSER=required they fail instead:
+`.ci/run` sets it where it has a browser or could install one. CI=true means the same, unless EFORMER_BROWSER is set.
+"""
+
+import pytest
+
+from support import browser as support
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory):
+    driver = support.start(tmp_path_factory.mktemp("profile"))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def browser(chromium):
+    """The browser, watched from here to the end of the test."""
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
+    chromium.get("about:blank")
+    support.problems(chromium)
+    yield chromium
+    chromium.get("about:blank")  # so that nothing of the page goes on into the next test
+    assert support.problems(chromium) == []
