@@ -138,13 +138,18 @@ def overview(
     """Return what changed in a checkpoint as a whole, as JSON: counts, the leaves that were added and removed, the ten
     largest changes, and the heat maps."""
     by_status = Counter(change.status for change in found.values())
-    changed = [path for path, change in found.items() if change.status == "changed"]
-    order = sorted(changed, key=lambda path: -_weight(found[path]))
+    arrays = [leaf.path for leaf in leaves if leaf.entry and found[leaf.path].status == "changed"]
+    order = sorted(arrays, key=lambda path: -_weight(found[path]))
+    largest = {
+        of: [{"path": path, **found[path].as_json()} for path in order if is_of_optimizer(path) == of]
+        for of in (False, True)
+    }
     return {
         "counts": {**by_status, "removed": len(removed)},
         "added": [_brief(leaf) for leaf in leaves if found[leaf.path].status == "added"][:most],
         "removed": [_brief(leaf) for leaf in removed[:most]],
-        "largest": [{"path": path, **found[path].as_json()} for path in order[:_MOST_LARGEST]],
+        "largest": largest[False][:_MOST_LARGEST],
+        "state": largest[True][:_MOST_LARGEST],
         "heatmaps": heatmaps([(leaf.path, leaf.nbytes, found[leaf.path]) for leaf in leaves if leaf.entry]),
     }
 
@@ -163,7 +168,7 @@ def heatmaps(leaves: Iterable[tuple[str, int, Change]]) -> list[dict[str, Any]]:
     every module in every layer; and one of all leaves outside of layers, each in the row of its module."""
     leaves = list(leaves)
     at = _layer_positions([path for path, _, _ in leaves])
-    stacks: dict[str, list[tuple[str, str, int, Change]]] = defaultdict(list)
+    stacks: dict[tuple[str, str] | None, list[tuple[str, str, int, Change]]] = defaultdict(list)
     for path, nbytes, change in leaves:
         parts = path.split(".")
         if path in at:
@@ -171,16 +176,25 @@ def heatmaps(leaves: Iterable[tuple[str, int, Change]]) -> list[dict[str, Any]]:
             match = _NUMBER.search(parts[where])
             assert match
             before, after = parts[where][: match.start()], parts[where][match.end() :]
-            stack = ".".join([*parts[:where], f"{before}*{after}"])
-            stacks[stack].append((".".join(parts[where + 1 :]) or stack, match[0], nbytes, change))
+            ends = ".".join([*parts[:where], before]), after
+            stacks[ends].append((".".join(parts[where + 1 :]), match[0], nbytes, change))
         else:
-            stacks[""].append((".".join(parts[:-1]) or path, parts[-1], nbytes, change))
-    maps = [_heatmap(stack, cells) for stack, cells in stacks.items()]
+            stacks[None].append((".".join(parts[:-1]), parts[-1], nbytes, change))
+    maps = [_heatmap(ends, cells) for ends, cells in stacks.items()]
     maps = [found for found in maps if found["nbytes"]]
-    return sorted(maps, key=lambda found: (found["stack"] == "", -found["nbytes"]))
+    return sorted(maps, key=lambda one: (not one["stack"], is_of_optimizer(one["stack"]), -one["nbytes"]))
 
 
-def _heatmap(stack: str, cells: Sequence[tuple[str, str, int, Change]]) -> dict[str, Any]:
+# Parts of names in which optimizers keep their state, which changes much more than what it belongs to.
+_OPTIMIZERS = frozenset({"opt_state", "optimizer", "optim", "opt", "mu", "nu", "exp_avg", "exp_avg_sq"})
+
+
+def is_of_optimizer(path: str) -> bool:
+    return not _OPTIMIZERS.isdisjoint(path.split("."))
+
+
+def _heatmap(ends: tuple[str, str] | None, cells: Sequence[tuple[str, str, int, Change]]) -> dict[str, Any]:
+    stack = "*".join(ends) if ends else ""
     rows = list(dict.fromkeys(row for row, _, _, _ in cells))[:_MOST_ROWS]
     columns = list(dict.fromkeys(column for _, column, _, _ in cells))
     if stack:
@@ -188,6 +202,8 @@ def _heatmap(stack: str, cells: Sequence[tuple[str, str, int, Change]]) -> dict[
     row_of, column_of = ({name: n for n, name in enumerate(names)} for names in (rows, columns))
     return {
         "stack": stack,
+        "before": ends[0] if ends else "",
+        "after": ends[1] if ends else "",
         "nbytes": sum(nbytes for _, _, nbytes, _ in cells),
         "rows": rows,
         "columns": columns,

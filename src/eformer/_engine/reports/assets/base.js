@@ -18,9 +18,11 @@
 //                                checked, change: {status, what, relative, largest, share, unlike, from_zero}}
 //   treemap(path)            -> {path, above: [{path, name}], items: [{path, name, kind, nbytes, leaves, dtype, change,
 //                                children: [{path, name, kind, nbytes, leaves, dtype, change}]}], rest: {count, nbytes}}
+//   locate(path, kind, {sort, descending})
+//                            -> [index, ...]: the place of a row among the children of each group above it
 //   changes()                -> {counts: {same, changed, added, removed, unknown}, added: [{path, what, nbytes}],
-//                                removed, largest: [{path, ...change}], heatmaps: [{stack, rows, columns, cells: [[row,
-//                                column, relative, why]]}]}
+//                                removed, largest: [{path, ...change}], state: [the same, of optimizers], heatmaps: [{stack,
+//                                before, after, rows, columns, cells: [[row, column, relative, why]]}]}
 //
 //   row: {path, name, kind: "group" | "leaf", leaves, params, nbytes, dtype, shape?, value?, std?, bins?, special?,
 //         count? (of layers that are folded into a group), damaged, change?: {status, relative}}

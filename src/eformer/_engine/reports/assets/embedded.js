@@ -136,7 +136,7 @@
       return { list: kids.slice(0, most),
         rest: { count: rest.length, nbytes: rest.reduce((total, kid) => total + kid.nbytes, 0) } };
     };
-    const brief = (node) => ({ path: node.path, name: node.name, kind: node.leaf < 0 ? "group" : "leaf", nbytes: node.nbytes,
+    const brief = (node) => ({ count: eformer.isFolded(node.name) ? node.kids.length : undefined, path: node.path, name: node.name, kind: node.leaf < 0 ? "group" : "leaf", nbytes: node.nbytes,
       leaves: node.leaves, dtype: mainDtype(node), change: node.change ?? null });
 
     return {
@@ -175,6 +175,13 @@
         const { list, rest } = items(node, 60);
         return { path: node.path, above, rest, nbytes: node.nbytes,
           items: list.map((kid) => ({ ...brief(kid), children: kid.leaf < 0 ? items(kid, 24).list.map(brief) : [] })) };
+      },
+      // Where a row is: its place among the children of each group above it.
+      async locate(path, kind, options = {}) {
+        const steps = [];
+        for (let node = (kind === "leaf" ? byLeaf : byPath).get(path); node?.parent; node = node.parent)
+          steps.unshift(sorted(node.parent.kids, options).indexOf(node));
+        return steps;
       },
       async changes() { return data.against ?? null; },
     };
