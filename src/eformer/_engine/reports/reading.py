@@ -197,14 +197,30 @@ def _measured(pair: _Pair, boxes: Any) -> Measured:
 
 
 def _measure_large(pair: _Pair, room: Room, found: dict[str, Measured], meter: Meter) -> None:
-    try:
-        measured = _measured(pair, _boxes(pair, room))
-    except _TooLargeError as error:
-        measured = Measured(problem=str(error))
-    except _READ_ERRORS as error:
-        measured = Measured(problem=printable(str(error)), is_damaged=True)
-    found[pair.leaf.path] = measured
+    found[pair.leaf.path] = _measured_by_boxes(pair, _boxes(pair, room))
     meter.add(pair.entry.nbytes)
+
+
+def _measured_by_boxes(pair: _Pair, boxes: Iterator[tuple[Any, Any]]) -> Measured:
+    try:
+        return _measured(pair, boxes)
+    except _TooLargeError as error:
+        return Measured(problem=str(error))
+    except _READ_ERRORS as error:
+        return Measured(problem=printable(str(error)), is_damaged=True)
+
+
+def measure_one(contents: Contents, leaf: Leaf, *, before_box: Callable[[], None]) -> Measured:
+    """Read one array, box by box. `before_box` is called before each, and may raise to give up."""
+
+    def watched() -> Iterator[tuple[Any, Any]]:
+        before_box()
+        for box in _boxes(pair, Room(1, _BOX_BYTES)):
+            yield box
+            before_box()
+
+    pair = _Pair(contents, leaf, None)
+    return _measured_by_boxes(pair, watched())
 
 
 class _TooLargeError(Exception):

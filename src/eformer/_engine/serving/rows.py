@@ -88,6 +88,16 @@ class Rows:
             ],
         }
 
+    def locate(self, path: str, kind: str, options: Options) -> list[int]:
+        """Return the place of a row among the children of each group above it, from the root down."""
+        number = self._row_of_leaf.get(path, 0) if kind == "leaf" else self._groups.get(path, 0)
+        steps: list[int] = []
+        while (above := self._rows[number].parent) >= 0:
+            siblings = self._ordered(f"/{self._paths[above]}", options, lambda above=above: self._children[above])
+            steps.insert(0, siblings.index(number))
+            number = above
+        return steps
+
     def note(self, path: str, measured: Measured) -> None:
         """Remember what reading a leaf has shown, for the rows of it and of the groups above it."""
         self._measured[path] = measured
