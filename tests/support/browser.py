@@ -75,4 +75,4 @@ def problems(driver: Any) -> list[str]:
 
 def _is_here(url: str) -> bool:
     found = urlsplit(url)
-    return found.scheme in ("about", "blob", "data", "file") or found.hostname == "127.0.0.1"
+    return found.scheme in ("about", "blob", "chrome", "data", "file") or found.hostname == "127.0.0.1"

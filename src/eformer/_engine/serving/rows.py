@@ -152,7 +152,7 @@ class Rows:
         leaf_number = self._rows[number].leaf
         if leaf_number < 0:
             row["dtype"] = ", ".join(filter(None, totals.dtypes))
-            if self._rows[number].part.startswith(FOLD):
+            if any(part.startswith(FOLD) for part in self._rows[number].part.split(".")):
                 row["count"] = len(self._children[number])
             return row
         leaf = self._leaves[leaf_number]

@@ -61,7 +61,10 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.address_family, _, _, _, address = _resolved(host, port)
         self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self.answer = answer
-        super().__init__(address, _Connection)
+        try:
+            super().__init__(address, _Connection)
+        except OSError as error:
+            raise OSError(f"cannot listen at {host}, port {port}: {error.strerror}") from error
         self.site = Site(host, self.server_address[1], token)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -85,7 +88,7 @@ def _resolved(host: str, port: int) -> Any:
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
-        raise OSError(f"--host {host} is not an address of this machine: {error.strerror}") from None
+        raise OSError(f"cannot listen at {host}, port {port}: {error.strerror}") from error
 
 
 class _TooLongError(Exception):
