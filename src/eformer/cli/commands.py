@@ -14,6 +14,7 @@ from eformer._engine.record.text import printable
 from eformer._version import __version__
 from eformer.cli.buckets import store_option
 from eformer.cli.group import Commands, Size, colours, print_error, print_json, wants_bar
+from eformer.cli.report import report
 from eformer.cli.rules import keep_options, rules_from
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def main(debug: bool) -> None:  # noqa: ARG001  read by the group
     eformer diff ./checkpoint ./other        show which leaves differ, and by how much
     eformer sign ./checkpoint --key private.pem
     eformer convert ./checkpoint model.safetensors --dtype bf16
+    eformer report ./checkpoint              write a page that shows all of it, for a browser
     eformer steps ./run                      list the steps of a run
     eformer prune ./run --keep 3             delete old checkpoints
     eformer demo                             try everything in ten seconds
@@ -423,9 +425,9 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
     eformer steps ./run --keep 3
     """
     from eformer._engine.record.text import size
-    from eformer.cli.facts import facts_of_steps
+    from eformer._engine.reports.timeline import step_facts
 
-    found = facts_of_steps(run, rules_from(**keep))
+    found = step_facts(run, rules_from(**keep))
     if as_json:
         print_json({"run": run, "steps": found})
         return
@@ -503,5 +505,7 @@ def completion(shell: str) -> None:
     click.echo(kind(main, {}, "eformer", "_EFORMER_COMPLETE").source())
 
 
-for _command in (inspect, list_leaves, verify, diff, convert, prune, steps):
+main.add_command(report)
+
+for _command in (inspect, list_leaves, verify, diff, convert, prune, steps, report):
     _command.params.append(store_option())
