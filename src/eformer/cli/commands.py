@@ -14,10 +14,11 @@ from eformer._engine.record.text import printable
 from eformer._version import __version__
 from eformer.cli.buckets import store_option
 from eformer.cli.group import Commands, Size, colours, print_error, print_json, wants_bar
+from eformer.cli.report import report
+from eformer.cli.serve import serve
 from eformer.cli.rules import keep_options, rules_from
 
 if TYPE_CHECKING:
-    from eformer._engine.serving.requests import Site
     from eformer._engine.tools.prune import Pruned
 
 
@@ -34,6 +35,7 @@ def main(debug: bool) -> None:  # noqa: ARG001  read by the group
     eformer diff ./checkpoint ./other        show which leaves differ, and by how much
     eformer sign ./checkpoint --key private.pem
     eformer convert ./checkpoint model.safetensors --dtype bf16
+    eformer report ./checkpoint              write a page that shows all of it, for a browser
     eformer steps ./run                      list the steps of a run
     eformer serve ./run                      look at a run in a browser, while it trains
     eformer prune ./run --keep 3             delete old checkpoints
@@ -425,9 +427,9 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
     eformer steps ./run --keep 3
     """
     from eformer._engine.record.text import size
-    from eformer.cli.facts import facts_of_steps
+    from eformer._engine.reports.timeline import step_facts
 
-    found = facts_of_steps(run, rules_from(**keep))
+    found = step_facts(run, rules_from(**keep))
     if as_json:
         print_json({"run": run, "steps": found})
         return
@@ -447,44 +449,6 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
             click.secho(printable(f"{line}  damaged: {step['problem']}"), fg="red", color=colours())
         else:
             click.echo(printable(f"{line}  would be removed" if step["is_removed"] else line))
-
-
-@main.command()
-@click.argument("path", type=click.Path())
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=0, help="The port to listen at; by default any that is free."
-)
-@keep_options
-def serve(path: str, host: str, port: int, **keep: Any) -> None:
-    """Show the run or the checkpoint at PATH in a browser: open the address that is printed.
-
-    The page of a run follows it while it trains, and has a link to each step; the values of a leaf are read when it
-    is selected. With rules, the steps that `prune` would remove by them are marked. Ctrl-C ends it.
-
-    Nothing is written, and only requests with the token of the address are answered. Other machines can connect only
-    with another --host: they can read what they see on the way, as it is not encrypted. Forward the port instead, with
-    the same number at both ends.
-
-    \b
-    eformer serve ./run
-    eformer serve ./run --keep 3
-    eformer serve ./run --port 8090    # and on the other machine: ssh -L 8090:127.0.0.1:8090 host
-    """
-    from eformer._engine.serving.serve import serve as carry_out
-
-    def ready(site: Site) -> None:
-        if not site.is_loopback:
-            warning = (
-                f"{host} can be reached from other machines: whoever has the address below can read everything in "
-                f"{path}, and it is sent unencrypted"
-            )
-            click.secho(printable(f"warning: {warning}"), fg="yellow", err=True, color=colours())
-        click.echo(site.url)
-        click.echo("Ctrl-C stops it.", err=True)
-        sys.stdout.flush()
-
-    carry_out(path, host=host, port=port, rules=rules_from(**keep), ready=ready)
 
 
 @main.command()
@@ -543,5 +507,8 @@ def completion(shell: str) -> None:
     click.echo(kind(main, {}, "eformer", "_EFORMER_COMPLETE").source())
 
 
-for _command in (inspect, list_leaves, verify, diff, convert, prune, steps, serve):
+main.add_command(report)
+main.add_command(serve)
+
+for _command in (inspect, list_leaves, verify, diff, convert, prune, steps, report, serve):
     _command.params.append(store_option())

@@ -181,14 +181,10 @@ def _facts(found: Found, prefix: str | None) -> _Facts:
     prefixes = [prefix] if prefix is not None else [found.only] if found.only else list(found.trees)
     if prefix is not None or not prefixes:
         found.listed(prefix)  # which raises, if there is none
-    return _Facts(
-        str(found.path), found.manifest.format, prefixes, found.left_out(prefix), signer_of(found)
-    )
+    return _Facts(str(found.path), found.manifest.format, prefixes, found.left_out(prefix), signer_of(found))
 
 
-def _listed(
-    facts: _Facts, views: dict[str, View], problems: dict[str, str], stack: ExitStack
-) -> Contents:
+def _listed(facts: _Facts, views: dict[str, View], problems: dict[str, str], stack: ExitStack) -> Contents:
     is_one = len(facts.prefixes) == 1
     leaves = [
         leaf

@@ -81,7 +81,7 @@ def _histogram_facts(found: Histogram | None) -> Json | None:
     }
 
 
-def _number(value: float | int | None, digits: int) -> Any:
+def _number(value: float | None, digits: int) -> Any:
     """Return a number for JSON: rounded, or text if JavaScript would not have it exactly."""
     if value is None or isinstance(value, int):
         return value if value is None or abs(value) < _SAFE else str(value)
@@ -108,7 +108,9 @@ def columns(contents: Contents, measured: Mapping[str, Measured], changes: Mappi
         "statistics": _statistics_columns([measured.get(leaf.path) for leaf in leaves]),
     }
     some = [measured.get(leaf.path) for leaf in leaves]
-    found["problems"] = {n: [one.problem, int(one.is_damaged)] for n, one in enumerate(some) if one and one.problem}
+    found["problems"] = {
+        n: [one.problem, int(one.is_damaged)] for n, one in enumerate(some) if one and one.problem
+    }
     found["checked"] = _runs([bool(one and one.is_checked) for one in some])
     if changes:
         found["changes"] = _change_columns([changes[leaf.path] for leaf in leaves])
@@ -158,20 +160,24 @@ def _statistics_columns(measured: Sequence[Measured | None]) -> Json | None:
     some = [statistics_facts(one.statistics) if one else None for one in measured]
     if not any(some):
         return None
-    found: Json = {
-        name: [one and one[name] for one in some] for name in ("min", "max", "mean", "std")
-    }
+    found: Json = {name: [one and one[name] for one in some] for name in ("min", "max", "mean", "std")}
     for name in ("zeros", "nan", "posinf", "neginf"):
         found[name] = {n: one[name] for n, one in enumerate(some) if one and one[name]}
     found["magnitudes"] = [n for n, one in enumerate(some) if one and one["magnitudes"]]
     histograms = [one and one["histogram"] for one in some]
     found["bins"] = [_packed(one["counts"]) if one else "" for one in histograms]
-    found["axes"] = {
-        n: [one["low"], one["high"], int(one["scale"] == "log"), one["below"], one["above"]]
-        for n, one in enumerate(histograms)
-        if one and (one["scale"] == "log" or one["low"] != some[n]["min"] or one["high"] != some[n]["max"])
-    }
+    found["axes"] = {n: axis for n, one in enumerate(some) if one and (axis := _axis(one))}
     return found
+
+
+def _axis(found: Json) -> list[Any] | None:
+    """Return the axis of a histogram, unless it is a linear one from the least to the greatest element."""
+    one = found["histogram"]
+    if one is None or (
+        one["scale"] == "linear" and (one["low"], one["high"]) == (found["min"], found["max"])
+    ):
+        return None
+    return [one["low"], one["high"], int(one["scale"] == "log"), one["below"], one["above"]]
 
 
 def _packed(counts: Sequence[int]) -> str:

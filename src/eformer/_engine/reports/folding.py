@@ -132,7 +132,10 @@ def _follows(before: _Node, node: _Node) -> bool:
     a, b = _NUMBER.search(before.part), _NUMBER.search(node.part)
     if not a or not b or before.shape != node.shape or int(b[0]) != int(a[0]) + 1:
         return False
-    return (before.part[: a.start()], before.part[a.end() :]) == (node.part[: b.start()], node.part[b.end() :])
+    return (before.part[: a.start()], before.part[a.end() :]) == (
+        node.part[: b.start()],
+        node.part[b.end() :],
+    )
 
 
 def _fold(run: Sequence[_Node]) -> Sequence[_Node]:

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 STYLES = ("report.css",)
 SCRIPTS = {
     "checkpoint": ("base.js", "embedded.js", "charts.js", "tree.js", "report.js"),
-    "run": ("base.js", "embedded.js", "charts.js", "run.js"),
+    "run": ("base.js", "embedded.js", "charts.js", "tree.js", "report.js", "run.js"),
 }
+
+MARK = b'<meta name="generator" content="eformer">'  # in every page
 
 # What would end the element, or a line of a script, is written as JSON escapes.
 _ESCAPES = {character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
@@ -35,7 +37,8 @@ def render(kind: str, title: str, scripts: Sequence[str], start: str, data: str 
     """
     style = "\n".join(map(asset, STYLES))
     code = "\n".join([*map(asset, scripts), start])
-    policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(code)}; base-uri 'none'; form-action 'none'"
+    allowed = f"style-src {_hash(style)}; script-src {_hash(code)}"
+    policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
     return asset("page.html").format(
         policy=policy,
         kind=kind,

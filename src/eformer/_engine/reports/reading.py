@@ -1,5 +1,5 @@
-"""Read the values of a checkpoint once, in bounded memory, and measure each leaf; beside those of another checkpoint, if
-there is one."""
+"""Read the values of a checkpoint once, in bounded memory, and measure each leaf, beside those of another if there is
+one."""
 
 from __future__ import annotations
 
@@ -249,3 +249,17 @@ def _stored(view: View | None, leaf: Leaf | None, room: Room) -> StoredLeaf:
     if stored.decoded_nbytes:
         stored.threads = 1
     return stored
+
+
+def compared_norms(
+    contents: Contents, leaf: Leaf, others: Contents, other: Leaf, room: Room, *, is_same: bool
+) -> tuple[float, float]:
+    """Return the squares of the norms of the difference of two leaves, and of the other. Those that are the same are
+    read once."""
+    before = _stored(others.views[other.prefix], other, room)
+    now = before if is_same else _stored(contents.views[leaf.prefix], leaf, room)
+    found = Differences()
+    for box in pieces(before.shape, max(now.dtype.itemsize, before.dtype.itemsize), room.box):
+        elements = before.read(box)
+        found.add(elements if is_same else now.read(box), elements)
+    return found.squares, found.norm

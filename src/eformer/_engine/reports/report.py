@@ -9,16 +9,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eformer._engine.formats.steps import is_checkpoint, last_step_in
+from eformer._engine.record.policies import keep_from
 from eformer._engine.record.text import count
 from eformer._engine.reports.changes import Change, overview
 from eformer._engine.reports.contents import contents_of
 from eformer._engine.reports.facts import columns
-from eformer._engine.reports.page import page
+from eformer._engine.reports.page import MARK, page
 from eformer._engine.reports.reading import Measured, measure, recorded_change_of
+from eformer._engine.reports.timeline import run_facts
+from eformer._engine.runs.steps import steps
 from eformer._engine.stores.durable import replacing
+from eformer._engine.stores.locate import store_at
 from eformer._version import __version__
+from eformer.errors import EformerError, NotFoundError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from eformer._engine.record.policies import Keep
     from eformer._engine.reports.contents import Contents
     from eformer._engine.tasks.progress import Progress
 
@@ -39,8 +48,13 @@ class HtmlReport:
     def html(self) -> str:
         return page(self.data)
 
-    def save(self, path: str | os.PathLike[str]) -> str:
-        """Write the page to a file, which appears whole or not at all; return its path."""
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> str:
+        """Write the page to a file, which appears whole or not at all; return its path.
+
+        A report that is there is replaced; any other file only with `overwrite`.
+        """
+        if not overwrite and not _is_replaceable(Path(path)):
+            raise FileExistsError(f"{os.fspath(path)} exists and is not a report; choose another name")
         with replacing(Path(path)) as file:
             file.write(self.html.encode())
         return os.fspath(path)
@@ -54,20 +68,36 @@ class HtmlReport:
         )
 
 
+def _is_replaceable(path: Path) -> bool:
+    """Tell whether there is nothing, or a report."""
+    try:
+        with path.open("rb") as file:
+            return MARK in file.read(4096)
+    except FileNotFoundError:
+        return True
+
+
 def report(
     path: str | os.PathLike[str],
     against: str | os.PathLike[str] | None = None,
     *,
     values: bool = True,
     prefix: str | None = None,
+    step: int | None = None,
+    keep: int | Keep | Sequence[Keep] | None = None,
     memory: int | None = None,
     progress: Progress = None,
 ) -> HtmlReport:
     """Report on the checkpoint at `path`: its tree, sizes, dtypes, shardings, and the distribution of every leaf.
 
+    The path of a run gives a report on the run: its steps, sizes and metrics, what is damaged, and how much each step
+    changed the model.
+
     against    another checkpoint, such as an earlier step: leaves added and removed, and how much the others changed
     values     False reads headers only: no statistics, and nothing is checked
     prefix     report on this tree alone, if there are several
+    step       report on this step of the run at `path`
+    keep       rules as for `Run`: a report on a run shows which steps they keep
     memory     the most bytes that the program takes; None for 1 GB more than it takes now
     progress   True for a progress bar, or a function of the bytes read and the total
 
@@ -80,11 +110,35 @@ def report(
         >>> report.save("report.html")
         'report.html'
     """
+    if step is None and against is None and prefix is None and is_run(path):
+        run = run_facts(path, keep_from(keep) or (), values=values, memory=memory, progress=progress)
+        return HtmlReport(
+            run["path"], {"version": 1, "kind": "run", "title": f"{run['title']}: run", "run": run | made()}
+        )
+    path = _step_path(path, step)
     with contents_of(path, prefix) as contents:
         if against is None:
             return _checkpoint_report(contents, None, values, memory, progress)
         with contents_of(against, prefix) as other:
             return _checkpoint_report(contents, other, values, memory, progress)
+
+
+def is_run(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a path is that of a run: a directory of steps that is not itself a checkpoint."""
+    try:
+        store = store_at(path)
+        return not is_checkpoint(store) and last_step_in(store) is not None
+    except (OSError, EformerError):
+        return False
+
+
+def _step_path(path: str | os.PathLike[str], step: int | None) -> str | os.PathLike[str]:
+    if step is None:
+        return path
+    found = next((one.path for one in steps(path) if one.number == step), None)
+    if found is None:
+        raise NotFoundError(f"{os.fspath(path)} has no step {step}")
+    return found
 
 
 def _checkpoint_report(
@@ -105,9 +159,7 @@ def _checkpoint_report(
     return HtmlReport(contents.path, data | {"leaves": columns(contents, measured, found)})
 
 
-def changes_of(
-    contents: Contents, other: Contents, measured: dict[str, Measured]
-) -> dict[str, Change]:
+def changes_of(contents: Contents, other: Contents, measured: dict[str, Measured]) -> dict[str, Change]:
     """Return how each leaf differs from that of the other checkpoint: as measured, or as far as the records tell."""
     found = {}
     for leaf in contents.leaves:

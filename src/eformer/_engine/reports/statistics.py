@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 Array = np.ndarray[Any, Any]
 
@@ -330,7 +327,8 @@ def _histogram(points: Array, counts: Array, *, is_whole: bool) -> Histogram:
         return _counted(points, counts, least - 0.5, greatest + 0.5, bins)
     if least >= 0 and _is_wide(points, counts):
         return _logarithmic(points, counts)
-    return _counted(points, counts, *_central(points, counts), BINS)
+    low, high = _central(points, counts)
+    return _counted(points, counts, low, high, BINS)
 
 
 def _counted(points: Array, counts: Array, low: float, high: float, bins: int) -> Histogram:
@@ -363,16 +361,14 @@ def _is_wide(points: Array, counts: Array) -> bool:
     return high / max(low, 5e-324) > _DECADES
 
 
-def _central(points: Array, counts: Array) -> Iterator[float]:
-    """Yield the ends of the axis: those of all elements, unless a few of them are far from all others."""
+def _central(points: Array, counts: Array) -> tuple[float, float]:
+    """Return the ends of the axis: those of all elements, unless a few of them are far from all others."""
     low, high = _quantile(points, counts, 0.001), _quantile(points, counts, 0.999)
     width = high - low
     least, greatest = float(points[0]), float(points[-1])
     if not 0 < width < math.inf or not greatest - least > _BEYOND * width:
-        yield from (least, greatest)
-        return
-    yield max(least, low - width / 2)
-    yield min(greatest, high + width / 2)
+        return least, greatest
+    return max(least, low - width / 2), min(greatest, high + width / 2)
 
 
 def _quantile(points: Array, counts: Array, part: float) -> float:

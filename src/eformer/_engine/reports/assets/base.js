@@ -16,8 +16,8 @@
 //                                [[axis, size]]}, statistics: {size, min, max, mean, std, zeros, nan, posinf, neginf,
 //                                magnitudes, histogram: {low, high, scale, counts, below, above}}, problem, damaged,
 //                                checked, change: {status, what, relative, largest, share, unlike, from_zero}}
-//   treemap(path)            -> {path, above: [{path, name}], items: [{path, name, kind, nbytes, leaves, dtype, change,
-//                                children: [{path, name, kind, nbytes, leaves, dtype, change}]}], rest: {count, nbytes}}
+//   treemap(path)            -> {path, above: [{path, name}], nbytes, items: [{path, name, kind, nbytes, leaves, dtype,
+//                                change, count?, children: [the same, two levels deep]}], rest: {count, nbytes}}
 //   locate(path, kind, {sort, descending})
 //                            -> [index, ...]: the place of a row among the children of each group above it
 //   changes()                -> {counts: {same, changed, added, removed, unknown}, added: [{path, what, nbytes}],
@@ -60,7 +60,7 @@ const eformer = {};
     if (part === 1) return "100 %";
     if (part < 0.0001) return "< 0.01 %";
     if (part > 0.9999) return "> 99.99 %";
-    return `${trim((100 * part).toPrecision(part < 0.01 ? 2 : 3))} %`;
+    return `${part < 0.001 ? trim((100 * part).toPrecision(2)) : (100 * part).toPrecision(3)} %`;
   };
   eformer.time = (text) => {
     const when = new Date(text);

@@ -88,62 +88,55 @@
     const map = h("div.treemap", { role: "group", "aria-label": "Treemap of bytes" });
     const crumbs = h("nav.crumbs", { "aria-label": "Path in the treemap" });
     const modes = [["module", "module"], ["dtype", "dtype"], ...(summary.against ? [["change", "change"]] : [])];
-    const choice = h("select", { "aria-label": "Colour of the treemap", onchange: () => draw() },
+    const choice = h("select", { id: "colour", "aria-label": "Colour of the treemap", onchange: () => draw() },
       modes.map(([value, text]) => h("option", { value }, `by ${text}`)));
     const dtypes = new Map(summary.dtypes.map((one, n) => [one.dtype, n]));
+    const kinds = new Map();  // names without numbers, which have a colour each
     let shown = null, tips = [];
 
-    const colour = (item, n, level) => {
-      if (choice.value === "dtype") return eformer.colourOf(dtypes.get(item.dtype) ?? 7);
-      if (choice.value === "change") return null;
-      return eformer.colourOf(n);
+    const paint = (made, item) => {
+      if (choice.value === "change") {
+        made.classList.add("heated");
+        made.style.setProperty("--heat-at", eformer.heat(item.change));
+        return;
+      }
+      const kind = eformer.label(item.name).replace(/\d+/g, "");
+      if (!kinds.has(kind)) kinds.set(kind, kinds.size);
+      made.style.setProperty("--tile", eformer.colourOf(choice.value === "dtype" ? dtypes.get(item.dtype) ?? 7 : kinds.get(kind)));
     };
     const words = (item) => [eformer.visible(eformer.label(item.path || item.name)),
       `${bytes(item.nbytes)}, ${percent(item.nbytes / Math.max(1, summary.nbytes))} of all`,
       item.kind === "group" ? many(item.leaves, "leaf", "leaves") : item.dtype,
       summary.against && item.change ? `change: ${eformer.changeText(item.change)}` : null];
 
-    const tile = (placed, n, level) => {
-      const { item } = placed;
-      const made = h(`button.tile.level${level}`, { type: "button", "data-tip": tips.length, "data-path": item.path,
-        "data-kind": item.kind, "aria-label": words(item).filter(Boolean).join(", ")
-          + (item.kind === "group" ? ". Opens" : ". Shows the leaf"),
-        style: { left: `${placed.x}px`, top: `${placed.y}px`, width: `${Math.max(0, placed.w - 2)}px`, height: `${Math.max(0, placed.h - 2)}px` } });
+    // Draw a tile, and those inside of it where there is room. Tiles that hold others are only frames.
+    const tiles = (placed, into) => {
+      const { item, x, y, w, h: high } = placed;
+      if (w < 3 || high < 3) return;
+      const isFrame = item.children?.length > 0 && w > 44 && high > 46;
+      const made = h(`button.tile${isFrame ? ".frame" : ""}`, { type: "button", "data-tip": tips.length, "data-path": item.path, "data-kind": item.kind,
+        "aria-label": words(item).filter(Boolean).join(", ") + { group: ". Opens", leaf: ". Shows the leaf", rest: "" }[item.kind],
+        style: { left: `${x}px`, top: `${y}px`, width: `${w - 2}px`, height: `${high - 2}px` } });
       tips.push(words(item));
-      const paint = colour(item, n, level);
-      if (paint) made.style.setProperty("--tile", paint);
-      else made.style.setProperty("--heat-at", eformer.heat(item.change));
-      made.classList.toggle("heated", !paint);
-      if (placed.w > 34 && placed.h > 17) {
+      if (!isFrame) paint(made, item);
+      if (w > 30 && high > 16) {
         const label = h("span.label", h("bdi", eformer.visible(eformer.label(item.name))));
         if (item.count > 1) label.append(h("span.times", ` ×${item.count}`));
-        if (placed.w > 120) label.append(h("span.size", bytes(item.nbytes)));
+        if (w > 130) label.append(h("span.size", bytes(item.nbytes)));
         made.append(label);
       }
-      if (level === 0 && item.children?.length && placed.w > 28 && placed.h > 36) {
-        const inner = { x: 3, y: 20, w: placed.w - 8, h: placed.h - 25 };
-        for (const small of squarified(item.children, inner))
-          if (small.w > 4 && small.h > 4) placed.inside = [...placed.inside ?? [], small];
-      }
-      return made;
+      into.push(made);
+      if (isFrame) for (const small of squarified(item.children, { x: x + 3, y: y + 20, w: w - 6, h: high - 23 })) tiles(small, into);
     };
 
     const draw = () => {
       if (!shown) return;
-      const box = { x: 0, y: 0, w: map.clientWidth, h: map.clientHeight };
-      const items = [...shown.items];
+      const items = [...shown.items], made = [];
       tips = [];
-      const tiles = [];
       if (shown.rest.count) items.push({ path: "", name: `${shown.rest.count} more`, kind: "rest", nbytes: shown.rest.nbytes, leaves: shown.rest.count, dtype: "", change: null });
-      squarified(items, box).forEach((placed, n) => {
-        tiles.push(tile(placed, n, 0));
-        for (const small of placed.inside ?? []) {
-          const inner = { ...small, x: placed.x + small.x, y: placed.y + small.y };
-          tiles.push(tile(inner, n, 1));
-        }
-      });
-      map.replaceChildren(...tiles);
-      if (!tiles.length) map.append(h("p.muted.empty", "No bytes here."));
+      for (const placed of squarified(items, { x: 0, y: 0, w: map.clientWidth + 2, h: map.clientHeight + 2 })) tiles(placed, made);
+      map.replaceChildren(...made);
+      if (!made.length) map.append(h("p.muted.empty", "No bytes here."));
       crumbs.replaceChildren(...shown.above.map((one, n) => {
         const text = n ? eformer.visible(eformer.label(one.name)) : "all";
         const last = n === shown.above.length - 1;
@@ -176,15 +169,15 @@
     let width = 0;
     new ResizeObserver(() => { if (map.clientWidth !== width) { width = map.clientWidth; draw(); } }).observe(map);
     addEventListener("beforeprint", draw);
-    return { map, crumbs, choice, zoom };
+    return { map, crumbs, choice, zoom, draw };
   };
 
   // --------------------------------------------------------------------------------------- histogram
   eformer.sparkline = (bins, { width = 84, height = 20 } = {}) => {
     const most = Math.max(...bins);
     const step = width / bins.length;
-    let path = "";
-    bins.forEach((n, k) => {
+    let path = bins.length === 1 ? `M${width / 2 - 1.5} ${height}v${-height}h3v${height}z` : "";
+    if (bins.length > 1) bins.forEach((n, k) => {
       if (!n) return;
       const tall = Math.max(0.8, (n / most) * height);
       path += `M${(k * step).toFixed(1)} ${height}v${-tall.toFixed(1)}h${Math.max(0.5, step - (bins.length > 1 ? 0.3 : 0)).toFixed(2)}v${tall.toFixed(1)}z`;
@@ -337,11 +330,19 @@
     if (change.relative !== undefined && change.relative !== null) return percent(change.relative);
     return change.status === "unknown" ? "not read" : "changed";
   };
-  // How strongly a change is painted, 0 to 1: logarithmic from 0.01 % to 100 %.
+  // How strongly a change is painted, 0 to 1: on a logarithmic scale between the ends of `domain`.
+  let domain = [1e-4, 1];
+  eformer.heatDomain = (found) => {
+    const all = found.cells.map((cell) => cell[2]).filter((relative) => relative > 0);
+    if (!all.length) return;
+    const high = Math.max(...all);
+    domain = [Math.min(Math.max(Math.min(...all), high / 1e4), high / 10), high];
+  };
   eformer.heat = (change) => {
-    const relative = typeof change === "number" ? change : change?.from_zero || change?.status === "added" ? 1 : change?.relative;
+    const relative = typeof change === "number" ? change : change?.from_zero ? domain[1] : change?.relative;
     if (!relative) return 0;
-    return Math.max(0.06, Math.min(1, (Math.log10(relative) + 4) / 4));
+    const [low, high] = domain.map(Math.log10);
+    return Math.max(0.04, Math.min(1, (Math.log10(relative) - low) / (high - low)));
   };
 
   eformer.heatmap = (found, onLeaf) => {
@@ -354,6 +355,7 @@
       return relative === null ? why : relative === 0 ? "same" : percent(relative);
     };
     const every = Math.ceil(columns.length / 32);
+    const wide = Math.max(...rows.map((row) => eformer.label(row).length), 6);
     const body = rows.map((row, r) => h("tr", h("th", { scope: "row" }, h("bdi.mono", eformer.visible(eformer.label(row) || "(leaf)"))),
       columns.map((column, c) => {
         const cell = table.get(`${r},${c}`);
@@ -365,7 +367,8 @@
     const head = h("tr", h("td"), columns.map((column, c) => h("th", { scope: "col", class: isStack ? "" : "slanted" },
       c % every === 0 || !isStack ? h("bdi.mono", eformer.visible(eformer.label(column))) : h("span.sr", column))));
     const made = h("table.heatmap", { class: `heatmap ${isStack ? "layers" : "modules"}` },
-      h("caption.sr", `Relative change of each module, by ${isStack ? "layer" : "leaf"}`), h("thead", head), h("tbody", body));
+      h("caption.sr", `Relative change of each module, by ${isStack ? "layer" : "leaf"}`),
+      h("colgroup", h("col", { style: { width: `${Math.min(wide, 44) * 7 + 12}px` } }), columns.map(() => h("col"))), h("thead", head), h("tbody", body));
     const all = () => [...made.querySelectorAll("td[data-tip]")];
     const first = made.querySelector("td[data-tip]");
     first?.setAttribute("tabindex", "0");
@@ -400,6 +403,10 @@
     });
     return made;
   };
-  eformer.heatLegend = () => h("div.legend", { role: "img", "aria-label": "Colours: from pale for a relative change of 0.01 % to strong for 100 %" },
-    h("span.muted", "same"), h("i.same"), ...[0.0001, 0.001, 0.01, 0.1, 1].map((one) => [h("i", { style: { "--heat-at": String(eformer.heat(one)) } }), h("span.muted", percent(one))]));
+  eformer.heatLegend = () => {
+    const [low, high] = domain;
+    const marks = [0, 0.25, 0.5, 0.75, 1].map((part) => low * (high / low) ** part);
+    return h("div.legend", { role: "img", "aria-label": `Colours: pale for a relative change of ${percent(low)}, strong for ${percent(high)}` },
+      h("i.same"), h("span.muted", "same"), ...marks.map((one) => [h("i", { style: { "--heat-at": String(eformer.heat(one)) } }), h("span.muted", percent(Number(one.toPrecision(2))))]));
+  };
 })();

@@ -173,8 +173,9 @@
         const above = [];
         for (let up = node; up; up = up.parent) above.unshift({ path: up.path, name: up.name });
         const { list, rest } = items(node, 60);
-        return { path: node.path, above, rest, nbytes: node.nbytes,
-          items: list.map((kid) => ({ ...brief(kid), children: kid.leaf < 0 ? items(kid, 24).list.map(brief) : [] })) };
+        const nested = (kid, depth) => ({ ...brief(kid),
+          children: kid.leaf < 0 && depth < 3 ? items(kid, 24).list.map((inner) => nested(inner, depth + 1)) : [] });
+        return { path: node.path, above, rest, nbytes: node.nbytes, items: list.map((kid) => nested(kid, 0)) };
       },
       // Where a row is: its place among the children of each group above it.
       async locate(path, kind, options = {}) {

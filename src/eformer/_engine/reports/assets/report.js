@@ -38,10 +38,20 @@
     app.removeAttribute("aria-busy");
     panel.replaceChildren(h("p.muted.empty", "Select a leaf to see its values and its sharding."));
     await Promise.all([map.zoom(""), tree.start()]);
+    await first(source, summary, changes, tree, showLeaf);
     document.addEventListener("keydown", (event) => {
       if (event.key === "/" && !event.target.closest("input, select, textarea")) { tree.input.focus(); tree.input.select(); event.preventDefault(); }
     });
     document.documentElement.dataset.ready = "true";
+  };
+
+  // Begin with the leaf that people look for first: a damaged one, the one that changed most, the largest.
+  const first = async (source, summary, changes, tree, showLeaf) => {
+    const { rows } = await source.search("", { limit: 1, sort: "nbytes", descending: true });
+    const path = summary.verification.damaged?.[0] ?? changes?.largest[0]?.path ?? rows[0]?.path;
+    if (path === undefined) return;
+    await tree.reveal(path, "leaf");
+    await showLeaf(path);
   };
 
   const header = (summary) => h("header.top", h("div.brand", h("b", "eformer"), h("span.muted", summary.against ? "comparison" : "report")), eformer.themeButton());
@@ -84,19 +94,22 @@
     const chip = (name, text) => counts[name] ? h(`span.chip.${name}`, h("b", count(counts[name])), ` ${text ?? name}`) : null;
     const body = h("div.maps");
     const maps = changes.heatmaps;
-    const drawMap = (n) => body.replaceChildren(eformer.heatmap(maps[n], goTo));
+    const drawMap = (n) => {
+      eformer.heatDomain(maps[n]);
+      body.replaceChildren(eformer.heatmap(maps[n], goTo), eformer.heatLegend());
+    };
     const choice = maps.length > 1 ? h("label.choice", "layers of ", h("select", { id: "stack", onchange: (event) => drawMap(Number(event.target.value)) },
       maps.map((one, n) => h("option", { value: n }, eformer.visible(one.stack ? eformer.label(one.stack) : "all other leaves"))))) : null;
     if (maps.length) drawMap(0);
     const largest = (list, name) => h("ol.largest", { "aria-label": name }, list.map((one) => h("li", h("button.link", { type: "button", onclick: () => goTo(one.path) },
-      eformer.name(eformer.label(one.path))), h("span.change", { class: `change ${one.status}`, style: { "--heat-at": String(eformer.heat(one)) } }, eformer.changeText(one)),
+      eformer.name(eformer.label(one.path))), h("span", { class: `delta ${one.status}`, style: { "--heat-at": String(eformer.heat(one)) } }, eformer.changeText(one)),
       one.what ? h("span.what.small.muted", eformer.visible(one.what)) : null)));
     const listed = (list, name, total) => list.length ? h("details.small", h("summary", `${name}: ${count(total)}`), h("ul.names", list.slice(0, 500).map((one) =>
       h("li", eformer.name(eformer.label(one.path)), " ", h("span.muted.mono", eformer.visible(one.what))))), total > list.length ? h("p.muted", `and ${count(total - list.length)} more`) : null) : null;
     return h("section.changes", { "aria-labelledby": "changes-title" },
       h("div.bar", h("h2", { id: "changes-title" }, "Change"), h("div.chips", chip("changed"), chip("added"), chip("removed"), chip("same", "the same"), chip("unknown", "not read")), choice),
       h("div.change-split",
-        h("div.heat", maps.length ? [body, eformer.heatLegend()] : h("p.muted.empty", "No arrays to compare.")),
+        h("div.heat", maps.length ? body : h("p.muted.empty", "No arrays to compare.")),
         h("div", h("h3", "Largest relative change"), changes.largest.length ? largest(changes.largest, "Largest relative change") : h("p.muted", "Nothing changed."),
           changes.state?.length ? h("details.small", h("summary", "Optimizer state"), largest(changes.state, "Largest relative change of the optimizer state")) : null,
           listed(changes.added, "added", counts.added ?? 0), listed(changes.removed, "removed", counts.removed ?? 0))));

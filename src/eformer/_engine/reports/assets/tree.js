@@ -137,14 +137,18 @@
         if (row.value !== undefined) made.push(h("span.value.muted", h("bdi", `= ${eformer.visible(row.value)}`)));
         return made;
       },
-      dtype: (row) => h("span.mono", { title: eformer.visible(row.dtype) }, eformer.visible(row.value !== undefined ? "value" : row.dtype)),
+      dtype: (row) => h("span.mono", { title: eformer.visible(row.dtype) }, row.value !== undefined ? "value" : shortDtype(row.dtype)),
       shape: (row) => row.shape && row.value === undefined ? h("span.mono", eformer.shape(row.shape)) : h("span.muted", row.kind === "group" ? eformer.many(row.leaves, "leaf", "leaves") : ""),
       params: (row) => row.value !== undefined ? "" : eformer.amount(row.params),
-      nbytes: (row) => [h("span.share", { style: { width: `${(100 * row.nbytes) / Math.max(1, summary.nbytes)}%` } }), h("span", row.value !== undefined ? "" : bytes(row.nbytes))],
+      nbytes: (row) => [row.nbytes > 0.03 * summary.nbytes ? h("span.share", { style: { width: `${(100 * row.nbytes) / Math.max(1, summary.nbytes)}%` } }) : null, h("span", row.value !== undefined ? "" : bytes(row.nbytes))],
       spark: (row) => row.bins ? eformer.sparkline(row.bins) : "",
       std: (row) => row.std === undefined || row.std === null ? "" : number(row.std, 3),
-      change: (row) => row.change ? h("span.change", { class: `change ${row.change.status}`, style: { "--heat-at": String(eformer.heat(row.change)) } },
+      change: (row) => row.change ? h("span", { class: `delta ${row.change.status}`, style: { "--heat-at": String(eformer.heat(row.change)) } },
         eformer.changeText(row.change)) : "",
+    };
+    const shortDtype = (dtype) => {
+      const [first, ...more] = dtype.split(", ");
+      return eformer.visible(first) + (more.length ? ` +${more.length}` : "");
     };
     const marked = (label) => {
       const text = query.trim().toLowerCase();
