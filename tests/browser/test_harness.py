@@ -39,5 +39,5 @@ def test_without_a_browser_the_tests_are_skipped_unless_one_is_required(
         monkeypatch.delenv(name, raising=False)
     for name, value in {"PATH": str(tmp_path), **variables}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(outcome, match="no Chromium and no chromedriver .*: apt-get install chromium"):
+    with pytest.raises(outcome, match=r"no Chromium and no chromedriver .*: apt-get install chromium"):
         support.start(tmp_path)

@@ -40,9 +40,13 @@ _FLAGS = (
 
 def start(profile: Path) -> Any:
     """Start a browser, or skip the test; fail it where a browser is required."""
-    paths = {name: next(filter(None, map(shutil.which, several)), None) for name, several in _PROGRAMS.items()}
+    paths = {
+        name: next(filter(None, map(shutil.which, several)), None) for name, several in _PROGRAMS.items()
+    }
     if missing := [name for name, path in paths.items() if path is None]:
-        _go_without(f"no {' and no '.join(missing)} on this machine: apt-get install chromium chromium-driver")
+        _go_without(
+            f"no {' and no '.join(missing)} on this machine: apt-get install chromium chromium-driver"
+        )
     from selenium import webdriver  # late: it takes a while
 
     options = webdriver.ChromeOptions()

@@ -15,8 +15,8 @@ from eformer._version import __version__
 from eformer.cli.buckets import store_option
 from eformer.cli.group import Commands, Size, colours, print_error, print_json, wants_bar
 from eformer.cli.report import report
-from eformer.cli.serve import serve
 from eformer.cli.rules import keep_options, rules_from
+from eformer.cli.serve import serve
 
 if TYPE_CHECKING:
     from eformer._engine.tools.prune import Pruned

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 @click.argument("path", type=click.Path())
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=0, help="The port to listen at; by default any that is free."
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="The port to listen at; by default any that is free.",
 )
 @keep_options
 def serve(path: str, host: str, port: int, **keep: Any) -> None:

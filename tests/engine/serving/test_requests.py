@@ -25,7 +25,8 @@ def test_a_request_with_the_token_is_split_into_parts_and_parameters():
 
 
 @pytest.mark.parametrize(
-    "target", ["/", "//", f"/{TOKEN[:-1]}/", f"/{TOKEN}x/", f"/x/{TOKEN}/", f"/?token={TOKEN}", f"/{TOKEN.upper()}/"]
+    "target",
+    ["/", "//", f"/{TOKEN[:-1]}/", f"/{TOKEN}x/", f"/x/{TOKEN}/", f"/?token={TOKEN}", f"/{TOKEN.upper()}/"],
 )
 def test_a_token_that_is_missing_or_wrong_is_refused(target):
     assert status_of(target, HOST) in (400, 403)
@@ -89,7 +90,9 @@ def test_its_own_pages_and_links_that_somebody_follows_are_answered(headers):
     assert admitted(HERE, f"/{TOKEN}/", [HOST, *headers]).parts == ("",)
 
 
-@pytest.mark.parametrize("header", [("Content-Length", "5"), ("Transfer-Encoding", "chunked"), ("Content-Length", "-1")])
+@pytest.mark.parametrize(
+    "header", [("Content-Length", "5"), ("Transfer-Encoding", "chunked"), ("Content-Length", "-1")]
+)
 def test_a_request_with_a_body_is_refused(header):
     assert status_of(f"/{TOKEN}/", HOST, header) == 413
 

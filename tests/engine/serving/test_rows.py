@@ -17,7 +17,10 @@ def leaf(*shape, dtype=np.float32):
 TREE = {
     "params": {
         "embedding": leaf(100, 8),
-        "layers": [{"attention": {"q": leaf(8, 8), "k": leaf(8, 8, dtype=np.float16)}, "bias": leaf(8)} for _ in range(12)],
+        "layers": [
+            {"attention": {"q": leaf(8, 8), "k": leaf(8, 8, dtype=np.float16)}, "bias": leaf(8)}
+            for _ in range(12)
+        ],
         "head": {"layer2": leaf(2), "layer10": leaf(10), "layer1": leaf(1)},
     },
     "count": 3,
@@ -34,7 +37,9 @@ def rows(tmp_path_factory):
 
 
 def options(**given):
-    return Options({name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()})
+    return Options(
+        {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
+    )
 
 
 def names(page):
@@ -78,7 +83,7 @@ def test_a_plain_value_is_a_row_with_its_value(rows):
 def test_pages_together_are_the_whole_list(rows):
     whole = names(rows.search("layers", options()))
     pages = [names(rows.search("layers", options(offset=start, limit=7))) for start in range(0, 42, 7)]
-    assert sum(pages, []) == whole
+    assert [name for page in pages for name in page] == whole
     assert len(whole) == 36
 
 
@@ -86,7 +91,11 @@ def test_rows_are_sorted_by_size_by_name_with_numbers_and_back(rows):
     by_size = rows.children("params", options(sort="nbytes", descending=True))["rows"]
     assert [row["nbytes"] for row in by_size] == sorted((row["nbytes"] for row in by_size), reverse=True)
     assert names(rows.children("params.head", options(sort="name"))) == ["layer1", "layer2", "layer10"]
-    assert names(rows.children("params.head", options(sort="name", descending=True))) == ["layer10", "layer2", "layer1"]
+    assert names(rows.children("params.head", options(sort="name", descending=True))) == [
+        "layer10",
+        "layer2",
+        "layer1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -99,10 +108,10 @@ def test_a_search_finds_parts_of_names_and_patterns(rows, query, total):
 
 
 def test_a_row_is_located_by_its_place_in_each_group_above_it(rows):
-    for given in (options(), options(sort="nbytes", descending=True), options(sort="name")):
+    for asked in (options(), options(sort="nbytes", descending=True), options(sort="name")):
         path = ""
-        for at in rows.locate("params.layers.7.attention.k", "leaf", given):
-            row = rows.children(path, given)["rows"][at]
+        for at in rows.locate("params.layers.7.attention.k", "leaf", asked):
+            row = rows.children(path, asked)["rows"][at]
             path = row["path"]
         assert (row["kind"], path) == ("leaf", "params.layers.7.attention.k")
 
@@ -119,7 +128,9 @@ def test_a_treemap_has_the_largest_first_and_the_way_up(rows):
 @given(
     st.dictionaries(
         st.sampled_from(["offset", "limit", "sort", "descending", "x"]),
-        st.text(max_size=12) | st.integers(-(10**20), 10**20).map(str) | st.sampled_from(["name", "std", "true"]),
+        st.text(max_size=12)
+        | st.integers(-(10**20), 10**20).map(str)
+        | st.sampled_from(["name", "std", "true"]),
     ),
     st.text(max_size=20),
 )

@@ -42,7 +42,9 @@ def server():
 def get(server, path, method="GET", **headers):
     connection = http.client.HTTPConnection(*server.server_address, timeout=10)
     try:
-        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        connection.request(
+            method, path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+        )
         answer = connection.getresponse()
         return answer, answer.read()
     finally:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Sequence
 
-    from eformer._engine.record.policies import Keep
+    from eformer._engine.record.policies import Keep, StepFacts
     from eformer._engine.reports.contents import Contents
     from eformer._engine.runs.steps import Step
     from eformer._engine.tasks.progress import Progress
@@ -119,12 +119,15 @@ def rule_text(rule: Keep) -> str:
 
 
 def _reasons(run: str | os.PathLike[str], rules: Sequence[Keep]) -> dict[int, list[str]]:
-    """Return why each step stays, in words: the rules that keep it, and that it is the newest."""
     sound = [step for step in steps(run) if step.problem() is None] if rules else []
-    facts = [facts_of(step, rules) for step in sound]
-    found: dict[int, list[str]] = {fact.number: ["the newest"] for fact in facts[-1:]}
+    return reasons([facts_of(step, rules) for step in sound], rules)
+
+
+def reasons(sound: Sequence[StepFacts], rules: Sequence[Keep]) -> dict[int, list[str]]:
+    """Return why each step stays, in words: the rules that keep it, and that it is the newest."""
+    found: dict[int, list[str]] = {fact.number: ["the newest"] for fact in sound[-1:] if rules}
     for rule in rules:
-        for number in kept_by(rule, facts) if facts else ():
+        for number in kept_by(rule, sound) if sound else ():
             found.setdefault(number, []).append(rule_text(rule))
     return found
 

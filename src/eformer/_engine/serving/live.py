@@ -18,6 +18,7 @@ from eformer._engine.formats.indexes import INDEXES
 from eformer._engine.formats.steps import name_of_step
 from eformer._engine.record.policies import StepFacts, kept
 from eformer._engine.record.text import printable
+from eformer._engine.reports.timeline import reasons
 from eformer._engine.runs.retention import linked_in
 from eformer._engine.runs.steps import steps
 from eformer._engine.stores.locate import store_at
@@ -37,7 +38,7 @@ _SECONDS_BETWEEN_FAR = 10.0  # two looks at a bucket, which cost money
 _SECONDS_UNASKED = 30.0  # after which the thread ends
 _SECONDS_BETWEEN_NEWS = 0.3  # while many steps are read
 _READ_AGAIN = 20  # steps at every look
-_PATIENCE = 5.0  # seconds that the first who asks waits
+_PATIENCE = 0.5  # seconds that whoever asks waits for the first look to be complete
 _SHARE_OF_SIZES = 10  # the sizes of all files are looked up for at most the tenth part of the time
 
 
@@ -64,22 +65,42 @@ class News:
     steps: tuple[LiveStep, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     removed: Collection[str] = ()
+    reasons: Mapping[int, Sequence[str]] = field(default_factory=dict)
     problem: str | None = None
+    is_complete: bool = False
 
-    def as_json(self) -> list[Json]:
-        return [
-            {
-                "number": step.number,
-                "nbytes": self.sizes.get(step.name),
-                "saved_at": step.saved_at,
-                "why": step.why,
-                "metrics": {name: _finite(value) for name, value in step.metrics.items()},
-                "problem": step.problem,
-                "is_removed": step.name in self.removed,
-                "is_read": step.is_read,
-            }
-            for step in self.steps
-        ]
+    def as_json(self) -> Json:
+        """Return what `source.run()` of a page returns, but for the title and the rules."""
+        return {
+            "steps": [self._step(step) for step in self.steps],
+            "metrics": list(dict.fromkeys(name for step in self.steps for name in step.metrics)),
+            "nbytes": sum(self.sizes.get(step.name, 0) for step in self.steps),
+            "has_values": False,
+            "is_complete": self.is_complete,
+            "notes": self._notes(),
+        }
+
+    def _step(self, step: LiveStep) -> Json:
+        return {
+            "number": step.number,
+            "name": printable(step.name),
+            "nbytes": self.sizes.get(step.name, 0),
+            "saved_at": step.saved_at,
+            "why": step.why,
+            "metrics": {name: _finite(value) for name, value in step.metrics.items()},
+            "problem": step.problem,
+            "is_removed": step.name in self.removed,
+            "kept_by": self.reasons.get(step.number, ()),
+            "change": None,
+        }
+
+    def _notes(self) -> list[str]:
+        if self.problem:
+            return [self.problem]
+        if self.is_complete:
+            return []
+        read = sum(step.is_read for step in self.steps)
+        return [f"reading the steps: {read:,} of {len(self.steps):,}"]
 
 
 def _finite(value: float) -> float | None:
@@ -90,22 +111,23 @@ class LiveRun:
     """The steps of a run, followed by a thread while somebody asks for them."""
 
     def __init__(self, path: str, rules: Sequence[Keep] = ()) -> None:
-        self.path, self.store, self._rules = path, store_at(path), rules
+        self.path, self.store, self.rules = path, store_at(path), rules
         self._between = _SECONDS_BETWEEN if self.store.local_path() else _SECONDS_BETWEEN_FAR
         self._news = News()
         self._changed = threading.Condition()
         self._follower: threading.Thread | None = None
-        self._asked = self._sized = self._next_sizes = 0.0
+        self._asked = self._next_sizes = 0.0
         self._again = 0
 
     def news(self) -> News:
-        """Return the steps as they are known now. Only the first call waits, for the first look."""
+        """Return the steps as they are known now. Only the first calls wait, for the first look."""
         with self._changed:
             self._asked = time.monotonic()
             if self._follower is None:
                 self._follower = threading.Thread(target=self._follow, name="eformer-serve", daemon=True)
                 self._follower.start()
-            self._changed.wait_for(lambda: self._news.version > 0, _PATIENCE)
+            self._changed.wait_for(lambda: self._news.is_complete, _PATIENCE)
+            self._changed.wait_for(lambda: self._news.version > 0)
             return self._news
 
     def place(self, number: int) -> tuple[str, Hashable]:
@@ -135,12 +157,13 @@ class LiveRun:
         try:
             there = {step.name: step for step in steps(self.path)}
         except (EformerError, OSError) as error:
-            self._tell(steps=(), problem=printable(str(error)))
+            self._tell(steps=(), problem=printable(str(error)), is_complete=True)
             return
         seen = self._merged(there)
         self._tell(steps=tuple(seen.values()), problem=None)
         self._read(there, seen)
         self._measure_sizes([*seen])
+        self._tell(is_complete=True)
 
     def _merged(self, there: Mapping[str, Step]) -> dict[str, LiveStep]:
         """Return the steps that are there: as they were read before, unless they are others now."""
@@ -159,7 +182,7 @@ class LiveRun:
             if time.monotonic() - told > _SECONDS_BETWEEN_NEWS:
                 self._tell(steps=tuple(seen.values()))
                 told = time.monotonic()
-        self._tell(steps=tuple(seen.values()), removed=self._removed(seen.values()))
+        self._tell(steps=tuple(seen.values()), **self._retention(seen.values()))
 
     def _to_read(self, seen: Mapping[str, LiveStep]) -> list[str]:
         """List the steps that were never read, the newest first, and a few others, in turn."""
@@ -169,15 +192,18 @@ class LiveRun:
         self._again = start + _READ_AGAIN
         return [name for name in reversed(names) if not seen[name].is_read] + again
 
-    def _removed(self, seen: Collection[LiveStep]) -> frozenset[str]:
-        """Return the steps that the rules would remove: as `prune` does, sound ones alone that no link points to."""
+    def _retention(self, seen: Collection[LiveStep]) -> Json:
+        """Return what the rules would remove, as `prune` does: sound steps alone that no link points to; and why the
+        others stay."""
         sound = [step for step in seen if step.is_read and step.problem is None]
-        if not self._rules or not sound:
-            return frozenset()
-        stay = kept([StepFacts(step.number, step.timestamp, step.metrics) for step in sound], self._rules)
+        if not self.rules or not sound:
+            return {}
+        facts = [StepFacts(step.number, step.timestamp, step.metrics) for step in sound]
+        stay = kept(facts, self.rules)
         place = self.store.local_path()
         linked = linked_in(Path(place)) if place is not None else set()
-        return frozenset(step.name for step in sound if step.number not in stay and step.name not in linked)
+        removed = [step.name for step in sound if step.number not in stay and step.name not in linked]
+        return {"removed": frozenset(removed), "reasons": reasons(facts, self.rules)}
 
     def _measure_sizes(self, names: Sequence[str]) -> None:
         if set(names) == self._news.sizes.keys() or time.monotonic() < self._next_sizes:

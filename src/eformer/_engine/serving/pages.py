@@ -1,16 +1,17 @@
 """Answer the requests of the pages: which page, and which facts, belong to which address.
 
-    /                         the run, or the checkpoint
-    /run.json                 the steps of the run, as they are now
-    /step/100/                one step; below it, and below / for a checkpoint alone:
-        summary.json   children.json?path=   search.json?query=   leaf.json?path=   treemap.json?path=   locate.json?path=
-    /report.css /run.js /checkpoint.js
+/                         the run, or the checkpoint
+/run.json                 the steps of the run, as they are now
+/step/100/                one step; below it, and below / for a checkpoint alone:
+    summary.json   children.json?path=   search.json?query=   leaf.json?path=   treemap.json?path=   locate.json?path=
+/report.css /run.js /checkpoint.js
 """
 
 from __future__ import annotations
 
 import hashlib
 import html
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -19,19 +20,20 @@ from eformer._engine.formats.steps import is_checkpoint, steps_in
 from eformer._engine.record.text import printable
 from eformer._engine.reports.page import SCRIPTS, STYLES, asset
 from eformer._engine.reports.report import made
-from eformer._engine.serving.checkpoints import Checkpoints, leaf_of
+from eformer._engine.reports.timeline import rule_text
+from eformer._engine.serving.checkpoints import Checkpoints, OpenCheckpoint, leaf_of
 from eformer._engine.serving.live import LiveRun, identity_of
-from eformer._engine.serving.requests import Answer, RefusedError, as_error, as_json
-from eformer._engine.serving.rows import Options
+from eformer._engine.serving.requests import Answer, RefusedError, Request, as_error, as_json
+from eformer._engine.serving.rows import Options, Rows
 from eformer._engine.stores.locate import store_at
 from eformer.errors import EformerError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Hashable, Sequence
 
     from eformer._engine.record.policies import Keep
-    from eformer._engine.serving.checkpoints import OpenCheckpoint
-    from eformer._engine.serving.requests import Request
+
+Question = Callable[[OpenCheckpoint, Request], Any]
 
 _KINDS = {"css": "text/css", "js": "text/javascript"}
 
@@ -82,13 +84,19 @@ class Pages:
 
     def _news(self, run: LiveRun) -> Answer:
         news = run.news()
-        facts = {"title": self.title, "path": printable(str(self.path)), "problem": news.problem, "steps": news.as_json()}
-        return as_json(facts | made(), etag=f'"{news.version}"')
+        about = {
+            "title": self.title,
+            "path": printable(run.store.url),
+            "rules": list(map(rule_text, run.rules)),
+        }
+        return as_json(about | news.as_json() | made(), etag=f'"{news.version}"')
 
-    def _facts(self, question: _Question, request: Request, number: int | None) -> Answer:
+    def _facts(self, question: Question, request: Request, number: int | None) -> Answer:
         path, identity = self._place(number)
         with self._checkpoints.opened(path, identity) as checkpoint:
             found = question(checkpoint, request)
+            if question is _summary and number is not None:
+                found["run"] = {"title": self.title, "href": "../../"}
         if isinstance(found, dict) and found.get("damaged") and self._place(number) != (path, identity):
             raise NotFoundError("this checkpoint was replaced while it was read; open the page again")
         return as_json(found)
@@ -118,10 +126,7 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 18
 
 
-_Question = Any
-
-
-def _rows(answer: Callable[[Any, Request], Any]) -> Callable[[OpenCheckpoint, Request], Any]:
+def _rows(answer: Callable[[Rows, Request], Any]) -> Question:
     def asked(checkpoint: OpenCheckpoint, request: Request) -> Any:
         with checkpoint.rows() as rows:
             return answer(rows, request)
@@ -133,13 +138,19 @@ def _path(request: Request) -> str:
     return request.parameters.get("path", "")
 
 
-_QUESTIONS: dict[str, Callable[[OpenCheckpoint, Request], Any]] = {
-    "summary.json": lambda checkpoint, _: checkpoint.summary(),
+def _summary(checkpoint: OpenCheckpoint, _: Request) -> dict[str, Any]:
+    return checkpoint.summary()
+
+
+_QUESTIONS: dict[str, Question] = {
+    "summary.json": _summary,
     "leaf.json": leaf_of,
     "children.json": _rows(lambda rows, asked: rows.children(_path(asked), Options(asked.parameters))),
     "treemap.json": _rows(lambda rows, asked: rows.treemap(_path(asked))),
     "locate.json": _rows(
-        lambda rows, asked: rows.locate(_path(asked), asked.parameters.get("kind", ""), Options(asked.parameters))
+        lambda rows, asked: rows.locate(
+            _path(asked), asked.parameters.get("kind", ""), Options(asked.parameters)
+        )
     ),
     "search.json": _rows(
         lambda rows, asked: rows.search(asked.parameters.get("query", ""), Options(asked.parameters))

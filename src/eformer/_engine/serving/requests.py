@@ -112,7 +112,9 @@ def admitted(site: Site, target: str, headers: Sequence[tuple[str, str]]) -> Req
         raise RefusedError(403, "requests of other sites are refused")
     parts, parameters = _parsed(target)
     if not parts or not hmac.compare_digest(parts[0].encode(errors="replace"), site.token.encode()):
-        raise RefusedError(403, "the token is missing or wrong: open the address that `eformer serve` printed")
+        raise RefusedError(
+            403, "the token is missing or wrong: open the address that `eformer serve` printed"
+        )
     return Request(parts[1:], parameters, given.get("if-none-match", ""))
 
 
@@ -142,7 +144,9 @@ def _parsed(target: str) -> tuple[tuple[str, ...], dict[str, str]]:
 
 def as_json(value: Any, *, status: int = 200, etag: str = "") -> Answer:
     """Return an answer in JSON. Numbers that JSON lacks must have been replaced."""
-    return Answer(json.dumps(value, allow_nan=False, separators=(",", ":")).encode(), status=status, etag=etag)
+    return Answer(
+        json.dumps(value, allow_nan=False, separators=(",", ":")).encode(), status=status, etag=etag
+    )
 
 
 def as_error(status: int, reason: str) -> Answer:

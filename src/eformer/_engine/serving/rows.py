@@ -9,6 +9,7 @@ import fnmatch
 import heapq
 import re
 from collections import Counter, OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.lazy import lazy_property
@@ -18,7 +19,7 @@ from eformer._engine.reports.facts import statistics_facts
 from eformer._engine.reports.folding import FOLD, ITSELF
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from eformer._engine.reports.contents import Contents
     from eformer._engine.reports.reading import Measured
@@ -73,7 +74,8 @@ class Rows:
         """Return the largest rows below a group, and the largest below each of these."""
         number = self._groups.get(path, 0)
         items, rest = self._largest(number, _ITEMS)
-        above, up = [], number
+        above: list[Json] = []
+        up = number
         while up >= 0:
             above.insert(0, {"path": self._paths[up], "name": self._rows[up].part})
             up = self._rows[up].parent
@@ -93,7 +95,9 @@ class Rows:
         number = self._row_of_leaf.get(path, 0) if kind == "leaf" else self._groups.get(path, 0)
         steps: list[int] = []
         while (above := self._rows[number].parent) >= 0:
-            siblings = self._ordered(f"/{self._paths[above]}", options, lambda above=above: self._children[above])
+            siblings = self._ordered(
+                f"/{self._paths[above]}", options, partial(self._children.__getitem__, above)
+            )
             steps.insert(0, siblings.index(number))
             number = above
         return steps
@@ -212,7 +216,7 @@ class Rows:
 class Options:
     """Which rows of a list are asked for, and in which order."""
 
-    def __init__(self, parameters: dict[str, str]) -> None:
+    def __init__(self, parameters: Mapping[str, str]) -> None:
         self.offset = _whole(parameters.get("offset", ""), 0)
         self.limit = min(_whole(parameters.get("limit", ""), 200), MOST_ROWS)
         self.sort = parameters.get("sort", "")[:16]
@@ -301,5 +305,3 @@ def _part_label(part: str) -> str:
 def natural(text: str) -> list[str | int]:
     """Return a key that sorts numbers in a text by their values."""
     return [int(part) if n % 2 else part for n, part in enumerate(_DIGITS.split(text.lower()))]
-
-

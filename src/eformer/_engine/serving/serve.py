@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import secrets
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from eformer._engine.serving.pages import Pages
@@ -34,7 +35,5 @@ def serve(
     gc.set_threshold(200_000, 20, 50)
     with Server(host, port, secrets.token_urlsafe(24), pages) as server:
         ready(server.site)
-        try:
+        with suppress(KeyboardInterrupt):
             server.serve_forever(poll_interval=0.1)
-        except KeyboardInterrupt:
-            pass

@@ -137,7 +137,7 @@ class _Connection(BaseHTTPRequestHandler):
         except _TooLongError:
             self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
-    def do_GET(self) -> None:  # noqa: N802  the name that http.server looks for
+    def do_GET(self) -> None:
         try:
             request = admitted(self.server.site, self.path, self.headers.items())
             self._send(self._answer(replace(request, has_gone=self._has_gone)))
@@ -152,10 +152,12 @@ class _Connection(BaseHTTPRequestHandler):
             answer = self.server.answer(request)
         except RefusedError:
             raise
-        except Exception:  # noqa: BLE001  a mistake in one page must not end the others
+        except Exception:
             logger.exception("the answer has failed")
             return as_error(500, "this page has failed; the terminal of `eformer serve` says why")
-        return replace(answer, status=304, body=b"") if answer.etag and answer.etag == request.known else answer
+        return (
+            replace(answer, status=304, body=b"") if answer.etag and answer.etag == request.known else answer
+        )
 
     def _has_gone(self) -> bool:
         """Tell whether the client has closed the connection. What it has sent in advance stays there."""

@@ -5,8 +5,9 @@
 //
 //   summary()                -> {kind: "checkpoint", title, path, format, writer, saved_at, leaves, values, params,
 //                                nbytes, files, dtypes: [{dtype, leaves, nbytes, params}], metadata: {name: text},
-//                                verification: {state, text}, health: {nan, inf, zero}, has_values, left_out, notes,
-//                                signed_by, made_by, made_at, against?: {title, path, saved_at, format}}
+//                                verification: {state, text}, health: {nan, inf, zero}, has_values (or "on demand"), left_out, notes,
+//                                signed_by, made_by, made_at, against?: {title, path, saved_at, format},
+//                                run?: {title, href}}
 //   children(path, {offset, limit, sort, descending})
 //                            -> {total, rows: [row]}; sort is "" for the order of the tree, "name", "params",
 //                               "nbytes", "dtype", "std" or "change"

@@ -1,7 +1,8 @@
 // A source that asks the server of `eformer serve`: see base.js for what it answers. Comes last, and starts the page.
 "use strict";
 (() => {
-  const POLL = 2000, POLL_WHILE_READING = 400;
+  const POLL = 2000, SOON = 400;  // milliseconds
+  const gone = "The server does not answer. Is `eformer serve` still running?";
   const never = new Promise(() => {});
 
   const notice = eformer.h("p.failed", { role: "alert", hidden: true });
@@ -21,7 +22,7 @@
       if (answer.ok) { notice.hidden = true; return found; }
       complain(found.error);
     } catch (error) {
-      if (error.name !== "AbortError") complain("The server does not answer. Is `eformer serve` still running?");
+      if (error.name !== "AbortError") complain(gone);
     }
     return never;
   };
@@ -45,31 +46,37 @@
     };
   };
 
-  const runSource = () => ({
-    kind: "run",
-    isLive: true,
-    run: () => ask("run"),
-    href: (number) => `step/${number}/`,
-    // Call `changed` with the run whenever it is another than before.
-    follow(changed) {
-      let known = "";
-      const look = async () => {
-        let wait = POLL;
-        try {
-          const answer = await fetch("run.json", { cache: "no-store", headers: known ? { "If-None-Match": known } : {} });
-          if (answer.ok) {
-            const run = await answer.json();
-            known = answer.headers.get("ETag");
-            if (run.steps.some((step) => !step.is_read)) wait = POLL_WHILE_READING;
-            await changed(run);
-          }
-          notice.hidden = true;
-        } catch { complain("The server does not answer. Is `eformer serve` still running?"); }
-        setTimeout(look, document.hidden ? 5 * POLL : wait);
-      };
-      look();
-    },
-  });
+  // The run is asked for again and again; it is sent only if it is another than before.
+  const runSource = () => {
+    let known = "";
+    const look = async () => {
+      try {
+        const answer = await fetch("run.json", { cache: "no-store", headers: known ? { "If-None-Match": known } : {} });
+        notice.hidden = true;
+        if (!answer.ok) return null;
+        known = answer.headers.get("ETag");
+        return await answer.json();
+      } catch {
+        complain(gone);
+        return null;
+      }
+    };
+    const waitFor = (run, drawing) => Math.max(run && !run.is_complete ? SOON : POLL, 4 * drawing) * (document.hidden ? 5 : 1);
+    return {
+      kind: "run",
+      run: async () => await look() ?? never,
+      stepLink: (step) => `step/${step.number}/`,
+      follow(draw) {
+        const again = async () => {
+          const run = await look(), start = performance.now();
+          if (run) draw(run);
+          setTimeout(again, waitFor(run, performance.now() - start));
+        };
+        setTimeout(again, SOON);
+      },
+    };
+  };
 
-  eformer.start(document.documentElement.dataset.kind === "run" ? runSource() : checkpointSource());
+  eformer.remoteSource = { run: runSource, checkpoint: checkpointSource };
+  eformer.start(eformer.remoteSource[document.documentElement.dataset.kind]());
 })();

@@ -9,7 +9,14 @@
     const summary = await source.summary();
     const app = document.getElementById("app");
     const panel = h("aside.panel", { id: "leaf", tabindex: "-1", "aria-label": "Selected leaf", "aria-live": "polite" });
-    const showLeaf = async (path) => { panel.replaceChildren(...leafPanel(await source.leaf(path), summary)); };
+    let waiting = 0;
+    const showLeaf = async (path) => {
+      clearTimeout(waiting);
+      waiting = setTimeout(() => panel.replaceChildren(h("p.muted.empty", "Reading…")), 300);
+      const leaf = await source.leaf(path);
+      clearTimeout(waiting);
+      panel.replaceChildren(...leafPanel(leaf, summary));
+    };
     const showGroup = (row) => { panel.replaceChildren(...groupPanel(row, summary)); };
     const tree = eformer.tree(source, summary, { onSelect: (row) => row.kind === "leaf" ? showLeaf(row.path) : showGroup(row) });
     const goTo = async (path) => {
@@ -47,6 +54,7 @@
 
   // Begin with the leaf that people look for first: a damaged one, the one that changed most, the largest.
   const first = async (source, summary, changes, tree, showLeaf) => {
+    if (summary.has_values === "on demand") return;  // the largest may take long to read
     const { rows } = await source.search("", { limit: 1, sort: "nbytes", descending: true });
     const path = summary.verification.damaged?.[0] ?? changes?.largest[0]?.path ?? rows[0]?.path;
     if (path === undefined) return;
@@ -54,7 +62,8 @@
     await showLeaf(path);
   };
 
-  const header = (summary) => h("header.top", h("div.brand", h("b", "eformer"), h("span.muted", summary.against ? "comparison" : "report")), eformer.themeButton());
+  const header = (summary) => h("header.top", h("div.brand", h("b", "eformer"), h("span.muted", summary.against ? "comparison" : "report"),
+    summary.run ? h("a", { href: summary.run.href }, "← ", eformer.name(summary.run.title)) : null), eformer.themeButton());
   eformer.header = header;
 
   const states = {
@@ -79,7 +88,8 @@
       tile("Parameters", eformer.amount(summary.params), count(summary.params)),
       tile("Size", bytes(summary.nbytes), many(summary.files, "file")),
       tile("Arrays", count(summary.leaves - summary.values), summary.values ? `and ${many(summary.values, "plain value")}` : "no plain values"),
-      summary.has_values ? tile("Values", troubles.length ? troubles[0] : "finite", troubles.length > 1 ? troubles[1] : health.zero ? `${many(health.zero, "array")} all zero` : "no NaN, no Inf", troubles.length ? "warn" : "")
+      summary.has_values === "on demand" ? tile("Values", "on demand", "select a leaf to read it")
+        : summary.has_values ? tile("Values", troubles.length ? troubles[0] : "finite", troubles.length > 1 ? troubles[1] : health.zero ? `${many(health.zero, "array")} all zero` : "no NaN, no Inf", troubles.length ? "warn" : "")
         : tile("Values", "not read", "headers only"),
       h("div.stat.wide", h("dt", "dtypes"), h("dd", eformer.dtypeBars(summary.dtypes, Math.max(1, summary.nbytes)))));
   };

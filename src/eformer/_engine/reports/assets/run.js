@@ -7,12 +7,28 @@
 (() => {
   const { h, s, bytes, count, many, number, percent } = eformer;
 
+  // A source that follows a run, `follow(draw)`, calls `draw(run)` whenever it is another than before.
   eformer.drawRun = async (source) => {
-    const run = await source.run();
+    drawSteps(source, await source.run());
+    document.documentElement.dataset.ready = "true";
+    source.follow?.((run) => keepingPlace(() => drawSteps(source, run)));
+  };
+  // What is chosen, scrolled to and focused stays so while everything is drawn anew.
+  let lastChosen = null;
+  const keepingPlace = (draw) => {
+    const table = document.querySelector("div.table"), focused = document.activeElement?.getAttribute("href");
+    const [x, y, top, left] = [scrollX, scrollY, table?.scrollTop ?? 0, table?.scrollLeft ?? 0];
+    draw();
+    document.querySelector("div.table")?.scrollTo({ top, left });
+    scrollTo(x, y);
+    if (focused) document.querySelector(`a[href="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
+  };
+
+  const drawSteps = (source, run) => {
     const app = document.getElementById("app");
     const steps = run.steps;
     const chosen = { step: null, listeners: [] };
-    const choose = (step, { scroll = false } = {}) => { chosen.step = step; chosen.listeners.forEach((told) => told(step, scroll)); };
+    const choose = (step, { scroll = false } = {}) => { chosen.step = step; lastChosen = step.number; chosen.listeners.forEach((told) => told(step, scroll)); };
     const axis = axisOf(steps);
     app.replaceChildren(
       eformer.header({}),
@@ -24,7 +40,8 @@
           : h("p.muted.empty", "No steps yet."),
         eformer.runFooter(run)));
     app.removeAttribute("aria-busy");
-    document.documentElement.dataset.ready = "true";
+    const before = steps.find((step) => step.number === lastChosen);
+    if (before) choose(before);
   };
   eformer.runFooter = (run) => h("footer.muted.small", `Made by ${run.made_by}, ${eformer.time(run.made_at)}.`);
 
