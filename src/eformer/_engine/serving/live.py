@@ -118,6 +118,11 @@ class LiveRun:
         self._follower: threading.Thread | None = None
         self._asked = self._next_sizes = 0.0
         self._again = 0
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        """Let the thread end."""
+        self._closed.set()
 
     def news(self) -> News:
         """Return the steps as they are known now. Only the first calls wait, for the first look."""
@@ -151,7 +156,8 @@ class LiveRun:
                 if time.monotonic() - self._asked > _SECONDS_UNASKED:
                     self._follower = None
                     return
-            time.sleep(self._between)
+            if self._closed.wait(self._between):
+                return
 
     def _look(self) -> None:
         try:

@@ -48,6 +48,11 @@ class Pages:
         if self._run is None:
             self._place()  # which raises, if there is no checkpoint
 
+    def close(self) -> None:
+        """Stop following the run."""
+        if self._run:
+            self._run.close()
+
     @property
     def title(self) -> str:
         return printable(str(self.path).rstrip("/").rpartition("/")[2] or str(self.path))

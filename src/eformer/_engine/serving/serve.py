@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import secrets
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 from eformer._engine.serving.pages import Pages
@@ -30,10 +30,9 @@ def serve(
     The address has a random token, and is given to `ready` before the first request is answered. Returns when it is
     interrupted.
     """
-    pages = Pages(path, rules)
     # The leaves of a checkpoint are many small objects that live long: looking through them takes half of the time.
     gc.set_threshold(200_000, 20, 50)
-    with Server(host, port, secrets.token_urlsafe(24), pages) as server:
+    with closing(Pages(path, rules)) as pages, Server(host, port, secrets.token_urlsafe(24), pages) as server:
         ready(server.site)
         with suppress(KeyboardInterrupt):
             server.serve_forever(poll_interval=0.1)
