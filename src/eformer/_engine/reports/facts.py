@@ -188,13 +188,15 @@ def _packed(counts: Sequence[int]) -> str:
 
 
 def _change_columns(changes: Sequence[Change]) -> Json:
-    """Return statuses by their first letters, and the numbers of leaves that changed."""
+    """Return the first letters of the statuses; of the leaves that changed, in their order, how much; and by number
+    what only few have."""
     changed = [(n, change.as_json()) for n, change in enumerate(changes) if change.status == "changed"]
-    names = ("what", "relative", "largest", "share", "unlike", "from_zero")
+    dense = {"relative": 4, "largest": 3, "share": 4}
     return {
         "status": "".join(change.status[0] for change in changes),
+        **{name: [_number(one.get(name), digits) for _, one in changed] for name, digits in dense.items()},
         **{
-            name: {n: _number(v, 4) if isinstance(v, float) else v for n, c in changed if (v := c.get(name))}
-            for name in names
+            name: {n: one[name] for n, one in changed if name in one}
+            for name in ("what", "unlike", "from_zero")
         },
     }

@@ -47,12 +47,14 @@ const eformer = {};
     return String(n);
   };
   const trim = (text) => text.includes(".") ? text.replace(/\.?0+$/, "") : text;
-  eformer.number = (n, digits = 4) => {
+  // A number with so many digits; without zeros at the end, unless it stands in a column.
+  eformer.number = (n, digits = 4, { isColumn = false } = {}) => {
+    const trimmed = isColumn ? (text) => text : trim;
     if (n === null || n === undefined) return "–";
     if (typeof n === "string") return n;
     if (Number.isInteger(n) && Math.abs(n) < 1e7) return minus(eformer.count(n));
     const size = Math.abs(n);
-    if (size >= 1e-3 && size < 1e5) return minus(trim(n.toPrecision(digits)));
+    if (size >= 1e-3 && size < 1e5) return minus(trimmed(n.toPrecision(digits)));
     return minus(n.toExponential(digits - 1).replace(/\.?0+e/, "e").replace("e+", "e"));
   };
   const minus = (text) => text.replace("-", "−").replace("e-", "e−");
@@ -60,7 +62,8 @@ const eformer = {};
     if (part === 0) return "0 %";
     if (part === 1) return "100 %";
     if (part < 0.0001) return "< 0.01 %";
-    if (part > 0.9999) return "> 99.99 %";
+    if (part > 0.9999 && part < 1) return "> 99.99 %";
+    if (part >= 9.995) return `${eformer.count(Number((100 * part).toPrecision(3)))} %`;
     return `${part < 0.001 ? trim((100 * part).toPrecision(2)) : (100 * part).toPrecision(3)} %`;
   };
   eformer.time = (text) => {
@@ -74,7 +77,7 @@ const eformer = {};
   const hidden = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
   eformer.visible = (text) => String(text).replace(hidden, (c) => {
     const code = c.charCodeAt(0);
-    return code < 32 ? String.fromCharCode(0x2400 + code) : `\\u${code.toString(16).padStart(4, "0")}`;
+    return code < 256 ? `\\x${code.toString(16).padStart(2, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`;
   });
   // The parts of a path as people write them: see record/names.py and reports/folding.py.
   eformer.label = (part) => part.split(".").map((one) => {

@@ -407,6 +407,6 @@
     const [low, high] = domain;
     const marks = [0, 0.25, 0.5, 0.75, 1].map((part) => low * (high / low) ** part);
     return h("div.legend", { role: "img", "aria-label": `Colours: pale for a relative change of ${percent(low)}, strong for ${percent(high)}` },
-      h("i.same"), h("span.muted", "same"), ...marks.map((one) => [h("i", { style: { "--heat-at": String(eformer.heat(one)) } }), h("span.muted", percent(Number(one.toPrecision(2))))]));
+      h("i.same"), h("span.muted", "same"), ...marks.map((one) => [h("i", { style: { "--heat-at": String(eformer.heat(one)) } }), h("span.muted", `${Number((100 * one).toPrecision(2))} %`)]));
   };
 })();

@@ -34,11 +34,15 @@
     const checked = flags(leaves.checked);
     const isLeaf = flags(leaves.is_leaf);
 
+    let changed = 0;  // leaves are asked for in their order
     const changeOf = (n) => {
       if (!change) return null;
       const found = { status: statuses[change.status[n]] };
-      for (const name of ["what", "relative", "largest", "share", "unlike", "from_zero"])
-        if (n in change[name]) found[name] = change[name][n];
+      for (const name of ["what", "unlike", "from_zero"]) if (n in change[name]) found[name] = change[name][n];
+      if (found.status === "changed") {
+        for (const name of ["relative", "largest", "share"]) found[name] = change[name][changed];
+        changed++;
+      }
       if (found.status === "same") found.relative = 0;
       return found;
     };

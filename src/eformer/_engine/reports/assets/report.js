@@ -82,14 +82,14 @@
 
   const tiles = (summary) => {
     const { health } = summary;
-    const troubles = [health.nan ? `${many(health.nan, "array")} with NaN` : null, health.inf ? `${many(health.inf, "array")} with Inf` : null].filter(Boolean);
+    const troubles = [health.nan ? `NaN in ${count(health.nan)}` : null, health.inf ? `Inf in ${count(health.inf)}` : null].filter(Boolean);
     const tile = (label, value, more, shade = "") => h(`div.stat${shade ? "." + shade : ""}`, h("dt", label), h("dd", h("span.big", value), more ? h("span.muted.small", more) : null));
     return h("dl.tiles",
       tile("Parameters", eformer.amount(summary.params), count(summary.params)),
       tile("Size", bytes(summary.nbytes), many(summary.files, "file")),
       tile("Arrays", count(summary.leaves - summary.values), summary.values ? `and ${many(summary.values, "plain value")}` : "no plain values"),
       summary.has_values === "on demand" ? tile("Values", "on demand", "select a leaf to read it")
-        : summary.has_values ? tile("Values", troubles.length ? troubles[0] : "finite", troubles.length > 1 ? troubles[1] : health.zero ? `${many(health.zero, "array")} all zero` : "no NaN, no Inf", troubles.length ? "warn" : "")
+        : summary.has_values ? tile("Values", troubles.length ? troubles[0] : "finite", troubles.length ? [...troubles.slice(1), `of ${many(summary.leaves - summary.values, "array")}`].join(", ") : health.zero ? `${many(health.zero, "array")} all zero` : "no NaN, no Inf", troubles.length ? "warn" : "")
         : tile("Values", "not read", "headers only"),
       h("div.stat.wide", h("dt", "dtypes"), h("dd", eformer.dtypeBars(summary.dtypes, Math.max(1, summary.nbytes)))));
   };

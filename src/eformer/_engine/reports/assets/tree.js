@@ -2,7 +2,7 @@
 "use strict";
 (() => {
   const { h, bytes, count, number } = eformer;
-  const ROW = 28, PAGE = 200, MARGIN = 12;
+  const ROW = 28, HEAD = 33, PAGE = 200, MARGIN = 12;
 
   eformer.tree = (source, summary, { onSelect }) => {
     const columns = [
@@ -85,9 +85,8 @@
     }));
     const body = h("div.rows", { role: "rowgroup" });
     const spacer = h("div.spacer", body);
-    const scroller = h("div.scroller", spacer);
-    const grid = h("div.grid", { role: "treegrid", tabindex: "0", "aria-label": "Leaves of the checkpoint", class: `grid cols${columns.length}` },
-      h("div", { role: "rowgroup" }, head), scroller);
+    const scroller = h("div.scroller", h("div.heads", { role: "rowgroup" }, head), spacer);
+    const grid = h("div.grid", { role: "treegrid", tabindex: "0", "aria-label": "Leaves of the checkpoint", class: `grid cols${columns.length}` }, scroller);
     if (summary.against) grid.classList.add("with-change");
     if (summary.has_values) grid.classList.add("with-values");
     const status = h("p.small.muted.status", { role: "status", "aria-live": "polite" });
@@ -142,7 +141,7 @@
       params: (row) => row.value !== undefined ? "" : eformer.amount(row.params),
       nbytes: (row) => [row.nbytes > 0.03 * summary.nbytes ? h("span.share", { style: { width: `${(100 * row.nbytes) / Math.max(1, summary.nbytes)}%` } }) : null, h("span", row.value !== undefined ? "" : bytes(row.nbytes))],
       spark: (row) => row.bins ? eformer.sparkline(row.bins) : "",
-      std: (row) => row.std === undefined || row.std === null ? "" : number(row.std, 3),
+      std: (row) => row.std === undefined || row.std === null ? "" : number(row.std, 3, { isColumn: true }),
       change: (row) => row.change ? h("span", { class: `delta ${row.change.status}`, style: { "--heat-at": String(eformer.heat(row.change)) } },
         eformer.changeText(row.change)) : "",
     };
@@ -201,7 +200,7 @@
       active = n;
       const top = n * ROW;
       if (top < scroller.scrollTop) scroller.scrollTop = top;
-      else if (top + ROW > scroller.scrollTop + scroller.clientHeight) scroller.scrollTop = top + ROW - scroller.clientHeight;
+      else if (top + ROW > scroller.scrollTop + scroller.clientHeight - HEAD) scroller.scrollTop = top + ROW - scroller.clientHeight + HEAD;
       render();
     };
     const choose = () => {
