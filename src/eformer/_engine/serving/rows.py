@@ -30,7 +30,8 @@ MOST_ROWS = 1000
 MOST_QUERY = 300  # characters
 _MOST_MEASURED = 5000  # leaves whose statistics are kept
 _MOST_ORDERS = 8  # sorted lists that are kept
-_ITEMS, _INNER = 60, 24  # rectangles of a treemap, and inside of each
+_ITEMS, _INNER, _LEVELS = 60, 24, 3  # tiles of a treemap, inside of each, and how deep
+_TILES = 3000  # of all levels below the first
 _WILDCARD = re.compile(r"[*?[]")
 _DIGITS = re.compile(r"(\d+)")
 
@@ -71,7 +72,7 @@ class Rows:
         return options.page(order, lambda n: self._row(n, self._paths[n]))
 
     def treemap(self, path: str) -> Json:
-        """Return the largest rows below a group, and the largest below each of these."""
+        """Return the largest rows below a group, the largest below each of these, and so on, level by level."""
         number = self._groups.get(path, 0)
         items, rest = self._largest(number, _ITEMS)
         above: list[Json] = []
@@ -84,11 +85,30 @@ class Rows:
             "above": above,
             "rest": rest,
             "nbytes": self._totals[number].nbytes,
-            "items": [
-                self._brief(n) | {"children": [self._brief(m) for m in self._largest(n, _INNER)[0]]}
-                for n in items
-            ],
+            "items": self._nested(items),
         }
+
+    def _nested(self, numbers: Sequence[int]) -> list[Json]:
+        shown = level = [(n, self._tile(n)) for n in numbers]
+        left = _TILES
+        for _ in range(_LEVELS):
+            inner = []
+            for number, tile in level:
+                below = self._largest(number, min(_INNER, left))[0]
+                left -= len(below)
+                made = [(n, self._tile(n)) for n in below]
+                tile["children"] = [one for _, one in made]
+                inner += made
+            level = inner
+        return [tile for _, tile in shown]
+
+    def _tile(self, number: int) -> Json:
+        return self._brief(number) | {"children": []} | self._count(number)
+
+    def _count(self, number: int) -> Json:
+        """Say how many layers a row stands for, if it is a folded one."""
+        is_folded = any(part.startswith(FOLD) for part in self._rows[number].part.split("."))
+        return {"count": len(self._children[number])} if is_folded else {}
 
     def locate(self, path: str, kind: str, options: Options) -> list[int]:
         """Return the place of a row among the children of each group above it, from the root down."""
@@ -156,9 +176,7 @@ class Rows:
         leaf_number = self._rows[number].leaf
         if leaf_number < 0:
             row["dtype"] = ", ".join(filter(None, totals.dtypes))
-            if any(part.startswith(FOLD) for part in self._rows[number].part.split(".")):
-                row["count"] = len(self._children[number])
-            return row
+            return row | self._count(number)
         leaf = self._leaves[leaf_number]
         row["shape"] = list(leaf.shape)
         if leaf.value is not None:

@@ -162,7 +162,7 @@
         const found = { path, dtype, shape, nbytes, params, boxes, value: leaves.values[n] ?? null, problem, damaged: damaged === 1,
           checked: checked[n], sharding: sharding === null ? null : leaves.shardings[sharding],
           change: node.change ?? null, statistics: null };
-        const isMeasured = stats && (stats.bins[n] || stats.nan[n] || stats.posinf[n] || stats.neginf[n] || params === 0);
+        const isMeasured = stats && !(n in leaves.values) && (stats.bins[n] || stats.nan[n] || stats.posinf[n] || stats.neginf[n] || params === 0);
         if (isMeasured && !problem) {
           const [low, high, log, below, above] = stats.axes[n] ?? [stats.min[n], stats.max[n], 0, 0, 0];
           found.statistics = { size: params, min: stats.min[n], max: stats.max[n], mean: stats.mean[n], std: stats.std[n],
