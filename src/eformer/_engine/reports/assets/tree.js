@@ -18,7 +18,7 @@
     let query = "";
     let root = group("", -1);
     let lines = [];  // what is unfolded, from top to bottom: {up, at, node}
-    let active = -1, selected = null, turn = 0, frame = 0;
+    let active = -1, selected = null, frame = 0;
 
     function group(path, level, row = null, up = null) {
       return { path, level, row, up, isOpen: false, total: -1, kids: [], asked: new Set() };
@@ -29,9 +29,9 @@
     const fetchPage = async (node, page) => {
       if (node.asked.has(page)) return;
       node.asked.add(page);
-      const mine = turn, options = { offset: page * PAGE, limit: PAGE, ...order };
+      const mine = root, options = { offset: page * PAGE, limit: PAGE, ...order };
       const found = query && node === root ? await source.search(query, options) : await source.children(node.path, options);
-      if (mine !== turn) return;
+      if (mine !== root) { node.asked.delete(page); return; }
       node.total = found.total;
       found.rows.forEach((row, n) => { node.kids[page * PAGE + n] = group(row.path, node.level + 1, row, node); });
       flatten();
@@ -64,7 +64,6 @@
       const opened = new Set();
       const collect = (node) => node.kids.forEach((kid) => { if (kid?.isOpen) { opened.add(kid.path); collect(kid); } });
       if (!query) collect(root);
-      turn++;
       root = group("", -1);
       root.isOpen = true;
       await fetchPage(root, 0);
@@ -168,6 +167,7 @@
       }
       active = lines.length ? 0 : -1;
       scroller.scrollTop = 0;
+      unfolded = null;
       return reload();
     };
     for (const column of columns) if (column.sort) column.cell.setAttribute("aria-sort", "none");
@@ -180,12 +180,23 @@
       if (event.key === "Escape") { if (input.value) { input.value = ""; search(""); } else input.blur(); event.stopPropagation(); }
       if (event.key === "ArrowDown" || event.key === "Enter") { grid.focus(); activate(Math.max(0, active)); if (event.key === "Enter") choose(); event.preventDefault(); }
     });
+    let unfolded = null;  // the tree as it was before the search
     const search = async (text) => {
       clearTimeout(waiting);
+      const before = query;
       query = text.trim() ? text : "";
+      if (query && !before) unfolded = { root, active, top: scroller.scrollTop };
+      grid.classList.toggle("searching", Boolean(query));
+      if (!query && unfolded) {
+        ({ root, active } = unfolded);
+        flatten();
+        scroller.scrollTop = unfolded.top;
+        unfolded = null;
+        say();
+        return;
+      }
       active = -1;
       scroller.scrollTop = 0;
-      grid.classList.toggle("searching", Boolean(query));
       await reload();
       if (query && lines.length) active = 0;
       draw();
