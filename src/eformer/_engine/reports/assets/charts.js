@@ -366,7 +366,7 @@
       })));
     const head = h("tr", h("td"), columns.map((column, c) => h("th", { scope: "col", class: isStack ? "" : "slanted" },
       c % every === 0 || !isStack ? h("bdi.mono", eformer.visible(eformer.label(column))) : h("span.sr", column))));
-    const made = h("table.heatmap", { class: `heatmap ${isStack ? "layers" : "modules"}`, style: { "min-width": `${Math.min(wide, 44) * 7 + 12 + columns.length * (isStack ? 11 : 40)}px` } },
+    const made = h("table.heatmap", { class: `heatmap ${isStack ? "layers" : "modules"}${rows.length <= 12 ? " few" : ""}`, style: { "min-width": `${Math.min(wide, 44) * 7 + 12 + columns.length * (isStack ? 11 : 40)}px` } },
       h("caption.sr", `Relative change of each module, by ${isStack ? "layer" : "leaf"}`),
       h("colgroup", h("col", { style: { width: `${Math.min(wide, 44) * 7 + 12}px` } }), columns.map(() => h("col"))), h("thead", head), h("tbody", body));
     const all = () => [...made.querySelectorAll("td[data-tip]")];

@@ -138,7 +138,7 @@
       dtype: (row) => h("span.mono", { title: eformer.visible(row.dtype) }, row.value !== undefined ? "value" : shortDtype(row.dtype)),
       shape: (row) => row.shape && row.value === undefined ? h("span.mono", eformer.shape(row.shape)) : h("span.muted", row.kind === "group" ? eformer.many(row.leaves, "leaf", "leaves") : ""),
       params: (row) => row.value !== undefined ? "" : eformer.amount(row.params),
-      nbytes: (row) => [row.nbytes > 0.03 * summary.nbytes ? h("span.share", { style: { width: `${(100 * row.nbytes) / Math.max(1, summary.nbytes)}%` } }) : null, h("span", row.value !== undefined ? "" : bytes(row.nbytes))],
+      nbytes: (row) => [row.nbytes > 0.08 * summary.nbytes ? h("span.share", { style: { width: `${(100 * row.nbytes) / Math.max(1, summary.nbytes)}%` } }) : null, h("span", row.value !== undefined ? "" : bytes(row.nbytes))],
       spark: (row) => row.bins ? eformer.sparkline(row.bins) : "",
       std: (row) => row.std === undefined || row.std === null ? "" : number(row.std, 3, { isColumn: true }),
       change: (row) => row.change ? h("span", { class: `delta ${row.change.status}`, style: { "--heat-at": String(eformer.heat(row.change)) } },
@@ -285,7 +285,7 @@
       const at = lines.findIndex((line) => line.node === node);
       if (select && node.row) selected = key(node.row);
       activate(at);
-      scroller.scrollTop = Math.max(0, at * ROW - scroller.clientHeight / 3);
+      scroller.scrollTop = Math.max(0, (at - Math.floor(scroller.clientHeight / ROW / 2)) * ROW);
     };
 
     const start = async () => {
