@@ -478,6 +478,7 @@ def demo(directory: str | None) -> None:
     tries = {
         f"inspect {where}/step-100": "show the tree",
         f"diff {where}/step-100 {where}/step-200": "show what a step changed, and by how much",
+        f"report {where}/step-200 --against {where}/step-100": "look at the same in a browser",
         f"verify {where}/damaged": "show which bytes are damaged",
         f"steps {where}/run": "list the steps of the run that was killed",
         "inspect YOUR/CHECKPOINT": "Orbax, safetensors, flax, npz and others",

@@ -61,7 +61,8 @@ class Room:
     def within(cls, memory: int | None, *, sides: int = 1) -> Room:
         """Share out `memory`, the most bytes that the program takes; None for 1 GB more than it takes now.
 
-        A box is in memory three times at worst: as bytes, as elements, and as a part that is being widened.
+        A box is in memory several times at worst: as bytes, as elements, as a part that is being widened, and in what
+        the allocator keeps of the ones before.
         """
         taken = resident_bytes()
         free = _DEFAULT_MEMORY if memory is None else memory - taken
@@ -72,7 +73,7 @@ class Room:
             )
         threads = max(1, min(default_threads(), free // _LEAST))
         share = free // threads - _WORKING
-        return cls(threads, max(_LEAST_BOX, min(_BOX_BYTES, share // (3 * sides))))
+        return cls(threads, max(_LEAST_BOX, min(_BOX_BYTES, share // (5 * sides))))
 
 
 def measure(
@@ -193,6 +194,7 @@ def _measured(pair: _Pair, boxes: Any) -> Measured:
             collector.add(box)
         if differences:
             differences.add(box, other)
+        del box, other  # the next ones are read in their place
     return pair.done(collector, differences)
 
 

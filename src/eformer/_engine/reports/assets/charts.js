@@ -354,7 +354,7 @@
       const [relative, why] = table.get(`${r},${c}`);
       return relative === null ? why : relative === 0 ? "same" : percent(relative);
     };
-    const every = Math.ceil(columns.length / 32);
+    const every = columns.length > 32 ? columns.length > 100 ? 10 : 5 : 1;
     const wide = Math.max(...rows.map((row) => eformer.label(row).length), 6);
     const body = rows.map((row, r) => h("tr", h("th", { scope: "row" }, h("bdi.mono", eformer.visible(eformer.label(row) || "(leaf)"))),
       columns.map((column, c) => {
@@ -366,7 +366,7 @@
       })));
     const head = h("tr", h("td"), columns.map((column, c) => h("th", { scope: "col", class: isStack ? "" : "slanted" },
       c % every === 0 || !isStack ? h("bdi.mono", eformer.visible(eformer.label(column))) : h("span.sr", column))));
-    const made = h("table.heatmap", { class: `heatmap ${isStack ? "layers" : "modules"}` },
+    const made = h("table.heatmap", { class: `heatmap ${isStack ? "layers" : "modules"}${rows.length <= 12 ? " few" : ""}`, style: { "min-width": `${Math.min(wide, 44) * 7 + 12 + columns.length * (isStack ? 11 : 40)}px` } },
       h("caption.sr", `Relative change of each module, by ${isStack ? "layer" : "leaf"}`),
       h("colgroup", h("col", { style: { width: `${Math.min(wide, 44) * 7 + 12}px` } }), columns.map(() => h("col"))), h("thead", head), h("tbody", body));
     const all = () => [...made.querySelectorAll("td[data-tip]")];

@@ -176,7 +176,7 @@
         const node = byPath.get(path) ?? nodes[0];
         const above = [];
         for (let up = node; up; up = up.parent) above.unshift({ path: up.path, name: up.name });
-        const { list, rest } = items(node, 60);
+        const { list, rest } = items(node, 240);
         const nested = (kid, depth) => ({ ...brief(kid),
           children: kid.leaf < 0 && depth < 3 ? items(kid, 24).list.map((inner) => nested(inner, depth + 1)) : [] });
         return { path: node.path, above, rest, nbytes: node.nbytes, items: list.map((kid) => nested(kid, 0)) };

@@ -18,7 +18,7 @@
     let query = "";
     let root = group("", -1);
     let lines = [];  // what is unfolded, from top to bottom: {up, at, node}
-    let active = -1, selected = null, turn = 0, frame = 0;
+    let active = -1, selected = null, frame = 0;
 
     function group(path, level, row = null, up = null) {
       return { path, level, row, up, isOpen: false, total: -1, kids: [], asked: new Set() };
@@ -29,9 +29,9 @@
     const fetchPage = async (node, page) => {
       if (node.asked.has(page)) return;
       node.asked.add(page);
-      const mine = turn, options = { offset: page * PAGE, limit: PAGE, ...order };
+      const mine = root, options = { offset: page * PAGE, limit: PAGE, ...order };
       const found = query && node === root ? await source.search(query, options) : await source.children(node.path, options);
-      if (mine !== turn) return;
+      if (mine !== root) { node.asked.delete(page); return; }
       node.total = found.total;
       found.rows.forEach((row, n) => { node.kids[page * PAGE + n] = group(row.path, node.level + 1, row, node); });
       flatten();
@@ -64,7 +64,6 @@
       const opened = new Set();
       const collect = (node) => node.kids.forEach((kid) => { if (kid?.isOpen) { opened.add(kid.path); collect(kid); } });
       if (!query) collect(root);
-      turn++;
       root = group("", -1);
       root.isOpen = true;
       await fetchPage(root, 0);
@@ -139,7 +138,7 @@
       dtype: (row) => h("span.mono", { title: eformer.visible(row.dtype) }, row.value !== undefined ? "value" : shortDtype(row.dtype)),
       shape: (row) => row.shape && row.value === undefined ? h("span.mono", eformer.shape(row.shape)) : h("span.muted", row.kind === "group" ? eformer.many(row.leaves, "leaf", "leaves") : ""),
       params: (row) => row.value !== undefined ? "" : eformer.amount(row.params),
-      nbytes: (row) => [row.nbytes > 0.03 * summary.nbytes ? h("span.share", { style: { width: `${(100 * row.nbytes) / Math.max(1, summary.nbytes)}%` } }) : null, h("span", row.value !== undefined ? "" : bytes(row.nbytes))],
+      nbytes: (row) => [row.nbytes > 0.08 * summary.nbytes ? h("span.share", { style: { width: `${(100 * row.nbytes) / Math.max(1, summary.nbytes)}%` } }) : null, h("span", row.value !== undefined ? "" : bytes(row.nbytes))],
       spark: (row) => row.bins ? eformer.sparkline(row.bins) : "",
       std: (row) => row.std === undefined || row.std === null ? "" : number(row.std, 3, { isColumn: true }),
       change: (row) => row.change ? h("span", { class: `delta ${row.change.status}`, style: { "--heat-at": String(eformer.heat(row.change)) } },
@@ -168,6 +167,7 @@
       }
       active = lines.length ? 0 : -1;
       scroller.scrollTop = 0;
+      unfolded = null;
       return reload();
     };
     for (const column of columns) if (column.sort) column.cell.setAttribute("aria-sort", "none");
@@ -180,12 +180,23 @@
       if (event.key === "Escape") { if (input.value) { input.value = ""; search(""); } else input.blur(); event.stopPropagation(); }
       if (event.key === "ArrowDown" || event.key === "Enter") { grid.focus(); activate(Math.max(0, active)); if (event.key === "Enter") choose(); event.preventDefault(); }
     });
+    let unfolded = null;  // the tree as it was before the search
     const search = async (text) => {
       clearTimeout(waiting);
+      const before = query;
       query = text.trim() ? text : "";
+      if (query && !before) unfolded = { root, active, top: scroller.scrollTop };
+      grid.classList.toggle("searching", Boolean(query));
+      if (!query && unfolded) {
+        ({ root, active } = unfolded);
+        flatten();
+        scroller.scrollTop = unfolded.top;
+        unfolded = null;
+        say();
+        return;
+      }
       active = -1;
       scroller.scrollTop = 0;
-      grid.classList.toggle("searching", Boolean(query));
       await reload();
       if (query && lines.length) active = 0;
       draw();
@@ -274,7 +285,7 @@
       const at = lines.findIndex((line) => line.node === node);
       if (select && node.row) selected = key(node.row);
       activate(at);
-      scroller.scrollTop = Math.max(0, at * ROW - scroller.clientHeight / 3);
+      scroller.scrollTop = Math.max(0, (at - Math.floor(scroller.clientHeight / ROW / 2)) * ROW);
     };
 
     const start = async () => {
