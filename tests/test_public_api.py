@@ -69,6 +69,7 @@ CHECKPOINT = {
     "prune": "(directory, *, keep, check=False, dry_run=False)",
     "register_module": "(kind, *, state, update=None, build=None)",
     "register_node": "(kind)",
+    "report": "(path, against=None, *, values=True, prefix=None, step=None, keep=None, memory=None, progress=None)",
     "save": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), overwrite=False, "
     "progress=None)",
     "save_async": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), "
@@ -212,6 +213,7 @@ def test_the_engine_offers_what_is_documented_and_no_more():
         "Diff",
         "DryRun",
         "Every",
+        "HtmlReport",
         "Keep",
         "LoadReport",
         "Manifest",

@@ -11,6 +11,7 @@ open, inspect            look at the leaves of a checkpoint without loading it; 
 verify                   check every byte against its digest; return a Report
 sign                     sign every byte with a private key, which `load` and `verify` check with the public one
 diff                     compare two checkpoints; return a Diff
+report                   show a checkpoint, two of them or a run as a page for a browser; return an HtmlReport
 convert                  write a checkpoint in another format; return a Conversion
 prune                    delete all but the last checkpoints of a run; return a Pruned
 store_options            set endpoints, credentials and other options of buckets
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from eformer._engine.record.options import SaveOptions as SaveOptions
     from eformer._engine.record.policies import Every as Every
     from eformer._engine.record.policies import Keep as Keep
+    from eformer._engine.reports.report import HtmlReport as HtmlReport
+    from eformer._engine.reports.report import report as report
     from eformer._engine.runs.follow import follow as follow
     from eformer._engine.runs.follow import score as score
     from eformer._engine.runs.run import Resumed as Resumed
@@ -68,6 +71,7 @@ _HOME = {
     "Diff": "tools.diff",
     "DryRun": "loading.dry_run",
     "Every": "record.policies",
+    "HtmlReport": "reports.report",
     "Keep": "record.policies",
     "LoadReport": "loading.report",
     "Manifest": "record.manifest",
@@ -91,6 +95,7 @@ _HOME = {
     "prune": "tools.prune",
     "register_module": "trees.modules",
     "register_node": "trees.nodes",
+    "report": "reports.report",
     "save": "saving.save",
     "save_async": "saving.save",
     "score": "runs.follow",
@@ -106,6 +111,7 @@ __all__ = [
     "Diff",
     "DryRun",
     "Every",
+    "HtmlReport",
     "Keep",
     "LoadReport",
     "Manifest",
@@ -129,6 +135,7 @@ __all__ = [
     "prune",
     "register_module",
     "register_node",
+    "report",
     "save",
     "save_async",
     "score",

@@ -14,7 +14,9 @@ from eformer._engine.record.text import printable
 from eformer._version import __version__
 from eformer.cli.buckets import store_option
 from eformer.cli.group import Commands, Size, colours, print_error, print_json, wants_bar
+from eformer.cli.report import report
 from eformer.cli.rules import keep_options, rules_from
+from eformer.cli.serve import serve
 
 if TYPE_CHECKING:
     from eformer._engine.tools.prune import Pruned
@@ -33,7 +35,9 @@ def main(debug: bool) -> None:  # noqa: ARG001  read by the group
     eformer diff ./checkpoint ./other        show which leaves differ, and by how much
     eformer sign ./checkpoint --key private.pem
     eformer convert ./checkpoint model.safetensors --dtype bf16
+    eformer report ./checkpoint              write a page that shows all of it, for a browser
     eformer steps ./run                      list the steps of a run
+    eformer serve ./run                      look at a run in a browser, while it trains
     eformer prune ./run --keep 3             delete old checkpoints
     eformer demo                             try everything in ten seconds
     """
@@ -423,9 +427,9 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
     eformer steps ./run --keep 3
     """
     from eformer._engine.record.text import size
-    from eformer.cli.facts import facts_of_steps
+    from eformer._engine.reports.timeline import step_facts
 
-    found = facts_of_steps(run, rules_from(**keep))
+    found = step_facts(run, rules_from(**keep))
     if as_json:
         print_json({"run": run, "steps": found})
         return
@@ -474,6 +478,7 @@ def demo(directory: str | None) -> None:
     tries = {
         f"inspect {where}/step-100": "show the tree",
         f"diff {where}/step-100 {where}/step-200": "show what a step changed, and by how much",
+        f"report {where}/step-200 --against {where}/step-100": "look at the same in a browser",
         f"verify {where}/damaged": "show which bytes are damaged",
         f"steps {where}/run": "list the steps of the run that was killed",
         "inspect YOUR/CHECKPOINT": "Orbax, safetensors, flax, npz and others",
@@ -503,5 +508,8 @@ def completion(shell: str) -> None:
     click.echo(kind(main, {}, "eformer", "_EFORMER_COMPLETE").source())
 
 
-for _command in (inspect, list_leaves, verify, diff, convert, prune, steps):
+main.add_command(report)
+main.add_command(serve)
+
+for _command in (inspect, list_leaves, verify, diff, convert, prune, steps, report, serve):
     _command.params.append(store_option())

@@ -18,10 +18,9 @@ from eformer._engine.stores.locate import store_at
 from eformer.errors import EformerError, MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from eformer._engine.record.manifest import RecordedSharding, TreeEntry
-    from eformer._engine.record.policies import Keep
 
 Facts = dict[str, Any]
 
@@ -133,30 +132,3 @@ def sharding_text(sharding: RecordedSharding | None) -> str:
     axes = ", ".join(map(repr, sharding.spec))
     mesh = ", ".join(f"{name}={size}" for name, size in sharding.mesh.items())
     return f"P({axes}) on {mesh}" if mesh else f"P({axes})"
-
-
-def facts_of_steps(run: str, rules: Sequence[Keep]) -> list[dict[str, Any]]:
-    """Describe the steps of a run. Bytes that several steps share count for the first of them."""
-    from eformer._engine.runs.steps import steps
-    from eformer._engine.stores.locate import store_at
-    from eformer._engine.tools.prune import plan_removal
-
-    found = steps(run)
-    removed = plan_removal(run, rules).removed if rules and found else ()
-    sizes = store_at(run).usage([step.name for step in found])
-    facts = []
-    for step in found:
-        problem = step.problem()
-        facts.append(
-            {
-                "number": step.number,
-                "path": step.path,
-                "nbytes": sizes[step.name],
-                "saved_at": step.saved_at.isoformat() if problem is None and step.saved_at else None,
-                "why": step.why if problem is None else "",
-                "metrics": step.metrics if problem is None else {},
-                "problem": problem,
-                "is_removed": step.name in removed,
-            }
-        )
-    return facts

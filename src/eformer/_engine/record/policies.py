@@ -89,11 +89,12 @@ def kept(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> set[int]:
         return set()
     stay = {ordered[-1].number}
     for rule in rules:
-        stay |= _kept_by(rule, ordered)
+        stay |= kept_by(rule, ordered)
     return stay
 
 
-def _kept_by(rule: Keep, ordered: Sequence[StepFacts]) -> set[int]:
+def kept_by(rule: Keep, ordered: Sequence[StepFacts]) -> set[int]:
+    """Return the numbers of the steps that one rule keeps, given all in the order of their numbers."""
     found = {step.number for step in ordered if step.number in rule.at}
     those = [step for step in ordered if rule.every is None or step.number % rule.every == 0]
     if rule.last is not None:

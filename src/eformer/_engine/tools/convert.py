@@ -24,6 +24,7 @@ from eformer._engine.saving.record import new_tree
 from eformer._engine.saving.run import Save, carry_out
 from eformer._engine.saving.staging import Staging
 from eformer._engine.stores.durable import replacing
+from eformer._engine.tasks.memory import resident_bytes
 from eformer._engine.tasks.pool import default_threads
 from eformer._engine.tasks.progress import metered
 from eformer._engine.tasks.turns import turns
@@ -199,7 +200,7 @@ def _check_items(trees: Mapping[str, ConvertedTree]) -> None:
 def _budget(memory: int | None, trees: Mapping[str, ConvertedTree], target: TargetFormat) -> int:
     """Compute how many bytes of elements may be in memory at once, and set the threads that decode large chunks."""
     sources = [source for tree in trees.values() for source in tree.sources]
-    taken = _resident() + _RESERVE + _PER_LEAF.get(target, _PER_LEAF_ELSE) * len(sources)
+    taken = resident_bytes() + _RESERVE + _PER_LEAF.get(target, _PER_LEAF_ELSE) * len(sources)
     stored = [leaf for source in sources for _, array in source.parts for leaf in stored_leaves(array)]
     largest = max((leaf.decoded_nbytes for leaf in stored), default=0)
     least = taken + max(_LEAST, math.ceil(_DECODING * largest))
@@ -216,17 +217,6 @@ def _budget(memory: int | None, trees: Mapping[str, ConvertedTree], target: Targ
         if decoded := leaf.decoded_nbytes:
             leaf.threads = min(default_threads(), max(1, budget // (2 * decoded)))
     return budget
-
-
-def _resident() -> int:
-    """Return the resident memory of this process, in bytes."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):  # not Linux
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 # ----------------------------------------------------------------------------------------------- writing

@@ -1,0 +1,247 @@
+"""List what is in a checkpoint, of any format that can be opened. Reads no data."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from eformer._engine.formats.find import look_at, signer_of
+from eformer._engine.record.lazy import lazy_property
+from eformer._engine.record.names import escape
+from eformer._engine.record.text import few, printable, shortened
+from eformer._engine.record.values import value_from_json
+from eformer._engine.reports.folding import leaf_path, tree_rows
+from eformer._engine.tools.view import open as open_view
+from eformer.errors import EformerError
+
+if TYPE_CHECKING:
+    import os
+
+    from eformer._engine.formats.found import Found
+    from eformer._engine.record.manifest import LeafEntry, RecordedSharding, TreeEntry
+    from eformer._engine.reports.folding import TreeRow
+    from eformer._engine.tools.view import View
+
+TREE = "%@"  # before a prefix, where there are several trees; no escaped name begins with it
+
+_MOST_SHOWN = 200  # characters of a plain value
+_MOST_METADATA = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """An array or a plain value of a checkpoint.
+
+    path    its name; after `%@prefix.`, if there are several trees
+    name    its name in the tree of `prefix`
+    value   the text of a plain value; None for an array
+    """
+
+    path: str
+    prefix: str
+    name: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    nbytes: int = 0
+    value: str | None = None
+    entry: LeafEntry | None = field(default=None, repr=False)
+
+    @property
+    def params(self) -> int:
+        return math.prod(self.shape) if self.entry else 0
+
+    @property
+    def sharding(self) -> RecordedSharding | None:
+        return self.entry.sharding if self.entry else None
+
+    @property
+    def kind(self) -> str:
+        """Say what leaves that are alike have in common."""
+        return f"{self.dtype}{list(self.shape)}" if self.entry else "value"
+
+
+@dataclass
+class Contents:
+    """The leaves of a checkpoint and the rows of its tree, with the facts that stand above them.
+
+    Close it, or use it as a context manager: it keeps the files of the checkpoint open.
+    """
+
+    path: str
+    format: str
+    leaves: list[Leaf]
+    rows: list[TreeRow]
+    trees: dict[str, TreeEntry]
+    views: dict[str, View]
+    left_out: tuple[str, ...] = ()
+    signed_by: str | None = None
+    problems: dict[str, str] = field(default_factory=dict)
+    stack: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+    @lazy_property
+    def by_path(self) -> dict[str, Leaf]:
+        return {leaf.path: leaf for leaf in self.leaves}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the facts about the whole checkpoint, as JSON."""
+        trees = list(self.trees.values())
+        return {
+            "title": printable(self.path.rstrip("/").rpartition("/")[2] or self.path),
+            "path": printable(self.path),
+            "format": self.format,
+            "writer": ", ".join(dict.fromkeys(tree.written_by for tree in trees if tree.written_by)),
+            "saved_at": max((tree.saved_at for tree in trees), default=""),
+            "leaves": len(self.leaves),
+            "values": sum(leaf.value is not None for leaf in self.leaves),
+            "params": sum(leaf.params for leaf in self.leaves),
+            "nbytes": self.nbytes,
+            "files": sum(len(tree.files) for tree in trees),
+            "trees": [prefix for prefix in self.trees if prefix],
+            "dtypes": self._dtypes(),
+            "metadata": self._metadata(),
+            "signed_by": self.signed_by,
+            "left_out": [printable(name) for name in self.left_out[:50]],
+            "notes": self._notes(),
+        }
+
+    def _dtypes(self) -> list[dict[str, Any]]:
+        leaves, nbytes, params = Counter[str](), Counter[str](), Counter[str]()
+        for leaf in self.leaves:
+            if leaf.entry:
+                leaves[leaf.dtype] += 1
+                nbytes[leaf.dtype] += leaf.nbytes
+                params[leaf.dtype] += leaf.params
+        return [
+            {"dtype": name, "leaves": leaves[name], "nbytes": total, "params": params[name]}
+            for name, total in nbytes.most_common()
+        ]
+
+    def _metadata(self) -> dict[str, str]:
+        found = {}
+        for prefix, tree in self.trees.items():
+            for name, value in tree.metadata.items():
+                key = f"{prefix}: {name}" if prefix and len(self.trees) > 1 else name
+                found[printable(key)] = printable(shortened(_text(value), _MOST_METADATA))
+        return found
+
+    def _notes(self) -> list[str]:
+        notes = [f"{prefix or 'the tree'} cannot be read: {why}" for prefix, why in self.problems.items()]
+        if self.left_out:
+            notes.append(f"not read, and may hold leaves: {few(self.left_out)}")
+        return [printable(note) for note in notes]
+
+
+def contents_of(path: str | os.PathLike[str], prefix: str | None = None) -> Contents:
+    """Open the checkpoint at `path` and list its leaves; with a prefix those of one tree."""
+    facts = look_at(path, lambda found: _facts(found, prefix))
+    stack = ExitStack()
+    views, problems = {}, {}
+    try:
+        for each in facts.prefixes:
+            try:
+                views[each] = stack.enter_context(open_view(path, prefix=each))
+            except (EformerError, OSError) as error:
+                problems[each] = str(error)
+        if problems and not views:
+            raise_again(path, facts.prefixes[0])
+        return _listed(facts, views, problems, stack)
+    except BaseException:
+        stack.close()
+        raise
+
+
+def raise_again(path: str | os.PathLike[str], prefix: str) -> None:
+    """Raise the error of opening a tree that cannot be opened."""
+    open_view(path, prefix=prefix).close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    path: str
+    format: str
+    prefixes: list[str]
+    left_out: tuple[str, ...]
+    signed_by: str | None
+
+
+def _facts(found: Found, prefix: str | None) -> _Facts:
+    prefixes = [prefix] if prefix is not None else [found.only] if found.only else list(found.trees)
+    if prefix is not None or not prefixes:
+        found.listed(prefix)  # which raises, if there is none
+    return _Facts(str(found.path), found.manifest.format, prefixes, found.left_out(prefix), signer_of(found))
+
+
+def _listed(facts: _Facts, views: dict[str, View], problems: dict[str, str], stack: ExitStack) -> Contents:
+    is_one = len(facts.prefixes) == 1
+    leaves = [
+        leaf
+        for prefix, view in views.items()
+        for leaf in _leaves(view.tree, prefix, "" if is_one else f"{TREE}{escape(prefix)}")
+    ]
+    rows = tree_rows((leaf.path, leaf.kind) for leaf in leaves)
+    return Contents(
+        facts.path,
+        facts.format,
+        leaves,
+        rows,
+        {prefix: view.tree for prefix, view in views.items()},
+        views,
+        facts.left_out,
+        facts.signed_by,
+        problems,
+        stack,
+    )
+
+
+def _leaves(tree: TreeEntry, prefix: str, above: str) -> list[Leaf]:
+    start = f"{above}." if above else ""
+    arrays = [
+        Leaf(
+            start + name,
+            prefix,
+            name,
+            entry.logical_dtype,
+            entry.logical_shape,
+            entry.nbytes,
+            entry=entry,
+        )
+        for name, entry in tree.leaves.items()
+    ]
+    values = [
+        Leaf(start + name, prefix, name, value=shortened(_value_text(value), _MOST_SHOWN))
+        for name, value in tree.raw_values.items()
+    ]
+    return arrays + values
+
+
+def _value_text(recorded: Any) -> str:
+    try:
+        return printable(_text(value_from_json(recorded)))
+    except (ValueError, RecursionError) as error:  # not recorded; or a number with too many digits to print
+        return printable(str(error))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def row_paths(rows: list[TreeRow]) -> list[str]:
+    """Return the path of each row; of a leaf, the path of the leaf."""
+    paths: list[str] = []
+    for row in rows:
+        above = paths[row.parent] if row.parent > 0 else ""
+        paths.append(f"{above}.{row.part}" if above else row.part)
+    return [leaf_path(path) if row.leaf >= 0 else path for row, path in zip(rows, paths, strict=True)]

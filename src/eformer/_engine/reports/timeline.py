@@ -1,0 +1,188 @@
+"""Tell how a run went: its steps in time, sizes, metrics, what rules keep, what is damaged, and how much each step has
+changed the model."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from eformer._engine.record.policies import kept_by
+from eformer._engine.record.text import count, printable, size
+from eformer._engine.reports.changes import is_of_optimizer, rounded
+from eformer._engine.reports.contents import contents_of
+from eformer._engine.reports.reading import Room, compared_norms, recorded_change_of
+from eformer._engine.runs.retention import facts_of
+from eformer._engine.runs.steps import steps
+from eformer._engine.stores.locate import store_at
+from eformer._engine.tasks.progress import metered
+from eformer._engine.tools.prune import plan_removal
+from eformer.errors import EformerError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Sequence
+
+    from eformer._engine.record.policies import Keep, StepFacts
+    from eformer._engine.reports.contents import Contents
+    from eformer._engine.runs.steps import Step
+    from eformer._engine.tasks.progress import Progress
+
+Json = dict[str, Any]
+
+MOST_READ = 32 * 10**9  # bytes of steps that are read for the norms of their changes, the newest first
+
+
+def step_facts(run: str | os.PathLike[str], rules: Sequence[Keep] = ()) -> list[Json]:
+    """Describe the steps of a run. Bytes that several steps share count for the first of them."""
+    found = steps(run)
+    removed = plan_removal(run, rules).removed if rules and found else ()
+    sizes = store_at(run).usage([step.name for step in found])
+    return [_step_facts(step, sizes[step.name], step.name in removed) for step in found]
+
+
+def _step_facts(step: Step, nbytes: int, is_removed: bool) -> Json:
+    problem = step.problem()
+    is_sound = problem is None
+    return {
+        "number": step.number,
+        "path": step.path,
+        "nbytes": nbytes,
+        "saved_at": step.saved_at.isoformat() if is_sound and step.saved_at else None,
+        "why": step.why if is_sound else "",
+        "metrics": step.metrics if is_sound else {},
+        "problem": problem,
+        "is_removed": is_removed,
+    }
+
+
+def run_facts(
+    run: str | os.PathLike[str],
+    rules: Sequence[Keep] = (),
+    *,
+    values: bool = True,
+    memory: int | None = None,
+    progress: Progress = None,
+) -> Json:
+    """Describe a run: what `source.run()` of a page returns.
+
+    With `values`, consecutive steps are compared, the newest first, until `MOST_READ` bytes were read.
+    """
+    url = store_at(run).url
+    there = step_facts(run, rules)
+    reasons = _reasons(run, rules)
+    changes = dict(_changes(there, memory, progress)) if values else {}
+    unread = sum(step["problem"] is None for step in there) - 1 - len(changes)
+    notes = []
+    if values and unread > 0:
+        notes.append(
+            f"{count(unread, 'step')} not compared with the one before: that would read more than {size(MOST_READ)}"
+        )
+    return {
+        "title": printable(url.rstrip("/").rpartition("/")[2] or url),
+        "path": printable(url),
+        "steps": [_for_page(step, reasons, changes) for step in there],
+        "metrics": list(dict.fromkeys(name for step in there for name in step["metrics"])),
+        "rules": list(map(rule_text, rules)),
+        "nbytes": sum(step["nbytes"] for step in there),
+        "has_values": values,
+        "notes": notes,
+    }
+
+
+def _for_page(step: Json, reasons: dict[int, list[str]], changes: dict[int, Json]) -> Json:
+    name = step["path"].rpartition("/")[2]
+    metrics = {name: value if math.isfinite(value) else None for name, value in step["metrics"].items()}
+    problem = printable(step["problem"]) if step["problem"] else None
+    return {name_: value for name_, value in step.items() if name_ != "path"} | {
+        "name": printable(name),
+        "metrics": metrics,
+        "problem": problem,
+        "kept_by": reasons.get(step["number"], []),
+        "change": changes.get(step["number"]),
+    }  # fmt: skip
+
+
+def rule_text(rule: Keep) -> str:
+    """Say what a rule keeps, in a few words."""
+    parts = []
+    if rule.every is not None:
+        parts.append(f"every {rule.every}")
+    if rule.last is not None:
+        parts.append(f"the last {rule.last}")
+    if rule.best is not None:
+        parts.append(f"the best {rule.best} by {rule.by} ({rule.mode})")
+    if rule.hours is not None:
+        parts.append(f"those of the last {rule.hours:g} hours")
+    if rule.at:
+        parts.append(f"{', '.join(map(str, rule.at))}")
+    return printable(", ".join(parts))
+
+
+def _reasons(run: str | os.PathLike[str], rules: Sequence[Keep]) -> dict[int, list[str]]:
+    sound = [step for step in steps(run) if step.problem() is None] if rules else []
+    return reasons([facts_of(step, rules) for step in sound], rules)
+
+
+def reasons(sound: Sequence[StepFacts], rules: Sequence[Keep]) -> dict[int, list[str]]:
+    """Return why each step stays, in words: the rules that keep it, and that it is the newest."""
+    found: dict[int, list[str]] = {fact.number: ["the newest"] for fact in sound[-1:] if rules}
+    for rule in rules:
+        for number in kept_by(rule, sound) if sound else ():
+            found.setdefault(number, []).append(rule_text(rule))
+    return found
+
+
+# -------------------------------------------------------------------------------------------- change
+
+
+def _changes(there: Sequence[Json], memory: int | None, progress: Progress) -> Iterator[tuple[int, Json]]:
+    """Yield the norm of the change of each step since the one before, the newest first."""
+    sound = [step for step in there if step["problem"] is None]
+    pairs = list(zip(sound[1:], sound[:-1], strict=True))[::-1]
+    if not pairs:
+        return
+    room = Room.within(memory, sides=2)
+    norms: dict[str, float] = {}
+    read = 0
+    with metered(progress, len(pairs), "comparing steps") as meter:
+        for step, before in pairs:
+            if read > MOST_READ:
+                return
+            try:
+                with contents_of(step["path"]) as new, contents_of(before["path"]) as old:
+                    change, nbytes = _change(new, old, norms, room)
+            except (EformerError, OSError):  # removed meanwhile, or damaged where only its digests tell
+                change, nbytes = {"problem": "could not be read"}, 0
+            read += nbytes
+            meter.add(1)
+            yield step["number"], change
+
+
+def _change(new: Contents, old: Contents, norms: dict[str, float], room: Room) -> tuple[Json, int]:
+    """Return the norm of the difference of all arrays outside of optimizers, and how many bytes were read for it.
+
+    `norms` has the squares of the norms of leaves of the newer step; those of the older take their place. Leaves that
+    the records say are the same are read at most once in the whole run.
+    """
+    squares = total = 0.0
+    nbytes = 0
+    for leaf in new.leaves:
+        other = old.by_path.get(leaf.path)
+        if (
+            leaf.entry is None
+            or leaf.entry.key
+            or is_of_optimizer(leaf.path)
+            or other is None
+            or other.entry is None
+        ):
+            continue
+        if leaf.shape != other.shape:
+            continue
+        is_same = recorded_change_of(new, leaf, old) is not None
+        if not is_same or leaf.path not in norms:
+            difference, norms[leaf.path] = compared_norms(new, leaf, old, other, room, is_same=is_same)
+            squares += difference
+            nbytes += other.nbytes + (0 if is_same else leaf.nbytes)
+        total += norms[leaf.path]
+    relative = rounded(math.sqrt(squares / total), 4) if total else None
+    return {"norm": rounded(math.sqrt(squares), 4), "relative": relative}, nbytes

@@ -1,0 +1,253 @@
+"""Follow a run while it trains: its steps, as they are now, for pages that ask again and again.
+
+A thread looks at the run for as long as somebody asks. A step is read when it is new or another one than before, the
+newest first; a few of the others are read again at every look, because a file may be damaged at any time.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eformer._engine.formats.indexes import INDEXES
+from eformer._engine.formats.steps import name_of_step
+from eformer._engine.record.policies import StepFacts, kept
+from eformer._engine.record.text import printable
+from eformer._engine.reports.timeline import reasons
+from eformer._engine.runs.retention import linked_in
+from eformer._engine.runs.steps import steps
+from eformer._engine.stores.locate import store_at
+from eformer.errors import EformerError, NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Hashable, Mapping, Sequence
+
+    from eformer._engine.record.policies import Keep
+    from eformer._engine.runs.steps import Step
+    from eformer._engine.stores.base import Store
+
+Json = dict[str, Any]
+
+_SECONDS_BETWEEN = 1.0  # two looks at a directory
+_SECONDS_BETWEEN_FAR = 10.0  # two looks at a bucket, which cost money
+_SECONDS_UNASKED = 30.0  # after which the thread ends
+_SECONDS_BETWEEN_NEWS = 0.3  # while many steps are read
+_READ_AGAIN = 20  # steps at every look
+_PATIENCE = 0.5  # seconds that whoever asks waits for the first look to be complete
+_SHARE_OF_SIZES = 10  # the sizes of all files are looked up for at most the tenth part of the time
+
+
+@dataclass(frozen=True, slots=True)
+class LiveStep:
+    """A step as it was seen last. Everything but its number is unknown until it is read."""
+
+    number: int
+    name: str
+    identity: Hashable
+    is_read: bool = False
+    saved_at: str | None = None
+    timestamp: float = 0.0
+    why: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """The steps of a run at one moment. `version` is another for every change."""
+
+    version: int = 0
+    steps: tuple[LiveStep, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    removed: Collection[str] = ()
+    reasons: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    problem: str | None = None
+    is_complete: bool = False
+
+    def as_json(self) -> Json:
+        """Return what `source.run()` of a page returns, but for the title and the rules."""
+        return {
+            "steps": [self._step(step) for step in self.steps],
+            "metrics": list(dict.fromkeys(name for step in self.steps for name in step.metrics)),
+            "nbytes": sum(self.sizes.get(step.name, 0) for step in self.steps),
+            "has_values": False,
+            "is_complete": self.is_complete,
+            "notes": self._notes(),
+        }
+
+    def _step(self, step: LiveStep) -> Json:
+        return {
+            "number": step.number,
+            "name": printable(step.name),
+            "nbytes": self.sizes.get(step.name, 0),
+            "saved_at": step.saved_at,
+            "why": step.why,
+            "metrics": {name: _finite(value) for name, value in step.metrics.items()},
+            "problem": step.problem,
+            "is_removed": step.name in self.removed,
+            "kept_by": self.reasons.get(step.number, ()),
+            "change": None,
+        }
+
+    def _notes(self) -> list[str]:
+        if self.problem:
+            return [self.problem]
+        if self.is_complete:
+            return []
+        read = sum(step.is_read for step in self.steps)
+        return [f"reading the steps: {read:,} of {len(self.steps):,}"]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+class LiveRun:
+    """The steps of a run, followed by a thread while somebody asks for them."""
+
+    def __init__(self, path: str, rules: Sequence[Keep] = ()) -> None:
+        self.path, self.store, self.rules = path, store_at(path), rules
+        self._between = _SECONDS_BETWEEN if self.store.local_path() else _SECONDS_BETWEEN_FAR
+        self._news = News()
+        self._changed = threading.Condition()
+        self._follower: threading.Thread | None = None
+        self._asked = self._next_sizes = 0.0
+        self._again = 0
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        """Let the thread end."""
+        self._closed.set()
+
+    def news(self) -> News:
+        """Return the steps as they are known now. Only the first calls wait, for the first look."""
+        with self._changed:
+            self._asked = time.monotonic()
+            if self._follower is None:
+                self._follower = threading.Thread(target=self._follow, name="eformer-serve", daemon=True)
+                self._follower.start()
+            self._changed.wait_for(lambda: self._news.is_complete, _PATIENCE)
+            self._changed.wait_for(lambda: self._news.version > 0)
+            return self._news
+
+    def place(self, number: int) -> tuple[str, Hashable]:
+        """Return the path of a step and what tells it from another of the same number. Raise NotFoundError if it is not
+        there any more."""
+        known = next((step.name for step in self._news.steps if step.number == number), None)
+        name = known or name_of_step(self.store, number)
+        try:
+            return self.store.path_to(name), identity_of(self.store, name)
+        except FileNotFoundError:
+            raise NotFoundError(
+                f"step {number} is not there: it was removed by the rules of the run or by hand, or never saved"
+            ) from None
+
+    # ------------------------------------------------------------------------------------------ follow
+
+    def _follow(self) -> None:
+        while True:
+            self._look()
+            with self._changed:
+                if time.monotonic() - self._asked > _SECONDS_UNASKED:
+                    self._follower = None
+                    return
+            if self._closed.wait(self._between):
+                return
+
+    def _look(self) -> None:
+        try:
+            there = {step.name: step for step in steps(self.path)}
+        except (EformerError, OSError) as error:
+            self._tell(steps=(), problem=printable(str(error)), is_complete=True)
+            return
+        seen = self._merged(there)
+        self._tell(steps=tuple(seen.values()), problem=None)
+        self._read(there, seen)
+        self._measure_sizes([*seen])
+        self._tell(is_complete=True)
+
+    def _merged(self, there: Mapping[str, Step]) -> dict[str, LiveStep]:
+        """Return the steps that are there: as they were read before, unless they are others now."""
+        before = {(step.name, step.identity): step for step in self._news.steps}
+        found = {}
+        for name, step in there.items():
+            with suppress(FileNotFoundError):  # removed meanwhile
+                identity = identity_of(self.store, name)
+                found[name] = before.get((name, identity)) or LiveStep(step.number, name, identity)
+        return found
+
+    def _read(self, there: Mapping[str, Step], seen: dict[str, LiveStep]) -> None:
+        told = time.monotonic()
+        for name in self._to_read(seen):
+            seen[name] = _read_step(there[name], seen[name])
+            if time.monotonic() - told > _SECONDS_BETWEEN_NEWS:
+                self._tell(steps=tuple(seen.values()))
+                told = time.monotonic()
+        self._tell(steps=tuple(seen.values()), **self._retention(seen.values()))
+
+    def _to_read(self, seen: Mapping[str, LiveStep]) -> list[str]:
+        """List the steps that were never read, the newest first, and a few others, in turn."""
+        names = [*seen]
+        start = self._again % max(1, len(names))
+        again = [name for name in (names[start:] + names[:start])[:_READ_AGAIN] if seen[name].is_read]
+        self._again = start + _READ_AGAIN
+        return [name for name in reversed(names) if not seen[name].is_read] + again
+
+    def _retention(self, seen: Collection[LiveStep]) -> Json:
+        """Return what the rules would remove, as `prune` does: sound steps alone that no link points to; and why the
+        others stay."""
+        sound = [step for step in seen if step.is_read and step.problem is None]
+        if not self.rules or not sound:
+            return {}
+        facts = [StepFacts(step.number, step.timestamp, step.metrics) for step in sound]
+        stay = kept(facts, self.rules)
+        place = self.store.local_path()
+        linked = linked_in(Path(place)) if place is not None else set()
+        removed = [step.name for step in sound if step.number not in stay and step.name not in linked]
+        return {"removed": frozenset(removed), "reasons": reasons(facts, self.rules)}
+
+    def _measure_sizes(self, names: Sequence[str]) -> None:
+        if set(names) == self._news.sizes.keys() or time.monotonic() < self._next_sizes:
+            return
+        start = time.monotonic()
+        with suppress(OSError):
+            self._tell(sizes=self.store.usage(names))
+        self._next_sizes = time.monotonic() + _SHARE_OF_SIZES * (time.monotonic() - start)
+
+    def _tell(self, **changes: Any) -> None:
+        with self._changed:
+            news = replace(self._news, **changes)
+            if news != self._news or not news.version:
+                self._news = replace(news, version=self._news.version + 1)
+                self._changed.notify_all()
+
+
+def identity_of(store: Store, name: str) -> Hashable:
+    """Return what tells a checkpoint from another of the same name. Raise FileNotFoundError if it is not there."""
+    found = store.identity(name, INDEXES)
+    if not found:
+        raise FileNotFoundError(name)
+    return found
+
+
+def _read_step(step: Step, seen: LiveStep) -> LiveStep:
+    try:
+        if problem := step.problem():
+            return replace(seen, is_read=True, problem=printable(problem), metrics={}, why="", saved_at=None)
+        saved_at = step.saved_at
+        return replace(
+            seen,
+            is_read=True,
+            saved_at=saved_at.isoformat() if saved_at else None,
+            timestamp=saved_at.timestamp() if saved_at else 0.0,
+            why=step.why,
+            metrics=dict(step.metrics),
+            problem=None,
+        )
+    except (EformerError, OSError) as error:  # removed or replaced meanwhile: the next look sees it
+        return replace(seen, is_read=True, problem=printable(str(error)))

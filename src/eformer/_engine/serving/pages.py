@@ -1,0 +1,177 @@
+"""Answer the requests of the pages: which page, and which facts, belong to which address.
+
+/                         the run, or the checkpoint
+/run.json                 the steps of the run, as they are now
+/step/100/                one step; below it, and below / for a checkpoint alone:
+    summary.json   children.json?path=   search.json?query=   leaf.json?path=   treemap.json?path=   locate.json?path=
+/report.css /run.js /checkpoint.js
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from eformer._engine.formats.find import find
+from eformer._engine.formats.steps import is_checkpoint, steps_in
+from eformer._engine.record.text import printable
+from eformer._engine.reports.page import SCRIPTS, STYLES, asset
+from eformer._engine.reports.report import made
+from eformer._engine.reports.timeline import rule_text
+from eformer._engine.serving.checkpoints import Checkpoints, OpenCheckpoint, leaf_of
+from eformer._engine.serving.live import LiveRun, identity_of
+from eformer._engine.serving.requests import Answer, RefusedError, Request, as_error, as_json
+from eformer._engine.serving.rows import Options, Rows
+from eformer._engine.stores.locate import store_at
+from eformer.errors import EformerError, NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from eformer._engine.record.policies import Keep
+
+Question = Callable[[OpenCheckpoint, Request], Any]
+
+_KINDS = {"css": "text/css", "js": "text/javascript"}
+
+
+class Pages:
+    """The pages of one run, or of one checkpoint."""
+
+    def __init__(self, path: str, rules: Sequence[Keep] = ()) -> None:
+        self.path = path
+        self._run = LiveRun(path, rules) if _is_run(path) else None
+        self._checkpoints = Checkpoints()
+        if self._run is None:
+            self._place()  # which raises, if there is no checkpoint
+
+    def close(self) -> None:
+        """Stop following the run."""
+        if self._run:
+            self._run.close()
+
+    @property
+    def title(self) -> str:
+        return printable(str(self.path).rstrip("/").rpartition("/")[2] or str(self.path))
+
+    def __call__(self, request: Request) -> Answer:
+        """Answer one request. What cannot be read is an answer, too."""
+        try:
+            return self._answer(request)
+        except NotFoundError as error:
+            return as_error(404, self._relative(error))
+        except (EformerError, OSError, ValueError) as error:
+            return as_error(422, self._relative(error))
+
+    def _relative(self, error: Exception) -> str:
+        """Return the text of an error with paths as seen from the run, whose own path is on the page anyway."""
+        return printable(str(error)).replace(f"{store_at(self.path).url}/", "")
+
+    def _answer(self, request: Request) -> Answer:
+        match request.parts:
+            case ("",):
+                return _shell("run" if self._run else "checkpoint", self.title, "")
+            case ("report.css" | "run.js" | "checkpoint.js" as name,):
+                return _file(name)
+            case ("run.json",) if self._run:
+                return self._news(self._run)
+            case ("step", number, "") if self._run and _is_number(number):
+                self._place(int(number))
+                return _shell("checkpoint", f"step {int(number)} · {self.title}", "../../")
+            case ("step", number, name) if self._run and _is_number(number) and name in _QUESTIONS:
+                return self._facts(_QUESTIONS[name], request, int(number))
+            case (name,) if not self._run and name in _QUESTIONS:
+                return self._facts(_QUESTIONS[name], request, None)
+        raise RefusedError(404, "there is no such page")
+
+    def _news(self, run: LiveRun) -> Answer:
+        news = run.news()
+        about = {
+            "title": self.title,
+            "path": printable(run.store.url),
+            "rules": list(map(rule_text, run.rules)),
+        }
+        return as_json(about | news.as_json() | made(), etag=f'"{news.version}"')
+
+    def _facts(self, question: Question, request: Request, number: int | None) -> Answer:
+        path, identity = self._place(number)
+        with self._checkpoints.opened(path, identity) as checkpoint:
+            found = question(checkpoint, request)
+            if question is _summary and number is not None:
+                found["run"] = {"title": self.title, "href": "../../"}
+        if isinstance(found, dict) and found.get("damaged") and self._place(number) != (path, identity):
+            raise NotFoundError("this checkpoint was replaced while it was read; open the page again")
+        return as_json(found)
+
+    def _place(self, number: int | None = None) -> tuple[str, Hashable]:
+        if self._run and number is not None:
+            return self._run.place(number)
+        store, name = store_at(self.path).parent()
+        try:
+            return str(self.path), identity_of(store, name)
+        except FileNotFoundError:
+            return find(self.path).path, find(self.path).manifest.digest
+
+
+def _is_run(path: str) -> bool:
+    """Tell whether there are steps at a path, or will be: an empty directory is a run that has not begun."""
+    store = store_at(path)
+    if is_checkpoint(store):
+        return False
+    try:
+        return bool(steps_in(store)) or not store.kinds()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 18
+
+
+def _rows(answer: Callable[[Rows, Request], Any]) -> Question:
+    def asked(checkpoint: OpenCheckpoint, request: Request) -> Any:
+        with checkpoint.rows() as rows:
+            return answer(rows, request)
+
+    return asked
+
+
+def _path(request: Request) -> str:
+    return request.parameters.get("path", "")
+
+
+def _summary(checkpoint: OpenCheckpoint, _: Request) -> dict[str, Any]:
+    return checkpoint.summary()
+
+
+_QUESTIONS: dict[str, Question] = {
+    "summary.json": _summary,
+    "leaf.json": leaf_of,
+    "children.json": _rows(lambda rows, asked: rows.children(_path(asked), Options(asked.parameters))),
+    "treemap.json": _rows(lambda rows, asked: rows.treemap(_path(asked))),
+    "locate.json": _rows(
+        lambda rows, asked: rows.locate(
+            _path(asked), asked.parameters.get("kind", ""), Options(asked.parameters)
+        )
+    ),
+    "search.json": _rows(
+        lambda rows, asked: rows.search(asked.parameters.get("query", ""), Options(asked.parameters))
+    ),
+}
+
+
+def _shell(kind: str, title: str, up: str) -> Answer:
+    """Return a page without data: its scripts ask for them."""
+    text = asset("live.html").format(kind=kind, title=html.escape(title), up=up)
+    return Answer(text.encode(), "text/html")
+
+
+@cache
+def _file(name: str) -> Answer:
+    stem, _, suffix = name.rpartition(".")
+    names = STYLES if suffix == "css" else (*SCRIPTS[stem], "remote.js")
+    body = "\n".join(map(asset, names)).encode()
+    return Answer(body, _KINDS[suffix], etag=f'"{hashlib.sha256(body).hexdigest()[:32]}"')

@@ -1,0 +1,153 @@
+"""What a request asks for, whether it may, and what is answered. Pure."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+MOST_PARAMETERS = 16
+
+_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_SAME_SITE = ("same-origin", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The one address that is served, and the secret that its requests begin with."""
+
+    host: str
+    port: int
+    token: str = field(repr=False)
+
+    @property
+    def url(self) -> str:
+        return f"http://{_in_url(self.host)}:{self.port}/{self.token}/"
+
+    @property
+    def is_loopback(self) -> bool:
+        return is_loopback(self.host)
+
+    def has_name(self, host: str) -> bool:
+        """Tell whether a `Host` header names this site.
+
+        Another name that leads here is one that an attacker may have pointed at this machine (DNS rebinding). An
+        address cannot be pointed anywhere, so beyond loopback every address is accepted, and the name that was given.
+        """
+        name, colon, port = host.rpartition(":")
+        if not colon or port != str(self.port):
+            return False
+        if self.is_loopback:
+            return name in _LOOPBACK_NAMES
+        return name == self.host or _is_address(name.strip("[]"))
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked for: the parts of the path after the token, and the parameters."""
+
+    parts: tuple[str, ...]
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    known: str = ""  # the ETag of the answer that the client has
+    has_gone: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is sent back."""
+
+    body: bytes = b""
+    kind: str = "application/json"
+    status: int = 200
+    etag: str = ""
+
+
+class RefusedError(Exception):
+    """A request that is not answered, with the status and the reason to send."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+def admitted(site: Site, target: str, headers: Sequence[tuple[str, str]]) -> Request:
+    """Return what a GET or HEAD request asks for; raise RefusedError if it may not.
+
+    The token is looked at last: it is compared only for requests that a browser sends to this address on its own
+    pages' behalf, or because somebody has opened the address.
+    """
+    given = {name.lower(): value for name, value in headers}
+    names = [name.lower() for name, _ in headers]
+    if names.count("host") != 1 or not site.has_name(given["host"]):
+        raise RefusedError(421, "the Host header is not the address that is served here")
+    if "transfer-encoding" in given or given.get("content-length", "0") != "0":
+        raise RefusedError(413, "requests have no body here")
+    if not _is_of_this_site(given):
+        raise RefusedError(403, "requests of other sites are refused")
+    parts, parameters = _parsed(target)
+    if not parts or not hmac.compare_digest(parts[0].encode(errors="replace"), site.token.encode()):
+        raise RefusedError(
+            403, "the token is missing or wrong: open the address that `eformer serve` printed"
+        )
+    return Request(parts[1:], parameters, given.get("if-none-match", ""))
+
+
+def _is_of_this_site(given: Mapping[str, str]) -> bool:
+    """Tell whether a page of this site has sent the request, or somebody has opened a page: through a link, perhaps on
+    another site, but never inside a page of it."""
+    if "origin" in given and given["origin"] != f"http://{given['host']}":
+        return False
+    is_opened = given.get("sec-fetch-mode") == "navigate" and given.get("sec-fetch-dest") == "document"
+    return is_opened or given.get("sec-fetch-site", "none") in _SAME_SITE
+
+
+def _parsed(target: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Split a path at its slashes, then decode each part: a slash that is encoded stays in its part."""
+    if not target.startswith("/") or target.startswith("//"):
+        raise RefusedError(400, "expected a path")
+    try:
+        found = urlsplit(target)
+        pairs = parse_qsl(
+            found.query, keep_blank_values=True, max_num_fields=MOST_PARAMETERS, errors="strict"
+        )
+        parts = tuple(unquote(part, errors="strict") for part in found.path[1:].split("/"))
+    except ValueError:
+        raise RefusedError(400, "the path or its parameters cannot be read") from None
+    return parts, dict(pairs)
+
+
+def as_json(value: Any, *, status: int = 200, etag: str = "") -> Answer:
+    """Return an answer in JSON. Numbers that JSON lacks must have been replaced."""
+    return Answer(
+        json.dumps(value, allow_nan=False, separators=(",", ":")).encode(), status=status, etag=etag
+    )
+
+
+def as_error(status: int, reason: str) -> Answer:
+    return as_json({"error": reason}, status=status)

@@ -1,0 +1,312 @@
+"""The page of a checkpoint, as a file that has its data inside, and as it is served: they look and behave alike."""
+
+import numpy as np
+import pytest
+
+from browser.page import Page
+from eformer import checkpoint
+
+pytestmark = pytest.mark.xdist_group("browser")
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape, dtype=np.float32):
+    return RNG.normal(size=shape).astype(dtype)
+
+
+TREE = {
+    "params": {
+        "embedding": normal(200, 16),
+        "layers": [{"attention": {"q": normal(16, 16), "k": normal(16, 16, dtype=np.float16)}, "bias": np.zeros(16, np.float32)} for _ in range(6)],
+        "head": {"kernel": normal(16, 40), "bias": np.array([1, np.nan, np.inf, 0], np.float32)},
+    },
+    "step": 300,
+}  # fmt: skip
+
+# Names that are markup, ends of scripts, escapes for terminals, marks that turn the direction, and line ends of scripts.
+HOSTILE = (
+    "<img src=x onerror=window.hacked=1>", "</script><script>window.hacked=2</script>", "<!--<script>", "\"'><b>bold</b>",
+    "\u202egnp.tfel-ot-thgir", "\u2066isolate", "\x1b[31mred\x1b[0m", "line\u2028end\u2029s", "{{7*7}}", "${window.hacked=3}",
+    "javascript:window.hacked=4", "a & b &lt;", "nul\x00byte", "%2e%2e", "name with spaces", "emoji 🙂 and ÄÖ", "__proto__", "constructor",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def addresses(tmp_path_factory, serve):
+    """The addresses of both pages of one checkpoint, and of one with hostile names."""
+    place = tmp_path_factory.mktemp("pages")
+    trees = {
+        "plain": TREE,
+        "hostile": {"top": {name: normal(3) for name in HOSTILE}, "text": "</script>\u2028<b>"},
+    }
+    found = {}
+    with serve_all(place, trees, serve) as urls:
+        for name in trees:
+            checkpoint.report(place / name).save(place / f"{name}.html")
+            found["file", name] = (place / f"{name}.html").as_uri()
+            found["served", name] = urls[name]
+        yield found
+
+
+def serve_all(place, trees, serve):
+    from contextlib import ExitStack, contextmanager
+
+    @contextmanager
+    def served():
+        with ExitStack() as stack:
+            urls = {}
+            for name, tree in trees.items():
+                checkpoint.save(tree, place / name)
+                urls[name] = stack.enter_context(serve(place / name))
+            yield urls
+
+    return served()
+
+
+@pytest.fixture(params=["file", "served"])
+def page(request, browser, addresses):
+    return Page(browser).open(addresses[request.param, "plain"])
+
+
+@pytest.fixture(params=["file", "served"])
+def hostile(request, browser, addresses):
+    return Page(browser).open(addresses[request.param, "hostile"])
+
+
+def unfolded(page, *names):
+    """Fold everything, then unfold these rows."""
+    page.focus_tree()
+    page.until(page.names)
+    while len(page.names()) > 2:
+        page.press("up", "up", "up", "up", "up", "up", "up", "up", "left")
+    for name in names:
+        page.click_row(name)
+
+
+def test_groups_unfold_and_fold_by_clicks(page):
+    unfolded(page)
+    page.until_names(["params", "step"])
+    page.click_row("params")
+    page.until_names(["params", "embedding", "head", "layers.0–5", "step"])
+    page.click_row("head")
+    page.until_names(["params", "embedding", "head", "bias", "kernel", "layers.0–5", "step"])
+    page.click_row("params")
+    page.until_names(["params", "step"])
+
+
+def test_the_tree_is_walked_by_keys(page):
+    unfolded(page)
+    page.press("right", "down", "down", "down")
+    page.until(
+        lambda: page.js("return document.querySelector('.row.active')?.innerText").startswith("▸\nlayers")
+    )
+    page.press("right", "down", "right")
+    page.until_names(
+        [
+            "params",
+            "embedding",
+            "head",
+            "layers.0–5",
+            "0",
+            "attention",
+            "bias",
+            "1",
+            "2",
+            "3",
+            "4",
+            "5",
+            "step",
+        ]
+    )
+    page.press("down", "down", "enter")
+    page.panel_shows("params.layers.0.bias")
+    page.press("left", "left", "left", "left")
+    page.until_names(["params", "embedding", "head", "layers.0–5", "step"])
+    page.press("left", "left")
+    page.until_names(["params", "step"])
+    assert (
+        page.js("return document.querySelector('[role=treegrid]').getAttribute('aria-activedescendant')")
+        == "row-0"
+    )
+
+
+def test_a_search_finds_leaves_by_parts_of_names_and_by_patterns(page):
+    page.search("BIAS")
+    page.until(lambda: page.status() == "7 leaves found")
+    page.search("params.layers.[0-2].*.q")
+    page.until_names([f"params.layers.{n}.attention.q" for n in range(3)])
+    page.search("no such leaf")
+    page.until(lambda: page.status() == "0 leaves found")
+    page.press("escape")
+    page.until(lambda: page.status() == "22 leaves")
+
+
+def test_a_slash_goes_to_the_search_and_enter_shows_what_is_found(page):
+    page.js("document.activeElement.blur()")
+    page.browser.find_element("css selector", "body").send_keys("/")
+    page.press("kernel")
+    page.until(lambda: page.status() == "1 leaf found")
+    page.press("enter")
+    page.panel_shows("params.head.kernel")
+
+
+def test_rows_are_sorted_by_size_and_by_name(page):
+    unfolded(page, "params")
+    page.sort_by("nbytes")
+    page.until_names(["params", "embedding", "layers.0–5", "head", "step"])
+    page.sort_by("nbytes")
+    page.until_names(["step", "params", "head", "layers.0–5", "embedding"])
+    page.sort_by("name")
+    page.until_names(["params", "embedding", "head", "layers.0–5", "step"])
+    assert (
+        page.js("return document.querySelector('.head .cell.name').getAttribute('aria-sort')") == "ascending"
+    )
+
+
+def test_clicks_on_the_treemap_go_down_and_the_path_goes_up(page):
+    def tiles():
+        return page.js("return [...document.querySelectorAll('.tile')].map((one) => one.dataset.path)")
+
+    page.until(lambda: "params" in tiles())
+    page.browser.find_element("css selector", ".tile[data-path='params'] .label").click()
+    page.until(lambda: "params.embedding" in tiles() and "params" not in tiles())
+    page.browser.find_element("css selector", ".tile[data-path='params.embedding']").click()
+    page.panel_shows("params.embedding")
+    page.panel_shows("float32")
+    page.browser.find_element("css selector", ".crumbs button").click()
+    page.until(lambda: "params" in tiles())
+
+
+def test_a_leaf_shows_its_values_and_what_is_not_finite(page):
+    unfolded(page, "params", "head", "bias")
+    page.panel_shows("params.head.bias")
+    page.panel_shows("NaN")
+    shown = page.js(
+        "return Object.fromEntries([...document.querySelectorAll('#leaf dl div')].map((one) => [one.querySelector('dt').textContent, one.querySelector('dd').textContent]))"
+    )
+    assert shown["NaN"] == "1 (25.0 %)"
+    assert shown["+Inf"] == "1 (25.0 %)"
+    assert (shown["min"], shown["max"], shown["mean"]) == ("0", "1", "0.5")
+    assert "every byte matches its digest" in page.panel()
+
+
+def test_dark_colours_follow_the_system_and_the_button_overrules_it(page):
+    light = page.style("html", "backgroundColor")
+    page.emulate(prefers_color_scheme="dark")
+    dark = page.until(
+        lambda: page.style("html", "backgroundColor") != light and page.style("html", "backgroundColor")
+    )
+    button = page.browser.find_element("id", "theme")
+    button.click()
+    assert page.style("html", "backgroundColor") == light
+    button.click()
+    page.emulate(prefers_color_scheme="light")
+    assert page.style("html", "backgroundColor") == dark
+    button.click()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_told_from_its_background(page, scheme):
+    page.emulate(prefers_color_scheme=scheme)
+    for selector in ("h1", ".row .cell.name", ".muted", ".tiles dt", "#search"):
+        page.until(lambda selector=selector: contrast(page, selector) >= 4.5)
+
+
+def contrast(page, selector):
+    """Return the contrast of an element's text with what is behind it, as WCAG counts it."""
+    colours = page.js(
+        """let at = document.querySelector(arguments[0]); const text = getComputedStyle(at).color;
+        let back = "rgba(0, 0, 0, 0)";
+        while (at && back === "rgba(0, 0, 0, 0)") { back = getComputedStyle(at).backgroundColor; at = at.parentElement; }
+        const drawn = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+        return [text, back].map((colour) => { drawn.fillStyle = colour; drawn.fillRect(0, 0, 1, 1); return [...drawn.getImageData(0, 0, 1, 1).data]; });""",
+        selector,
+    )
+    one, other = sorted((luminance(colour) for colour in colours), reverse=True)
+    return (one + 0.05) / (other + 0.05)
+
+
+def luminance(colour):
+    parts = [part / 255 for part in colour[:3]]
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_print_shows_every_unfolded_row_and_no_buttons(page):
+    unfolded(page, "params", "layers.0–5")
+    page.emulate("print")
+    page.js("dispatchEvent(new Event('beforeprint'))")
+    assert page.style("#theme", "display") == "none"
+    assert page.style(".scroller", "maxHeight") == "none"
+    assert {"embedding", "5", "step"} <= set(page.names())
+    pdf = page.browser.execute_cdp_cmd("Page.printToPDF", {})["data"]
+    assert len(pdf) > 5000
+    page.js("dispatchEvent(new Event('afterprint'))")
+
+
+@pytest.mark.parametrize("width", [1280, 800, 420])
+def test_a_narrow_window_is_not_scrolled_sideways(page, width):
+    page.browser.set_window_size(width, 800)
+    page.until(lambda: not page.is_too_wide())
+
+
+def test_names_are_text_whatever_they_are(hostile):
+    hostile.search("*")
+    hostile.until(lambda: hostile.status() == f"{len(HOSTILE) + 1} leaves found")
+    shown = "\n".join(hostile.names())
+    for name in (
+        "<img src=x onerror=window.hacked=1>",
+        "</script><script>window.hacked=2</script>",
+        "<!--<script>",
+        "${window.hacked=3}",
+    ):
+        assert name in shown
+    assert not any(character in hostile.text() for character in "\u202e\u2066\x1b\u2028\x00")
+    assert hostile.js("return window.hacked") is None
+    assert hostile.js("return document.querySelectorAll('#app img, #app b b, #app script').length") == 0
+    assert hostile.js("return document.scripts.length") <= 2
+
+
+def test_leaves_with_hostile_names_are_shown_when_they_are_selected(hostile):
+    hostile.search("*")
+    for name in hostile.until(hostile.names)[:8]:
+        hostile.click_row(name)
+        hostile.panel_shows("every byte matches its digest" if name != "text" else "A plain value")
+    assert hostile.js("return window.hacked") is None
+
+
+QUESTIONS = (
+    "children('', {})", "children('params', {sort: 'nbytes', descending: true})", "children('params', {sort: 'name'})", "children('nothing', {})",
+    "children('params.layers.%*0-5', {offset: 2, limit: 2})", "search('bias', {})", "search('*.q', {limit: 3})", "search('', {sort: 'nbytes', descending: true})",
+    "search('params.layers.[0-2].*', {sort: 'name', descending: true})", "treemap('')", "treemap('params.head')", "leaf('nothing')",
+    "locate('params.layers.3.attention.k', 'leaf', {})", "locate('params.head', 'group', {sort: 'nbytes'})",
+    "leaf('params.embedding')", "leaf('params.head.bias')", "leaf('step')",
+)  # fmt: skip
+
+
+def test_both_sources_answer_alike(browser, addresses):
+    """The rows of the served page come after its leaves were read: only then does it know their statistics."""
+    page = Page(browser).open(addresses["file", "plain"])
+    inside = {one: page.ask(f"eformer.embeddedSource(eformer.embeddedData()).{one}") for one in QUESTIONS}
+    page.open(addresses["served", "plain"])
+    for leaf in page.ask("eformer.remoteSource.checkpoint().search('', {})")["rows"]:
+        page.ask(f"eformer.remoteSource.checkpoint().leaf('{leaf['path']}')")
+    for one in QUESTIONS:
+        assert without_heights(page.ask(f"eformer.remoteSource.checkpoint().{one}")) == without_heights(
+            inside[one]
+        ), one
+
+
+def without_heights(found):
+    """Leave out the heights of bins, which a file has only in 4096 steps."""
+    if isinstance(found, dict):
+        known = {
+            name: value
+            for name, value in found.items()
+            if name not in ("bins", "counts") and value is not None
+        }
+        return {name: without_heights(value) for name, value in known.items()}
+    return [without_heights(one) for one in found] if isinstance(found, list) else found

@@ -1,0 +1,120 @@
+"""The page of a run: as a file, and live while it trains."""
+
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from browser.page import Page
+from eformer import checkpoint
+from eformer._engine.record.policies import Keep
+from support import browser as support
+from support.commands import EFORMER
+
+pytestmark = pytest.mark.xdist_group("browser")
+
+
+def save(path, *numbers):
+    with checkpoint.Run(path, every=1) as run:
+        for number in numbers:
+            run.after(
+                number,
+                {"params": {"w": np.full((8, 8), number, np.float32)}},
+                metrics={"loss": 1 / number, "</script>": 1.0},
+            )
+
+
+@pytest.fixture
+def run(tmp_path):
+    save(tmp_path / "run", *range(1, 6))
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def live(run, browser, serve):
+    with serve(run, [Keep(last=2)]) as url:
+        yield Page(browser).open(url)
+
+
+def steps(page, kind=""):
+    return page.js(
+        f"return [...document.querySelectorAll('table.steps tbody tr{kind} th')].map((one) => one.textContent)"
+    )
+
+
+def test_a_run_as_a_file_shows_its_steps_metrics_and_what_rules_keep(run, browser, tmp_path):
+    checkpoint.report(run, keep=2).save(tmp_path / "run.html")
+    page = Page(browser).open((tmp_path / "run.html").as_uri())
+    assert steps(page) == [f"step-{n}" for n in (5, 4, 3, 2, 1)]
+    assert steps(page, ".gone") == ["step-3", "step-2", "step-1"]
+    assert "loss" in page.text()
+    assert "</script>" in page.text()
+
+
+def test_a_step_that_is_saved_appears_and_one_that_goes_vanishes(live, run):
+    assert steps(live) == [f"step-{n}" for n in (5, 4, 3, 2, 1)]
+    save(run, 6)
+    live.until(lambda: steps(live) == [f"step-{n}" for n in (6, 5, 4, 3, 2, 1)])
+    shutil.rmtree(run / "step-1")
+    live.until(lambda: steps(live) == [f"step-{n}" for n in (6, 5, 4, 3, 2)])
+    live.until(lambda: steps(live, ".gone") == ["step-4", "step-3", "step-2"])
+
+
+def test_a_step_that_is_damaged_turns_red(live, run):
+    assert steps(live, ".bad") == []
+    next((run / "step-2").glob("*.safetensors")).unlink()
+    live.until(lambda: steps(live, ".bad") == ["step-2"])
+    live.shows("1 damaged step")
+    assert live.style("rect.step.bad", "fill") != live.style("rect.step.kept", "fill")
+
+
+def test_what_is_chosen_stays_chosen_while_steps_appear(live, run):
+    live.js("document.querySelectorAll('table.steps tbody tr')[1].click()")
+    save(run, 6)
+    live.until(lambda: "step-6" in steps(live))
+    assert live.js("return document.querySelector('tr[aria-selected=true] th').textContent") == "step-4"
+
+
+def test_a_step_opens_in_its_own_page_and_the_way_back_is_there(live):
+    live.browser.find_element("link text", "step-3").click()
+    live.until(lambda: live.js("return document.querySelector('h1')?.textContent") == "step-3")
+    live.click_row("params.w")
+    live.panel_shows("every byte matches its digest")
+    live.browser.find_element("partial link text", "run").click()
+    live.until(lambda: live.js("return document.querySelector('table.steps')") is not None)
+
+
+def test_a_run_that_has_not_begun_waits_for_its_first_step(tmp_path, browser, serve):
+    with serve(tmp_path) as url:
+        page = Page(browser).open(url)
+        page.shows("No steps yet")
+        save(tmp_path, 1)
+        page.until(lambda: steps(page) == ["step-1"])
+
+
+def test_a_step_that_retention_removes_while_its_page_is_open_is_a_message(run, chromium, serve):
+    with serve(run) as url:
+        page = Page(chromium).open(f"{url}step/2/")
+        shutil.rmtree(run / "step-2")
+        page.click_row("params.w")
+        page.shows("step 2 is not there: it was removed by the rules of the run or by hand")
+    chromium.get("about:blank")
+    problems = support.problems(chromium)
+    assert problems
+    assert all("404" in one for one in problems), problems
+
+
+def test_a_server_that_has_ended_is_a_message_and_what_was_seen_stays(run, chromium):
+    process = subprocess.Popen(
+        [EFORMER, "serve", str(run)], stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL
+    )
+    try:
+        page = Page(chromium).open(process.stdout.readline().strip())
+    finally:
+        process.kill()
+        process.communicate()
+    page.shows("The server does not answer")
+    assert "step-5" in steps(page)
+    chromium.get("about:blank")
+    assert all("ERR_CONNECTION" in one or "ERR_EMPTY" in one for one in support.problems(chromium))

@@ -1,0 +1,50 @@
+"""`eformer report`."""
+
+import json
+
+import numpy as np
+import pytest
+
+from eformer.checkpoint import save
+from support.commands import run as command
+
+
+@pytest.fixture
+def there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for step in (1, 2):
+        save({"w": np.full(4, step, "f4")}, tmp_path / f"step-{step}")
+    return tmp_path
+
+
+def test_the_page_is_named_after_the_checkpoint(there):
+    assert "step-1-report.html" in command("report", "step-1").stdout
+    assert "<!doctype html>" in (there / "step-1-report.html").read_text()
+
+
+def test_output_goes_where_it_is_said(there):
+    command("report", "step-2", "--against", "step-1", "-o", there / "deep" / "page.html")
+    assert "step-1" in (there / "deep" / "page.html").read_text()
+    assert command("report", "step-1", "-o", "-", "--no-values").stdout.startswith("<!doctype html>")
+
+
+def test_a_file_that_is_not_a_report_is_not_replaced(there):
+    (there / "notes.html").write_text("mine")
+    assert "is not a report" in command("report", "step-1", "-o", "notes.html", code=1).stderr
+    assert (there / "notes.html").read_text() == "mine"
+
+
+def test_json_has_what_the_page_shows(there):
+    found = json.loads(command("report", "step-2", "--against", "step-1", "--json").stdout)
+    assert found["against"]["largest"][0]["relative"] == 1.0
+
+
+def test_a_run_has_a_page_and_so_has_each_step(there):
+    found = json.loads(command("report", there, "--keep", 1, "--json").stdout)
+    assert [step["is_removed"] for step in found["run"]["steps"]] == [True, False]
+    assert json.loads(command("report", there, "--step", 1, "--json").stdout)["kind"] == "checkpoint"
+
+
+def test_nothing_there_is_an_error(there):
+    assert "no checkpoint at" in command("report", "nothing", code=1).stderr
+    assert not list(there.glob("*.html"))

@@ -1,0 +1,100 @@
+"""`eformer serve`, as a program."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+
+from eformer import checkpoint
+from support.commands import EFORMER
+from support.commands import run as command
+
+
+@pytest.fixture
+def saved(tmp_path):
+    checkpoint.save({"w": np.arange(4.0)}, tmp_path / "run" / "step-1")
+    return tmp_path / "run"
+
+
+@contextmanager
+def served(*arguments):
+    """Start the program; return its process and the address that it printed."""
+    process = subprocess.Popen(
+        [EFORMER, "serve", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"NO_COLOR": "1"},
+    )
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def get(url, path=""):
+    found = urlsplit(url)
+    connection = http.client.HTTPConnection(found.hostname, found.port, timeout=30)
+    connection.request("GET", found.path + path)
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, body
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_prints_an_address_with_a_token_answers_and_ends_at_once(saved, number):
+    with served(saved) as (process, url):
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", url)
+        assert get(url)[0] == 200
+        assert json.loads(get(url, "run.json")[1])["steps"][0]["number"] == 1
+        assert json.loads(get(url, "step/1/leaf.json?path=w")[1])["checked"] is True
+        assert get(url.rpartition("/")[0][:-1], "/")[0] == 403
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out, err) == (0, "", "Ctrl-C stops it.\n")
+
+
+def test_a_checkpoint_alone_is_served_at_the_port_that_was_asked_for(saved):
+    with served(saved / "step-1") as (_, url):
+        assert json.loads(get(url, "summary.json")[1])["leaves"] == 1
+        taken = urlsplit(url).port
+        message = command("serve", saved, "--port", taken, code=1).stderr
+        assert message == f"error: cannot listen at 127.0.0.1, port {taken}: Address already in use\n"
+
+
+def test_another_host_is_warned_of(saved):
+    with served(saved, "--host", "0.0.0.0") as (process, url):
+        assert url.startswith("http://0.0.0.0:")
+        assert get(url.replace("0.0.0.0", "127.0.0.1"))[0] == 200
+        process.terminate()
+        warning = process.communicate(timeout=30)[1].splitlines()[0]
+    assert warning.startswith(
+        "warning: 0.0.0.0 can be reached from other machines: whoever has the address below"
+    )
+
+
+def test_two_servers_have_different_tokens(saved):
+    with served(saved) as (_, one), served(saved) as (_, other):
+        assert urlsplit(one).path != urlsplit(other).path
+        assert get(one.replace(urlsplit(one).path, urlsplit(other).path))[0] == 403
+
+
+def test_what_is_not_there_is_an_error_in_one_line(tmp_path):
+    assert "no checkpoint at" in command("serve", tmp_path / "nothing", code=1).stderr
+
+
+def test_nothing_is_written(saved):
+    before = sorted(path.relative_to(saved) for path in saved.rglob("*"))
+    with served(saved, "--keep", 1) as (_, url):
+        for path in ("", "run.json", "step/1/", "step/1/summary.json", "step/1/leaf.json?path=w"):
+            assert get(url, path)[0] == 200
+    assert sorted(path.relative_to(saved) for path in saved.rglob("*")) == before
