@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zipfile
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.nested_names import nested
@@ -18,6 +17,7 @@ from eformer._engine.record.dtypes import DTYPES
 from eformer._engine.record.names import escape
 from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json, value_to_json
+from eformer._engine.tasks.extras import import_extra
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -112,10 +112,7 @@ def _describe(
 
 
 def _library() -> Any:
-    try:
-        return import_module("h5py")
-    except ImportError as error:
-        raise ImportError("files of Keras need the package h5py: pip install 'eformer[h5]'") from error
+    return import_extra("h5py", "h5", "files of Keras need")
 
 
 def _read_hdf5(file: SingleFile | FilePart) -> tuple[dict[str, ArrayInFile], dict[str, Any]]:
