@@ -14,7 +14,7 @@ SERVERS := .venv-cloud
 # Tests wait for disks and other processes as long as they compute.
 WORKERS ?= $(shell $(PYTHON) -c "import os; n = len(os.sched_getaffinity(0)); print(min(16, n + (n + 1) // 2))")
 
-.PHONY: demo test docs cloud faults fuzz frameworks check format bench clean
+.PHONY: demo test docs cloud faults fuzz frameworks package check format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -57,6 +57,10 @@ cloud: $(VENV)/.dev
 # The tests that need torch, transformers, peft or Keras, which `make test` leaves out.
 frameworks: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks
+
+# The wheel and the sdist, in new environments of every Python from 3.11 to 3.14 that is found, also in EFORMER_PYTHONS.
+package: $(VENV)/.dev
+	$(BIN)/python tests/package/check.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

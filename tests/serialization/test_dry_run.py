@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import eformer.serialization
 from eformer import checkpoint
-from eformer.checkpoint import SaveOptions, dry_run, load, save
+from eformer.checkpoint import DryRun, SaveOptions, dry_run, load, save
 from eformer.paths import LocalPath
 from support.meshes import grid, line, on
 
@@ -244,10 +244,16 @@ def test_it_reads_well(path):
     text = str(dry_run(path, line(), rules=RULES))
     lines = text.splitlines()
     total = resident(load(path, mesh=line(), rules=RULES), line())
-    for device, shown in zip(jax.devices(), lines, strict=False):
-        assert shown == f"{device}: {total[device]:,} bytes"
-    assert lines[8] == "  list.0 int32[8, 3] as P(): 96 bytes of [8, 3] a device"
+    first, *_, last = jax.devices()
+    assert lines[0] == f"8 devices, {first} to {last}: {total[first]:,} bytes each"
+    assert lines[1] == "  list.0 int32[8, 3] as P(): 96 bytes of [8, 3] a device"
     assert f"  block.kernel float32[16, 8] as {P('model', None)}: 64 bytes of [2, 8] a device" in lines
+
+
+def test_devices_that_hold_more_are_shown_apart():
+    text = str(DryRun(dict(zip(jax.devices()[:3], (5, 7, 5), strict=True)), {}))
+    first, second, third = jax.devices()[:3]
+    assert text.splitlines() == [f"2 devices, {first} to {third}: 5 bytes each", f"{second}: 7 bytes"]
 
 
 def test_of_many_leaves_the_largest_are_shown():

@@ -100,7 +100,7 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
-        except (ValueError, OSError, TypeError, RuntimeError, MemoryError) as error:
+        except (ValueError, OSError, TypeError, RuntimeError, MemoryError, ImportError) as error:
             if ctx.params.get("debug"):
                 raise
             problem = _ARGUMENT.sub(lambda found: _OPTIONS[found[1]], str(error) or "not enough memory")

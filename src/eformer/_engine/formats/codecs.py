@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import zstandard
 
+from eformer._engine.stores.ocdbt import import_tensorstore
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -120,8 +121,7 @@ def _decoded_by_tensorstore(
     data: np.ndarray[Any, Any], shape: tuple[int, ...], nbytes: int, metadata: str
 ) -> np.ndarray[Any, Any]:
     """Decode a chunk that blosc compressed, as an array in its memory."""
-    import tensorstore as ts  # late: rarely needed, and slow to import
-
+    ts = import_tensorstore("chunks that blosc compressed need")
     require_blosc(data[:BLOSC_HEADER].tobytes(), nbytes)
     try:
         described = msgspec.json.decode(metadata) | {"shape": shape, "chunks": shape}

@@ -15,11 +15,12 @@ from eformer._engine.loading.placement import current_mesh, jax_holds, refuse_on
 from eformer._engine.loading.request import PlacementRequest, Rules
 from eformer._engine.loading.rules import PlaceableLeaf, place, warn_of_idle_rules
 from eformer._engine.record.dtypes import dtype_from_name, floating_dtype, is_floating
+from eformer._engine.record.text import glance
 from eformer._engine.trees.devices import is_key
 from eformer._engine.trees.flatten import flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from jax.sharding import Mesh, Sharding
 
@@ -50,8 +51,11 @@ class DryRun:
     per_device: Mapping[Any, int]
     leaves: Mapping[str, Placed]
 
+    def __repr__(self) -> str:
+        return glance(str(self))
+
     def __str__(self) -> str:
-        lines = [f"{device}: {nbytes:,} bytes" for device, nbytes in self.per_device.items()]
+        lines = [_on(devices, nbytes) for nbytes, devices in self._by_bytes().items()]
         largest = sorted(self.leaves.items(), key=lambda pair: -pair[1].shard_nbytes)
         lines += [
             f"  {name} {p.dtype}{list(p.shape)} as {p.spec}: {p.shard_nbytes:,} bytes of {list(p.shard)} a device"
@@ -60,6 +64,18 @@ class DryRun:
         if len(largest) > _MOST_SHOWN:
             lines.append(f"  ... and {len(largest) - _MOST_SHOWN} smaller leaves")
         return "\n".join(lines)
+
+    def _by_bytes(self) -> dict[int, list[Any]]:
+        found: dict[int, list[Any]] = {}
+        for device, nbytes in self.per_device.items():
+            found.setdefault(nbytes, []).append(device)
+        return found
+
+
+def _on(devices: Sequence[Any], nbytes: int) -> str:
+    if len(devices) == 1:
+        return f"{devices[0]}: {nbytes:,} bytes"
+    return f"{len(devices)} devices, {devices[0]} to {devices[-1]}: {nbytes:,} bytes each"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eformer._engine.record.text import few
+from eformer._engine.record.text import few, glance
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,9 @@ class LoadReport:
     left_out: tuple[str, ...] = ()
     resized: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return glance(str(self))
 
     def __str__(self) -> str:
         parts = [f"{len(self.loaded):,} {'leaf' if len(self.loaded) == 1 else 'leaves'} loaded"]

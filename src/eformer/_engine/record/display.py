@@ -19,6 +19,16 @@ _MOST_ROWS = 1000  # of HTML, most of them folded
 _LEAST_ROWS = 4  # for each of several trees
 _WIDTH = 80
 
+# Sizes form a column at the right, and shapes are pale; where styles are removed, the rows are still in order.
+_STYLE = """<style>
+.eformer-tree {font: 13px/1.6 ui-monospace, monospace; max-width: 48em}
+.eformer-tree details > div, .eformer-tree details > details {margin-left: 1.5em}
+.eformer-tree summary {cursor: pointer}
+.eformer-tree summary:hover, .eformer-tree details > div:hover {background: #8882}
+.eformer-tree i {font-style: normal; opacity: .65}
+.eformer-tree span {float: right; margin-left: 2em}
+</style>"""
+
 
 @dataclass(frozen=True, slots=True)
 class TreeSummary:
@@ -76,14 +86,14 @@ def as_html(title: str, trees: Sequence[TreeSummary], left_out: Sequence[str] = 
     """Render HTML for a notebook, in which modules fold. It has no scripts, loads nothing, and escapes every name."""
     parts = [f"<div><b>{_escaped(title)}</b></div>"]
     if left_out:
-        parts.append(f"<div>left out: {_escaped(few(left_out))}</div>")
+        parts.append(f"<div><i>left out:</i> {_escaped(few(left_out))}</div>")
     for tree in trees[:_MOST_TREES]:
-        parts += [f"<div>{name}: {_escaped(text)}</div>" for name, text in tree.facts()]
+        parts += [f"<div><i>{name}:</i> {_escaped(text)}</div>" for name, text in tree.facts()]
         root = outline(tree.lines)
         rows = list(islice(_rows(root), _share(_MOST_ROWS, trees)))
         parts += [*_folding(rows), *(f"<div>{more}</div>" for more in _more(root, len(rows)))]
     parts += [f"<div>{more}</div>" for more in _more_trees(trees)]
-    return f'<div style="font-family: monospace">{"".join(parts)}</div>'
+    return f'<div class="eformer-tree">{_STYLE}{"".join(parts)}</div>'
 
 
 def _folding(rows: Sequence[tuple[int, OutlineNode]]) -> Iterator[str]:
@@ -92,13 +102,18 @@ def _folding(rows: Sequence[tuple[int, OutlineNode]]) -> Iterator[str]:
     for depth, node in rows:
         yield "</details>" * (inside - depth)
         inside = depth + bool(node.children)
-        text = f"{html.escape(_label(node))} <i>{html.escape(_rest(node))}</i>"
         if node.children:
             is_open = "" if depth else " open"
-            yield f'<details{is_open} style="margin-left: 1.5em"><summary>{text}</summary>'
+            yield f"<details{is_open}><summary>{_row(node)}</summary>"
         else:
-            yield f'<div style="margin-left: 1.5em">{text}</div>'
+            yield f"<div>{_row(node)}</div>"
     yield "</details>" * inside
+
+
+def _row(node: OutlineNode) -> str:
+    nbytes = f"<span>{size(node.nbytes)}</span> " if node.nbytes else ""
+    what = f" <i>{html.escape(_what(node))}</i>" if node.line else ""
+    return f"{nbytes}{html.escape(_label(node))}{what}"
 
 
 def _rows(root: OutlineNode) -> Iterator[tuple[int, OutlineNode]]:
@@ -122,8 +137,12 @@ def _label(node: OutlineNode) -> str:
 
 
 def _rest(node: OutlineNode) -> str:
-    what = [shortened(node.line.what, _WIDTH)] if node.line else []
+    what = [_what(node)] if node.line else []
     return "  ".join([*what, size(node.nbytes)] if node.nbytes else what)
+
+
+def _what(node: OutlineNode) -> str:
+    return shortened(node.line.what, _WIDTH) if node.line else ""
 
 
 def _more(root: OutlineNode, shown: int) -> list[str]:

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _MOST_PROBLEMS = 5
 _BLOCKS = " ▏▎▍▌▋▊▉█"
+_MOST_LINES = 30
+_WIDTH = 160
 
 
 def size(nbytes: float) -> str:
@@ -50,6 +52,14 @@ def shortened(text: str, width: int) -> str:
         return text
     head = (width - 1) // 2
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+def glance(text: str) -> str:
+    """Cut a text to the lines that a prompt or a notebook should show, and escape it."""
+    lines = text.split("\n")
+    shown = [shortened(printable(line), _WIDTH) for line in lines[:_MOST_LINES]]
+    more = len(lines) - _MOST_LINES
+    return "\n".join([*shown, f"... and {count(more, 'more line')}"] if more > 0 else shown)
 
 
 def few(problems: Sequence[str]) -> str:

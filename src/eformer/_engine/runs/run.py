@@ -19,6 +19,7 @@ from eformer._engine.loading.request import PlacementRequest, Request, Rules
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.options import SaveOptions, options_from
 from eformer._engine.record.policies import every_from, is_due, keep_from, minutes_due
+from eformer._engine.record.text import count, glance
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.data import position_of, positions_in, set_position
 from eformer._engine.runs.metrics import numbers, taken
@@ -65,6 +66,10 @@ class Resumed:
     tree: Any
     step: int
     skipped: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        skipped = [f"skipped step {number}: {why}" for number, why in self.skipped.items()]
+        return glance("\n".join([f"<Resumed: {count(self.step, 'step')} done>", *skipped]))
 
 
 class Run:

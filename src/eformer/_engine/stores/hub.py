@@ -10,7 +10,6 @@ import io
 import os
 import re
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import unquote
@@ -20,6 +19,7 @@ from msgspec import Struct
 from eformer._engine.record.names import is_inside
 from eformer._engine.stores.base import Entry
 from eformer._engine.stores.local_files import LocalFiles
+from eformer._engine.tasks.extras import import_extra
 from eformer._engine.tasks.forks import Lock
 from eformer.errors import FormatError, NotFoundError
 
@@ -66,10 +66,7 @@ def refuse_to_write(url: str) -> NoReturn:
 
 
 def _library(part: str = "") -> Any:
-    try:
-        return import_module(f"huggingface_hub{part}")
-    except ImportError as error:
-        raise ImportError("hf:// needs the package huggingface_hub: pip install 'eformer[hf]'") from error
+    return import_extra(f"huggingface_hub{part}", "hf", "hf:// needs")
 
 
 # --------------------------------------------------------------------------------------------- requests

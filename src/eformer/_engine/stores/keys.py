@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from eformer._engine.stores.local_paths import local_path
+from eformer._engine.tasks.extras import import_extra
 from eformer.errors import SignatureError
 
 if TYPE_CHECKING:
@@ -30,10 +30,7 @@ _DER = bytes.fromhex("302a300506032b6570032100")  # what precedes the 32 bytes o
 
 
 def _library(part: str) -> Any:
-    try:
-        return import_module(f"cryptography.{part}")
-    except ImportError as error:
-        raise ImportError("signatures need the package cryptography: pip install 'eformer[sign]'") from error
+    return import_extra(f"cryptography.{part}", "sign", "signatures need")
 
 
 def _ed25519() -> Any:

@@ -116,5 +116,6 @@ class _Notebook:
     def _text(self, done: int, total: int) -> str:
         took = max(time.monotonic() - self._start, 1e-6)
         left = f", {took * (total - done) / done:.0f} s left" if 0 < done < total else f", {took:.1f} s"
-        bar = f'<progress value="{done}" max="{max(total, 1)}"></progress>'
+        style = "vertical-align: middle; width: 16em"
+        bar = f'<progress value="{done}" max="{max(total, 1)}" style="{style}"></progress>'
         return f"{html.escape(self._what)} {bar} {size(done)} of {size(total)}, {size(done / took)}/s{left}"

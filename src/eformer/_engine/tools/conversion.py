@@ -14,7 +14,7 @@ from eformer._engine.record.names import join_name
 from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
 from eformer._engine.record.rename import Renamed, Rule, apply, origins, refuse_transformed_keys
-from eformer._engine.record.text import few, shortened, size
+from eformer._engine.record.text import few, glance, shortened, size
 from eformer._engine.record.values import LeftToCode, value_from_json
 from eformer._engine.tools.sequential_writers import (
     has_sequences,
@@ -72,6 +72,9 @@ class Conversion:
     def nbytes(self) -> int:
         """The bytes of all leaves of the result."""
         return sum(leaf.nbytes for leaves in self.leaves.values() for leaf in leaves)
+
+    def __repr__(self) -> str:
+        return glance(str(self))
 
     def __str__(self) -> str:
         number = sum(map(len, self.leaves.values()))

@@ -12,7 +12,7 @@ from eformer._engine.formats.find import look_at
 from eformer._engine.record.lazy_arrays import StoredLeaf
 from eformer._engine.record.manifest import UNREADABLE, LeafEntry, parse_structure
 from eformer._engine.record.pieces import pieces
-from eformer._engine.record.text import few
+from eformer._engine.record.text import few, glance
 from eformer._engine.record.values import value_from_json
 from eformer._engine.tasks.progress import metered
 from eformer._engine.tools.view import View
@@ -80,6 +80,9 @@ class Diff:
     def same(self) -> bool:
         """Tell whether all leaves are equal."""
         return not (self.added or self.removed or self.changed)
+
+    def __repr__(self) -> str:
+        return glance(str(self))
 
     def __str__(self) -> str:
         lines = [f"{self.a} and {self.b}: {'the same' if self.same else 'different'}, {self._counts()}"]

@@ -11,7 +11,7 @@ from eformer._engine.formats.process_records import unreadable
 from eformer._engine.loading.fetch import check
 from eformer._engine.loading.read_plan import Want
 from eformer._engine.record.digests import xxh3_128
-from eformer._engine.record.text import count, few
+from eformer._engine.record.text import count, few, glance
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
 from eformer._engine.stores.locate import locate
@@ -60,6 +60,9 @@ class Report:
     def ok(self) -> bool:
         """Whether nothing is damaged and nothing left out."""
         return not self.damages and not self.left_out
+
+    def __repr__(self) -> str:
+        return glance(str(self))
 
     def __str__(self) -> str:
         if not self.left_out:

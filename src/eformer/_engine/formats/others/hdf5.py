@@ -6,11 +6,11 @@ import json
 import subprocess
 import sys
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.others.hdf5_reader import ANSWER, REQUEST, RESULT
 from eformer._engine.formats.others.single_file import ArrayInFile
+from eformer._engine.tasks.extras import require_extra
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ def read_hdf5(file: SingleFile | FilePart) -> tuple[dict[str, ArrayInFile], dict
 
     Raise FormatError for a file that is damaged, or has something in it that Keras does not write.
     """
-    if find_spec("h5py") is None:
-        raise ImportError("files of Keras need the package h5py: pip install 'eformer[h5]'")
+    require_extra("h5py", "h5", "files of Keras need")
     with _started(file.nbytes) as process:
         result = _served(file, process)
     if odd := result.get("odd"):

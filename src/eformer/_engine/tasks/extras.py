@@ -1,0 +1,30 @@
+"""Import packages that only an extra of eformer installs, or tell which extra is missing."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+
+def import_extra(module: str, extra: str, what: str) -> Any:
+    """Import a module; if that fails, raise an ImportError that says `what` needs it, and how to install it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise _missing(module, extra, what) from error
+
+
+def require_extra(module: str, extra: str, what: str) -> None:
+    """Raise the same ImportError if the module is not installed, without importing it."""
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise _missing(module, extra, what) from error
+    if spec is None:
+        raise _missing(module, extra, what)
+
+
+def _missing(module: str, extra: str, what: str) -> ImportError:
+    package = module.partition(".")[0]
+    return ImportError(f"{what} the package {package}: pip install 'eformer[{extra}]'", name=package)
