@@ -53,7 +53,7 @@ def _started(nbytes: int) -> Iterator[subprocess.Popen[bytes]]:
         seconds=_SECONDS,
         memory=_MEMORY,
     )
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # noqa: S603  our own interpreter, and our own code
         [sys.executable, "-I", "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
