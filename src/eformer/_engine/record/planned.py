@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from eformer._engine.record.digests import NO_DIGEST, xxh3_128
-from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.dtypes import dtype_from_name, from_raw
 from eformer._engine.record.manifest import Coding, DataFile, Extent, LeafEntry, weight_of
 from eformer._engine.record.pieces import count_pieces
 from eformer._engine.record.process_records import ProcessRecord
@@ -52,7 +52,7 @@ class LazyArray:
 class Source(Struct, frozen=True, gc=False):
     """A leaf to be saved, and the part of it that this process holds.
 
-    whole      the host array of a leaf that is in one place, which most leaves are
+    whole      the host array of a leaf that is in one place, which most leaves are; or its bytes, as they are stored
     parts      otherwise, the boxes of the leaf and their arrays
     regions    the boxes that this process writes
     shard      the shape of what one device holds
@@ -66,7 +66,7 @@ class Source(Struct, frozen=True, gc=False):
     home: str = "jax"
     key: str | None = None
     sharding: RecordedSharding | None = None
-    whole: np.ndarray[Any, Any] | None = None
+    whole: np.ndarray[Any, Any] | bytes | None = None
     parts: Sequence[ArrayBox] = ()
     regions: Sequence[Region] = ()
     shard: tuple[int, ...] | None = None
@@ -80,7 +80,11 @@ class Source(Struct, frozen=True, gc=False):
     @property
     def boxes(self) -> Sequence[ArrayBox]:
         """Return the boxes that this process holds."""
-        return self.parts if self.whole is None else [(Region.whole(self.shape), self.whole)]
+        if self.whole is None:
+            return self.parts
+        is_array = not isinstance(self.whole, bytes)
+        array = self.whole if is_array else from_raw(memoryview(self.whole), self.dtype, self.shape)
+        return [(Region.whole(self.shape), array)]
 
     @property
     def own_regions(self) -> Sequence[Region]:

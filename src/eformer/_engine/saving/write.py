@@ -222,8 +222,8 @@ def _is_small(file: PlannedFile, block: int) -> bool:
     return in_one_place(file.extents[0]) is not None
 
 
-def in_one_place(extent: PlannedExtent) -> np.ndarray[Any, Any] | None:
-    """Return the array in host memory that is the extent's box, if there is one."""
+def in_one_place(extent: PlannedExtent) -> np.ndarray[Any, Any] | bytes | None:
+    """Return the array in host memory that is the extent's box, or its bytes, if there is one."""
     source = extent.source
     if source.whole is not None:  # which nearly every leaf has
         return source.whole if extent.region is None else None
@@ -235,11 +235,12 @@ def in_one_place(extent: PlannedExtent) -> np.ndarray[Any, Any] | None:
 
 def small_bytes(extent: PlannedExtent) -> bytes:
     """Return all of a small box that lies in one place, and set its digest."""
-    whole = extent.source.whole
-    data = to_bytes(in_one_place(extent) if whole is None else whole, extent.source.dtype)  # type: ignore[arg-type]
+    data: Any = in_one_place(extent)
+    if not isinstance(data, bytes):
+        data = to_bytes(data, extent.source.dtype)
     if data:
         extent.digests[0] = xxh3_128(data)
-    return data
+    return data  # type: ignore[no-any-return]  it is bytes by now
 
 
 def _write_small(sink: _BytesSink, start: int, extents: Sequence[PlannedExtent]) -> None:
