@@ -23,7 +23,7 @@ logger = logging.getLogger("eformer")
 _MOST_AXES = 8  # of arrays that are tried out
 
 # The memory of this process, by address. A slice of it is a copy.
-_memory = (ctypes.c_char * 2**62).from_address(0)
+_memory: Any = (ctypes.c_char * 2**62).from_address(0)
 
 
 def copier(array: Any) -> Callable[[Any], bytes]:
@@ -34,21 +34,21 @@ def copier(array: Any) -> Callable[[Any], bytes]:
     (device,) = array.devices()
     is_opaque = array.dtype.kind == "V" and array.size and array.ndim <= _MOST_AXES
     layout = _default_layout(array.dtype, array.ndim, device) if is_opaque else None
-    return _by_view if layout is None else _by_address(array.nbytes, layout)
+    return _by_view if layout is None else _by_address(array.nbytes, layout, has_order=array.ndim > 1)
 
 
 def _by_view(array: Any) -> bytes:
     return view_of(array).tobytes()
 
 
-def _by_address(nbytes: int, layout: Any) -> Callable[[Any], bytes]:
+def _by_address(nbytes: int, layout: Any, *, has_order: bool = True) -> Callable[[Any], bytes]:
     def copy(array: Any) -> bytes:
         array.block_until_ready()
         start = array.unsafe_buffer_pointer()
-        data = _memory[start : start + nbytes]
+        data: bytes = _memory[start : start + nbytes]
         # An address does not keep the memory: only now is it known that nobody has donated the array meanwhile, as
         # another thread could. It counts as deleted before anything is written to its memory.
-        if array.is_deleted() or array._pjrt_layout != layout:
+        if array.is_deleted() or (has_order and array._pjrt_layout != layout):
             return _by_view(array)
         return data
 
