@@ -198,20 +198,17 @@ class Fetching:
             elif (
                 verify
                 and piece.digest
-                and (digest := self.digest_of(piece, view[start:stop])) != piece.digest
+                and xxh3_128(view[start:stop]) != piece.digest
+                and (digest := self.digest_again(piece, view[start:stop])) != piece.digest
             ):
                 self.report(piece, f"are damaged: their digest is {digest}, expected {piece.digest}")
             else:
                 yield piece, start
 
-    def digest_of(self, piece: StoredPiece, data: memoryview) -> str:
-        """Return the digest of a piece; read it once more if a cache has kept something else."""
-        digest = xxh3_128(data)
-        if digest == piece.digest or not isinstance(self.files, KeepsCopies):
-            return digest
-        if not self.files.forget(piece.file, piece.offset, piece.nbytes):
-            return digest
-        self.files.read_into(piece.file, data, piece.offset)
+    def digest_again(self, piece: StoredPiece, data: memoryview) -> str:
+        """Return the digest of a piece that is not as expected; read it once more if a cache has kept it."""
+        if isinstance(self.files, KeepsCopies) and self.files.forget(piece.file, piece.offset, piece.nbytes):
+            self.files.read_into(piece.file, data, piece.offset)
         return xxh3_128(data)
 
     def report(self, piece: StoredPiece, problem: str) -> None:

@@ -420,7 +420,9 @@ def _split(targets: list[LeafTarget], request: Request) -> tuple[list[LeafTarget
 
 def _can_be_streamed(target: LeafTarget) -> bool:
     """Tell whether a target goes to an accelerator as it is stored, without the functions of the caller between."""
-    is_as_stored = target.is_stored and target.new_shape is None and target.read_sharding is None
+    if target.as_numpy or not target.is_stored:
+        return False
+    is_as_stored = target.new_shape is None and target.read_sharding is None
     return is_as_stored and accelerator_of(target) is not None
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eformer._engine.loading.fetch import check, prepare, raise_damage, together
 from eformer._engine.loading.mapped import MappedFiles
-from eformer._engine.loading.read_plan import Want, plan_reads
+from eformer._engine.loading.read_plan import plan_reads
 from eformer._engine.record.pieces import ALIGNMENT
 from eformer._engine.record.regions import Region
 from eformer._engine.tasks.pool import in_turn, run_all
@@ -31,7 +31,7 @@ _MANY = 8  # files, from which on threads are worth their start
 
 def nbytes_read(tree: TreeEntry, targets: Sequence[LeafTarget]) -> int:
     """Return how many bytes `read` and `stream` read for the targets."""
-    wants = [_want(target) for target in targets if target.is_stored]
+    wants = [target for target in targets if target.is_stored]
     return sum(read.nbytes for read in plan_reads(wants, tree))
 
 
@@ -61,7 +61,6 @@ class Plan(NamedTuple):
     """The reads for some targets."""
 
     targets: Sequence[LeafTarget]
-    wants: Sequence[Want]
     reads: Sequence[Read]
 
 
@@ -87,14 +86,13 @@ class Reading:
         """Map the targets that lie in their files as they are wanted; return the others, which have to be read."""
         mapped, others, wants = MappedFiles(self.tree, self.files), [], []
         for target in targets:
-            want = _want(target)
             # XLA aliases aligned memory only, and copies anything else, which is slower than reading it.
-            arrays = mapped.arrays(want, 1 if target.as_numpy else ALIGNMENT)
+            arrays = mapped.arrays(target, 1 if target.as_numpy else ALIGNMENT)
             if arrays is None:
                 others.append(target)
             else:
                 target.arrays = arrays
-                wants.append(want)
+                wants.append(target)
         if self.verify:
             check(wants, self.tree, self.files, threads, raise_damage, self.meter)
         return others
@@ -104,9 +102,8 @@ class Reading:
     ) -> Plan:
         """Plan reads of about `read_bytes` each, or as many as suit the store. Arrays that `is_packed` lie in memory
         one after the other."""
-        wants = [_want(target) for target in targets]
         size = read_bytes or self.store.read_bytes
-        return Plan(targets, wants, plan_reads(wants, self.tree, size, is_packed=is_packed))
+        return Plan(targets, plan_reads(targets, self.tree, size, is_packed=is_packed))
 
     def tasks(
         self,
@@ -126,7 +123,7 @@ class Reading:
             self.require_space([(read.file, read.nbytes) for read in plan.reads])
         _require_length(self.tree, plan.targets, needed, self.files, self.threads)
         fetching = prepare(
-            plan.wants, self.tree, self.files, verify=self.verify, memory=memory, meter=self.meter
+            plan.targets, self.tree, self.files, verify=self.verify, memory=memory, meter=self.meter
         )
 
         def hand_over() -> None:
@@ -164,10 +161,6 @@ def require_boxes(targets: Iterable[LeafTarget]) -> None:
                 raise FormatError(
                     f"leaf {target.name!r}: {box.slices} of {entry.described} is not among the boxes of this process"
                 )
-
-
-def _want(target: LeafTarget) -> Want:
-    return Want(target.name, target.entry, target.dtype, target.regions)
 
 
 def _require_length(

@@ -36,8 +36,8 @@ READ_BYTES = 4 * 2**20
 _SMALL_BOX = 2**16
 
 
-class Want(Struct, frozen=True, gc=False):
-    """A leaf that is wanted, its dtype after a cast, and the wanted boxes; None for the whole leaf."""
+class Want(Struct, gc=False):
+    """A leaf that is wanted: its record, its dtype after a cast, and the wanted boxes; None for the whole leaf."""
 
     name: str
     entry: LeafEntry

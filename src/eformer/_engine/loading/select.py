@@ -12,10 +12,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
-import msgspec
 import numpy as np
 from jax.sharding import Sharding
 
+from eformer._engine.loading.read_plan import Want
 from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.loading.scalars import as_array, fitted, is_scalar, kind_of, kind_of_dtype
 from eformer._engine.record.dtypes import is_floating
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from eformer._engine.loading.contents import Contents
     from eformer._engine.loading.placement import Boxes
     from eformer._engine.loading.request import Request, Resize
-    from eformer._engine.record.regions import Region
 
 T = TypeVar("T")
 
@@ -53,15 +52,13 @@ def select(contents: Contents, keys: Iterable[str] | None) -> dict[str, None]:
     return chosen
 
 
-class LeafTarget(msgspec.Struct, gc=False):
-    """A leaf on its way: what is stored, what it is to become, and where it goes.
+class LeafTarget(Want, gc=False):
+    """A leaf on its way: what is stored and wanted of it, what it is to become, and where it goes.
 
-    entry            the record of the stored leaf
-    dtype            of the array to load, after a cast
     sharding         where the array goes; None for the default device, or for host memory if `as_numpy`
     is_explicit      an argument asks for the sharding
     transform        function of the caller, from `shardings`, to call on the loaded array
-    regions          distinct boxes that this process reads; None for the whole leaf
+    regions          the wanted boxes are distinct, and those that this process reads
     boxes            which devices of this process hold which of them
     arrays           host memory of the regions, once they are read
     new_shape        shape to change to, if it is another than the stored one
@@ -72,14 +69,10 @@ class LeafTarget(msgspec.Struct, gc=False):
     is_weak          the array is to be weakly typed, as `jnp.asarray(1.0)` is
     """
 
-    name: str
-    entry: LeafEntry
-    dtype: str
     sharding: Any = None
     as_numpy: bool = False
     is_explicit: bool = False
     transform: Callable[[Any], Any] | None = None
-    regions: list[Region] | None = None
     boxes: Boxes | None = None
     arrays: Sequence[Any] = ()
     new_shape: tuple[int, ...] | None = None

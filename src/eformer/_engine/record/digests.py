@@ -10,12 +10,11 @@ import xxhash
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Buffer, Iterable  # type: ignore[attr-defined,unused-ignore]  # Python 3.12
+    from collections.abc import Buffer, Callable, Iterable  # type: ignore[attr-defined,unused-ignore]  # Python 3.12
 
 
-def xxh3_128(data: Buffer) -> str:
-    """Digest stored bytes, to detect decay. Fast, but not secure against forgery."""
-    return xxhash.xxh3_128_hexdigest(data)
+xxh3_128: Callable[[Buffer], str] = xxhash.xxh3_128_hexdigest
+"""Digest stored bytes, to detect decay. Fast, but not secure against forgery."""
 
 
 def xxh3_128_of(parts: Iterable[Buffer]) -> str:

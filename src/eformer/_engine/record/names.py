@@ -41,10 +41,9 @@ _MOST_HINTS = 8
 _MOST_CANDIDATES = 5000
 
 
+@lru_cache(2**12)  # names of leaves have most parts in common
 def escape(part: str) -> str:
     """Escape one part of a name."""
-    if part.isidentifier():  # the common case, decided quickly
-        return part
     return _UNSAFE.sub(_escape_character, part) or _EMPTY
 
 
@@ -53,9 +52,9 @@ def escape_siblings(keys: Sequence[Any]) -> list[str]:
 
     The result depends on the keys alone where possible, not on their order.
     """
-    texts = [str(key) for key in keys]
+    texts = list(map(str, keys))
     if len(set(texts)) == len(texts):
-        return [escape(text) for text in texts]
+        return list(map(escape, texts))
     count, seen = Counter(texts), Counter[str]()
     parts = []
     for key, text in zip(keys, texts, strict=True):
@@ -137,7 +136,7 @@ def path_to_name(path: Iterable[str]) -> str:
     return name
 
 
-@lru_cache(2**12)  # names of leaves have most parts in common
+@lru_cache(2**12)
 def _is_part(part: str) -> bool:
     """Tell whether `join_name` can return a name with this part."""
     text = _SIBLING.sub("", part)

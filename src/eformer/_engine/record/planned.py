@@ -10,9 +10,10 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from eformer._engine.record.digests import NO_DIGEST, xxh3_128
-from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.dtypes import dtype_from_name, from_raw
 from eformer._engine.record.manifest import Coding, DataFile, Extent, LeafEntry, weight_of
 from eformer._engine.record.pieces import count_pieces
 from eformer._engine.record.process_records import ProcessRecord
@@ -52,7 +53,7 @@ class LazyArray:
 class Source(Struct, frozen=True, gc=False):
     """A leaf to be saved, and the part of it that this process holds.
 
-    whole      the host array of a leaf that is in one place, which most leaves are
+    whole      the host array of a leaf that is in one place, which most leaves are; or its bytes, as they are stored
     parts      otherwise, the boxes of the leaf and their arrays
     regions    the boxes that this process writes
     shard      the shape of what one device holds
@@ -66,7 +67,7 @@ class Source(Struct, frozen=True, gc=False):
     home: str = "jax"
     key: str | None = None
     sharding: RecordedSharding | None = None
-    whole: np.ndarray[Any, Any] | None = None
+    whole: np.ndarray[Any, Any] | bytes | None = None
     parts: Sequence[ArrayBox] = ()
     regions: Sequence[Region] = ()
     shard: tuple[int, ...] | None = None
@@ -80,7 +81,12 @@ class Source(Struct, frozen=True, gc=False):
     @property
     def boxes(self) -> Sequence[ArrayBox]:
         """Return the boxes that this process holds."""
-        return self.parts if self.whole is None else [(Region.whole(self.shape), self.whole)]
+        if self.whole is None:
+            return self.parts
+        whole = self.whole
+        if isinstance(whole, bytes):
+            whole = from_raw(memoryview(whole), self.dtype, self.shape)
+        return [(Region.whole(self.shape), whole)]
 
     @property
     def own_regions(self) -> Sequence[Region]:
@@ -94,8 +100,8 @@ class Source(Struct, frozen=True, gc=False):
             return True
         return sum(region.size for region, _ in self.parts) == math.prod(self.shape)
 
-    def entry(self, extents: Sequence[Extent] = (), sha256: str | None = None) -> LeafEntry:
-        return LeafEntry(self.dtype, self.shape, tuple(extents), self.home, self.key, self.sharding, sha256)
+    def entry(self, extents: tuple[Extent, ...] = (), sha256: str | None = None) -> LeafEntry:
+        return LeafEntry(self.dtype, self.shape, extents, self.home, self.key, self.sharding, sha256)
 
 
 class PlannedExtent(Struct, gc=False):
@@ -118,8 +124,9 @@ class PlannedExtent(Struct, gc=False):
         return self.region or Region.whole(self.source.shape)
 
     def extent(self, file: int) -> Extent:
-        region = (self.region.start, self.region.stop) if self.region else None
-        return Extent(file, self.offset, self.nbytes, "".join(self.digests), region, self.coding)
+        region = None if self.region is None else (self.region.start, self.region.stop)
+        digests = self.digests[0] if len(self.digests) == 1 else "".join(self.digests)
+        return Extent(file, self.offset, self.nbytes, digests, region, self.coding)
 
 
 class PlannedFile(Struct, gc=False):
@@ -157,14 +164,19 @@ def data_files(files: Iterable[PlannedFile]) -> list[DataFile]:
 
 def leaf_entries(files: Iterable[PlannedFile], sha256: Mapping[str, str]) -> dict[str, LeafEntry]:
     """Record the leaves that are in the files."""
-    sources: dict[str, Source] = {}
-    extents: dict[str, list[Extent]] = {}
+    entries: dict[str, LeafEntry] = {}
+    more: dict[str, list[Extent]] = {}  # than one extent, which few leaves have
     for number, file in enumerate(files):
         for planned in file.extents:
-            name = planned.source.name
-            sources[name] = planned.source
-            extents.setdefault(name, []).append(planned.extent(number))
-    return {name: source.entry(extents[name], sha256.get(name)) for name, source in sources.items()}
+            source, extent = planned.source, planned.extent(number)
+            name = source.name
+            if name in entries:
+                more.setdefault(name, [*entries[name].extents]).append(extent)
+            else:
+                entries[name] = source.entry((extent,), sha256.get(name))
+    for name, extents in more.items():
+        entries[name] = replace(entries[name], extents=tuple(extents))
+    return entries
 
 
 def process_record(files: Sequence[PlannedFile], sha256: Mapping[str, str]) -> ProcessRecord:

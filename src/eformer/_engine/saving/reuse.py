@@ -116,7 +116,7 @@ class Kept:
         """Record the leaves, if the files are numbered from `first` on."""
         return {
             name: source.entry(
-                [msgspec.structs.replace(e, file=first + e.file) for e in extents], sha256.get(name)
+                tuple(msgspec.structs.replace(e, file=first + e.file) for e in extents), sha256.get(name)
             )
             for name, (source, extents) in self.leaves.items()
         }

@@ -173,7 +173,7 @@ class _Writer:
         room = self.block
         for extent in file.extents:
             nbytes = extent.nbytes
-            is_small = nbytes <= self.block and not extent.is_packed and in_one_place(extent) is not None
+            is_small = nbytes <= self.block and not extent.is_packed and is_in_one_place(extent)
             if small and (not is_small or nbytes > room):
                 yield partial(_write_small, counted, start, small)
                 small, room = [], self.block
@@ -219,24 +219,26 @@ def _is_small(file: PlannedFile, block: int) -> bool:
         return True
     if file.header or len(file.extents) > 1 or file.nbytes > block:
         return False
-    return in_one_place(file.extents[0]) is not None
+    return is_in_one_place(file.extents[0])
 
 
-def in_one_place(extent: PlannedExtent) -> np.ndarray[Any, Any] | None:
-    """Return the array in host memory that is the extent's box, if there is one."""
+def is_in_one_place(extent: PlannedExtent) -> bool:
+    """Tell whether there is an array in host memory that is the extent's box."""
     source = extent.source
     if source.whole is not None:  # which nearly every leaf has
-        return source.whole if extent.region is None else None
+        return extent.region is None
     if len(source.parts) != 1:
-        return None
+        return False
     ((box, array),) = source.parts
-    return array if isinstance(array, np.ndarray) and box.shape == extent.shape else None
+    return isinstance(array, np.ndarray) and box.shape == extent.shape
 
 
 def small_bytes(extent: PlannedExtent) -> bytes:
     """Return all of a small box that lies in one place, and set its digest."""
-    whole = extent.source.whole
-    data = to_bytes(in_one_place(extent) if whole is None else whole, extent.source.dtype)  # type: ignore[arg-type]
+    source = extent.source
+    data = source.whole
+    if not isinstance(data, bytes):
+        data = to_bytes(source.parts[0][1] if data is None else data, source.dtype)
     if data:
         extent.digests[0] = xxh3_128(data)
     return data

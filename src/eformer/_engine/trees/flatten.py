@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 # so this is the only limit.
 MAX_DEPTH = 250
 
+_STRINGS = frozenset({str})
+
 FACTORIES = {
     f.__name__: f for f in (list, dict, set, tuple, int, float, complex, bool, str, bytes, OrderedDict)
 }
@@ -58,6 +60,7 @@ def _walk(tree: Any, states: Sequence[Any]) -> tuple[dict[str, Any], Any, list[A
     modules: list[Any] = []
     module_kinds: set[type] = set()
     describers: dict[type, _Describe | None] = {}  # one decision for each type met
+    leaf_kinds: set[type] = set()
     root = [None]
     todo: list[_Todo] = [(root, 0, tree, "", 0)]
     while todo:
@@ -67,6 +70,8 @@ def _walk(tree: Any, states: Sequence[Any]) -> tuple[dict[str, Any], Any, list[A
             describers[kind] = _describer(kind)
             if is_module(node):
                 module_kinds.add(kind)
+            elif describers[kind] is None:
+                leaf_kinds.add(kind)
         describe = describers[kind]
         if kind in module_kinds:
             if states:
@@ -78,10 +83,21 @@ def _walk(tree: Any, states: Sequence[Any]) -> tuple[dict[str, Any], Any, list[A
         else:
             try:
                 level = describe(node)
-                todo += level.children_below(name, depth)
+                names = level.names_below(name, depth)
             except StructureError as error:
                 raise StructureError(f"at {(name or BARE_LEAF)[:400]!r}: {error}") from error
             holder[slot] = level.document
+            below = zip(level.slots, level.children, names, strict=True)
+            if leaf_kinds.issuperset(
+                map(type, level.children)
+            ):  # nearly all of very many leaves are below such a node
+                for (inner, key), leaf, called in below:
+                    inner[key] = called
+                    leaves[called] = leaf
+            else:
+                todo += [(inner, key, child, called, depth + 1) for (inner, key), child, called in below][
+                    ::-1
+                ]
     return leaves, root[0], modules
 
 
@@ -98,18 +114,12 @@ class _Described:
     keys: Sequence[Any] = ()
     children: Sequence[Any] = ()
 
-    def children_below(self, name: str, depth: int) -> list[_Todo]:
-        """Return each child with its slot and a name that no sibling has, the last child first."""
+    def names_below(self, name: str, depth: int) -> list[str]:
+        """Return a name for each child that no sibling has."""
         if self.children and depth >= MAX_DEPTH:
             raise StructureError(f"the tree is nested more than {MAX_DEPTH} deep, or contains itself")
         start = f"{name}." if depth else ""
-        parts = escape_siblings(self.keys)
-        below = [
-            (holder, slot, child, start + part, depth + 1)
-            for (holder, slot), part, child in zip(self.slots, parts, self.children, strict=True)
-        ]
-        below.reverse()
-        return below
+        return [start + part for part in escape_siblings(self.keys)]
 
 
 def _describer(kind: type) -> _Describe | None:
@@ -120,11 +130,12 @@ def _describer(kind: type) -> _Describe | None:
 
 
 def _dict(node: dict[Any, Any]) -> _Described:
-    if not all(type(key) is str for key in node):
+    if not _STRINGS.issuperset(map(type, node)):
         return _sorted_pairs("dict", node)
     keys = sorted(node)
     content = dict.fromkeys(map(escape, node))  # in the dict's own order
-    return _Described({"dict": content}, [(content, escape(k)) for k in keys], keys, [node[k] for k in keys])
+    slots = [(content, escape(key)) for key in keys]
+    return _Described({"dict": content}, slots, keys, [node[key] for key in keys])
 
 
 def _keys_of(node: dict[Any, Any]) -> list[Any]:

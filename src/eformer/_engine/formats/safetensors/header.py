@@ -6,6 +6,7 @@ import json
 import math
 import struct
 from collections import Counter
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -47,22 +48,22 @@ class Header(msgspec.Struct, frozen=True):
     tensors: dict[str, Tensor]
 
 
-def tensor(dtype: str, shape: tuple[int, ...], offset: int, nbytes: int) -> Tensor:
-    """Describe a leaf for other readers. Dtypes that the format has no name for appear as integers of their size, and
-    four-bit integers as their values in eight bits; the manifest records the true dtype."""
-    offsets = (offset, offset + nbytes)
+@lru_cache(2**12)  # most leaves of a tree are alike
+def described_as(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype and the shape of a leaf for other readers. Dtypes that the format has no name for appear as
+    integers of their size, and four-bit integers as their values in eight bits; the manifest records the true dtype."""
     size = math.prod(shape)
     tag = _TAG_OF.get(dtype)
     if tag == "F4" and 2 * nbytes != size:  # the format cannot hold an odd number of them
         tag = "U8"
     if tag:
-        return Tensor(tag, shape, offsets)
+        return tag, shape
     if dtype in ("int1", "int2", "int4"):
-        return Tensor("I8", shape, offsets)
+        return "I8", shape
     itemsize = nbytes // size if size else 1
     if itemsize <= 8:
-        return Tensor(f"U{8 * itemsize}", shape, offsets)
-    return Tensor("U64", (*shape, itemsize // 8), offsets)
+        return f"U{8 * itemsize}", shape
+    return "U64", (*shape, itemsize // 8)
 
 
 def header_bytes(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bytes:

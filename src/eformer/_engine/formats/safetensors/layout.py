@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from eformer._engine.formats.safetensors.header import Tensor, header_bytes, tensor
+from eformer._engine.formats.safetensors.header import Tensor, described_as, header_bytes
 from eformer._engine.formats.safetensors.names import region_name
 from eformer._engine.record.digests import NO_DIGEST
 from eformer._engine.record.dtypes import dtype_from_name
@@ -13,7 +14,7 @@ from eformer._engine.record.pieces import ALIGNMENT
 from eformer._engine.record.planned import PlannedExtent, PlannedFile, no_digests
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from eformer._engine.record.planned import Source
     from eformer._engine.record.regions import Region
@@ -36,12 +37,15 @@ def plan_files(
 
     `tensors` has what each leaf is called in a file. The files have no names and no headers yet.
     """
-    planned = (extent for source in sources for extent in plan_extents(source, block))
-    extents = {tensor_of(extent, tensors): extent for extent in planned}
+    extents: dict[str, PlannedExtent] = {}
+    for source in sources:
+        for extent in plan_extents(source, block):
+            extents[tensor_of(extent, tensors)] = extent
     files = []
     sizes = {name: extent.nbytes for name, extent in extents.items()}
     for names in group_by_file(sizes, max_bytes, has_record=has_record):
-        inside = sorted((extents[name] for name in names), key=_order)
+        inside = [extents[name] for name in names]
+        inside.sort(key=lambda extent: _order(extent.source.dtype, extent.nbytes))
         offset = 0
         for extent in inside:
             extent.offset = offset
@@ -57,7 +61,10 @@ def group_by_file(sizes: Mapping[str, int], limit: int, *, has_record: bool = Fa
     """
     files: list[list[str]] = []
     used = header = 0
-    for module in _modules(sizes):
+    modules = _modules(sizes)
+    if sizes and _fit_one_file(sizes, limit):
+        return [[name for module in modules for name in module]]
+    for module in modules:
         total = sum(sizes[name] for name in module)
         if used + total > limit >= total:
             used = limit + 1  # the next file takes it whole
@@ -74,36 +81,55 @@ def group_by_file(sizes: Mapping[str, int], limit: int, *, has_record: bool = Fa
     return files
 
 
+def _fit_one_file(sizes: Mapping[str, int], limit: int) -> bool:
+    """Tell quickly whether all leaves fit one file, however many bytes their names take."""
+    most = _HEADER_BYTES_A_LEAF + _RECORD_BYTES_A_LEAF
+    header = most * len(sizes) + 3 * 4 * sum(map(len, sizes))  # three times, in up to four bytes a character
+    return sum(sizes.values()) <= limit and header <= MAX_HEADER_BYTES
+
+
 def _modules(names: Iterable[str]) -> Iterable[list[str]]:
     """Group names by the part before their last dot, modules in order of their first leaf."""
     modules: dict[str, list[str]] = {}
     for name in names:
-        modules.setdefault(name.rpartition(".")[0], []).append(name)
+        module = name.rpartition(".")[0]
+        if module in modules:
+            modules[module].append(name)
+        else:
+            modules[module] = [name]
     return modules.values()
 
 
-def _order(extent: PlannedExtent) -> tuple[bool, int]:
+@lru_cache(2**12)  # most leaves of a tree are alike
+def _order(dtype: str, nbytes: int) -> tuple[bool, int]:
     """Put first those whose length keeps the next one aligned for XLA, then those that keep it aligned for numpy: the
     format allows no gaps."""
-    return extent.nbytes % ALIGNMENT != 0, -extent.source.itemsize
+    return nbytes % ALIGNMENT != 0, -dtype_from_name(dtype).itemsize
 
 
-def plan_extents(source: Source, block: int) -> Iterator[PlannedExtent]:
+def plan_extents(source: Source, block: int) -> Iterable[PlannedExtent]:
     """Plan the boxes of a leaf that this process writes."""
     if source.whole is not None:
-        yield _extent(source, None, block)
-        return
-    for box in source.regions:
-        yield _extent(source, None if box.shape == source.shape else box, block)
+        return (_extent(source, None, source.shape, block),)
+    return [
+        _extent(source, None if box.shape == source.shape else box, box.shape, block)
+        for box in source.regions
+    ]
 
 
-def _extent(source: Source, region: Region | None, block: int) -> PlannedExtent:
-    shape = region.shape if region else source.shape
-    itemsize = source.itemsize
-    nbytes = math.prod(shape) * itemsize
-    if source.dtype == "float4_e2m1fn" and nbytes > 0 and nbytes % 2 == 0:
-        return PlannedExtent(source, region, shape, nbytes // 2, [NO_DIGEST], is_packed=True)
-    return PlannedExtent(source, region, shape, nbytes, no_digests(shape, nbytes, itemsize, block))
+def _extent(source: Source, region: Region | None, shape: tuple[int, ...], block: int) -> PlannedExtent:
+    nbytes, pieces, is_packed = _room(source.dtype, shape, block)
+    return PlannedExtent(source, region, shape, nbytes, [NO_DIGEST] * pieces, 0, None, is_packed)
+
+
+@lru_cache(2**12)
+def _room(dtype: str, shape: tuple[int, ...], block: int) -> tuple[int, int, bool]:
+    """Return the bytes of a box in a file, the number of its digests, and whether two elements share a byte."""
+    itemsize = dtype_from_name(dtype).itemsize
+    nbytes = stored_nbytes(dtype, shape)
+    if nbytes < itemsize * math.prod(shape):
+        return nbytes, 1, True
+    return nbytes, len(no_digests(shape, nbytes, itemsize, block)), False
 
 
 def own_nbytes(source: Source) -> int:
@@ -118,12 +144,14 @@ def stored_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def header_of(file: PlannedFile, tensors: Mapping[str, str], metadata: Mapping[str, str]) -> bytes:
-    described: dict[str, Tensor] = {
-        tensor_of(e, tensors): tensor(e.source.dtype, e.shape, e.offset, e.nbytes) for e in file.extents
-    }
+    described = {}
+    for e in file.extents:
+        tag, shape = described_as(e.source.dtype, e.shape, e.nbytes)
+        described[tensor_of(e, tensors)] = Tensor(tag, shape, (e.offset, e.offset + e.nbytes))
     return header_bytes(metadata, described)
 
 
 def tensor_of(extent: PlannedExtent, tensors: Mapping[str, str]) -> str:
     """Return what a box is called in its file."""
-    return region_name(tensors[extent.source.name], extent.region)
+    name = tensors[extent.source.name]
+    return name if extent.region is None else region_name(name, extent.region)
