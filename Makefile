@@ -28,7 +28,7 @@ test: check
 # The site, in docs/_build/html: https://www.sphinx-doc.org. Needs no network once its environment is there. Warnings are
 # errors: a link or an anchor that leads nowhere, a page that is not in the navigation, a docstring that cannot be read.
 docs: $(VENV)/.docs
-	$(BIN)/python -m sphinx -W --keep-going -n -q -j auto -d docs/_build/doctrees -c docs . docs/_build/html
+	$(BIN)/python -m sphinx -E -W --keep-going -n -q -j auto -d docs/_build/doctrees -c docs . docs/_build/html
 	@echo "The pages are in docs/_build/html/index.html"
 
 # Every fault that is known, for so many minutes, with a table at the end; `make test` has a fast part of it. With PEERS=1

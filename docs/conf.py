@@ -31,8 +31,9 @@ default_role = "code"  # of single backticks in docstrings
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints = "none"  # signatures stay readable: docstrings say what the arguments are
-python_maximum_signature_line_length = 88
 
+highlight_language = "none"  # of blocks that say nothing else
+smartquotes_action = "D"  # dashes: "safetensors" in quotes is an argument
 html_theme = "furo"
 html_title = f"eformer {release}"
 html_static_path = ["_site/static"]
@@ -71,8 +72,12 @@ def convert_docstring(app, what, name, obj, options, lines):
     lines[:] = as_rst(lines, "ivar" if is_result else "param")
 
 
-def drop_signature(app, what, name, obj, options, signature, returns):
-    return ("", "") if what == "class" and name.rpartition(".")[2] in RESULTS else None
+def simplify_signature(app, what, name, obj, options, signature, returns):
+    if what == "class" and name.rpartition(".")[2] in RESULTS:
+        return "", ""
+    if signature and "_DEFAULT" in signature:
+        return signature.replace("_DEFAULT", "SaveOptions()"), returns
+    return None
 
 
 def show_examples(app, context, lines):
@@ -85,5 +90,5 @@ def show_examples(app, context, lines):
 def setup(app):
     app.connect("source-read", add_navigation)
     app.connect("autodoc-process-docstring", convert_docstring)
-    app.connect("autodoc-process-signature", drop_signature)
+    app.connect("autodoc-process-signature", simplify_signature)
     app.connect("sphinx-click-process-description", show_examples)

@@ -110,7 +110,7 @@ def test_a_docstring_becomes_text_that_sphinx_understands():
     finally:
         sys.path.pop(0)
     text = """\
-        Do it.
+        Do it to `array`s.
 
         one        the first,
                    in two lines
@@ -123,7 +123,7 @@ def test_a_docstring_becomes_text_that_sphinx_understands():
             >>> do()
         """
     expected = """\
-        Do it.
+        Do it to `array`\\ s.
 
         :param one: the first, in two lines
         :param two, three: the others

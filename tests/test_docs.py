@@ -1,24 +1,58 @@
-"""The documents say what the program does."""
+"""The documents hang together: links, anchors, navigation, and messages that the program really has."""
 
-import doctest
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+import pytest
+
+from support.pages import ROOT, anchors, in_navigation, links, pages
+
+START = "docs/index.md"
+NOT_ON_THE_SITE = {"README.md"}
 
 
-def test_the_examples_in_the_documents_are_what_happens():
-    for page in ROOT.glob("docs/**/*.md"):
-        failed, _ = doctest.testfile(str(page), module_relative=False)
-        assert failed == 0, page
+@pytest.mark.parametrize("page", [*pages(), "docs/_site/navigation.md"])
+def test_every_link_leads_somewhere(page):
+    for link in links(page):
+        target, _, anchor = link.partition("#")
+        if ":" in target:  # of another site: nothing is fetched
+            continue
+        place = (ROOT / page).parent / target if target else ROOT / page
+        assert place.exists(), f"{page}: {link}"
+        if anchor:
+            assert anchor in anchors(str(place.resolve().relative_to(ROOT))), f"{page}: {link}"
 
 
-def test_every_link_leads_somewhere():
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")):
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+def test_every_page_is_in_the_navigation_once():
+    shown = in_navigation()
+    assert {page for page in pages() if page not in NOT_ON_THE_SITE | {START}} == shown
+    text = (ROOT / "docs/_site/navigation.md").read_text("utf-8")
+    entries = re.findall(r"^(?![`:]).+$", text, re.MULTILINE)
+    assert len(entries) == len(set(entries)) == len(shown)
+
+
+def test_every_page_begins_with_one_title():
+    for page in pages():
+        text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+        assert text.startswith("# "), page
+        assert len(re.findall(r"^# ", text, re.MULTILINE)) == 1, page
+
+
+def test_the_messages_in_the_troubleshooting_page_are_messages_of_the_program():
+    source = "\n".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # text over several lines
+    page = (ROOT / "docs/troubleshooting.md").read_text("utf-8").split("## Questions")[0]
+    messages = [title for title in re.findall(r"^### (.*)$", page, re.MULTILINE) if is_message(title)]
+    for part in (part.strip() for message in messages for part in message.split("…")):
+        assert part in source, part
+    assert len(messages) >= 15
+
+
+def is_message(title):
+    """Tell a message of the program from a heading in the words of the page, which begins with a capital letter."""
+    return not title[0].isupper() and not title.startswith("save_async")
 
 
 def test_every_module_says_in_its_first_line_what_it_is_for():
     for module in (ROOT / "src").rglob("*.py"):
-        assert module.read_text("utf-8").startswith('"""'), module
+        assert Path(module).read_text("utf-8").startswith('"""'), module

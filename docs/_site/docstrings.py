@@ -9,11 +9,13 @@ from collections.abc import Iterable, Iterator
 
 _ROW = re.compile(r"(\w+(?:, \w+)*)(?: {2,}(\S.*))?")
 _INDENTED = re.compile(r" {4,}\S")
+_PLURAL = re.compile(r"(`[^`]+`)s\b")  # which has to be marked: `array`s
 
 
 def as_rst(lines: Iterable[str], field: str = "param") -> list[str]:
     """Return the lines of a docstring as reStructuredText. `field` is the role of a table's rows."""
-    return [line for paragraph in _paragraphs(lines) for line in (*_converted(paragraph, field), "")]
+    converted = (line for paragraph in _paragraphs(lines) for line in (*_converted(paragraph, field), ""))
+    return [_PLURAL.sub(r"\1\\ s", line) for line in converted]
 
 
 def rows(docstring: str) -> dict[str, str]:

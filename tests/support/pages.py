@@ -63,3 +63,39 @@ def _language(token: Token) -> str:
     if token.type == "code_block":
         return "sh" if token.content.startswith("eformer ") else "text"
     return "pycon" if token.info == "python" and ">>>" in token.content else token.info
+
+
+def anchors(page: str) -> set[str]:
+    """Return the anchors that the headings of a page get, on GitHub as on the site."""
+    tokens = MarkdownIt().parse((ROOT / page).read_text("utf-8"))
+    titles = [tokens[i + 1] for i, token in enumerate(tokens) if token.type == "heading_open"]
+    found: set[str] = set()
+    for title in titles:
+        slug = _slug("".join(child.content for child in title.children or ()))
+        found.add(next(each for each in (slug, *(f"{slug}-{n}" for n in range(1, 99))) if each not in found))
+    return found
+
+
+def _slug(title: str) -> str:
+    return re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
+
+
+def links(page: str) -> list[str]:
+    """Return where the links and pictures of a page lead."""
+    tokens = [t for t in MarkdownIt("commonmark").enable("table").parse(_text(page)) if t.type == "inline"]
+    children = [child for token in tokens for child in token.children or ()]
+    return [str(child.attrGet("href") or child.attrGet("src") or "") for child in children if child.attrs]
+
+
+def _text(page: str) -> str:
+    return (ROOT / page).read_text("utf-8")
+
+
+def in_navigation() -> set[str]:
+    """Return the pages that the navigation of the site has, as paths in the repository."""
+    blocks = re.findall(
+        r"^```\{toctree\}\n(.*?)^```", _text("docs/_site/navigation.md"), re.MULTILINE | re.DOTALL
+    )
+    entries = [line for block in blocks for line in block.splitlines() if line and line[0] != ":"]
+    names = [re.sub(r".*<(.*)>", r"\1", entry) for entry in entries]
+    return {str((ROOT / "docs" / f"{name}.md").resolve().relative_to(ROOT)) for name in names}
