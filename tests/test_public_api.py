@@ -291,3 +291,24 @@ def test_importing_the_package_imports_no_jax_and_starts_no_backend():
         "jax.config.update('jax_num_cpu_devices', 3); assert jax.device_count() == 3"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def modules_after(statement):
+    """Return the modules that a statement imports, beside those that typing and importlib need."""
+    code = f"import sys, typing, importlib\nbefore = {{*sys.modules}}\n{statement}\nprint(*{{*sys.modules}} - before)"
+    ended = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
+    return set(ended.stdout.split())
+
+
+def test_importing_the_doors_imports_nothing_else():
+    assert modules_after("import eformer.checkpoint") == {"eformer", "eformer._version", "eformer.checkpoint"}
+
+
+def test_the_command_starts_without_what_it_may_need_later():
+    found = modules_after("import eformer.cli.commands")
+    assert "click" in found
+    assert not {"numpy", "jax", "msgspec", "rich", "asyncio", "logging"} & found
+    assert {name for name in found if name.startswith("eformer._engine.")} <= {
+        "eformer._engine.record",
+        "eformer._engine.record.text",
+    }
