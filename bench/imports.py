@@ -64,7 +64,7 @@ def processor_time(command: list[str], cache: str) -> float:
 
 def show(times: dict[str, float], rounds: int) -> None:
     bare = times["python -c pass"]
-    print(f"Processor time, the median of {rounds} rounds (`python bench/imports.py`).\n")
+    print(f"# Start-up\n\nProcessor time, the median of {rounds} rounds (`python bench/imports.py`).\n")
     print("| | ms | more than Python alone |\n|---|--:|--:|")
     for name, time in times.items():
         print(f"| {name} | {time:.0f} | {time - bare:.0f} |")
