@@ -31,9 +31,14 @@ def is_host_memory(array: Any) -> bool:
 def view_of(array: Any) -> np.ndarray[Any, Any]:
     """Return the memory of an array on a CPU device as a numpy array.
 
-    `np.asarray` first asks for a buffer, which arrays of JAX's own dtypes do not have; that takes longer than the view.
+    `np.asarray` first asks for a buffer; to learn that there is none takes longer than the view.
     """
-    return array.__array__() if array.dtype.kind == "V" else np.asarray(array)
+    return np.asarray(array) if has_buffers(array.dtype) else array.__array__()
+
+
+def has_buffers(dtype: np.dtype[Any]) -> bool:
+    """Tell whether arrays of a dtype have buffers: those of the dtypes that numpy itself does not know have none."""
+    return dtype.isbuiltin == 1
 
 
 def on_host(array: Any) -> np.ndarray[Any, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eformer._engine.trees.devices import view_of
+from eformer._engine.trees.devices import has_buffers, view_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +32,8 @@ def copier(array: Any) -> Callable[[Any], bytes]:
     It waits until an array is computed, and raises a RuntimeError if it was deleted or donated.
     """
     (device,) = array.devices()
-    is_opaque = array.dtype.kind == "V" and array.size and array.ndim <= _MOST_AXES
-    layout = _default_layout(array.dtype, array.ndim, device) if is_opaque else None
+    is_worth_it = not has_buffers(array.dtype) and array.size and array.ndim <= _MOST_AXES
+    layout = _default_layout(array.dtype, array.ndim, device) if is_worth_it else None
     return _by_view if layout is None else _by_address(array.nbytes, layout, has_order=array.ndim > 1)
 
 
