@@ -56,7 +56,7 @@ def _started(nbytes: int) -> Iterator[subprocess.Popen[bytes]]:
         seconds=_SECONDS,
         memory=_MEMORY,
     )
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # noqa: S603  its arguments are all of eformer
         [sys.executable, "-I", "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
