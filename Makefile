@@ -42,7 +42,6 @@ faults: $(VENV)/.dev
 	$(if $(PEERS),$(BIN)/python faults/run.py --minutes $(MINUTES) --peers)
 
 # Every reader, with changed checkpoints: `make fuzz MINUTES=60`. Findings are kept in tests/fuzz/findings.
-MINUTES ?= 1
 fuzz: $(VENV)/.dev
 	$(BIN)/python tests/fuzz/run.py --minutes $(MINUTES)
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections import Counter
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,7 +176,18 @@ def blocks(directory: Path) -> dict[str, str]:
         "ours": f"{facts(ours)}\n\n{by_kind(ours)}\n\n{unable(ours)}",
         "peers": f"{facts(peers)}\n\n{by_library(peers)}",
         "words": meanings(),
+        "fuzz": fuzzed(json.loads((directory / "fuzz.json").read_text())),
     }
+
+
+def fuzzed(found: Mapping[str, Any]) -> str:
+    """Return how many inputs the fuzzer has tried, and on which readers; two readers in a row of the table."""
+    inputs: dict[str, int] = found["inputs"]
+    cells = [[f"`{name}`", f"{count:,}"] for name, count in inputs.items()]
+    half = -(-len(cells) // 2)
+    rows = [left + right for left, right in zip_longest(cells[:half], cells[half:], fillvalue=["", ""])]
+    total = f"{sum(inputs.values()):,} inputs, {found['findings']} findings."
+    return f"{total}\n\n{_table(['reader', 'inputs', 'reader', 'inputs'], rows)}"
 
 
 def filled(page: str, parts: Mapping[str, str]) -> str:
