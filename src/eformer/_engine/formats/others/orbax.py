@@ -25,7 +25,13 @@ from eformer._engine.formats.others.flax import flatten_message
 from eformer._engine.formats.others.orbax_aggregate import NAME as AGGREGATE
 from eformer._engine.formats.others.orbax_aggregate import is_aggregate
 from eformer._engine.formats.others.orbax_chunks import ChunkFiles
-from eformer._engine.formats.others.orbax_items import UNFINISHED, TreeDirectory, find_item, find_tree
+from eformer._engine.formats.others.orbax_items import (
+    UNFINISHED,
+    TreeDirectory,
+    find_item,
+    find_tree,
+    holds_documents,
+)
 from eformer._engine.formats.others.orbax_items import steps_in as steps_in
 from eformer._engine.formats.others.orbax_metadata import (
     COMMITTED,
@@ -78,7 +84,7 @@ def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
         step = _inside_run(directory, steps[-1])
         return in_directory(step, list(LocalStore(step).kinds()))
     items = {name: item for name in names if (item := find_item(directory / name, checkpoint.item_handlers))}
-    if items or ORBAX_CHECKPOINT in names or _is_json_alone(names):
+    if items or ORBAX_CHECKPOINT in names or _is_json_alone(names) or holds_documents(directory):
         documents = _read_documents(directory, {*items, *(checkpoint.custom_metadata or {})})
         if items or documents:
             return _Checkpoint(directory, items, checkpoint, documents).to_found()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.others.orbax_aggregate import is_aggregate
-from eformer._engine.formats.others.orbax_metadata import COMMITTED, SHARDINGS
+from eformer._engine.formats.others.orbax_metadata import COMMITTED, JSON_FILE, SHARDINGS
 from eformer._engine.formats.zarr.zarray import ZARRAY
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST, list_arrays, require_plain_files
@@ -95,6 +95,16 @@ def _is_array_alone(path: Path, *, is_item: bool) -> bool:
     return list_arrays(path) == [ARRAY_NAME]
 
 
+def holds_documents(path: Path) -> bool:
+    """Tell whether a directory holds items of JSON and nothing else. Orbax before 0.5.20 left no mark there."""
+    store = LocalStore(path)
+    kinds = store.kinds()
+    return bool(kinds) and all(
+        kind == "directory" and set(store.kinds(name)) - {COMMITTED} == {JSON_FILE}
+        for name, kind in kinds.items()
+    )
+
+
 def steps_in(directory: Path, names: Sequence[str]) -> list[str]:
     """List the directories of finished steps among `names`, the last step last.
 
@@ -114,4 +124,7 @@ def _is_step(path: Path, *, may_be_item: bool) -> bool:
         return (path / ORBAX_CHECKPOINT).is_file()
     if (path / ORBAX_CHECKPOINT).is_file() or (not may_be_item and holds_tree(path)):
         return True
-    return not holds_tree(path) and any(find_item(path / name, {}) for name in LocalStore(path).kinds())
+    if holds_tree(path):
+        return False
+    has_items = any(find_item(path / name, {}) for name in LocalStore(path).kinds())
+    return has_items or (not may_be_item and holds_documents(path))

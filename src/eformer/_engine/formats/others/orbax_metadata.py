@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 SHARDINGS = "_sharding"
 STRINGS = "_strings.json"
 ARRAY_METADATAS = "array_metadatas"
+TREE_METADATA = "tree_metadata"  # the structure, as text, of 0.3.0; the msgpack file has it, too
 
 JSON_FILE = "metadata"  # of an item that is JSON
 COMMITTED = "commit_success.txt"  # an empty file that marks a finished item

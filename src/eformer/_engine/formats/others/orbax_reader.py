@@ -34,6 +34,7 @@ from eformer._engine.formats.others.orbax_metadata import (
     ARRAY_METADATAS,
     SHARDINGS,
     STRINGS,
+    TREE_METADATA,
     metadata_of_single_array,
     read_is_typed,
     read_tree_metadata,
@@ -108,7 +109,7 @@ class OrbaxTree:
     def list_own_paths(self) -> list[str]:
         """List the files and directories that belong to the tree, by their paths in the checkpoint."""
         directory = self.store.directory
-        names = [ORBAX_TREE, SHARDINGS, STRINGS, ARRAY_METADATAS]
+        names = [ORBAX_TREE, SHARDINGS, STRINGS, ARRAY_METADATAS, TREE_METADATA]
         if self.aggregate:
             names.append(AGGREGATE)
         if self.store.is_database:
