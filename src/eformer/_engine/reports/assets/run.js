@@ -13,6 +13,8 @@
     document.documentElement.dataset.ready = "true";
     source.follow?.((run) => keepingPlace(() => drawSteps(source, run)));
   };
+  const MOST_ROWS = 300;
+  let isWhole = false;
   // What is chosen, scrolled to and focused stays so while everything is drawn anew.
   let lastChosen = null;
   const keepingPlace = (draw) => {
@@ -149,7 +151,8 @@
   const table = (run, source, choose, chosen) => {
     const metrics = run.metrics.slice(0, 6);
     const hasRules = run.rules.length > 0, hasChange = run.steps.some((step) => step.change);
-    const rows = [...run.steps].reverse().map((step) => {
+    const newest = [...run.steps].reverse(), rows = new Map(), body = h("tbody");
+    const rowOf = (step) => {
       const link = source.stepLink?.(step);
       const label = h("bdi", eformer.visible(step.name));
       const row = h("tr", { class: kind(step), onclick: () => choose(step) },
@@ -157,14 +160,30 @@
         h("td.num", bytes(step.nbytes)), metrics.map((name) => h("td.num", name in step.metrics ? step.metrics[name] === null ? "not finite" : number(step.metrics[name], 4, { isColumn: true }) : "")),
         hasChange ? h("td.num", step.change ? step.change.problem ?? (step.change.relative === null ? "–" : percent(step.change.relative)) : "") : null,
         h("td.note", step.problem ? h("span.flag.bad", "damaged") : null, step.problem ? h("bdi.small", ` ${eformer.visible(step.problem)}`) : hasRules ? step.is_removed ? h("span.flag", "would be removed") : h("span.small.muted", eformer.visible(step.kept_by.join("; "))) : null));
-      chosen.listeners.push((now, scroll) => {
-        row.setAttribute("aria-selected", String(now === step));
-        if (now === step && scroll) row.scrollIntoView({ block: "nearest" });
-      });
+      rows.set(step, row);
       return row;
+    };
+    // Of thousands of steps the newest are drawn, and the others when they are asked for.
+    const more = h("button.link", { type: "button", id: "all-steps", onclick: () => { isWhole = true; fill(); } });
+    const fill = () => {
+      const shown = isWhole ? newest : newest.slice(0, MOST_ROWS);
+      rows.clear();
+      body.replaceChildren(...shown.map(rowOf));
+      more.hidden = shown.length === newest.length;
+      more.textContent = `Show ${many(newest.length - shown.length, "older step")}`;
+    };
+    fill();
+    let selected = null;
+    chosen.listeners.push((now, scroll) => {
+      if (!rows.has(now)) { isWhole = true; fill(); }
+      selected?.removeAttribute("aria-selected");
+      selected = rows.get(now);
+      selected.setAttribute("aria-selected", "true");
+      if (scroll) selected.scrollIntoView({ block: "nearest" });
     });
+    onbeforeprint = () => { if (!isWhole) { isWhole = true; fill(); } };
     return h("section", { "aria-labelledby": "table-title" }, h("div.bar", h("h2", { id: "table-title" }, "Every step")),
       h("div.table", h("table.steps", h("thead", h("tr", ["Step", "Saved", "Why"].map((text) => h("th", { scope: "col" }, text)), h("th.num", { scope: "col" }, "Size"),
-        metrics.map((name) => h("th.num", { scope: "col" }, h("bdi", eformer.visible(name)))), hasChange ? h("th.num", { scope: "col" }, "Change") : null, h("th", { scope: "col" }, hasRules ? "Retention" : ""))), h("tbody", rows))));
+        metrics.map((name) => h("th.num", { scope: "col" }, h("bdi", eformer.visible(name)))), hasChange ? h("th.num", { scope: "col" }, "Change") : null, h("th", { scope: "col" }, hasRules ? "Retention" : ""))), body)), more);
   };
 })();
