@@ -219,6 +219,21 @@ def test_a_checkpoint_is_compared_with_one_of_another_format_and_dtype(tmp_path)
     assert "relative" not in change  # 0 to 5 are the same numbers in bfloat16
 
 
+def test_changes_beyond_all_numbers_are_still_shown(tmp_path):
+    checkpoint.save({"w": np.array([-1.7e308, 1.0, np.nan]), "n": np.array([np.nan])}, tmp_path / "a")
+    checkpoint.save({"w": np.array([1.7e308, np.inf, np.nan]), "n": np.array([np.nan])}, tmp_path / "b")
+    found = checkpoint.report(tmp_path / "b", tmp_path / "a")
+    assert found.data["against"]["counts"] == {"changed": 1, "same": 1, "removed": 0}
+    assert found.data["against"]["largest"][0]["unlike"] == 1
+    page.embedded_json(found.data)
+
+
+def test_a_checkpoint_in_a_bucket_has_a_report():
+    checkpoint.save({"w": np.ones(3)}, "memory://reports/run/step-1")
+    assert checkpoint.report("memory://reports/run/step-1").data["summary"]["title"] == "step-1"
+    assert checkpoint.report("memory://reports/run").data["kind"] == "run"
+
+
 def test_the_heat_map_has_modules_by_layers(tmp_path):
     def model(scale):
         return {

@@ -43,10 +43,22 @@ class Change:
     unlike: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        found = {name: getattr(self, name) for name in self.__slots__}
+        found = {name: _json(getattr(self, name)) for name in self.__slots__}
         if self.relative == math.inf:
-            found |= {"relative": None, "from_zero": True}
+            found["from_zero"] = True
         return {name: value for name, value in found.items() if value or name == "status"}
+
+
+def _json(value: Any) -> Any:
+    """Round a number for JSON, which has none that is not finite."""
+    if not isinstance(value, float):
+        return value
+    return rounded(value, 4) if math.isfinite(value) else None
+
+
+def rounded(number: float, digits: int) -> float:
+    """Round to so many significant digits."""
+    return float(f"{number:.{digits}g}")
 
 
 SAME = Change("same", relative=0.0, largest=0.0, share=0.0)
@@ -220,11 +232,6 @@ def _cell(change: Change) -> list[Any]:
     if change.relative is not None and math.isfinite(change.relative):
         return [rounded(change.relative, 3)]
     return [None, "from zero" if change.relative == math.inf else change.what or change.status]
-
-
-def rounded(number: float, digits: int) -> float:
-    """Round to so many significant digits."""
-    return float(f"{number:.{digits}g}")
 
 
 def _layer_positions(paths: Sequence[str]) -> dict[str, int]:
