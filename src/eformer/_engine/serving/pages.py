@@ -115,7 +115,8 @@ class Pages:
         try:
             return str(self.path), identity_of(store, name)
         except FileNotFoundError:
-            return find(self.path).path, find(self.path).manifest.digest
+            found = find(self.path)  # a path that is only the beginning of the names of files
+            return found.path, found.manifest.digest
 
 
 def _is_run(path: str) -> bool:
