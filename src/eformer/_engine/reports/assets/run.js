@@ -35,7 +35,7 @@
     app.replaceChildren(
       eformer.header({}),
       h("div.page",
-        h("div.title", h("div", h("h1", eformer.name(run.title)), h("p.muted.facts", h("bdi.mono", eformer.visible(run.path)), span(steps))), state(steps)),
+        h("div.title", h("div", h("h1", eformer.name(run.title)), h("p.muted.facts", h("bdi.mono", eformer.visible(run.path)), span(steps))), state(steps, run.is_complete)),
         tiles(run),
         run.notes.length ? h("ul.notes", { "aria-label": "Notes" }, run.notes.map((note) => h("li", eformer.visible(note)))) : null,
         steps.length ? [timeline(run, axis, choose, chosen), charts(run, axis, choose, chosen), table(run, source, choose, chosen)]
@@ -54,7 +54,8 @@
     const long = hours >= 48 ? `${(hours / 24).toFixed(1)} days` : hours >= 1 ? `${hours.toFixed(1)} hours` : `${Math.max(0, Math.round(hours * 60))} minutes`;
     return [h("span.dot", { "aria-hidden": "true" }, "·"), `${eformer.time(times[0])} to ${eformer.time(times.at(-1))}`, h("span.dot", { "aria-hidden": "true" }, "·"), long];
   };
-  const state = (steps) => {
+  const state = (steps, isComplete = true) => {
+    if (!isComplete) return h("div.state.neutral", { id: "verification" }, h("span.sign", { "aria-hidden": "true" }, "○"), h("span", h("b", "reading the steps"), h("span.explain", "The newest are read first.")));
     const damaged = steps.filter((step) => step.problem).length;
     return damaged ? h("div.state.bad", { id: "verification" }, h("span.sign", { "aria-hidden": "true" }, "✗"), h("span", h("b", many(damaged, "damaged step")), h("span.explain", "Lengths were compared; digests are compared by eformer verify.")))
       : h("div.state.good", { id: "verification" }, h("span.sign", { "aria-hidden": "true" }, "✓"), h("span", h("b", steps.length ? "every step is whole" : "no steps"), h("span.explain", "Lengths were compared; digests are compared by eformer verify.")));
@@ -68,7 +69,7 @@
       tile("Steps", count(steps.length), steps.length ? `${count(steps[0].number)} to ${count(last.number)}` : ""),
       tile("On disk", bytes(run.nbytes), "shared bytes once"),
       tile("Last step", last ? count(last.number) : "–", last?.saved_at ? eformer.time(last.saved_at) : ""),
-      h("div.stat.wide", h("dt", "Retention"), h("dd", run.rules.length
+      h("div.stat.wide", h("dt", "Retention"), h("dd", run.is_complete === false ? h("span.big", "…") : run.rules.length
         ? [h("span.big", `${count(steps.length - removed.length)} stay`), h("span.small.muted", `${run.rules.join("; ")}; ${removed.length ? `${bytes(removed.reduce((sum, step) => sum + step.nbytes, 0))} would be freed` : "nothing would be removed"}`)]
         : [h("span.big", "all stay"), h("span.small.muted", "no rule was given, such as --keep 3")])));
   };
