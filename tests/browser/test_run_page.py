@@ -118,3 +118,16 @@ def test_a_server_that_has_ended_is_a_message_and_what_was_seen_stays(run, chrom
     assert "step-5" in steps(page)
     chromium.get("about:blank")
     assert all("ERR_CONNECTION" in one or "ERR_EMPTY" in one for one in support.problems(chromium))
+
+
+def test_of_many_steps_the_newest_are_drawn_and_the_others_when_asked_for(run, browser, serve):
+    for number in range(6, 400):
+        shutil.copytree(run / "step-5", run / f"step-{number}")
+    with serve(run) as url:
+        page = Page(browser).open(url)
+        page.until(lambda: len(steps(page)) == 300)
+        assert steps(page)[0] == "step-399"
+        page.browser.find_element("id", "all-steps").click()
+        assert len(steps(page)) == 399
+        page.js("document.querySelector('table.steps tbody tr:last-child').click()")
+        assert page.js("return document.querySelector('tr[aria-selected=true] th').textContent") == "step-1"

@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from eformer._engine.record.policies import Keep
 from eformer._engine.serving import checkpoints, live
 from eformer._engine.serving.pages import Pages
 from eformer._engine.serving.requests import RefusedError, Request
+
+SAMPLES = Path(__file__).parents[2] / "compat" / "data"
 
 
 def tree(step):
@@ -249,3 +252,21 @@ def test_a_checkpoint_alone_has_the_pages_of_a_step(tmp_path, kind):
 def test_what_is_no_checkpoint_is_an_error_at_once(tmp_path):
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
         Pages(str(tmp_path / "nothing"))
+
+
+def test_a_run_in_a_bucket_is_served_too():
+    save("memory://serve/run", 1, 2)
+    pages = Pages("memory://serve/run")
+    assert [step["problem"] for step in steps_of(pages).values()] == [None, None]
+    assert ask(pages, "step/2/leaf.json", path="params.w")[1]["checked"] is True
+    checkpoint.prune("memory://serve/run", keep=1)
+    assert ask(pages, "step/1/summary.json")[0] == 404
+
+
+@pytest.mark.parametrize("sample", ["msgpack_arrays.msgpack", "pytree_basic", "gathered_bf16.safetensors"])
+def test_checkpoints_of_other_programs_are_served_too(sample):
+    pages = Pages(str(SAMPLES / sample))
+    leaves = ask(pages, "search.json", query="")[1]["rows"]
+    assert leaves
+    for leaf in leaves:
+        assert ask(pages, "leaf.json", path=leaf["path"])[1]["problem"] is None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-MOST_OPEN = 4  # checkpoints
+MOST_OPEN = 3  # checkpoints; a tree keeps up to 256 files open, and programs may have 1024
 MOST_LEAVES = 300_000  # of all that are open, but for the last
 MOST_READERS = 2  # leaves that are read at once; each takes up to three boxes of 16 MiB
 _PATIENCE = 0.25  # seconds between two looks whether the client is still there

@@ -74,7 +74,7 @@ class News:
         return {
             "steps": [self._step(step) for step in self.steps],
             "metrics": list(dict.fromkeys(name for step in self.steps for name in step.metrics)),
-            "nbytes": sum(self.sizes.get(step.name, 0) for step in self.steps),
+            "nbytes": sum(self.sizes.get(step.name, 0) for step in self.steps) if self.is_complete else None,
             "has_values": False,
             "is_complete": self.is_complete,
             "notes": self._notes(),
@@ -84,7 +84,7 @@ class News:
         return {
             "number": step.number,
             "name": printable(step.name),
-            "nbytes": self.sizes.get(step.name, 0),
+            "nbytes": self.sizes.get(step.name),
             "saved_at": step.saved_at,
             "why": step.why,
             "metrics": {name: _finite(value) for name, value in step.metrics.items()},

@@ -77,7 +77,7 @@ class Pages:
             case ("report.css" | "run.js" | "checkpoint.js" as name,):
                 return _file(name)
             case ("run.json",) if self._run:
-                return self._news(self._run)
+                return self._news(self._run, request.known)
             case ("step", number, "") if self._run and _is_number(number):
                 self._place(int(number))
                 return _shell("checkpoint", f"step {int(number)} · {self.title}", "../../")
@@ -87,14 +87,16 @@ class Pages:
                 return self._facts(_QUESTIONS[name], request, None)
         raise RefusedError(404, "there is no such page")
 
-    def _news(self, run: LiveRun) -> Answer:
+    def _news(self, run: LiveRun, known: str) -> Answer:
         news = run.news()
+        if known == (etag := f'"{news.version}"'):
+            return Answer(etag=etag)
         about = {
             "title": self.title,
             "path": printable(run.store.url),
             "rules": list(map(rule_text, run.rules)),
         }
-        return as_json(about | news.as_json() | made(), etag=f'"{news.version}"')
+        return as_json(about | news.as_json() | made(), etag=etag)
 
     def _facts(self, question: Question, request: Request, number: int | None) -> Answer:
         path, identity = self._place(number)
@@ -113,7 +115,8 @@ class Pages:
         try:
             return str(self.path), identity_of(store, name)
         except FileNotFoundError:
-            return find(self.path).path, find(self.path).manifest.digest
+            found = find(self.path)  # a path that is only the beginning of the names of files
+            return found.path, found.manifest.digest
 
 
 def _is_run(path: str) -> bool:

@@ -35,6 +35,7 @@ const eformer = {};
   const units = ["B", "kB", "MB", "GB", "TB", "PB"];
 
   eformer.bytes = (n) => {
+    if (n === null) return "…";  // not known yet
     let unit = 0;
     while (n >= 999.5 && unit < units.length - 1) { n /= 1000; unit++; }
     return `${unit === 0 || n >= 99.95 ? n.toFixed(0) : trim(n.toPrecision(3))} ${units[unit]}`;

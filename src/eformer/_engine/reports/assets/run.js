@@ -13,6 +13,8 @@
     document.documentElement.dataset.ready = "true";
     source.follow?.((run) => keepingPlace(() => drawSteps(source, run)));
   };
+  const MOST_ROWS = 300;
+  let isWhole = false;
   // What is chosen, scrolled to and focused stays so while everything is drawn anew.
   let lastChosen = null;
   const keepingPlace = (draw) => {
@@ -33,7 +35,7 @@
     app.replaceChildren(
       eformer.header({}),
       h("div.page",
-        h("div.title", h("div", h("h1", eformer.name(run.title)), h("p.muted.facts", h("bdi.mono", eformer.visible(run.path)), span(steps))), state(steps)),
+        h("div.title", h("div", h("h1", eformer.name(run.title)), h("p.muted.facts", h("bdi.mono", eformer.visible(run.path)), span(steps))), state(steps, run.is_complete)),
         tiles(run),
         run.notes.length ? h("ul.notes", { "aria-label": "Notes" }, run.notes.map((note) => h("li", eformer.visible(note)))) : null,
         steps.length ? [timeline(run, axis, choose, chosen), charts(run, axis, choose, chosen), table(run, source, choose, chosen)]
@@ -52,7 +54,8 @@
     const long = hours >= 48 ? `${(hours / 24).toFixed(1)} days` : hours >= 1 ? `${hours.toFixed(1)} hours` : `${Math.max(0, Math.round(hours * 60))} minutes`;
     return [h("span.dot", { "aria-hidden": "true" }, "·"), `${eformer.time(times[0])} to ${eformer.time(times.at(-1))}`, h("span.dot", { "aria-hidden": "true" }, "·"), long];
   };
-  const state = (steps) => {
+  const state = (steps, isComplete = true) => {
+    if (!isComplete) return h("div.state.neutral", { id: "verification" }, h("span.sign", { "aria-hidden": "true" }, "○"), h("span", h("b", "reading the steps"), h("span.explain", "The newest are read first.")));
     const damaged = steps.filter((step) => step.problem).length;
     return damaged ? h("div.state.bad", { id: "verification" }, h("span.sign", { "aria-hidden": "true" }, "✗"), h("span", h("b", many(damaged, "damaged step")), h("span.explain", "Lengths were compared; digests are compared by eformer verify.")))
       : h("div.state.good", { id: "verification" }, h("span.sign", { "aria-hidden": "true" }, "✓"), h("span", h("b", steps.length ? "every step is whole" : "no steps"), h("span.explain", "Lengths were compared; digests are compared by eformer verify.")));
@@ -66,7 +69,7 @@
       tile("Steps", count(steps.length), steps.length ? `${count(steps[0].number)} to ${count(last.number)}` : ""),
       tile("On disk", bytes(run.nbytes), "shared bytes once"),
       tile("Last step", last ? count(last.number) : "–", last?.saved_at ? eformer.time(last.saved_at) : ""),
-      h("div.stat.wide", h("dt", "Retention"), h("dd", run.rules.length
+      h("div.stat.wide", h("dt", "Retention"), h("dd", run.is_complete === false ? h("span.big", "…") : run.rules.length
         ? [h("span.big", `${count(steps.length - removed.length)} stay`), h("span.small.muted", `${run.rules.join("; ")}; ${removed.length ? `${bytes(removed.reduce((sum, step) => sum + step.nbytes, 0))} would be freed` : "nothing would be removed"}`)]
         : [h("span.big", "all stay"), h("span.small.muted", "no rule was given, such as --keep 3")])));
   };
@@ -149,7 +152,8 @@
   const table = (run, source, choose, chosen) => {
     const metrics = run.metrics.slice(0, 6);
     const hasRules = run.rules.length > 0, hasChange = run.steps.some((step) => step.change);
-    const rows = [...run.steps].reverse().map((step) => {
+    const newest = [...run.steps].reverse(), rows = new Map(), body = h("tbody");
+    const rowOf = (step) => {
       const link = source.stepLink?.(step);
       const label = h("bdi", eformer.visible(step.name));
       const row = h("tr", { class: kind(step), onclick: () => choose(step) },
@@ -157,14 +161,30 @@
         h("td.num", bytes(step.nbytes)), metrics.map((name) => h("td.num", name in step.metrics ? step.metrics[name] === null ? "not finite" : number(step.metrics[name], 4, { isColumn: true }) : "")),
         hasChange ? h("td.num", step.change ? step.change.problem ?? (step.change.relative === null ? "–" : percent(step.change.relative)) : "") : null,
         h("td.note", step.problem ? h("span.flag.bad", "damaged") : null, step.problem ? h("bdi.small", ` ${eformer.visible(step.problem)}`) : hasRules ? step.is_removed ? h("span.flag", "would be removed") : h("span.small.muted", eformer.visible(step.kept_by.join("; "))) : null));
-      chosen.listeners.push((now, scroll) => {
-        row.setAttribute("aria-selected", String(now === step));
-        if (now === step && scroll) row.scrollIntoView({ block: "nearest" });
-      });
+      rows.set(step, row);
       return row;
+    };
+    // Of thousands of steps the newest are drawn, and the others when they are asked for.
+    const more = h("button.link", { type: "button", id: "all-steps", onclick: () => { isWhole = true; fill(); } });
+    const fill = () => {
+      const shown = isWhole ? newest : newest.slice(0, MOST_ROWS);
+      rows.clear();
+      body.replaceChildren(...shown.map(rowOf));
+      more.hidden = shown.length === newest.length;
+      more.textContent = `Show ${many(newest.length - shown.length, "older step")}`;
+    };
+    fill();
+    let selected = null;
+    chosen.listeners.push((now, scroll) => {
+      if (!rows.has(now)) { isWhole = true; fill(); }
+      selected?.removeAttribute("aria-selected");
+      selected = rows.get(now);
+      selected.setAttribute("aria-selected", "true");
+      if (scroll) selected.scrollIntoView({ block: "nearest" });
     });
+    onbeforeprint = () => { if (!isWhole) { isWhole = true; fill(); } };
     return h("section", { "aria-labelledby": "table-title" }, h("div.bar", h("h2", { id: "table-title" }, "Every step")),
       h("div.table", h("table.steps", h("thead", h("tr", ["Step", "Saved", "Why"].map((text) => h("th", { scope: "col" }, text)), h("th.num", { scope: "col" }, "Size"),
-        metrics.map((name) => h("th.num", { scope: "col" }, h("bdi", eformer.visible(name)))), hasChange ? h("th.num", { scope: "col" }, "Change") : null, h("th", { scope: "col" }, hasRules ? "Retention" : ""))), h("tbody", rows))));
+        metrics.map((name) => h("th.num", { scope: "col" }, h("bdi", eformer.visible(name)))), hasChange ? h("th.num", { scope: "col" }, "Change") : null, h("th", { scope: "col" }, hasRules ? "Retention" : ""))), body)), more);
   };
 })();
