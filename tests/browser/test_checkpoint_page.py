@@ -1,5 +1,8 @@
 """The page of a checkpoint, as a file that has its data inside, and as it is served: they look and behave alike."""
 
+import itertools
+from contextlib import ExitStack
+
 import numpy as np
 import pytest
 
@@ -41,27 +44,13 @@ def addresses(tmp_path_factory, serve):
         "hostile": {"top": {name: normal(3) for name in HOSTILE}, "text": "</script>\u2028<b>"},
     }
     found = {}
-    with serve_all(place, trees, serve) as urls:
-        for name in trees:
+    with ExitStack() as stack:
+        for name, tree in trees.items():
+            checkpoint.save(tree, place / name)
             checkpoint.report(place / name).save(place / f"{name}.html")
             found["file", name] = (place / f"{name}.html").as_uri()
-            found["served", name] = urls[name]
+            found["served", name] = stack.enter_context(serve(place / name))
         yield found
-
-
-def serve_all(place, trees, serve):
-    from contextlib import ExitStack, contextmanager
-
-    @contextmanager
-    def served():
-        with ExitStack() as stack:
-            urls = {}
-            for name, tree in trees.items():
-                checkpoint.save(tree, place / name)
-                urls[name] = stack.enter_context(serve(place / name))
-            yield urls
-
-    return served()
 
 
 @pytest.fixture(params=["file", "served"])
@@ -206,10 +195,10 @@ def test_dark_colours_follow_the_system_and_the_button_overrules_it(page):
     button.click()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_told_from_its_background(page, scheme):
-    page.emulate(prefers_color_scheme=scheme)
-    for selector in ("h1", ".row .cell.name", ".muted", ".tiles dt", "#search"):
+def test_text_can_be_told_from_its_background(page):
+    selectors = ("h1", ".row .cell.name", ".muted", ".tiles dt", "#search")
+    for scheme, selector in itertools.product(("light", "dark"), selectors):
+        page.emulate(prefers_color_scheme=scheme)
         page.until(lambda selector=selector: contrast(page, selector) >= 4.5)
 
 
@@ -247,10 +236,10 @@ def test_print_shows_every_unfolded_row_and_no_buttons(page):
     page.js("dispatchEvent(new Event('afterprint'))")
 
 
-@pytest.mark.parametrize("width", [1280, 800, 420])
-def test_a_narrow_window_is_not_scrolled_sideways(page, width):
-    page.browser.set_window_size(width, 800)
-    page.until(lambda: not page.is_too_wide())
+def test_a_narrow_window_is_not_scrolled_sideways(page):
+    for width in (1280, 800, 420):
+        page.browser.set_window_size(width, 800)
+        page.until(lambda: not page.is_too_wide())
 
 
 def test_names_are_text_whatever_they_are(hostile):

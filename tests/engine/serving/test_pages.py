@@ -41,7 +41,8 @@ def run(tmp_path):
 def opened(monkeypatch):
     """Follow quickly, and not beyond the test."""
     monkeypatch.setattr(live, "_SECONDS_BETWEEN", 0.01)
-    monkeypatch.setattr(live, "_PATIENCE", 20)
+    monkeypatch.setattr(live, "_REST", 0)
+    monkeypatch.setattr(live, "_PATIENCE", 2)
     pages = []
     start = Pages.__init__
     monkeypatch.setattr(Pages, "__init__", lambda self, *given: (start(self, *given), pages.append(self))[0])
@@ -270,3 +271,30 @@ def test_checkpoints_of_other_programs_are_served_too(sample):
     assert leaves
     for leaf in leaves:
         assert ask(pages, "leaf.json", path=leaf["path"])[1]["problem"] is None
+
+
+def test_a_run_that_takes_long_to_read_is_shown_as_far_as_it_is_known(run, monkeypatch):
+    is_allowed = threading.Event()
+    real = live._read_step
+    monkeypatch.setattr(live, "_read_step", lambda *given: is_allowed.wait(30) and real(*given))
+    monkeypatch.setattr(live, "_PATIENCE", 0.01)
+    pages = Pages(str(run))
+    facts = until(pages, lambda facts: facts["steps"], lambda pages: ask(pages, "run.json")[1])
+    assert [step["number"] for step in facts["steps"]] == [1, 2, 3]
+    assert (facts["is_complete"], facts["nbytes"], facts["notes"]) == (
+        False,
+        None,
+        ["reading the steps: 0 of 3"],
+    )
+    is_allowed.set()
+    assert all(step["metrics"] for step in until(pages, lambda steps: steps[1]["metrics"]).values())
+
+
+def test_a_mistake_while_a_run_is_followed_is_a_note_and_it_goes_on(run, monkeypatch, caplog):
+    real = live.steps
+    monkeypatch.setattr(live, "steps", lambda path: 1 / 0)
+    pages = Pages(str(run))
+    assert "cannot be followed" in until(pages, bool, lambda pages: ask(pages, "run.json")[1]["notes"])[0]
+    assert "ZeroDivisionError" in caplog.text
+    monkeypatch.setattr(live, "steps", real)
+    assert until(pages, lambda steps: 3 in steps and steps[3]["metrics"])

@@ -6,6 +6,7 @@ newest first; a few of the others are read again at every look, because a file m
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from eformer._engine.runs.steps import Step
     from eformer._engine.stores.base import Store
 
+logger = logging.getLogger("eformer.serve")
+
 Json = dict[str, Any]
 
 _SECONDS_BETWEEN = 1.0  # two looks at a directory
@@ -39,7 +42,7 @@ _SECONDS_UNASKED = 30.0  # after which the thread ends
 _SECONDS_BETWEEN_NEWS = 0.3  # while many steps are read
 _READ_AGAIN = 20  # steps at every look
 _PATIENCE = 0.5  # seconds that whoever asks waits for the first look to be complete
-_SHARE_OF_SIZES = 10  # the sizes of all files are looked up for at most the tenth part of the time
+_REST = 10  # times as long as a look takes: a run of thousands of steps must not slow down the training
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ class LiveRun:
         self._news = News()
         self._changed = threading.Condition()
         self._follower: threading.Thread | None = None
-        self._asked = self._next_sizes = 0.0
+        self._asked = 0.0
         self._again = 0
         self._closed = threading.Event()
 
@@ -132,7 +135,6 @@ class LiveRun:
                 self._follower = threading.Thread(target=self._follow, name="eformer-serve", daemon=True)
                 self._follower.start()
             self._changed.wait_for(lambda: self._news.is_complete, _PATIENCE)
-            self._changed.wait_for(lambda: self._news.version > 0)
             return self._news
 
     def place(self, number: int) -> tuple[str, Hashable]:
@@ -151,12 +153,18 @@ class LiveRun:
 
     def _follow(self) -> None:
         while True:
-            self._look()
+            start = time.monotonic()
+            try:
+                self._look()
+            except Exception:
+                logger.exception("the run cannot be followed")
+                self._tell(problem="the run cannot be followed; the terminal of `eformer serve` says why")
+            rest = max(self._between, _REST * (time.monotonic() - start))
             with self._changed:
                 if time.monotonic() - self._asked > _SECONDS_UNASKED:
                     self._follower = None
                     return
-            if self._closed.wait(self._between):
+            if self._closed.wait(rest):
                 return
 
     def _look(self) -> None:
@@ -212,12 +220,9 @@ class LiveRun:
         return {"removed": frozenset(removed), "reasons": reasons(facts, self.rules)}
 
     def _measure_sizes(self, names: Sequence[str]) -> None:
-        if set(names) == self._news.sizes.keys() or time.monotonic() < self._next_sizes:
-            return
-        start = time.monotonic()
-        with suppress(OSError):
-            self._tell(sizes=self.store.usage(names))
-        self._next_sizes = time.monotonic() + _SHARE_OF_SIZES * (time.monotonic() - start)
+        if set(names) != self._news.sizes.keys():
+            with suppress(OSError):
+                self._tell(sizes=self.store.usage(names))
 
     def _tell(self, **changes: Any) -> None:
         with self._changed:

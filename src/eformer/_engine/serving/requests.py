@@ -44,7 +44,7 @@ class Site:
         if not colon or port != str(self.port):
             return False
         if self.is_loopback:
-            return name in _LOOPBACK_NAMES
+            return name in (*_LOOPBACK_NAMES, self.host)
         return name == self.host or _is_address(name.strip("[]"))
 
 
