@@ -20,16 +20,26 @@ CALLS = {name: (call, text) for name, call, text in calls()}
 
 # What functions return: their fields are described, and nobody makes them.
 RESULTS = {
-    "Conversion", "Diff", "DryRun", "LoadReport", "Manifest", "Pending", "Pruned", "Report", "Resumed", "Step", "View",
+    "Conversion", "Diff", "DryRun", "HtmlReport", "LoadReport", "Manifest", "Pending", "Pruned", "Report", "Resumed", "Step", "View",
 }  # fmt: skip
 MAIN = [
     *("abstract", "convert", "diff", "dry_run", "follow", "inspect", "latest", "load", "open", "prune"),
-    *("register_module", "register_node", "save", "save_async", "score", "sign", "steps", "store_options"),
+    *(
+        "register_module",
+        "register_node",
+        "report",
+        "save",
+        "save_async",
+        "score",
+        "sign",
+        "steps",
+        "store_options",
+    ),
     *("verify", "wait", "Run"),
 ]
 VERBS = """
     Add Allow Ask Call Check Close Compare Compress Compute Convert Count Create Decompress Delete Describe Do Estimate
-    Flatten Group Iterate Join Let Load Move Open Read Replace Replicate Restore Return Save Say Send Serialize Set Sign
+    Flatten Group Iterate Join Let Load Move Open Read Replace Report Replicate Restore Return Save Say Send Serialize Set Sign
     Split Start Strip Tell Wait Write Yield
 """
 SAME_AS = re.compile(r"arguments are those of `(?P<name>\w+)`")

@@ -166,6 +166,14 @@ def _peft() -> dict[str, Any]:
     return {}
 
 
+@stage("docs/guides/reports.md")
+def _reports() -> dict[str, Any]:
+    for step in (100, 200):
+        checkpoint.save(state(), f"run/step-{step}", metadata={"step": step})
+    safetensors.numpy.save_file({"w": np.ones(3)}, "model.safetensors")
+    return {}
+
+
 @stage("docs/guides/signatures.md")
 def _signatures() -> dict[str, Any]:
     saved = state()

@@ -77,7 +77,7 @@ def test_small_leaves_are_cast(tmp_path):
     save(tree, tmp_path / "x", options=SaveOptions(dtype="float16"))
     found = load(tmp_path / "x")
     assert {name: leaf.dtype.name for name, leaf in found.items()} == dict(
-        zip("abci", ["float16"] * 3 + ["int32"])
+        zip("abci", ["float16"] * 3 + ["int32"], strict=True)
     )
     assert [leaf.tolist() for leaf in found.values()] == [[0, 1, 2, 3]] * 4
 
@@ -121,7 +121,7 @@ def test_a_save_of_arrays_that_another_thread_donates_is_whole_or_refused(tmp_pa
             try:
                 save(state, tmp_path / "x")
             except LeafError as error:
-                assert "deleted, probably donated" in str(error)
+                assert "deleted, probably donated" in str(error)  # noqa: PT017  it may also succeed
                 continue
             assert all(len(np.unique(np.asarray(leaf).view("u2"))) == 1 for leaf in load(tmp_path / "x"))
     finally:

@@ -46,6 +46,7 @@ class HtmlReport:
 
     @property
     def html(self) -> str:
+        """Return the page as text."""
         return page(self.data)
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> str:
