@@ -1,5 +1,8 @@
 """Copies of small arrays out of the memory of a CPU device."""
 
+import contextlib
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,6 +81,28 @@ def test_an_array_that_is_donated_while_it_is_copied_is_refused(monkeypatch):
     monkeypatch.setattr(host_copies, "_memory", Donating())
     with pytest.raises(RuntimeError, match="deleted"):
         copy(array)
+
+
+def test_copies_are_whole_while_another_thread_donates_the_arrays():
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    states, is_over = [jnp.zeros((64, 64), jnp.bfloat16)], threading.Event()
+    copy, found = copier(states[0]), set[bytes]()
+
+    def train() -> None:
+        while not is_over.is_set():
+            states[0] = step(states[0])
+
+    training = threading.Thread(target=train)
+    training.start()
+    try:
+        for _ in range(3000):
+            with contextlib.suppress(RuntimeError):  # it was donated before
+                found.add(copy(states[0]))
+    finally:
+        is_over.set()
+        training.join()
+    assert found
+    assert all(data == data[:2] * 64 * 64 for data in found)
 
 
 @pytest.mark.usefixtures("forgetful")
