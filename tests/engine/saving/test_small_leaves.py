@@ -1,7 +1,5 @@
 """Small leaves are copied when a save begins; larger ones are held. Nobody can tell the difference."""
 
-import threading
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,6 @@ import pytest
 
 from eformer._engine.saving import snapshot
 from eformer.checkpoint import SaveOptions, inspect, load, save, save_async
-from eformer.errors import LeafError
 from support.trees import assert_same
 
 DTYPES = [
@@ -76,9 +73,7 @@ def test_small_leaves_are_cast(tmp_path):
     }
     save(tree, tmp_path / "x", options=SaveOptions(dtype="float16"))
     found = load(tmp_path / "x")
-    assert {name: leaf.dtype.name for name, leaf in found.items()} == dict(
-        zip("abci", ["float16"] * 3 + ["int32"], strict=True)
-    )
+    assert [leaf.dtype.name for leaf in found.values()] == ["float16", "float16", "float16", "int32"]
     assert [leaf.tolist() for leaf in found.values()] == [[0, 1, 2, 3]] * 4
 
 
@@ -103,27 +98,3 @@ def test_every_array_may_be_deleted_or_changed_right_after_save_async(tmp_path, 
     tree["numpy"][...] = 7
     pending.result()
     assert all((np.asarray(leaf) == 3).all() for leaf in load(tmp_path / "x").values())
-
-
-def test_a_save_of_arrays_that_another_thread_donates_is_whole_or_refused(tmp_path):
-    step = jax.jit(lambda xs: [x + 1 for x in xs], donate_argnums=0)
-    state, is_over = [jnp.zeros((8, 32), jnp.bfloat16) for _ in range(50)], threading.Event()
-
-    def train() -> None:
-        nonlocal state
-        while not is_over.is_set():
-            state = step(state)
-
-    training = threading.Thread(target=train)
-    training.start()
-    try:
-        for _ in range(20):
-            try:
-                save(state, tmp_path / "x")
-            except LeafError as error:
-                assert "deleted, probably donated" in str(error)  # noqa: PT017  it may also succeed
-                continue
-            assert all(len(np.unique(np.asarray(leaf).view("u2"))) == 1 for leaf in load(tmp_path / "x"))
-    finally:
-        is_over.set()
-        training.join()

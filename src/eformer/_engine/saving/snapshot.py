@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from msgspec import Struct
 
 from eformer._engine.record.boxes import to_bytes
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 _Facts = tuple[str | None, int, "RecordedSharding | None"]
 
 # Up to here it takes less time to copy an array at once than to hold a view of it until it is written.
-_COPIED_BYTES = 2**14
+_COPIED_BYTES = 2**12
 
 # Larger arrays that each process has for itself are not compared: the caller waits for the comparison.
 _COMPARED_BYTES = 2**16
@@ -90,7 +92,6 @@ class _Reader:
         self.detach = detach
         self.dtypes: dict[np.dtype[Any], tuple[str, bool]] = {}
         self.facts: dict[Any, _Facts] = {}
-        self.seen: dict[int, tuple[Any, _Facts]] = {}  # by identity, which is quicker than by value
         self.small: dict[tuple[int, Any], _Small] = {}
         self.cuts: dict[Any, _Cut] = {}
         self.wholes: dict[tuple[int, ...], Region] = {}
@@ -127,13 +128,15 @@ class _Reader:
         return Source(name, dtype, host.shape, "numpy", None, None, host)
 
     def jax_array(self, name: str, array: Any) -> Source:
-        small = self.small.get((id(array.aval), _place(array.sharding)))
-        if small is not None:  # which nearly all of very many leaves are
-            return Source(name, small.dtype, small.shape, small.home, None, small.sharding, small.copy(array))
+        where = _where(array.sharding)
+        small = self.small.get((id(array.aval), where)) or self.small_kind(array, where)
+        if small:  # which nearly all of very many leaves are
+            data = small.copy(array, small.nbytes)
+            return Source(name, small.dtype, small.shape, small.home, None, small.sharding, data)
         if array.is_deleted():
             raise _DeletedError
         key = None
-        place, owner, sharding = self.look_at(array)
+        place, owner, sharding = self.look_at(array.sharding, where)
         if not isinstance(array.dtype, np.dtype):
             key, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
         dtype, is_packed = self.stored_jax(array.dtype)
@@ -145,13 +148,7 @@ class _Reader:
         if place == "memory" and not is_packed:
             if self.hosts.count > 1 and array.nbytes <= _COMPARED_BYTES and sharding is None:
                 self.own.update(to_bytes(np.asarray(array), dtype))
-            view = view_of(array)
-            if array.nbytes > _COPIED_BYTES:
-                return Source(name, dtype, shape, home, key, sharding, view, (), (), None, owner)
-            if self.hosts.count == 1 and key is None and dtype == array.dtype.name:
-                kind = _Small(dtype, shape, home, sharding, copier(array), array.aval)
-                self.small[id(kind.aval), _place(array.sharding)] = kind
-            return Source(name, dtype, shape, home, key, sharding, to_bytes(view, dtype), (), (), None, owner)
+            return Source(name, dtype, shape, home, key, sharding, view_of(array), (), (), None, owner)
         cut = self.cut(array)
         if self.hosts.count > 1 and array.nbytes <= _REPLICA_BYTES and cut.is_everywhere:
             self.compare(name, array)
@@ -187,16 +184,28 @@ class _Reader:
             found = self.wholes[shape] = Region.whole(shape)
         return found
 
-    def look_at(self, array: jax.Array) -> _Facts:
-        """Return where an array is, the process that holds it alone (-1 if several do), and its recorded sharding.
+    def small_kind(self, array: Any, where: Any) -> _Small | None:
+        """Return what arrays like this one have in common, if they are small, on the CPU and stored as they are."""
+        place, _, sharding = self.look_at(array.sharding, where)
+        aval, dtype = array.aval, array.dtype
+        if place != "memory" or self.hosts.count > 1 or not isinstance(dtype, np.dtype):
+            return None
+        nbytes = dtype.itemsize * math.prod(aval.shape)
+        stored, is_packed = self.stored_jax(dtype)
+        if is_packed or not 0 < nbytes <= _COPIED_BYTES or stored != dtype.name:
+            return None
+        (device,) = array.sharding.device_set
+        copy, home = copier(dtype, len(aval.shape), device), "weak" if aval.weak_type else "jax"
+        small = self.small[id(aval), where] = _Small(stored, aval.shape, nbytes, home, sharding, copy, aval)
+        return small
+
+    def look_at(self, sharding: Any, where: Any) -> _Facts:
+        """Return where arrays of a sharding are, the process that holds them alone (-1 if several do), and what is
+        recorded.
 
         The place is "device" for one device of this process, "memory" if that is its CPU, and None otherwise.
         """
-        sharding = array.sharding
-        seen, facts = self.seen.get(id(sharding), (None, None))
-        if seen is sharding and facts is not None:
-            return facts
-        facts = self.facts.get(sharding)
+        facts = self.facts.get(where)
         if facts is None:
             devices: set[Any] = sharding.device_set
             processes = {self.hosts.process_of(device) for device in devices}
@@ -204,8 +213,7 @@ class _Reader:
             is_here = len(devices) == 1 and owner == self.hosts.index
             is_cpu = is_here and next(iter(devices)).platform == "cpu"
             place = "memory" if is_cpu else "device" if is_here else None
-            facts = self.facts[sharding] = (place, owner, recorded_sharding(sharding))
-        self.seen[id(sharding)] = (sharding, facts)
+            facts = self.facts[where] = (place, owner, recorded_sharding(sharding))
         return facts
 
     def cut(self, array: jax.Array) -> _Cut:
@@ -246,23 +254,23 @@ class _Reader:
                     parts[number] = (region, next(copies))
 
 
-def _place(sharding: Any) -> Any:
+def _where(sharding: Any) -> Any:
     """Return what to look a sharding up by: JAX takes three times as long to compare two of a single device."""
-    if type(sharding) is not jax.sharding.SingleDeviceSharding:
+    if type(sharding) is not SingleDeviceSharding:
         return sharding
     (device,) = sharding.device_set
     return device, sharding.memory_kind
 
 
 class _Small(Struct, frozen=True):
-    """What small arrays on the CPU have in common if their `aval` and sharding are the same. `copy` returns the bytes
-    of one."""
+    """What small arrays on the CPU have in common if their `aval` and sharding are the same."""
 
     dtype: str
     shape: tuple[int, ...]
+    nbytes: int
     home: str
     sharding: RecordedSharding | None
-    copy: Callable[[Any], bytes]
+    copy: Callable[[Any, int], bytes]
     aval: Any  # held, because its id is the key
 
 

@@ -26,36 +26,36 @@ _MOST_AXES = 8  # of arrays that are tried out
 _memory: Any = (ctypes.c_char * 2**62).from_address(0)
 
 
-def copier(array: Any) -> Callable[[Any], bytes]:
-    """Return the quickest function that copies arrays on a CPU, of the shape, dtype and device of this one, in C order.
+@lru_cache(1024)
+def copier(dtype: np.dtype[Any], ndim: int, device: Any) -> Callable[[Any, int], bytes]:
+    """Return the quickest function that copies arrays on a CPU in C order, given an array and its bytes, at least one.
 
     It waits until an array is computed, and raises a RuntimeError if it was deleted or donated.
     """
-    (device,) = array.devices()
-    is_worth_it = not has_buffers(array.dtype) and array.size and array.ndim <= _MOST_AXES
-    layout = _default_layout(array.dtype, array.ndim, device) if is_worth_it else None
-    return _by_view if layout is None else _by_address(array.nbytes, layout, has_order=array.ndim > 1)
+    if has_buffers(dtype) or ndim > _MOST_AXES:
+        return _by_view
+    layout = _default_layout(dtype, ndim, device)
+    return _by_view if layout is None else _by_address(layout, has_order=ndim > 1)
 
 
-def _by_view(array: Any) -> bytes:
+def _by_view(array: Any, _: int) -> bytes:
     return view_of(array).tobytes()
 
 
-def _by_address(nbytes: int, layout: Any, *, has_order: bool = True) -> Callable[[Any], bytes]:
-    def copy(array: Any) -> bytes:
+def _by_address(layout: Any, *, has_order: bool = True) -> Callable[[Any, int], bytes]:
+    def copy(array: Any, nbytes: int) -> bytes:
         array.block_until_ready()
         start = array.unsafe_buffer_pointer()
         data: bytes = _memory[start : start + nbytes]
         # An address does not keep the memory: only now is it known that nobody has donated the array meanwhile, as
         # another thread could. It counts as deleted before anything is written to its memory.
         if array.is_deleted() or (has_order and array._pjrt_layout != layout):
-            return _by_view(array)
+            return _by_view(array, nbytes)
         return data
 
     return copy
 
 
-@lru_cache(256)
 def _default_layout(dtype: np.dtype[Any], ndim: int, device: Any) -> Any:
     """Return JAX's name for elements in C order, if a copy by address is found to have them so; None otherwise."""
     import jax  # late: numpy trees are read and written without it
@@ -63,7 +63,7 @@ def _default_layout(dtype: np.dtype[Any], ndim: int, device: Any) -> Any:
     sample = np.arange(2**ndim).astype(dtype).reshape((2,) * ndim)
     try:
         array: Any = jax.device_put(sample, device)
-        copied = _by_address(sample.nbytes, array._pjrt_layout)(array)
+        copied = _by_address(array._pjrt_layout)(array, sample.nbytes)
         address = view_of(array).__array_interface__["data"][0]
         if copied == sample.tobytes() and array.unsafe_buffer_pointer() == address:
             return array._pjrt_layout

@@ -48,7 +48,7 @@ class Header(msgspec.Struct, frozen=True):
     tensors: dict[str, Tensor]
 
 
-@lru_cache(2**12)  # most leaves of a tree are alike
+@lru_cache(2**16)  # most leaves of a tree are alike
 def described_as(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[str, tuple[int, ...]]:
     """Return the dtype and the shape of a leaf for other readers. Dtypes that the format has no name for appear as
     integers of their size, and four-bit integers as their values in eight bits; the manifest records the true dtype."""

@@ -100,7 +100,7 @@ def _modules(names: Iterable[str]) -> Iterable[list[str]]:
     return modules.values()
 
 
-@lru_cache(2**12)  # most leaves of a tree are alike
+@lru_cache(2**16)  # most leaves of a tree are alike
 def _order(dtype: str, nbytes: int) -> tuple[bool, int]:
     """Put first those whose length keeps the next one aligned for XLA, then those that keep it aligned for numpy: the
     format allows no gaps."""
@@ -122,7 +122,7 @@ def _extent(source: Source, region: Region | None, shape: tuple[int, ...], block
     return PlannedExtent(source, region, shape, nbytes, [NO_DIGEST] * pieces, 0, None, is_packed)
 
 
-@lru_cache(2**12)
+@lru_cache(2**16)
 def _room(dtype: str, shape: tuple[int, ...], block: int) -> tuple[int, int, bool]:
     """Return the bytes of a box in a file, the number of its digests, and whether two elements share a byte."""
     itemsize = dtype_from_name(dtype).itemsize
