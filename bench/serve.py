@@ -218,9 +218,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    print(
-        f"# Pages of `eformer serve`\n\n`python bench/serve.py`, {cores} cores, {load:.0f} other programs at work.\n"
-    )
+    print(f"# Pages of `eformer serve`\n\n`python bench/serve.py`, {cores} cores, load average {load:.0f}.\n")
     with tempfile.TemporaryDirectory() as folder:
         print(f"## A run of {given.steps:,} steps\n")
         make_run(Path(folder) / "run", given.steps)
