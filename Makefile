@@ -20,10 +20,11 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; n = len(os.sched_getaffinity(0)); pr
 demo: $(VENV)/.installed
 	@$(BIN)/eformer demo
 
-# Leaves of every name become files of that name, which a locale without UTF-8 does not have.
+# Leaves of every name become files of that name, which a locale without UTF-8 does not have. Tests start hundreds of
+# interpreters, which would compile eformer again each without bytecode.
 test: export PYTHONUTF8 = 1
 test: check
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 # Every fault that is known, for so many minutes, with a table at the end; `make test` has a fast part of it. With PEERS=1
 # also against other libraries. `--resume` and others: python faults/run.py --help. EFORMER_FAULTS_STRIDE=1 and such are

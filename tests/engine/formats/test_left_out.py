@@ -137,7 +137,7 @@ def test_what_is_left_out_is_shown(path):
         assert view.left_out == ("optimizer.pt",)
         for shown in (checkpoint.inspect(path), view):
             assert "left out  optimizer.pt" in repr(shown)
-            assert "left out: optimizer.pt" in shown._repr_html_()
+            assert "<i>left out:</i> optimizer.pt" in shown._repr_html_()
 
 
 def test_a_comparison_says_that_it_is_not_of_all(path):

@@ -45,6 +45,7 @@ _OF_STORAGES = {
 
 _MOST_AXES = 64
 _MOST_DEPTH = 250  # as of trees that eformer saves
+_MOST_NODES = 10_000_000
 
 
 class Storage(Struct, frozen=True):
@@ -263,16 +264,18 @@ def unpickle(data: bytes) -> Pickled:
     machine = _Machine()
     try:
         value, end = run(machine, data, _TORCH)
-        return Pickled(_plain(value), end, machine.storages)
+        return Pickled(_plain(value, [min(_MOST_NODES, 100_000 + 100 * end)]), end, machine.storages)
     except FormatError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise FormatError(f"a pickle is damaged: {str(error)[:200]}") from error
 
 
-def _plain(found: Any, depth: int = 0, left: list[int] | None = None) -> Any:
-    """Return containers of a pickle as those of Python. References let a short pickle stand for a huge tree."""
-    left = left if left is not None else [10_000_000]
+def _plain(found: Any, left: list[int], depth: int = 0) -> Any:
+    """Return containers of a pickle as those of Python, at most `left` of them.
+
+    References let a short pickle stand for a huge tree.
+    """
     left[0] -= 1
     if left[0] < 0 or depth > _MOST_DEPTH:
         refuse("a pickle is far larger than its text, nested too deep, or contains itself")
@@ -280,10 +283,10 @@ def _plain(found: Any, depth: int = 0, left: list[int] | None = None) -> Any:
     if kind is Global:
         return f"{found.module}.{found.name}"
     if kind in (list, tuple):
-        return kind(_plain(item, depth + 1, left) for item in found)
+        return kind(_plain(item, left, depth + 1) for item in found)
     if kind is PickledDict:
         keys = [_key(key) for key in found[::2]]
-        return dict(zip(keys, (_plain(item, depth + 1, left) for item in found[1::2]), strict=True))
+        return dict(zip(keys, (_plain(item, left, depth + 1) for item in found[1::2]), strict=True))
     if kind in (PickledSet, PickledFrozenSet):
         inside = [_key(item) for item in found]
         return set(inside) if kind is PickledSet else frozenset(inside)
