@@ -20,10 +20,11 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; n = len(os.sched_getaffinity(0)); pr
 demo: $(VENV)/.installed
 	@$(BIN)/eformer demo
 
-# Leaves of every name become files of that name, which a locale without UTF-8 does not have.
+# Leaves of every name become files of that name, which a locale without UTF-8 does not have. Tests start hundreds of
+# interpreters, which would compile eformer again each without bytecode.
 test: export PYTHONUTF8 = 1
 test: check
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 # The site, in docs/_build/html: https://www.sphinx-doc.org. Needs no network once its environment is there. Warnings are
 # errors: a link or an anchor that leads nowhere, a page that is not in the navigation, a docstring that cannot be read.

@@ -383,6 +383,8 @@ def test_a_reader_and_two_removals_never_tear_a_step(other):
     kept = set()
     every = (range(1, MOST), range(1, MOST)) if STRIDE == 1 else (range(6, 15), range(6, 13))
     for at, where in itertools.product(*every):
+        if STRIDE > 1 and (at + where) % 2:  # every second moment of each beside every second of the other
+            continue
         run = new_url()
         fill(run, "safetensors", (1, 2))
         plan = plan_removal(run, 1)

@@ -9,7 +9,7 @@ from eformer.checkpoint import save, verify
 from support.faults import NOTHING, OLD, STRIDE, Layout, damaged, flip, noted, tree, zero
 
 REFUSALS = (ValueError, FileNotFoundError)
-FLIPS = 250 if STRIDE == 1 else 50
+FLIPS = 250 if STRIDE == 1 else 30
 
 
 @pytest.fixture
@@ -60,7 +60,9 @@ def test_a_flipped_bit_never_gives_another_tree(layout, folder):
 
 def test_a_flipped_bit_at_the_beginning_of_a_file_never_gives_another_tree(layout, folder):
     for file in layout.files(folder)[:2]:
-        for bit in range(0, 8 * min(40, file.stat().st_size), 1 if STRIDE == 1 else 3):
+        for bit in range(
+            0, 8 * min(40, file.stat().st_size), 1 if STRIDE == 1 else 7
+        ):  # 7: every bit of a byte has its turn
             with noted(f"bit {bit} of {file.name}"):
                 check(layout, folder, file, lambda data, bit=bit: flip(data, bit))
 
@@ -103,7 +105,7 @@ def test_a_missing_file_never_gives_another_tree(layout, folder):
 
 def test_swapped_files_never_give_another_tree(layout, folder):
     pairs = list(itertools.combinations(layout.files(folder), 2))
-    for one, other in pairs[:: 1 if STRIDE == 1 else 2]:
+    for one, other in pairs[:: 1 if STRIDE == 1 else 4]:
         first, second = one.read_bytes(), other.read_bytes()
         if first == second:
             continue

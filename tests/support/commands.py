@@ -26,7 +26,7 @@ def run(*arguments: Any, code: int = 0, **environment: str) -> subprocess.Comple
 
 def run_anew(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "NO_COLOR": "", **environment}
-    return subprocess.run([EFORMER, *command], capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run([EFORMER, *command], capture_output=True, text=True, timeout=300, env=environment)
 
 
 def run_forked(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -40,8 +40,8 @@ def run_forked(command: list[str]) -> subprocess.CompletedProcess[str]:
             target=carry_out, args=(command, variables, os.getcwd(), *outputs)
         )
         process.start()
-        process.join(60)
-        assert process.exitcode is not None, f"{command} takes longer than a minute"
+        process.join(300)
+        assert process.exitcode is not None, f"{command} takes longer than five minutes"
         with open(outputs[0], encoding="utf-8") as out, open(outputs[1], encoding="utf-8") as err:
             return subprocess.CompletedProcess(command, process.exitcode, out.read(), err.read())
 

@@ -85,10 +85,13 @@ def test_every_sharding_and_dtype_comes_back(tmp_path, slots, tree):
     assert slots
 
 
+SHAPES = [(2**20,), (3, 1001, 301), (2, 2**18), (1, 2, 3, 70_000), (5, 999, 13, 7), (70_001, 3)]
+KINDS = ["float32", "bfloat16", "int8", "bool", "float8_e4m3fn"]
+
+
 @pytest.mark.parametrize(
-    "shape", [(2**20,), (3, 1001, 301), (2, 2**18), (1, 2, 3, 70_000), (5, 999, 13, 7), (70_001, 3)]
+    ("shape", "kind"), [*((shape, "float32") for shape in SHAPES), *zip(SHAPES[1:5], KINDS[1:], strict=True)]
 )
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "bool", "float8_e4m3fn"])
 def test_a_large_leaf_arrives_in_parts_bit_for_bit(tmp_path, slots, shape, kind):
     bits = np.random.default_rng(0).integers(0, 256, np.prod(shape) * jnp.dtype(kind).itemsize, np.uint8)
     array = (bits % 2 if kind == "bool" else bits).view(jnp.dtype(kind)).reshape(shape)

@@ -15,6 +15,8 @@ import pytest
 from eformer.checkpoint import Run, steps
 from support.trees import assert_same
 
+AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # without it, 500 examples on 16 threads
+
 
 def noisy(number, rng):
     return np.float32(number) + rng.random((3,), np.float32)
@@ -23,19 +25,19 @@ def noisy(number, rng):
 def shuffled():
     """Every epoch in another order, every example with other noise."""
     examples = grain.MapDataset.range(50).seed(7).shuffle().repeat()
-    return iter(examples.random_map(noisy).batch(4, drop_remainder=True).to_iter_dataset())
+    return iter(examples.random_map(noisy).batch(4, drop_remainder=True).to_iter_dataset(AHEAD))
 
 
 def filtered():
     """How many examples a batch takes is not known before, and threads read ahead of it."""
-    examples = grain.MapDataset.range(50).seed(7).shuffle().repeat().to_iter_dataset()
+    examples = grain.MapDataset.range(50).seed(7).shuffle().repeat().to_iter_dataset(AHEAD)
     return iter(examples.filter(lambda number: number % 3 == 0).batch(4, drop_remainder=True))
 
 
 def mixed():
     """Two sources by weight."""
     sources = [grain.MapDataset.range(start, start + 40).seed(start).shuffle().repeat() for start in (0, 100)]
-    return iter(grain.MapDataset.mix(sources, weights=[0.7, 0.3]).batch(4).to_iter_dataset())
+    return iter(grain.MapDataset.mix(sources, weights=[0.7, 0.3]).batch(4).to_iter_dataset(AHEAD))
 
 
 def loader():
@@ -45,7 +47,9 @@ def loader():
     )
     source = grain.sources.RangeDataSource(0, 50, 1)
     operations = [grain.transforms.Batch(4, drop_remainder=True)]
-    return iter(grain.DataLoader(data_source=source, sampler=sampler, operations=operations))
+    return iter(
+        grain.DataLoader(data_source=source, sampler=sampler, operations=operations, read_options=AHEAD)
+    )
 
 
 PIPELINES = {pipeline.__name__: pipeline for pipeline in (shuffled, filtered, mixed, loader)}
