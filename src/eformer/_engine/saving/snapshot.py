@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _Facts = tuple[str | None, int, "RecordedSharding | None"]
 
 # Up to here it takes less time to copy an array at once than to hold a view of it until it is written.
-_COPIED_BYTES = 2**12
+_COPIED_BYTES = 2**14
 
 # Larger arrays that each process has for itself are not compared: the caller waits for the comparison.
 _COMPARED_BYTES = 2**16
@@ -92,6 +92,7 @@ class _Reader:
         self.detach = detach
         self.dtypes: dict[np.dtype[Any], tuple[str, bool]] = {}
         self.facts: dict[Any, _Facts] = {}
+        self.copied: dict[Any, _CopiedKind | None] = {}
         self.small: dict[tuple[int, Any], _Small] = {}
         self.cuts: dict[Any, _Cut] = {}
         self.wholes: dict[tuple[int, ...], Region] = {}
@@ -131,8 +132,9 @@ class _Reader:
         where = _where(array.sharding)
         small = self.small.get((id(array.aval), where)) or self.small_kind(array, where)
         if small:  # which nearly all of very many leaves are
-            data = small.copy(array, small.nbytes)
-            return Source(name, small.dtype, small.shape, small.home, None, small.sharding, data)
+            kind = small.kind
+            data = kind.copy(array, small.nbytes)
+            return Source(name, kind.dtype, small.shape, kind.home, None, kind.sharding, data)
         if array.is_deleted():
             raise _DeletedError
         key = None
@@ -186,18 +188,30 @@ class _Reader:
 
     def small_kind(self, array: Any, where: Any) -> _Small | None:
         """Return what arrays like this one have in common, if they are small, on the CPU and stored as they are."""
+        aval = array.aval
+        shape, dtype = aval.shape, aval.dtype
+        key = dtype, len(shape), aval.weak_type, where
+        if key not in self.copied:
+            self.copied[key] = self.copied_kind(array, where)
+        kind = self.copied[key]
+        nbytes = 0 if kind is None else kind.itemsize * math.prod(shape)
+        if kind is None or not 0 < nbytes <= _COPIED_BYTES:
+            return None
+        small = self.small[id(aval), where] = _Small(kind, shape, nbytes, aval)
+        return small
+
+    def copied_kind(self, array: Any, where: Any) -> _CopiedKind | None:
+        """Return how arrays of this dtype and sharding are copied, if they are on the CPU and stored as they are."""
         place, _, sharding = self.look_at(array.sharding, where)
-        aval, dtype = array.aval, array.dtype
+        dtype = array.dtype
         if place != "memory" or self.hosts.count > 1 or not isinstance(dtype, np.dtype):
             return None
-        nbytes = dtype.itemsize * math.prod(aval.shape)
         stored, is_packed = self.stored_jax(dtype)
-        if is_packed or not 0 < nbytes <= _COPIED_BYTES or stored != dtype.name:
+        if is_packed or stored != dtype.name:
             return None
-        (device,) = array.sharding.device_set
-        copy, home = copier(dtype, len(aval.shape), device), "weak" if aval.weak_type else "jax"
-        small = self.small[id(aval), where] = _Small(stored, aval.shape, nbytes, home, sharding, copy, aval)
-        return small
+        (device,) = array.devices()
+        home = "weak" if array.weak_type else "jax"
+        return _CopiedKind(stored, dtype.itemsize, home, sharding, copier(dtype, array.ndim, device))
 
     def look_at(self, sharding: Any, where: Any) -> _Facts:
         """Return where arrays of a sharding are, the process that holds them alone (-1 if several do), and what is
@@ -262,16 +276,23 @@ def _where(sharding: Any) -> Any:
     return device, sharding.memory_kind
 
 
-class _Small(Struct, frozen=True):
-    """What small arrays on the CPU have in common if their `aval` and sharding are the same."""
+class _CopiedKind(Struct, frozen=True):
+    """What arrays have in common that are copied if they are small; `copy` returns the bytes of one of them."""
 
     dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
+    itemsize: int
     home: str
     sharding: RecordedSharding | None
     copy: Callable[[Any, int], bytes]
-    aval: Any  # held, because its id is the key
+
+
+class _Small(Struct, frozen=True, gc=False):
+    """Small arrays whose `aval` and sharding are the same. `aval` is held, because its id is the key."""
+
+    kind: _CopiedKind
+    shape: tuple[int, ...]
+    nbytes: int
+    aval: Any
 
 
 class _Cut:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+from msgspec import Struct
 
 from eformer._engine.record.names import BARE_LEAF, escape, escape_siblings
 from eformer._engine.record.values import is_recorded, value_to_json
@@ -105,8 +106,7 @@ _Todo = tuple[Any, Any, Any, str, int]
 """The container and the key for the JSON of a node; the node, its name and its depth."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Described:
+class _Described(Struct, gc=False):
     """A node's JSON, with empty `slots` for that of its children; their keys, and the children in JAX's order."""
 
     document: Any
