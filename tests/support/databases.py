@@ -27,8 +27,23 @@ def sealed(kind, body):
 def write_bomb(directory, files):
     """Replace a database by one whose root has a table of so many files without names."""
     node = sealed(_NODE, b"\0" + varint(files) + bytes(3 * files))
+    write_root(directory, node)
+
+
+def write_root(directory, data, *, offset=0, name_length=len(_FILE), nbytes=None):
+    """Replace a database by one whose root begins at the offset of a file of these bytes."""
     config = bytes(16) + b"\0" + varint(100) + varint(2**23) + b"\4\0"
-    table = b"\1" + varint(len(_FILE)) + b"\0" + _FILE
-    version = b"\1" + b"\1" + b"\0" + b"\0" + b"\0" + varint(len(node)) + bytes(3) + bytes(8) + b"\0"
-    (directory / "d" / "x").write_bytes(node)
+    table = b"\1" + varint(name_length) + b"\0" + _FILE
+    place = varint(offset) + varint(len(data) if nbytes is None else nbytes)
+    version = b"\1" + b"\1" + b"\0" + b"\0" + place + bytes(3) + bytes(8) + b"\0"
+    (directory / "d" / "x").write_bytes(data)
     (directory / "manifest.ocdbt").write_bytes(sealed(_MANIFEST, config + table + version))
+
+
+def inner_node(references):
+    """A node above others, which are in the same file at these offsets, of these lengths."""
+    count = len(references)
+    table = b"\1" + varint(len(_FILE)) + b"\0" + _FILE
+    keys = bytes(max(0, count - 1) + 2 * count)
+    places = [varint(number) for column in zip(*references, strict=True) for number in column]
+    return sealed(_NODE, b"\1" + table + varint(count) + keys + bytes(count) + b"".join(places))

@@ -163,6 +163,11 @@ def test_an_array_is_made_weak_where_it_is(dtype, forget_weak):
         assert (weak.sharding, weak.committed) == (strong.sharding, strong.committed)
 
 
+def test_an_array_is_made_weak_with_numbers_of_64_bits(forget_weak):
+    with jax.enable_x64(True):
+        assert device_put.as_weak(jnp.float64(1)).weak_type
+
+
 def test_an_array_stays_strong_if_jax_cannot_make_a_weak_one(forget_weak, monkeypatch, caplog):
     monkeypatch.setattr(device_put, "_weakened", lambda array: array)
     array = jnp.float32(1)

@@ -1,11 +1,15 @@
 """The manifest: JSON in and out, with a digest, and checked before use."""
 
+import math
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eformer._engine.record.check import check_leaf, is_plain
 from eformer._engine.record.digests import check_own_digest, stamp_digest
+from eformer._engine.record.dtypes import DTYPES
 from eformer._engine.record.manifest import (
     DataFile,
     Extent,
@@ -16,6 +20,7 @@ from eformer._engine.record.manifest import (
     TreeEntry,
     encode_leaves,
 )
+from eformer._engine.record.pieces import count_pieces
 from eformer._engine.record.regions import Region
 from eformer._engine.record.values import value_to_json
 from eformer.errors import CorruptionError, FormatError
@@ -27,7 +32,7 @@ DIGEST = "0123456789abcdef" * 2
 def a_tree(leaves, **fields):
     files = (DataFile("f", 1064, 64, DIGEST),)
     fixed = {"save_id": "x", "saved_at": "", "written_by": "", "block": 256, "files": files}
-    return TreeEntry(**fixed, raw_leaves=encode_leaves(leaves), **fields)
+    return TreeEntry(**fixed | fields, raw_leaves=encode_leaves(leaves))
 
 
 def a_leaf(*extents, dtype="float32", shape=(4, 4), **fields):
@@ -105,6 +110,7 @@ ROWS = ((0, 0), (2, 4))
         (a_leaf(key="fry"), "cannot be PRNG keys"),
         (a_leaf(shape=(2**40, 2**40)), "larger than an array can be"),
         (a_leaf(shape=(2**20, 2**20)), "expected"),
+        (a_leaf(Extent(0, 0, 4, DIGEST), shape=(1,) * 65), "larger than an array can be"),
         (a_leaf(Extent(1, 0, 64, DIGEST)), "file number 1, but there are 1 files"),
         (a_leaf(Extent(0, 990, 64, DIGEST)), "exceed file 'f'"),
         (a_leaf(Extent(0, 0, 60, DIGEST)), "60 bytes for float32"),
@@ -187,3 +193,20 @@ def test_invalid_text_is_refused(data):
         Manifest.from_json(data, "m")
     with pytest.raises(FormatError):
         Manifest.parse(data, "m")
+
+
+@given(
+    shape=st.lists(st.integers(0, 40), max_size=3).map(tuple) | st.integers(60, 70).map(lambda n: (1,) * n),
+    dtype=st.sampled_from(["float32", "bfloat16", "bool", "complex128", "int4", "float4_e2m1fn", "float31"]),
+    off=st.tuples(*[st.sampled_from([0, 0, 0, 1, -1])] * 3),
+    block=st.integers(1, 2000),
+    key=st.sampled_from([None, None, None, "threefry2x32"]),
+)
+def test_what_is_quickly_found_valid_is_valid(shape, dtype, off, block, key):
+    itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else 4
+    nbytes = max(0, math.prod(shape) * itemsize + off[0])
+    count = max(0, count_pieces(shape, itemsize, block) + off[1])
+    extent = Extent(max(0, off[2]), max(0, 1000 - nbytes + off[2]), nbytes, DIGEST * count)
+    entry, tree = a_leaf(extent, dtype=dtype, shape=shape, key=key), a_tree({}, block=block)
+    if is_plain(entry, extent, [1000], block):
+        check_leaf("w", entry, tree)

@@ -260,7 +260,7 @@ def _weakened(array: Any) -> Any:
 def _can_be_weak() -> bool:
     try:
         number = jax.numpy.asarray(1.5)
-        weak = _weakened(jax.device_put(np.float32(1.5)))
+        weak = _weakened(jax.device_put(np.asarray(1.5, number.dtype)))
         is_same = weak.aval == number.aval and weak.committed == number.committed and float(weak) == 1.5
         if not is_same or (weak + jax.numpy.ones((), jax.numpy.bfloat16)).dtype != jax.numpy.bfloat16:
             raise TypeError(f"{weak!r} is not {number!r}")

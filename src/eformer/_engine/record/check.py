@@ -63,6 +63,7 @@ def is_plain(entry: LeafEntry, extent: Extent, rooms: list[int], block: int) -> 
     return (
         extent.region is None
         and nbytes > 0
+        and len(entry.shape) <= _MOST_AXES
         and file < len(rooms)
         and extent.offset <= rooms[file] - nbytes
         and entry.dtype in DTYPES

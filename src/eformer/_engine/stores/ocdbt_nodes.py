@@ -29,6 +29,7 @@ _NONE = 2**64 - 1  # the offset of a root that is not there
 
 _MOST_DECODED = 2**24  # bytes of a node, of which TensorStore writes at most half
 _MOST_TIMES = 100  # as long as it is stored
+_MOST_READS = 4  # of the files: nodes may be referred to in several ways, but do not lie within each other
 
 
 class _Reference(Struct, frozen=True):
@@ -56,7 +57,7 @@ def require_bounded_nodes(directory: Path, manifests: Iterable[str]) -> None:
 def _understood(path: Path) -> Iterator[None]:
     try:
         yield
-    except (ValueError, EOFError, zstandard.ZstdError) as error:
+    except (ValueError, EOFError, OverflowError, zstandard.ZstdError) as error:
         if isinstance(error, (FormatError, CorruptionError)):
             raise
         raise CorruptionError(
@@ -68,6 +69,7 @@ class _Walk:
     def __init__(self, directory: Path, seen: set[_Reference]) -> None:
         self._directory, self._seen = directory, seen
         self._stored = self._decoded = 0
+        self._sizes: dict[str, int] = {}  # of the files
 
     def look_through(self, manifest: str) -> None:
         outer = manifest.rpartition("/")[0]
@@ -89,11 +91,11 @@ class _Walk:
         except FileNotFoundError:
             return None
         try:
-            nbytes = min(reference.nbytes, os.fstat(descriptor).st_size)
-            data = read_range(descriptor, reference.offset, nbytes)
+            size = self._sizes[reference.file] = os.fstat(descriptor).st_size
+            data = read_range(descriptor, reference.offset, min(reference.nbytes, size))
         finally:
             os.close(descriptor)
-        return self._decode(data, reference.file) if data.startswith(kind) else None
+        return self._decode(data, reference.file) if _is_sealed(data, kind) else None
 
     def _decode(self, data: bytes, file: str) -> _Fields:
         head = _Fields(data[_HEADER:-_CHECKSUM])
@@ -104,12 +106,19 @@ class _Walk:
             with zstandard.ZstdDecompressor().stream_reader(body, read_across_frames=True) as stream:
                 body = stream.read(most + 1)
         self._stored, self._decoded = self._stored + len(data), self._decoded + len(body)
+        if self._stored > _MOST_READS * sum(self._sizes.values()):
+            raise FormatError(f"{self._directory / file} has nodes that lie within each other")
         if len(body) > most or self._decoded > _MOST_TIMES * self._stored + 4 * _MOST_DECODED:
             raise FormatError(
                 f"{self._directory / file} has a node of {len(data)} bytes that takes more than {len(body) - 1} to "
                 f"decode; at most {_MOST_DECODED} bytes or {_MOST_TIMES} times as many as are stored are allowed"
             )
         return _Fields(body)
+
+
+def _is_sealed(data: bytes, kind: bytes) -> bool:
+    """Tell whether the bytes are of this kind and have the length that they say, which TensorStore requires, too."""
+    return data.startswith(kind) and data[len(kind) : _HEADER] == len(data).to_bytes(8, "little")
 
 
 # --------------------------------------------------------------------------------------------- fields
