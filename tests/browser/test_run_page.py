@@ -131,3 +131,13 @@ def test_of_many_steps_the_newest_are_drawn_and_the_others_when_asked_for(run, b
         assert len(steps(page)) == 399
         page.js("document.querySelector('table.steps tbody tr:last-child').click()")
         assert page.js("return document.querySelector('tr[aria-selected=true] th').textContent") == "step-1"
+
+
+def test_a_metric_may_have_the_name_of_a_property_of_all_objects(tmp_path, browser):
+    with checkpoint.Run(tmp_path / "run", every=1) as run:
+        run.after(1, {"w": np.zeros(2)}, metrics={"constructor": 0.25})
+        run.after(2, {"w": np.zeros(2)})
+    checkpoint.report(tmp_path / "run").save(tmp_path / "run.html")
+    page = Page(browser).open((tmp_path / "run.html").as_uri())
+    assert steps(page) == ["step-2", "step-1"]
+    assert "0.25" in page.text()

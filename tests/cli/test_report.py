@@ -1,11 +1,14 @@
 """`eformer report`."""
 
 import json
+import os
+import subprocess
 
 import numpy as np
 import pytest
 
 from eformer.checkpoint import save
+from support.commands import EFORMER
 from support.commands import run as command
 
 
@@ -32,6 +35,21 @@ def test_a_file_that_is_not_a_report_is_not_replaced(there):
     (there / "notes.html").write_text("mine")
     assert "is not a report" in command("report", "step-1", "-o", "notes.html", code=1).stderr
     assert (there / "notes.html").read_text() == "mine"
+
+
+def test_a_directory_or_a_pipe_is_refused_before_anything_is_read(there):
+    os.mkfifo(there / "pipe")
+    assert "pipe exists and is not a report" in command("report", "step-1", "-o", "pipe", code=1).stderr
+    assert "step-2 is a directory" in command("report", "nothing", "-o", "step-2", code=1).stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+def test_a_full_disk_is_an_error_of_one_line_also_with_json(there):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [EFORMER, "report", "step-1", "--json"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (1, "error: [Errno 28] No space left on device\n")
 
 
 def test_json_has_what_the_page_shows(there):

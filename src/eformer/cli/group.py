@@ -105,7 +105,8 @@ class Commands(click.Group):
                 raise
             problem = _ARGUMENT.sub(lambda found: _OPTIONS[found[1]], str(error) or "not enough memory")
             if ctx.obj:
-                print_json({"error": problem})
+                with suppress(OSError):  # the disk is full, which may be the problem
+                    print_json({"error": problem})
             print_error(problem)
             ctx.exit(_exit_code(ctx.invoked_subcommand, error))
         except KeyboardInterrupt:

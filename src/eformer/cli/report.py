@@ -47,10 +47,13 @@ def report(
     eformer report model.safetensors --no-values
     eformer report ./run --keep 3
     """
+    from eformer._engine.reports.report import check_replaceable
     from eformer._engine.reports.report import report as make
 
     if as_json and output:
         raise click.UsageError("--json prints to standard output; leave out --output")
+    if output and output != "-":
+        check_replaceable(output)  # before anything is read
     found = make(
         path,
         against,

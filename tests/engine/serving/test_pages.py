@@ -14,6 +14,7 @@ from eformer._engine.record.policies import Keep
 from eformer._engine.serving import checkpoints, live
 from eformer._engine.serving.pages import Pages
 from eformer._engine.serving.requests import RefusedError, Request
+from eformer.errors import FormatError, NotFoundError
 
 SAMPLES = Path(__file__).parents[2] / "compat" / "data"
 
@@ -298,3 +299,10 @@ def test_a_mistake_while_a_run_is_followed_is_a_note_and_it_goes_on(run, monkeyp
     assert "ZeroDivisionError" in caplog.text
     monkeypatch.setattr(live, "steps", real)
     assert until(pages, lambda steps: 3 in steps and steps[3]["metrics"])
+
+
+def test_what_is_no_checkpoint_is_not_served(tmp_path):
+    (tmp_path / "notes.txt").write_text("hi")
+    for path in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises((NotFoundError, FormatError), match="checkpoint"):
+            Pages(str(path))

@@ -53,6 +53,13 @@ def test_the_names_of_loopback_are_the_same_address(host):
     assert admitted(HERE, f"/{TOKEN}/", [("Host", host)]).parts == ("",)
 
 
+def test_a_browser_leaves_out_port_80_and_writes_names_in_small_letters():
+    assert admitted(Site("127.0.0.1", 80, TOKEN), f"/{TOKEN}/", [("Host", "127.0.0.1")])
+    assert admitted(Site("::1", 80, TOKEN), f"/{TOKEN}/", [("Host", "[::1]")])
+    assert admitted(Site("Node7", 8090, TOKEN), f"/{TOKEN}/", [("Host", "node7:8090")])
+    assert status_of(f"/{TOKEN}/", ("Host", "evil.example"), site=Site("127.0.0.1", 80, TOKEN)) == 421
+
+
 def test_beyond_loopback_addresses_and_the_given_name_are_accepted_and_no_other_name():
     wide, named = Site("0.0.0.0", 80, TOKEN), Site("node7", 80, TOKEN)
     assert admitted(wide, f"/{TOKEN}/", [("Host", "192.168.1.5:80")])

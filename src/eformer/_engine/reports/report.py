@@ -54,8 +54,8 @@ class HtmlReport:
 
         A report that is there is replaced; any other file only with `overwrite`.
         """
-        if not overwrite and not _is_replaceable(Path(path)):
-            raise FileExistsError(f"{os.fspath(path)} exists and is not a report; choose another name")
+        if not overwrite:
+            check_replaceable(path)
         with replacing(Path(path)) as file:
             file.write(self.html.encode())
         return os.fspath(path)
@@ -69,13 +69,19 @@ class HtmlReport:
         )
 
 
-def _is_replaceable(path: Path) -> bool:
-    """Tell whether there is nothing, or a report."""
-    try:
-        with path.open("rb") as file:
-            return MARK in file.read(4096)
-    except FileNotFoundError:
-        return True
+def check_replaceable(path: str | os.PathLike[str]) -> None:
+    """Raise FileExistsError unless there is nothing, or a report."""
+    file = Path(path)
+    if file.exists() and not _is_report(file):
+        what = "is a directory" if file.is_dir() else "exists and is not a report"
+        raise FileExistsError(f"{os.fspath(path)} {what}; choose another name")
+
+
+def _is_report(path: Path) -> bool:
+    if not path.is_file():  # a directory, or a pipe, which would be waited for
+        return False
+    with path.open("rb") as file:
+        return MARK in file.read(4096)
 
 
 def report(

@@ -46,7 +46,7 @@ class Pages:
         self._run = LiveRun(path, rules) if _is_run(path) else None
         self._checkpoints = Checkpoints()
         if self._run is None:
-            self._place()  # which raises, if there is no checkpoint
+            find(self.path)  # which raises, if there is no checkpoint
 
     def close(self) -> None:
         """Stop following the run."""

@@ -40,12 +40,12 @@ class Site:
         Another name that leads here is one that an attacker may have pointed at this machine (DNS rebinding). An
         address cannot be pointed anywhere, so beyond loopback every address is accepted, and the name that was given.
         """
-        name, colon, port = host.rpartition(":")
-        if not colon or port != str(self.port):
+        name, port = _split(host.lower())
+        if port != str(self.port):
             return False
         if self.is_loopback:
-            return name in (*_LOOPBACK_NAMES, self.host)
-        return name == self.host or _is_address(name.strip("[]"))
+            return name in (*_LOOPBACK_NAMES, self.host.lower())
+        return name == self.host.lower() or _is_address(name.strip("[]"))
 
 
 def is_loopback(host: str) -> bool:
@@ -62,6 +62,12 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _split(host: str) -> tuple[str, str]:
+    """Split a `Host` header into name and port, which browsers leave out if it is 80."""
+    name, colon, port = host.rpartition(":")
+    return (name, port) if colon and not port.endswith("]") else (host, "80")
 
 
 def _in_url(host: str) -> str:

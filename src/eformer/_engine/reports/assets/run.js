@@ -158,7 +158,7 @@
       const label = h("bdi", eformer.visible(step.name));
       const row = h("tr", { class: kind(step), onclick: () => choose(step) },
         h("th", { scope: "row" }, link ? h("a", { href: link }, label) : label), h("td", step.saved_at ? eformer.time(step.saved_at) : ""), h("td", eformer.visible(step.why)),
-        h("td.num", bytes(step.nbytes)), metrics.map((name) => h("td.num", name in step.metrics ? step.metrics[name] === null ? "not finite" : number(step.metrics[name], 4, { isColumn: true }) : "")),
+        h("td.num", bytes(step.nbytes)), metrics.map((name) => h("td.num", Object.hasOwn(step.metrics, name) ? step.metrics[name] === null ? "not finite" : number(step.metrics[name], 4, { isColumn: true }) : "")),
         hasChange ? h("td.num", step.change ? step.change.problem ?? (step.change.relative === null ? "–" : percent(step.change.relative)) : "") : null,
         h("td.note", step.problem ? h("span.flag.bad", "damaged") : null, step.problem ? h("bdi.small", ` ${eformer.visible(step.problem)}`) : hasRules ? step.is_removed ? h("span.flag", "would be removed") : h("span.small.muted", eformer.visible(step.kept_by.join("; "))) : null));
       rows.set(step, row);
