@@ -30,7 +30,7 @@ def write_bomb(directory, files):
     write_root(directory, node)
 
 
-def write_root(directory, data, *, offset=0, name_length=len(_FILE), nbytes=None):
+def write_root(directory, data, *, offset=0, name_length=3, nbytes=None):
     """Replace a database by one whose root begins at the offset of a file of these bytes."""
     config = bytes(16) + b"\0" + varint(100) + varint(2**23) + b"\4\0"
     table = b"\1" + varint(name_length) + b"\0" + _FILE
@@ -47,3 +47,15 @@ def inner_node(references):
     keys = bytes(max(0, count - 1) + 2 * count)
     places = [varint(number) for column in zip(*references, strict=True) for number in column]
     return sealed(_NODE, b"\1" + table + varint(count) + keys + bytes(count) + b"".join(places))
+
+
+def nested_nodes(depth):
+    """Nodes above others, each of which is in the key of the one around it, not compressed."""
+    table = b"\1" + varint(len(_FILE)) + b"\0" + _FILE
+    node = b""
+    for number in range(depth, 0, -1):
+        length = bytes(len(node) >> shift & 127 | (128 if shift < 28 else 0) for shift in range(0, 35, 7))
+        start = b"\0\0" + b"\1" + table + b"\1" + length + b"\0"
+        body = start + node + b"\0" + varint((12 + len(start)) * number) + varint(len(node)) + bytes(10)
+        node = _NODE + struct.pack("<Q", 12 + len(body) + 4) + body + bytes(4)
+    return node

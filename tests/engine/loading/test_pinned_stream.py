@@ -1,6 +1,8 @@
 """Loads through a few slots of memory, as accelerators have them; here the slots are so placed that a CPU copies, too."""
 
 import itertools
+import subprocess
+import sys
 import threading
 import time
 
@@ -438,3 +440,15 @@ def test_leaves_of_one_slot_may_be_on_different_devices(tmp_path, split):
     loaded = load(tmp_path, shardings=places)
     assert_same(loaded, jax.device_put(tree, places))
     assert len(split) == 20
+
+
+def test_a_program_that_ends_waits_for_what_is_compiled():
+    """XLA would abort it."""
+    code = """if True:
+        import jax, numpy as np
+        from eformer._engine.loading.slot_split import Slice, _program
+        slices = tuple(Slice(16 * n, (4,), np.dtype(np.float32), None) for n in range(64))
+        _program(slices, jax.devices()[0], False, False).add_done_callback(lambda made: print(made.exception()))
+    """
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "None\n"), ended.stderr

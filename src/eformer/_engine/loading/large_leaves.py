@@ -284,7 +284,8 @@ def _program(
             _program.cache_clear()  # another load may try again
             made.set_exception(error)
 
-    threading.Thread(target=run, name="eformer-compile", daemon=True).start()
+    # Not a daemon: Python waits for it at the end. XLA aborts a process that ends while it compiles.
+    threading.Thread(target=run, name="eformer-compile").start()
     return made
 
 

@@ -171,7 +171,8 @@ def _program(slices: tuple[Slice, ...], device: Any, is_committed: bool, x64: bo
         except BaseException as error:  # noqa: BLE001  leaves are moved one by one then
             made.set_exception(error)
 
-    threading.Thread(target=run, name="eformer-compile", daemon=True).start()
+    # Not a daemon: Python waits for it at the end. XLA aborts a process that ends while it compiles.
+    threading.Thread(target=run, name="eformer-compile").start()
     return made
 
 
