@@ -344,3 +344,15 @@ def test_a_notebook_shows_it_in_a_sandboxed_frame(tmp_path, tree):
     shown = found._repr_html_()
     assert 'sandbox="allow-scripts"' in shown
     assert html.unescape(re.search(r'srcdoc="([^"]*)"', shown)[1]) == found.html
+
+
+@pytest.mark.parametrize("values", [True, False])
+def test_a_file_that_is_missing_is_shown_and_the_leaves_of_other_files_are_measured(tmp_path, values):
+    tree = {"a": np.ones(100, np.float32), "b": np.ones(100, np.float32)}
+    checkpoint.save(tree, tmp_path / "saved", options=SaveOptions(max_shard_bytes=400))
+    sorted((tmp_path / "saved").glob("*.safetensors"))[0].unlink()
+    data = checkpoint.report(tmp_path / "saved", values=values).data
+    assert "a file that is missing" in data["summary"]["notes"][0]
+    assert data["summary"]["leaves"] == 2
+    if values:
+        assert data["summary"]["verification"]["text"].startswith("1 damaged array")

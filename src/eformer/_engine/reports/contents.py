@@ -15,7 +15,8 @@ from eformer._engine.record.text import few, printable, shortened
 from eformer._engine.record.values import value_from_json
 from eformer._engine.reports.folding import leaf_path, tree_rows
 from eformer._engine.tools.view import open as open_view
-from eformer.errors import EformerError
+from eformer._engine.tools.view import open_incomplete
+from eformer.errors import CorruptionError, EformerError
 
 if TYPE_CHECKING:
     import os
@@ -138,7 +139,10 @@ class Contents:
         return found
 
     def _notes(self) -> list[str]:
-        notes = [f"{prefix or 'the tree'} cannot be read: {why}" for prefix, why in self.problems.items()]
+        notes = [
+            f"{prefix or 'the tree'} cannot be read as a whole: {why}"
+            for prefix, why in self.problems.items()
+        ]
         if self.left_out:
             notes.append(f"not read, and may hold leaves: {few(self.left_out)}")
         return [printable(note) for note in notes]
@@ -148,11 +152,12 @@ def contents_of(path: str | os.PathLike[str], prefix: str | None = None) -> Cont
     """Open the checkpoint at `path` and list its leaves; with a prefix those of one tree."""
     facts = look_at(path, lambda found: _facts(found, prefix))
     stack = ExitStack()
-    views, problems = {}, {}
+    views: dict[str, View] = {}
+    problems: dict[str, str] = {}
     try:
         for each in facts.prefixes:
             try:
-                views[each] = stack.enter_context(open_view(path, prefix=each))
+                views[each] = stack.enter_context(_view(path, each, problems))
             except (EformerError, OSError) as error:
                 problems[each] = str(error)
         if problems and not views:
@@ -161,6 +166,16 @@ def contents_of(path: str | os.PathLike[str], prefix: str | None = None) -> Cont
     except BaseException:
         stack.close()
         raise
+
+
+def _view(path: str | os.PathLike[str], prefix: str, problems: dict[str, str]) -> View:
+    """Open a tree; if files of it are missing, note that, and open what is there."""
+    try:
+        return open_view(path, prefix=prefix)
+    except CorruptionError as error:
+        view = open_incomplete(path, prefix=prefix)
+        problems[prefix] = str(error)
+        return view
 
 
 def raise_again(path: str | os.PathLike[str], prefix: str) -> None:

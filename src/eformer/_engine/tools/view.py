@@ -109,12 +109,14 @@ class View(Mapping[str, Any]):
     it, or use it as a context manager.
     """
 
-    def __init__(self, found: Found, prefix: str | None, cache: Cached = None) -> None:
+    def __init__(self, found: Found, prefix: str | None, cache: Cached = None, *, holds: bool = True) -> None:
         self._found, self._path, self._asked, self._prefix = found, found.path, prefix, prefix or ""
         self._tree = found.tree(prefix)
         self._entries = Leaves(self._tree)
         self._cache, self._is_open = cache, True
         self._files = found.files(self._tree)
+        if not holds:
+            return
         try:
             self._files.hold(n for n, file in enumerate(self._tree.files) if file.nbytes > file.header_nbytes)
         except BaseException:
@@ -241,6 +243,11 @@ class View(Mapping[str, Any]):
                     f"{self._path} was replaced by a newer save; open it again"
                 ) from error
             raise
+
+
+def open_incomplete(path: str | os.PathLike[str], *, prefix: str | None = None) -> View:
+    """Open a tree although files of it may be missing: reading one of their leaves raises CorruptionError."""
+    return look_at(path, lambda found: View(found, prefix, holds=False))
 
 
 def _opened(
