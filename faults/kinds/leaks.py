@@ -13,7 +13,7 @@ from kinds.kind import Bench, Kind
 
 SAVES, WARM = 1000, 200
 MOST = 4096  # bytes of memory that a save and a load may leave
-MOST_THREADS = 2  # one may not have ended yet, and libraries start theirs when they need them; a leak has hundreds
+MOST_THREADS = 2  # one may not have ended yet, and libraries start some late; a leak has hundreds
 
 
 class Leaks(Kind):
