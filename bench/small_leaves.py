@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
 import shutil
 import tempfile
@@ -171,21 +172,26 @@ def zarr(count: int, folder: Path) -> Iterator[Row]:
     """Time a file for each leaf, beside files that a plain program creates and reads, and beside Orbax."""
     from eformer.checkpoint import load, save
 
-    def new() -> Path:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+    numbers = itertools.count()
+
+    def new() -> (
+        Path
+    ):  # nothing is removed meanwhile: some file systems avoid inodes that were just freed, one by one
         os.sync()
-        return folder / "tree"
+        return folder / str(next(numbers))
 
     def saved(made: tuple[Path, Any]) -> None:
         save(made[1], made[0], format="tensorstore")
 
+    bare, ours = folder / "bare", folder / "ours"
     yield timed(
         "zarr: bare files, create and sync", count, lambda path: create(path, count), new, rounds=FEW_ROUNDS
     )
-    yield timed("zarr: bare files, read", count, lambda _: read(folder / "tree", count))
+    create(bare, count)
+    yield timed("zarr: bare files, read", count, lambda _: read(bare, count))
     yield timed("zarr: save", count, saved, lambda: (new(), tree_of(count)), rounds=FEW_ROUNDS, bar=180)
-    yield timed("zarr: load", count, lambda _: load(folder / "tree"), bar=62)
+    save(tree_of(count), ours, format="tensorstore")
+    yield timed("zarr: load", count, lambda _: load(ours), bar=62)
     yield from orbax(min(count, ORBAX_LEAVES), new)
 
 
@@ -219,7 +225,7 @@ def orbax(count: int, new: Callable[[], Path]) -> Iterator[Row]:
 
         name = f"Orbax, zarr, {count:,} leaves"
         yield timed(f"{name}: save", count, lambda path: checkpointer.save(path, trees[0]), made, rounds=1)
-        path = new().parent / "tree"
+        path = new()
         checkpointer.save(path, tree_of(count))
         yield timed(f"{name}: load", count, lambda _: checkpointer.restore(path), rounds=1)
 
@@ -257,7 +263,7 @@ def main() -> None:
         if arguments.many:
             rows += saves_and_loads(arguments.many, Path(place), FEW_ROUNDS, (15, 5))
     with tempfile.TemporaryDirectory(dir=arguments.files) as place:
-        rows += zarr(arguments.leaves, Path(place) / "zarr")
+        rows += zarr(arguments.leaves, Path(place))
     text = report(rows, arguments.leaves)
     print(text)
     if arguments.out:

@@ -241,7 +241,7 @@ def on_an_accelerator(monkeypatch):
     from eformer._engine.saving import snapshot as _arrays
 
     monkeypatch.setattr(_arrays, "is_host_memory", lambda array: False)
-    monkeypatch.setattr(_arrays._Reader, "look_at", lambda self, array: (False, 0, None))
+    monkeypatch.setattr(_arrays._Reader, "look_at", lambda self, sharding, where: (False, 0, None))
 
 
 @pytest.mark.parametrize("snapshot", ["auto", "device", "host"])
