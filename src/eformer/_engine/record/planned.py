@@ -170,10 +170,10 @@ def leaf_entries(files: Iterable[PlannedFile], sha256: Mapping[str, str]) -> dic
         for planned in file.extents:
             source, extent = planned.source, planned.extent(number)
             name = source.name
-            if name in entries:
-                more.setdefault(name, [*entries[name].extents]).append(extent)
-            else:
-                entries[name] = source.entry((extent,), sha256.get(name))
+            entry = source.entry((extent,), sha256.get(name))
+            first = entries.setdefault(name, entry)
+            if first is not entry:
+                more.setdefault(name, [*first.extents]).append(extent)
     for name, extents in more.items():
         entries[name] = replace(entries[name], extents=tuple(extents))
     return entries

@@ -107,7 +107,7 @@ class _HandedOver:
             if not file.extents
         }
         self.files = self.team.format.layout([save.sources], sha256)
-        self.leaves = take_sources(save, self.files, Kept(), sha256)
+        self.leaves = take_sources(save, sha256)
         self.theirs = [file for file in self.files if file.name.rpartition("/")[0] in paths]
         ours = [file for file in self.files if file.name.rpartition("/")[0] not in paths]
         write(ours, upload, save.tree.block, self.staging, threads=save.threads, meter=SILENT)

@@ -49,11 +49,14 @@ def receipt_of_one(
 ) -> Receipt:
     """Record what the only process has written, and what it keeps of an earlier save.
 
-    `leaves` gives the order, and the entries of leaves that are in no file.
+    `leaves` gives the order, and the entries of leaves that no file may hold.
     """
     with gc_paused():
-        found = leaf_entries(files, sha256) | kept.entries(len(files), sha256)
-        entries = {name: entry or found[name] for name, entry in leaves.items()}
+        found = leaf_entries(files, sha256)
+        found |= kept.entries(len(files), sha256)
+        entries = {
+            name: found[name] if entry is None else found.get(name, entry) for name, entry in leaves.items()
+        }
         return Receipt([*data_files(files), *kept.files], entries)
 
 

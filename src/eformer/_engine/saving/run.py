@@ -135,7 +135,7 @@ def write_tree(team: Team, meter: Meter) -> Receipt:
     staging = Staging(save.options.staging_bytes)
     sha256 = compute_sha256(save.sources, staging, save.threads) if save.options.checksums else {}
     kept, files = plan(team, upload, staging, sha256, meter)
-    leaves = take_sources(save, files, kept, sha256)
+    leaves = take_sources(save, sha256)
     header = partial(team.format.header, sha256=sha256) if team.format.header_needs_digests else None
     write(
         files,
@@ -188,16 +188,13 @@ def _earlier(save: Save) -> Earlier | None:
     return find_earlier(place, save.prefix, save.kind, save.tree.block)
 
 
-def take_sources(
-    save: Save, files: Sequence[PlannedFile], kept: Kept, sha256: Mapping[str, str]
-) -> dict[str, LeafEntry | None]:
+def take_sources(save: Save, sha256: Mapping[str, str]) -> dict[str, LeafEntry | None]:
     """Let only the planned files hold the arrays from here on, which release each as it is written.
 
-    Return the leaves in the order of the tree, with the entries of those that no file holds: they have no elements.
+    Return the leaves in the order of the tree, with the entries of those without elements, which no file may hold.
     """
     with gc_paused():
-        there = {extent.source.name for file in files for extent in file.extents} | kept.leaves.keys()
-        leaves = {s.name: None if s.name in there else s.entry((), sha256.get(s.name)) for s in save.sources}
+        leaves = {s.name: s.entry((), sha256.get(s.name)) if 0 in s.shape else None for s in save.sources}
     save.sources.clear()
     return leaves
 

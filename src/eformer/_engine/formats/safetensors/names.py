@@ -54,7 +54,9 @@ def tensor_names(leaves: Iterable[str]) -> dict[str, str]:
     It depends on all leaves of the tree: processes that write some of them must still pass all.
     """
     names = readable_names(leaves)
-    return names | {leaf: "%5F_metadata__" for leaf, name in names.items() if name == "__metadata__"}
+    if "__metadata__" in names.values():
+        names |= {leaf: "%5F_metadata__" for leaf, name in names.items() if name == "__metadata__"}
+    return names
 
 
 def region_name(tensor: str, region: Region | None) -> str:
