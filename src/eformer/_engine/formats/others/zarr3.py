@@ -22,7 +22,12 @@ from eformer._engine.formats.others.orbax_arrays import (
 )
 from eformer._engine.formats.others.orbax_chunks import ChunkFiles
 from eformer._engine.formats.others.orbax_leaves import ZarrArray
-from eformer._engine.formats.zarr.attributes import parse_lenient, read_attributes, to_metadata
+from eformer._engine.formats.zarr.attributes import (
+    convert_lenient,
+    parse_lenient,
+    read_attributes,
+    to_metadata,
+)
 from eformer._engine.formats.zarr.zarray import ZARRAY, count_chunks, parse_zarray
 from eformer._engine.record.dtypes import DTYPES
 from eformer._engine.record.manifest import DataFile, Manifest, foreign_tree
@@ -114,9 +119,10 @@ def _read_nodes(store: Store) -> tuple[dict[str, _Node], dict[str, Version]]:
 def _read_node(store: Store, name: str) -> tuple[_Node, Version]:
     data, entry = read_whole(store, name)
     where = store.path_to(name)
+    document = parse_lenient(data, where)
     try:
-        node = msgspec.convert(parse_lenient(data, where), _Node)
-    except msgspec.ValidationError as error:
+        node = convert_lenient(document, _Node)
+    except FormatError as error:
         raise FormatError(f"{where} does not describe a group or an array of zarr 3: {error}") from error
     if node.node_type == "array" and not _is_strict(data):
         raise FormatError(
@@ -163,8 +169,8 @@ def _codec_names(codecs: list[_Codec], depth: int = 0) -> Iterator[str]:
 
 def _parse_codecs(found: Any) -> list[_Codec]:
     try:
-        return msgspec.convert(found, list[_Codec])
-    except msgspec.ValidationError as error:
+        return convert_lenient(found, list[_Codec])
+    except FormatError as error:
         raise FormatError(f"its codecs make no sense: {error}") from error
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from eformer._engine.record.values import value_to_json
 from eformer._engine.stores.base import read_whole
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 ZATTRS = ".zattrs"  # of zarr 2
 
+_T = TypeVar("_T")
+
 
 def parse_lenient(data: bytes, origin: str) -> Any:
     """Parse JSON that may have NaN and Infinity in it."""
@@ -23,6 +27,17 @@ def parse_lenient(data: bytes, origin: str) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{origin} is not JSON: {str(error)[:200]}") from error
+
+
+def convert_lenient(document: Any, kind: type[_T]) -> _T:
+    """Convert what `parse_lenient` returned; raise a FormatError if it is not of this kind."""
+    try:
+        return msgspec.convert(document, kind)
+    except (
+        msgspec.ValidationError,
+        UnicodeEncodeError,
+    ) as error:  # the latter: a member named by a lone surrogate
+        raise FormatError(str(error)) from error
 
 
 def to_metadata(attributes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.formats.zarr.attributes import parse_lenient
+from eformer._engine.formats.zarr.attributes import convert_lenient, parse_lenient
 from eformer._engine.formats.zarr.zarray import ZARRAY
 from eformer._engine.stores.base import read_whole
 from eformer.errors import FormatError
@@ -76,18 +76,18 @@ def chunk_names(store: Store, path: str) -> ChunkNames | None:
             return parse(parse_lenient(read_whole(store, where)[0], store.path_to(where)))
         except FileNotFoundError:
             continue
-        except (FormatError, OSError, msgspec.ValidationError):
+        except (FormatError, OSError):
             return None
     return None
 
 
 def _of_zarr2(document: Any) -> ChunkNames:
-    array = msgspec.convert(document, _Zarr2)
+    array = convert_lenient(document, _Zarr2)
     return ChunkNames(_counts(array.shape, array.chunks), array.dimension_separator or ".")
 
 
 def _of_zarr3(document: Any) -> ChunkNames:
-    array = msgspec.convert(document, _Zarr3)
+    array = convert_lenient(document, _Zarr3)
     counts = _counts(array.shape, array.chunk_grid.configuration.chunk_shape)
     encoding = array.chunk_key_encoding
     is_default = encoding.name == "default"
