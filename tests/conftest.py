@@ -1,6 +1,8 @@
 """Eight virtual devices. Hypothesis: a quick run by default; HYPOTHESIS_PROFILE=thorough looks much longer."""
 
+import gc
 import os
+import signal
 
 from support import loopback
 
@@ -21,6 +23,15 @@ settings.register_profile("thorough", parent=settings.get_profile("quick"), max_
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 jax.config.update("jax_num_cpu_devices", 8)  # eight virtual devices, before any backend starts
+
+# A shell lets what it starts in the background ignore Ctrl-C, and so would every process that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish():
+    """Let the garbage collector pass over what was collected: ten thousand tests, with each of its many runs."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -90,7 +90,6 @@ def hanging_put(at, told):
 
 def play(scene, port, told):
     """What a process does until it is interrupted."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
     with ExitStack() as stack:
         url = new_url()
         if scene in ("first request", "parts", "load"):

@@ -70,7 +70,7 @@ def test_a_flipped_bit_at_the_beginning_of_a_file_never_gives_another_tree(layou
 def test_a_flipped_bit_in_a_data_file_that_is_loaded_by_its_own_path_never_gives_another_tree(place):
     layout, file = Layout("by its file", name="run/model.safetensors"), place / "run" / "model.safetensors"
     save(tree(OLD), place / "run")
-    for bit in range(8 * 72):
+    for bit in range(0, 8 * 72, 1 if STRIDE == 1 else 5):
         with noted(f"bit {bit}"), damaged(file, lambda data, bit=bit: flip(data, bit)):
             check_load(layout, place)
 
@@ -78,7 +78,8 @@ def test_a_flipped_bit_in_a_data_file_that_is_loaded_by_its_own_path_never_gives
 def test_a_file_cut_short_never_gives_another_tree(layout, folder):
     for file in layout.files(folder):
         size = file.stat().st_size
-        for length in (0, 1, 7, 8, 9, 64, size // 2, size - 65, size - 1):
+        lengths = (0, 8, size // 2, size - 1, 1, 7, 9, 64, size - 65)
+        for length in lengths if STRIDE == 1 else lengths[:4]:
             with noted(f"{file.name} cut to {length} bytes"):
                 check(layout, folder, file, lambda data, length=length: data[:length])
 

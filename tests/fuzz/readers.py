@@ -17,7 +17,8 @@ REGRESSIONS = HERE / "regressions"
 @dataclass(frozen=True)
 class Reader:
     """`share` is how many inputs it gets, compared to others. `writes`: the doors change the directory.
-    `in_bucket`: the files are objects of a bucket. `in_memory`: every file of the others is given to its parser alone."""
+    `in_bucket`: the files are objects of a bucket. `in_memory`: every file of the others is given to its parser alone.
+    `is_slow`: it starts a process for each call."""
 
     name: str
     doors: tuple[str, ...] = doors.READING
@@ -25,6 +26,7 @@ class Reader:
     writes: bool = False
     in_bucket: bool = False
     in_memory: bool = False
+    is_slow: bool = False
 
     def seeds(self) -> list[Case]:
         if self.in_memory:
@@ -50,7 +52,7 @@ READERS = {
         Reader("equinox", share=4),
         Reader("torch", share=6),
         Reader("gguf", share=4),
-        Reader("keras", share=1),
+        Reader("keras", share=1, is_slow=True),
         Reader("flax_directory", share=2),
         Reader("signed", doors.SIGNED, share=3),
         Reader("zarr", (*doors.READING, "leaves"), share=6),

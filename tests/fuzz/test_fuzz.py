@@ -31,7 +31,10 @@ def test_the_corpus_is_read_by_every_door(fuzzer, path):
     reader = READERS[path.parent.name]
     case = Case.unpacked(path.read_bytes())
     fuzzer.begin(reader, case)
-    fuzzer.run_all(reader, case)
+    if reader.is_slow and path != min(path.parent.glob("*.zip")):  # all doors with one file
+        fuzzer.call(reader, case, "load")
+    else:
+        fuzzer.run_all(reader, case)
     assert fuzzer.outcomes["read"]
 
 
@@ -45,7 +48,7 @@ def test_what_was_a_finding_is_one_no_more(fuzzer, path):
 
 @pytest.mark.parametrize("name", READERS)
 def test_changed_files_raise_documented_errors(fuzzer, name):
-    left = INPUTS * READERS[name].share
+    left = INPUTS * READERS[name].share // (3 if READERS[name].is_slow else 1)
     tried: list[Case] = []
 
     def tell(case: Case) -> None:

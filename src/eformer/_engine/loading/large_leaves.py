@@ -240,8 +240,17 @@ def _cut(region: Region, itemsize: int, most: int, block: int) -> list[Region]:
 # -------------------------------------------------------------------------------------------- programs
 
 
+def _program(*what: Any, **more: Any) -> Future[Any]:
+    """Return a program of `_compiling`; one that could not be compiled for an earlier load is tried again."""
+    made = _compiling(*what, **more)
+    if made.done() and made.exception():
+        _compiling.cache_clear()
+        made = _compiling(*what, **more)
+    return made
+
+
 @lru_cache(256)
-def _program(
+def _compiling(
     shape: tuple[int, ...],
     bits: np.dtype[Any],
     device: Any,
@@ -281,7 +290,6 @@ def _program(
             with jax.default_device(device), _enable_x64(x64):
                 made.set_result(compile_it())
         except BaseException as error:  # noqa: BLE001  raised by who waits
-            _program.cache_clear()  # another load may try again
             made.set_exception(error)
 
     # Not a daemon: Python waits for it at the end. XLA aborts a process that ends while it compiles.
@@ -289,4 +297,4 @@ def _program(
     return made
 
 
-os.register_at_fork(after_in_child=_program.cache_clear)  # nobody compiles there what is not compiled yet
+os.register_at_fork(after_in_child=_compiling.cache_clear)  # nobody compiles there what is not compiled yet
