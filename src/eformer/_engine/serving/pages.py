@@ -16,7 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.find import find
-from eformer._engine.formats.steps import is_checkpoint, steps_in
+from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, steps_in
 from eformer._engine.record.text import printable
 from eformer._engine.reports.page import SCRIPTS, STYLES, asset
 from eformer._engine.reports.report import made
@@ -120,12 +120,13 @@ class Pages:
 
 
 def _is_run(path: str) -> bool:
-    """Tell whether there are steps at a path, or will be: an empty directory is a run that has not begun."""
+    """Tell whether there are steps at a path, or will be: a directory that is empty, or has been claimed by a job and
+    holds nothing else, is a run that has not begun."""
     store = store_at(path)
     if is_checkpoint(store):
         return False
     try:
-        return bool(steps_in(store)) or not store.kinds()
+        return bool(steps_in(store)) or store.kinds().keys() <= {RUN_FILE}
     except (FileNotFoundError, NotADirectoryError):
         return False
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.lazy import lazy_property
-from eformer._engine.record.names import unescape
+from eformer._engine.record.names import BARE_LEAF, unescape
 from eformer._engine.reports.contents import TREE, row_paths
 from eformer._engine.reports.facts import statistics_facts
 from eformer._engine.reports.folding import FOLD, ITSELF
@@ -317,6 +317,8 @@ def _part_label(part: str) -> str:
         return unescape(part[len(FOLD) :])
     if part == ITSELF:
         return "(itself)"
+    if part == BARE_LEAF:
+        return "(the only leaf)"
     return unescape(part[len(TREE) :]) if part.startswith(TREE) else unescape(part)
 
 

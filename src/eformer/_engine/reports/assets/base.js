@@ -84,6 +84,7 @@ const eformer = {};
   eformer.label = (part) => part.split(".").map((one) => {
     if (one.startsWith("%*")) return unescape(one.slice(2)).replace(/(\d+)-(\d+)/, "$1–$2");
     if (one === "%=") return "(itself)";
+    if (one === "%") return "(the only leaf)";
     if (one.startsWith("%@")) return unescape(one.slice(2)) || "(no prefix)";
     return unescape(one);
   }).join(".");
