@@ -224,7 +224,7 @@ def test_a_step_that_cannot_be_read_is_a_message_with_no_path_of_the_machine(run
 
 
 NO_PAGES = (
-    "nothing", "step", "step/1", "step/x/", "step/1/nothing.json", "step/-1/", "step/1e3/", "step/١/", "step/../run.json",
+    "nothing", "step", "step/x", "step/x/", "step/1/nothing.json", "step/-1/", "step/1e3/", "step/١/", "step/../run.json",
     "../run.json", "step/..%2f..%2fetc/", "step/1/../../manifest.json", "step/1/manifest.json", "step-1/manifest.json",
     "/etc/passwd", "step/1//", "summary.json", "run.json/", "live.html", "base.js", "step/9999999999999999999/",
 )  # fmt: skip
@@ -306,3 +306,13 @@ def test_what_is_no_checkpoint_is_not_served(tmp_path):
     for path in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises((NotFoundError, FormatError), match="checkpoint"):
             Pages(str(path))
+
+
+def test_a_run_that_a_job_has_claimed_and_not_saved_yet_waits_for_its_first_step(tmp_path):
+    with checkpoint.Run(tmp_path / "run", every=1) as run:
+        run.resume(like=tree(0))
+        pages = Pages(str(tmp_path / "run"))
+        assert steps_of(pages) == {}
+        run.after(1, tree(1))
+        run.wait()
+        assert list(until(pages, bool)) == [1]

@@ -23,7 +23,7 @@ from eformer._engine.reports.report import made
 from eformer._engine.reports.timeline import rule_text
 from eformer._engine.serving.checkpoints import Checkpoints, OpenCheckpoint, leaf_of
 from eformer._engine.serving.live import LiveRun, identity_of
-from eformer._engine.serving.requests import Answer, RefusedError, Request, as_error, as_json
+from eformer._engine.serving.requests import WITH_SLASH, Answer, RefusedError, Request, as_error, as_json
 from eformer._engine.serving.rows import Options, Rows
 from eformer._engine.stores.locate import store_at
 from eformer.errors import EformerError, NotFoundError
@@ -72,12 +72,16 @@ class Pages:
 
     def _answer(self, request: Request) -> Answer:
         match request.parts:
+            case ():
+                return WITH_SLASH
             case ("",):
                 return _shell("run" if self._run else "checkpoint", self.title, "")
             case ("report.css" | "run.js" | "checkpoint.js" as name,):
                 return _file(name)
             case ("run.json",) if self._run:
                 return self._news(self._run, request.known)
+            case ("step", number) if self._run and _is_number(number):
+                return WITH_SLASH
             case ("step", number, "") if self._run and _is_number(number):
                 self._place(int(number))
                 return _shell("checkpoint", f"step {int(number)} · {self.title}", "../../")
