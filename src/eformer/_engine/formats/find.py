@@ -54,7 +54,9 @@ FOREIGN = (
 )
 
 _MOST_SHOWN = 8
-_EMPTY_RUN = "the run has no step yet. Wait for its first save; `eformer serve` shows it as soon as it is there"
+_EMPTY_RUN = (
+    "the run has no step yet. Wait for its first save; `eformer serve` shows it as soon as it is there"
+)
 _FEW_RESTARTS = 5
 _MOST_RESTARTS = 100  # saves that may replace a checkpoint, one after the other, while it is being read
 

@@ -119,6 +119,11 @@ class Contents:
             "notes": self._notes(),
         }
 
+    def brief(self) -> dict[str, Any]:
+        """Return the facts that a comparison shows of the other checkpoint, as JSON."""
+        summary = self.summary()
+        return {name: summary[name] for name in ("title", "path", "saved_at", "format")}
+
     def _dtypes(self) -> list[dict[str, Any]]:
         leaves, nbytes, params = Counter[str](), Counter[str](), Counter[str]()
         for leaf in self.leaves:

@@ -133,7 +133,9 @@ def report(
 def damage_in(report: HtmlReport) -> str:
     """Say what a report shows as damaged: how much, and the first of it. Empty if nothing is."""
     if report.data["kind"] == "run":
-        steps = [f"{step['name']}: {step['problem']}" for step in report.data["run"]["steps"] if step["problem"]]
+        steps = [
+            f"{step['name']}: {step['problem']}" for step in report.data["run"]["steps"] if step["problem"]
+        ]
         return f"{count(len(steps), 'damaged step')}: {few(steps)}" if steps else ""
     leaves = [problem for problem, is_damaged in report.data["leaves"]["problems"].values() if is_damaged]
     texts = [f"{count(len(leaves), 'damaged array')}: {few(leaves)}"] if leaves else []
@@ -172,7 +174,7 @@ def _checkpoint_report(
     if other:
         removed = [leaf for leaf in other.leaves if leaf.path not in contents.by_path]
         data["against"] = overview(contents.leaves, removed, found)
-        summary["against"] = {name: other.summary()[name] for name in ("title", "path", "saved_at", "format")}
+        summary["against"] = other.brief()
     return HtmlReport(contents.path, data | {"leaves": columns(contents, measured, found)})
 
 

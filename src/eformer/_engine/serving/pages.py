@@ -2,8 +2,9 @@
 
 /                         the run, or the checkpoint
 /run.json                 the steps of the run, as they are now
-/step/100/                one step; below it, and below / for a checkpoint alone:
+/step/100/                one step, with ?against=50 beside another; below it, and below / for a checkpoint alone:
     summary.json   children.json?path=   search.json?query=   leaf.json?path=   treemap.json?path=   locate.json?path=
+    changes.json
 /report.css /run.js /checkpoint.js
 """
 
@@ -29,9 +30,10 @@ from eformer._engine.stores.locate import store_at
 from eformer.errors import EformerError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Sequence
 
     from eformer._engine.record.policies import Keep
+    from eformer._engine.serving.checkpoints import Place
 
 Question = Callable[[OpenCheckpoint, Request], Any]
 
@@ -103,16 +105,33 @@ class Pages:
         return as_json(about | news.as_json() | made(), etag=etag)
 
     def _facts(self, question: Question, request: Request, number: int | None) -> Answer:
-        path, identity = self._place(number)
-        with self._checkpoints.opened(path, identity) as checkpoint:
+        other = self._other(request)
+        places = self._places(number, other)
+        with self._checkpoints.opened(*places) as checkpoint:
             found = question(checkpoint, request)
-            if question is _summary and number is not None:
-                found["run"] = {"title": self.title, "href": "../../"}
-        if isinstance(found, dict) and found.get("damaged") and self._place(number) != (path, identity):
+            if question is _summary and self._run and number is not None:
+                found["run"] = self._about_run(self._run, number, other)
+        if isinstance(found, dict) and found.get("damaged") and self._places(number, other) != places:
             raise NotFoundError("this checkpoint was replaced while it was read; open the page again")
         return as_json(found)
 
-    def _place(self, number: int | None = None) -> tuple[str, Hashable]:
+    def _about_run(self, run: LiveRun, number: int, other: int | None) -> dict[str, Any]:
+        """Return what the page of a step shows of its run: a way back, and the steps that it can be compared with."""
+        steps = [step.number for step in run.news().steps if step.number != number]
+        return {"title": self.title, "href": "../../", "steps": steps[::-1], "against": other}
+
+    def _other(self, request: Request) -> int | None:
+        """Return the step to compare with, if a request names one."""
+        if not (text := request.parameters.get("against", "")):
+            return None
+        if not self._run or not _is_number(text):
+            raise RefusedError(404, "there is no such step to compare with")
+        return int(text)
+
+    def _places(self, number: int | None, other: int | None) -> tuple[Place, Place | None]:
+        return self._place(number), None if other is None else self._place(other)
+
+    def _place(self, number: int | None = None) -> Place:
         if self._run and number is not None:
             return self._run.place(number)
         store, name = store_at(self.path).parent()
@@ -157,6 +176,7 @@ def _summary(checkpoint: OpenCheckpoint, _: Request) -> dict[str, Any]:
 
 _QUESTIONS: dict[str, Question] = {
     "summary.json": _summary,
+    "changes.json": lambda checkpoint, _: checkpoint.changes(),
     "leaf.json": leaf_of,
     "children.json": _rows(lambda rows, asked: rows.children(_path(asked), Options(asked.parameters))),
     "treemap.json": _rows(lambda rows, asked: rows.treemap(_path(asked))),
