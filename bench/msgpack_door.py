@@ -1,6 +1,6 @@
 """Time and memory of the msgpack door: large arrays, many small leaves, and messages to be refused.
 
-    python bench/msgpack_door.py [--gib 1] [--rounds 5]
+    python bench/msgpack_door.py [--gib 1] [--rounds 5] > bench/results/msgpack_door.md
 
 All systems run interleaved in one process, so that a busy machine slows them alike; the best round counts.
 "Extra" is the growth of resident memory at its peak, in multiples of the payload (Linux only, median round).
@@ -99,7 +99,7 @@ def small_leaves(rounds: int, count: int = 100_000) -> None:
         "unflatten": lambda: unflatten(structure, leaves),
     }
     seconds = [{name: measure(call)[0] for name, call in cells.items()} for _ in range(rounds)]
-    print(f"\n{count:,} leaves of 12 to 32 bytes\n\n| what | µs a leaf |\n|---|---:|")
+    print(f"\n{count:,} leaves of 12 to 32 bytes:\n\n| what | µs a leaf |\n|---|---:|")
     for name in cells:
         print(f"| {name} | {min(r[name] for r in seconds) / count * 1e6:.2f} |")
 
@@ -162,7 +162,10 @@ def main() -> None:
     extra = {name: statistics.median(r[name][1] for r in rounds) / payload for name in cells}
     versions = f"Python {platform.python_version()}, jax {jax.__version__}, flax {flax.__version__}"
     leaves = len(jax.tree.leaves(tree))
-    print(f"{payload / 2**30:.2f} GiB, {leaves} arrays; {os.cpu_count()} cores, {versions}\n")
+    machine = f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.0f}"
+    print(f"# msgpack\n\n`python bench/msgpack_door.py`, {machine}, {versions}.")
+    print(f"The best of {args.rounds} rounds; extra memory is that of the median round.\n")
+    print(f"{payload / 2**30:.2f} GiB, {leaves} arrays:\n")
     print("| what | seconds | x one copy | extra memory, x payload |\n|---|---:|---:|---:|")
     for name in cells:
         ratio = seconds[name] / seconds["one copy: bytes(memoryview)"]

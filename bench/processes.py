@@ -1,6 +1,6 @@
 """Several processes: what a save costs the caller, how many bytes are written, and what planning and committing take.
 
-    python bench/processes.py [--quick] [--dir DIRECTORY] [--json FILE]
+    python bench/processes.py [--quick] [--dir DIRECTORY] [--json FILE] > bench/results/processes.md
 
 First four real processes of two devices each, on JAX's distributed runtime over loopback. Then one process of many
 that are simulated: it plans, writes its part and seals as the first of so many would; two of the others really write
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import socket
 import statistics
@@ -244,6 +245,7 @@ def print_real(found: list[dict[str, Any]]) -> dict[str, float]:
     }
     medians = {what: 1e3 * statistics.median(values) for what, values in slowest.items()}
     written = {d: sum(one[f"written, {d}"] for one in found) / state for d in ("safetensors", "tensorstore")}
+    print(f"# Several processes\n\n`python bench/processes.py`, {os.cpu_count()} cores.")
     print(f"\n{PROCESSES} processes of {DEVICES} devices, a state of {state / 1e6:.0f} MB in 64 leaves\n")
     print("| what | median of the rounds, slowest process |\n| --- | --- |")
     for what, value in medians.items():

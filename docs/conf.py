@@ -4,12 +4,15 @@ import re
 import sys
 from pathlib import Path
 
+from myst_parser.parsers.sphinx_ import MystParser
+
 from eformer._version import __version__
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "_site"))
 
 from docstrings import as_rst  # noqa: E402  it is beside this file
+from notebooks import as_markdown  # noqa: E402
 
 project = "eformer"
 copyright = "the eformer authors"  # noqa: A001  the name is Sphinx's
@@ -61,6 +64,15 @@ RESULTS = {
 }
 
 
+class NotebookParser(MystParser):
+    """Read a notebook as the Markdown that it amounts to."""
+
+    supported = ("ipynb",)
+
+    def parse(self, inputstring, document):
+        super().parse(as_markdown(inputstring, Path(document["source"]).name), document)
+
+
 def add_navigation(app, name, source):
     """Add the tree of pages to the start page: on GitHub it would be shown as code."""
     if name == root_doc:
@@ -88,6 +100,8 @@ def show_examples(app, context, lines):
 
 
 def setup(app):
+    app.add_source_suffix(".ipynb", "ipynb")
+    app.add_source_parser(NotebookParser)
     app.connect("source-read", add_navigation)
     app.connect("autodoc-process-docstring", convert_docstring)
     app.connect("autodoc-process-signature", simplify_signature)

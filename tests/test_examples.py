@@ -51,6 +51,14 @@ def test_the_blocks_of_a_page_run(page):
             variables["run"].close()
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+@pytest.mark.usefixtures("alone")
+def test_the_first_block_can_be_pasted_into_a_new_interpreter(page):
+    first = next(block for block in to_run(page) if block.language == "python")
+    run(first, first.text, {"__name__": "__main__"})
+    assert Path("run/step-100").is_dir()
+
+
 def run(block, text, variables):
     if block.file:
         Path(block.file).write_text(text)

@@ -299,3 +299,11 @@ def without_heights(found):
         }
         return {name: without_heights(value) for name, value in known.items()}
     return [without_heights(one) for one in found] if isinstance(found, list) else found
+
+
+def test_a_tree_that_is_one_leaf_says_so(browser, tmp_path, serve):
+    checkpoint.save(normal(3), tmp_path / "c")
+    checkpoint.report(tmp_path / "c").save(tmp_path / "c.html")
+    with serve(tmp_path / "c") as served:
+        for url in ((tmp_path / "c.html").as_uri(), served):
+            Page(browser).open(url).until_names(["(the only leaf)"])

@@ -141,3 +141,19 @@ def test_a_metric_may_have_the_name_of_a_property_of_all_objects(tmp_path, brows
     page = Page(browser).open((tmp_path / "run.html").as_uri())
     assert steps(page) == ["step-2", "step-1"]
     assert "0.25" in page.text()
+
+
+def test_a_step_is_compared_with_another_that_is_chosen(live):
+    live.open(live.js("return document.baseURI") + "step/5/")
+    assert live.js("return [...document.querySelectorAll('#against option')].map((one) => one.textContent)") == [
+        "nothing", "step 4", "step 3", "step 2", "step 1",
+    ]  # fmt: skip
+    live.js(
+        "const one = document.querySelector('#against'); one.value = '4'; one.dispatchEvent(new Event('change'))"
+    )
+    live.shows("Select a leaf to compare its values.")
+    assert "against step-4" in live.js("return document.querySelector('h1').textContent")
+    assert live.js("return document.querySelector('#against').value") == "4"
+    live.until_names(["params.w"])
+    live.js("document.querySelector('.rows .row').click()")
+    live.until(lambda: "25.0 %" in live.js("return document.querySelector('#leaf').textContent"))

@@ -7,9 +7,10 @@ import subprocess
 import numpy as np
 import pytest
 
-from eformer.checkpoint import save
+from eformer.checkpoint import Run, save
 from support.commands import EFORMER
 from support.commands import run as command
+from support.damage import flip
 
 
 @pytest.fixture
@@ -66,3 +67,44 @@ def test_a_run_has_a_page_and_so_has_each_step(there):
 def test_nothing_there_is_an_error(there):
     assert "no checkpoint at" in command("report", "nothing", code=1).stderr
     assert not list(there.glob("*.html"))
+
+
+@pytest.mark.parametrize("how", [[], ["-o", "-"], ["--json"]])
+def test_damage_is_a_warning_and_the_exit_code_of_verify(there, how):
+    flip(there / "step-1" / "model.safetensors", -1)
+    done = command("report", "step-1", *how, code=1)
+    assert done.stderr.startswith("warning: step-1: 1 damaged array: leaf 'w': bytes ")
+    assert done.stdout
+    assert how or "rows in red" in (there / "step-1-report.html").read_text()
+    command("verify", "step-1", code=1)
+
+
+def test_a_missing_file_is_damage_even_if_no_values_are_read(there):
+    (there / "step-1" / "model.safetensors").unlink()
+    warning = command("report", "step-1", "--no-values", code=1).stderr
+    assert warning.startswith("warning: step-1: the tree cannot be read as a whole: ")
+    assert (there / "step-1-report.html").exists()
+
+
+def test_damaged_steps_of_a_run_are_named(there):
+    (there / "step-1" / "model.safetensors").unlink()
+    warning = command("report", ".", "-o", "run.html", code=1).stderr
+    assert "1 damaged step: step-1: " in warning
+    assert "damaged" not in command("report", "step-2").stderr
+
+
+def test_a_page_for_a_closed_standard_output_is_an_error(there):
+    done = subprocess.run(f"{EFORMER} report step-1 -o - >&-", shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: standard output is closed: the page has nowhere to go\n",
+    )
+
+
+def test_a_run_without_steps_says_so(tmp_path):
+    with Run(tmp_path / "run", every=1) as run:
+        run.resume(like={"w": 0})
+    (tmp_path / "empty").mkdir()
+    for name in ("run", "empty"):
+        message = command("report", tmp_path / name, code=1).stderr
+        assert "the run has no step yet. Wait for its first save" in message

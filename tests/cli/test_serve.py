@@ -82,6 +82,21 @@ def test_another_host_is_warned_of(saved):
     )
 
 
+def test_addresses_without_their_last_slash_lead_to_those_with_it(saved):
+    with served(saved) as (_, url):
+        found = urlsplit(url)
+        for path in (found.path, f"{found.path}step/1/"):
+            connection = http.client.HTTPConnection(found.hostname, found.port, timeout=30)
+            connection.request("GET", path.removesuffix("/"))
+            answer = connection.getresponse()
+            assert (answer.status, answer.headers["Location"], answer.read()) == (308, path, b"")
+            connection.request("GET", path.removesuffix("/"), headers={"Host": "elsewhere.example"})
+            answer = connection.getresponse()
+            assert (answer.status, answer.headers["Location"]) == (421, None)
+            connection.close()
+        assert get(url.rstrip("/")[:-1])[0] == 403
+
+
 def test_two_servers_have_different_tokens(saved):
     with served(saved) as (_, one), served(saved) as (_, other):
         assert urlsplit(one).path != urlsplit(other).path

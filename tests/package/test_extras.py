@@ -64,7 +64,7 @@ def test_every_absence_names_the_extra(tmp_path):
         "s3://bucket: buckets need the package obstore: pip install 'eformer[s3]'",
         "gs://bucket: buckets need the package obstore: pip install 'eformer[gcs]'",
         "az://container: buckets need the package obstore: pip install 'eformer[azure]'",
-        "memory:/: buckets need the package obstore: pip install 'eformer[s3]'",
+        "memory://bucket/x: buckets need the package obstore: pip install 'eformer[s3]'",
         "options of buckets need the package obstore: pip install 'eformer[s3]'",
         "OCDBT databases need the package tensorstore: pip install 'eformer[orbax]'",
         "hf:// needs the package huggingface_hub: pip install 'eformer[hf]'",

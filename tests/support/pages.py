@@ -98,4 +98,10 @@ def in_navigation() -> set[str]:
     )
     entries = [line for block in blocks for line in block.splitlines() if line and line[0] != ":"]
     names = [re.sub(r".*<(.*)>", r"\1", entry) for entry in entries]
-    return {str((ROOT / "docs" / f"{name}.md").resolve().relative_to(ROOT)) for name in names}
+    return {str(_page(ROOT / "docs" / name).relative_to(ROOT)) for name in names}
+
+
+def _page(path: Path) -> Path:
+    """Return the file of a page: a notebook, if there is one of that name."""
+    notebook = path.with_name(f"{path.name}.ipynb")
+    return notebook if notebook.exists() else path.with_name(f"{path.name}.md").resolve()

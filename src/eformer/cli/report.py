@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import PurePath
 from typing import Any
 
@@ -47,11 +48,13 @@ def report(
     eformer report model.safetensors --no-values
     eformer report ./run --keep 3
     """
-    from eformer._engine.reports.report import check_replaceable
+    from eformer._engine.reports.report import check_replaceable, damage_in
     from eformer._engine.reports.report import report as make
 
     if as_json and output:
         raise click.UsageError("--json prints to standard output; leave out --output")
+    if output == "-" and sys.stdout is None:
+        raise OSError("standard output is closed: the page has nowhere to go")
     if output and output != "-":
         check_replaceable(output)  # before anything is read
     found = make(
@@ -71,6 +74,9 @@ def report(
     else:
         written = found.save(output or default_name(found.path))
         click.secho(f"report: {printable(written)}", fg="green", color=colours())
+    if damage := damage_in(found):
+        click.secho(printable(f"warning: {found.path}: {damage}"), fg="red", err=True, color=colours())
+        sys.exit(1)
 
 
 def default_name(path: str) -> str:

@@ -53,7 +53,7 @@ def opened(monkeypatch):
 
 
 def ask(pages, path, /, **parameters):
-    answer = pages(Request(tuple(path.split("/")), parameters))
+    answer = pages(Request(tuple(path.split("/")), {name: str(value) for name, value in parameters.items()}))
     return answer.status, json.loads(answer.body)
 
 
@@ -198,7 +198,7 @@ def test_only_a_few_checkpoints_stay_open(tmp_path, monkeypatch):
     pages = Pages(str(tmp_path / "run"))
     for number in range(1, 6):
         assert ask(pages, f"step/{number}/summary.json")[0] == 200
-    paths = [path for path, _ in pages._checkpoints._places]
+    paths = [path for (path, _), _ in pages._checkpoints._places]
     assert [path.rpartition("-")[2] for path in paths] == ["4", "5"]
 
 
@@ -224,7 +224,7 @@ def test_a_step_that_cannot_be_read_is_a_message_with_no_path_of_the_machine(run
 
 
 NO_PAGES = (
-    "nothing", "step", "step/1", "step/x/", "step/1/nothing.json", "step/-1/", "step/1e3/", "step/١/", "step/../run.json",
+    "nothing", "step", "step/x", "step/x/", "step/1/nothing.json", "step/-1/", "step/1e3/", "step/١/", "step/../run.json",
     "../run.json", "step/..%2f..%2fetc/", "step/1/../../manifest.json", "step/1/manifest.json", "step-1/manifest.json",
     "/etc/passwd", "step/1//", "summary.json", "run.json/", "live.html", "base.js", "step/9999999999999999999/",
 )  # fmt: skip
@@ -306,3 +306,54 @@ def test_what_is_no_checkpoint_is_not_served(tmp_path):
     for path in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises((NotFoundError, FormatError), match="checkpoint"):
             Pages(str(path))
+
+
+def test_a_run_that_a_job_has_claimed_and_not_saved_yet_waits_for_its_first_step(tmp_path):
+    with checkpoint.Run(tmp_path / "run", every=1) as run:
+        run.resume(like=tree(0))
+        pages = Pages(str(tmp_path / "run"))
+        assert steps_of(pages) == {}
+        run.after(1, tree(1))
+        run.wait()
+        assert list(until(pages, bool)) == [1]
+
+
+def test_a_step_beside_another_says_what_changed_before_anything_is_read(run):
+    pages = Pages(str(run))
+    summary = ask(pages, "step/3/summary.json", against=1)[1]
+    assert (summary["title"], summary["against"]["title"]) == ("step-3", "step-1")
+    assert (summary["run"]["steps"], summary["run"]["against"]) == ([2, 1], 1)
+    changes = ask(pages, "step/3/changes.json", against=1)[1]
+    assert changes["counts"] == {"same": 1, "unknown": 1, "changed": 1, "removed": 0}
+    rows = ask(pages, "step/3/children.json", path="params", against=1, sort="change")[1]["rows"]
+    assert [(row["path"], row["change"]["status"]) for row in rows] == [
+        ("params.b", "same"),
+        ("params.w", "unknown"),
+    ]
+    assert ask(pages, "step/3/changes.json") == (200, None)
+    assert "against" not in ask(pages, "step/3/summary.json")[1]
+
+
+def test_a_leaf_that_is_selected_is_compared_and_its_row_shows_it(run):
+    pages = Pages(str(run))
+    change = ask(pages, "step/3/leaf.json", path="params.w", against=1)[1]["change"]
+    assert (change["status"], change["largest"], change["share"]) == ("changed", 2.0, 1.0)
+    (row,) = ask(pages, "step/3/search.json", query="params.w", against=1)[1]["rows"]
+    assert row["change"]["relative"] == change["relative"] > 0
+    assert ask(pages, "step/3/leaf.json", path="params.w")[1]["change"] is None
+    assert ask(pages, "step/3/leaf.json", path="step", against=1)[1]["change"]["what"] == "1 → 3"
+
+
+@pytest.mark.parametrize("against", ["x", "-1", "../1", "9" * 19])
+def test_only_steps_of_the_run_can_be_compared(run, against):
+    with pytest.raises(RefusedError, match="no such step"):
+        ask(Pages(str(run)), "step/3/summary.json", against=against)
+    assert ask(Pages(str(run)), "step/3/summary.json", against="77")[0] == 404
+
+
+def test_a_comparison_counts_as_two_checkpoints_that_are_open(run, monkeypatch):
+    monkeypatch.setattr(checkpoints, "MOST_OPEN", 2)
+    pages = Pages(str(run))
+    ask(pages, "step/1/summary.json")
+    ask(pages, "step/3/summary.json", against="1")
+    assert len(pages._checkpoints._places) == 1

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from eformer import checkpoint
 from eformer._engine.reports.contents import contents_of
-from eformer._engine.serving.rows import MOST_ROWS, Options, Rows
+from eformer._engine.serving.rows import MOST_ROWS, Options, Rows, label
 
 
 def leaf(*shape, dtype=np.float32):
@@ -140,3 +140,10 @@ def test_no_parameters_make_it_fail_or_send_more_than_a_page(rows, parameters, t
         assert len(found["rows"]) <= min(found["total"], MOST_ROWS)
     assert isinstance(rows.locate(text, "leaf", asked), list)
     assert rows.treemap(text)["items"]
+
+
+def test_a_tree_that_is_one_leaf_has_a_label_and_is_found_by_it(tmp_path):
+    checkpoint.save(leaf(3), tmp_path / "checkpoint")
+    with contents_of(tmp_path / "checkpoint") as contents:
+        assert label(contents.leaves[0].path) == "(the only leaf)"
+        assert Rows(contents).search("only leaf", options())["total"] == 1

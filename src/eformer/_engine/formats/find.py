@@ -22,7 +22,7 @@ from eformer._engine.formats.others import sniff as files
 from eformer._engine.formats.read_format import DirectoryReader, Place
 from eformer._engine.formats.safetensors import read as safetensors
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
-from eformer._engine.formats.steps import is_checkpoint, steps_from_last
+from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, steps_from_last
 from eformer._engine.formats.zarr import read as arrays
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.record.names import with_nearest
@@ -54,6 +54,9 @@ FOREIGN = (
 )
 
 _MOST_SHOWN = 8
+_EMPTY_RUN = (
+    "the run has no step yet. Wait for its first save; `eformer serve` shows it as soon as it is there"
+)
 _FEW_RESTARTS = 5
 _MOST_RESTARTS = 100  # saves that may replace a checkpoint, one after the other, while it is being read
 
@@ -276,10 +279,14 @@ def _in_directory(store: Store) -> Found:
 
 
 def _nothing_in(store: Store, names: list[str]) -> NoReturn:
+    if not names:
+        raise NotFoundError(f"{store.url} holds no checkpoint: it is empty. If it is a run, {_EMPTY_RUN}")
     directory = store.local_path()
     inner = [name for name in names if directory is not None and _looks_like_one(directory / name)]
     there = ", ".join(names[:_MOST_SHOWN]) or "nothing"
     hint = f". Is it one of {inner[:_MOST_SHOWN]}?" if inner else ""
+    if RUN_FILE in names and not inner:
+        raise NotFoundError(f"{store.url} holds no checkpoint: {_EMPTY_RUN}")
     raise NotFoundError(
         f"{store.url} holds no checkpoint: looked for {INDEX}, {MANIFEST}, *{INDEX_SUFFIX}, *{SUFFIX}, "
         f"{torch_directory.MODEL}, *{torch_distributed.SUFFIX}, {flax_directory.MODEL}, checkpoint_N of flax, Orbax's "

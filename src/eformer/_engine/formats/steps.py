@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _STEP = re.compile(r"(?:(?:step|run|checkpoint|ckpt)[-_]?)?(?P<number>\d{1,18})")
 
+RUN_FILE = "run.json"  # in the directory of a run: which job writes it
+
 MARKS = (MANIFEST, INDEX, ORBAX_TREE, ORBAX_CHECKPOINT)
 
 

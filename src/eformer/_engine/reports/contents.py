@@ -115,8 +115,14 @@ class Contents:
             "metadata": self._metadata(),
             "signed_by": self.signed_by,
             "left_out": [printable(name) for name in self.left_out[:50]],
+            "problems": self._problems(),
             "notes": self._notes(),
         }
+
+    def brief(self) -> dict[str, Any]:
+        """Return the facts that a comparison shows of the other checkpoint, as JSON."""
+        summary = self.summary()
+        return {name: summary[name] for name in ("title", "path", "saved_at", "format")}
 
     def _dtypes(self) -> list[dict[str, Any]]:
         leaves, nbytes, params = Counter[str](), Counter[str](), Counter[str]()
@@ -138,14 +144,16 @@ class Contents:
                 found[printable(key)] = printable(shortened(_text(value), _MOST_METADATA))
         return found
 
-    def _notes(self) -> list[str]:
-        notes = [
-            f"{prefix or 'the tree'} cannot be read as a whole: {why}"
+    def _problems(self) -> list[str]:
+        return [
+            printable(f"{prefix or 'the tree'} cannot be read as a whole: {why}")
             for prefix, why in self.problems.items()
         ]
-        if self.left_out:
-            notes.append(f"not read, and may hold leaves: {few(self.left_out)}")
-        return [printable(note) for note in notes]
+
+    def _notes(self) -> list[str]:
+        if not self.left_out:
+            return self._problems()
+        return [*self._problems(), printable(f"not read, and may hold leaves: {few(self.left_out)}")]
 
 
 def contents_of(path: str | os.PathLike[str], prefix: str | None = None) -> Contents:

@@ -212,8 +212,11 @@ def _measured_by_boxes(pair: _Pair, boxes: Iterator[tuple[Any, Any]]) -> Measure
         return Measured(problem=printable(str(error)), is_damaged=True)
 
 
-def measure_one(contents: Contents, leaf: Leaf, *, before_box: Callable[[], None]) -> Measured:
-    """Read one array, box by box. `before_box` is called before each, and may raise to give up."""
+def measure_one(
+    contents: Contents, leaf: Leaf, other: Contents | None = None, *, before_box: Callable[[], None]
+) -> Measured:
+    """Read one array, box by box, and compare it with that of the other checkpoint. `before_box` is called before each
+    box, and may raise to give up."""
 
     def watched() -> Iterator[tuple[Any, Any]]:
         before_box()
@@ -221,7 +224,7 @@ def measure_one(contents: Contents, leaf: Leaf, *, before_box: Callable[[], None
             yield box
             before_box()
 
-    pair = _Pair(contents, leaf, None)
+    pair = _Pair(contents, leaf, other)
     return _measured_by_boxes(pair, watched())
 
 

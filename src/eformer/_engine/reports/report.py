@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.steps import is_checkpoint, last_step_in
 from eformer._engine.record.policies import keep_from
-from eformer._engine.record.text import count
+from eformer._engine.record.text import count, few
 from eformer._engine.reports.changes import Change, overview
 from eformer._engine.reports.contents import contents_of
 from eformer._engine.reports.facts import columns
@@ -130,6 +130,18 @@ def report(
             return _checkpoint_report(contents, other, values, memory, progress)
 
 
+def damage_in(report: HtmlReport) -> str:
+    """Say what a report shows as damaged: how much, and the first of it. Empty if nothing is."""
+    if report.data["kind"] == "run":
+        steps = [
+            f"{step['name']}: {step['problem']}" for step in report.data["run"]["steps"] if step["problem"]
+        ]
+        return f"{count(len(steps), 'damaged step')}: {few(steps)}" if steps else ""
+    leaves = [problem for problem, is_damaged in report.data["leaves"]["problems"].values() if is_damaged]
+    texts = [f"{count(len(leaves), 'damaged array')}: {few(leaves)}"] if leaves else []
+    return "; ".join([*report.data["summary"]["problems"], *texts])
+
+
 def is_run(path: str | os.PathLike[str]) -> bool:
     """Tell whether a path is that of a run: a directory of steps that is not itself a checkpoint."""
     try:
@@ -162,7 +174,7 @@ def _checkpoint_report(
     if other:
         removed = [leaf for leaf in other.leaves if leaf.path not in contents.by_path]
         data["against"] = overview(contents.leaves, removed, found)
-        summary["against"] = {name: other.summary()[name] for name in ("title", "path", "saved_at", "format")}
+        summary["against"] = other.brief()
     return HtmlReport(contents.path, data | {"leaves": columns(contents, measured, found)})
 
 
@@ -191,6 +203,8 @@ def verification(contents: Contents, measured: dict[str, Measured], *, values: b
     if damaged:
         text = f"{count(len(damaged), 'damaged array')}: see the rows in red."
         return {"state": "damaged", "text": text, "damaged": damaged[:100]}
+    if contents.problems:
+        return {"state": "damaged", "text": "A part of the checkpoint cannot be read.", "damaged": []}
     if unread:
         text = f"{count(unread, 'array')} could not be read within the memory that was allowed."
         return {"state": "partly", "text": text}

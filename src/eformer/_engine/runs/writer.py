@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import jax
 import msgspec
 
-from eformer._engine.formats.steps import is_checkpoint, last_step_in
+from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, last_step_in
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.runs.retention import sweep
 from eformer._engine.stores.base import read_whole, update_file
@@ -19,8 +19,6 @@ from eformer.errors import FormatError, NotFoundError, SupersededError
 
 if TYPE_CHECKING:
     from eformer._engine.stores.base import Store
-
-RUN_FILE = "run.json"
 
 logger = logging.getLogger("eformer")
 

@@ -1,16 +1,17 @@
-"""Keep the last few checkpoints open that pages have asked for, and read their leaves on demand."""
+"""Keep the last few checkpoints open that pages have asked for, alone or beside another. Leaves are read on demand."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from eformer._engine.reports.changes import overview
 from eformer._engine.reports.contents import contents_of
 from eformer._engine.reports.facts import leaf_facts
 from eformer._engine.reports.reading import measure_one
-from eformer._engine.reports.report import made
+from eformer._engine.reports.report import changes_of, made
 from eformer._engine.serving.requests import RefusedError
 from eformer._engine.serving.rows import Rows
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from eformer._engine.serving.requests import Request
 
 Json = dict[str, Any]
+Place = tuple[str, "Hashable"]  # a path, and what tells a checkpoint from another one at the same path
 
 MOST_OPEN = 3  # checkpoints; a tree keeps up to 256 files open, and programs may have 1024
 MOST_LEAVES = 300_000  # of all that are open, but for the last
@@ -34,31 +36,52 @@ class GoneError(Exception):
 
 
 class OpenCheckpoint:
-    """A checkpoint that is open: its rows, and the leaves that were read."""
+    """A checkpoint that is open, perhaps to be compared with another: its rows, and the leaves that were read."""
 
-    def __init__(self, path: str, readers: threading.Semaphore) -> None:
-        self._contents = contents_of(path)
-        self._rows = Rows(self._contents)
-        self._summary = self._contents.summary() | {
-            "kind": "checkpoint",
-            "has_values": "on demand",
-            "health": {"nan": 0, "inf": 0, "zero": 0},
-            "verification": {
-                "state": "unchecked",
-                "text": "Leaves are read, and checked against their digests, when they are selected.",
-            },
-        }
+    def __init__(self, path: str, readers: threading.Semaphore, against: str | None = None) -> None:
+        with ExitStack() as stack:
+            self._contents = stack.enter_context(contents_of(path))
+            self._other = stack.enter_context(contents_of(against)) if against is not None else None
+            self._changes = changes_of(self._contents, self._other, {}) if self._other else {}
+            self._stack = stack.pop_all()
+        self._rows = Rows(self._contents, self._changes)
+        about = {"against": self._other.brief()} if self._other else {}
+        self._summary = (
+            self._contents.summary()
+            | about
+            | {
+                "kind": "checkpoint",
+                "has_values": "on demand",
+                "health": {"nan": 0, "inf": 0, "zero": 0},
+                "verification": {
+                    "state": "unchecked",
+                    "text": "Leaves are read, and checked against their digests, when they are selected.",
+                },
+            }
+        )
         self._readers, self._lock = readers, threading.Lock()
 
     @property
+    def opened(self) -> int:
+        """Count the checkpoints whose files are open."""
+        return 2 if self._other else 1
+
+    @property
     def leaves(self) -> int:
-        return len(self._contents.leaves)
+        return len(self._contents.leaves) + (len(self._other.leaves) if self._other else 0)
 
     def close(self) -> None:
-        self._contents.stack.close()
+        self._stack.close()
 
     def summary(self) -> Json:
         return self._summary | made()
+
+    def changes(self) -> Json | None:
+        """Return what changed since the other checkpoint, as far as the records tell. None if there is no other."""
+        if self._other is None:
+            return None
+        removed = [leaf for leaf in self._other.leaves if leaf.path not in self._contents.by_path]
+        return overview(self._contents.leaves, removed, self._changes)
 
     @contextmanager
     def rows(self) -> Iterator[Rows]:
@@ -79,7 +102,7 @@ class OpenCheckpoint:
             measured = self._measure(leaf, has_gone)
             with self.rows() as rows:
                 rows.note(path, measured)
-        return leaf_facts(leaf, measured)
+        return leaf_facts(leaf, measured, (measured and measured.change) or self._changes.get(path))
 
     def _measure(self, leaf: Leaf, has_gone: Callable[[], bool]) -> Measured:
         def go_on() -> None:
@@ -89,12 +112,12 @@ class OpenCheckpoint:
         while not self._readers.acquire(timeout=_PATIENCE):
             go_on()
         try:
-            return measure_one(self._contents, leaf, before_box=go_on)
+            return measure_one(self._contents, leaf, self._other, before_box=go_on)
         finally:
             self._readers.release()
 
 
-class _Place:
+class _Lent:
     """A checkpoint that is being opened, or is open, and how many requests use it."""
 
     def __init__(self) -> None:
@@ -106,31 +129,31 @@ class Checkpoints:
     """The checkpoints that are open. The one that was used longest ago is closed first."""
 
     def __init__(self) -> None:
-        self._places: OrderedDict[Hashable, _Place] = OrderedDict()
+        self._places: OrderedDict[tuple[Place, Place | None], _Lent] = OrderedDict()
         self._lock = threading.Lock()
         self._readers = threading.BoundedSemaphore(MOST_READERS)
 
     @contextmanager
-    def opened(self, path: str, identity: Hashable) -> Iterator[OpenCheckpoint]:
-        """Lend a checkpoint, which stays open for as long. Another `identity` is another one at the same path."""
-        key = path, identity
+    def opened(self, place: Place, against: Place | None = None) -> Iterator[OpenCheckpoint]:
+        """Lend a checkpoint, beside another if there is one, which stay open for as long."""
+        key = place, against
         with self._lock:
-            place = self._places.setdefault(key, _Place())
+            lent = self._places.setdefault(key, _Lent())
             self._places.move_to_end(key)
-            place.users += 1
+            lent.users += 1
         try:
-            with place.lock:  # others wait for the first to open it
-                if place.checkpoint is None:
-                    place.checkpoint = OpenCheckpoint(path, self._readers)
-            yield place.checkpoint
+            with lent.lock:  # others wait for the first to open it
+                if lent.checkpoint is None:
+                    lent.checkpoint = OpenCheckpoint(place[0], self._readers, against and against[0])
+            yield lent.checkpoint
         finally:
-            for unused in self._given_back(place):
+            for unused in self._given_back(lent):
                 unused.close()
 
-    def _given_back(self, place: _Place) -> list[OpenCheckpoint]:
+    def _given_back(self, lent: _Lent) -> list[OpenCheckpoint]:
         """Return the checkpoints to close, now that a request is done with one."""
         with self._lock:
-            place.users -= 1
+            lent.users -= 1
             closed = []
             for key, one in list(self._places.items()):
                 if one.users or (one.checkpoint and not self._are_too_many()):
@@ -142,7 +165,9 @@ class Checkpoints:
 
     def _are_too_many(self) -> bool:
         there = [place.checkpoint for place in self._places.values() if place.checkpoint]
-        return len(there) > MOST_OPEN or (len(there) > 1 and sum(one.leaves for one in there) > MOST_LEAVES)
+        return sum(one.opened for one in there) > MOST_OPEN or (
+            len(there) > 1 and sum(one.leaves for one in there) > MOST_LEAVES
+        )
 
 
 def leaf_of(checkpoint: OpenCheckpoint, request: Request) -> Json | None:

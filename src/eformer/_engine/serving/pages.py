@@ -2,8 +2,9 @@
 
 /                         the run, or the checkpoint
 /run.json                 the steps of the run, as they are now
-/step/100/                one step; below it, and below / for a checkpoint alone:
+/step/100/                one step, with ?against=50 beside another; below it, and below / for a checkpoint alone:
     summary.json   children.json?path=   search.json?query=   leaf.json?path=   treemap.json?path=   locate.json?path=
+    changes.json
 /report.css /run.js /checkpoint.js
 """
 
@@ -16,22 +17,23 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.find import find
-from eformer._engine.formats.steps import is_checkpoint, steps_in
+from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, steps_in
 from eformer._engine.record.text import printable
 from eformer._engine.reports.page import SCRIPTS, STYLES, asset
 from eformer._engine.reports.report import made
 from eformer._engine.reports.timeline import rule_text
 from eformer._engine.serving.checkpoints import Checkpoints, OpenCheckpoint, leaf_of
 from eformer._engine.serving.live import LiveRun, identity_of
-from eformer._engine.serving.requests import Answer, RefusedError, Request, as_error, as_json
+from eformer._engine.serving.requests import WITH_SLASH, Answer, RefusedError, Request, as_error, as_json
 from eformer._engine.serving.rows import Options, Rows
 from eformer._engine.stores.locate import store_at
 from eformer.errors import EformerError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Sequence
 
     from eformer._engine.record.policies import Keep
+    from eformer._engine.serving.checkpoints import Place
 
 Question = Callable[[OpenCheckpoint, Request], Any]
 
@@ -72,12 +74,16 @@ class Pages:
 
     def _answer(self, request: Request) -> Answer:
         match request.parts:
+            case ():
+                return WITH_SLASH
             case ("",):
                 return _shell("run" if self._run else "checkpoint", self.title, "")
             case ("report.css" | "run.js" | "checkpoint.js" as name,):
                 return _file(name)
             case ("run.json",) if self._run:
                 return self._news(self._run, request.known)
+            case ("step", number) if self._run and _is_number(number):
+                return WITH_SLASH
             case ("step", number, "") if self._run and _is_number(number):
                 self._place(int(number))
                 return _shell("checkpoint", f"step {int(number)} · {self.title}", "../../")
@@ -99,16 +105,33 @@ class Pages:
         return as_json(about | news.as_json() | made(), etag=etag)
 
     def _facts(self, question: Question, request: Request, number: int | None) -> Answer:
-        path, identity = self._place(number)
-        with self._checkpoints.opened(path, identity) as checkpoint:
+        other = self._other(request)
+        places = self._places(number, other)
+        with self._checkpoints.opened(*places) as checkpoint:
             found = question(checkpoint, request)
-            if question is _summary and number is not None:
-                found["run"] = {"title": self.title, "href": "../../"}
-        if isinstance(found, dict) and found.get("damaged") and self._place(number) != (path, identity):
+            if question is _summary and self._run and number is not None:
+                found["run"] = self._about_run(self._run, number, other)
+        if isinstance(found, dict) and found.get("damaged") and self._places(number, other) != places:
             raise NotFoundError("this checkpoint was replaced while it was read; open the page again")
         return as_json(found)
 
-    def _place(self, number: int | None = None) -> tuple[str, Hashable]:
+    def _about_run(self, run: LiveRun, number: int, other: int | None) -> dict[str, Any]:
+        """Return what the page of a step shows of its run: a way back, and the steps that it can be compared with."""
+        steps = [step.number for step in run.news().steps if step.number != number]
+        return {"title": self.title, "href": "../../", "steps": steps[::-1], "against": other}
+
+    def _other(self, request: Request) -> int | None:
+        """Return the step to compare with, if a request names one."""
+        if not (text := request.parameters.get("against", "")):
+            return None
+        if not self._run or not _is_number(text):
+            raise RefusedError(404, "there is no such step to compare with")
+        return int(text)
+
+    def _places(self, number: int | None, other: int | None) -> tuple[Place, Place | None]:
+        return self._place(number), None if other is None else self._place(other)
+
+    def _place(self, number: int | None = None) -> Place:
         if self._run and number is not None:
             return self._run.place(number)
         store, name = store_at(self.path).parent()
@@ -120,12 +143,13 @@ class Pages:
 
 
 def _is_run(path: str) -> bool:
-    """Tell whether there are steps at a path, or will be: an empty directory is a run that has not begun."""
+    """Tell whether there are steps at a path, or will be: a directory that is empty, or has been claimed by a job and
+    holds nothing else, is a run that has not begun."""
     store = store_at(path)
     if is_checkpoint(store):
         return False
     try:
-        return bool(steps_in(store)) or not store.kinds()
+        return bool(steps_in(store)) or store.kinds().keys() <= {RUN_FILE}
     except (FileNotFoundError, NotADirectoryError):
         return False
 
@@ -152,6 +176,7 @@ def _summary(checkpoint: OpenCheckpoint, _: Request) -> dict[str, Any]:
 
 _QUESTIONS: dict[str, Question] = {
     "summary.json": _summary,
+    "changes.json": lambda checkpoint, _: checkpoint.changes(),
     "leaf.json": leaf_of,
     "children.json": _rows(lambda rows, asked: rows.children(_path(asked), Options(asked.parameters))),
     "treemap.json": _rows(lambda rows, asked: rows.treemap(_path(asked))),

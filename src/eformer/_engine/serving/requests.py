@@ -94,6 +94,9 @@ class Answer:
     etag: str = ""
 
 
+WITH_SLASH = Answer(status=308)  # the page is at the same address with a slash after it, which its links need
+
+
 class RefusedError(Exception):
     """A request that is not answered, with the status and the reason to send."""
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.lazy import lazy_property
-from eformer._engine.record.names import unescape
+from eformer._engine.record.names import BARE_LEAF, unescape
 from eformer._engine.reports.contents import TREE, row_paths
 from eformer._engine.reports.facts import statistics_facts
 from eformer._engine.reports.folding import FOLD, ITSELF
@@ -21,6 +21,7 @@ from eformer._engine.reports.folding import FOLD, ITSELF
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from eformer._engine.reports.changes import Change
     from eformer._engine.reports.contents import Contents
     from eformer._engine.reports.reading import Measured
 
@@ -33,18 +34,20 @@ _MOST_ORDERS = 8  # sorted lists that are kept
 _ITEMS, _INNER, _LEVELS = 60, 24, 3  # tiles of a treemap, inside of each, and how deep
 _TILES = 3000  # of all levels below the first
 _WILDCARD = re.compile(r"[*?[]")
+_STATUSES = ("", "same", "unknown", "changed", "added")  # from the weakest
 _DIGITS = re.compile(r"(\d+)")
 
 
 class Rows:
     """The rows of one checkpoint, with totals for the groups."""
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: Contents, changes: Mapping[str, Change] | None = None) -> None:
         self._leaves = contents.leaves
         self._rows = contents.rows
         self._paths = row_paths(contents.rows)
         self._children = _children(contents)
         self._totals = _totals(contents)
+        self._changes = _changes(contents, self._paths, changes) if changes else []
         self._groups = {path: n for n, path in enumerate(self._paths) if self._rows[n].leaf < 0}
         self._measured: OrderedDict[str, Measured] = OrderedDict()
         self._damaged: set[int] = set()
@@ -192,8 +195,15 @@ class Rows:
             "nbytes": totals.nbytes,
             "leaves": totals.leaves,
             "dtype": totals.main_dtype,
-            "change": None,
+            "change": self._change(number),
         }
+
+    def _change(self, number: int) -> Json | None:
+        """Return how a row has changed: as it was measured, if it is a leaf that was read."""
+        measured = self._measured.get(self._paths[number]) if self._rows[number].leaf >= 0 else None
+        if measured and measured.change:
+            return measured.change.as_json()
+        return {"status": self._changes[number]} if self._changes else None
 
     def _largest(self, number: int, most: int) -> tuple[list[int], Json]:
         inside = [n for n in self._children[number] if self._totals[n].nbytes]
@@ -206,7 +216,7 @@ class Rows:
     def _ordered(self, what: str, options: Options, unsorted: Callable[[], Sequence[int]]) -> Sequence[int]:
         """Return rows in the order asked for. The last few orders are kept, for the next page of the same."""
         key = (what, options.sort, options.descending)
-        if key in self._orders and options.sort != "std":
+        if key in self._orders and options.sort not in ("std", "change"):
             self._orders.move_to_end(key)
             return self._orders[key]
         order = list(unsorted())
@@ -224,7 +234,12 @@ class Rows:
             "nbytes": lambda n: self._totals[n].nbytes,
             "dtype": lambda n: self._totals[n].main_dtype,
             "std": self._std,
+            "change": self._weight,
         }
+
+    def _weight(self, number: int) -> tuple[int, float]:
+        found = self._change(number) or {}
+        return _STATUSES.index(found.get("status", "")), found.get("relative") or 0.0
 
     def _std(self, number: int) -> float:
         measured = self._measured.get(self._paths[number]) if self._rows[number].leaf >= 0 else None
@@ -283,6 +298,21 @@ def _totals(contents: Contents) -> list[_Totals]:
     return totals
 
 
+def _changes(contents: Contents, paths: Sequence[str], changes: Mapping[str, Change]) -> list[str]:
+    """Return the status of each row: of a group, that of all its leaves, or the strongest of several."""
+    found = [""] * len(paths)
+    for number in range(len(paths) - 1, -1, -1):
+        row = contents.rows[number]
+        if row.leaf >= 0:
+            found[number] = changes[paths[number]].status
+        if row.parent >= 0:
+            both = {found[row.parent], found[number]} - {""}
+            found[row.parent] = (
+                both.pop() if len(both) == 1 else "unknown" if "unknown" in both else "changed"
+            )
+    return found
+
+
 def _children(contents: Contents) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in contents.rows]
     for number, row in enumerate(contents.rows):
@@ -317,6 +347,8 @@ def _part_label(part: str) -> str:
         return unescape(part[len(FOLD) :])
     if part == ITSELF:
         return "(itself)"
+    if part == BARE_LEAF:
+        return "(the only leaf)"
     return unescape(part[len(TREE) :]) if part.startswith(TREE) else unescape(part)
 
 

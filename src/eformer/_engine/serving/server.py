@@ -19,6 +19,7 @@ from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from eformer._engine.serving.requests import RefusedError, Site, admitted, as_error
 
@@ -177,6 +178,8 @@ class _Connection(BaseHTTPRequestHandler):
             headers |= {"ETag": answer.etag, "Cache-Control": "no-cache, private"}
         if answer.status == HTTPStatus.METHOD_NOT_ALLOWED:
             headers["Allow"] = "GET, HEAD"
+        if answer.status == HTTPStatus.PERMANENT_REDIRECT:
+            headers["Location"] = f"{urlsplit(self.path).path}/"
         lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         head = "\r\n".join([*lines, "", ""]).encode("ascii")

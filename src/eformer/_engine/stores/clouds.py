@@ -36,7 +36,8 @@ def bucket_at(url: str) -> BucketStore:
 
 def objects_at(address: Address, url: str) -> Objects:
     """Return the objects of a bucket, with the options that callers have given for `url`."""
-    import_obstore(f"{address.url}: buckets need", address.cloud)
+    place = url if address.cloud == "memory" else address.url
+    import_obstore(f"{place}: buckets need", address.cloud)
     if address.cloud == "memory":
         with _making:
             return _memory()

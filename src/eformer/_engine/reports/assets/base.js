@@ -7,7 +7,7 @@
 //                                nbytes, files, dtypes: [{dtype, leaves, nbytes, params}], metadata: {name: text},
 //                                verification: {state, text}, health: {nan, inf, zero}, has_values (or "on demand"), left_out, notes,
 //                                signed_by, made_by, made_at, against?: {title, path, saved_at, format},
-//                                run?: {title, href}}
+//                                run?: {title, href, steps: [number], against: number or null}}
 //   children(path, {offset, limit, sort, descending})
 //                            -> {total, rows: [row]}; sort is "" for the order of the tree, "name", "params",
 //                               "nbytes", "dtype", "std" or "change"
@@ -84,6 +84,7 @@ const eformer = {};
   eformer.label = (part) => part.split(".").map((one) => {
     if (one.startsWith("%*")) return unescape(one.slice(2)).replace(/(\d+)-(\d+)/, "$1–$2");
     if (one === "%=") return "(itself)";
+    if (one === "%") return "(the only leaf)";
     if (one.startsWith("%@")) return unescape(one.slice(2)) || "(no prefix)";
     return unescape(one);
   }).join(".");

@@ -14,8 +14,9 @@
   };
 
   // Ask for facts. An answer that says why there are none is shown, and whoever waits for them waits for ever.
+  const against = new URLSearchParams(location.search).get("against") ?? undefined;
   const ask = async (name, parameters = {}, options = {}) => {
-    const query = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value !== undefined));
+    const query = new URLSearchParams(Object.entries({ ...parameters, against }).filter(([, value]) => value !== undefined));
     try {
       const answer = await fetch(`${name}.json?${query}`, { cache: "no-cache", ...options });
       const found = await answer.json();
@@ -36,7 +37,7 @@
       search: (query, options = {}) => ask("search", { query, ...options }),
       treemap: (path) => ask("treemap", { path }),
       locate: (path, kind, options = {}) => ask("locate", { path, kind, ...options }),
-      changes: async () => null,
+      changes: () => ask("changes"),
       // Whoever selects another leaf does not wait for this one any more: the server stops reading it.
       leaf: (path) => {
         reading.abort();

@@ -76,9 +76,14 @@
     const facts = [summary.format, summary.writer, summary.saved_at && eformer.time(summary.saved_at), summary.signed_by && `signed by ${summary.signed_by} (not checked here)`];
     return h("div.title",
       h("div", h("h1", eformer.name(summary.title), summary.against ? [h("span.vs", " against "), eformer.name(summary.against.title, { class: "name vs-name" })] : null),
-        h("p.muted.facts", h("bdi.mono", eformer.visible(summary.path)), facts.filter(Boolean).map((fact) => [h("span.dot", { "aria-hidden": "true" }, "·"), h("bdi", eformer.visible(fact))]))),
+        h("p.muted.facts", h("bdi.mono", eformer.visible(summary.path)), facts.filter(Boolean).map((fact) => [h("span.dot", { "aria-hidden": "true" }, "·"), h("bdi", eformer.visible(fact))])), choice(summary.run)),
       h(`div.state.${shade}`, { id: "verification", title: text }, h("span.sign", { "aria-hidden": "true" }, sign), h("span", h("b", words), h("span.explain", text))));
   };
+
+  // The other steps of a run, to compare this one with.
+  const choice = (run) => run?.steps.length ? h("p", h("label.choice", "compare with ", h("select", { id: "against",
+    onchange: (event) => { location.search = event.target.value && `?against=${event.target.value}`; } },
+  [h("option", { value: "" }, "nothing"), ...run.steps.map((step) => h("option", { value: step, selected: step === run.against }, `step ${step}`))]))) : null;
 
   const tiles = (summary) => {
     const { health } = summary;
@@ -120,7 +125,7 @@
       h("div.bar", h("h2", { id: "changes-title" }, "Change"), h("div.chips", chip("changed"), chip("added"), chip("removed"), chip("same", "the same"), chip("unknown", "not read")), choice),
       h("div.change-split",
         h("div.heat", maps.length ? body : h("p.muted.empty", "No arrays to compare.")),
-        h("div", h("h3", "Largest relative change"), changes.largest.length ? largest(changes.largest, "Largest relative change") : h("p.muted", "Nothing changed."),
+        h("div", h("h3", "Largest relative change"), changes.largest.length ? largest(changes.largest, "Largest relative change") : h("p.muted", !counts.unknown ? "Nothing changed." : summary.has_values ? "Select a leaf to compare its values." : "Values were not compared."),
           changes.state?.length ? h("details.small", h("summary", "Optimizer state"), largest(changes.state, "Largest relative change of the optimizer state")) : null,
           listed(changes.added, "added", counts.added ?? 0), listed(changes.removed, "removed", counts.removed ?? 0))));
   };
