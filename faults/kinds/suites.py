@@ -23,9 +23,11 @@ class Suite(Kind):
     def __init__(self, name: str, title: str, *patterns: str) -> None:
         self.name, self.title, self.patterns = name, title, patterns
 
+    def files(self) -> list[Path]:
+        return [path for pattern in self.patterns for path in sorted(ROOT.glob(f"tests/{pattern}"))]
+
     def layouts(self) -> list[str]:
-        found = [path for pattern in self.patterns for path in sorted(ROOT.glob(f"tests/{pattern}"))]
-        return [_title(path) for path in found] or ["-"]
+        return [_title(path) for path in self.files()] or ["-"]
 
     def cannot(self, layout: str) -> str:
         return (
@@ -37,12 +39,12 @@ class Suite(Kind):
     def run(self, layout: str, seed: int, bench: Bench) -> Outcome:
         if seed > bench.first:
             return Outcome(OVER)
-        (file,) = (f for p in self.patterns for f in ROOT.glob(f"tests/{p}") if _title(f) == layout)
+        (file,) = (path for path in self.files() if _title(path) == layout)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         done = subprocess.run(
             [*command, f"--basetemp={bench.disk / 'pytest'}", str(file)],
             cwd=ROOT,
-            env=os.environ | {"PYTHONUTF8": "1"},
+            env=os.environ | {"PYTHONUTF8": "1", "EFORMER_SAMPLE": "1"},
             capture_output=True,
             text=True,
         )

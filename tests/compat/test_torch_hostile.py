@@ -17,6 +17,8 @@ from eformer import checkpoint
 from eformer.errors import EformerError, FormatError
 from support.torch_files import archive, tensor
 
+pytestmark = pytest.mark.sample(2)
+
 HERE = Path(__file__).parent / "torch"
 
 

@@ -43,6 +43,7 @@ class RoundTrips(Contract):
         assert_same(load(path), model())
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.sample(2)
     def test_numpy_arrays_of_every_dtype_come_back_as_numpy_arrays(self, path, dtype):
         rng = np.random.default_rng(0)
         bits = rng.integers(0, 2, (33, 7, dtype.itemsize), np.uint8)
@@ -57,6 +58,7 @@ class RoundTrips(Contract):
         assert_same(load(path), tree)
 
     @pytest.mark.parametrize("dtype", JAX_DTYPES, ids=lambda d: np.dtype(d).name)
+    @pytest.mark.sample(2)
     def test_jax_arrays_of_every_dtype_come_back_as_jax_arrays(self, path, dtype):
         host = np.random.default_rng(0).integers(0, 2, (33, 7)).astype(np.dtype(dtype))
         tree = {"a": jnp.asarray(host), "empty": jnp.zeros((0, 3), dtype), "single": jnp.asarray(host[0, 0])}

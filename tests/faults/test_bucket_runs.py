@@ -23,7 +23,7 @@ from support.faults import noted
 from support.processes import Job
 from support.servers import CannotStartError, running
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.sample(2)]
 
 KILLS = int(os.environ.get("EFORMER_BUCKET_RUN_KILLS", "1"))
 HEARTBEAT = 6  # seconds after which a rank notices that the other one is dead

@@ -8,6 +8,8 @@ import pytest
 from eformer.checkpoint import save, verify
 from support.faults import NOTHING, OLD, STRIDE, Layout, damaged, flip, noted, tree, zero
 
+pytestmark = pytest.mark.sample(3)
+
 REFUSALS = (ValueError, FileNotFoundError)
 FLIPS = 250 if STRIDE == 1 else 30
 

@@ -7,6 +7,8 @@ import pytest
 
 from support.faults import NEW, NOTHING, OLD, Scene, coarse, failures, noted
 
+pytestmark = pytest.mark.sample(4)
+
 FAULTS = pytest.mark.parametrize(
     ("code", "lasting"),
     [(errno.EIO, False), (errno.ENOSPC, False), (errno.ENOSPC, True)],

@@ -5,6 +5,8 @@ import pytest
 from support.disks import OPTIONS, CannotMount, Mount, make_image
 from support.faults import NEW, OLD, Scene
 
+pytestmark = pytest.mark.sample(3)
+
 
 @pytest.fixture(params=OPTIONS)
 def disk(request, tmp_path):

@@ -6,6 +6,8 @@ import pytest
 
 from support.faults import LAYOUTS, NEW, NOTHING, OLD, STRIDE, Scene, calls_of, coarse, noted
 
+pytestmark = pytest.mark.sample(3)
+
 MOMENTS = pytest.mark.parametrize("moment", ["before", "after"])
 
 

@@ -8,6 +8,8 @@ import pytest
 from eformer.checkpoint import save, save_async
 from support.faults import NEW, NOTHING, OLD, STRIDE, Scene, calls_of, coarse, hooked, noted
 
+pytestmark = pytest.mark.sample(2)
+
 
 def save_and_wait(*args, **kwargs):
     return save_async(*args, **kwargs).result()

@@ -6,6 +6,8 @@ import pytest
 
 from support.faults import NEW, OLD, Scene, noted
 
+pytestmark = pytest.mark.sample(3)
+
 
 def test_a_disk_that_has_no_room_for_a_second_checkpoint_keeps_the_first(layout, small_disk):
     scene = Scene.of(layout, small_disk.place)

@@ -9,6 +9,8 @@ import pytest
 from support.faults import STRIDE, hooked, noted, struck
 from support.tool_faults import STEPS, carry_out, die_at, prepare, result_of
 
+pytestmark = pytest.mark.sample(3)
+
 CONVERSIONS = [f"convert to {name}" for name in ("new.npz", "new.msgpack", "new.safetensors", "new", "orbax")]
 TOOLS = ["prune", "save_to_file", *CONVERSIONS]
 

@@ -11,6 +11,8 @@ from eformer import checkpoint
 from eformer.checkpoint import abstract, convert, diff, inspect, load, save, verify
 from eformer.errors import MismatchError, StructureError
 
+pytestmark = pytest.mark.sample(2)
+
 X = jnp.linspace(-1, 1, 8).reshape(4, 2)
 
 

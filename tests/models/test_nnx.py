@@ -15,6 +15,8 @@ from eformer import checkpoint
 from eformer.errors import MismatchError
 from support.meshes import grid, tall
 
+pytestmark = pytest.mark.sample(2)
+
 X = jnp.linspace(-1, 1, 24).reshape(6, 4)
 Y = jnp.ones((6, 3))
 TX = optax.adam(1e-2)  # one for all: another is another program to compile

@@ -1,6 +1,6 @@
 """A process of several is killed while they save, at any time: the survivors end, and what was committed is whole.
 
-EFORMER_KILLS says how many: 8, or 20 by `make faults`.
+EFORMER_KILLS says how many: 4, or 20 by `make faults`.
 """
 
 import os
@@ -17,7 +17,7 @@ from support.processes import Job
 
 pytestmark = pytest.mark.xdist_group("processes")
 
-KILLS = int(os.environ.get("EFORMER_KILLS", "8"))
+KILLS = int(os.environ.get("EFORMER_KILLS", "4"))
 HEARTBEAT = 6  # seconds after which JAX takes a process for dead
 AT_ONCE = 4
 

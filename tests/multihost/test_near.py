@@ -1,6 +1,6 @@
 """Several processes of a run with a near tier, killed at any time.
 
-EFORMER_KILLS says how often: 2 times, or 20 by `make faults`.
+EFORMER_KILLS says how often: once, or 20 by `make faults`.
 """
 
 import os
@@ -15,7 +15,7 @@ from support.processes import Failed, Job
 
 pytestmark = pytest.mark.xdist_group("processes")
 
-KILLS = int(os.environ.get("EFORMER_KILLS", "2"))
+KILLS = int(os.environ.get("EFORMER_KILLS", "1"))
 UNTIL = 50 * KILLS  # steps: more than can be done before the last kill
 
 

@@ -46,6 +46,7 @@ def ended(job):
 
 
 @pytest.mark.parametrize("kind", MOMENTS)
+@pytest.mark.sample(2)
 def test_a_signal_in_one_process_stops_all_at_one_step(tmp_path, kind):
     with told(tmp_path, kind, MOMENTS.index(kind) % PROCESSES) as job:
         outcomes = ended(job)

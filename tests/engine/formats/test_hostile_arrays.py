@@ -34,6 +34,8 @@ from support.damage import flip
 from support.databases import inner_node, nested_nodes, write_bomb, write_root
 from support.trees import assert_same
 
+pytestmark = pytest.mark.sample(2)
+
 COMPAT = Path(__file__).parents[2] / "compat"
 TREE = {"w": np.arange(6, dtype=np.float32)}
 

@@ -9,6 +9,8 @@ import pytest
 from eformer._engine.loading import device_put
 from support.trees import assert_same
 
+pytestmark = pytest.mark.sample(2)
+
 
 @pytest.fixture(params=["underneath", "device_put", "gone"])
 def way(request, monkeypatch):
@@ -83,7 +85,8 @@ def test_in_a_memory_of_a_device(arrays, way):
 @pytest.mark.parametrize("spec", [jax.P(), jax.P("x"), jax.P(None, "x"), jax.P("y", "x"), jax.P(("x", "y"))])
 def test_parts_on_the_devices_of_a_sharding(spec, way):
     mesh = jax.make_mesh((4, 2), ("x", "y"))
-    arrays = [np.arange(64 * n).reshape(8, 8 * n).astype(d) for n in (1, 2, 2) for d in DTYPES]
+    kinds = DTYPES if spec == jax.P("y", "x") else DTYPES[:2]
+    arrays = [np.arange(64 * n).reshape(8, 8 * n).astype(d) for n in (1, 2, 2) for d in kinds]
     shardings = [jax.NamedSharding(mesh, spec) for _ in arrays]
     same(put_parts(arrays, shardings), jax.device_put(arrays, shardings))
     assert device_put._takes_parts(shardings[0]) == (way == "underneath")

@@ -25,6 +25,8 @@ from support.damage import flip
 from support.hosts import Crew, save_together
 from support.trees import assert_same
 
+pytestmark = pytest.mark.sample(2)
+
 
 @pytest.fixture
 def slots(monkeypatch):

@@ -15,6 +15,8 @@ import pytest
 from eformer.checkpoint import Run, steps
 from support.trees import assert_same
 
+pytestmark = pytest.mark.sample(2)
+
 AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # without it, 500 examples on 16 threads
 
 

@@ -246,6 +246,7 @@ def on_an_accelerator(monkeypatch):
 
 @pytest.mark.parametrize("snapshot", ["auto", "device", "host"])
 @pytest.mark.parametrize("budget", [1, 1000, 2**30])
+@pytest.mark.sample(3)
 def test_arrays_of_an_accelerator_are_staged_within_the_budget(
     tmp_path, monkeypatch, on_an_accelerator, snapshot, budget
 ):

@@ -226,6 +226,7 @@ def test_a_full_disk_keeps_the_old_file_and_leaves_no_trace(tmp_path):
 
 
 @pytest.mark.parametrize("wait", [0.0, 0.004, 0.011, 0.023, 0.047])
+@pytest.mark.sample(2)
 def test_a_killed_writer_leaves_a_whole_file(tmp_path, wait):
     from eformer.pytree._serialization import load_from_file, save_to_file
 

@@ -87,6 +87,7 @@ def test_a_refused_connection_shows_no_secret(account):
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 500])
+@pytest.mark.sample(4)
 def test_a_server_that_repeats_secrets_does_not_get_them_into_messages(account, status):
     url, options = account
     with serving() as server:

@@ -11,6 +11,8 @@ from eformer.checkpoint import Keep, Run, prune, save
 from eformer.errors import EformerError
 from support.links import LAYOUTS, NEXT, TREE, contents, save_as, scratch_in
 
+pytestmark = pytest.mark.sample(3)
+
 CALLS = ("open", "rename", "replace", "unlink", "rmdir", "mkdir", "link", "chmod", "scandir", "stat", "lstat")
 
 

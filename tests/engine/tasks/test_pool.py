@@ -88,6 +88,7 @@ class TestUncollected:
             if phase == "start":
                 collections.append(info["generation"])
 
+        gc.unfreeze()  # as in a program that has frozen nothing
         gc.collect()
         gc.callbacks.append(note)
         try:
@@ -97,6 +98,7 @@ class TestUncollected:
             assert collections == []
         finally:
             gc.callbacks.remove(note)
+            gc.freeze()
         assert len(kept) == 50_000
 
     def test_garbage_that_was_made_meanwhile_can_be_collected(self):

@@ -344,6 +344,7 @@ def large(tmp_path_factory):
     ][: 6 if STRIDE == 1 else 3],  # all of them by `make faults`
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
+@pytest.mark.sample(3)
 def test_a_conversion_stays_within_its_memory(large, tmp_path, form, rules):
     memory = 300_000_000
     command = [sys.executable, "-c", _UNDER_A_LIMIT, large, tmp_path / f"new.{form}", form, memory, *rules]
@@ -377,6 +378,7 @@ convert(sys.argv[1], sys.argv[2], to=sys.argv[3], progress=slowly)
 
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("form", ["safetensors", "tensorstore", "npz"])
+@pytest.mark.sample(3)
 def test_an_interrupted_conversion_leaves_nothing(large, tmp_path, form, kill):
     new = tmp_path / ("new.npz" if form == "npz" else "new")
     command = [sys.executable, "-c", _INTERRUPTED, large, new, form]

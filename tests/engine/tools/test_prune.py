@@ -205,6 +205,7 @@ save({"w": np.ones(1000)}, sys.argv[1], format=sys.argv[2])
 
 @pytest.mark.parametrize("form", ["safetensors", "tensorstore"])
 @pytest.mark.parametrize("step", [100, 2000], ids=["over-a-step", "a-new-step"])
+@pytest.mark.sample(2)
 def test_what_a_dead_save_left_is_swept(run, form, step):
     shutil.rmtree(run / "run-100")
     save({"w": np.full(1000, 100)}, run / "run-100", format=form)
