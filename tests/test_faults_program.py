@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -157,3 +158,15 @@ def test_a_kind_or_layout_that_does_not_exist_is_refused(tmp_path):
     assert done.returncode == 2
     assert "no kind floods; the kinds are flips, edits, kills" in done.stderr
     assert "kills has no layout 'x'" in run("--repeat", "kills/x/0", out=tmp_path).stderr
+
+
+def test_files_of_which_the_suite_runs_a_sample_are_run_whole(program):
+    suites = program("kinds.suites").SUITES
+    whole = {path for suite in suites for path in suite.files()}
+    marked = {
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"pytest\.mark\.(sample|thorough)\b", path.read_text("utf-8"))
+    }
+    assert len(marked - {Path(__file__)}) > 20
+    assert marked - {Path(__file__)} <= whole

@@ -9,7 +9,7 @@ import pytest
 from browser.page import Page
 from eformer import checkpoint
 
-pytestmark = pytest.mark.xdist_group("browser")
+pytestmark = [pytest.mark.xdist_group("browser"), pytest.mark.sample(2)]  # of a file and a server, one
 
 RNG = np.random.default_rng(0)
 

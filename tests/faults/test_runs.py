@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from eformer import checkpoint
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "run.py"
@@ -27,6 +29,7 @@ def losses(text):
     return {int(step): loss for step, loss in LINE.findall(text)}
 
 
+@pytest.mark.thorough
 def test_the_script_of_the_guide_survives_being_killed(tmp_path):
     whole = losses(started(tmp_path / "whole", 0).communicate(timeout=120)[0])
     assert len(whole) == 300

@@ -13,7 +13,7 @@ import pytest
 from eformer import checkpoint
 from support.processes import Failed, Job
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.sample(2)]
 
 KILLS = int(os.environ.get("EFORMER_KILLS", "1"))
 UNTIL = 50 * KILLS  # steps: more than can be done before the last kill

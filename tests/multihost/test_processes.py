@@ -14,7 +14,7 @@ from multihost import scenes
 from support.processes import Failed, Job
 from support.safetensors_files import tensors_in
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.sample(2)]
 
 LAYOUTS = {
     "safetensors": {},
@@ -90,7 +90,6 @@ def test_all_processes_call_a_tensor_the_same(two, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["sync", "async"])
-@pytest.mark.sample(2)
 def test_what_two_processes_save_loads_on_any_other_number(jobs, layout, how):
     path, options = layout
     for version in (0, 1):  # the second replaces the first
@@ -153,7 +152,6 @@ def test_weakly_typed_arrays_of_several_processes_come_back_weakly_typed(two, pa
     succeed(two.run("save_and_load_weak", path))
 
 
-@pytest.mark.sample(2)
 def test_what_is_held_by_several_is_read_once_if_it_is_broadcast(four, path):
     large = np.random.default_rng(0).integers(0, 2**16, (2048, 8192), np.uint16).view(ml_dtypes.bfloat16)
     save(large, path, **scenes.format_of(path))
@@ -175,7 +173,6 @@ def test_saves_under_way_are_committed_in_their_order(two, path):
         assert verify(f"{path}-{version}").ok
 
 
-@pytest.mark.sample(2)
 def test_a_checkpoint_that_is_replaced_meanwhile_is_never_mixed(two, path):
     succeed(two.run("prepare_for_loads", path))
     first, second = succeed(two.run("save_while_others_load", path, 15))
@@ -240,7 +237,6 @@ def test_leaves_that_lie_in_one_process_each_are_all_saved(four, path):
         ("other path", "-of-its-own is not the directory", "on a file system that all of them share"),
     ],
 )
-@pytest.mark.sample(2)
 def test_another_tree_in_one_process_is_an_error_in_all(two, path, kind, says, others):
     save({"old": 1}, path, **scenes.format_of(path))
     if kind == "other compression" and path.name == "safetensors":
@@ -279,7 +275,6 @@ def test_processes_that_do_not_share_the_directory_all_say_so(two, tmp_path):
 
 
 @pytest.mark.parametrize("absent", [0, 1])
-@pytest.mark.sample(2)
 def test_a_process_that_does_not_come_is_missed_in_time(path, absent, tmp_path):
     with Job(2, 1, tmp_path / "log") as job:  # afterwards these two are out of step
         (outcome,) = job.run("save_but_one", path, absent, ranks=[1 - absent])
@@ -313,7 +308,6 @@ def test_the_same_keys_in_another_order_are_the_same_tree(two, path):
 
 
 @pytest.mark.parametrize("kind", ["plain", "replicated"])
-@pytest.mark.sample(2)
 def test_processes_that_are_out_of_step_do_not_make_a_mixture(path, tmp_path, kind):
     with Job(2, 2, tmp_path / "log") as job:
         first, second = succeed(job.run("miss_a_save", path, kind))
@@ -341,7 +335,6 @@ def test_a_function_of_the_callers_that_fails_in_one_process_fails_all(two, path
     succeed(two.run("save_tree", path, "sync", {}))  # they are still in step
 
 
-@pytest.mark.sample(2)
 def test_a_save_may_take_longer_than_many_others_together(two, path):
     succeed(two.run("outlive_many", path, 70))
     assert verify(path).ok

@@ -103,6 +103,7 @@ def killed_loop(path, pipeline):
     loop(path, pipeline, 10_000, tell)
 
 
+@pytest.mark.thorough
 def test_a_killed_run_sees_the_batches_of_an_uninterrupted_one(tmp_path):
     expected, seen, pipeline = {}, {}, "filtered"
     loop(tmp_path / "whole", pipeline, 60, expected.__setitem__)

@@ -496,7 +496,7 @@ def test_a_large_chunk_is_decoded_once(tmp_path, monkeypatch, target, rules):
         assert_same(jax.tree.map(np.asarray, found), tree)
 
 
-@pytest.mark.skipif(STRIDE > 1, reason="make faults")
+@pytest.mark.thorough
 def test_many_leaves_and_trees_stay_within_their_memory(tmp_path):
     for number in range(6):
         save(
@@ -545,6 +545,7 @@ def test_a_name_inside_of_a_leaf_is_noted(tmp_path):
     assert "a.0 is stored as a%2E0, because a part of its name is a leaf itself" in done.notes
 
 
+@pytest.mark.thorough
 def test_decoding_stays_within_the_memory(tmp_path):
     array = np.random.default_rng(0).integers(0, 256, (100, 10**6), np.uint8)
     options = SaveOptions(compression="zstd", max_chunk_bytes=2**30)
