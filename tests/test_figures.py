@@ -10,12 +10,16 @@ from support.pages import ROOT
 
 @pytest.fixture(scope="module")
 def page():
-    sys.path.insert(0, str(ROOT / "bench"))
+    before, bench = set(sys.modules), str(ROOT / "bench")
+    sys.path.insert(0, bench)
     try:
         import page
     finally:
-        sys.path.remove(str(ROOT / "bench"))
-    return page
+        sys.path.remove(bench)
+    yield page
+    for name in set(sys.modules) - before:  # others have modules of the same names
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(bench):
+            del sys.modules[name]
 
 
 def test_the_tables_of_the_speed_page_are_those_of_the_results(page):
