@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Let the garbage collector pass over what was collected: ten thousand tests, with each of its many runs."""
+    """Freeze the thousands of collected tests, so that the garbage collector does not scan them each time."""
     gc.collect()
     gc.freeze()
 

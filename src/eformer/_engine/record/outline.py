@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from eformer._engine.record.names import split_name, unescape
 from eformer._engine.record.text import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+_T = TypeVar("_T")
 
 _DEEPEST = 64  # levels of modules; deeper parts stay one name, which keeps the recursion bounded
 
@@ -82,7 +83,7 @@ def _fold(node: OutlineNode) -> OutlineNode:
 def _merge_runs(nodes: Sequence[OutlineNode]) -> list[OutlineNode]:
     """Merge consecutive nodes that differ in one number into one node, labelled with the range."""
     runs: list[list[OutlineNode]] = []
-    for node in _in_order(nodes):
+    for node in in_number_order(nodes, lambda node: node.label):
         if runs and _follows(runs[-1][-1], node):
             runs[-1].append(node)
         else:
@@ -90,22 +91,23 @@ def _merge_runs(nodes: Sequence[OutlineNode]) -> list[OutlineNode]:
     return [run[0] if len(run) == 1 else _merge(run) for run in runs]
 
 
-_NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
+NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
 
 
-def _in_order(nodes: Sequence[OutlineNode]) -> list[OutlineNode]:
+def in_number_order(nodes: Iterable[_T], label: Callable[[_T], str]) -> list[_T]:
     """Sort numbered nodes by number, at the place of the first: alphabetically, 10 comes before 2."""
-    groups: dict[str | tuple[str, str], list[tuple[int, int, OutlineNode]]] = {}
+    groups: dict[str | tuple[str, str], list[tuple[int, int, _T]]] = {}
     for position, node in enumerate(nodes):
-        match = _NUMBER.search(node.label)
-        kind = (node.label[: match.start()], node.label[match.end() :]) if match else node.label
+        name = label(node)
+        match = NUMBER.search(name)
+        kind = (name[: match.start()], name[match.end() :]) if match else name
         groups.setdefault(kind, []).append((int(match[0]) if match else 0, position, node))
     return [node for group in groups.values() for _, _, node in sorted(group, key=lambda item: item[:2])]
 
 
 def _follows(before: OutlineNode, node: OutlineNode) -> bool:
     """Tell whether the label has the next number and the contents are the same."""
-    a, b = _NUMBER.search(before.label), _NUMBER.search(node.label)
+    a, b = NUMBER.search(before.label), NUMBER.search(node.label)
     if not a or not b:
         return False
     is_next = int(b[0]) == int(a[0]) + 1
@@ -125,7 +127,7 @@ def _shape_of(node: OutlineNode) -> object:
 
 def _merge(run: Sequence[OutlineNode]) -> OutlineNode:
     first, last = run[0], run[-1]
-    match, end = _NUMBER.search(first.label), _NUMBER.search(last.label)
+    match, end = NUMBER.search(first.label), NUMBER.search(last.label)
     assert match
     assert end
     label = f"{first.label[: match.start()]}{match[0]}-{end[0]}{first.label[match.end() :]}"

@@ -6,11 +6,11 @@ row for the siblings 0 to 31, which are alike and come below it, and `%=` is the
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from eformer._engine.record.names import split_name
+from eformer._engine.record.outline import NUMBER, in_number_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,6 @@ ITSELF = "%="
 
 _FEWEST = 3  # siblings that are folded
 _DEEPEST = 64  # levels; deeper parts stay one name, which bounds the recursion
-_NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,8 @@ def _arrange(node: _Node, shapes: dict[object, int]) -> None:
         _arrange(child, shapes)
     below = tuple(sorted((child.part, child.shape) for child in node.children))
     node.shape = shapes.setdefault((node.kind if node.leaf >= 0 else None, below), len(shapes))
-    node.children = [_joined(child) for child in _folded(_in_order(node.children))]
+    ordered = in_number_order(node.children, lambda child: child.part)
+    node.children = [_joined(child) for child in _folded(ordered)]
 
 
 def _joined(node: _Node) -> _Node:
@@ -106,16 +106,6 @@ def _joined(node: _Node) -> _Node:
     if node.part.startswith(FOLD) or only.part == ITSELF:
         return node
     return _Node(f"{node.part}.{only.part}", only.leaf, only.kind, only.children, node.shape)
-
-
-def _in_order(nodes: Sequence[_Node]) -> list[_Node]:
-    """Sort numbered siblings by number, at the place of the first of them."""
-    groups: dict[str | tuple[str, str], list[tuple[int, int, _Node]]] = {}
-    for position, node in enumerate(nodes):
-        match = _NUMBER.search(node.part)
-        key = (node.part[: match.start()], node.part[match.end() :]) if match else node.part
-        groups.setdefault(key, []).append((int(match[0]) if match else 0, position, node))
-    return [node for group in groups.values() for *_, node in sorted(group, key=lambda item: item[:2])]
 
 
 def _folded(nodes: Sequence[_Node]) -> Iterator[_Node]:
@@ -129,7 +119,7 @@ def _folded(nodes: Sequence[_Node]) -> Iterator[_Node]:
 
 
 def _follows(before: _Node, node: _Node) -> bool:
-    a, b = _NUMBER.search(before.part), _NUMBER.search(node.part)
+    a, b = NUMBER.search(before.part), NUMBER.search(node.part)
     if not a or not b or before.shape != node.shape or int(b[0]) != int(a[0]) + 1:
         return False
     return (before.part[: a.start()], before.part[a.end() :]) == (
@@ -142,7 +132,7 @@ def _fold(run: Sequence[_Node]) -> Sequence[_Node]:
     if len(run) < _FEWEST or not run[0].children:
         return run
     first, last = run[0].part, run[-1].part
-    match, end = _NUMBER.search(first), _NUMBER.search(last)
+    match, end = NUMBER.search(first), NUMBER.search(last)
     assert match
     assert end
     label = f"{first[: match.start()]}{match[0]}-{end[0]}{first[match.end() :]}"
