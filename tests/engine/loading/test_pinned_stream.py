@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 
 import hypothesis
 import hypothesis.strategies as st
@@ -350,7 +351,7 @@ def test_memory_is_not_unlocked_while_a_device_copies_from_it(tmp_path, slots, t
     assemble, locked = pinned_stream.assemble, pinned_stream.page_locked
     monkeypatch.setattr(pinned_stream, "assemble", assembled)
     monkeypatch.setattr(pinned_stream, "page_locked", lambda memory, device: locked(memory, Device()))
-    monkeypatch.setattr(pinned_stream, "_wait_for", waited.extend)
+    monkeypatch.setattr(pinned_stream, "wait_for", waited.extend)
     save(tree, tmp_path)
     with pytest.raises(MemoryError, match="no room on the device"):
         load(tmp_path)
@@ -396,6 +397,65 @@ def split(monkeypatch, slots):
     monkeypatch.setattr(pinned_stream, "assemble", assemble)
     monkeypatch.setattr(slot_split, "_program", compiled)
     return one_by_one
+
+
+@pytest.fixture
+def unwaited(monkeypatch, split):
+    """Yields the inputs of programs that were not waited for before, in the thread that started the program."""
+    waited, missed = [], []
+    wait = pinned_stream.wait_for
+
+    def waiting(arrays):
+        wait(arrays)
+        waited.extend((threading.get_ident(), array) for array in arrays)  # alive, so that ids stay theirs
+
+    def checked(future):
+        program, noted = future.result(), Future()
+
+        def run(*arrays):
+            known = {(thread, id(array)) for thread, array in waited}
+            missed.extend(
+                array
+                for array in arrays
+                if id(array) in sent and (threading.get_ident(), id(array)) not in known
+            )
+            runs.append(program)
+            return program(*arrays)
+
+        noted.set_result(run)
+        return noted
+
+    def sending(put):
+        def call(*args):
+            arrays = put(*args)
+            sent.update((id(array), array) for array in arrays)
+            return arrays
+
+        return call
+
+    runs, sent = [], {}
+    monkeypatch.setattr(pinned_stream, "wait_for", waiting)
+    for module in (slot_split, large_leaves):
+        program = module._program
+        monkeypatch.setattr(
+            module, "_program", lambda *key, program=program, **more: checked(program(*key, **more))
+        )
+        for put in ("put_on", "put_on_default"):
+            monkeypatch.setattr(module, put, sending(getattr(module, put)))
+    yield missed
+    assert runs, "no program ran"
+
+
+@pytest.mark.parametrize("place", [None, jax.P(), jax.P("x")])
+@pytest.mark.parametrize("shape", [(768, 1024), (4096, 4096)])
+def test_no_program_reads_an_array_before_its_thread_has_waited_for_it(tmp_path, unwaited, shape, place):
+    """An accelerator that other threads use may start it before the bytes have arrived."""
+    tree = {f"leaf{n:02}": bits(np.int16, n, shape) for n in range(6 if shape[0] > 1024 else 40)}
+    save(jax.tree.map(jnp.asarray, tree), tmp_path)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1] if shape[0] < 1024 else jax.devices()[:2]), ("x",))
+    loaded = load(tmp_path, shardings=None if place is None else jax.NamedSharding(mesh, place))
+    assert_same(jax.tree.map(np.asarray, loaded), tree)
+    assert unwaited == []
 
 
 def bits(kind, number, shape=(768, 1024)):

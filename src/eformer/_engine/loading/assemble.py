@@ -48,6 +48,7 @@ def assemble(targets: Sequence[LeafTarget], put: PutShards | None = None) -> dic
         else:
             leaf = next(on_devices)
             if target.read_sharding is not None:
+                leaf.block_until_ready()  # no program reads an array that is still on its way, see `Transfer`
                 leaf = resharded(leaf, target.sharding, dtype_from_name(target.dtype))
         if target.entry.key and not target.as_numpy:
             leaf = _as_keys(leaf, target)

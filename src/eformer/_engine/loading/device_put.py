@@ -10,7 +10,7 @@ import importlib
 import logging
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import jax
 import msgspec
@@ -29,11 +29,24 @@ Array = np.ndarray[Any, Any]
 _UNKNOWN: Any = object()
 
 _config: Any = jax.config  # its attributes have no types
+wait_for: Any = jax.block_until_ready  # nor has this
 
 # JAX has these only with jax_enable_x64.
 _WIDE = {np.dtype(name) for name in ("float64", "int64", "uint64", "complex128")}
 
 logger = logging.getLogger("eformer")
+
+
+class Transfer(NamedTuple):
+    """Arrays on their way from page-locked memory to their devices, and the programs that then read them.
+
+    XLA may run a program on such an array before all of its bytes have arrived, if several threads use the device:
+    the result is wrong, and nothing says so. So `then` may be called only after `jax.block_until_ready(arrays)` has
+    returned in the same thread.
+    """
+
+    arrays: Sequence[Any]
+    then: Callable[[], None] | None = None
 
 
 def put_on_default(arrays: Sequence[Array]) -> list[Any]:

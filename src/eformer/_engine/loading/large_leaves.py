@@ -17,7 +17,7 @@ import jax
 import msgspec
 import numpy as np
 
-from eformer._engine.loading.device_put import put_on, put_on_default
+from eformer._engine.loading.device_put import Transfer, put_on, put_on_default
 from eformer._engine.loading.placement import Boxes
 from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.record.dtypes import dtype_from_name
@@ -113,15 +113,16 @@ class _Part:
         regions = [region for _, region in cut]
         self.targets = [msgspec.structs.replace(leaf.target, regions=regions, arrays=())]
 
-    def move(self, memory: np.ndarray[Any, Any]) -> Sequence[Any]:
-        """Put each box on every device that holds it, and write it into the arrays there."""
-        moved: list[Any] = []
-        for (number, region), array in zip(self.cut, self.targets[0].arrays, strict=True):
-            moved += self.move_box(number, region, array)
-        self.leaf.arrived()
-        return moved
+    def move(self, memory: np.ndarray[Any, Any]) -> Transfer:
+        """Put each box on every device that holds it; when the boxes have arrived, write them into the arrays there."""
+        sent = [
+            (shard, there, region)
+            for (number, region), array in zip(self.cut, self.targets[0].arrays, strict=True)
+            for shard, there in self.put_box(number, array)
+        ]
+        return Transfer([there for _, there, _ in sent], partial(self.write, sent))
 
-    def move_box(self, number: int, region: Region, array: np.ndarray[Any, Any]) -> Sequence[Any]:
+    def put_box(self, number: int, array: np.ndarray[Any, Any]) -> Iterator[tuple[_Shard, Any]]:
         leaf = self.leaf
         part = array.view(bits_of(array.dtype))
         part.flags.writeable = False
@@ -130,9 +131,12 @@ class _Part:
             arrays = put_on_default([part])
         else:
             arrays = put_on([part] * len(shards), [shard.device for shard in shards])
-        for shard, there in zip(shards, arrays, strict=True):
+        return zip(shards, arrays, strict=True)
+
+    def write(self, sent: Sequence[tuple[_Shard, Any, Region]]) -> None:
+        for shard, there, region in sent:
             shard.write(there, region)
-        return arrays
+        self.leaf.arrived()
 
 
 class _Shard:
@@ -156,7 +160,7 @@ class _Shard:
         self.array: Any = None
 
     def write(self, part: Any, region: Region) -> None:
-        """Write a part that is on the device into the array, in place."""
+        """Write a part that has arrived on the device into the array, in place."""
         update = self.updates[region.shape].result()
         start = np.array(region.inside(self.region).start, np.int32)
         with self.lock:

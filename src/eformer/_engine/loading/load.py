@@ -9,11 +9,14 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
+import jax
+
 from eformer._engine.formats.find import ReplacedError, reading, reread
 from eformer._engine.formats.process_records import ListedLeaf, ListedTree
 from eformer._engine.loading.assemble import assemble, change_shapes
 from eformer._engine.loading.computed import TreeReader, nbytes_computed, read_computed
 from eformer._engine.loading.contents import below, contents_of, named_like, renamed
+from eformer._engine.loading.device_put import wait_for
 from eformer._engine.loading.fetch import check_sha256
 from eformer._engine.loading.pinned_stream import is_worth_streaming, stream
 from eformer._engine.loading.placement import accelerator_of, on_current_mesh, place_targets, processes_of
@@ -40,8 +43,6 @@ from eformer.errors import FormatError, StructureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    import jax
 
     from eformer._engine.formats.found import Found
     from eformer._engine.loading.contents import Contents
@@ -431,6 +432,10 @@ def _finish(
 ) -> None:
     """Move the assembled arrays of a batch to `arrays`, through the caller's functions."""
     callback = request.callback
+    if jax.default_backend() != "cpu":  # arrays on CPUs are there when they are made
+        wait_for(
+            list(assembled.values())
+        )  # no program reads an array that is still on its way, see `Transfer`
     for target in batch:
         leaf = assembled.pop(target.name)
         leaf = target.transform(leaf) if target.transform else leaf

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate
 from queue import SimpleQueue
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 
 from eformer._engine.loading.assemble import assemble
-from eformer._engine.loading.device_put import PutShards, default_device
+from eformer._engine.loading.device_put import PutShards, Transfer, default_device, wait_for
 from eformer._engine.loading.fetch import aligned
 from eformer._engine.loading.large_leaves import LargeLeaf
 from eformer._engine.loading.placement import accelerator_of
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import TreeEntry
 
-_wait_for: Any = jax.block_until_ready  # it has no types, nor have these
-_enable_x64: Any = jax.enable_x64
+_enable_x64: Any = jax.enable_x64  # it has no types, nor has this
 _config: Any = jax.config
 
 _SLOT_BYTES = 64 * 2**20
@@ -71,7 +70,7 @@ def stream(
         threads = max(2, threads * 7 // 8)  # leaves the others to the transfers
         run_all(stream.tasks(reading), threads, stream.give_up)
         reading.require_unwritten()
-        _wait_for(list(stream.loaded.values()))  # before the slots are unlocked
+        wait_for(list(stream.loaded.values()))  # before the slots are unlocked
     return stream.loaded
 
 
@@ -86,9 +85,9 @@ class Batch(Protocol):
     @property
     def targets(self) -> Sequence[LeafTarget]: ...
 
-    def move(self, memory: np.ndarray[Any, Any]) -> Sequence[Any]:
-        """Begin to move the targets from the memory of their slot to their devices. Return arrays that are ready when
-        the memory is free."""
+    def move(self, memory: np.ndarray[Any, Any]) -> Transfer:
+        """Begin to move the targets from the memory of their slot to their devices. The memory is free when the arrays
+        of the result are ready."""
 
 
 class _Leaves:
@@ -101,19 +100,15 @@ class _Leaves:
     ) -> None:
         self.targets, self.loaded, self.put, self.split = targets, loaded, put, split
 
-    def move(self, memory: np.ndarray[Any, Any]) -> Sequence[Any]:
-        moved = self.split.move(memory) if self.split else None
-        if moved is None:
-            arrays = assemble(self.targets, self.put)
-            pending = list(arrays.values())
-        else:
-            arrays = assemble(moved.others, self.put)
-            pending = [*arrays.values(), moved.data]
-            arrays |= moved.arrays
+    def move(self, memory: np.ndarray[Any, Any]) -> Transfer:
+        sent = self.split.send(memory) if self.split else None
+        arrays = assemble(self.targets if sent is None else sent.others, self.put)
         for target in self.targets:
             target.arrays = ()
         self.loaded.update(arrays)
-        return pending
+        if sent is None:
+            return Transfer(list(arrays.values()))
+        return Transfer([*arrays.values(), sent.data], lambda: self.loaded.update(sent.cut()))
 
 
 class _Stream:
@@ -132,7 +127,8 @@ class _Stream:
         self.default, self.x64 = default_device(_config.jax_default_device), _config.jax_enable_x64
         self.splits = splits_of(self.small, tree.block, self.default, x64=self.x64)
         total = sum(nbytes for _, nbytes in sizes)
-        for _ in range(min(_SLOTS, max(1, -(-total // _SLOT_BYTES)))):
+        self.count = min(_SLOTS, max(1, -(-total // _SLOT_BYTES)))
+        for _ in range(self.count):
             self.slots.put(_Slot(aligned(min(_SLOT_BYTES, total)), self.device, stack))
 
     def tasks(self, reading: Reading) -> Iterator[Callable[[], None]]:
@@ -145,9 +141,24 @@ class _Stream:
             slot = self.slots.get()
             if slot is None:
                 return
-            slot.wait()
+            yield from self.rest_of(slot)
             arrive = partial(self.arrive, batch, slot)
             yield from reading.tasks(plan, memory=slot.memory, end=arrive, is_claimed=batch.is_claimed)
+        for _ in range(self.count):
+            slot = self.slots.get()
+            if slot is None:
+                return
+            yield from self.rest_of(slot)
+
+    def rest_of(self, slot: _Slot) -> Iterator[Callable[[], None]]:
+        """Wait until the slot is free, and yield the task that runs programs on the arrays that have arrived.
+
+        Another thread can carry it out while the slot is read into again.
+        """
+        transfer = slot.transfer
+        slot.wait()
+        if transfer.then:
+            yield partial(self.finish, transfer)
 
     def batches(self, reading: Reading) -> Iterator[Batch]:
         large = [
@@ -168,12 +179,27 @@ class _Stream:
         self.slots.put(None)
 
     def arrive(self, batch: Batch, slot: _Slot) -> None:
-        """Begin to move what has been read to its devices, and let others wait for the slot."""
+        """Begin to move the targets, which have been read, to their devices, and hand the slot on."""
         slot.lock()
-        # One at a time: each start of a transfer needs the interpreter lock, and many would only wait for each other.
-        with self.moving, jax.default_device(self.default), _enable_x64(self.x64):
-            slot.pending = batch.move(slot.memory)
+        with self.starting():
+            slot.transfer = batch.move(slot.memory)
         self.slots.put(slot)
+
+    def finish(self, transfer: Transfer) -> None:
+        """Run programs on arrays that have arrived."""
+        wait_for(transfer.arrays)  # in this thread, see `Transfer`: it returns at once
+        with self.starting():
+            assert transfer.then
+            transfer.then()
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Start transfers or programs, with the settings of the calling thread.
+
+        One thread at a time: each start needs the interpreter lock, and many threads would only wait for each other.
+        """
+        with self.moving, jax.default_device(self.default), _enable_x64(self.x64):
+            yield
 
 
 class _Slot:
@@ -185,7 +211,7 @@ class _Slot:
     def __init__(self, memory: np.ndarray[Any, Any], device: Any, stack: ExitStack) -> None:
         self.memory, self.device, self.stack = memory, device, stack
         self.is_locked = False
-        self.pending: Sequence[Any] = ()
+        self.transfer = Transfer(())
 
     def lock(self) -> None:
         """Lock the memory until the end of the load, unless it is locked."""
@@ -196,8 +222,8 @@ class _Slot:
 
     def wait(self) -> None:
         """Return when the memory has been copied from."""
-        _wait_for(self.pending)
-        self.pending = ()
+        wait_for(self.transfer.arrays)
+        self.transfer = Transfer(())
 
 
 def _groups(sizes: Iterable[tuple[LeafTarget, int]]) -> list[list[LeafTarget]]:

@@ -56,12 +56,18 @@ class Slice(NamedTuple):
         return self.offset + math.prod(self.shape) * self.dtype.itemsize
 
 
-class Moved(NamedTuple):
-    """Arrays on their way, by name, the bytes on the device that they are cut from, and targets that are not moved."""
+class Sent(NamedTuple):
+    """The bytes of a slot on their way to a device, the program that cuts them into arrays there, and the targets of
+    the slot that the program does not make."""
 
-    arrays: dict[str, Any]
     data: Any
+    names: Sequence[str]
+    program: Any
     others: Sequence[LeafTarget]
+
+    def cut(self) -> dict[str, Any]:
+        """Return the arrays by name. The bytes must have arrived, see `Transfer`."""
+        return dict(zip(self.names, self.program(self.data), strict=True))
 
 
 class Split:
@@ -74,7 +80,7 @@ class Split:
         boxes = targets[0].boxes
         self.device, self.is_committed = (default, False) if boxes is None else (boxes.devices[0], True)
 
-    def move(self, memory: np.ndarray[Any, Any]) -> Moved | None:
+    def send(self, memory: np.ndarray[Any, Any]) -> Sent | None:
         """Begin to move the leaves, which were read into `memory`. Return None if the program is not there yet."""
         slices = _slices(self.targets, memory)
         if slices is None:
@@ -85,8 +91,7 @@ class Split:
         data = memory[: slices[-1].stop]
         data.flags.writeable = False
         (there,) = put_on([data], [self.device]) if self.is_committed else put_on_default([data])
-        names = [target.name for target in self.targets]
-        return Moved(dict(zip(names, program.result()(there), strict=True)), there, self.others)
+        return Sent(there, [target.name for target in self.targets], program.result(), self.others)
 
 
 def splits_of(

@@ -1,0 +1,158 @@
+"""Loads onto an accelerator, and saves from it, beside threads that compute: every leaf is compared, bit for bit.
+
+    python bench/gpu_races.py [--shapes 2 33 262 1000] [--loads 75] [--saves 20] [--threads 4] [--busy 2]
+                              [--gigabytes 7] [--dir /dev/shm/races]
+
+A program that reads an array before all of its bytes have arrived computes with other bytes, and nothing says so. It
+happens only while several threads use the device, so several threads load the same checkpoint at once here, others
+multiply and transfer, and digests are not checked (`verify=False`), as they are checked in host memory anyway. The
+program prints a line for each shape and ends with 1 if a leaf was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import gpu_shapes
+
+SHAPES = {"0": (16, 16), "2": (1024, 1024), "33": (2048, 8064), "262": (4096, 32000), "1000": (131072, 4096)}
+
+
+def trees_of(shape: tuple[int, ...], nbytes: float) -> dict[str, Any]:
+    count = 3000 if shape == SHAPES["0"] else max(1, int(nbytes // (2 * shape[0] * shape[1])))
+    return gpu_shapes.tree_of([shape] * count)
+
+
+def differing(loaded: dict[str, Any], tree: dict[str, Any]) -> list[str]:
+    """The names of leaves whose bits differ, compared on the device."""
+    import jax
+
+    same = _same(jax)
+    found = {name: same(loaded[name], tree[name]) for name in tree}
+    return [name for name, is_same in found.items() if not bool(is_same)]
+
+
+def _same(jax: Any, known: list[Any] = []) -> Any:  # noqa: B006  compiled once
+    if not known:
+        bits = lambda array: jax.lax.bitcast_convert_type(array, jax.numpy.uint16)  # noqa: E731
+        known.append(jax.jit(lambda a, b: (bits(a) == bits(b)).all()))
+    return known[0]
+
+
+def compute(stop: threading.Event) -> None:
+    import jax
+    import numpy as np
+
+    matrix, memory = jax.numpy.ones((4096, 4096)), np.ones(2**22, np.uint8)
+    while not stop.is_set():
+        product, there = matrix @ matrix, jax.device_put(memory)
+        (there + 1).block_until_ready()
+        product.block_until_ready()
+
+
+def beside(work: Any, threads: int, busy: int) -> float:
+    """Call `work` in several threads, beside others that compute. Return the seconds that it took."""
+    stop = threading.Event()
+    others = [threading.Thread(target=compute, args=(stop,)) for _ in range(busy)]
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    began = time.perf_counter()
+    for thread in [*others, *workers]:
+        thread.start()
+    for thread in workers:
+        thread.join()
+    took = time.perf_counter() - began
+    stop.set()
+    for thread in others:
+        thread.join()
+    return took
+
+
+def race_loads(kind: str, args: argparse.Namespace) -> int:
+    import jax
+
+    from eformer.checkpoint import load, save
+
+    tree = trees_of(SHAPES[kind], args.gigabytes * 1e9)
+    path = args.dir / "loads"
+    save(tree, path)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    numbers, wrong = itertools.count(), []
+
+    def work() -> None:
+        while next(numbers) < args.loads:
+            wrong.extend([names] if (names := differing(load(path, like=like, verify=False), tree)) else [])
+
+    took = beside(work, args.threads, args.busy)
+    shutil.rmtree(path)
+    nbytes = sum(leaf.nbytes for leaf in tree.values())
+    print(
+        f"{len(tree)} leaves of {kind} MB: {args.loads} loads, {args.threads} at a time, {args.busy} threads "
+        f"compute beside: {len(wrong)} wrong {[names[:3] for names in wrong[:3]]}, {took:.0f} s, "
+        f"{args.loads * nbytes / took / 1e9:.1f} GB/s",
+        flush=True,
+    )
+    return len(wrong)
+
+
+def race_saves(kind: str, args: argparse.Namespace) -> int:
+    """Save in the background and donate the arrays at once; load the checkpoint and compare."""
+    import jax
+
+    from eformer.checkpoint import load, save_async
+
+    change = jax.jit(
+        lambda tree: jax.tree.map(lambda x: jax.lax.bitcast_convert_type(x, jax.numpy.uint16) ^ 0xFFFF, tree),
+        donate_argnums=0,
+    )
+    tree = trees_of(SHAPES[kind], 1e9)
+    numbers, wrong = itertools.count(), []
+
+    def work() -> None:
+        while (number := next(numbers)) < args.saves:
+            path = args.dir / f"save-{number}"
+            mine = jax.tree.map(lambda x: x.copy(), tree)
+            saved = save_async(mine, path)
+            change(mine)
+            saved.result()
+            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+            wrong.extend([names] if (names := differing(load(path, like=like), tree)) else [])
+            shutil.rmtree(path)
+
+    took = beside(work, args.threads, args.busy)
+    print(
+        f"{len(tree)} leaves of {kind} MB: {args.saves} saves, {len(wrong)} wrong, {took:.0f} s", flush=True
+    )
+    return len(wrong)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="*", default=["2", "33", "262", "1000"], choices=SHAPES)
+    parser.add_argument("--loads", type=int, default=75, help="of each shape")
+    parser.add_argument("--saves", type=int, default=20, help="of each shape")
+    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--busy", type=int, default=2)
+    parser.add_argument("--gigabytes", type=float, default=7.0)
+    parser.add_argument("--dir", type=Path, default=Path("/dev/shm/races"))
+    args = parser.parse_args()
+    shutil.rmtree(args.dir, ignore_errors=True)
+    args.dir.mkdir(parents=True)
+    wrong = 0
+    for kind in args.shapes:
+        wrong += race_loads(kind, args) if args.loads else 0
+        wrong += race_saves(kind, args) if args.saves else 0
+    shutil.rmtree(args.dir)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
