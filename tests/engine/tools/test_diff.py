@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from eformer._engine.tools.diff import _Tally
+from eformer._engine.tools.compare import Comparison
 from eformer.checkpoint import SaveOptions, diff, save
 from eformer.errors import CorruptionError
 from support.trees import DTYPES
@@ -80,34 +80,34 @@ def test_large_leaves_are_compared_box_by_box(tmp_path, monkeypatch):
 def test_every_dtype_can_be_compared(dtype):
     one = np.array([1, 0, 1, 1], np.int8).astype(dtype)
     other = np.array([1, 0, 1, 0], np.int8).astype(dtype)
-    assert _Tally().add(one, one).differing == 0
+    assert Comparison().add(one, one).differing == 0
     if np.array_equal(one, other):  # a dtype without zero
         return
-    tally = _Tally().add(one, other)
+    tally = Comparison().add(one, other)
     assert (tally.differing, tally.share) == (1, 0.25)
     assert not tally.largest <= 0  # float8_e8m0fnu has no zero: there it is NaN
 
 
 def test_bits_decide_not_the_equality_of_floats():
     zeros = np.array([0.0, np.nan, np.inf])
-    tally = _Tally().add(zeros, np.array([-0.0, np.nan, np.inf]))
+    tally = Comparison().add(zeros, np.array([-0.0, np.nan, np.inf]))
     assert (tally.differing, tally.largest) == (1, 0.0)
 
 
 def test_between_two_dtypes_values_decide():
-    tally = _Tally().add(np.array([1.0, np.nan, np.inf, 1 / 3]), np.array([1, np.nan, np.inf, 1 / 3], "f4"))
+    tally = Comparison().add(np.array([1.0, np.nan, np.inf, 1 / 3]), np.array([1, np.nan, np.inf, 1 / 3], "f4"))
     assert tally.differing == 1
     assert 0 < tally.largest < 1e-7
 
 
 def test_infinity_and_nan_are_not_hidden():
-    assert _Tally().add(np.array([1.0]), np.array([np.inf])).largest == np.inf
-    assert np.isnan(_Tally().add(np.array([1.0, 5.0]), np.array([np.nan, 6.0])).largest)
+    assert Comparison().add(np.array([1.0]), np.array([np.inf])).largest == np.inf
+    assert np.isnan(Comparison().add(np.array([1.0, 5.0]), np.array([np.nan, 6.0])).largest)
 
 
 def test_large_integers_differ_by_one():
     a = np.array([2**62 + 1, 0])
-    assert _Tally().add(a, a - 1).largest == 1.0
+    assert Comparison().add(a, a - 1).largest == 1.0
 
 
 def test_containers_and_metadata_are_noted(tmp_path):

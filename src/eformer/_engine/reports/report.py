@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from eformer._engine.record.policies import Keep
-    from eformer._engine.reports.contents import Contents
+    from eformer._engine.reports.contents import Contents, Leaf
     from eformer._engine.tasks.progress import Progress
 
 
@@ -172,7 +172,7 @@ def _checkpoint_report(
     }  # fmt: skip
     data = {"version": 1, "kind": "checkpoint", "title": f"{summary['title']}: report", "summary": summary}
     if other:
-        removed = [leaf for leaf in other.leaves if leaf.path not in contents.by_path]
+        removed = removed_from(contents, other)
         data["against"] = overview(contents.leaves, removed, found)
         summary["against"] = other.brief()
     return HtmlReport(contents.path, data | {"leaves": columns(contents, measured, found)})
@@ -186,6 +186,11 @@ def changes_of(contents: Contents, other: Contents, measured: dict[str, Measured
         change = read.change if read else None
         found[leaf.path] = change or recorded_change_of(contents, leaf, other) or Change("unknown")
     return found
+
+
+def removed_from(contents: Contents, other: Contents) -> list[Leaf]:
+    """Return the leaves that only the other checkpoint has."""
+    return [leaf for leaf in other.leaves if contents.counterpart(leaf, other) is None]
 
 
 def made() -> dict[str, str]:
