@@ -216,14 +216,14 @@ def test_a_checkpoint_is_compared_with_one_of_another_format_and_dtype(tmp_path)
     checkpoint.convert(tmp_path / "a", tmp_path / "b", to="safetensors", dtype="bf16")
     (change,) = checkpoint.report(tmp_path / "b", tmp_path / "a").data["against"]["largest"]
     assert change["what"] == "float32[2, 3] → bfloat16[2, 3]"
-    assert "relative" not in change  # 0 to 5 are the same numbers in bfloat16
+    assert change["relative"] == 0  # 0 to 5 are the same numbers in bfloat16
 
 
 def test_changes_beyond_all_numbers_are_still_shown(tmp_path):
     checkpoint.save({"w": np.array([-1.7e308, 1.0, np.nan]), "n": np.array([np.nan])}, tmp_path / "a")
     checkpoint.save({"w": np.array([1.7e308, np.inf, np.nan]), "n": np.array([np.nan])}, tmp_path / "b")
     found = checkpoint.report(tmp_path / "b", tmp_path / "a")
-    assert found.data["against"]["counts"] == {"changed": 1, "same": 1, "removed": 0}
+    assert found.data["against"]["counts"] == {"changed": 1, "same": 1, "removed": 0, "became": 1}
     assert found.data["against"]["largest"][0]["unlike"] == 1
     page.embedded_json(found.data)
 

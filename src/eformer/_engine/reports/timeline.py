@@ -32,6 +32,8 @@ Json = dict[str, Any]
 
 MOST_READ = 32 * 10**9  # bytes of steps that are read for the norms of their changes, the newest first
 
+_MOST_ALARMS = 20  # notes
+
 
 def step_facts(run: str | os.PathLike[str], rules: Sequence[Keep] = ()) -> list[Json]:
     """Describe the steps of a run. Bytes that several steps share count for the first of them."""
@@ -73,7 +75,7 @@ def run_facts(
     reasons = _reasons(run, rules)
     changes = dict(_changes(there, memory, progress)) if values else {}
     unread = sum(step["problem"] is None for step in there) - 1 - len(changes)
-    notes = []
+    notes = _alarms(there, changes)
     if values and unread > 0:
         notes.append(
             f"{count(unread, 'step')} not compared with the one before: that would read more than {size(MOST_READ)}"
@@ -101,6 +103,20 @@ def _for_page(step: Json, reasons: dict[int, list[str]], changes: dict[int, Json
         "kept_by": reasons.get(step["number"], []),
         "change": changes.get(step["number"]),
     }  # fmt: skip
+
+
+def _alarms(there: Sequence[Json], changes: dict[int, Json]) -> list[str]:
+    """Name the steps in which leaves became NaN or infinite; else the last compared step, if it has such leaves."""
+    names = {step["number"]: printable(step["path"].rpartition("/")[2]) for step in there}
+    became = [
+        f"{names[number]}: {count(change['became'], 'array')} became NaN or Inf"
+        for number, change in sorted(changes.items())
+        if change.get("became")
+    ]
+    newest = max(changes, default=None)
+    if became or newest is None or not changes[newest].get("special"):
+        return became[:_MOST_ALARMS]
+    return [f"{names[newest]}: NaN or Inf in {count(changes[newest]['special'], 'array')}"]
 
 
 def rule_text(rule: Keep) -> str:

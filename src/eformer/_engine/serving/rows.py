@@ -33,7 +33,6 @@ _MOST_MEASURED = 5000  # leaves whose statistics are kept
 _MOST_ORDERS = 8  # sorted lists that are kept
 _ITEMS, _INNER, _LEVELS = 240, 24, 3  # tiles of a treemap, inside of each, and how deep: as in embedded.js
 _TILES = 3000  # of all levels below the first
-_NOTHING = {"count": 0, "nbytes": 0}
 _WILDCARD = re.compile(r"[*?[]")
 _DIGITS = re.compile(r"(\d+)")
 
@@ -108,10 +107,12 @@ class Rows:
                 tile["rest"] = rest
                 inner += made
             level = inner
+        for number, tile in level:
+            tile["rest"] = self._largest(number, 0)[1]
         return [tile for _, tile in shown]
 
     def _tile(self, number: int) -> Json:
-        return self._brief(number) | {"children": [], "rest": _NOTHING} | self._count(number)
+        return self._brief(number) | {"children": []} | self._count(number)
 
     def _count(self, number: int) -> Json:
         """Say how many layers a row stands for, if it is a folded one."""

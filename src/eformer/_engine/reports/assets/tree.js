@@ -141,7 +141,7 @@
       nbytes: (row) => [row.nbytes > 0.08 * summary.nbytes ? h("span.share", { style: { width: `${(100 * row.nbytes) / Math.max(1, summary.nbytes)}%` } }) : null, h("span", row.value !== undefined ? "" : bytes(row.nbytes))],
       spark: (row) => row.bins ? eformer.sparkline(row.bins) : "",
       std: (row) => row.std === undefined || row.std === null ? "" : number(row.std, 3, { isColumn: true }),
-      change: (row) => row.change ? h("span", { class: `delta ${row.change.status}`, style: { "--heat-at": String(eformer.heat(row.change)) } },
+      change: (row) => row.change ? h("span", { class: `delta ${eformer.became(row.change) ? "became" : row.change.status}`, style: { "--heat-at": String(eformer.heat(row.change)) } },
         eformer.changeText(row.change)) : "",
     };
     const shortDtype = (dtype) => {
