@@ -235,10 +235,8 @@ class Rows:
         order = sorted(inside, key=lambda n: -self._totals[n].nbytes)
         shown, others = order[:most], order[most:]
         nbytes = sum(self._totals[n].nbytes for n in others)
-        rest: Json = {"count": len(others), "nbytes": nbytes}
-        if others and self._changes:
-            rest["change"] = combined(self._changes[n] for n in others).as_json()
-        return shown, rest
+        changed = combined(self._changes[n] for n in others).as_json() if others and self._changes else None
+        return shown, {"count": len(others), "nbytes": nbytes, "change": changed}
 
     # ------------------------------------------------------------------------------------------ orders
 

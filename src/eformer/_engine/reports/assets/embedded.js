@@ -43,8 +43,7 @@
         for (const name of ["relative", "largest", "share"]) found[name] = change[name][changed];
         changed++;
       }
-      if (found.status === "same") found.relative = 0;
-      return found;
+      return withoutZeros(found);
     };
 
     let number = 0;
@@ -201,10 +200,13 @@
     const status = !before || before.status === change.status ? change.status
       : [before.status, change.status].includes("unknown") ? "unknown" : "changed";
     const larger = !before || heavier(weight(change), weight(before)) > 0 ? change : before;
-    const found = status === "unknown" ? { status } : { status, relative: larger.relative ?? null, from_zero: larger.from_zero };
+    const found = status === "unknown" ? { status } : { status, relative: larger.relative, from_zero: larger.from_zero };
     for (const name of ["became_nan", "became_inf"]) found[name] = (before?.[name] ?? 0) + (change[name] ?? 0);
-    return found;
+    return withoutZeros(found);
   };
+  // As `as_json` of changes.py: a relative change of 0 says that a leaf changed in its bits or its dtype alone.
+  const withoutZeros = (change) => Object.fromEntries(Object.entries(change).filter(([name, value]) => value
+    || (name === "relative" && value === 0 && change.status === "changed")));
   // Order changes as `weight` of changes.py does: a rank, and an amount within it.
   const ranks = { same: 0, unknown: 1, changed: 2, added: 3 };
   const weight = (change) => {

@@ -113,6 +113,10 @@
     const drawMap = (n) => {
       eformer.heatDomain(maps[n]);
       body.replaceChildren(eformer.heatmap(maps[n], goTo), eformer.heatLegend());
+      requestAnimationFrame(() => {  // of many layers, the first that became NaN is scrolled to
+        const loud = body.querySelector("td.became");
+        if (loud) body.scrollLeft = loud.offsetLeft - body.clientWidth / 2;
+      });
     };
     const choice = maps.length > 1 ? h("label.choice", "layers of ", h("select", { id: "stack", onchange: (event) => drawMap(Number(event.target.value)) },
       maps.map((one, n) => h("option", { value: n }, eformer.visible(one.stack ? eformer.label(one.stack) : "all other leaves"))))) : null;
