@@ -357,7 +357,9 @@ def test_a_leaf_that_became_nan_is_the_first_and_the_loudest(browser, compared):
     assert "1 leaf became NaN or Inf" in page.js("return document.getElementById('became').innerText")
     page.panel_shows("layers.249.b")
     page.panel_shows("became NaN")
-    cell = page.js("return [...document.querySelectorAll('.heatmap td.became')].map((one) => one.textContent)")
+    cell = page.js(
+        "return [...document.querySelectorAll('.heatmap td.became')].map((one) => one.textContent)"
+    )
     assert cell == ["became NaN in 1 element"]
     red = page.js("return getComputedStyle(document.querySelector('.flag.bad, .chip.became b')).color")
     assert page.style(".heatmap td.became", "backgroundColor") == red
@@ -372,8 +374,14 @@ def test_the_areas_of_the_treemap_are_in_proportion_to_bytes(browser, compared):
         "(parseFloat(one.style.width) + 2) * (parseFloat(one.style.height) + 2), one.textContent, one.dataset.kind])"
     )
     assert any(text.startswith("226 more") for *_, text, kind in drawn if kind == "rest")
-    inside = [(nbytes, area) for path, nbytes, is_frame, area, *_ in drawn if path.startswith("layers") and not is_frame]
+    inside = [
+        (nbytes, area)
+        for path, nbytes, is_frame, area, *_ in drawn
+        if path.startswith("layers") and not is_frame
+    ]
     sizes = [area / nbytes for nbytes, area in inside]
     assert max(sizes) == pytest.approx(min(sizes), rel=0.01)
     page.js("document.querySelector('.tile[data-kind=rest]').click()")  # opens the group
-    page.until(lambda: page.js("return document.querySelector('.crumbs').textContent").startswith("all › layers"))
+    page.until(
+        lambda: page.js("return document.querySelector('.crumbs').textContent").startswith("all › layers")
+    )

@@ -189,7 +189,12 @@ def test_the_areas_of_a_treemap_add_up_when_it_runs_out_of_tiles(tmp_path):
 @pytest.fixture
 def compared(tmp_path):
     """Rows of a checkpoint beside an earlier one, as they are before any leaf was read; and a function that reads one."""
-    before = {"a": {"x": np.ones(3), "y": np.ones(3)}, "b": {"z": np.zeros(3)}, "same": np.ones(3), "loss": 1.0}
+    before = {
+        "a": {"x": np.ones(3), "y": np.ones(3)},
+        "b": {"z": np.zeros(3)},
+        "same": np.ones(3),
+        "loss": 1.0,
+    }
     after = {"a": {"x": np.full(3, 2.0), "y": np.array([1, np.nan, np.inf])}, "b": {"z": np.ones(3)}}
     checkpoint.save(before, tmp_path / "a")
     checkpoint.save(after | {"same": np.ones(3), "loss": float("inf")}, tmp_path / "b")
@@ -210,7 +215,12 @@ def by_change(rows):
 
 def test_a_plain_value_that_became_infinite_is_first_before_anything_is_read(compared):
     rows, _ = compared
-    assert by_change(rows) == [("loss", "changed", 0), ("a", "unknown", 0), ("b.z", "unknown", 0), ("same", "same", 0)]
+    assert by_change(rows) == [
+        ("loss", "changed", 0),
+        ("a", "unknown", 0),
+        ("b.z", "unknown", 0),
+        ("same", "same", 0),
+    ]
     assert rows.search("loss", options())["rows"][0]["change"]["became_inf"] == 1
 
 
@@ -218,10 +228,18 @@ def test_a_group_with_a_leaf_that_was_read_and_became_nan_is_first(compared):
     rows, read = compared
     for path in ("a.y", "b.z"):
         read(path)
-    assert by_change(rows) == [("a", "unknown", 1), ("loss", "changed", 0), ("b.z", "changed", 0), ("same", "same", 0)]
+    assert by_change(rows) == [
+        ("a", "unknown", 1),
+        ("loss", "changed", 0),
+        ("b.z", "changed", 0),
+        ("same", "same", 0),
+    ]
     read("a.x")
     assert by_change(rows)[0] == ("a", "changed", 1)
-    assert [row["path"] for row in rows.children("a", options(sort="change", descending=True))["rows"]] == ["a.y", "a.x"]
+    assert [row["path"] for row in rows.children("a", options(sort="change", descending=True))["rows"]] == [
+        "a.y",
+        "a.x",
+    ]
 
 
 def test_the_rest_of_a_treemap_says_that_a_leaf_in_it_became_nan(tmp_path):

@@ -117,8 +117,11 @@ def _was_and_is(before: Leaf, after: Leaf) -> str:
 def overview(
     leaves: Sequence[Leaf], removed: Sequence[Leaf], found: Mapping[str, Change], *, most: int = 500
 ) -> dict[str, Any]:
-    """Return what changed in a checkpoint as a whole, as JSON: counts, the leaves that became NaN or infinite, that were
-    added and removed, the ten largest changes, and the heat maps."""
+    """Describe the changes of a checkpoint as a whole, as JSON.
+
+    Return counts, the leaves that became NaN or infinite, the leaves that were added and removed, the ten largest
+    changes, and the heat maps.
+    """
     by_status = Counter(change.status for change in found.values())
     became = [leaf.path for leaf in leaves if found[leaf.path].became]
     loud = {"became": len(became)} if became else {}
@@ -176,9 +179,11 @@ def combined(changes: Iterable[Change]) -> Change:
 
 
 def heatmaps(leaves: Iterable[tuple[str, int, Change]]) -> list[dict[str, Any]]:
-    """Return heat maps as JSON: for each stack of layers, the relative change of every module in every layer; and one of
-    all leaves outside of layers, each in the row of its module. A map with leaves that became NaN or infinite is first,
-    then the one with the most bytes."""
+    """Return heat maps as JSON, for each stack of layers: the relative change of every module in every layer.
+
+    One more map has all leaves outside of layers, each in the row of its module. A map with leaves that became NaN or
+    infinite is first, then the map with the most bytes.
+    """
     leaves = list(leaves)
     at = _layer_positions([path for path, _, _ in leaves])
     stacks: dict[tuple[str, str] | None, list[tuple[str, str, int, Change]]] = defaultdict(list)

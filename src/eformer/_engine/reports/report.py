@@ -17,7 +17,7 @@ from eformer._engine.reports.contents import contents_of
 from eformer._engine.reports.facts import columns
 from eformer._engine.reports.page import MARK, page
 from eformer._engine.reports.reading import Measured, measure, recorded_change_of
-from eformer._engine.reports.timeline import run_facts
+from eformer._engine.reports.timeline import alarms, run_facts
 from eformer._engine.runs.steps import steps
 from eformer._engine.stores.durable import replacing
 from eformer._engine.stores.locate import store_at
@@ -140,6 +140,17 @@ def damage_in(report: HtmlReport) -> str:
     leaves = [problem for problem, is_damaged in report.data["leaves"]["problems"].values() if is_damaged]
     texts = [f"{count(len(leaves), 'damaged array')}: {few(leaves)}"] if leaves else []
     return "; ".join([*report.data["summary"]["problems"], *texts])
+
+
+def became_in(report: HtmlReport) -> str:
+    """Name the leaves, or the steps of a run, that became NaN or infinite. Empty if none did."""
+    if report.data["kind"] == "run":
+        return few(alarms(report.data["run"]["steps"]))
+    against = report.data.get("against")
+    if not against or not against["became"]:
+        return ""
+    number, leaves = against["counts"]["became"], [leaf["path"] for leaf in against["became"]]
+    return f"{number:,} {'leaf' if number == 1 else 'leaves'} became NaN or Inf: {few(leaves)}"
 
 
 def is_run(path: str | os.PathLike[str]) -> bool:

@@ -75,7 +75,8 @@ def run_facts(
     reasons = _reasons(run, rules)
     changes = dict(_changes(there, memory, progress)) if values else {}
     unread = sum(step["problem"] is None for step in there) - 1 - len(changes)
-    notes = _alarms(there, changes)
+    shown = [_for_page(step, reasons, changes) for step in there]
+    notes = alarms(shown)
     if values and unread > 0:
         notes.append(
             f"{count(unread, 'step')} not compared with the one before: that would read more than {size(MOST_READ)}"
@@ -83,7 +84,7 @@ def run_facts(
     return {
         "title": printable(url.rstrip("/").rpartition("/")[2] or url),
         "path": printable(url),
-        "steps": [_for_page(step, reasons, changes) for step in there],
+        "steps": shown,
         "metrics": list(dict.fromkeys(name for step in there for name in step["metrics"])),
         "rules": list(map(rule_text, rules)),
         "nbytes": sum(step["nbytes"] for step in there),
@@ -105,18 +106,20 @@ def _for_page(step: Json, reasons: dict[int, list[str]], changes: dict[int, Json
     }  # fmt: skip
 
 
-def _alarms(there: Sequence[Json], changes: dict[int, Json]) -> list[str]:
-    """Name the steps in which leaves became NaN or infinite; else the last compared step, if it has such leaves."""
-    names = {step["number"]: printable(step["path"].rpartition("/")[2]) for step in there}
+def alarms(shown: Sequence[Json]) -> list[str]:
+    """Name the steps in which arrays became NaN or infinite; else the last step, if it has such arrays."""
+    compared = [step for step in shown if step["change"] and "became" in step["change"]]
     became = [
-        f"{names[number]}: {count(change['became'], 'array')} became NaN or Inf"
-        for number, change in sorted(changes.items())
-        if change.get("became")
+        f"{step['name']}: {count(step['change']['became'], 'array')} became NaN or Inf"
+        for step in compared
+        if step["change"]["became"]
     ]
-    newest = max(changes, default=None)
-    if became or newest is None or not changes[newest].get("special"):
-        return became[:_MOST_ALARMS]
-    return [f"{names[newest]}: NaN or Inf in {count(changes[newest]['special'], 'array')}"]
+    special = [
+        f"{step['name']}: NaN or Inf in {count(step['change']['special'], 'array')}"
+        for step in compared[-1:]
+        if step["change"]["special"]
+    ]
+    return became[:_MOST_ALARMS] or special
 
 
 def rule_text(rule: Keep) -> str:
@@ -168,7 +171,11 @@ def _changes(there: Sequence[Json], memory: int | None, progress: Progress) -> I
             try:
                 with contents_of(step["path"]) as new, contents_of(before["path"]) as old:
                     change, nbytes = _change(new, old, known, room)
-            except (EformerError, OSError, TooLargeError):  # removed meanwhile, or only its digests tell damage
+            except (
+                EformerError,
+                OSError,
+                TooLargeError,
+            ):  # removed meanwhile, or only its digests tell damage
                 change, nbytes = {"problem": "could not be read"}, 0
             read += nbytes
             meter.add(1)

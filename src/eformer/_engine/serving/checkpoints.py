@@ -77,8 +77,10 @@ class OpenCheckpoint:
         return self._summary | made()
 
     def changes(self) -> Json | None:
-        """Return what changed since the other checkpoint, as far as the records and the leaves that were read tell. None
-        if there is no other."""
+        """Return what changed since the other checkpoint, as far as the records and the leaves that were read tell.
+
+        None if there is no other checkpoint.
+        """
         if self._other is None:
             return None
         with self.rows() as rows:

@@ -48,7 +48,10 @@ class Plain:
     def text(self) -> str:
         try:
             return repr(self.value)
-        except (ValueError, RecursionError) as error:  # not recorded; or a number with too many digits to print
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # not recorded; or a number with too many digits to print
             return str(error)
 
 
@@ -76,7 +79,9 @@ def recorded_difference(
 
 
 def _digests(entry: LeafEntry) -> object:
-    return sorted((extent.region or ((), ()), extent.digests, repr(extent.coding)) for extent in entry.extents)
+    return sorted(
+        (extent.region or ((), ()), extent.digests, repr(extent.coding)) for extent in entry.extents
+    )
 
 
 def plain_became(before: LeafEntry | Plain, after: LeafEntry | Plain) -> tuple[int, int]:
@@ -187,7 +192,11 @@ class Comparison:
         if differing:
             self.differing += differing
             now = _numbers(after)
-            self._add_changes(*((was, now) if differing == was.size else (was[differs], now[differs])))
+            if (
+                differing < was.size // 8
+            ):  # equal elements add nothing; leaving out a few would cost more than adding
+                was, now = was[differs], now[differs]
+            self._add_changes(was, now)
 
     def _add_norm(self, was: Array) -> None:
         finite = np.isfinite(was)
@@ -244,7 +253,9 @@ def _numbers(row: Array) -> Array:
     if row.dtype.kind in "mM":
         return row.view(np.int64)
     if "complex" in row.dtype.name:  # the dtypes of ml_dtypes included
-        return row.astype(np.promote_types(row.dtype, np.complex128) if row.dtype.kind == "c" else np.complex128)
+        return row.astype(
+            np.promote_types(row.dtype, np.complex128) if row.dtype.kind == "c" else np.complex128
+        )
     return row if row.dtype.itemsize >= 8 else row.astype(np.float64)
 
 

@@ -106,7 +106,8 @@ class Diff:
 
     def _counts(self) -> str:
         counts = {
-            "became NaN or infinite": sum(change.became > 0 for change in self.changed), "added": len(self.added), "removed": len(self.removed), "changed": len(self.changed),
+            "became NaN or infinite": sum(change.became > 0 for change in self.changed),
+            "added": len(self.added), "removed": len(self.removed), "changed": len(self.changed),
             "unchanged": self.unchanged,
         }  # fmt: skip
         return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "no leaves"
@@ -220,8 +221,15 @@ class _Pair:
             return self.recorded_change(name, before, after, what)
         if not values.differing and what[0] == what[1]:
             return None
-        measured = values.farthest, values.mean, values.share, values.became_nan, values.became_inf
-        return Change(self.label + name, *what, *measured)
+        return Change(
+            self.label + name,
+            *what,
+            values.farthest,
+            values.mean,
+            values.share,
+            became_nan=values.became_nan,
+            became_inf=values.became_inf,
+        )
 
     def recorded_change(self, name: str, before: Any, after: Any, what: tuple[str, str]) -> Change | None:
         if not recorded_difference(before, after):
