@@ -385,3 +385,17 @@ def test_the_areas_of_the_treemap_are_in_proportion_to_bytes(browser, compared):
     page.until(
         lambda: page.js("return document.querySelector('.crumbs').textContent").startswith("all › layers")
     )
+
+
+def test_a_row_of_the_server_says_how_its_leaf_changed_as_soon_as_it_was_read(browser, serve, tmp_path):
+    for number, last in ((1, 1.0), (2, np.nan)):
+        checkpoint.save({"a": {"x": normal(3), "y": np.array([1.0, last])}}, tmp_path / f"step-{number}")
+    with serve(tmp_path) as url:
+        page = Page(browser).open(f"{url}step/2/?against=1")
+        page.until_names(["a", "x", "y"])
+        page.click_row("y")
+        page.panel_shows("became NaN")
+        changes = "return [...document.querySelectorAll('.rows .delta')].map((one) => one.textContent)"
+        page.until(lambda: page.js(changes) == ["became NaN", "not read", "became NaN"])
+        page.sort_by("change")
+        page.until(lambda: page.names() == ["a", "y", "x"])

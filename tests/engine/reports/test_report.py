@@ -281,12 +281,14 @@ def test_the_heat_map_marks_a_leaf_that_became_nan_and_never_paints_a_change_as_
     after["layers"]["1"]["b"][:] = np.nan
     after["layers"]["2"]["w"][:] = np.nextafter(3.0, 4.0)
     before["layers"]["0"]["w"][0], after["layers"]["0"]["w"][0] = 0.0, -0.0
+    before["layers"]["2"]["b"][0] = np.nan
     checkpoint.save(before, tmp_path / "a")
     checkpoint.save(after, tmp_path / "b")
     (found,) = checkpoint.report(tmp_path / "b", tmp_path / "a").data["against"]["heatmaps"]
     cells = {(found["rows"][r], c): rest for r, c, *rest in found["cells"]}
     assert cells["b", 1] == [None, "became NaN in 2 elements", 1]
     assert cells["w", 0] == [None, "changed in its bits alone"]
+    assert cells["b", 2] == [None, "other NaN or Inf"]
     assert 0 < cells["w", 2][0] < 1e-15
     assert cells["b", 0] == [0.0]
     assert (found["became"], found["rows"][0]) == (1, "b")

@@ -247,7 +247,7 @@ def _cell(change: Change) -> list[Any]:
     if change.relative is None or not math.isfinite(change.relative):
         return [None, "from zero" if change.relative == math.inf else change.what or change.status]
     if change.status == "changed" and not change.relative:
-        return [None, change.what or "changed in its bits alone"]
+        return [None, change.what or ("other NaN or Inf" if change.unlike else "changed in its bits alone")]
     return [rounded(change.relative, 3)]
 
 

@@ -48,10 +48,7 @@ class Plain:
     def text(self) -> str:
         try:
             return repr(self.value)
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # not recorded; or a number with too many digits to print
+        except (ValueError, RecursionError) as error:  # only its repr was recorded, or it has too many digits
             return str(error)
 
 

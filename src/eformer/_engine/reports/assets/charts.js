@@ -338,7 +338,7 @@
     if (change.from_zero) return "from zero";
     if (change.status === "same") return "same";
     if (change.status === "added") return "added";
-    if (change.relative === 0) return change.what ? "dtype" : "bits alone";
+    if (change.relative === 0) return change.what ? "dtype" : change.unlike ? "NaN or Inf" : change.share ? "bits alone" : "changed";
     if (change.relative !== undefined && change.relative !== null) return percent(change.relative);
     return change.status === "unknown" ? "not read" : "changed";
   };

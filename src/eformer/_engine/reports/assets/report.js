@@ -16,6 +16,7 @@
       const leaf = await source.leaf(path);
       clearTimeout(waiting);
       panel.replaceChildren(...leafPanel(leaf, summary));
+      tree.note(leaf);
     };
     const showGroup = (row) => { panel.replaceChildren(...groupPanel(row, summary)); };
     const tree = eformer.tree(source, summary, { onSelect: (row) => row.kind === "leaf" ? showLeaf(row.path) : showGroup(row) });
