@@ -226,6 +226,7 @@ def luminance(colour):
 
 def test_print_shows_every_unfolded_row_and_no_buttons(page):
     unfolded(page, "params", "layers.0–5")
+    page.until(lambda: "5" in page.names())  # a server's rows come later
     page.emulate("print")
     page.js("dispatchEvent(new Event('beforeprint'))")
     assert page.style("#theme", "display") == "none"
