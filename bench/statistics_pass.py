@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import ml_dtypes
 import numpy as np
 
-from eformer._engine.reports.changes import Differences
 from eformer._engine.reports.statistics import Collector
+from eformer._engine.tools.compare import Comparison
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,10 +67,10 @@ def statistics_of(boxes: list[Array]) -> object:
 
 
 def changes_of(boxes: list[Array], others: list[Array]) -> object:
-    differences = Differences()
+    comparison = Comparison()
     for box, other in zip(boxes, others, strict=True):
-        differences.add(box, other)
-    return differences.result()
+        comparison.add(other, box)
+    return comparison
 
 
 def processor_time(call: Callable[[], object]) -> float:

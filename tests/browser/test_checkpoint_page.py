@@ -226,6 +226,7 @@ def luminance(colour):
 
 def test_print_shows_every_unfolded_row_and_no_buttons(page):
     unfolded(page, "params", "layers.0–5")
+    page.until(lambda: "5" in page.names())  # a server's rows come later
     page.emulate("print")
     page.js("dispatchEvent(new Event('beforeprint'))")
     assert page.style("#theme", "display") == "none"
@@ -307,3 +308,95 @@ def test_a_tree_that_is_one_leaf_says_so(browser, tmp_path, serve):
     with serve(tmp_path / "c") as served:
         for url in ((tmp_path / "c.html").as_uri(), served):
             Page(browser).open(url).until_names(["(the only leaf)"])
+
+
+# ------------------------------------------------------------------------------------------ comparisons
+
+
+def model(*, is_after):
+    """250 layers of two shapes that take turns, so that they are not folded; one became NaN in the later model."""
+    layers = [{"w": np.full((4, 1 + n % 2), 2.0), "b": np.ones(2)} for n in range(250)]
+    tree = {"layers": layers, "head": np.ones(40), "from_zero": np.zeros(8), "bits": np.zeros(4), "step": 1}
+    if is_after:
+        layers[249]["b"][0] = np.nan
+        layers[3]["w"][:] = 3.0
+        tree |= {"from_zero": np.ones(8), "bits": -np.zeros(4), "step": 2}
+    return tree
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory, serve):
+    """The addresses of both pages of a step beside an earlier one."""
+    run = tmp_path_factory.mktemp("compared") / "run"
+    for number in (1, 2):
+        checkpoint.save(model(is_after=number == 2), run / f"step-{number}")
+    page = run.parent / "page.html"
+    checkpoint.report(run / "step-2", run / "step-1").save(page)
+    with serve(run) as url:
+        yield {"file": page.as_uri(), "served": f"{url}step/2/?against=1"}
+
+
+COMPARED = (
+    "search('', {sort: 'change', descending: true, limit: 5})", "children('', {sort: 'change', descending: true})", "treemap('')",
+    "treemap('layers')", "children('layers', {sort: 'change', descending: true, limit: 3})", "changes()",
+)  # fmt: skip
+
+
+def test_both_sources_answer_alike_about_changes(browser, compared):
+    page = Page(browser).open(compared["file"])
+    inside = {one: page.ask(f"eformer.embeddedSource(eformer.embeddedData()).{one}") for one in COMPARED}
+    page.open(compared["served"])
+    for leaf in page.ask("eformer.remoteSource.checkpoint().search('', {limit: 1000})")["rows"]:
+        page.ask(f"eformer.remoteSource.checkpoint().leaf('{leaf['path']}')")
+    for one in COMPARED:
+        found = page.ask(f"eformer.remoteSource.checkpoint().{one}")
+        assert without_heights(found) == without_heights(inside[one]), one
+
+
+def test_a_leaf_that_became_nan_is_the_first_and_the_loudest(browser, compared):
+    page = Page(browser).open(compared["file"])
+    assert "1 leaf became NaN or Inf" in page.js("return document.getElementById('became').innerText")
+    page.panel_shows("layers.249.b")
+    page.panel_shows("became NaN")
+    cell = page.js(
+        "return [...document.querySelectorAll('.heatmap td.became')].map((one) => one.textContent)"
+    )
+    assert cell == ["became NaN in 1 element"]
+    red = page.js("return getComputedStyle(document.querySelector('.flag.bad, .chip.became b')).color")
+    assert page.style(".heatmap td.became", "backgroundColor") == red
+    assert page.js("return document.querySelectorAll('.heatmap td.same').length") == 498
+    assert page.js("return document.querySelectorAll('.tile.alarm').length") >= 1
+
+
+def test_the_areas_of_the_treemap_are_in_proportion_to_bytes(browser, compared):
+    page = Page(browser).open(compared["file"])
+    drawn = page.js(
+        "return [...document.querySelectorAll('.tile')].map((one) => [one.dataset.path, Number(one.dataset.bytes), one.classList.contains('frame'), "
+        "(parseFloat(one.style.width) + 2) * (parseFloat(one.style.height) + 2), one.textContent, one.dataset.kind])"
+    )
+    assert any(text.startswith("226 more") for *_, text, kind in drawn if kind == "rest")
+    inside = [
+        (nbytes, area)
+        for path, nbytes, is_frame, area, *_ in drawn
+        if path.startswith("layers") and not is_frame
+    ]
+    sizes = [area / nbytes for nbytes, area in inside]
+    assert max(sizes) == pytest.approx(min(sizes), rel=0.01)
+    page.js("document.querySelector('.tile[data-kind=rest]').click()")  # opens the group
+    page.until(
+        lambda: page.js("return document.querySelector('.crumbs').textContent").startswith("all › layers")
+    )
+
+
+def test_a_row_of_the_server_says_how_its_leaf_changed_as_soon_as_it_was_read(browser, serve, tmp_path):
+    for number, last in ((1, 1.0), (2, np.nan)):
+        checkpoint.save({"a": {"x": normal(3), "y": np.array([1.0, last])}}, tmp_path / f"step-{number}")
+    with serve(tmp_path) as url:
+        page = Page(browser).open(f"{url}step/2/?against=1")
+        page.until_names(["a", "x", "y"])
+        page.click_row("y")
+        page.panel_shows("became NaN")
+        changes = "return [...document.querySelectorAll('.rows .delta')].map((one) => one.textContent)"
+        page.until(lambda: page.js(changes) == ["became NaN", "not read", "became NaN"])
+        page.sort_by("change")
+        page.until(lambda: page.names() == ["a", "y", "x"])

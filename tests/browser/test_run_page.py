@@ -159,3 +159,18 @@ def test_a_step_is_compared_with_another_that_is_chosen(live):
     live.until_names(["params.w"])
     live.js("document.querySelector('.rows .row').click()")
     live.until(lambda: "25.0 %" in live.js("return document.querySelector('#leaf').textContent"))
+
+
+def test_a_step_that_became_nan_and_a_metric_that_is_not_finite_are_marked(tmp_path, browser):
+    with checkpoint.Run(tmp_path / "run", every=1) as run:
+        for step, value in enumerate([1.0, 2.0, np.nan], 1):
+            run.after(step, {"w": np.full(2, value)}, metrics={"loss": value})
+    checkpoint.report(tmp_path / "run").save(tmp_path / "run.html")
+    page = Page(browser).open((tmp_path / "run.html").as_uri())
+    assert page.js("return document.querySelectorAll('.odd-step').length") == 2
+    assert "not finite at step 3" in page.text()
+    newest = page.js("return document.querySelector('table.steps tbody tr').textContent")
+    assert "1 leaf became NaN or Inf" in newest
+    assert "step-3: 1 array became NaN or Inf" in page.js(
+        "return document.querySelector('.notes').textContent"
+    )

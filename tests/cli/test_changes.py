@@ -66,8 +66,22 @@ def test_diff_for_programs(model):
             "largest": 2.0,
             "mean": 0.0625,
             "share": 0.03125,
+            "became_nan": 0,
+            "became_inf": 0,
         }
     ]
+
+
+def test_diff_shows_a_leaf_that_became_nan_first_and_in_red(model):
+    tree = load(model)
+    tree["layers"][0]["b"] += 1
+    tree["layers"][2]["w"][0, :2] = np.nan
+    save(tree, model.with_name("other"))
+    shown = on_terminal("diff", model, model.with_name("other"))[0]
+    loud, calm = (next(line for line in shown.splitlines() if name in line) for name in ("2.w", "0.b"))
+    assert shown.index(loud) < shown.index(calm)
+    assert "\x1b[31m\x1b[1m~ layers.2.w: became NaN in 2 elements" in loud
+    assert "\x1b[33m~ layers.0.b" in calm
 
 
 def test_diff_may_be_silent(model):

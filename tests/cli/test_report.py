@@ -53,6 +53,14 @@ def test_a_full_disk_is_an_error_of_one_line_also_with_json(there):
     assert (done.returncode, done.stderr) == (1, "error: [Errno 28] No space left on device\n")
 
 
+def test_a_leaf_that_became_nan_is_a_warning(there):
+    save({"w": np.full(4, np.nan, "f4")}, there / "step-3")
+    done = command("report", "step-3", "--against", "step-2")
+    assert "1 leaf became NaN or Inf: w" in done.stderr
+    assert "became" not in command("report", "step-2", "--against", "step-1").stderr
+    assert "step-3: 1 array became NaN or Inf" in command("report", there).stderr
+
+
 def test_json_has_what_the_page_shows(there):
     found = json.loads(command("report", "step-2", "--against", "step-1", "--json").stdout)
     assert found["against"]["largest"][0]["relative"] == 1.0

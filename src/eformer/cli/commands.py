@@ -205,7 +205,8 @@ def sign(path: str, key: str, as_json: bool) -> None:
 def diff(a: str, b: str, prefix: str | None, as_json: bool, quiet: bool) -> None:
     """Compare the checkpoints at A and B: leaves, shapes, dtypes, values.
 
-    Formats and shardings may differ. The exit code is 0 if all leaves are equal, 1 if not, 2 on an error.
+    Formats and shardings may differ. Leaves of one dtype are equal if their bits are. Leaves that became NaN or
+    infinite come first. The exit code is 0 if all leaves are equal, 1 if not, 2 on an error.
 
     \b
     eformer diff ./step-100 ./step-200
@@ -220,8 +221,11 @@ def diff(a: str, b: str, prefix: str | None, as_json: bool, quiet: bool) -> None
         print_json({name: getattr(found, name) for name in names} | {"changed": changed})
     elif not quiet:
         shades = {"-": "red", "+": "green", "~": "yellow", "!": "cyan"}
-        for line in str(found).split("\n"):
-            click.secho(printable(line), fg=shades.get(line[:1]), color=colours())
+        loud = sum(change.became > 0 for change in found.changed)  # these lines follow the headline
+        for n, line in enumerate(str(found).split("\n")):
+            is_loud = 1 <= n <= loud
+            shade = "red" if is_loud else shades.get(line[:1])
+            click.secho(printable(line), fg=shade, bold=is_loud or None, color=colours())
     if not found.same:
         sys.exit(1)
 

@@ -48,7 +48,7 @@ def report(
     eformer report model.safetensors --no-values
     eformer report ./run --keep 3
     """
-    from eformer._engine.reports.report import check_replaceable, damage_in
+    from eformer._engine.reports.report import became_in, check_replaceable, damage_in
     from eformer._engine.reports.report import report as make
 
     if as_json and output:
@@ -74,6 +74,8 @@ def report(
     else:
         written = found.save(output or default_name(found.path))
         click.secho(f"report: {printable(written)}", fg="green", color=colours())
+    if became := became_in(found):
+        click.secho(printable(f"warning: {found.path}: {became}"), fg="red", err=True, color=colours())
     if damage := damage_in(found):
         click.secho(printable(f"warning: {found.path}: {damage}"), fg="red", err=True, color=colours())
         sys.exit(1)

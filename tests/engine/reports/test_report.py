@@ -216,14 +216,14 @@ def test_a_checkpoint_is_compared_with_one_of_another_format_and_dtype(tmp_path)
     checkpoint.convert(tmp_path / "a", tmp_path / "b", to="safetensors", dtype="bf16")
     (change,) = checkpoint.report(tmp_path / "b", tmp_path / "a").data["against"]["largest"]
     assert change["what"] == "float32[2, 3] → bfloat16[2, 3]"
-    assert "relative" not in change  # 0 to 5 are the same numbers in bfloat16
+    assert change["relative"] == 0  # 0 to 5 are the same numbers in bfloat16
 
 
 def test_changes_beyond_all_numbers_are_still_shown(tmp_path):
     checkpoint.save({"w": np.array([-1.7e308, 1.0, np.nan]), "n": np.array([np.nan])}, tmp_path / "a")
     checkpoint.save({"w": np.array([1.7e308, np.inf, np.nan]), "n": np.array([np.nan])}, tmp_path / "b")
     found = checkpoint.report(tmp_path / "b", tmp_path / "a")
-    assert found.data["against"]["counts"] == {"changed": 1, "same": 1, "removed": 0}
+    assert found.data["against"]["counts"] == {"changed": 1, "same": 1, "removed": 0, "became": 1}
     assert found.data["against"]["largest"][0]["unlike"] == 1
     page.embedded_json(found.data)
 
@@ -251,6 +251,59 @@ def test_the_heat_map_has_modules_by_layers(tmp_path):
     assert sorted(first["rows"]) == ["b", "w"]
     assert {(first["rows"][r], c): value for r, c, value in first["cells"]}["w", 2] == 1.0
     assert [other["stack"] for other in others] == ["opt_state.0.mu.layers.*", ""]
+
+
+def _layers(layers, **leaves):
+    return {"layers": {str(n): {"w": np.full(9, 1.0 + n), "b": np.ones(2)} for n in range(layers)}} | leaves
+
+
+def test_leaves_that_became_nan_or_infinite_are_first_in_every_list(tmp_path):
+    before, after = (
+        _layers(3, opt_state={"0": {"mu": np.ones(3)}}, head=np.ones(2), other=np.zeros(2)) for _ in "ab"
+    )
+    after["layers"]["1"]["w"][:2] = np.nan
+    after["opt_state"]["0"]["mu"][0] = -np.inf
+    after["other"] += 1  # from zero: the strongest change otherwise
+    checkpoint.save(before, tmp_path / "a")
+    checkpoint.save(after | {"loss": float("nan")}, tmp_path / "b")
+    against = checkpoint.report(tmp_path / "b", tmp_path / "a").data["against"]
+    assert against["counts"]["became"] == 2
+    assert {one["path"]: (one.get("became_nan"), one.get("became_inf")) for one in against["became"]} == {
+        "layers.1.w": (2, None),
+        "opt_state.0.mu": (None, 1),
+    }
+    assert [one["path"] for one in against["largest"]] == ["layers.1.w", "other"]
+    assert [one["path"] for one in against["state"]] == ["opt_state.0.mu"]
+
+
+def test_the_heat_map_marks_a_leaf_that_became_nan_and_never_paints_a_change_as_none(tmp_path):
+    before, after = _layers(3), _layers(3)
+    after["layers"]["1"]["b"][:] = np.nan
+    after["layers"]["2"]["w"][:] = np.nextafter(3.0, 4.0)
+    before["layers"]["0"]["w"][0], after["layers"]["0"]["w"][0] = 0.0, -0.0
+    before["layers"]["2"]["b"][0] = np.nan
+    checkpoint.save(before, tmp_path / "a")
+    checkpoint.save(after, tmp_path / "b")
+    (found,) = checkpoint.report(tmp_path / "b", tmp_path / "a").data["against"]["heatmaps"]
+    cells = {(found["rows"][r], c): rest for r, c, *rest in found["cells"]}
+    assert cells["b", 1] == [None, "became NaN in 2 elements", 1]
+    assert cells["w", 0] == [None, "changed in its bits alone"]
+    assert cells["b", 2] == [None, "other NaN or Inf"]
+    assert 0 < cells["w", 2][0] < 1e-15
+    assert cells["b", 0] == [0.0]
+    assert (found["became"], found["rows"][0]) == (1, "b")
+
+
+def test_a_heat_map_of_many_modules_shows_those_that_became_nan_and_counts_the_rest(tmp_path):
+    names = [one + other for one in "abcdefghi" for other in "abcdefghijk"]
+
+    def model(last):
+        return {"layers": {str(n): dict.fromkeys(names, np.ones(1)) | {"z": last} for n in range(3)}}
+
+    checkpoint.save(model(np.ones(1)), tmp_path / "a")
+    checkpoint.save(model(np.array([np.inf])), tmp_path / "b")
+    (found,) = checkpoint.report(tmp_path / "b", tmp_path / "a").data["against"]["heatmaps"]
+    assert (found["rows"][0], len(found["rows"]), found["more_rows"]) == ("z", 80, 20)
 
 
 # ------------------------------------------------------------------------------------ other programs

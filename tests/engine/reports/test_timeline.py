@@ -51,6 +51,35 @@ def test_damaged_steps_are_told_and_the_change_is_since_the_sound_one_before(run
     assert steps[40]["change"]["norm"] == 40.0
 
 
+def test_a_step_in_which_the_model_became_nan_is_told_and_its_successors_are_not_calm(tmp_path):
+    frozen = np.ones(5)
+    with Run(tmp_path / "run", every=1) as run:
+        for step, value in enumerate([1.0, 2.0, np.nan, np.nan], 1):
+            run.after(step, {"frozen": frozen, "w": np.full(4, value), "bad": np.array([np.inf])})
+    facts = checkpoint.report(tmp_path / "run").data["run"]
+    changes = {step["number"]: step["change"] for step in facts["steps"]}
+    assert [(changes[n]["became"], changes[n]["special"]) for n in (2, 3, 4)] == [(0, 1), (1, 2), (0, 2)]
+    assert changes[3]["relative"] == 0.0  # of the elements that are finite in both
+    assert facts["notes"] == ["step-3: 1 array became NaN or Inf"]
+
+
+def test_a_run_that_is_nan_throughout_says_so(tmp_path):
+    with Run(tmp_path / "run", every=1) as run:
+        for step in (1, 2):
+            run.after(step, {"w": np.full(4, np.nan)})
+    facts = checkpoint.report(tmp_path / "run").data["run"]
+    assert facts["steps"][1]["change"] == {"norm": 0.0, "relative": None, "became": 0, "special": 1}
+    assert facts["notes"] == ["step-2: NaN or Inf in 1 array"]
+
+
+def test_a_step_that_changed_the_model_from_zero_says_so(tmp_path):
+    with Run(tmp_path / "run", every=1) as run:
+        for step in (0, 1):
+            run.after(step + 1, {"w": np.full(4, float(step))})
+    change = of(tmp_path / "run")[2]["change"]
+    assert (change["norm"], change["relative"], change["from_zero"]) == (2.0, None, True)
+
+
 def test_rules_say_which_steps_stay_and_why(run):
     steps = of(run, keep=[Keep(last=1), Keep(every=20), Keep(best=1, by="loss", mode="max")])
     assert {number: step["kept_by"] for number, step in steps.items()} == {

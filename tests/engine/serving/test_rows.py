@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from eformer import checkpoint
 from eformer._engine.reports.contents import contents_of
+from eformer._engine.reports.reading import measure_one
+from eformer._engine.reports.report import changes_of
 from eformer._engine.serving.rows import MOST_ROWS, Options, Rows, label
 
 
@@ -147,3 +149,105 @@ def test_a_tree_that_is_one_leaf_has_a_label_and_is_found_by_it(tmp_path):
     with contents_of(tmp_path / "checkpoint") as contents:
         assert label(contents.leaves[0].path) == "(the only leaf)"
         assert Rows(contents).search("only leaf", options())["total"] == 1
+
+
+def tiles(found):
+    """Every group and tile of a treemap, with the group itself first."""
+    yield found
+    for one in found.get("items", found.get("children")):
+        yield from tiles(one)
+
+
+def assert_areas_add_up(found):
+    for one in tiles(found):
+        inside = one.get("items", one.get("children"))
+        if one.get("kind", "group") == "group":
+            assert sum(tile["nbytes"] for tile in inside) + one["rest"]["nbytes"] == one["nbytes"]
+
+
+def test_the_areas_of_a_treemap_add_up_to_all_bytes_of_250_layers(tmp_path):
+    layers = [{"w": leaf(4, n + 1), "b": leaf(n + 1)} for n in range(250)]  # of other shapes: not folded
+    checkpoint.save({"model": {"layers": layers, "head": leaf(3)}, "step": 1}, tmp_path / "checkpoint")
+    with contents_of(tmp_path / "checkpoint") as contents:
+        found = Rows(contents).treemap("")
+    assert found["nbytes"] == contents.nbytes
+    assert_areas_add_up(found)
+    (model,) = found["items"]
+    (layers_tile, _) = model["children"]
+    assert (len(layers_tile["children"]), layers_tile["rest"]["count"]) == (24, 226)
+
+
+def test_the_areas_of_a_treemap_add_up_when_it_runs_out_of_tiles(tmp_path):
+    tree = {f"g{n}": {f"h{m}": {"w": leaf(m + 1), "v": leaf(n + 1)} for m in range(30)} for n in range(300)}
+    checkpoint.save(tree, tmp_path / "checkpoint")
+    with contents_of(tmp_path / "checkpoint") as contents:
+        found = Rows(contents).treemap("")
+    assert found["rest"]["count"] == 60
+    assert_areas_add_up(found)
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """Rows of a checkpoint beside an earlier one, as they are before any leaf was read; and a function that reads one."""
+    before = {
+        "a": {"x": np.ones(3), "y": np.ones(3)},
+        "b": {"z": np.zeros(3)},
+        "same": np.ones(3),
+        "loss": 1.0,
+    }
+    after = {"a": {"x": np.full(3, 2.0), "y": np.array([1, np.nan, np.inf])}, "b": {"z": np.ones(3)}}
+    checkpoint.save(before, tmp_path / "a")
+    checkpoint.save(after | {"same": np.ones(3), "loss": float("inf")}, tmp_path / "b")
+    with contents_of(tmp_path / "b") as contents, contents_of(tmp_path / "a") as other:
+        rows = Rows(contents, changes_of(contents, other, {}))
+
+        def read(path):
+            leaf = contents.by_path[path]
+            rows.note(path, measure_one(contents, leaf, other, before_box=lambda: None))
+
+        yield rows, read
+
+
+def by_change(rows):
+    found = rows.children("", options(sort="change", descending=True))["rows"]
+    return [(row["path"], row["change"]["status"], row["change"].get("became_nan", 0)) for row in found]
+
+
+def test_a_plain_value_that_became_infinite_is_first_before_anything_is_read(compared):
+    rows, _ = compared
+    assert by_change(rows) == [
+        ("loss", "changed", 0),
+        ("a", "unknown", 0),
+        ("b.z", "unknown", 0),
+        ("same", "same", 0),
+    ]
+    assert rows.search("loss", options())["rows"][0]["change"]["became_inf"] == 1
+
+
+def test_a_group_with_a_leaf_that_was_read_and_became_nan_is_first(compared):
+    rows, read = compared
+    for path in ("a.y", "b.z"):
+        read(path)
+    assert by_change(rows) == [
+        ("a", "unknown", 1),
+        ("loss", "changed", 0),
+        ("b.z", "changed", 0),
+        ("same", "same", 0),
+    ]
+    read("a.x")
+    assert by_change(rows)[0] == ("a", "changed", 1)
+    assert [row["path"] for row in rows.children("a", options(sort="change", descending=True))["rows"]] == [
+        "a.y",
+        "a.x",
+    ]
+
+
+def test_the_rest_of_a_treemap_says_that_a_leaf_in_it_became_nan(tmp_path):
+    tree = {f"m{n}": np.ones(9) for n in range(250)}
+    checkpoint.save(tree | {"tiny": np.ones(1)}, tmp_path / "a")
+    checkpoint.save(tree | {"tiny": np.array([np.nan])}, tmp_path / "b")
+    with contents_of(tmp_path / "b") as contents, contents_of(tmp_path / "a") as other:
+        rows = Rows(contents, changes_of(contents, other, {}))
+        tiny = measure_one(contents, contents.by_path["tiny"], other, before_box=lambda: None)
+        rows.note("tiny", tiny)
+    assert rows.treemap("")["rest"]["change"]["became_nan"] == 1

@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from eformer._engine.record.text import printable
+from eformer._engine.tools.compare import became_text, describe, plain_became, recorded_difference
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from eformer._engine.reports.contents import Leaf
+    from eformer._engine.tools.compare import Comparison
 
-Array = np.ndarray[Any, Any]
-
-_CHUNK = 2**16  # elements that are widened at once
 _MOST_LARGEST = 10
 _MOST_ROWS = 80  # modules of a heat map
 _NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
@@ -30,9 +29,11 @@ class Change:
     status      "same", "changed", "added", or "unknown" if only its values could tell, and they were not read
     what        both dtypes and shapes, or values, if these differ
     relative    the norm of the difference, divided by the norm of the other; infinity if that is zero
-    largest     the largest absolute difference
+    largest     the largest absolute difference of finite elements
     share       the part of the elements that differ
     unlike      elements of which one is NaN or infinite and the other is not the same; they are not in the norms
+    became_nan  elements that were finite, and now are NaN
+    became_inf  elements that were finite, and now are infinite
     """
 
     status: str
@@ -41,12 +42,21 @@ class Change:
     largest: float | None = None
     share: float | None = None
     unlike: int = 0
+    became_nan: int = 0
+    became_inf: int = 0
+
+    @property
+    def became(self) -> int:
+        """Return the number of elements that were finite, and now are not."""
+        return self.became_nan + self.became_inf
 
     def as_json(self) -> dict[str, Any]:
+        """Return the facts that are not zero. A relative change of 0 of a leaf that changed is one of them."""
         found = {name: _json(getattr(self, name)) for name in self.__slots__}
         if self.relative == math.inf:
             found["from_zero"] = True
-        return {name: value for name, value in found.items() if value or name == "status"}
+        kept = {"status", "relative"} if self.status == "changed" and self.relative == 0 else {"status"}
+        return {name: value for name, value in found.items() if value or name in kept}
 
 
 def _json(value: Any) -> Any:
@@ -64,81 +74,41 @@ def rounded(number: float, digits: int) -> float:
 SAME = Change("same", relative=0.0, largest=0.0, share=0.0)
 
 
-class Differences:
-    """Add up the differences of elements, box by box."""
-
-    def __init__(self) -> None:
-        self.elements = self.differing = self.unlike = 0
-        self.squares = self.norm = self.largest = 0.0
-
-    def add(self, one: Array, other: Array) -> None:
-        flat, others = (np.ascontiguousarray(array).reshape(-1) for array in (one, other))
-        for start in range(0, flat.size, _CHUNK):
-            self._add(_wide(flat[start : start + _CHUNK]), _wide(others[start : start + _CHUNK]))
-
-    def _add(self, one: Array, other: Array) -> None:
-        self.elements += one.size
-        finite = np.isfinite(one) & np.isfinite(other)
-        if not finite.all():
-            apart, beside = one[~finite], other[~finite]
-            alike = (apart == beside) | (np.isnan(apart) & np.isnan(beside))
-            self.unlike += int(np.count_nonzero(~alike))
-            one, other = one[finite], other[finite]
-        with np.errstate(over="ignore"):
-            self.norm += float(np.square(np.abs(other)).sum())
-            distances = np.abs(one - other)
-            if count := int(np.count_nonzero(distances)):
-                self.differing += count
-                self.squares += float(np.square(distances).sum())
-                self.largest = max(self.largest, float(distances.max()))
-
-    def result(self) -> Change:
-        if not self.differing and not self.unlike:
-            return SAME
-        relative = math.sqrt(self.squares / self.norm) if self.norm else math.inf if self.squares else 0.0
-        share = (self.differing + self.unlike) / max(1, self.elements)
-        return Change("changed", "", relative, self.largest, share, self.unlike)
-
-
-def _wide(row: Array) -> Array:
-    """Return the elements in double precision."""
-    if row.dtype.kind in "mM":
-        row = row.view(np.int64)
-    is_complex = "complex" in row.dtype.name  # those of ml_dtypes included
-    doubles: Array = row.astype(np.complex128 if is_complex else np.float64)
-    return doubles
-
-
-def recorded_change(one: Leaf, other: Leaf | None, *, have_digests: bool) -> Change | None:
+def recorded_change(after: Leaf, before: Leaf | None, *, have_digests: bool) -> Change | None:
     """Return how a leaf differs, as far as the records tell; None if its values have to be compared.
 
     Leaves with the same digests are equal, and none of their bytes have to be read to know it.
     """
-    if other is None:
+    if before is None:
         return Change("added")
-    if one.entry is None or other.entry is None:
-        is_same = one.entry is other.entry and one.value == other.value
-        return SAME if is_same else Change("changed", f"{_described(other)} → {_described(one)}")
-    if one.shape != other.shape or one.entry.key != other.entry.key:
-        return Change("changed", f"{other.kind} → {one.kind}")
-    is_known = have_digests and one.dtype == other.dtype
-    return SAME if is_known and _digests(one) == _digests(other) else None
+    differs = recorded_difference(before.record, after.record, have_digests=have_digests)
+    if differs is None:
+        return None
+    if not differs:
+        return SAME
+    nan, inf = plain_became(before.record, after.record)
+    return Change("changed", _was_and_is(before, after), became_nan=nan, became_inf=inf)
 
 
-def with_dtypes(change: Change, one: Leaf, other: Leaf) -> Change:
-    """Add the dtypes to a change of values, if they differ."""
-    if one.dtype == other.dtype:
-        return change
-    return replace(change, status="changed", what=f"{other.kind} → {one.kind}")
+def measured_change(after: Leaf, before: Leaf, found: Comparison) -> Change:
+    """Return how a leaf differs, by the comparison of its elements."""
+    has_dtype = after.dtype == before.dtype
+    if has_dtype and not found.differing:
+        return SAME
+    return Change(
+        "changed",
+        "" if has_dtype else _was_and_is(before, after),
+        found.relative,
+        found.largest,
+        found.share,
+        found.unlike,
+        found.became_nan,
+        found.became_inf,
+    )
 
 
-def _described(leaf: Leaf) -> str:
-    return leaf.kind if leaf.entry else str(leaf.value)
-
-
-def _digests(leaf: Leaf) -> object:
-    assert leaf.entry
-    return sorted((extent.region or ((), ()), extent.digests, extent.nbytes) for extent in leaf.entry.extents)
+def _was_and_is(before: Leaf, after: Leaf) -> str:
+    return f"{printable(describe(before.record))} → {printable(describe(after.record))}"
 
 
 # ------------------------------------------------------------------------------------------ overview
@@ -147,17 +117,23 @@ def _digests(leaf: Leaf) -> object:
 def overview(
     leaves: Sequence[Leaf], removed: Sequence[Leaf], found: Mapping[str, Change], *, most: int = 500
 ) -> dict[str, Any]:
-    """Return what changed in a checkpoint as a whole, as JSON: counts, the leaves that were added and removed, the ten
-    largest changes, and the heat maps."""
+    """Describe the changes of a checkpoint as a whole, as JSON.
+
+    Return counts, the leaves that became NaN or infinite, the leaves that were added and removed, the ten largest
+    changes, and the heat maps.
+    """
     by_status = Counter(change.status for change in found.values())
+    became = [leaf.path for leaf in leaves if found[leaf.path].became]
+    loud = {"became": len(became)} if became else {}
     arrays = [leaf.path for leaf in leaves if leaf.entry and found[leaf.path].status == "changed"]
-    order = sorted(arrays, key=lambda path: -_weight(found[path]))
+    order = sorted(arrays, key=lambda path: weight(found[path]), reverse=True)
     largest = {
         of: [{"path": path, **found[path].as_json()} for path in order if is_of_optimizer(path) == of]
         for of in (False, True)
     }
     return {
-        "counts": {**by_status, "removed": len(removed)},
+        "counts": {**by_status, "removed": len(removed), **loud},
+        "became": [{"path": path, **found[path].as_json()} for path in became[:most]],
         "added": [_brief(leaf) for leaf in leaves if found[leaf.path].status == "added"][:most],
         "removed": [_brief(leaf) for leaf in removed[:most]],
         "largest": largest[False][:_MOST_LARGEST],
@@ -167,17 +143,47 @@ def overview(
 
 
 def _brief(leaf: Leaf) -> dict[str, Any]:
-    return {"path": leaf.path, "what": _described(leaf), "nbytes": leaf.nbytes}
+    return {"path": leaf.path, "what": leaf.kind if leaf.entry else leaf.value, "nbytes": leaf.nbytes}
 
 
-def _weight(change: Change) -> float:
-    """Order changes: what has other shapes or was zero before counts most."""
-    return math.inf if change.relative is None else change.relative
+_RANKS = {"same": 0, "unknown": 1, "changed": 2, "added": 3}
+
+
+def weight(change: Change | None) -> tuple[int, float]:
+    """Return a key that orders changes from the weakest: same, not read, changed by so much, added, changed beyond
+    measure, from zero, and became NaN or infinite. `weight` of embedded.js gives the same order."""
+    if change is None:
+        return -1, 0.0
+    if change.became:
+        return 6, float(change.became)
+    if change.status == "changed" and (change.relative is None or change.relative == math.inf):
+        return 4 if change.relative is None else 5, 0.0
+    return _RANKS[change.status], change.relative or 0.0
+
+
+def combined(changes: Iterable[Change]) -> Change:
+    """Return the change of a group: the status of its leaves, and the strongest change among them.
+
+    The status of leaves that differ in it is "unknown" if any was not read, else "changed".
+    """
+    some = list(changes)
+    statuses = {change.status for change in some} or {"same"}
+    is_unknown = "unknown" in statuses
+    strongest = max(some, key=weight, default=SAME)
+    return Change(
+        statuses.pop() if len(statuses) == 1 else "unknown" if is_unknown else "changed",
+        relative=None if is_unknown else strongest.relative,
+        became_nan=sum(change.became_nan for change in some),
+        became_inf=sum(change.became_inf for change in some),
+    )
 
 
 def heatmaps(leaves: Iterable[tuple[str, int, Change]]) -> list[dict[str, Any]]:
-    """Return heat maps as JSON, the one with the most bytes first: for each stack of layers, the relative change of
-    every module in every layer; and one of all leaves outside of layers, each in the row of its module."""
+    """Return heat maps as JSON, for each stack of layers: the relative change of every module in every layer.
+
+    One more map has all leaves outside of layers, each in the row of its module. A map with leaves that became NaN or
+    infinite is first, then the map with the most bytes.
+    """
     leaves = list(leaves)
     at = _layer_positions([path for path, _, _ in leaves])
     stacks: dict[tuple[str, str] | None, list[tuple[str, str, int, Change]]] = defaultdict(list)
@@ -194,7 +200,10 @@ def heatmaps(leaves: Iterable[tuple[str, int, Change]]) -> list[dict[str, Any]]:
             stacks[None].append((".".join(parts[:-1]), parts[-1], nbytes, change))
     maps = [_heatmap(ends, cells) for ends, cells in stacks.items()]
     maps = [found for found in maps if found["nbytes"]]
-    return sorted(maps, key=lambda one: (not one["stack"], is_of_optimizer(one["stack"]), -one["nbytes"]))
+    return sorted(
+        maps,
+        key=lambda one: (not one["became"], not one["stack"], is_of_optimizer(one["stack"]), -one["nbytes"]),
+    )
 
 
 # Parts of names in which optimizers keep their state, which changes much more than what it belongs to.
@@ -207,7 +216,9 @@ def is_of_optimizer(path: str) -> bool:
 
 def _heatmap(ends: tuple[str, str] | None, cells: Sequence[tuple[str, str, int, Change]]) -> dict[str, Any]:
     stack = "*".join(ends) if ends else ""
-    rows = list(dict.fromkeys(row for row, _, _, _ in cells))[:_MOST_ROWS]
+    loud = {row for row, _, _, change in cells if change.became}
+    every_row = dict.fromkeys(row for row, _, _, _ in cells)
+    rows = sorted(every_row, key=lambda row: row not in loud)[:_MOST_ROWS]
     columns = list(dict.fromkeys(column for _, column, _, _ in cells))
     if stack:
         columns.sort(key=int)
@@ -217,7 +228,9 @@ def _heatmap(ends: tuple[str, str] | None, cells: Sequence[tuple[str, str, int, 
         "before": ends[0] if ends else "",
         "after": ends[1] if ends else "",
         "nbytes": sum(nbytes for _, _, nbytes, _ in cells),
+        "became": sum(change.became > 0 for _, _, _, change in cells),
         "rows": rows,
+        "more_rows": len(every_row) - len(rows),
         "columns": columns,
         "cells": [
             [row_of[row], column_of[column], *_cell(change)]
@@ -228,10 +241,14 @@ def _heatmap(ends: tuple[str, str] | None, cells: Sequence[tuple[str, str, int, 
 
 
 def _cell(change: Change) -> list[Any]:
-    """Return the relative change; if there is none, the reason."""
-    if change.relative is not None and math.isfinite(change.relative):
-        return [rounded(change.relative, 3)]
-    return [None, "from zero" if change.relative == math.inf else change.what or change.status]
+    """Return the relative change; null and the reason if that does not describe it, and 1 if it became NaN or Inf."""
+    if change.became:
+        return [None, became_text(change.became_nan, change.became_inf), 1]
+    if change.relative is None or not math.isfinite(change.relative):
+        return [None, "from zero" if change.relative == math.inf else change.what or change.status]
+    if change.status == "changed" and not change.relative:
+        return [None, change.what or ("other NaN or Inf" if change.unlike else "changed in its bits alone")]
+    return [rounded(change.relative, 3)]
 
 
 def _layer_positions(paths: Sequence[str]) -> dict[str, int]:

@@ -14,6 +14,7 @@ from eformer._engine.record.names import escape
 from eformer._engine.record.text import few, printable, shortened
 from eformer._engine.record.values import value_from_json
 from eformer._engine.reports.folding import leaf_path, tree_rows
+from eformer._engine.tools.compare import Plain
 from eformer._engine.tools.view import open as open_view
 from eformer._engine.tools.view import open_incomplete
 from eformer.errors import CorruptionError, EformerError
@@ -39,6 +40,7 @@ class Leaf:
     path    its name; after `%@prefix.`, if there are several trees
     name    its name in the tree of `prefix`
     value   the text of a plain value; None for an array
+    plain   a plain value, as it is compared
     """
 
     path: str
@@ -49,6 +51,14 @@ class Leaf:
     nbytes: int = 0
     value: str | None = None
     entry: LeafEntry | None = field(default=None, repr=False)
+    plain: Plain | None = field(default=None, repr=False)
+
+    @property
+    def record(self) -> LeafEntry | Plain:
+        """Return the record by which the leaf is compared."""
+        found = self.entry or self.plain
+        assert found
+        return found
 
     @property
     def params(self) -> int:
@@ -68,6 +78,8 @@ class Leaf:
 class Contents:
     """The leaves of a checkpoint and the rows of its tree, with the facts that stand above them.
 
+    is_one   whether the checkpoint has one tree, or one was asked for: then paths have no prefix
+
     Close it, or use it as a context manager: it keeps the files of the checkpoint open.
     """
 
@@ -80,6 +92,7 @@ class Contents:
     left_out: tuple[str, ...] = ()
     signed_by: str | None = None
     problems: dict[str, str] = field(default_factory=dict)
+    is_one: bool = True
     stack: ExitStack = field(default_factory=ExitStack, repr=False)
 
     def __enter__(self) -> Self:
@@ -91,6 +104,19 @@ class Contents:
     @lazy_property
     def by_path(self) -> dict[str, Leaf]:
         return {leaf.path: leaf for leaf in self.leaves}
+
+    @lazy_property
+    def _by_prefix(self) -> dict[tuple[str, str], Leaf]:
+        return {(leaf.prefix, leaf.name): leaf for leaf in self.leaves}
+
+    def counterpart(self, leaf: Leaf, of: Contents) -> Leaf | None:
+        """Return the leaf here that a leaf of another checkpoint is compared with, as `diff` matches them.
+
+        Leaves are matched by prefix and name; by name alone if both checkpoints are one tree.
+        """
+        if self.is_one and of.is_one:
+            return self.by_path.get(leaf.path)
+        return self._by_prefix.get((leaf.prefix, leaf.name))
 
     @property
     def nbytes(self) -> int:
@@ -225,6 +251,7 @@ def _listed(facts: _Facts, views: dict[str, View], problems: dict[str, str], sta
         facts.left_out,
         facts.signed_by,
         problems,
+        is_one,
         stack,
     )
 
@@ -244,7 +271,13 @@ def _leaves(tree: TreeEntry, prefix: str, above: str) -> list[Leaf]:
         for name, entry in tree.leaves.items()
     ]
     values = [
-        Leaf(start + name, prefix, name, value=shortened(_value_text(value), _MOST_SHOWN))
+        Leaf(
+            start + name,
+            prefix,
+            name,
+            value=shortened(_value_text(value), _MOST_SHOWN),
+            plain=Plain(value),
+        )
         for name, value in tree.raw_values.items()
     ]
     return arrays + values

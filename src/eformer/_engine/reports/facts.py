@@ -197,6 +197,6 @@ def _change_columns(changes: Sequence[Change]) -> Json:
         **{name: [_number(one.get(name), digits) for _, one in changed] for name, digits in dense.items()},
         **{
             name: {n: one[name] for n, one in changed if name in one}
-            for name in ("what", "unlike", "from_zero")
+            for name in ("what", "unlike", "from_zero", "became_nan", "became_inf")
         },
     }

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from eformer._engine.record.lazy_arrays import StoredLeaf
 from eformer._engine.record.pieces import pieces
 from eformer._engine.record.text import printable, size
-from eformer._engine.reports.changes import Change, Differences, recorded_change, with_dtypes
+from eformer._engine.reports.changes import Change, measured_change, recorded_change
 from eformer._engine.reports.statistics import Collector, has_statistics
 from eformer._engine.tasks.memory import resident_bytes
 from eformer._engine.tasks.pool import default_threads, run_all
 from eformer._engine.tasks.progress import metered
+from eformer._engine.tools.compare import Comparison
 from eformer.errors import EformerError
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class _Pair:
         assert leaf.entry
         self.leaf, self.entry = leaf, leaf.entry
         self.view: View = contents.views[leaf.prefix]
-        self.other = other.by_path.get(leaf.path) if other else None
+        self.other = other.counterpart(leaf, contents) if other else None
         self.other_view = other.views[self.other.prefix] if other and self.other else None
         self.change = recorded_change_of(contents, leaf, other)
         self.dtype = StoredLeaf(self.view, leaf.name, self.entry).dtype
@@ -117,10 +118,10 @@ class _Pair:
     def collector(self) -> Collector | None:
         return Collector(self.dtype) if has_statistics(self.dtype) and not self.entry.key else None
 
-    def done(self, collector: Collector | None, differences: Differences | None) -> Measured:
+    def done(self, collector: Collector | None, comparison: Comparison | None) -> Measured:
         change = self.change
-        if differences and self.other:
-            change = with_dtypes(differences.result(), self.leaf, self.other)
+        if comparison and self.other:
+            change = measured_change(self.leaf, self.other, comparison)
         statistics = collector.result() if collector else None
         return Measured(statistics, change, is_checked=self.view.tree.has_digests)
 
@@ -129,7 +130,7 @@ def recorded_change_of(contents: Contents, leaf: Leaf, other: Contents | None) -
     """Return how a leaf differs from that of the other checkpoint, as far as the records tell."""
     if other is None:
         return None
-    beside = other.by_path.get(leaf.path)
+    beside = other.counterpart(leaf, contents)
     trees = [contents.trees[leaf.prefix], *([other.trees[beside.prefix]] if beside else [])]
     return recorded_change(leaf, beside, have_digests=all(tree.has_digests for tree in trees))
 
@@ -188,14 +189,14 @@ def _measure_batch(batch: Sequence[_Pair], room: Room, found: dict[str, Measured
 
 def _measured(pair: _Pair, boxes: Any) -> Measured:
     collector = pair.collector()
-    differences = Differences() if pair.is_compared else None
+    comparison = Comparison() if pair.is_compared else None
     for box, other in boxes:
         if collector:
             collector.add(box)
-        if differences:
-            differences.add(box, other)
+        if comparison:
+            comparison.add(other, box)
         del box, other  # the next ones are read in their place
-    return pair.done(collector, differences)
+    return pair.done(collector, comparison)
 
 
 def _measure_large(pair: _Pair, room: Room, found: dict[str, Measured], meter: Meter) -> None:
@@ -206,7 +207,7 @@ def _measure_large(pair: _Pair, room: Room, found: dict[str, Measured], meter: M
 def _measured_by_boxes(pair: _Pair, boxes: Iterator[tuple[Any, Any]]) -> Measured:
     try:
         return _measured(pair, boxes)
-    except _TooLargeError as error:
+    except TooLargeError as error:
         return Measured(problem=str(error))
     except _READ_ERRORS as error:
         return Measured(problem=printable(str(error)), is_damaged=True)
@@ -228,7 +229,7 @@ def measure_one(
     return _measured_by_boxes(pair, watched())
 
 
-class _TooLargeError(Exception):
+class TooLargeError(Exception):
     """A leaf needs more memory than is allowed."""
 
 
@@ -247,7 +248,7 @@ def _stored(view: View | None, leaf: Leaf | None, room: Room) -> StoredLeaf:
     assert leaf.entry
     stored = StoredLeaf(view, leaf.name, leaf.entry)
     if stored.decoded_nbytes > room.box * 3:
-        raise _TooLargeError(
+        raise TooLargeError(
             f"not read: it is stored in chunks, which take {size(stored.decoded_nbytes)} when decoded, more than "
             "--memory allows"
         )
@@ -256,15 +257,14 @@ def _stored(view: View | None, leaf: Leaf | None, room: Room) -> StoredLeaf:
     return stored
 
 
-def compared_norms(
+def compared(
     contents: Contents, leaf: Leaf, others: Contents, other: Leaf, room: Room, *, is_same: bool
-) -> tuple[float, float]:
-    """Return the squares of the norms of the difference of two leaves, and of the other. Those that are the same are
-    read once."""
+) -> Comparison:
+    """Compare a leaf with that of an earlier checkpoint. With `is_same`, only the earlier one is read."""
     before = _stored(others.views[other.prefix], other, room)
     now = before if is_same else _stored(contents.views[leaf.prefix], leaf, room)
-    found = Differences()
+    found = Comparison()
     for box in pieces(before.shape, max(now.dtype.itemsize, before.dtype.itemsize), room.box):
         elements = before.read(box)
-        found.add(elements if is_same else now.read(box), elements)
-    return found.squares, found.norm
+        found.add(elements, elements if is_same else now.read(box))
+    return found

@@ -17,7 +17,7 @@ from eformer._engine.reports.contents import contents_of
 from eformer._engine.reports.facts import columns
 from eformer._engine.reports.page import MARK, page
 from eformer._engine.reports.reading import Measured, measure, recorded_change_of
-from eformer._engine.reports.timeline import run_facts
+from eformer._engine.reports.timeline import alarms, run_facts
 from eformer._engine.runs.steps import steps
 from eformer._engine.stores.durable import replacing
 from eformer._engine.stores.locate import store_at
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from eformer._engine.record.policies import Keep
-    from eformer._engine.reports.contents import Contents
+    from eformer._engine.reports.contents import Contents, Leaf
     from eformer._engine.tasks.progress import Progress
 
 
@@ -142,6 +142,17 @@ def damage_in(report: HtmlReport) -> str:
     return "; ".join([*report.data["summary"]["problems"], *texts])
 
 
+def became_in(report: HtmlReport) -> str:
+    """Name the leaves, or the steps of a run, that became NaN or infinite. Empty if none did."""
+    if report.data["kind"] == "run":
+        return few(alarms(report.data["run"]["steps"]))
+    against = report.data.get("against")
+    if not against or not against["became"]:
+        return ""
+    number, leaves = against["counts"]["became"], [leaf["path"] for leaf in against["became"]]
+    return f"{number:,} {'leaf' if number == 1 else 'leaves'} became NaN or Inf: {few(leaves)}"
+
+
 def is_run(path: str | os.PathLike[str]) -> bool:
     """Tell whether a path is that of a run: a directory of steps that is not itself a checkpoint."""
     try:
@@ -172,7 +183,7 @@ def _checkpoint_report(
     }  # fmt: skip
     data = {"version": 1, "kind": "checkpoint", "title": f"{summary['title']}: report", "summary": summary}
     if other:
-        removed = [leaf for leaf in other.leaves if leaf.path not in contents.by_path]
+        removed = removed_from(contents, other)
         data["against"] = overview(contents.leaves, removed, found)
         summary["against"] = other.brief()
     return HtmlReport(contents.path, data | {"leaves": columns(contents, measured, found)})
@@ -186,6 +197,11 @@ def changes_of(contents: Contents, other: Contents, measured: dict[str, Measured
         change = read.change if read else None
         found[leaf.path] = change or recorded_change_of(contents, leaf, other) or Change("unknown")
     return found
+
+
+def removed_from(contents: Contents, other: Contents) -> list[Leaf]:
+    """Return the leaves that only the other checkpoint has."""
+    return [leaf for leaf in other.leaves if contents.counterpart(leaf, other) is None]
 
 
 def made() -> dict[str, str]:

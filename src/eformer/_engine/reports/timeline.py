@@ -4,13 +4,14 @@ changed the model."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.policies import kept_by
 from eformer._engine.record.text import count, printable, size
-from eformer._engine.reports.changes import is_of_optimizer, rounded
+from eformer._engine.reports.changes import SAME, is_of_optimizer, rounded
 from eformer._engine.reports.contents import contents_of
-from eformer._engine.reports.reading import Room, compared_norms, recorded_change_of
+from eformer._engine.reports.reading import Room, TooLargeError, compared, recorded_change_of
 from eformer._engine.runs.retention import facts_of
 from eformer._engine.runs.steps import steps
 from eformer._engine.stores.locate import store_at
@@ -23,13 +24,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from eformer._engine.record.policies import Keep, StepFacts
-    from eformer._engine.reports.contents import Contents
+    from eformer._engine.reports.contents import Contents, Leaf
     from eformer._engine.runs.steps import Step
     from eformer._engine.tasks.progress import Progress
 
 Json = dict[str, Any]
 
 MOST_READ = 32 * 10**9  # bytes of steps that are read for the norms of their changes, the newest first
+
+_MOST_ALARMS = 20  # notes
 
 
 def step_facts(run: str | os.PathLike[str], rules: Sequence[Keep] = ()) -> list[Json]:
@@ -72,7 +75,8 @@ def run_facts(
     reasons = _reasons(run, rules)
     changes = dict(_changes(there, memory, progress)) if values else {}
     unread = sum(step["problem"] is None for step in there) - 1 - len(changes)
-    notes = []
+    shown = [_for_page(step, reasons, changes) for step in there]
+    notes = alarms(shown)
     if values and unread > 0:
         notes.append(
             f"{count(unread, 'step')} not compared with the one before: that would read more than {size(MOST_READ)}"
@@ -80,7 +84,7 @@ def run_facts(
     return {
         "title": printable(url.rstrip("/").rpartition("/")[2] or url),
         "path": printable(url),
-        "steps": [_for_page(step, reasons, changes) for step in there],
+        "steps": shown,
         "metrics": list(dict.fromkeys(name for step in there for name in step["metrics"])),
         "rules": list(map(rule_text, rules)),
         "nbytes": sum(step["nbytes"] for step in there),
@@ -100,6 +104,22 @@ def _for_page(step: Json, reasons: dict[int, list[str]], changes: dict[int, Json
         "kept_by": reasons.get(step["number"], []),
         "change": changes.get(step["number"]),
     }  # fmt: skip
+
+
+def alarms(shown: Sequence[Json]) -> list[str]:
+    """Name the steps in which arrays became NaN or infinite; else the last step, if it has such arrays."""
+    compared = [step for step in shown if step["change"] and "became" in step["change"]]
+    became = [
+        f"{step['name']}: {count(step['change']['became'], 'array')} became NaN or Inf"
+        for step in compared
+        if step["change"]["became"]
+    ]
+    special = [
+        f"{step['name']}: NaN or Inf in {count(step['change']['special'], 'array')}"
+        for step in compared[-1:]
+        if step["change"]["special"]
+    ]
+    return became[:_MOST_ALARMS] or special
 
 
 def rule_text(rule: Keep) -> str:
@@ -142,7 +162,7 @@ def _changes(there: Sequence[Json], memory: int | None, progress: Progress) -> I
     if not pairs:
         return
     room = Room.within(memory, sides=2)
-    norms: dict[str, float] = {}
+    known: dict[str, _Before] = {}
     read = 0
     with metered(progress, len(pairs), "comparing steps") as meter:
         for step, before in pairs:
@@ -150,39 +170,66 @@ def _changes(there: Sequence[Json], memory: int | None, progress: Progress) -> I
                 return
             try:
                 with contents_of(step["path"]) as new, contents_of(before["path"]) as old:
-                    change, nbytes = _change(new, old, norms, room)
-            except (EformerError, OSError):  # removed meanwhile, or damaged where only its digests tell
+                    change, nbytes = _change(new, old, known, room)
+            except (
+                EformerError,
+                OSError,
+                TooLargeError,
+            ):  # removed meanwhile, or only its digests tell damage
                 change, nbytes = {"problem": "could not be read"}, 0
             read += nbytes
             meter.add(1)
             yield step["number"], change
 
 
-def _change(new: Contents, old: Contents, norms: dict[str, float], room: Room) -> tuple[Json, int]:
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """A leaf of the older step: the norm of its finite elements, and the number of the other elements."""
+
+    norm: float
+    special: int
+
+
+def _change(new: Contents, old: Contents, known: dict[str, _Before], room: Room) -> tuple[Json, int]:
     """Return the norm of the difference of all arrays outside of optimizers, and how many bytes were read for it.
 
-    `norms` has the squares of the norms of leaves of the newer step; those of the older take their place. Leaves that
-    the records say are the same are read at most once in the whole run.
+    became    the number of leaves that have elements that were finite in the older step, and no longer are
+    special   the number of leaves of the newer step that have NaN or infinite elements
+
+    `known` describes leaves of the newer step; the leaves of the older step take their place. Leaves that the records
+    say are the same are read at most once in the whole run.
     """
-    squares = total = 0.0
-    nbytes = 0
-    for leaf in new.leaves:
-        other = old.by_path.get(leaf.path)
-        if (
-            leaf.entry is None
-            or leaf.entry.key
-            or is_of_optimizer(leaf.path)
-            or other is None
-            or other.entry is None
-        ):
-            continue
-        if leaf.shape != other.shape:
-            continue
-        is_same = recorded_change_of(new, leaf, old) is not None
-        if not is_same or leaf.path not in norms:
-            difference, norms[leaf.path] = compared_norms(new, leaf, old, other, room, is_same=is_same)
-            squares += difference
+    norm = before = 0.0
+    nbytes = became = special = 0
+    for leaf, other in _compared_leaves(new, old):
+        is_same = recorded_change_of(new, leaf, old) == SAME
+        if is_same and leaf.path in known:
+            special += known[leaf.path].special > 0
+        else:
+            found = compared(new, leaf, old, other, room, is_same=is_same)
+            norm = math.hypot(norm, found.change)
+            became += found.became > 0
+            special += found.special_now > 0
+            known[leaf.path] = _Before(found.norm, found.special)
             nbytes += other.nbytes + (0 if is_same else leaf.nbytes)
-        total += norms[leaf.path]
-    relative = rounded(math.sqrt(squares / total), 4) if total else None
-    return {"norm": rounded(math.sqrt(squares), 4), "relative": relative}, nbytes
+        before = math.hypot(before, known[leaf.path].norm)
+    return _change_facts(norm, before) | {"became": became, "special": special}, nbytes
+
+
+def _compared_leaves(new: Contents, old: Contents) -> Iterator[tuple[Leaf, Leaf]]:
+    """Yield the arrays outside of optimizers that both steps have in one shape."""
+    for leaf in new.leaves:
+        other = old.counterpart(leaf, new)
+        if other is None or leaf.entry is None or other.entry is None or is_of_optimizer(leaf.path):
+            continue
+        if not leaf.entry.key and not other.entry.key and leaf.shape == other.shape:
+            yield leaf, other
+
+
+def _change_facts(norm: float, before: float) -> Json:
+    """Return the norm of a change as JSON, and that norm relative to the norm before; null if that is zero."""
+    relative = norm / before if before else math.inf
+    return {
+        "norm": rounded(norm, 4) if math.isfinite(norm) else None,
+        "relative": rounded(relative, 4) if math.isfinite(relative) else None,
+    } | ({"from_zero": True} if norm and not before else {})

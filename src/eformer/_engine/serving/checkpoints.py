@@ -11,7 +11,7 @@ from eformer._engine.reports.changes import overview
 from eformer._engine.reports.contents import contents_of
 from eformer._engine.reports.facts import leaf_facts
 from eformer._engine.reports.reading import measure_one
-from eformer._engine.reports.report import changes_of, made
+from eformer._engine.reports.report import changes_of, made, removed_from
 from eformer._engine.serving.requests import RefusedError
 from eformer._engine.serving.rows import Rows
 
@@ -77,11 +77,15 @@ class OpenCheckpoint:
         return self._summary | made()
 
     def changes(self) -> Json | None:
-        """Return what changed since the other checkpoint, as far as the records tell. None if there is no other."""
+        """Return what changed since the other checkpoint, as far as the records and the leaves that were read tell.
+
+        None if there is no other checkpoint.
+        """
         if self._other is None:
             return None
-        removed = [leaf for leaf in self._other.leaves if leaf.path not in self._contents.by_path]
-        return overview(self._contents.leaves, removed, self._changes)
+        with self.rows() as rows:
+            found = self._changes | rows.measured_changes()
+        return overview(self._contents.leaves, removed_from(self._contents, self._other), found)
 
     @contextmanager
     def rows(self) -> Iterator[Rows]:

@@ -6,7 +6,6 @@ The answers are those of `embeddedSource` (reports/assets/embedded.js), which ha
 from __future__ import annotations
 
 import fnmatch
-import heapq
 import re
 from collections import Counter, OrderedDict
 from functools import partial
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.names import BARE_LEAF, unescape
+from eformer._engine.reports.changes import combined, weight
 from eformer._engine.reports.contents import TREE, row_paths
 from eformer._engine.reports.facts import statistics_facts
 from eformer._engine.reports.folding import FOLD, ITSELF
@@ -31,10 +31,9 @@ MOST_ROWS = 1000
 MOST_QUERY = 300  # characters
 _MOST_MEASURED = 5000  # leaves whose statistics are kept
 _MOST_ORDERS = 8  # sorted lists that are kept
-_ITEMS, _INNER, _LEVELS = 60, 24, 3  # tiles of a treemap, inside of each, and how deep
+_ITEMS, _INNER, _LEVELS = 240, 24, 3  # tiles of a treemap, inside of each, and how deep: as in embedded.js
 _TILES = 3000  # of all levels below the first
 _WILDCARD = re.compile(r"[*?[]")
-_STATUSES = ("", "same", "unknown", "changed", "added")  # from the weakest
 _DIGITS = re.compile(r"(\d+)")
 
 
@@ -47,7 +46,7 @@ class Rows:
         self._paths = row_paths(contents.rows)
         self._children = _children(contents)
         self._totals = _totals(contents)
-        self._changes = _changes(contents, self._paths, changes) if changes else []
+        self._changes = self._combined_changes(changes) if changes else []
         self._groups = {path: n for n, path in enumerate(self._paths) if self._rows[n].leaf < 0}
         self._measured: OrderedDict[str, Measured] = OrderedDict()
         self._damaged: set[int] = set()
@@ -75,7 +74,11 @@ class Rows:
         return options.page(order, lambda n: self._row(n, self._paths[n]))
 
     def treemap(self, path: str) -> Json:
-        """Return the largest rows below a group, the largest below each of these, and so on, level by level."""
+        """Return the largest rows below a group, the largest below each of these, and so on, level by level.
+
+        On each level, `rest` stands for the rows that are left out: the bytes of a tile are those of its children and
+        of its rest.
+        """
         number = self._groups.get(path, 0)
         items, rest = self._largest(number, _ITEMS)
         above: list[Json] = []
@@ -97,12 +100,15 @@ class Rows:
         for _ in range(_LEVELS):
             inner = []
             for number, tile in level:
-                below = self._largest(number, min(_INNER, left))[0]
+                below, rest = self._largest(number, min(_INNER, left))
                 left -= len(below)
                 made = [(n, self._tile(n)) for n in below]
                 tile["children"] = [one for _, one in made]
+                tile["rest"] = rest
                 inner += made
             level = inner
+        for number, tile in level:
+            tile["rest"] = self._largest(number, 0)[1]
         return [tile for _, tile in shown]
 
     def _tile(self, number: int) -> Json:
@@ -135,15 +141,27 @@ class Rows:
             return
         self._marked.add(path)
         special = _specials(measured)
-        row = self._row_of_leaf.get(path, -1) if special or measured.is_damaged else -1
-        while row >= 0:
+        row = self._row_of_leaf.get(path, -1)
+        if row >= 0 and measured.change and self._changes:
+            self._note_change(row, measured.change)
+        while row >= 0 and (special or measured.is_damaged):
             self._special[row] += special
             if measured.is_damaged:
                 self._damaged.add(row)
             row = self._rows[row].parent
 
+    def _note_change(self, row: int, change: Change) -> None:
+        """Set the change of a leaf, and combine those of the groups above it anew."""
+        self._changes[row] = change
+        while (row := self._rows[row].parent) >= 0:
+            self._changes[row] = combined(self._changes[n] for n in self._children[row])
+
     def measured(self, path: str) -> Measured | None:
         return self._measured.get(path)
+
+    def measured_changes(self) -> dict[str, Change]:
+        """Return how the leaves that were read have changed, by their paths."""
+        return {path: self._changes[self._row_of_leaf[path]] for path in self._marked if self._changes}
 
     # -------------------------------------------------------------------------------------------- rows
 
@@ -200,16 +218,25 @@ class Rows:
 
     def _change(self, number: int) -> Json | None:
         """Return how a row has changed: as it was measured, if it is a leaf that was read."""
-        measured = self._measured.get(self._paths[number]) if self._rows[number].leaf >= 0 else None
-        if measured and measured.change:
-            return measured.change.as_json()
-        return {"status": self._changes[number]} if self._changes else None
+        return self._changes[number].as_json() if self._changes else None
+
+    def _combined_changes(self, changes: Mapping[str, Change]) -> list[Change]:
+        """Return the change of each row: of a group, that of its leaves together."""
+        found = [combined(())] * len(self._rows)
+        for number in range(len(found) - 1, -1, -1):  # groups come before their rows
+            is_leaf = self._rows[number].leaf >= 0
+            below = self._children[number]
+            found[number] = changes[self._paths[number]] if is_leaf else combined(found[n] for n in below)
+        return found
 
     def _largest(self, number: int, most: int) -> tuple[list[int], Json]:
+        """Return the largest rows below a group, and the facts of a tile for all others together."""
         inside = [n for n in self._children[number] if self._totals[n].nbytes]
-        shown = heapq.nlargest(most, inside, key=lambda n: self._totals[n].nbytes)
-        nbytes = sum(self._totals[n].nbytes for n in inside) - sum(self._totals[n].nbytes for n in shown)
-        return shown, {"count": len(inside) - len(shown), "nbytes": nbytes}
+        order = sorted(inside, key=lambda n: -self._totals[n].nbytes)
+        shown, others = order[:most], order[most:]
+        nbytes = sum(self._totals[n].nbytes for n in others)
+        changed = combined(self._changes[n] for n in others).as_json() if others and self._changes else None
+        return shown, {"count": len(others), "nbytes": nbytes, "change": changed}
 
     # ------------------------------------------------------------------------------------------ orders
 
@@ -234,12 +261,8 @@ class Rows:
             "nbytes": lambda n: self._totals[n].nbytes,
             "dtype": lambda n: self._totals[n].main_dtype,
             "std": self._std,
-            "change": self._weight,
+            "change": lambda n: weight(self._changes[n] if self._changes else None),
         }
-
-    def _weight(self, number: int) -> tuple[int, float]:
-        found = self._change(number) or {}
-        return _STATUSES.index(found.get("status", "")), found.get("relative") or 0.0
 
     def _std(self, number: int) -> float:
         measured = self._measured.get(self._paths[number]) if self._rows[number].leaf >= 0 else None
@@ -296,21 +319,6 @@ def _totals(contents: Contents) -> list[_Totals]:
         if row.parent >= 0:
             totals[row.parent].add(totals[number])
     return totals
-
-
-def _changes(contents: Contents, paths: Sequence[str], changes: Mapping[str, Change]) -> list[str]:
-    """Return the status of each row: of a group, that of all its leaves, or the strongest of several."""
-    found = [""] * len(paths)
-    for number in range(len(paths) - 1, -1, -1):
-        row = contents.rows[number]
-        if row.leaf >= 0:
-            found[number] = changes[paths[number]].status
-        if row.parent >= 0:
-            both = {found[row.parent], found[number]} - {""}
-            found[row.parent] = (
-                both.pop() if len(both) == 1 else "unknown" if "unknown" in both else "changed"
-            )
-    return found
 
 
 def _children(contents: Contents) -> list[list[int]]:

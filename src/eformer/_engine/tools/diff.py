@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-import numpy as np
-
 from eformer._engine.formats.find import look_at
 from eformer._engine.record.lazy_arrays import StoredLeaf
 from eformer._engine.record.manifest import UNREADABLE, LeafEntry, parse_structure
 from eformer._engine.record.pieces import pieces
 from eformer._engine.record.text import few, glance
-from eformer._engine.record.values import value_from_json
 from eformer._engine.tasks.progress import metered
+from eformer._engine.tools.compare import (
+    Comparison,
+    Plain,
+    became_text,
+    describe,
+    plain_became,
+    recorded_difference,
+)
 from eformer._engine.tools.view import View
 from eformer._engine.tools.view import open as open_view
 
@@ -23,8 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from eformer._engine.tasks.progress import Meter, Progress
-
-Array = np.ndarray[Any, Any]
 
 _BOX_BYTES = 16 * 2**20  # of each side in memory at once; differences are computed in wider numbers
 _BATCH_BYTES = 64 * 2**20
@@ -38,6 +40,8 @@ class Change:
     before, after   dtype and shape, or the plain value
     largest, mean   the largest and the mean absolute difference of the elements; None if the shapes differ
     share           the fraction of elements that differ: in their bits if the dtypes are equal, else in their values
+    became_nan      the number of elements that were finite before, and now are NaN
+    became_inf      the number of elements that were finite before, and now are infinite
     """
 
     name: str
@@ -46,15 +50,23 @@ class Change:
     largest: float | None = None
     mean: float | None = None
     share: float | None = None
+    became_nan: int = 0
+    became_inf: int = 0
+
+    @property
+    def became(self) -> int:
+        """Return the number of elements that were finite before, and now are NaN or infinite."""
+        return self.became_nan + self.became_inf
 
     def __str__(self) -> str:
         what = self.before if self.before == self.after else f"{self.before} -> {self.after}"
-        if self.share is None:
-            return f"{self.name}: {what}"
-        return (
-            f"{self.name}: {what}: largest difference {self.largest:.3g}, mean {self.mean:.3g}, "
-            f"in {self.share:.3%} of the elements"
-        )
+        parts = [self.name, became_text(self.became_nan, self.became_inf), what]
+        if self.share is not None:
+            parts.append(
+                f"largest difference {self.largest:.3g}, mean {self.mean:.3g}, "
+                f"in {self.share:.3%} of the elements"
+            )
+        return ": ".join(filter(None, parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +75,7 @@ class Diff:
 
     added       leaves that only `b` has: names, with dtypes and shapes or values
     removed     leaves that only `a` has
-    changed     leaves that both have, and that differ
+    changed     leaves that both have, and that differ; leaves that became NaN or infinite come first
     unchanged   the number of equal leaves
     notes       differences outside the leaves: kinds of containers, metadata, files that were not compared
     """
@@ -86,13 +98,15 @@ class Diff:
 
     def __str__(self) -> str:
         lines = [f"{self.a} and {self.b}: {'the same' if self.same else 'different'}, {self._counts()}"]
+        lines += [f"~ {change}" for change in self.changed if change.became]
         lines += [f"- {name}: {what}" for name, what in self.removed.items()]
         lines += [f"+ {name}: {what}" for name, what in self.added.items()]
-        lines += [f"~ {change}" for change in self.changed]
+        lines += [f"~ {change}" for change in self.changed if not change.became]
         return "\n".join(lines + [f"! {note}" for note in self.notes])
 
     def _counts(self) -> str:
         counts = {
+            "became NaN or infinite": sum(change.became > 0 for change in self.changed),
             "added": len(self.added), "removed": len(self.removed), "changed": len(self.changed),
             "unchanged": self.unchanged,
         }  # fmt: skip
@@ -109,9 +123,9 @@ def diff(
     """Compare every leaf of the checkpoint `a` with that of `b`, and return all differences.
 
     Formats and shardings may differ. Leaves are read a few at a time, in bounded memory, and checked against their
-    digests. Leaves of one dtype are equal if their bits are; of different dtypes, if their values are. Several trees
-    are matched by prefix; `prefix` compares one tree alone. `progress` is True for a progress bar, or a function of
-    the bytes compared and the total.
+    digests. Leaves of one dtype are equal if their bits are: 0.0 and -0.0 differ, and so do two NaN of different bits.
+    Leaves that became NaN or infinite come first. Several trees are matched by prefix; `prefix` compares one tree
+    alone. `progress` is True for a progress bar, or a function of the bytes compared and the total.
 
     Example:
 
@@ -130,9 +144,8 @@ def diff(
     finally:
         for pair in pairs:
             pair.close()
-    return Diff(
-        str(a), str(b), found.added, found.removed, tuple(found.changed), found.unchanged, tuple(found.notes)
-    )
+    changed = tuple(sorted(found.changed, key=lambda change: not change.became))
+    return Diff(str(a), str(b), found.added, found.removed, changed, found.unchanged, tuple(found.notes))
 
 
 @dataclass(slots=True)
@@ -178,9 +191,7 @@ class _Pair:
         return [
             name
             for name, one in self.of_a.items()
-            if isinstance(one, LeafEntry)
-            and isinstance(other := self.of_b.get(name), LeafEntry)
-            and _is_comparable(one, other)
+            if name in self.of_b and recorded_difference(one, self.of_b[name]) is None
         ]
 
     @property
@@ -188,8 +199,8 @@ class _Pair:
         return sum(self.of_a[name].nbytes for name in self.arrays())
 
     def compare(self, found: _Differences, meter: Meter) -> None:
-        found.removed |= {self.label + n: _describe(v) for n, v in self.of_a.items() if n not in self.of_b}
-        found.added |= {self.label + n: _describe(v) for n, v in self.of_b.items() if n not in self.of_a}
+        found.removed |= {self.label + n: describe(v) for n, v in self.of_a.items() if n not in self.of_b}
+        found.added |= {self.label + n: describe(v) for n, v in self.of_b.items() if n not in self.of_a}
         values = dict(self.compare_values(meter))
         for name, before in self.of_a.items():
             if name not in self.of_b:
@@ -202,42 +213,56 @@ class _Pair:
         if self.a and self.b:
             found.notes += [self.label + note for note in _notes(self.a, self.b)]
 
-    def change(self, name: str, before: Any, after: Any, values: _Tally | None) -> Change | None:
-        what = _describe(before), _describe(after)
-        if isinstance(before, _Plain) != isinstance(after, _Plain):
+    def change(self, name: str, before: Any, after: Any, values: Comparison | None) -> Change | None:
+        what = describe(before), describe(after)
+        if isinstance(before, Plain) != isinstance(after, Plain):
             what = self.with_value(self.a, name, before), self.with_value(self.b, name, after)
         if values is None:
-            return None if before == after else Change(self.label + name, *what)
+            return self.recorded_change(name, before, after, what)
         if not values.differing and what[0] == what[1]:
             return None
-        return Change(self.label + name, *what, values.largest, values.mean, values.share)
+        return Change(
+            self.label + name,
+            *what,
+            values.farthest,
+            values.mean,
+            values.share,
+            became_nan=values.became_nan,
+            became_inf=values.became_inf,
+        )
+
+    def recorded_change(self, name: str, before: Any, after: Any, what: tuple[str, str]) -> Change | None:
+        if not recorded_difference(before, after):
+            return None
+        nan, inf = plain_became(before, after)
+        return Change(self.label + name, *what, became_nan=nan, became_inf=inf)
 
     def with_value(self, view: View | None, name: str, leaf: Any) -> str:
         """Describe a leaf with its value, for a plain value that became an array without axes or the reverse."""
         if view and isinstance(leaf, LeafEntry) and not leaf.shape:
-            return f"{_describe(leaf)} = {view.read_all([name])[name]}"
-        return _describe(leaf)
+            return f"{describe(leaf)} = {view.read_all([name])[name]}"
+        return describe(leaf)
 
-    def compare_values(self, meter: Meter) -> Iterator[tuple[str, _Tally]]:
+    def compare_values(self, meter: Meter) -> Iterator[tuple[str, Comparison]]:
         assert not self.arrays() or (self.a and self.b)
         for names in _batches(self.arrays(), self.of_a):
             for name, tally in self.compare_batch(names):
                 meter.add(self.of_a[name].nbytes)
                 yield name, tally
 
-    def compare_batch(self, names: Sequence[str]) -> Iterator[tuple[str, _Tally]]:
+    def compare_batch(self, names: Sequence[str]) -> Iterator[tuple[str, Comparison]]:
         """Compare many small leaves read together, or one large leaf box by box."""
         assert self.a
         assert self.b
         if len(names) > 1:
             some, others = self.a.read_all(names), self.b.read_all(names)
             for name in names:
-                yield name, _Tally().add(some[name], others[name])
+                yield name, Comparison(with_norm=False).add(some[name], others[name])
             return
         (name,) = names
         one = StoredLeaf(self.a, name, self.of_a[name])
         other = StoredLeaf(self.b, name, self.of_b[name])
-        tally = _Tally()
+        tally = Comparison(with_norm=False)
         for box in pieces(one.shape, max(one.dtype.itemsize, other.dtype.itemsize), _BOX_BYTES):
             tally.add(one.read(box), other.read(box))
         yield name, tally
@@ -248,35 +273,7 @@ def _leaves(view: View | None) -> dict[str, Any]:
     if view is None:
         return {}
     tree = view.tree
-    return {**tree.leaves, **{name: _Plain(value) for name, value in tree.raw_values.items()}}
-
-
-class _Plain:
-    """A plain value, compared as it is recorded: NaN equals NaN, and 1 does not equal 1.0."""
-
-    def __init__(self, recorded: Any) -> None:
-        self.recorded = msgspec.json.encode(recorded, order="sorted")
-        self.text = repr(value_from_json(recorded))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Plain) and self.recorded == other.recorded
-
-    def __hash__(self) -> int:
-        return hash(self.recorded)
-
-
-_MOST_SHOWN = 60
-
-
-def _describe(leaf: Any) -> str:
-    if isinstance(leaf, LeafEntry):
-        return f"{leaf.logical_dtype}{list(leaf.logical_shape)}"
-    text: str = leaf.text
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}... ({len(text)} characters)"
-
-
-def _is_comparable(one: LeafEntry, other: LeafEntry) -> bool:
-    return one.shape == other.shape and one.key == other.key
+    return {**tree.leaves, **{name: Plain(value) for name, value in tree.raw_values.items()}}
 
 
 def _batches(names: Sequence[str], entries: dict[str, Any]) -> Iterator[list[str]]:
@@ -306,71 +303,3 @@ def _notes(a: View, b: View) -> Iterator[str]:
     for view in (a, b):
         if view.left_out:
             yield f"not compared, and may hold leaves: {few(view.left_out)}"
-
-
-# -------------------------------------------------------------------------------------------- values
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Add up the differences of elements, box by box."""
-
-    elements: int = 0
-    differing: int = 0
-    total: float = 0.0
-    largest: float = 0.0
-
-    def add(self, one: Array, other: Array) -> _Tally:
-        differs = _differing(one, other)
-        self.elements += one.size
-        count = int(np.count_nonzero(differs))
-        if count:
-            distances = _distances(one.reshape(-1)[differs], other.reshape(-1)[differs])
-            self.differing += count
-            self.total += float(distances.sum())
-            self.largest = float(np.maximum(self.largest, distances.max()))  # NaN stays NaN
-        return self
-
-    @property
-    def mean(self) -> float:
-        return self.total / max(self.elements, 1)
-
-    @property
-    def share(self) -> float:
-        return self.differing / max(self.elements, 1)
-
-
-def _differing(one: Array, other: Array) -> Array:
-    """Mark the elements that differ, as a flat array: in their bits, or for two dtypes in their values."""
-    if one.dtype == other.dtype:
-        bits = [_bits(array) for array in (one, other)]
-        unequal: Array = bits[0] != bits[1]
-        return unequal if unequal.ndim == 1 else np.any(unequal, axis=1)
-    wide = [_wide(array.reshape(-1)) for array in (one, other)]
-    both_nan = np.isnan(wide[0]) & np.isnan(wide[1])
-    differs: Array = (wide[0] != wide[1]) & ~both_nan
-    return differs
-
-
-def _bits(array: Array) -> Array:
-    row = np.ascontiguousarray(array).reshape(-1)
-    size = row.dtype.itemsize
-    return row.view(f"u{size}") if size <= 8 else row.view(np.uint64).reshape(len(row), size // 8)
-
-
-def _distances(one: Array, other: Array) -> Array:
-    with np.errstate(all="ignore"):
-        a, b = _wide(one), _wide(other)
-        distances: Array = np.abs(a - b).astype(np.float64)
-    distances[(np.isnan(a) & np.isnan(b)) | (a == b)] = 0.0  # the difference of equal infinities is NaN
-    return distances
-
-
-def _wide(array: Array) -> Array:
-    """Cast to a dtype that holds every value exactly: 64-bit integers do not fit into double precision."""
-    if array.dtype.kind in "mM":
-        array = array.view(np.int64)
-    if "complex" in array.dtype.name:  # those of ml_dtypes included
-        return array.astype(np.complex128)
-    is_long = array.dtype.kind in "iu" and array.dtype.itemsize == 8
-    return array.astype(np.longdouble if is_long or array.dtype.itemsize > 8 else np.float64)

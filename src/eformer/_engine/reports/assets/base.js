@@ -16,14 +16,17 @@
 //   leaf(path)               -> {path, dtype, shape, nbytes, params, value, boxes, sharding: {spec: [[axis]], mesh:
 //                                [[axis, size]]}, statistics: {size, min, max, mean, std, zeros, nan, posinf, neginf,
 //                                magnitudes, histogram: {low, high, scale, counts, below, above}}, problem, damaged,
-//                                checked, change: {status, what, relative, largest, share, unlike, from_zero}}
+//                                checked, change: {status, what, relative, largest, share, unlike, from_zero, became_nan,
+//                                became_inf}}
 //   treemap(path)            -> {path, above: [{path, name}], nbytes, items: [{path, name, kind, nbytes, leaves, dtype,
-//                                change, count?, children: [the same, two levels deep]}], rest: {count, nbytes}}
+//                                change, count?, children: [the same, three levels deep], rest}], rest: {count, nbytes,
+//                                change?}}; the bytes of a group are those of its children and of its rest
 //   locate(path, kind, {sort, descending})
 //                            -> [index, ...]: the place of a row among the children of each group above it
-//   changes()                -> {counts: {same, changed, added, removed, unknown}, added: [{path, what, nbytes}],
-//                                removed, largest: [{path, ...change}], state: [the same, of optimizers], heatmaps: [{stack,
-//                                before, after, rows, columns, cells: [[row, column, relative, why]]}]}
+//   changes()                -> {counts: {same, changed, added, removed, unknown, became}, became: [{path, ...change}],
+//                                added: [{path, what, nbytes}], removed, largest: [{path, ...change}], state: [the same, of
+//                                optimizers], heatmaps: [{stack, before, after, became, rows, more_rows, columns,
+//                                cells: [[row, column, relative, why, became]]}]}
 //
 //   row: {path, name, kind: "group" | "leaf", leaves, params, nbytes, dtype, shape?, value?, std?, bins?, special?,
 //         count? (of layers that are folded into a group), damaged, change?: {status, relative}}

@@ -96,17 +96,18 @@
 
     const paint = (made, item) => {
       if (choice.value === "change") {
-        made.classList.add("heated");
+        made.classList.add("heated", eformer.shadeOf(item.change) || "by-heat");
         made.style.setProperty("--heat-at", eformer.heat(item.change));
         return;
       }
+      if (item.kind === "rest") return;
       const kind = eformer.label(item.name).replace(/\d+/g, "");
       if (!kinds.has(kind)) kinds.set(kind, kinds.size);
       made.style.setProperty("--tile", eformer.colourOf(choice.value === "dtype" ? dtypes.get(item.dtype) ?? 7 : kinds.get(kind)));
     };
-    const words = (item) => [eformer.visible(eformer.label(item.path || item.name)),
+    const words = (item) => [item.kind === "rest" ? item.name : eformer.visible(eformer.label(item.path || item.name)),
       `${bytes(item.nbytes)}, ${percent(item.nbytes / Math.max(1, summary.nbytes))} of all`,
-      item.kind === "group" ? many(item.leaves, "leaf", "leaves") : item.dtype,
+      item.kind === "group" ? many(item.leaves, "leaf", "leaves") : item.dtype || null,
       summary.against && item.change ? `change: ${eformer.changeText(item.change)}` : null];
 
     // Draw a tile, and those inside of it where there is room. Tiles that hold others are only frames.
@@ -114,11 +115,12 @@
       const { item, x, y, w, h: high } = placed;
       if (w < 3 || high < 3) return;
       const isFrame = item.children?.length > 0 && w > 44 && high > 46;
-      const made = h(`button.tile${isFrame ? ".frame" : ""}`, { type: "button", "data-tip": tips.length, "data-path": item.path, "data-kind": item.kind,
-        "aria-label": words(item).filter(Boolean).join(", ") + { group: ". Opens", leaf: ". Shows the leaf", rest: "" }[item.kind],
+      const made = h(`button.tile${isFrame ? ".frame" : ""}`, { type: "button", "data-tip": tips.length, "data-path": item.path, "data-kind": item.kind, "data-bytes": item.nbytes,
+        "aria-label": words(item).filter(Boolean).join(", ") + { group: ". Opens", leaf: ". Shows the leaf", rest: item.path === null ? "" : ". Opens the group" }[item.kind],
         style: { left: `${x}px`, top: `${y}px`, width: `${w - 2}px`, height: `${high - 2}px` } });
       tips.push(words(item));
       if (!isFrame) paint(made, item);
+      if (eformer.became(item.change)) made.classList.add("alarm");  // in all colours; inside, it may be too small to see
       if (w > 30 && high > 16) {
         const label = h("span.label", h("bdi", eformer.visible(eformer.label(item.name))));
         if (item.count > 1) label.append(h("span.times", ` ×${item.count}`));
@@ -126,14 +128,17 @@
         made.append(label);
       }
       into.push(made);
-      if (isFrame) for (const small of squarified(item.children, { x: x + 3, y: y + 20, w: w - 6, h: high - 23 })) tiles(small, into);
+      if (isFrame) for (const small of squarified(withRest(item.children, item.rest, item.path), { x: x + 3, y: y + 20, w: w - 6, h: high - 23 })) tiles(small, into);
     };
+
+    // The rows that are left out are one tile, so that areas add up. In a frame it opens the group that has them.
+    const withRest = (items, rest, path = null) => rest.count
+      ? [...items, { path, name: `${count(rest.count)} more`, kind: "rest", nbytes: rest.nbytes, dtype: "", change: rest.change ?? null }] : items;
 
     const draw = () => {
       if (!shown) return;
-      const items = [...shown.items], made = [];
+      const items = withRest(shown.items, shown.rest), made = [];
       tips = [];
-      if (shown.rest.count) items.push({ path: "", name: `${shown.rest.count} more`, kind: "rest", nbytes: shown.rest.nbytes, leaves: shown.rest.count, dtype: "", change: null });
       for (const placed of squarified(items, { x: 0, y: 0, w: map.clientWidth + 2, h: map.clientHeight + 2 })) tiles(placed, made);
       map.replaceChildren(...made);
       if (!made.length) map.append(h("p.muted.empty", "No bytes here."));
@@ -151,8 +156,8 @@
       if (focus) map.querySelector("button")?.focus();
     };
     map.addEventListener("click", (event) => {
-      const target = event.target.closest("[data-path]");
-      if (!target || target.dataset.kind === "rest") return;
+      const target = event.target.closest("[data-path]");  // the rest of the group that is shown has none
+      if (!target) return;
       const { path, kind } = target.dataset;
       eformer.hideTip();
       if (kind === "leaf") onLeaf(path);
@@ -322,11 +327,18 @@
   };
 
   // ----------------------------------------------------------------------------------------- changes
+  eformer.became = (change) => (change?.became_nan ?? 0) + (change?.became_inf ?? 0);
+  eformer.becameText = (change) => `became ${[change.became_nan ? "NaN" : null, change.became_inf ? "Inf" : null].filter(Boolean).join(", ")}`;
+  // How a change is painted: "became" in the colour of damage, "odd" hatched, "same" empty, and "" by its heat.
+  eformer.shadeOf = (change) => eformer.became(change) ? "became" : !change || change.status === "same" ? "same"
+    : change.from_zero || change.relative ? "" : "odd";
   eformer.changeText = (change) => {
     if (!change) return "";
+    if (eformer.became(change)) return eformer.becameText(change);
     if (change.from_zero) return "from zero";
     if (change.status === "same") return "same";
     if (change.status === "added") return "added";
+    if (change.relative === 0) return change.what ? "dtype" : change.unlike ? "NaN or Inf" : change.share ? "bits alone" : "changed";
     if (change.relative !== undefined && change.relative !== null) return percent(change.relative);
     return change.status === "unknown" ? "not read" : "changed";
   };
@@ -340,7 +352,7 @@
   };
   eformer.heat = (change) => {
     const relative = typeof change === "number" ? change : change?.from_zero ? domain[1] : change?.relative;
-    if (!relative) return 0;
+    if (!relative) return typeof change === "object" && change?.status === "changed" ? 0.04 : 0;
     const [low, high] = domain.map(Math.log10);
     return Math.max(0.04, Math.min(1, (Math.log10(relative) - low) / (high - low)));
   };
@@ -360,8 +372,8 @@
       columns.map((column, c) => {
         const cell = table.get(`${r},${c}`);
         if (!cell) return h("td.none");
-        const [relative] = cell;
-        return h("td", { class: relative === null ? "odd" : relative === 0 ? "same" : "", tabindex: "-1", "data-tip": `${r},${c}`,
+        const [relative, , became] = cell;
+        return h("td", { class: became ? "became" : relative === null ? "odd" : relative === 0 ? "same" : "", tabindex: "-1", "data-tip": `${r},${c}`,
           style: { "--heat-at": String(eformer.heat(relative ?? 0)) } }, h("span.sr", words(r, c)));
       })));
     const head = h("tr", h("td"), columns.map((column, c) => h("th", { scope: "col", class: isStack ? "" : "slanted" },
@@ -396,17 +408,18 @@
         if (r < 0 || c < 0 || r >= rows.length || c >= columns.length) return;
       }
     });
+    if (found.more_rows) made.append(h("tfoot", h("tr", h("td.muted", { colspan: columns.length + 1 }, `and ${many(found.more_rows, "more module")}`))));
     eformer.tips(made, (target) => {
       if (!target) return null;
       const [r, c] = target.dataset.tip.split(",").map(Number);
-      return [eformer.visible(eformer.label(pathOf(r, c))), `relative change: ${words(r, c)}`];
+      return [eformer.visible(eformer.label(pathOf(r, c))), table.get(`${r},${c}`)[2] ? words(r, c) : `relative change: ${words(r, c)}`];
     });
     return made;
   };
   eformer.heatLegend = () => {
     const [low, high] = domain;
     const marks = [0, 0.25, 0.5, 0.75, 1].map((part) => low * (high / low) ** part);
-    return h("div.legend", { role: "img", "aria-label": `Colours: pale for a relative change of ${percent(low)}, strong for ${percent(high)}` },
-      h("i.same"), h("span.muted", "same"), ...marks.map((one) => [h("i", { style: { "--heat-at": String(eformer.heat(one)) } }), h("span.muted", `${Number((100 * one).toPrecision(2))} %`)]));
+    return h("div.legend", { role: "img", "aria-label": `Colours: pale for a relative change of ${percent(low)}, strong for ${percent(high)}; red and marked for leaves that became NaN or Inf` },
+      h("i.became"), h("span.muted", "became NaN or Inf"), h("i.same"), h("span.muted", "same"), ...marks.map((one) => [h("i", { style: { "--heat-at": String(eformer.heat(one)) } }), h("span.muted", `${Number((100 * one).toPrecision(2))} %`)]));
   };
 })();

@@ -38,13 +38,12 @@
     const changeOf = (n) => {
       if (!change) return null;
       const found = { status: statuses[change.status[n]] };
-      for (const name of ["what", "unlike", "from_zero"]) if (n in change[name]) found[name] = change[name][n];
+      for (const name of ["what", "unlike", "from_zero", "became_nan", "became_inf"]) if (n in change[name]) found[name] = change[name][n];
       if (found.status === "changed") {
         for (const name of ["relative", "largest", "share"]) found[name] = change[name][changed];
         changed++;
       }
-      if (found.status === "same") found.relative = 0;
-      return found;
+      return withoutZeros(found);
     };
 
     let number = 0;
@@ -118,7 +117,7 @@
       if (!(sort in keys)) return list;
       const key = new Map(list.map((node) => [node, keys[sort](node)]));
       const collator = new Intl.Collator("en", { numeric: true });
-      const compare = (a, b) => typeof a === "string" ? collator.compare(a, b) : a - b;
+      const compare = (a, b) => typeof a === "string" ? collator.compare(a, b) : Array.isArray(a) ? heavier(a, b) : a - b;
       const sign = descending ? -1 : 1;
       return [...list].sort((a, b) => sign * compare(key.get(a), key.get(b)));
     };
@@ -138,7 +137,8 @@
       const kids = node.kids.filter((kid) => kid.nbytes > 0).sort((a, b) => b.nbytes - a.nbytes);
       const rest = kids.slice(most);
       return { list: kids.slice(0, most),
-        rest: { count: rest.length, nbytes: rest.reduce((total, kid) => total + kid.nbytes, 0) } };
+        rest: { count: rest.length, nbytes: rest.reduce((total, kid) => total + kid.nbytes, 0),
+          change: rest.reduce((all, kid) => kid.change ? sum(all, kid.change) : all, null) } };
     };
     const brief = (node) => ({ count: eformer.isFolded(node.name) ? node.kids.length : undefined, path: node.path, name: node.name, kind: node.leaf < 0 ? "group" : "leaf", nbytes: node.nbytes,
       leaves: node.leaves, dtype: mainDtype(node), change: node.change ?? null });
@@ -177,8 +177,11 @@
         const above = [];
         for (let up = node; up; up = up.parent) above.unshift({ path: up.path, name: up.name });
         const { list, rest } = items(node, 240);
-        const nested = (kid, depth) => ({ ...brief(kid),
-          children: kid.leaf < 0 && depth < 3 ? items(kid, 24).list.map((inner) => nested(inner, depth + 1)) : [] });
+        // The bytes of a tile are those of its children and of its rest.
+        const nested = (kid, depth) => {
+          const inner = items(kid, depth < 3 ? 24 : 0);
+          return { ...brief(kid), children: inner.list.map((one) => nested(one, depth + 1)), rest: inner.rest };
+        };
         return { path: node.path, above, rest, nbytes: node.nbytes, items: list.map((kid) => nested(kid, 0)) };
       },
       // Where a row is: its place among the children of each group above it.
@@ -192,21 +195,28 @@
     };
   };
 
-  // The change of a group: the largest of its leaves.
+  // The change of a group, as `combined` of changes.py has it: the status of its leaves, and the strongest of them.
   const sum = (before, change) => {
-    if (!before) return { status: change.status, relative: change.relative ?? null, from_zero: change.from_zero };
-    const status = before.status === change.status ? before.status
+    const status = !before || before.status === change.status ? change.status
       : [before.status, change.status].includes("unknown") ? "unknown" : "changed";
-    const larger = weight(change) > weight(before) ? change : before;
-    return { status, relative: larger.relative ?? null, from_zero: larger.from_zero };
+    const larger = !before || heavier(weight(change), weight(before)) > 0 ? change : before;
+    const found = status === "unknown" ? { status } : { status, relative: larger.relative, from_zero: larger.from_zero };
+    for (const name of ["became_nan", "became_inf"]) found[name] = (before?.[name] ?? 0) + (change[name] ?? 0);
+    return withoutZeros(found);
   };
+  // As `as_json` of changes.py: a relative change of 0 says that a leaf changed in its bits or its dtype alone.
+  const withoutZeros = (change) => Object.fromEntries(Object.entries(change).filter(([name, value]) => value
+    || (name === "relative" && value === 0 && change.status === "changed")));
+  // Order changes as `weight` of changes.py does: a rank, and an amount within it.
+  const ranks = { same: 0, unknown: 1, changed: 2, added: 3 };
   const weight = (change) => {
-    if (!change) return -1;
-    if (change.from_zero) return 1e300;
-    if (change.status === "added") return 1e299;
-    return change.relative ?? (change.status === "same" ? 0 : change.status === "changed" ? 1e298 : -0.5);
+    if (!change) return [-1, 0];
+    if (eformer.became(change)) return [6, eformer.became(change)];
+    if (change.from_zero) return [5, 0];
+    if (change.status === "changed" && (change.relative ?? null) === null) return [4, 0];
+    return [ranks[change.status], change.relative ?? 0];
   };
-  eformer.changeWeight = weight;
+  const heavier = (a, b) => a[0] - b[0] || a[1] - b[1];
 
   // Match names that contain the query, or match it if it is a glob; letters count alike in both cases.
   const matcher = (query) => {

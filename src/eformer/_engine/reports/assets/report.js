@@ -16,6 +16,7 @@
       const leaf = await source.leaf(path);
       clearTimeout(waiting);
       panel.replaceChildren(...leafPanel(leaf, summary));
+      tree.note(leaf);
     };
     const showGroup = (row) => { panel.replaceChildren(...groupPanel(row, summary)); };
     const tree = eformer.tree(source, summary, { onSelect: (row) => row.kind === "leaf" ? showLeaf(row.path) : showGroup(row) });
@@ -52,11 +53,11 @@
     document.documentElement.dataset.ready = "true";
   };
 
-  // Begin with the leaf that people look for first: a damaged one, the one that changed most, the largest.
+  // Begin with the leaf that people look for first: a damaged one, one that became NaN, the one that changed most, the largest.
   const first = async (source, summary, changes, tree, showLeaf) => {
     if (summary.has_values === "on demand") return;  // the largest may take long to read
     const { rows } = await source.search("", { limit: 1, sort: "nbytes", descending: true });
-    const path = summary.verification.damaged?.[0] ?? changes?.largest[0]?.path ?? rows[0]?.path;
+    const path = summary.verification.damaged?.[0] ?? changes?.became[0]?.path ?? changes?.largest[0]?.path ?? rows[0]?.path;
     if (path === undefined) return;
     await tree.reveal(path, "leaf");
     await showLeaf(path);
@@ -104,6 +105,7 @@
       (summary.verification.damaged ?? []).slice(0, 10).map((path) => h("li.bad", "damaged: ", eformer.name(eformer.label(path))))) : null;
 
   // ----------------------------------------------------------------------------------------- changes
+  const MOST_LOUD = 20;
   const changesSection = (changes, summary, goTo) => {
     const { counts } = changes;
     const chip = (name, text) => counts[name] ? h(`span.chip.${name}`, h("b", count(counts[name])), ` ${text ?? name}`) : null;
@@ -112,17 +114,24 @@
     const drawMap = (n) => {
       eformer.heatDomain(maps[n]);
       body.replaceChildren(eformer.heatmap(maps[n], goTo), eformer.heatLegend());
+      requestAnimationFrame(() => {  // of many layers, the first that became NaN is scrolled to
+        const loud = body.querySelector("td.became");
+        if (loud) body.scrollLeft = loud.offsetLeft - body.clientWidth / 2;
+      });
     };
     const choice = maps.length > 1 ? h("label.choice", "layers of ", h("select", { id: "stack", onchange: (event) => drawMap(Number(event.target.value)) },
       maps.map((one, n) => h("option", { value: n }, eformer.visible(one.stack ? eformer.label(one.stack) : "all other leaves"))))) : null;
     if (maps.length) drawMap(0);
     const largest = (list, name) => h("ol.largest", { "aria-label": name }, list.map((one) => h("li", h("button.link", { type: "button", onclick: () => goTo(one.path) },
-      eformer.name(eformer.label(one.path))), h("span", { class: `delta ${one.status}`, style: { "--heat-at": String(eformer.heat(one)) } }, eformer.changeText(one)),
+      eformer.name(eformer.label(one.path))), h("span", { class: `delta ${eformer.became(one) ? "became" : one.status}`, style: { "--heat-at": String(eformer.heat(one)) } }, eformer.changeText(one)),
       one.what ? h("span.what.small.muted", eformer.visible(one.what)) : null)));
     const listed = (list, name, total) => list.length ? h("details.small", h("summary", `${name}: ${count(total)}`), h("ul.names", list.slice(0, 500).map((one) =>
       h("li", eformer.name(eformer.label(one.path)), " ", h("span.muted.mono", eformer.visible(one.what))))), total > list.length ? h("p.muted", `and ${count(total - list.length)} more`) : null) : null;
     return h("section.changes", { "aria-labelledby": "changes-title" },
-      h("div.bar", h("h2", { id: "changes-title" }, "Change"), h("div.chips", chip("changed"), chip("added"), chip("removed"), chip("same", "the same"), chip("unknown", "not read")), choice),
+      h("div.bar", h("h2", { id: "changes-title" }, "Change"), h("div.chips", chip("became", "became NaN or Inf"), chip("changed"), chip("added"), chip("removed"), chip("same", "the same"), chip("unknown", "not read")), choice),
+      changes.became.length ? h("div.alarm", { id: "became", role: "alert" },
+        h("b", `${many(counts.became, "leaf", "leaves")} became NaN or Inf`), largest(changes.became.slice(0, MOST_LOUD), "Leaves that became NaN or Inf"),
+        counts.became > MOST_LOUD ? h("p.small", `and ${count(counts.became - MOST_LOUD)} more`) : null) : null,
       h("div.change-split",
         h("div.heat", maps.length ? body : h("p.muted.empty", "No arrays to compare.")),
         h("div", h("h3", "Largest relative change"), changes.largest.length ? largest(changes.largest, "Largest relative change") : h("p.muted", !counts.unknown ? "Nothing changed." : summary.has_values ? "Select a leaf to compare its values." : "Values were not compared."),
@@ -168,6 +177,8 @@
 
   const changePart = (change) => [h("h4", "Change"), facts([
     ["status", { same: "the same", changed: "changed", added: "added", unknown: "not read" }[change.status]],
+    change.became_nan ? ["became NaN", many(change.became_nan, "element"), "bad"] : null,
+    change.became_inf ? ["became Inf", many(change.became_inf, "element"), "bad"] : null,
     change.what ? ["was → is", eformer.visible(change.what)] : null,
     change.relative ? ["‖a−b‖ / ‖b‖", percent(change.relative)] : change.from_zero ? ["‖a−b‖ / ‖b‖", "it was zero before"] : null,
     change.largest ? ["largest", number(change.largest)] : null,

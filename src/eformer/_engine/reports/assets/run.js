@@ -1,7 +1,7 @@
 // The page of a run: its steps on a time line, sizes, metrics, change and retention.
 //
 // A source of a run answers `run()` -> {title, path, steps: [{number, name, saved_at, nbytes, why, metrics: {name: number},
-// problem, is_removed, kept_by: [text], change: {norm, relative}}], metrics: [name], rules: [text], nbytes, has_values,
+// problem, is_removed, kept_by: [text], change: {norm, relative, from_zero?, became, special}}], metrics: [name], rules: [text], nbytes, has_values,
 // notes, made_by, made_at}, and `stepLink(step)`, if pages of steps can be opened: an address, or null.
 "use strict";
 (() => {
@@ -87,9 +87,13 @@
   };
   const words = (step) => [`step ${count(step.number)}`, [bytes(step.nbytes), step.saved_at && eformer.time(step.saved_at), step.why && `saved: ${step.why}`].filter(Boolean).join(" · "),
     step.problem ? `damaged: ${step.problem}` : null,
-    step.change?.relative ? `change since the step before: ${percent(step.change.relative)}` : null,
+    alarm(step.change), typeof step.change?.relative === "number" ? `change since the step before: ${percent(step.change.relative)}` : null,
     step.is_removed ? "would be removed" : step.kept_by.length ? `stays: ${step.kept_by.join("; ")}` : null,
     Object.entries(step.metrics).slice(0, 6).map(([name, value]) => `${eformer.visible(name)} ${number(value, 4)}`).join(" · ")];
+  // Leaves that became NaN or infinite in this step, or are so.
+  const alarm = (change) => change?.became ? `${many(change.became, "leaf", "leaves")} became NaN or Inf`
+    : change?.special ? `NaN or Inf in ${many(change.special, "leaf", "leaves")}` : null;
+  const changeWords = (change) => change.problem ?? (change.from_zero ? "from zero" : (change.relative ?? null) === null ? "–" : percent(change.relative));
   const kind = (step) => step.problem ? "bad" : step.is_removed ? "gone" : "kept";
 
   // A chart over steps, which says what is under the pointer and chooses a step when it is clicked.
@@ -129,23 +133,29 @@
   };
 
   const charts = (run, axis, choose, chosen) => {
-    const series = run.metrics.map((name) => ({ name, points: run.steps.filter((step) => typeof step.metrics[name] === "number").map((step) => [step, step.metrics[name]]) }));
-    const change = run.steps.filter((step) => step.change?.relative).map((step) => [step, step.change.relative]);
-    if (change.length) series.push({ name: "‖change‖ / ‖step before‖", points: change, isChange: true });
-    const shown = series.filter((one) => one.points.length);
+    // Steps that have no point because their value is not finite are marked: `odd`.
+    const series = run.metrics.map((name) => ({ name, points: run.steps.filter((step) => typeof step.metrics[name] === "number").map((step) => [step, step.metrics[name]]),
+      odd: run.steps.filter((step) => Object.hasOwn(step.metrics, name) && step.metrics[name] === null) }));
+    const change = run.steps.filter((step) => typeof step.change?.relative === "number").map((step) => [step, step.change.relative]);
+    series.push({ name: "‖change‖ / ‖step before‖", points: change, isChange: true, odd: run.steps.filter((step) => alarm(step.change)) });
+    const shown = series.filter((one) => one.points.length || one.odd.length);
     if (!shown.length) return null;
     return h("section", { "aria-labelledby": "metrics-title" }, h("div.bar", h("h2", { id: "metrics-title" }, "Metrics and change")),
       h("div.charts", shown.slice(0, 24).map((one) => {
         const values = one.points.map(([, value]) => value);
-        const low = Math.min(...values), high = Math.max(...values);
+        const low = values.length ? Math.min(...values) : 0, high = values.length ? Math.max(...values) : 0;
+        const last = one.odd.length && one.odd.at(-1).number >= (one.points.at(-1)?.[0].number ?? -Infinity) ? one.isChange ? alarm(one.odd.at(-1).change) : "not finite" : null;
+        const marked = one.odd.length ? `; ${one.isChange ? "NaN or Inf" : "not finite"} at ${one.odd.length > 6 ? many(one.odd.length, "step") : `step ${one.odd.map((step) => step.number).join(", ")}`}` : "";
         const format = one.isChange ? percent : (value) => number(value, 4);
         const at = (value, height) => high === low ? height / 2 : height - 8 - (height - 16) * (value - low) / (high - low);
         const draw = (width, height) => [
+          one.odd.map((step) => s("line.odd-step", { x1: axis.at(step.number) * width, x2: axis.at(step.number) * width, y1: 0, y2: height })),
           s("polyline.curve", { points: one.points.map(([step, value]) => `${(axis.at(step.number) * width).toFixed(1)},${at(value, height).toFixed(1)}`).join(" ") }),
           one.points.length <= 60 ? one.points.map(([step, value]) => s("line.dot", { x1: axis.at(step.number) * width, x2: axis.at(step.number) * width + 0.01, y1: at(value, height), y2: at(value, height) })) : null];
-        return h("figure.chart", h("figcaption", h("bdi.mono", eformer.visible(one.name)), h("b", format(values.at(-1)))),
-          h("div.with-range", h("div.range.small.muted", { "aria-hidden": "true" }, h("span", format(high)), high === low ? null : h("span", format(low))),
-            plot(run, axis, choose, chosen, { label: `${one.name}: ${format(values[0])} at step ${one.points[0][0].number}, ${format(values.at(-1))} at step ${one.points.at(-1)[0].number}; from ${format(low)} to ${format(high)}`, height: 96, draw })));
+        return h("figure.chart", h("figcaption", h("bdi.mono", eformer.visible(one.name)), h("b", { class: last ? "bad" : "" }, last ?? format(values.at(-1)))),
+          marked ? h("p.small.bad", marked.slice(2)) : null,
+          h("div.with-range", h("div.range.small.muted", { "aria-hidden": "true" }, h("span", values.length ? format(high) : ""), high === low ? null : h("span", format(low))),
+            plot(run, axis, choose, chosen, { label: `${one.name}: ${one.points.length ? `${format(values[0])} at step ${one.points[0][0].number}, ${format(values.at(-1))} at step ${one.points.at(-1)[0].number}; from ${format(low)} to ${format(high)}` : "no finite value"}${marked}`, height: 96, draw })));
       })));
   };
 
@@ -159,8 +169,8 @@
       const row = h("tr", { class: kind(step), onclick: () => choose(step) },
         h("th", { scope: "row" }, link ? h("a", { href: link }, label) : label), h("td", step.saved_at ? eformer.time(step.saved_at) : ""), h("td", eformer.visible(step.why)),
         h("td.num", bytes(step.nbytes)), metrics.map((name) => h("td.num", Object.hasOwn(step.metrics, name) ? step.metrics[name] === null ? "not finite" : number(step.metrics[name], 4, { isColumn: true }) : "")),
-        hasChange ? h("td.num", step.change ? step.change.problem ?? (step.change.relative === null ? "–" : percent(step.change.relative)) : "") : null,
-        h("td.note", step.problem ? h("span.flag.bad", "damaged") : null, step.problem ? h("bdi.small", ` ${eformer.visible(step.problem)}`) : hasRules ? step.is_removed ? h("span.flag", "would be removed") : h("span.small.muted", eformer.visible(step.kept_by.join("; "))) : null));
+        hasChange ? h("td.num", step.change ? changeWords(step.change) : "") : null,
+        h("td.note", alarm(step.change) ? h("span.flag.bad", alarm(step.change)) : null, step.problem ? h("span.flag.bad", "damaged") : null, step.problem ? h("bdi.small", ` ${eformer.visible(step.problem)}`) : hasRules ? step.is_removed ? h("span.flag", "would be removed") : h("span.small.muted", eformer.visible(step.kept_by.join("; "))) : null));
       rows.set(step, row);
       return row;
     };

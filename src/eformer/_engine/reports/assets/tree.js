@@ -141,7 +141,7 @@
       nbytes: (row) => [row.nbytes > 0.08 * summary.nbytes ? h("span.share", { style: { width: `${(100 * row.nbytes) / Math.max(1, summary.nbytes)}%` } }) : null, h("span", row.value !== undefined ? "" : bytes(row.nbytes))],
       spark: (row) => row.bins ? eformer.sparkline(row.bins) : "",
       std: (row) => row.std === undefined || row.std === null ? "" : number(row.std, 3, { isColumn: true }),
-      change: (row) => row.change ? h("span", { class: `delta ${row.change.status}`, style: { "--heat-at": String(eformer.heat(row.change)) } },
+      change: (row) => row.change ? h("span", { class: `delta ${eformer.became(row.change) ? "became" : row.change.status}`, style: { "--heat-at": String(eformer.heat(row.change)) } },
         eformer.changeText(row.change)) : "",
     };
     const shortDtype = (dtype) => {
@@ -288,6 +288,22 @@
       scroller.scrollTop = Math.max(0, (at - Math.floor(scroller.clientHeight / ROW / 2)) * ROW);
     };
 
+    // A leaf was read: its row, and the rows above it, say how it changed.
+    const note = (leaf) => {
+      if (!leaf?.change) return;
+      const told = (node) => {
+        if (node.row.change?.status !== "unknown") return;
+        node.row.change = leaf.change;
+        for (let up = node.up; up?.row && eformer.became(leaf.change); up = up.up)
+          up.row.change = { ...up.row.change, became_nan: (up.row.change.became_nan ?? 0) + (leaf.change.became_nan ?? 0), became_inf: (up.row.change.became_inf ?? 0) + (leaf.change.became_inf ?? 0) };
+      };
+      const find = (node) => node.kids.forEach((kid) => {
+        if (kid.row.kind === "group") find(kid); else if (kid.row.path === leaf.path) told(kid);
+      });
+      for (const top of [root, unfolded?.root]) if (top) find(top);
+      draw();
+    };
+
     const start = async () => {
       root.isOpen = true;
       await fetchPage(root, 0);
@@ -300,6 +316,6 @@
       for (const kid of [...root.kids]) if (kid?.row.kind === "group" && lines.length < 10) await open(kid);
       say();
     };
-    return { grid, input, status, start, reveal, search, sortBy: (id) => sortBy(columns.find((one) => one.id === id)) };
+    return { grid, input, status, start, reveal, search, note, sortBy: (id) => sortBy(columns.find((one) => one.id === id)) };
   };
 })();
