@@ -170,7 +170,7 @@ def test_the_modules_export_what_is_documented_and_no_more():
     assert set(utils.__all__) == set(UTILS)
     assert set(async_manager.__all__) == {"AsyncCheckpointManager", "CheckpointMetadata"}
     assert set(checkpointer.__all__) == {"CheckpointInterval", "Checkpointer", "find_latest_checkpoint"}
-    assert set(paths.__all__) == {"GCSPath", "LocalPath", "MLUtilPath", "ePath"}
+    assert set(paths.__all__) == {"GCSPath", "LocalPath", "MLUtilPath", "PathStat", "ePath", "ePathLike"}
     assert eformer.serialization.dry_run is eformer.checkpoint.dry_run
     public = {
         name for name, value in vars(_serialization).items() if inspect.isfunction(value) and name[0] != "_"
