@@ -131,7 +131,7 @@ class GCSPath:
     def __init__(self, path: str | GCSPath) -> None:
         address = _GCS_ADDRESS.fullmatch(str(path))
         if address is None:
-            raise ValueError(f"{path!r} is not a name in a bucket: expected gs://bucket/name")
+            raise ValueError(f"{path!r} is not a name in a bucket: expected gs://bucket/name, as text")
         bucket, key = address[1], PurePosixPath(address[2])
         if ".." in (bucket, *key.parts):
             raise ValueError(f"{path!r} contains '..', which has no meaning in a bucket")
@@ -280,7 +280,7 @@ class GCSPath:
         return objects_at(Address("gcs", f"gs://{self.bucket}", self.bucket, ""), str(self))
 
 
-ePathLike: TypeAlias = GCSPath | LocalPath | MLUtilPath  # noqa: N816  the documented name
+ePathLike: TypeAlias = GCSPath | LocalPath | MLUtilPath  # noqa: N816, PYI042  the documented name
 
 
 def _with_directories(keys: list[str]) -> set[tuple[str, ...]]:

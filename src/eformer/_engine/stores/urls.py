@@ -28,6 +28,9 @@ _CLOUDS: dict[str, Cloud] = {
 }
 _WEB = ("https", "http")
 
+# pathlib turns s3://bucket into s3:/bucket, which would name a local directory called "s3:".
+_CUT_URL = re.compile(rf"(?:{'|'.join((*_CLOUDS, *_WEB, 'hf'))}):/(?!/)", re.IGNORECASE)
+
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CONTAINER = re.compile(r"\$?[A-Za-z0-9][A-Za-z0-9-]*")
 _REGION = r"[a-z]{2}(?:-[a-z]+)+-\d+"
@@ -68,6 +71,22 @@ def is_bucket_url(path: str) -> bool:
     """Tell whether a path is the URL of a bucket, or of a web server."""
     scheme, is_url, _ = path.partition("://")
     return bool(is_url) and (scheme in _CLOUDS or scheme in _WEB)
+
+
+def is_cut_url(path: str) -> bool:
+    """Tell whether a path is a URL that has lost a slash."""
+    return _CUT_URL.match(path) is not None
+
+
+def refuse_cut_url(path: str) -> None:
+    """Raise ValueError for a URL that has lost a slash."""
+    if is_cut_url(path):
+        whole = shown(path.replace(":/", "://", 1))
+        cut = whole.replace("://", ":/", 1)
+        raise ValueError(
+            f"{cut} is a URL without its second slash, which pathlib.Path drops; pass the URL as text, {whole!r}, or "
+            f"{f'./{cut}'!r} for a local directory of this name"
+        )
 
 
 def parse_url(url: str) -> Address:
