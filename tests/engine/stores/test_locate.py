@@ -140,7 +140,9 @@ def test_a_url_in_a_pathlib_path_is_refused_and_nothing_is_written(tmp_path, mon
     assert {entry.name for entry in Path().iterdir()} <= {"source", "run", "other"}
 
 
-@pytest.mark.parametrize("scheme", ["S3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory", "hf", "https", "http"])
+@pytest.mark.parametrize(
+    "scheme", ["S3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory", "hf", "https", "http"]
+)
 def test_every_scheme_needs_both_slashes(scheme):
     with pytest.raises(ValueError, match=f"pass the URL as text, '{scheme}://a/b'"):
         checkpoint.save(TREE, f"{scheme}:/a/b")
@@ -172,7 +174,7 @@ def test_a_local_directory_that_is_called_like_a_scheme_is_reached_by_a_dot(tmp_
 def test_a_report_is_not_written_below_a_directory_called_like_a_scheme(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     checkpoint.save(TREE, "source")
-    with pytest.raises(ValueError, match="second slash|is in a bucket"):
+    with pytest.raises(ValueError, match=r"second slash|is in a bucket"):
         checkpoint.report("source").save(path)
     assert [entry.name for entry in Path().iterdir()] == ["source"]
 
