@@ -274,7 +274,7 @@ def test_the_package_is_typed_and_has_a_version():
     from importlib.resources import files
 
     assert files("eformer").joinpath("py.typed").is_file()
-    assert eformer.__version__ == version("eformer")
+    assert eformer.__version__ == version("eformer-checkpoint")
 
 
 def test_importing_the_package_imports_no_jax_and_starts_no_backend():
@@ -301,7 +301,8 @@ def modules_after(statement):
 
 
 def test_importing_the_doors_imports_nothing_else():
-    assert modules_after("import eformer.checkpoint") == {"eformer", "eformer._version", "eformer.checkpoint"}
+    doors = {"eformer", "eformer._install", "eformer._version", "eformer.checkpoint"}
+    assert modules_after("import eformer.checkpoint") == doors
 
 
 def test_the_command_starts_without_what_it_may_need_later():
