@@ -92,6 +92,14 @@ def test_nothing_is_required_twice(metadata):
     assert extra == {"cryptography", "h5py", "huggingface-hub"}
 
 
+def test_messages_and_pages_name_this_distribution_and_extras_that_it_has(metadata):
+    places = [*MODULES.rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    text = "\n".join(path.read_text("utf-8") for path in places)
+    named = set(re.findall(r"pip install '(eformer[\w-]*)\[(\w+)\]'", text))
+    assert {name for name, _ in named} == {metadata["Name"]}
+    assert {extra for _, extra in named} <= {*metadata.get_all("Provides-Extra")}
+
+
 def name_of(line):
     return re.match(r"[\w-]+", line)[0]
 
