@@ -107,7 +107,10 @@ def test_the_command_line_prints_the_error_that_names_the_extra(tmp_path):
     code = "from eformer.cli.commands import main; main(['inspect', 'hf://org/model'])"
     ended = without_extras(code, tmp_path)
     assert ended.returncode == 1
-    assert ended.stderr == "error: hf:// needs the package huggingface_hub: pip install 'eformer-checkpoint[hf]'\n"
+    assert (
+        ended.stderr
+        == "error: hf:// needs the package huggingface_hub: pip install 'eformer-checkpoint[hf]'\n"
+    )
 
 
 def imported(indent):

@@ -409,6 +409,7 @@ class AsyncCheckpointManager:
     def is_tensorstore(path: Path) -> bool:
         """Tell whether the path is a checkpoint of zarr arrays, or the index of one."""
         text = str(path) if isinstance(path, GCSPath) else os.fsdecode(path)
+        refuse_cut_url(text)
         is_remote = is_bucket_url(text)
         store = store_at(
             text.removesuffix(f"/{INDEX}") if is_remote else str(AsyncCheckpointManager.safe_loadpath(path))

@@ -1,6 +1,7 @@
 """Paths as people write them: "~", file:// URLs, and URLs that lost a slash."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -118,6 +119,7 @@ PATH_CALLS = {
     "prune": lambda path: checkpoint.prune(path, keep=1),
     "manager.save": lambda path: AsyncCheckpointManager().save(TREE, path),
     "manager.load": lambda path: AsyncCheckpointManager().load(path, None),
+    "manager.is_tensorstore": AsyncCheckpointManager.is_tensorstore,
     "Checkpointer": lambda path: Checkpointer(path, None, []),
     "find_latest_checkpoint": find_latest_checkpoint,
     "tree_serialize_leaves": lambda path: tree_serialize_leaves(path, TREE),
@@ -133,7 +135,7 @@ def test_a_url_in_a_pathlib_path_is_refused_and_nothing_is_written(tmp_path, mon
     checkpoint.save(TREE, "source")
     expected = (
         "s3:/bucket/run is a URL without its second slash, which pathlib.Path drops; pass the URL as text, "
-        "'s3://bucket/run', or './s3:/bucket/run' for a local directory of this name"
+        "'s3://bucket/run', or rename the directory 's3:' if it is local"
     )
     with pytest.raises(ValueError, match=re.escape(expected)):
         call(Path("s3://bucket/run"))
@@ -161,13 +163,24 @@ def test_a_relative_path_of_a_manager_with_a_bucket_is_refused_as_well():
         manager.save(TREE, Path("gs://other/run"))
 
 
-def test_a_local_directory_that_is_called_like_a_scheme_is_reached_by_a_dot(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "spell", [os.path.abspath, lambda url: Path(url).absolute(), lambda url: Path("runs", url)]
+)
+def test_a_url_that_became_the_end_of_a_path_is_refused(tmp_path, monkeypatch, spell):
     monkeypatch.chdir(tmp_path)
-    for path in ("./s3:/run", tmp_path / "s3:" / "other", "a/s3:/x", "x:/y"):
-        checkpoint.save(TREE, path)
-        np.testing.assert_array_equal(checkpoint.load(path)["w"], TREE["w"])
-        assert checkpoint.verify(path).ok
-    assert {entry.name for entry in Path("s3:").iterdir()} == {"run", "other"}
+    Path("s3:/bucket").mkdir(parents=True)  # as programs make it before they save
+    with pytest.raises(
+        ValueError, match=r"s3:/bucket/x is a URL without.*'s3://bucket/x', or rename the direc"
+    ):
+        checkpoint.save(TREE, spell("s3://bucket/x"))
+    assert [str(path) for path in Path().rglob("*")] == ["s3:", "s3:/bucket"]
+
+
+@pytest.mark.parametrize("path", ["x:/y", "as3:/y", "a/step:1/s3", "s3/x", "s3:x/y", "s3:"])
+def test_other_names_with_colons_are_local_paths(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    checkpoint.save(TREE, path)
+    assert (tmp_path / path / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("path", [Path("s3://bucket/page.html"), "s3://bucket/page.html"])

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
-from eformer._engine.stores.urls import is_bucket_url, is_cut_url, refuse_cut_url
+from eformer._engine.stores.urls import is_bucket_url, refuse_cut_url
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -28,9 +28,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         )
     refuse_cut_url(text)
     found = Path(with_home(text))
-    # pathlib drops the dot of ./~ and ./s3:/x, without which the next reader takes them for a home and a URL.
-    has_lost_dot = text.startswith("./") and (str(found).startswith("~") or is_cut_url(str(found)))
-    return found.absolute() if has_lost_dot else found
+    return found.absolute() if text.startswith("./~") else found  # pathlib drops the dot, and "~" is a home
 
 
 def with_home(path: str) -> str:

@@ -28,8 +28,8 @@ _CLOUDS: dict[str, Cloud] = {
 }
 _WEB = ("https", "http")
 
-# pathlib turns s3://bucket into s3:/bucket, which would name a local directory called "s3:".
-_CUT_URL = re.compile(rf"(?:{'|'.join((*_CLOUDS, *_WEB, 'hf'))}):/(?!/)", re.IGNORECASE)
+# pathlib turns s3://bucket into s3:/bucket, and os.path.abspath into /here/s3:/bucket: a local directory called "s3:".
+_CUT_URL = re.compile(rf"(?:^|/)((?:{'|'.join((*_CLOUDS, *_WEB, 'hf'))}):)/(?!/)", re.IGNORECASE)
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CONTAINER = re.compile(r"\$?[A-Za-z0-9][A-Za-z0-9-]*")
@@ -73,19 +73,13 @@ def is_bucket_url(path: str) -> bool:
     return bool(is_url) and (scheme in _CLOUDS or scheme in _WEB)
 
 
-def is_cut_url(path: str) -> bool:
-    """Tell whether a path is a URL that has lost a slash."""
-    return _CUT_URL.match(path) is not None
-
-
 def refuse_cut_url(path: str) -> None:
-    """Raise ValueError for a URL that has lost a slash."""
-    if is_cut_url(path):
-        whole = shown(path.replace(":/", "://", 1))
-        cut = whole.replace("://", ":/", 1)
+    """Raise ValueError for a local path that is a URL without one of its slashes, or ends in one."""
+    if cut := _CUT_URL.search(path):
+        url = shown(f"{cut[1]}//{path[cut.end() :]}")
         raise ValueError(
-            f"{cut} is a URL without its second slash, which pathlib.Path drops; pass the URL as text, {whole!r}, or "
-            f"{f'./{cut}'!r} for a local directory of this name"
+            f"{path[: cut.start(1)]}{url.replace('//', '/', 1)} is a URL without its second slash, which pathlib.Path "
+            f"drops; pass the URL as text, {url!r}, or rename the directory {cut[1]!r} if it is local"
         )
 
 
