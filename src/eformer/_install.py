@@ -1,7 +1,7 @@
 """Warn, once, if another package called eformer is installed, or if its removal has taken files of this one.
 
-The distribution `eformer` has the import name of `eformer-checkpoint`, and pip does not know that. The one that is
-installed last overwrites files of the first, and removing one removes files of both.
+The distribution `eformer` has the import name of `eformer-checkpoint`, and pip does not know that. The package
+that is installed last overwrites files of the first, and removing one removes files of both.
 """
 
 import os
@@ -12,7 +12,7 @@ _REPAIR = "pip uninstall eformer eformer-checkpoint && pip install eformer-check
 
 
 def find_problem() -> str | None:
-    """Tell what is wrong with the files of the installed package; None if nothing is."""
+    """Describe foreign or missing files of the installed package; return None if there are none."""
     own = os.path.dirname(__file__)  # noqa: PTH120  pathlib takes milliseconds to import
     if getattr(sys.modules["eformer"], "__file__", None) is None:
         return f"{own} has lost files of eformer-checkpoint, as after `pip uninstall eformer`"

@@ -94,7 +94,7 @@ class LocalPath(PosixPath):
     def stat(self, *, follow_symlinks: bool = True) -> PathStat:  # type: ignore[override]
         """Return the facts of `os.stat`, also by the keys size, mtime, ctime, atime, mode, uid and gid.
 
-        Of a link, return those of its target, or with follow_symlinks=False its own.
+        A link has the facts of its target, with follow_symlinks=False its own.
         """
         found = super().stat(follow_symlinks=follow_symlinks)
         return PathStat({name: getattr(found, f"st_{name}") for name in _STAT_NAMES})
