@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PACKAGES = {
-    "own": ("eformer", "jax", "jaxlib", "numpy", "tensorstore"),
+    "own": ("eformer-checkpoint", "jax", "jaxlib", "numpy", "tensorstore"),
     "peers": ("orbax-checkpoint", "safetensors", "flax", "equinox", "jax", "numpy", "tensorstore"),
     "original": ("eformer", "jax", "numpy", "tensorstore"),
 }

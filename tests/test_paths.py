@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import stat
 import subprocess
 import sys
 from pathlib import Path, PurePosixPath
@@ -9,7 +10,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from eformer import checkpoint
-from eformer.paths import GCSPath, LocalPath, MLUtilPath, ePath
+from eformer.paths import GCSPath, LocalPath, MLUtilPath, ePath, ePathLike
 from support.object_server import serving
 
 # ------------------------------------------------------------------------------------------- factory
@@ -40,6 +41,11 @@ def test_our_own_paths_stay_as_they_are(path):
 def test_the_factory_is_an_instance_of_the_documented_class():
     assert isinstance(ePath, MLUtilPath)
     assert MLUtilPath()("x") == LocalPath("x")
+
+
+@pytest.mark.parametrize("path", [LocalPath("a"), GCSPath("gs://bucket/a"), ePath])
+def test_the_documented_annotation_covers_all_of_them(path):
+    assert isinstance(path, ePathLike)
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/x", "http://host/x", Path("s3://bucket/x")])
@@ -94,6 +100,32 @@ def test_a_local_path_lists_its_directory(tmp_path):
     assert list(ePath(tmp_path).glob("**/*.json")) == [LocalPath(tmp_path / "a" / "x.json")]
 
 
+def test_the_facts_of_a_local_path_are_a_dict_and_those_of_os(tmp_path):
+    path = ePath(tmp_path) / "a"
+    path.write_bytes(b"abc")
+    os.utime(path, (1, 2.5))
+    found, expected = path.stat(), os.stat(path)
+    assert (found["size"], found.get("mtime", 0), found["atime"]) == (3, 2.5, 1)
+    assert {name: found[name] for name in ("ctime", "mode", "uid", "gid")} == {
+        name: getattr(expected, f"st_{name}") for name in ("ctime", "mode", "uid", "gid")
+    }
+    assert (found.st_mtime_ns, found.st_ino) == (expected.st_mtime_ns, expected.st_ino)
+    assert pickle.loads(pickle.dumps(found)) == found
+    for name in ("st_nothing", "mtime"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+            getattr(found, name)
+
+
+def test_pathlib_still_finds_the_facts_that_it_needs(tmp_path):
+    path = ePath(tmp_path) / "link"
+    path.symlink_to("nowhere")
+    assert path.lstat().st_mode == os.lstat(path).st_mode
+    assert (path.is_symlink(), path.exists(), path.parent.is_dir()) == (True, False, True)
+    assert path.parent.samefile(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        path.stat()
+
+
 def test_local_writes_create_parents_and_say_how_much(tmp_path):
     path = ePath(tmp_path) / "a" / "b"
     assert path.write_bytes(b"abc") == 3
@@ -124,7 +156,7 @@ def test_a_local_write_that_fails_keeps_the_old_file_and_leaves_no_trace(tmp_pat
 
 def test_a_name_in_a_bucket_comes_apart_as_with_pathlib():
     path = ePath("gs://bucket/a") / "b" / "c.tar.gz"
-    assert str(path) == "gs://bucket/a/b/c.tar.gz"
+    assert str(path) == path.as_posix() == "gs://bucket/a/b/c.tar.gz"
     assert repr(path) == "GCSPath('gs://bucket/a/b/c.tar.gz')"
     assert path.parts == ("gs://bucket/", "a", "b", "c.tar.gz")
     assert (path.bucket, path.name, path.stem, path.suffix) == ("bucket", "c.tar.gz", "c.tar", ".gz")
@@ -254,6 +286,18 @@ def test_a_pattern_that_could_not_be_followed_is_refused(pattern):
         GCSPath("gs://bucket").glob(pattern)
 
 
+def test_the_facts_of_an_object_and_of_a_directory(bucket, service):
+    for seconds, (name, data) in enumerate([("run-2/a", b"abc"), ("run-2/b/c", b"de"), ("run-1", b"")]):
+        (bucket / name).write_bytes(data)
+        service.times[name] = 1_700_000_000 + seconds
+    found = (bucket / "run-2/a").stat()
+    assert (found["size"], found.get("mtime", 0)) == (3, 1_700_000_000)
+    assert (found.st_size, stat.S_ISREG(found.st_mode)) == (3, True)
+    below = (bucket / "run-2").stat()
+    assert (below["size"], below["mtime"], stat.S_ISDIR(below["mode"])) == (5, 1_700_000_001, True)
+    assert bucket.stat()["mtime"] == 1_700_000_002
+
+
 def test_placeholders_of_directories_are_listed(bucket, service):
     service.objects.update(dict.fromkeys(["a/", "f"], b""))
     assert list(bucket.glob("**/*")) == [bucket / "a", bucket / "f"]
@@ -274,7 +318,7 @@ def test_an_object_is_removed(bucket):
     assert not path.exists()
 
 
-@pytest.mark.parametrize("act", [GCSPath.read_bytes, GCSPath.read_text, GCSPath.unlink])
+@pytest.mark.parametrize("act", [GCSPath.read_bytes, GCSPath.read_text, GCSPath.stat, GCSPath.unlink])
 def test_a_missing_object_is_a_file_that_is_not_found(bucket, act):
     with pytest.raises(FileNotFoundError, match=f"No such object: '{bucket}/a'"):
         act(bucket / "a")

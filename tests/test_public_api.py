@@ -170,7 +170,7 @@ def test_the_modules_export_what_is_documented_and_no_more():
     assert set(utils.__all__) == set(UTILS)
     assert set(async_manager.__all__) == {"AsyncCheckpointManager", "CheckpointMetadata"}
     assert set(checkpointer.__all__) == {"CheckpointInterval", "Checkpointer", "find_latest_checkpoint"}
-    assert set(paths.__all__) == {"GCSPath", "LocalPath", "MLUtilPath", "ePath"}
+    assert set(paths.__all__) == {"GCSPath", "LocalPath", "MLUtilPath", "PathStat", "ePath", "ePathLike"}
     assert eformer.serialization.dry_run is eformer.checkpoint.dry_run
     public = {
         name for name, value in vars(_serialization).items() if inspect.isfunction(value) and name[0] != "_"
@@ -274,7 +274,7 @@ def test_the_package_is_typed_and_has_a_version():
     from importlib.resources import files
 
     assert files("eformer").joinpath("py.typed").is_file()
-    assert eformer.__version__ == version("eformer")
+    assert eformer.__version__ == version("eformer-checkpoint")
 
 
 def test_importing_the_package_imports_no_jax_and_starts_no_backend():
@@ -301,7 +301,8 @@ def modules_after(statement):
 
 
 def test_importing_the_doors_imports_nothing_else():
-    assert modules_after("import eformer.checkpoint") == {"eformer", "eformer._version", "eformer.checkpoint"}
+    doors = {"eformer", "eformer._install", "eformer._version", "eformer.checkpoint"}
+    assert modules_after("import eformer.checkpoint") == doors
 
 
 def test_the_command_starts_without_what_it_may_need_later():

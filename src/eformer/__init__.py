@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from eformer import _install  # noqa: F401  which warns of another package of this name
 from eformer._version import __version__
 
 if TYPE_CHECKING:

@@ -6,12 +6,13 @@ import errno
 import io
 import os
 import re
+import stat
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import reduce
 from operator import truediv
 from pathlib import PosixPath, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from eformer._engine.stores.durable import replacing
 from eformer._engine.stores.local_paths import path_of_file_url
@@ -21,17 +22,20 @@ if TYPE_CHECKING:
 
     from _typeshed import ReadableBuffer
 
-    from eformer._engine.stores.objects import Objects
+    from eformer._engine.stores.objects import Object, Objects
 
-__all__ = ["GCSPath", "LocalPath", "MLUtilPath", "ePath"]
+__all__ = ["GCSPath", "LocalPath", "MLUtilPath", "PathStat", "ePath", "ePathLike"]
 
 # One slash is enough: pathlib turns gs://bucket into gs:/bucket. At least two letters: C:/ is a drive.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 _GCS_ADDRESS = re.compile(r"gs://([^/]+)/*(.*)", re.DOTALL)
 
+_STAT_NAMES = [name.removeprefix("st_") for name in dir(os.stat_result) if name.startswith("st_")]
+
 
 class MLUtilPath:
-    """Create paths from text: `ePath(path)`. `ePath` is the instance; documented annotations name the class.
+    """Create paths from text: `ePath(path)`. `ePath` is the instance; documented annotations name the class, or
+    `ePathLike`, which is any of the classes of paths.
 
     Example:
 
@@ -67,8 +71,33 @@ class MLUtilPath:
 ePath = MLUtilPath()  # noqa: N816  the documented name
 
 
+class PathStat(dict[str, Any]):
+    """Size, times and mode of a path, by key and by the attributes of `os.stat_result`.
+
+    Example:
+
+        >>> found = ePath(".").stat()
+        >>> found.get("mtime", 0) == found["mtime"] == found.st_mtime
+        True
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        key = name.removeprefix("st_")
+        if key == name or key not in self:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self[key]
+
+
 class LocalPath(PosixPath):
     """A pathlib path whose `write_bytes` and `write_text` create parent directories, and are atomic and durable."""
+
+    def stat(self, *, follow_symlinks: bool = True) -> PathStat:  # type: ignore[override]
+        """Return the facts of `os.stat`, also by the keys size, mtime, ctime, atime, mode, uid and gid.
+
+        A link has the facts of its target, with follow_symlinks=False its own.
+        """
+        found = super().stat(follow_symlinks=follow_symlinks)
+        return PathStat({name: getattr(found, f"st_{name}") for name in _STAT_NAMES})
 
     def write_bytes(self, data: ReadableBuffer) -> int:
         with replacing(self) as file:
@@ -102,7 +131,7 @@ class GCSPath:
     def __init__(self, path: str | GCSPath) -> None:
         address = _GCS_ADDRESS.fullmatch(str(path))
         if address is None:
-            raise ValueError(f"{path!r} is not a name in a bucket: expected gs://bucket/name")
+            raise ValueError(f"{path!r} is not a name in a bucket: expected gs://bucket/name, as text")
         bucket, key = address[1], PurePosixPath(address[2])
         if ".." in (bucket, *key.parts):
             raise ValueError(f"{path!r} contains '..', which has no meaning in a bucket")
@@ -116,6 +145,9 @@ class GCSPath:
 
     def __repr__(self) -> str:
         return f"GCSPath({str(self)!r})"
+
+    def as_posix(self) -> str:
+        return str(self)
 
     def __truediv__(self, name: str | os.PathLike[str]) -> GCSPath:
         text = os.fspath(name)
@@ -174,6 +206,16 @@ class GCSPath:
     def is_dir(self) -> bool:
         return any(self._objects().children(self._object))
 
+    def stat(self) -> PathStat:
+        """Return size, mtime and mode of an object; of a directory, the sum of the sizes and the newest time below."""
+        found = self._objects().find(self._object) if self._object else None
+        objects = [found] if found else self._objects_below()
+        if not objects:
+            raise self._not_found()
+        newest = max(each.modified for each in objects).timestamp()
+        size, mode = sum(each.nbytes for each in objects), stat.S_IFREG if found else stat.S_IFDIR
+        return PathStat(size=size, mtime=newest, ctime=newest, atime=newest, mode=mode)
+
     def iterdir(self) -> Iterator[GCSPath]:
         """Iterate over the objects and directories directly below, in order."""
         return self.glob("*")
@@ -219,8 +261,14 @@ class GCSPath:
         return "/".join(self._key.parts)
 
     def _keys_below(self) -> list[str]:
-        prefix = f"{self._object}/" if self._object else ""
-        return [found.key.removeprefix(prefix) for found in self._objects().list(prefix)]
+        return [found.key.removeprefix(self._prefix) for found in self._objects_below()]
+
+    def _objects_below(self) -> list[Object]:
+        return list(self._objects().list(self._prefix))
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self._object}/" if self._object else ""
 
     def _not_found(self) -> FileNotFoundError:
         return FileNotFoundError(errno.ENOENT, "No such object", str(self))
@@ -230,6 +278,9 @@ class GCSPath:
         from eformer._engine.stores.urls import Address
 
         return objects_at(Address("gcs", f"gs://{self.bucket}", self.bucket, ""), str(self))
+
+
+ePathLike: TypeAlias = GCSPath | LocalPath | MLUtilPath  # noqa: N816, PYI042  the documented name
 
 
 def _with_directories(keys: list[str]) -> set[tuple[str, ...]]:

@@ -53,7 +53,7 @@ def test_the_configuration_is_metadata():
 def test_the_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(
-        ImportError, match=r"files of Keras need the package h5py: pip install 'eformer\[h5\]'"
+        ImportError, match=r"files of Keras need the package h5py: pip install 'eformer-checkpoint\[h5\]'"
     ):
         checkpoint.load(HERE / "model.weights.h5")
 

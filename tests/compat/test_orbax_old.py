@@ -75,6 +75,38 @@ def test_the_last_step_is_the_one_that_is_read(samples):
     assert checkpoint.load(samples / "orbax-0.2.7" / "mgr_legacy" / "2")["step"] == 2
 
 
+@pytest.mark.parametrize(
+    "shardings",
+    [
+        b'{"layer": {"kernel": "{}"}}',  # Orbax 0.4.1 writes this for a leaf called "layer/kernel"
+        b'{"a": [1], "b": null, "c": 3, "ZA==": "[]"}',
+        b'{"ZA==": "{\\"sharding_type\\": \\"NamedSharding\\", \\"shape\\": [2], \\"axis_names\\": []}"}',
+        b'{"a": ' * 100_000,
+        b'{"a": NaN}',
+        b"[]",
+        b"null",
+        b"\xff",
+        b"",
+    ],
+    ids=lambda shardings: repr(shardings[:20]),
+)
+def test_a_file_of_shardings_that_cannot_be_parsed_does_not_stop_a_load(samples, tmp_path, shardings):
+    path = shutil.copytree(samples / "orbax-0.4.1" / "pt_base", tmp_path / "pt_base")
+    (path / "_sharding").write_bytes(shardings)
+    (leaves,) = EXPECTED["orbax-0.4.1/pt_base"].values()
+    assert described_leaves(checkpoint.load(path)) == leaves
+    assert checkpoint.verify(path).ok
+
+
+def test_a_damaged_file_of_shardings_is_named_in_the_log(samples, tmp_path, caplog):
+    path = shutil.copytree(samples / "orbax-0.4.1" / "pt_base", tmp_path / "pt_base")
+    (path / "_sharding").unlink()
+    (path / "_sharding").mkdir()
+    checkpoint.load(path)
+    assert f"{path / '_sharding'} is not a regular file" in caplog.text
+    assert "the arrays are read without their recorded shardings" in caplog.text
+
+
 def test_items_of_json_are_metadata_of_the_trees(samples):
     state = checkpoint.inspect(samples / "orbax-0.12.8" / "mgr_new").trees["state"]
     assert state.metadata == {"meta": {"a": 10}, "metrics": {"loss": 0.1}}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 SMOKE = Path(__file__).with_name("smoke.py")
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")
-EXTRAS = ("s3", "orbax", "hf", "h5", "sign")
+EXTRAS = ("hf", "h5", "sign")
 FAST = (
     "tests/engine/record",
     "tests/engine/trees",

@@ -13,13 +13,12 @@ import tempfile
 from pathlib import Path
 
 EXTRAS = {
-    "s3": "obstore",
-    "orbax": "tensorstore",
     "hf": "huggingface_hub",
     "h5": "h5py",
     "sign": "cryptography",
 }
 EFORMER = str(Path(sys.executable).with_name("eformer"))
+SAMPLES = Path(__file__).parents[1] / "compat"
 
 
 def shell(*command: str, code: int = 0) -> str:
@@ -33,7 +32,7 @@ def is_the_installed_package() -> None:
     import eformer
 
     assert Path(eformer.__file__).is_relative_to(sys.prefix), eformer.__file__
-    assert eformer.__version__ == importlib.metadata.version("eformer")
+    assert eformer.__version__ == importlib.metadata.version("eformer-checkpoint")
     assert Path(eformer.__file__).with_name("py.typed").is_file()
 
 
@@ -113,16 +112,43 @@ def speaks_msgpack() -> None:
 def has_a_manager() -> None:
     import jax.numpy as jnp
 
-    from eformer.serialization import AsyncCheckpointManager
+    from eformer.serialization import (
+        AsyncCheckpointManager,
+        tree_deserialize_leaves,
+        tree_serialize_leaves,
+    )
 
     manager = AsyncCheckpointManager(enable_compression=True)
     manager.save({"w": jnp.ones(3)}, "managed")
     tree, _ = manager.load("managed", mesh=None)
     assert tree["w"].tolist() == [1.0] * 3
+    tree_serialize_leaves("by-jax", {"w": jnp.ones(3)}, manager=manager.global_manager)
+    manager.global_manager.wait_until_finished()
+    assert tree_deserialize_leaves("by-jax", None)["w"].tolist() == [1.0] * 3
+
+
+def uses_buckets_and_databases() -> None:
+    import numpy as np
+
+    from eformer import checkpoint
+    from eformer.checkpoint import SaveOptions
+
+    tree = {"w": np.arange(6.0)}
+    checkpoint.save(tree, "memory://bucket/run")
+    assert np.array_equal(checkpoint.load("memory://bucket/run")["w"], tree["w"])
+    checkpoint.save(tree, "database", format="tensorstore", options=SaveOptions(ocdbt=True))
+    assert np.array_equal(checkpoint.load("database")["w"], tree["w"])
+
+
+def reads_checkpoints_of_other_programs() -> None:
+    from eformer import checkpoint
+
+    for sample in ("orbax/v0_standard", "orbax/v0_zarr3", "orbax/manager", "data/ts_v2", "data/pytree_basic"):
+        assert checkpoint.load(SAMPLES / sample), sample
 
 
 def has_a_command() -> None:
-    version = importlib.metadata.version("eformer")
+    version = importlib.metadata.version("eformer-checkpoint")
     assert shell(EFORMER, "--version") == shell(sys.executable, "-m", "eformer", "--version")
     assert version in shell(EFORMER, "--version")
     from eformer.cli.commands import main
@@ -144,7 +170,7 @@ def has_a_command() -> None:
 def names_the_extras_that_are_missing(installed: set[str]) -> None:
     for extra in EXTRAS.keys() - installed:
         if importlib.util.find_spec(EXTRAS[extra]) is None:
-            assert f"pip install 'eformer[{extra}]'" in use(extra), extra
+            assert f"pip install 'eformer-checkpoint[{extra}]'" in use(extra), extra
     for extra in installed:
         assert "pip install" not in use(extra), extra
 
@@ -152,15 +178,10 @@ def names_the_extras_that_are_missing(installed: set[str]) -> None:
 def use(extra: str) -> str:
     """Do what needs an extra; return the message of the error, if there is one."""
     from eformer import checkpoint
-    from eformer.checkpoint import SaveOptions
 
     Path("x.weights.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(100))
     Path("x.pem").write_text("not a key")
     calls = {
-        "s3": lambda: checkpoint.save({"n": 1}, "memory://bucket/x"),
-        "orbax": lambda: checkpoint.save(
-            {"n": 1}, "database", format="tensorstore", options=SaveOptions(ocdbt=True)
-        ),
         "hf": lambda: checkpoint.load("hf://org/model"),
         "h5": lambda: checkpoint.load("x.weights.h5"),
         "sign": lambda: checkpoint.sign("step-100", key="x.pem"),
@@ -185,6 +206,8 @@ def main() -> None:
             trains_a_run,
             speaks_msgpack,
             has_a_manager,
+            uses_buckets_and_databases,
+            reads_checkpoints_of_other_programs,
             has_a_command,
         ):
             step()

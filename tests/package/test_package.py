@@ -14,6 +14,7 @@ from eformer import __version__
 
 ROOT = Path(__file__).parents[2]
 MODULES = Path(sys.modules["eformer"].__file__).parent
+INFO = f"eformer_checkpoint-{__version__}.dist-info"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def wheel(dist):
 
 @pytest.fixture(scope="module")
 def metadata(wheel):
-    return message_from_bytes(wheel.read(f"eformer-{__version__}.dist-info/METADATA"))
+    return message_from_bytes(wheel.read(f"{INFO}/METADATA"))
 
 
 def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel):
@@ -42,9 +43,8 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel):
         for path in MODULES.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    info = f"eformer-{__version__}.dist-info"
     about = {
-        f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
+        f"{INFO}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
     }
     assert set(wheel.namelist()) == source | about
     assert "eformer/py.typed" in source
@@ -71,7 +71,7 @@ def test_the_sdist_has_what_its_makefile_needs(dist):
 
 
 def test_the_metadata_names_python_the_licence_and_the_command(wheel, metadata):
-    assert metadata["Name"] == "eformer"
+    assert metadata["Name"] == "eformer-checkpoint"
     assert metadata["Version"] == __version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata.get_payload().startswith("# eformer")
@@ -80,17 +80,24 @@ def test_the_metadata_names_python_the_licence_and_the_command(wheel, metadata):
     ]
     assert versions == ["3.11", "3.12", "3.13", "3.14"]
     assert metadata["Requires-Python"] == "<3.15,>=3.11"
-    assert b"eformer = eformer.cli.commands:main" in wheel.read(
-        f"eformer-{__version__}.dist-info/entry_points.txt"
-    )
+    assert b"eformer = eformer.cli.commands:main" in wheel.read(f"{INFO}/entry_points.txt")
 
 
 def test_nothing_is_required_twice(metadata):
     required = metadata.get_all("Requires-Dist")
     plain = {name_of(line) for line in required if "extra ==" not in line}
     extra = {name_of(line) for line in required if "extra ==" in line and not re.search("'(dev|docs)'", line)}
-    assert plain == {"click", "jax", "ml-dtypes", "msgspec", "numpy", "rich", "xxhash", "zstandard"}
-    assert extra == {"cryptography", "h5py", "huggingface-hub", "obstore", "tensorstore"}
+    needed = {"click", "jax", "ml-dtypes", "msgspec", "numpy", "obstore", "rich", "tensorstore"}
+    assert plain == needed | {"xxhash", "zstandard"}
+    assert extra == {"cryptography", "h5py", "huggingface-hub"}
+
+
+def test_messages_and_pages_name_this_distribution_and_extras_that_it_has(metadata):
+    places = [*MODULES.rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    text = "\n".join(path.read_text("utf-8") for path in places)
+    named = set(re.findall(r"pip install '(eformer[\w-]*)\[(\w+)\]'", text))
+    assert {name for name, _ in named} == {metadata["Name"]}
+    assert {extra for _, extra in named} <= {*metadata.get_all("Provides-Extra")}
 
 
 def name_of(line):

@@ -14,6 +14,7 @@ import pytest
 
 from eformer import checkpoint
 from eformer.errors import CorruptionError
+from eformer.paths import ePath
 from eformer.serialization import (
     AsyncCheckpointManager,
     Checkpointer,
@@ -423,9 +424,10 @@ class Trainer:
     def clean_up(self):
         if self.limit is None:
             return
-        there = [path for path in self.directory.glob("run-*") if (path / "metadata.json").exists()]
+        found = [path for path in ePath(self.directory).glob("run-*") if path.is_dir()]
+        there = [path for path in found if (path / "metadata.json").exists()]
         stay = [path for path in there if not _read_checkpoint_metadata(str(path)).get("is_temporary", False)]
-        stay.sort(key=lambda path: path.stat().st_mtime)
+        stay.sort(key=lambda path: path.stat().get("mtime", 0))
         for path in stay[: -self.limit]:
             self.checkpointer._queue_checkpoint_removal(str(path))
 

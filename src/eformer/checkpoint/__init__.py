@@ -27,6 +27,8 @@ register_node            allow trees with nodes of a class to be rebuilt without
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from eformer import _install  # noqa: F401  which warns of another package of this name
+
 if TYPE_CHECKING:
     from eformer._engine.loading.abstract import abstract as abstract
     from eformer._engine.loading.dry_run import DryRun as DryRun

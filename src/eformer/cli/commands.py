@@ -468,13 +468,15 @@ def demo(directory: str | None) -> None:
     """
     import tempfile
 
+    from eformer._engine.stores.local_paths import local_path
     from eformer.demo import run  # late: it imports jax, which takes a second
 
     if directory is not None:
-        if Path(directory).exists():
+        place = local_path(directory)
+        if place.exists():
             raise FileExistsError(f"{directory} already exists; choose another directory")
-        Path(directory).mkdir(parents=True)
-        run(Path(directory))
+        place.mkdir(parents=True)
+        run(place)
     else:
         with tempfile.TemporaryDirectory() as folder:
             run(Path(folder))

@@ -27,7 +27,7 @@ from eformer._engine.saving.save import refuse_swapped, start
 from eformer._engine.stores.local_paths import is_file_url, path_of_file_url, with_home
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.store_options import remember
-from eformer._engine.stores.urls import is_bucket_url
+from eformer._engine.stores.urls import is_bucket_url, refuse_cut_url
 from eformer._engine.tasks.forks import Lock
 from eformer._engine.trees.devices import is_key
 from eformer.paths import GCSPath, LocalPath, ePath
@@ -409,6 +409,7 @@ class AsyncCheckpointManager:
     def is_tensorstore(path: Path) -> bool:
         """Tell whether the path is a checkpoint of zarr arrays, or the index of one."""
         text = str(path) if isinstance(path, GCSPath) else os.fsdecode(path)
+        refuse_cut_url(text)
         is_remote = is_bucket_url(text)
         store = store_at(
             text.removesuffix(f"/{INDEX}") if is_remote else str(AsyncCheckpointManager.safe_loadpath(path))
@@ -427,6 +428,7 @@ class AsyncCheckpointManager:
         text = str(path) if isinstance(path, GCSPath) else with_home(os.fsdecode(path))
         if is_file_url(text):
             text = path_of_file_url(text)
+        refuse_cut_url(text)
         if self.gcs_bucket and not is_bucket_url(text) and not os.path.isabs(text):  # noqa: PTH117
             text = f"gs://{self.gcs_bucket}/{text}"
         if self.gcs_credentials_path and is_gcs_path(text):

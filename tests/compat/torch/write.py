@@ -54,6 +54,7 @@ def main() -> None:
     write_shards(weights)
     write_distributed()
     write_views()
+    write_strided()
     write_protocols()
     write_distributed_training()
 
@@ -103,6 +104,24 @@ def write_views() -> None:
         {"w": torch.ones(2), "fp4": torch.ones(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)},
         HERE / "packed.pt",
     )
+
+
+def write_strided() -> None:
+    """Write views of every dtype whose elements do not lie one after the other."""
+    more = (torch.float32, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
+    bits = (torch.arange(24 * 16) * 7 % 120).to(torch.uint8)
+    tree = {}
+    for dtype in (*DTYPES, *more):
+        numbers = (bits % 2 if dtype == torch.bool else bits).view(dtype)[:24]
+        cube = numbers.clone().reshape(2, 3, 4)
+        tree[str(dtype).removeprefix("torch.")] = {
+            "transposed": cube[0].t(),
+            "permuted": cube.permute(2, 0, 1),
+            "with an offset": cube[1:, 1:, ::2],
+            "expanded": cube[1, 2, 3:].expand(3, 2),
+            "empty": cube[:, 3:].transpose(0, 2),
+        }
+    write("strided", tree)
 
 
 def write_protocols() -> None:

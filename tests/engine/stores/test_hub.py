@@ -234,7 +234,7 @@ def test_no_secret_is_in_a_message(hub, model, monkeypatch):
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match=r"pip install 'eformer\[hf\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'eformer-checkpoint\[hf\]'"):
         load(URL)
 
 

@@ -76,5 +76,5 @@ def test_what_is_not_a_key_is_refused(path, tmp_path):
 def test_without_the_package_the_error_names_the_extra(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.serialization", None)
     for call in (sign, load):
-        with pytest.raises(ImportError, match=r"pip install 'eformer\[sign\]'"):
+        with pytest.raises(ImportError, match=r"pip install 'eformer-checkpoint\[sign\]'"):
             call(path, key=PUBLIC)

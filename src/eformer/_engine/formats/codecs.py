@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import zstandard
 
-from eformer._engine.stores.ocdbt import import_tensorstore
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -121,7 +120,8 @@ def _decoded_by_tensorstore(
     data: np.ndarray[Any, Any], shape: tuple[int, ...], nbytes: int, metadata: str
 ) -> np.ndarray[Any, Any]:
     """Decode a chunk that blosc compressed, as an array in its memory."""
-    ts = import_tensorstore("chunks that blosc compressed need")
+    import tensorstore as ts  # late: it is slow to import
+
     require_blosc(data[:BLOSC_HEADER].tobytes(), nbytes)
     try:
         described = msgspec.json.decode(metadata) | {"shape": shape, "chunks": shape}

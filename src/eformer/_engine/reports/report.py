@@ -6,7 +6,6 @@ import datetime as dt
 import html
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.steps import is_checkpoint, last_step_in
@@ -20,12 +19,14 @@ from eformer._engine.reports.reading import Measured, measure, recorded_change_o
 from eformer._engine.reports.timeline import alarms, run_facts
 from eformer._engine.runs.steps import steps
 from eformer._engine.stores.durable import replacing
+from eformer._engine.stores.local_paths import local_path
 from eformer._engine.stores.locate import store_at
 from eformer._version import __version__
 from eformer.errors import EformerError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from eformer._engine.record.policies import Keep
     from eformer._engine.reports.contents import Contents, Leaf
@@ -56,7 +57,7 @@ class HtmlReport:
         """
         if not overwrite:
             check_replaceable(path)
-        with replacing(Path(path)) as file:
+        with replacing(local_path(path)) as file:
             file.write(self.html.encode())
         return os.fspath(path)
 
@@ -71,7 +72,7 @@ class HtmlReport:
 
 def check_replaceable(path: str | os.PathLike[str]) -> None:
     """Raise FileExistsError unless there is nothing, or a report."""
-    file = Path(path)
+    file = local_path(path)
     if file.exists() and not _is_report(file):
         what = "is a directory" if file.is_dir() else "exists and is not a report"
         raise FileExistsError(f"{os.fspath(path)} {what}; choose another name")

@@ -25,6 +25,7 @@ import xxhash
 from msgspec import Struct
 
 from eformer._engine.stores.inside import read_into
+from eformer._engine.stores.local_paths import local_path
 from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.pool import run_all
 
@@ -96,7 +97,7 @@ def current_cache() -> Cache | None:
     directory = os.environ.get("EFORMER_CACHE") if chosen is None else chosen
     if not directory:
         return None
-    return _cache_at(os.path.abspath(os.path.expanduser(os.fspath(directory))), _limit())
+    return _cache_at(os.path.abspath(local_path(directory)), _limit())
 
 
 def _limit() -> int | None:

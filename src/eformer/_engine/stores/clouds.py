@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from eformer._engine.stores.bucket import BucketStore
-from eformer._engine.stores.known_options import STORES, import_obstore, is_for, known
+from eformer._engine.stores.known_options import STORES, is_for, known
 from eformer._engine.stores.objects import Objects
 from eformer._engine.stores.redact import Redactor
 from eformer._engine.stores.settings import (
@@ -36,8 +36,6 @@ def bucket_at(url: str) -> BucketStore:
 
 def objects_at(address: Address, url: str) -> Objects:
     """Return the objects of a bucket, with the options that callers have given for `url`."""
-    place = url if address.cloud == "memory" else address.url
-    import_obstore(f"{place}: buckets need", address.cloud)
     if address.cloud == "memory":
         with _making:
             return _memory()

@@ -6,17 +6,11 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from eformer._engine.stores.settings import CLIENT_OPTIONS, ONLY_FOR, OWN_OPTIONS
-from eformer._engine.tasks.extras import import_extra
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 STORES = {"s3": "S3Store", "gcs": "GCSStore", "azure": "AzureStore"}
-
-
-def import_obstore(what: str, cloud: str) -> None:
-    """Import the client of buckets, or raise an ImportError that names the extra for this cloud."""
-    import_extra("obstore", cloud if cloud in STORES else "s3", what)
 
 
 @cache
@@ -26,8 +20,7 @@ def is_for(cloud: str, name: str) -> bool:
         return ONLY_FOR.get(name, cloud) == cloud
     if name in CLIENT_OPTIONS:
         return True
-    import_obstore("options of buckets need", cloud)
-    from obstore import exceptions, store
+    from obstore import exceptions, store  # late: it is needed for buckets only
 
     try:
         getattr(store, STORES[cloud])("bucket", config={name: ""})

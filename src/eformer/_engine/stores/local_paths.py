@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
-_BUCKETS = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://", "abfss://", "memory://")
+from eformer._engine.stores.urls import is_bucket_url, refuse_cut_url
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -19,14 +19,16 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         raise ValueError("the path is empty")
     if is_file_url(text):
         return Path(path_of_file_url(text))
-    if text.startswith(_BUCKETS):
+    if is_bucket_url(text):
         raise ValueError(f"{path} is in a bucket, and this works in local directories only; copy it first")
     if "://" in text:
         raise ValueError(
             f"{path} is a URL of a kind that is not known here; buckets are s3://, gs:// and az://, local files are "
             "file:// or a path"
         )
-    return Path(with_home(text))
+    refuse_cut_url(text)
+    found = Path(with_home(text))
+    return found.absolute() if text.startswith("./~") else found  # pathlib drops the dot, and "~" is a home
 
 
 def with_home(path: str) -> str:

@@ -12,7 +12,6 @@ from eformer._engine.stores.inside import walk
 from eformer._engine.stores.local_upload import LocalUpload
 from eformer._engine.stores.ocdbt_nodes import require_bounded_nodes
 from eformer._engine.stores.removal import DATABASE_MARK
-from eformer._engine.tasks.extras import import_extra
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
@@ -34,13 +33,11 @@ _CACHE_BYTES = 32 * 2**20
 _BRANCH = "process-"  # the directories in which other processes write databases of their own
 
 
-def import_tensorstore(what: str) -> Any:
-    """Import TensorStore, late: it is slow to import, and only an extra installs it."""
-    return import_extra("tensorstore", "orbax", what)
+# TensorStore is imported inside of functions: it takes longer than the rest of eformer, and few programs need it.
 
 
 def _context() -> Any:
-    ts = import_tensorstore("OCDBT databases need")
+    import tensorstore as ts
 
     # The upload syncs all files at the end. Without a cache every read would begin at the root of the database.
     return ts.Context({"file_io_sync": False, "cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
@@ -48,7 +45,8 @@ def _context() -> Any:
 
 def _open(directory: Path, path: str, context: Any = None) -> Any:
     """Open the database in a directory, by a path without dots, which TensorStore refuses."""
-    ts = import_tensorstore("OCDBT databases need")
+    import tensorstore as ts
+
     _require_text(directory)
     base = {"driver": "file", "path": f"{path}/"}
     spec = {"driver": "ocdbt", "base": base, "config": {"compression": None}}
@@ -83,7 +81,8 @@ def require_plain_files(directory: Path, *, is_database: bool = True) -> None:
 
 def list_arrays(directory: Path) -> list[str]:
     """List the paths of the zarr arrays in a database, which any program may have written."""
-    ts = import_tensorstore("OCDBT databases need")
+    import tensorstore as ts
+
     base = {"driver": "file", "path": f"{directory}/"}
     try:
         keys = ts.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
@@ -164,7 +163,8 @@ class _Database:
             self._folder.close()
 
     def _begin(self) -> None:
-        ts = import_tensorstore("OCDBT databases need")
+        import tensorstore as ts
+
         self._transaction = ts.Transaction()
         self._nbytes = self._keys = 0
 
@@ -219,7 +219,8 @@ def _join_branches(whole: Directory) -> bool:
 
 
 def _copy_branches(whole: Directory, branches: Mapping[str, Directory]) -> None:
-    ts = import_tensorstore("OCDBT databases need")
+    import tensorstore as ts
+
     context = _context()
     target = _open(whole.path, _path_to(whole), context)
     for name, branch in branches.items():

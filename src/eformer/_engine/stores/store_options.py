@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 from eformer._engine.stores.known_options import require_known
-from eformer._engine.stores.urls import is_bucket_url
+from eformer._engine.stores.urls import is_bucket_url, refuse_cut_url
 from eformer._engine.tasks.forks import Lock
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class StoreOptions:
     """Options that are in effect until the end of a `with` block, or of the process."""
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
+        refuse_cut_url(url)
         require_known(url, options)
         self._url, self._options = url, options
         with _lock:
@@ -73,6 +74,7 @@ def remember(path: str | os.PathLike[str], options: Mapping[str, Any] | None) ->
     """Let options hold for a path and below it, from now on. Refuse options for a place that is not in a bucket."""
     if not options:
         return
+    refuse_cut_url(str(path))
     if not is_bucket_url(str(path)):
         raise ValueError(f"store_options are for buckets; {path} is a local path")
     require_known(str(path), options)

@@ -28,6 +28,9 @@ _CLOUDS: dict[str, Cloud] = {
 }
 _WEB = ("https", "http")
 
+# pathlib turns s3://bucket into s3:/bucket, and os.path.abspath into /here/s3:/bucket: a local directory called "s3:".
+_CUT_URL = re.compile(rf"(?:^|/)((?:{'|'.join((*_CLOUDS, *_WEB, 'hf'))}):)/(?!/)", re.IGNORECASE)
+
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CONTAINER = re.compile(r"\$?[A-Za-z0-9][A-Za-z0-9-]*")
 _REGION = r"[a-z]{2}(?:-[a-z]+)+-\d+"
@@ -68,6 +71,16 @@ def is_bucket_url(path: str) -> bool:
     """Tell whether a path is the URL of a bucket, or of a web server."""
     scheme, is_url, _ = path.partition("://")
     return bool(is_url) and (scheme in _CLOUDS or scheme in _WEB)
+
+
+def refuse_cut_url(path: str) -> None:
+    """Raise ValueError for a local path that is a URL without one of its slashes, or ends in one."""
+    if cut := _CUT_URL.search(path):
+        url = shown(f"{cut[1]}//{path[cut.end() :]}")
+        raise ValueError(
+            f"{path[: cut.start(1)]}{url.replace('//', '/', 1)} is a URL without its second slash, which pathlib.Path "
+            f"drops; pass the URL as text, {url!r}, or rename the directory {cut[1]!r} if it is local"
+        )
 
 
 def parse_url(url: str) -> Address:

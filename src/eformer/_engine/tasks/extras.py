@@ -1,4 +1,4 @@
-"""Import packages that only an extra of eformer installs, or tell which extra is missing."""
+"""Import packages that only an extra of eformer-checkpoint installs, or tell which extra is missing."""
 
 from __future__ import annotations
 
@@ -27,4 +27,6 @@ def require_extra(module: str, extra: str, what: str) -> None:
 
 def _missing(module: str, extra: str, what: str) -> ImportError:
     package = module.partition(".")[0]
-    return ImportError(f"{what} the package {package}: pip install 'eformer[{extra}]'", name=package)
+    return ImportError(
+        f"{what} the package {package}: pip install 'eformer-checkpoint[{extra}]'", name=package
+    )

@@ -17,7 +17,7 @@ from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.manifest import Coding, Extent, LeafEntry
 from eformer._engine.record.names import is_inside
 from eformer._engine.stores.inside import walk
-from eformer._engine.stores.ocdbt import DATABASE_MANIFEST, import_tensorstore, require_plain_files
+from eformer._engine.stores.ocdbt import DATABASE_MANIFEST, require_plain_files
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def open_arrays(store: ArrayStore, leaves: Mapping[str, ZarrArray]) -> dict[str,
     """Open the arrays of these leaves, all at once; return TensorStore's arrays by path."""
     if not leaves:
         return {}
-    ts = import_tensorstore("checkpoints of Orbax need")
+    import tensorstore as ts  # late: it is slow to import
+
     # The caller's path may be a link; nothing below it may.
     require_plain_files(Path(os.path.realpath(store.directory)), is_database=store.is_database)
     context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import datetime as dt
 import json
+import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+logger = logging.getLogger("eformer")
 
 SHARDINGS = "_sharding"
 STRINGS = "_strings.json"
@@ -158,11 +161,12 @@ class _Sharding(msgspec.Struct):
 def read_shardings(directory: Path) -> dict[str, RecordedSharding]:
     """Read the shardings of arrays, by stored name.
 
-    A sharding that cannot be parsed is skipped: an array can be loaded under any sharding.
+    A sharding or a file that cannot be parsed is skipped: an array can be loaded under any sharding. Orbax 0.4.1 does
+    not encode the names, so a name with a slash makes an object where the text of a sharding is expected.
     """
     found: dict[str, RecordedSharding] = {}
-    for name, text in (_read_optional(directory, SHARDINGS, dict[str, str]) or {}).items():
-        with suppress(*MALFORMED_JSON, ValueError):
+    for name, text in _sharding_texts(directory).items():
+        with suppress(*MALFORMED_JSON, ValueError, TypeError):
             sharding = json_decoder(_Sharding).decode(text)
             if sharding.sharding_type == "NamedSharding":
                 spec = tuple(
@@ -171,6 +175,14 @@ def read_shardings(directory: Path) -> dict[str, RecordedSharding]:
                 mesh = dict(zip(sharding.axis_names, sharding.shape, strict=True))
                 found[base64.b64decode(name, validate=True).decode()] = RecordedSharding(spec, mesh)
     return found
+
+
+def _sharding_texts(directory: Path) -> dict[str, Any]:
+    try:
+        return _read_optional(directory, SHARDINGS, dict[str, Any]) or {}
+    except (FormatError, OSError) as error:
+        logger.warning("%s: the arrays are read without their recorded shardings", error)
+        return {}
 
 
 class _ArrayMetadata(msgspec.Struct):

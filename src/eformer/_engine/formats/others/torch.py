@@ -340,9 +340,10 @@ class TensorView(Struct, frozen=True):
         data = bytearray(tensor.extent * tensor.itemsize)
         if read(memoryview(data), self.start) < len(data):
             raise CorruptionError(f"{self.name!r} was cut short")
-        elements: np.ndarray[Any, Any] = np.frombuffer(data, dtype_from_name(tensor.dtype))
         strides = [stride * tensor.itemsize for stride in tensor.strides]
-        view = np.lib.stride_tricks.as_strided(elements, tensor.shape, strides)
+        # as_strided finds dtypes by their letters, and those of float8_e5m2 mean no dtype of numpy.
+        view: np.ndarray[Any, Any]
+        view = np.ndarray(tensor.shape, dtype_from_name(tensor.dtype), data, strides=strides)
         view = np.conjugate(view) if tensor.is_conjugated else view
         view = np.negative(view) if tensor.is_negated else view
         found = np.ascontiguousarray(view).reshape(-1).view(np.uint8).data[offset : offset + len(memory)]
