@@ -186,6 +186,11 @@ def _check(rule: Rule) -> None:
         raise FormatError("unstack must be the first step, and cannot be combined with stack")
     if ("unstack" in verbs) != ("{}" in (rule.name or "")):
         raise FormatError("a name contains {}, for the index, if and only if the rule has unstack")
+    if (marks := (rule.name or "").count("{}")) > 1:
+        raise FormatError(
+            f"the name contains {marks} {{}}, and unstack has one index to fill in; write one {{}}, and unstack the next "
+            r"axis by a second `convert`, whose rule has the first index as a group, such as (\d+) and \1"
+        )
     if re.search(r"\\(?!\d)", rule.name or ""):
         raise FormatError(
             f"{rule.name!r}: a backslash must be followed by the number of a group, such as \\1"
@@ -302,19 +307,20 @@ def _renamed_leaves(
     rule: Rule, match: re.Match[str], array: LazyArray | None
 ) -> Iterator[tuple[str, LazyArray | None]]:
     """Yield the new names of one leaf with their arrays, before any stacking."""
-    name = _fill(rule.name or "", match)
+    template = rule.name or ""
     steps = [step for step in rule.steps if step.verb != "stack"]
     if array is None:
         if rule.steps:
             raise FormatError(f"{rule.steps[0].verb} needs an array, and this is a plain value")
-        yield name, None
+        yield _fill(template, match), None
     elif steps and steps[0].verb == "unstack":
         (axis,) = steps[0].axes
         _require_axis(array, axis, len(array.shape) - 1)
+        before, after = (_fill(part, match) for part in template.split("{}"))
         for index in range(array.shape[axis]):
-            yield name.replace("{}", str(index)), _transpose(Unstacked(array, axis, index), steps[1:])
+            yield f"{before}{index}{after}", _transpose(Unstacked(array, axis, index), steps[1:])
     else:
-        yield name, _transpose(array, steps)
+        yield _fill(template, match), _transpose(array, steps)
 
 
 def _transpose(array: LazyArray, steps: Sequence[Step]) -> LazyArray:
