@@ -106,7 +106,10 @@ def test_only_the_braces_of_the_rule_are_filled_by_unstack():
         (r"(\d) -> b | stack \1 | transpose", "stack must be the last step"),
         ("a -> b | unstack", "a name contains {}, for the index, if and only if the rule has unstack"),
         ("a -> b{}", "a name contains {}, for the index, if and only if the rule has unstack"),
-        ("a -> l.{}.e.{} | unstack", "the name contains 2 {}, and unstack has one index to fill in; write one {}"),
+        (
+            "a -> l.{}.e.{} | unstack",
+            "the name contains 2 {}, and unstack has one index to fill in; write one {}",
+        ),
         ("a -> | transpose", "a rule that leaves a leaf out has no steps"),
         (r"(?P<n>a) -> \g<n>", "a backslash must be followed by the number of a group"),
         ("a -> b | transpose x", "expected axes, counted from 0"),

@@ -160,7 +160,8 @@ def load(
     rules           pairs of a regex and a PartitionSpec, or a dict; the regex is searched for in names joined by "/"
     shardings       where leaves go: one for all, or by name (nested or dotted, for some leaves or all), each a
                     `Sharding`, a `PartitionSpec` or a function that is called on the loaded array
-    dtype           cast floating leaves to this dtype
+    dtype           cast floating leaves to this dtype; "like" casts each of them to the dtype that it has in `like`.
+                    Other leaves are never cast
     callback        a function of each array and its name, which returns the replacement
     batch           the number of arrays to read at a time; None reads all at once
     verify          False skips the digests; with `mmap`, True checks them, which reads everything once
@@ -259,9 +260,14 @@ def load_tree(
 
 def _check(request: Request) -> None:
     """Refuse arguments that need a tree to load into."""
-    needy = {"partial": request.partial, "resize": request.resize is not None}
+    needy = {
+        "partial": request.partial,
+        "resize": request.resize is not None,
+        'dtype="like"': request.casts_like,
+    }
     if request.like is None and (alone := [name for name, is_given in needy.items() if is_given]):
-        raise ValueError(f"{' and '.join(alone)} need like= or into=, which say what the tree should be")
+        needs = "needs" if len(alone) == 1 else "need"
+        raise ValueError(f"{' and '.join(alone)} {needs} like= or into=, which say what the tree should be")
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +331,7 @@ def _load_by_order(
     """Load a file that stores one array after another, without names."""
     if request.partial:
         raise ValueError(f"{found.path} has no names of leaves, which partial=True needs")
-    contents, expected = by_order(contents, like, request.dtype)
+    contents, expected = by_order(contents, like, request.cast)
     loaded = _load_arrays(found, entry, contents, request, expected, hosts)
     return replace(loaded, arrays=completed(loaded.arrays, like))
 

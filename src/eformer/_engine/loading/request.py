@@ -100,6 +100,11 @@ class Request:
         return self.like_name == "template"
 
     @property
+    def casts_like(self) -> bool:
+        """Tell whether each floating leaf is cast to the dtype that it has in `like`."""
+        return isinstance(self.dtype, str) and self.dtype == "like"
+
+    @property
     def cast(self) -> str | None:
-        """Return the name of the dtype that floating leaves are cast to; None if they are not cast."""
-        return None if self.dtype is None else floating_dtype(self.dtype)
+        """Return the name of the dtype that all floating leaves are cast to; None if there is no such dtype."""
+        return None if self.dtype is None or self.casts_like else floating_dtype(self.dtype)
