@@ -55,6 +55,12 @@ class Contents:
     def value(self, name: str) -> Any:
         return value_from_json(self.raw_values[name])
 
+    def stored(self, name: str) -> Iterable[LeafEntry]:
+        """Return the records of the stored arrays that an array is, or that rules make it of."""
+        if name in self.computed:
+            return [leaf.entry for leaf in stored_leaves(self.computed[name])]
+        return [self.arrays[name]] if name in self.arrays else []
+
     @property
     def functions(self) -> list[str]:
         """List the leaves that are left to the code."""

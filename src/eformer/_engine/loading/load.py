@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, over
 
 from eformer._engine.formats.find import ReplacedError, reading, reread
 from eformer._engine.formats.process_records import ListedLeaf, ListedTree
+from eformer._engine.formats.quantized import dense_name
 from eformer._engine.loading.assemble import assemble, change_shapes
 from eformer._engine.loading.computed import TreeReader, nbytes_computed, read_computed
 from eformer._engine.loading.contents import below, contents_of, named_like, renamed
@@ -85,6 +86,7 @@ class _Arguments(TypedDict, total=False):
     store_options: Mapping[str, Any] | None
     cache: Cached
     key: Key | None
+    dequant: Literal[False] | None
 
 
 @overload
@@ -127,6 +129,7 @@ def load(
     store_options: Mapping[str, Any] | None = None,
     cache: Cached = None,
     key: Key | None = None,
+    dequant: Literal[False] | None = None,
 ) -> Any:
     """Load the tree that was saved at `path`, bit for bit.
 
@@ -185,6 +188,8 @@ def load(
     key             a public key, as the path of a PEM file or its content: refuse what its owner has not signed (see
                     `sign`), and read nothing that is not checked against the signature first, whatever happens to the
                     files meanwhile. Bytes that the load does not need are not checked; `verify` checks all
+    dequant         False loads the leaves of a quantised model of another program as they are stored. None refuses them
+                    with a `QuantizedError`: without their scales they are not the numbers of the model
 
     If leaves go to devices of several processes, all of these must call `load`; no other process has to take part. An
     error in one is an error in all. Each process reads what its devices hold.
@@ -222,6 +227,7 @@ def load(
         timeout=timeout,
         cache=cache,
         key=None if key is None else public_key(key),
+        dequant=dequant,
     )
     loaded = load_tree(path, request)
     if return_report:
@@ -320,6 +326,27 @@ def _require_stored(found: Found, request: Request) -> None:
         )
 
 
+def _require_numbers(
+    found: Found,
+    entry: TreeEntry,
+    contents: Contents,
+    names: Iterable[str],
+    request: Request,
+    like: Mapping[str, Any] | None,
+) -> None:
+    """Refuse quantised leaves among these, unless they are asked for as they are stored."""
+    if request.dequant is False:
+        return
+    with reading(found):
+        quantized = found.find_quantized(entry)
+    if quantized is None:
+        return
+    if request.partial and like is not None:  # others are left out
+        names = [name for name in names if name in like or dense_name(name) in like]
+    taken = {id(stored) for name in names for stored in contents.stored(name)}
+    quantized.refuse(found.path, {name for name in quantized.leaves if id(entry.leaves[name]) in taken})
+
+
 def _load_by_order(
     found: Found,
     entry: TreeEntry,
@@ -347,6 +374,7 @@ def _load_arrays(
     """Load the arrays of one tree: select, compare, place, then plan, fetch and assemble."""
     with gc_paused():
         names = select(contents, request.keys)
+        _require_numbers(found, entry, contents, names, request, like)
         selection = compare(contents, names, request, like)
         _require_classes(contents, request)
         place_targets(selection.targets, contents, request)

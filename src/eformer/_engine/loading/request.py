@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from eformer._engine.formats.quantized import check_dequant
 from eformer._engine.record.dtypes import floating_dtype
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class Request:
     timeout: float | None = None
     cache: Cached = None
     key: PublicKey | None = None
+    dequant: Literal[False] | None = None
     like_name: str = "like"
     reshape: bool = False
     threads: int | None = None
@@ -93,6 +95,7 @@ class Request:
             raise ValueError(
                 f"a batch of {self.batch} arrays: batch must be positive, or None for all at once"
             )
+        check_dequant(self.dequant)
 
     @property
     def is_template(self) -> bool:
