@@ -64,7 +64,7 @@ CHECKPOINT = {
     "inspect": "(path)",
     "latest": "(path)",
     "load": "(path, *, like=None, into=None, partial=False, root=None, rename=None, resize=None, return_report=False, "
-    "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, batch=None, verify=None, mmap=False, progress=None, broadcast=False, timeout=None, store_options=None, cache=None, key=None, dequant=None)",
+    "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, batch=None, verify=None, mmap=False, progress=None, broadcast=False, timeout=None, store_options=None, cache=None, key=None, dequant=None, duplicates=None)",
     "open": "(path, *, prefix=None, cache=None, key=None)",
     "prune": "(directory, *, keep, check=False, dry_run=False)",
     "register_module": "(kind, *, state, update=None, build=None)",

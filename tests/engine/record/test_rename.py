@@ -35,7 +35,7 @@ def test_the_first_rule_that_matches_the_whole_name_is_applied():
     found = renamed([r"a\.(\w+) -> b.\1", r"a\..* -> c", r"w -> x"], {"a.w": 1, "ww": 2})
     assert list(found.arrays) == ["b.w", "ww"]
     assert found.kept == ["ww (nearest is line 3, w)"]
-    assert found.unused_rules == [r"line 2, a\..*", "line 3, w (nearest is 'ww')"]
+    assert found.unused_rules == {2: r"line 2, a\..*", 3: "line 3, w (nearest is 'ww')"}
 
 
 @pytest.mark.parametrize("rule", [r"h\.(\d)\.w -> w\1", r"h%2E(\d)%2Ew -> w\1"])

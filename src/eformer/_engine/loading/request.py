@@ -84,6 +84,7 @@ class Request:
     cache: Cached = None
     key: PublicKey | None = None
     dequant: Literal[False] | None = None
+    duplicates: Literal["last"] | None = None
     like_name: str = "like"
     reshape: bool = False
     threads: int | None = None
@@ -96,6 +97,8 @@ class Request:
                 f"a batch of {self.batch} arrays: batch must be positive, or None for all at once"
             )
         check_dequant(self.dequant)
+        if self.duplicates not in (None, "last"):
+            raise ValueError(f"duplicates={self.duplicates!r}: expected 'last', or None, which refuses them")
 
     @property
     def is_template(self) -> bool:

@@ -70,7 +70,7 @@ class Renamed:
     plain         new names of plain values, by old name
     kept          names that no rule matches, with a hint at the nearest rule
     left_out      names that a rule drops
-    unused_rules  rules that match no leaf, with a hint at the nearest leaf
+    unused_rules  rules that match no leaf, by line, each with a hint at the nearest leaf
     """
 
     arrays: dict[str, LazyArray] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Renamed:
     plain: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    unused_rules: list[str] = field(default_factory=list)
+    unused_rules: dict[int, str] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------------------------------- parsing
@@ -295,7 +295,7 @@ class _Renaming:
         for rule in self.rules:
             if rule.line not in self.used_lines:
                 name = nearest(rule.literal, renamed.kept)
-                renamed.unused_rules.append(f"{rule} (nearest is {name!r})" if name else str(rule))
+                renamed.unused_rules[rule.line] = f"{rule} (nearest is {name!r})" if name else str(rule)
                 if name:
                     near.setdefault(name, rule)
         renamed.kept = [
