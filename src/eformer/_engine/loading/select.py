@@ -352,7 +352,7 @@ def _value_mismatch(name: str, value: Any, leaf: Any, cast: _Cast) -> Iterable[s
 
 
 def _advice(
-    missing: Collection[str], unexpected: Collection[str], names: Collection[str], request: Request
+    missing: Mapping[str, Any], unexpected: Collection[str], names: Collection[str], request: Request
 ) -> str:
     """Say which arguments of `load` would help if leaves have other names, or are only on one side."""
     if not (missing or unexpected) or request.is_template:
@@ -363,6 +363,8 @@ def _advice(
         advice.append(f"root={root!r} would find {number:,} of the {len(missing):,} missing leaves")
     elif missing and unexpected:
         advice.append("rename= gives leaves of the checkpoint other names")
+    if request.partial and any(map(_why_without_value, missing.values())):
+        advice.append("a list of paths, such as [base, adapter], takes them from several checkpoints")
     kept = f"keep {len(missing):,} of `{request.like_name}` as they are" if missing else ""
     left_out = f"leave {len(unexpected):,} of the checkpoint out" if unexpected else ""
     if len(unexpected) < len(names) and not request.partial:  # otherwise nothing would be loaded
