@@ -19,21 +19,18 @@ from eformer._engine.stores.base import read_whole
 from eformer.errors import FormatError, QuantizedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.stores.base import Store
 
 logger = logging.getLogger("eformer")
 
-CONFIG = "config.json"
+_CONFIG = "config.json"
 _MODELOPT_CONFIG = "hf_quant_config.json"
 _MOST_CONFIG = 2**26  # bytes
-_DECLARATIONS = (
-    "quantization_config",
-    "compression_config",
-    "quantization",
-)  # the last one by MLX and ModelOpt
+# In these configurations; the last one is by MLX and ModelOpt.
+_DECLARATIONS = ("quantization_config", "compression_config", "quantization")
 
 # Dtypes that no method packs weights into.
 _PLAIN = frozenset(["float16", "bfloat16", "float32", "float64", "complex64", "complex128", "bool", "int64"])
@@ -96,7 +93,8 @@ def quantization_of(store: Store, tree: TreeEntry) -> Quantization | None:
     how = _declared(store)
     if how is None and not scales:
         return None
-    chosen = scales if how is None else suspects
+    partners = set(scales.values())
+    chosen = scales if how is None else [name for name in suspects if name not in partners]
     leaves = {name: _described(suspects[name], scales.get(name), tree.leaves) for name in chosen}
     return Quantization(how or "weights of few bits beside their scales", leaves)
 
@@ -147,7 +145,7 @@ def _candidates(name: str, dtype: str) -> Iterator[str]:
 
 def _declared(store: Store) -> str | None:
     """Say how the configuration beside the files declares the model to be quantised; None if it does not."""
-    for file in (CONFIG, _MODELOPT_CONFIG):
+    for file in (_CONFIG, _MODELOPT_CONFIG):
         config = _read_config(store, file)
         inner = config.get("text_config")
         for part in (config, inner if isinstance(inner, dict) else {}):
@@ -170,7 +168,7 @@ def _read_config(store: Store, file: str) -> dict[str, Any]:
 
 def _method(config: Mapping[str, Any]) -> str:
     """Describe a declaration: its method, with the bits and the blocks that it gives."""
-    known: Callable[..., Any] = config.get
+    known = config.get
     method = known("quant_method") or known("quant_algo") or known("mode") or "an unnamed method"
     bits = (
         known("bits")

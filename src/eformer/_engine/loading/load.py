@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from eformer._engine.formats.find import ReplacedError, reading, reread_all
@@ -319,13 +319,15 @@ class _Loaded:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A checkpoint to load from: its tree, and its leaves under the names that the load uses."""
+    """A checkpoint to load from: its tree, its leaves under the names that the load uses, names that rules drop, and
+    the targets that it gives."""
 
     found: Found
     entry: TreeEntry
     contents: Contents
     reader: TreeReader
     dropped: Sequence[str] = ()
+    targets: list[LeafTarget] = field(default_factory=list)
 
 
 def _load_found(
@@ -444,17 +446,18 @@ def _load_arrays(
         selection = compare(contents, names, request, like)
         _require_classes(contents, request)
         place_targets(selection.targets, contents, request)
-        parts = [
-            _part(source, [target for target in selection.targets if target.name in own])
+        sources = [
+            _with_targets(source, [target for target in selection.targets if target.name in own])
             for source, own in zip(sources, owned, strict=True)
         ]
-    total = sum(map(_nbytes, parts)) if is_wanted(request.progress) else 0
-    saves = "+".join(part.entry.save_id for part in parts)
+    total = sum(map(_nbytes, sources)) if is_wanted(request.progress) else 0
+    saves = " ".join(source.entry.save_id for source in sources)
     arrays: dict[str, Any] = {}
     with metered(request.progress, total, "loading") as meter:
-        for part in parts:
-            _fetch_and_assemble(part, arrays, request, hosts, meter, saves, ends=part is parts[-1])
-    return _Loaded(parts[0].entry, contents, selection, arrays)
+        for number, source in enumerate(sources, 1):
+            step = f"{saves} {number}"
+            _fetch_and_assemble(source, arrays, request, hosts, meter, step, is_last=number == len(sources))
+    return _Loaded(sources[0].entry, contents, selection, arrays)
 
 
 def _owned(
@@ -478,20 +481,11 @@ def _owned(
     return [{name for name in names if holders[name][-1] is source} for source in sources]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The targets of a load that one checkpoint gives, and the record that says where their boxes are."""
-
-    found: Found
-    entry: TreeEntry
-    contents: Contents
-    targets: list[LeafTarget]
-
-
-def _part(source: _Source, targets: list[LeafTarget]) -> _Part:
+def _with_targets(source: _Source, targets: list[LeafTarget]) -> _Source:
+    """Return the source with its targets, and with a record that says where their boxes are."""
     if source.found.is_part:
         require_boxes(targets)
-    return _Part(source.found, _located(source.found, source.entry, targets), source.contents, targets)
+    return replace(source, entry=_located(source.found, source.entry, targets), targets=targets)
 
 
 def _located(found: Found, entry: TreeEntry, targets: list[LeafTarget]) -> TreeEntry:
@@ -506,23 +500,24 @@ def _located(found: Found, entry: TreeEntry, targets: list[LeafTarget]) -> TreeE
     return tree
 
 
-def _nbytes(part: _Part) -> int:
-    return nbytes_read(part.entry, part.targets) + nbytes_computed(part.contents.computed, part.targets)
+def _nbytes(source: _Source) -> int:
+    computed = nbytes_computed(source.contents.computed, source.targets)
+    return nbytes_read(source.entry, source.targets) + computed
 
 
 def _fetch_and_assemble(
-    part: _Part,
+    source: _Source,
     arrays: dict[str, Any],
     request: Request,
     hosts: Hosts,
     meter: Meter,
-    saves: str,
+    step: str,
     *,
-    ends: bool,
+    is_last: bool,
 ) -> None:
-    """Read the arrays into `arrays` and hand them to the caller's functions, batch by batch. `saves` are the saves that
-    all processes must have found; the last part `ends` their work together."""
-    found, entry, targets = part.found, part.entry, part.targets
+    """Read the targets of a source into `arrays` and hand them to the caller's functions, batch by batch. The processes
+    agree on the `step`; with the last source they end their work together."""
+    found, entry, targets = source.found, source.entry, source.targets
     threads = request.threads or found.store.read_threads
     if request.sha256 is not None:
         with reading(found):
@@ -537,11 +532,11 @@ def _fetch_and_assemble(
             if streamed:
                 assembled = stream(found, entry, streamed, threads, verify=request.verify, meter=meter)
             read(found, entry, others, threads, verify=request.verify, mmap=request.mmap, meter=meter)
-            read_computed(part.contents.computed, others, threads, meter)
+            read_computed(source.contents.computed, others, threads, meter)
         change_shapes(others)
-        is_last = ends and start + size >= end
-        if is_last or request.broadcast:  # a broadcast needs all processes
-            _agree(hosts, f"{saves} {entry.save_id} {start}", is_last=is_last)
+        ends = is_last and start + size >= end
+        if ends or request.broadcast:  # a broadcast needs all processes
+            _agree(hosts, f"{step} {start}", is_last=ends)
         with gc_paused():
             assembled |= assemble(others)
         _finish(batch, assembled, arrays, request)
