@@ -114,6 +114,14 @@ def test_a_leaf_that_is_not_asked_for_may_be_in_both(tmp_path):
     assert load(both, rename={"step": None}) == {"v": 2, "w": 1}
 
 
+def test_functions_are_left_to_the_code_whichever_has_them(tmp_path):
+    save({"act": jax.nn.relu, "w": jnp.ones(2)}, tmp_path / "a")
+    save({"act": jax.nn.relu, "v": jnp.ones(3)}, tmp_path / "b")
+    like = {"act": jax.nn.relu, "v": jnp.zeros(3), "w": jnp.zeros(2)}
+    found = load([tmp_path / "a", tmp_path / "b"], like=like)
+    assert (found["act"], float(found["v"].sum()), float(found["w"].sum())) == (jax.nn.relu, 3, 2)
+
+
 def test_without_like_the_result_is_nested_dicts_by_name(paths):
     found = load(paths)
     assert_same(found["layers"]["0"], BOTH["layers"][0])

@@ -466,19 +466,21 @@ def _owned(
     """Return the names of the leaves that each checkpoint gives. Refuse leaves that several of them could give."""
     if len(sources) == 1:
         return [names]
-    holders: dict[str, list[_Source]] = {}
+    holders: dict[str, list[_Source]] = {name: [] for name in names}
     for source in sources:
+        functions = set(source.contents.functions)  # left to the code: no checkpoint holds them
         for name in source.contents.names:
-            holders.setdefault(name, []).append(source)
+            if name in names and name not in functions:
+                holders[name].append(source)
     problems = [
-        f"leaf {name!r} is in {' and in '.join(source.found.path for source in holders[name])}"
-        for name in names
-        if len(holders[name]) > 1 and (like is None or name in like)
+        f"leaf {name!r} is in {' and in '.join(source.found.path for source in held)}"
+        for name, held in holders.items()
+        if len(held) > 1 and (like is None or name in like)
     ]
     if problems and request.duplicates is None:
         advice = 'duplicates="last" takes each from the last checkpoint that has it'
         raise MismatchError(problems, "several checkpoints hold the same leaves", advice)
-    return [{name for name in names if holders[name][-1] is source} for source in sources]
+    return [{name for name, held in holders.items() if held and held[-1] is source} for source in sources]
 
 
 def _with_targets(source: _Source, targets: list[LeafTarget]) -> _Source:
