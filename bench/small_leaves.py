@@ -136,7 +136,7 @@ def saves_and_loads(count: int, folder: Path, rounds: int, bars: tuple[float, fl
 
 
 def onto_shardings(count: int, folder: Path) -> Iterator[Row]:
-    """Time loads onto shardings, in the three ways that one can ask for them."""
+    """Time loads onto shardings, in the ways that one can ask for them."""
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -157,6 +157,7 @@ def onto_shardings(count: int, folder: Path) -> Iterator[Row]:
         )
         ways: dict[str, dict[str, Any]] = {
             f"load, `like` on {where}": {"like": like},
+            f"load, `like` on {where}, a sharding object for each leaf": {"like": of_its_own(like)},
             f"load, rules, {where}": {"mesh": mesh, "rules": [(".", spec)]},
             f"load, `shardings=`, {where}": {"shardings": place},
         }
@@ -166,6 +167,19 @@ def onto_shardings(count: int, folder: Path) -> Iterator[Row]:
             f"`jax.device_put` of the list, {where}", count,
             lambda _, place=place: jax.device_put(host, [place] * count),
         )  # fmt: skip
+
+
+def of_its_own(like: Any) -> Any:
+    """Return the description with a sharding of its own for every leaf, equal to that of the others, as arrays have."""
+    import jax
+    from jax.sharding import NamedSharding, SingleDeviceSharding
+
+    def own(leaf: Any) -> Any:
+        place, (first, *more) = leaf.sharding, leaf.sharding.mesh.devices.flat
+        sharding = NamedSharding(place.mesh, place.spec) if more else SingleDeviceSharding(first)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(own, like)
 
 
 def zarr(count: int, folder: Path) -> Iterator[Row]:

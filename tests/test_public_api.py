@@ -57,14 +57,14 @@ UTILS = {
 CHECKPOINT = {
     "abstract": "(path, *, prefix=None)",
     "convert": "(source, destination, *, to=None, prefix=None, rename=None, dtype=None, config=None, "
-    "max_shard_bytes=None, memory=None, dry_run=False, allow_missing=False, progress=None)",
+    "max_shard_bytes=None, memory=None, dry_run=False, allow_missing=False, progress=None, dequant=None)",
     "diff": "(a, b, *, prefix=None, progress=None)",
     "dry_run": "(what, mesh=None, *, rules=None, shardings=None, prefix=None, dtype=None)",
     "follow": "(path, *, after=None, poll=10.0, timeout=None)",
     "inspect": "(path)",
     "latest": "(path)",
     "load": "(path, *, like=None, into=None, partial=False, root=None, rename=None, resize=None, return_report=False, "
-    "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, batch=None, verify=None, mmap=False, progress=None, broadcast=False, timeout=None, store_options=None, cache=None, key=None)",
+    "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, batch=None, verify=None, mmap=False, progress=None, broadcast=False, timeout=None, store_options=None, cache=None, key=None, dequant=None, duplicates=None)",
     "open": "(path, *, prefix=None, cache=None, key=None)",
     "prune": "(directory, *, keep, check=False, dry_run=False)",
     "register_module": "(kind, *, state, update=None, build=None)",

@@ -9,6 +9,7 @@ EformerError
 ├── NotFoundError    (FileNotFound- no checkpoint at this path
 │                     Error)
 ├── MismatchError    (ValueError)   the data and the target disagree; lists every difference
+├── QuantizedError   (ValueError)   the weights are not numbers without their scales
 ├── StructureError   (ValueError)   a tree's structure cannot be recorded or rebuilt
 ├── LeafError        (TypeError,    a leaf cannot be stored, because of its type
 │                     ValueError)   or its value
@@ -100,6 +101,10 @@ class MismatchError(EformerError, ValueError):
         if self.advice:
             lines.append(self.advice)
         return "\n  ".join(lines)
+
+
+class QuantizedError(EformerError, ValueError):
+    """The weights of a checkpoint are quantised: their elements are not numbers of the model without their scales."""
 
 
 class StructureError(EformerError, ValueError):

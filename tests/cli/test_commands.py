@@ -391,6 +391,16 @@ def test_files_that_are_left_out_are_named(tmp_path):
     assert (report["ok"], report["left_out"], report["damages"]) == (False, ["data/"], [])
 
 
+def test_a_conversion_of_a_quantised_model_needs_no_dequant(tmp_path):
+    leaves = {"a.qweight": np.ones((2, 2), np.int32), "a.scales": np.ones(2, np.float16)}
+    safetensors.numpy.save_file(leaves, tmp_path / "gptq.safetensors")
+    refused = run("convert", tmp_path / "gptq.safetensors", tmp_path / "new", "--to", "safetensors", code=1)
+    assert "gptq.safetensors is quantised" in refused.stderr
+    assert "pass --no-dequant for the leaves as they are stored" in refused.stderr
+    run("convert", tmp_path / "gptq.safetensors", tmp_path / "new", "--to", "safetensors", "--no-dequant")
+    assert "a.qweight" in run("ls", tmp_path / "new").stdout
+
+
 def test_a_conversion_that_leaves_files_out_needs_allow_missing(tmp_path):
     path = Path(shutil.copytree(ORBAX / "v1", tmp_path / "c"))
     (path / "more.bin").write_bytes(b"\0")

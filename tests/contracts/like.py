@@ -165,10 +165,11 @@ class Like(Contract):
         assert sorted(error.value.problems) == [
             "leaf 'array': expected a plain int such as 1, found float32[]",
             "leaf 'big': expected int32[], found the int 2147483648, which int32 cannot hold exactly",
-            "leaf 'half': expected float32[], found the float16 1.0; dtype= casts",
+            "leaf 'half': expected float32[], found the float16 1.0; dtype=\"like\" casts it",
             "leaf 'kind': expected float32[], found the int 3",
             "leaf 'long': expected float32[1], found the int 3",
-            "leaf 'tenth': expected float32[], found the float 0.1, which float32 cannot hold exactly; dtype= casts",
+            "leaf 'tenth': expected float32[], found the float 0.1, which float32 cannot hold exactly"
+            '; dtype="like" casts it',
         ]
         some = {"half": float32, "tenth": np.float32(0)}
         cast = load(path, keys=list(some), like=some, dtype="float32")
@@ -176,8 +177,37 @@ class Like(Contract):
 
     def test_a_cast_is_suggested_where_it_would_help(self, path):
         save({"w": jnp.ones(3)}, path)
-        with pytest.raises(MismatchError, match=r"expected bfloat16\[3\], found float32\[3\]; dtype= casts"):
+        advice = r'expected bfloat16\[3\], found float32\[3\]; dtype="like" casts it'
+        with pytest.raises(MismatchError, match=advice):
             load(path, like={"w": jnp.ones(3, jnp.bfloat16)})
+        casts = r"expected bfloat16\[3\], found float32\[3\], which dtype= casts to float16; dtype=\"like\" casts it"
+        with pytest.raises(MismatchError, match=casts):
+            load(path, like={"w": jnp.ones(3, jnp.bfloat16)}, dtype="float16")
+
+    def test_each_floating_leaf_is_cast_to_its_dtype_in_like(self, path):
+        save({"half": np.float16(0.5), "n": 3, "norm": jnp.ones(2), "rate": 0.1, "w": jnp.arange(8.0)}, path)
+        place = NamedSharding(meshes()[0], P("x"))
+        like = {
+            "half": np.float32(0),
+            "n": 0,
+            "norm": np.zeros(2, np.float64),
+            "rate": jnp.float32(0),
+            "w": jax.ShapeDtypeStruct((8,), jnp.bfloat16, sharding=place),
+        }
+        w = jax.device_put(jnp.arange(8, dtype=jnp.bfloat16), place)
+        expected = {"half": np.float32(0.5), "n": 3, "norm": np.ones(2), "rate": jnp.float32(0.1), "w": w}
+        assert_same(load(path, like=like, dtype="like"), expected)
+        assert_same(load(path, like={**like, "z": 1}, dtype="like", partial=True), {**expected, "z": 1})
+
+    def test_a_cast_to_the_dtypes_of_like_is_of_floats_alone(self, path):
+        save({"w": jnp.ones(3), "n": jnp.int32(3)}, path)
+        like = {"w": jnp.ones(3, jnp.int32), "n": jnp.float32(0)}
+        with pytest.raises(MismatchError) as error:
+            load(path, like=like, dtype="like")
+        assert error.value.problems == (
+            "leaf 'n': expected float32[], found int32[]",
+            "leaf 'w': expected int32[3], found float32[3]",
+        )
 
     def test_a_class_that_cannot_be_built_is_refused_before_data_is_read(self, path, monkeypatch):
         save(Unregistered(jnp.ones(3)), path)

@@ -118,11 +118,12 @@ class Pytrees(Backend):
         manager.save_pytree({"w": jnp.ones(3), "i": jnp.arange(3)}, path, prefix="m")
         template = {"i": jnp.arange(3), "w": jnp.ones(3, jnp.bfloat16)}
         with pytest.raises(
-            ValueError, match=r"'w': expected bfloat16\[3\], found float32\[3\]; dtype= casts"
+            ValueError, match=r"'w': expected bfloat16\[3\], found float32\[3\]; dtype=.like. casts it"
         ):
             manager.load_pytree(path, line(), prefix="m", template=template)
-        loaded, _ = manager.load_pytree(path, line(), prefix="m", template=template, dtype="bf16")
-        assert_same(loaded, template)
+        for dtype in ("bf16", "like"):
+            loaded, _ = manager.load_pytree(path, line(), prefix="m", template=template, dtype=dtype)
+            assert_same(loaded, template)
 
     def test_a_leaf_of_as_many_elements_is_reshaped_if_shapes_are_not_strict(self, manager, path, caplog):
         tree = {

@@ -260,6 +260,11 @@ _MOST_NOTES = 20
 @click.option(
     "--allow-missing", is_flag=True, help="Convert even if files that may hold leaves are not read."
 )
+@click.option(
+    "--no-dequant",
+    is_flag=True,
+    help="Convert the leaves of a quantised model as they are stored, without their scales.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan, and write nothing.")
 @click.option(
     "--memory", type=Size(), default="2GB", show_default=True, help="The most memory that the program takes."
@@ -275,6 +280,7 @@ def convert(
     rules: str | None,
     settings: tuple[str, ...],
     allow_missing: bool,
+    no_dequant: bool,
     dry_run: bool,
     memory: int,
     as_json: bool,
@@ -313,6 +319,7 @@ def convert(
         memory=memory,
         dry_run=dry_run,
         allow_missing=allow_missing,
+        dequant=False if no_dequant else None,
         progress=wants_bar(as_json),
     )
     if as_json:

@@ -38,7 +38,7 @@ def colours() -> bool | None:
 _OPTIONS = {
     "SaveOptions.max_shard_bytes ": "--max-shard-size ", "max_shard_bytes=": "--max-shard-size ",
     "allow_missing=True": "--allow-missing", "memory=": "--memory ", "prefix=": "--prefix", "dtype=": "--dtype",
-    "rename=": "--rename", "config=": "--config",
+    "rename=": "--rename", "config=": "--config", "dequant=False": "--no-dequant",
     "to=": "--to", "like=": "`like` in Python",
 }  # fmt: skip
 _ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, _OPTIONS))})")

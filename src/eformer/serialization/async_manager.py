@@ -373,7 +373,8 @@ class AsyncCheckpointManager:
         """Load one prefix; leaves without a sharding or rule are replicated. The arguments are those of `load`.
 
         `template` is a tree of arrays or `ShapeDtypeStruct`s that gives the structure, shapes, dtypes and shardings;
-        its values are not used. `strict_shapes=False` reshapes leaves with the same number of elements.
+        its values are not used. `dtype="like"` casts each floating leaf to its dtype in the template.
+        `strict_shapes=False` reshapes leaves with the same number of elements.
         """
         _require_prefix(prefix)
         request = Request(

@@ -95,8 +95,8 @@ def test_a_subtree_loads_as_it_was_saved(tmp_path, fmt):
 
 
 def test_leaves_that_are_only_renamed_keep_their_record():
-    found, left_out = renamed(contents("a.w", "b"), rules_from({r"a\.(\w)": r"c.\1", "b": None}), Reader({}))
-    assert (list(found.arrays), found.computed, left_out) == (["c.w"], {}, ["b"])
+    found, result = renamed(contents("a.w", "b"), rules_from({r"a\.(\w)": r"c.\1", "b": None}), Reader({}))
+    assert (list(found.arrays), found.computed, result.left_out) == (["c.w"], {}, ["b"])
     assert found.arrays["c.w"] == leaf()
     assert found.structure == {"dict": {"c": {"dict": {"w": "c.w"}}}}
 

@@ -115,6 +115,17 @@ def test_parts_in_other_orders_places_and_memories_are_those_of_jax(way):
     same(put_parts(arrays, places * 2), jax.device_put(arrays, places * 2))
 
 
+def test_arrays_of_one_device_take_the_short_way_too():
+    device = jax.devices()[1]
+    assert device_put._takes_parts(jax.sharding.SingleDeviceSharding(device))
+    host = [np.full((2, n), n, np.float32) for n in range(4)]
+    shards = [
+        device_put.Shards(a.shape, a.dtype, jax.sharding.SingleDeviceSharding(device), [a], [device])
+        for a in host
+    ]
+    same(device_put.put_sharded(shards), jax.device_put(host, device))
+
+
 def test_a_sharding_that_has_the_address_of_an_earlier_one_is_not_taken_for_it():
     mesh = jax.make_mesh((4, 2), ("x", "y"))
     put, array = device_put.PutShards(), np.arange(64, dtype=np.float32).reshape(8, 8)

@@ -116,9 +116,11 @@ def test_a_mismatch_says_which_argument_would_help(pretrained, like, advice):
     assert str(error.value).endswith(advice)
 
 
-@pytest.mark.parametrize("arguments", [{"partial": True}, {"resize": lambda array, leaf, name: array}])
+@pytest.mark.parametrize(
+    "arguments", [{"partial": True}, {"resize": lambda array, leaf, name: array}, {"dtype": "like"}]
+)
 def test_arguments_about_like_need_one(pretrained, arguments):
-    with pytest.raises(ValueError, match=r"(partial|resize) need like= or into="):
+    with pytest.raises(ValueError, match=r"(partial|resize|dtype=\"like\") needs like= or into="):
         load(pretrained[0], **arguments)
 
 

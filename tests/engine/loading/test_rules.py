@@ -60,6 +60,16 @@ def test_without_a_mesh_only_shardings_and_like_place_leaves():
     assert placed == {"a": there, "b": there}
 
 
+def test_equal_shardings_become_one_object_for_leaves_of_all_shapes():
+    def own(rows):  # as every array of a tree has its own
+        return PlaceableLeaf((rows, 2), like=NamedSharding(line(), P("x")))
+
+    leaves = {"a": own(8), "b": own(8), "c": own(16), "d": PlaceableLeaf((8,), recorded=recorded("x"))}
+    placed, _ = place(leaves, PlacementRequest(mesh=line()))
+    assert placed.keys() == leaves.keys()
+    assert len({id(sharding) for sharding in placed.values()}) == 1
+
+
 def test_the_first_rule_that_is_found_in_the_name_counts_and_scalars_are_replicated():
     leaves = {"block.kernel": MATRIX, "block.step": PlaceableLeaf(()), "other": MATRIX}
     rules = [("block/kernel", P("x", "y")), ("block", P("y")), ("kernel", P())]

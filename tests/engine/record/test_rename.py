@@ -35,7 +35,7 @@ def test_the_first_rule_that_matches_the_whole_name_is_applied():
     found = renamed([r"a\.(\w+) -> b.\1", r"a\..* -> c", r"w -> x"], {"a.w": 1, "ww": 2})
     assert list(found.arrays) == ["b.w", "ww"]
     assert found.kept == ["ww (nearest is line 3, w)"]
-    assert found.unused_rules == [r"line 2, a\..*", "line 3, w (nearest is 'ww')"]
+    assert found.unused_rules == {2: r"line 2, a\..*", 3: "line 3, w (nearest is 'ww')"}
 
 
 @pytest.mark.parametrize("rule", [r"h\.(\d)\.w -> w\1", r"h%2E(\d)%2Ew -> w\1"])
@@ -89,6 +89,11 @@ def test_every_box_of_a_transformed_array_equals_numpys(data, shape):
     np.testing.assert_array_equal(lazy.read(box), expected[box.slices])
 
 
+def test_only_the_braces_of_the_rule_are_filled_by_unstack():
+    found = renamed([r"(.*) -> \1.{}0 | unstack"], {"w{}": np.arange(2)})
+    assert list(found.arrays) == ["w{}.00", "w{}.10"]
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
@@ -101,6 +106,10 @@ def test_every_box_of_a_transformed_array_equals_numpys(data, shape):
         (r"(\d) -> b | stack \1 | transpose", "stack must be the last step"),
         ("a -> b | unstack", "a name contains {}, for the index, if and only if the rule has unstack"),
         ("a -> b{}", "a name contains {}, for the index, if and only if the rule has unstack"),
+        (
+            "a -> l.{}.e.{} | unstack",
+            "the name contains 2 {}, and unstack has one index to fill in; write one {}",
+        ),
         ("a -> | transpose", "a rule that leaves a leaf out has no steps"),
         (r"(?P<n>a) -> \g<n>", "a backslash must be followed by the number of a group"),
         ("a -> b | transpose x", "expected axes, counted from 0"),

@@ -13,7 +13,7 @@ import pytest
 from eformer import checkpoint
 from eformer._engine.stores import hub as hubs
 from eformer.checkpoint import load, save
-from eformer.errors import AlteredError, FormatError, NotFoundError, SignatureError
+from eformer.errors import AlteredError, FormatError, NotFoundError, QuantizedError, SignatureError
 from support.hub import Hub
 from support.keys import PRIVATE, PUBLIC
 from support.trees import assert_same
@@ -90,6 +90,17 @@ def test_a_model_is_loaded(hub, model):
 def test_a_sharded_model_in_a_directory_is_loaded(hub, sharded):
     assert_loaded(load(f"{URL}/sub"), sharded)
     assert_loaded(load(f"{URL}@main/sub/model-00002-of-00002.safetensors"), sharded)
+
+
+def test_a_quantised_model_is_refused_by_its_configuration(hub):
+    config = json.dumps({"quantization_config": {"quant_method": "aqlm"}}).encode()
+    hub.commit(
+        "org/model", {"model.safetensors": st.save({"a": np.ones(4, np.int16)}), "config.json": config}
+    )
+    with pytest.raises(QuantizedError, match=r"hf://org/model.* is quantised: aqlm \(config.json\)"):
+        load(URL)
+    hub.commit("org/model", {"model.safetensors": st.save({"a": np.ones(4, np.int16)})})
+    assert_loaded(load(URL), {"a": np.ones(4, np.int16)})
 
 
 def test_whole_files_come_through_the_cache_of_the_hub(hub, model, tmp_path):

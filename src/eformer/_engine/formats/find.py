@@ -34,7 +34,7 @@ from eformer._engine.tasks.turns import turns
 from eformer.errors import CorruptionError, EformerError, FormatError, NotFoundError, SignatureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from eformer._engine.formats.found import Found
@@ -146,23 +146,32 @@ def reread(path: str | os.PathLike[str], use: Callable[[Found], T], key: Verifie
     A save to this path that this process has under way in the background is waited for. Saves of this process that
     replace the checkpoint faster than it can be read are held back after a few restarts.
     """
+    return reread_all([path], lambda found: use(*found), key)
+
+
+def reread_all(
+    paths: Sequence[str | os.PathLike[str]], use: Callable[[Sequence[Found]], T], key: Verifier | None = None
+) -> T:
+    """Like `reread`, with the checkpoints at several paths: if one of them is replaced, all are found again."""
     if turns.has_background:
-        turns.wait_for_background(_places(path))
+        turns.wait_for_background(_places(paths))
     with ExitStack() as stack:
         for restart in range(_MOST_RESTARTS):
             if restart == _FEW_RESTARTS:
-                stack.enter_context(turns.held_back(_places(path)))
+                stack.enter_context(turns.held_back(_places(paths)))
             try:
-                return use(find(path, key))
+                return use([find(path, key) for path in paths])
             except ReplacedError:
                 continue
-    raise FormatError(f"{path} was replaced {_MOST_RESTARTS} times while it was being read; try again later")
+    raise FormatError(
+        f"{' or '.join(map(str, paths))} was replaced {_MOST_RESTARTS} times while it was being read; try again later"
+    )
 
 
-def _places(path: str | os.PathLike[str]) -> set[str]:
-    """Return the keys of saves to the directory or file at `path`, or to the directory that it is a file of."""
-    place = store_at(path)
-    return {place.key, f"{place.key}{SUFFIX}", place.parent()[0].key}
+def _places(paths: Sequence[str | os.PathLike[str]]) -> set[str]:
+    """Return the keys of saves to the directories or files at `paths`, or to the directories that they are files of."""
+    stores = [store_at(path) for path in paths]
+    return {key for store in stores for key in (store.key, f"{store.key}{SUFFIX}", store.parent()[0].key)}
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from eformer.errors import NotFoundError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from eformer._engine.formats.quantized import Quantization
     from eformer._engine.record.manifest import Manifest, TreeEntry
     from eformer._engine.record.signature import Verifier
     from eformer._engine.stores.base import Files, Store, Version
@@ -60,6 +61,10 @@ class Trees(Mapping[str, "TreeEntry"]):
         return len(self._prefixes)
 
 
+def _is_not_quantized(_: TreeEntry) -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """A checkpoint that was found: the store of its files, and its manifest.
@@ -78,6 +83,7 @@ class Found:
     find_damages    checks checksums that cannot be checked by reading a piece of a file
     find_left_out   lists the files that are not read and may hold leaves
     refused         leaves of kinds that eformer does not store, each with its kind
+    find_quantized  tells how a tree is quantised; None if it is not
 
     check_beside    checks files of eformer that hold no leaves: indexes for other readers, and marks
 
@@ -98,6 +104,7 @@ class Found:
     find_damages: Callable[[], Iterator[Damage]] | None = None
     find_left_out: Callable[[], tuple[str, ...]] = tuple
     refused: Mapping[str, str] = field(default_factory=dict)
+    find_quantized: Callable[[TreeEntry], Quantization | None] = _is_not_quantized
     check_beside: Callable[[], list[Damage]] = list
     is_part: bool = False
     is_costly: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,6 @@ from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE, LeafEntry, parse_structure
 from eformer._engine.record.names import BARE_LEAF, readable, split_name, with_nearest
 from eformer._engine.record.rename import apply, refuse_transformed_keys
-from eformer._engine.record.text import few
 from eformer._engine.record.values import value_from_json
 from eformer._engine.trees.unflatten import leaves_of, part_of
 from eformer.errors import MismatchError
@@ -25,10 +23,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.lazy_arrays import LeafReader
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.planned import LazyArray
-    from eformer._engine.record.rename import Rule
-
-
-logger = logging.getLogger("eformer")
+    from eformer._engine.record.rename import Renamed, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +50,12 @@ class Contents:
     def value(self, name: str) -> Any:
         return value_from_json(self.raw_values[name])
 
+    def stored(self, name: str) -> Iterable[LeafEntry]:
+        """Return the records of the stored arrays that an array is, or that rules make it of."""
+        if name in self.computed:
+            return [leaf.entry for leaf in stored_leaves(self.computed[name])]
+        return [self.arrays[name]] if name in self.arrays else []
+
     @property
     def functions(self) -> list[str]:
         """List the leaves that are left to the code."""
@@ -74,7 +75,33 @@ def contents_of(tree: TreeEntry) -> Contents:
     return Contents(tree.leaves, tree.raw_values, bytes(tree.structure))
 
 
+NOTHING = Contents({}, {}, b"null")
+
+
+def merged(some: Sequence[Contents]) -> Contents:
+    """Return the leaves of all, in nested dicts by their names. Of leaves with one name it has the last."""
+    if len(some) == 1:
+        return some[0]
+    arrays: dict[str, LeafEntry] = {}
+    values: dict[str, Any] = {}
+    computed: dict[str, LazyArray] = {}
+    for contents in some:
+        for name in contents.names:
+            for leaves in (arrays, values, computed):
+                leaves.pop(name, None)
+        arrays |= contents.arrays
+        values |= contents.raw_values
+        computed |= contents.computed
+    structure, final = nested_spelled({name: name for name in (*arrays, *values)})
+    return Contents(arrays, values, msgspec.json.encode(structure), computed, final)
+
+
 # ------------------------------------------------------------------------------------------------ root
+
+
+def has_root(contents: Contents, root: str) -> bool:
+    """Tell whether leaves are named `root` or lie below it."""
+    return bool(_below(contents.names, root))
 
 
 def below(contents: Contents, root: str) -> Contents:
@@ -142,15 +169,13 @@ def _in_dicts(contents: Contents, names: Mapping[str, str]) -> Contents:
 # ---------------------------------------------------------------------------------------------- rename
 
 
-def renamed(contents: Contents, rules: Sequence[Rule], reader: LeafReader) -> tuple[Contents, list[str]]:
-    """Apply rules to the leaves; return them in nested dicts by their new names, and the names that rules leave out."""
+def renamed(contents: Contents, rules: Sequence[Rule], reader: LeafReader) -> tuple[Contents, Renamed]:
+    """Apply rules to the leaves; return them in nested dicts by their new names, and what the rules did."""
     stored = {
         name: StoredLeaf(reader, name, entry, keeps_small=True) for name, entry in contents.arrays.items()
     }
     result = apply(rules, stored, list(contents.raw_values))
     refuse_transformed_keys(result.arrays.values())
-    if result.unused_rules:
-        logger.warning("rename= rules that match no leaf: %s", few(result.unused_rules))
     structure, final = nested_spelled({name: name for name in (*result.arrays, *result.plain.values())})
     arrays, computed = {}, {}
     for new, array in result.arrays.items():
@@ -162,7 +187,7 @@ def renamed(contents: Contents, rules: Sequence[Rule], reader: LeafReader) -> tu
             arrays[name] = LeafEntry(first.entry.dtype, array.shape, (), first.entry.home)
             computed[name] = array
     values = {final[new]: contents.raw_values[old] for old, new in result.plain.items()}
-    return Contents(arrays, values, msgspec.json.encode(structure), computed), result.left_out
+    return Contents(arrays, values, msgspec.json.encode(structure), computed), result
 
 
 # ------------------------------------------------------------------------------------- names of `like`

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import jax
 import msgspec
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from eformer._engine.trees.devices import PACKED
 
@@ -33,6 +33,8 @@ wait_for: Any = jax.block_until_ready  # nor has this
 
 # JAX has these only with jax_enable_x64.
 _WIDE = {np.dtype(name) for name in ("float64", "int64", "uint64", "complex128")}
+
+_KNOWN_SHARDINGS = (NamedSharding, SingleDeviceSharding)
 
 logger = logging.getLogger("eformer")
 
@@ -54,7 +56,7 @@ def put_on_default(arrays: Sequence[Array]) -> list[Any]:
     device = default_device(_config.jax_default_device)
     if not arrays or not _is_usable(device):
         return jax.device_put(list(arrays))  # type: ignore[no-any-return]
-    sharding = jax.sharding.SingleDeviceSharding(device)
+    sharding = SingleDeviceSharding(device)
     put = _Put(committed=False)
     return [put(array, sharding, device) for array in arrays]
 
@@ -68,7 +70,7 @@ def put_on(arrays: Sequence[Array], places: Sequence[Any]) -> list[Any]:
     """Put each array in its place: on a device, or in the memory of a device that a sharding names."""
     if not arrays or not all(isinstance(place, jax.Device) and _is_usable(place) for place in set(places)):
         return jax.device_put(list(arrays), list(places))  # type: ignore[no-any-return]
-    shardings = {device: jax.sharding.SingleDeviceSharding(device) for device in set(places)}
+    shardings = {device: SingleDeviceSharding(device) for device in set(places)}
     put = _Put(committed=True)
     return [put(array, shardings[d], d) for array, d in zip(arrays, places, strict=True)]
 
@@ -110,7 +112,7 @@ def _memory_of(device: Any, sharding: Any) -> Any:
     kind = sharding.memory_kind
     if kind is None or kind == device.default_memory().kind:
         return device
-    return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+    return SingleDeviceSharding(device, memory_kind=kind)
 
 
 def _by_identity(function: Callable[[Any], T]) -> Callable[[Any], T]:
@@ -161,16 +163,12 @@ class PutShards:
 def _takes_parts(sharding: Sharding) -> bool:
     """Tell whether the function underneath makes the same arrays of parts as the public functions."""
     devices = list(sharding.addressable_devices)
-    if not isinstance(sharding, NamedSharding) or not all(map(_is_usable, devices)):
+    if not isinstance(sharding, _KNOWN_SHARDINGS) or not all(map(_is_usable, devices)):
         return False
     if any(_memory_of(device, sharding) is not device for device in devices):
         return False
-    sizes = sharding.mesh.shape
     try:
-        shape = tuple(
-            math.prod(sizes[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ()))
-            for entry in sharding.spec
-        )
+        shape = _numbers_of_cuts(sharding)
         put = PutShards()
         for columns in (1, 2):  # the second time of another shape than `put` has seen
             trial = _trial(sharding, (*shape, columns))
@@ -181,6 +179,17 @@ def _takes_parts(sharding: Sharding) -> bool:
         logger.debug("arrays are put on %s part by part, which takes longer: %s", sharding, error)
         return False
     return True
+
+
+def _numbers_of_cuts(sharding: Sharding) -> tuple[int, ...]:
+    """Return into how many parts the sharding cuts each axis that it speaks of."""
+    if not isinstance(sharding, NamedSharding):
+        return ()
+    sizes = sharding.mesh.shape
+    return tuple(
+        math.prod(sizes[axis] for axis in ((entry,) if isinstance(entry, str) else entry or ()))
+        for entry in sharding.spec
+    )
 
 
 def _trial(sharding: Sharding, shape: tuple[int, ...]) -> Shards:
@@ -237,7 +246,7 @@ def _batched_device_put() -> Any:
 @lru_cache(64)
 def _is_usable(device: Any) -> bool:
     """Tell whether the function underneath returns the same arrays as `jax.device_put`."""
-    sharding = jax.sharding.SingleDeviceSharding(device)
+    sharding = SingleDeviceSharding(device)
     try:
         for dtype in (np.float32, np.uint8, jax.numpy.bfloat16):
             array = np.arange(6).reshape(2, 3).astype(dtype)

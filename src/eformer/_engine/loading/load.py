@@ -5,17 +5,26 @@ from __future__ import annotations
 import logging
 import os
 import time
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
-from eformer._engine.formats.find import ReplacedError, reading, reread
+from eformer._engine.formats.find import ReplacedError, reading, reread_all
 from eformer._engine.formats.process_records import ListedLeaf, ListedTree
+from eformer._engine.formats.quantized import dense_name
 from eformer._engine.loading.assemble import assemble, change_shapes
 from eformer._engine.loading.computed import TreeReader, nbytes_computed, read_computed
-from eformer._engine.loading.contents import below, contents_of, named_like, renamed
+from eformer._engine.loading.contents import (
+    NOTHING,
+    below,
+    contents_of,
+    has_root,
+    merged,
+    named_like,
+    renamed,
+)
 from eformer._engine.loading.device_put import wait_for
 from eformer._engine.loading.fetch import check_sha256
 from eformer._engine.loading.pinned_stream import is_worth_streaming, stream
@@ -39,10 +48,10 @@ from eformer._engine.tasks.pool import gc_paused
 from eformer._engine.tasks.progress import is_wanted, metered
 from eformer._engine.trees.flatten import flatten
 from eformer._engine.trees.unflatten import unflatten, unflatten_like
-from eformer.errors import FormatError, StructureError
+from eformer.errors import FormatError, MismatchError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from eformer._engine.formats.found import Found
     from eformer._engine.loading.contents import Contents
@@ -50,7 +59,7 @@ if TYPE_CHECKING:
     from eformer._engine.loading.select import LeafTarget, Selection
     from eformer._engine.processes.hosts import Hosts
     from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.record.rename import RenameRules
+    from eformer._engine.record.rename import RenameRules, Rule
     from eformer._engine.stores.cache import Cached
     from eformer._engine.stores.keys import Key
     from eformer._engine.tasks.progress import Meter, Progress
@@ -86,24 +95,28 @@ class _Arguments(TypedDict, total=False):
     store_options: Mapping[str, Any] | None
     cache: Cached
     key: Key | None
+    dequant: Literal[False] | None
+    duplicates: Literal["last"] | None
 
 
 @overload
 def load(
-    path: Path, *, like: T, return_report: Literal[True], **others: Unpack[_Arguments]
+    path: Path | Sequence[Path], *, like: T, return_report: Literal[True], **others: Unpack[_Arguments]
 ) -> tuple[T, LoadReport]: ...
 @overload
 def load(
-    path: Path, *, into: T, return_report: Literal[True], **others: Unpack[_Arguments]
+    path: Path | Sequence[Path], *, into: T, return_report: Literal[True], **others: Unpack[_Arguments]
 ) -> tuple[T, LoadReport]: ...
 @overload
-def load(path: Path, *, like: T, **others: Unpack[_Arguments]) -> T: ...
+def load(path: Path | Sequence[Path], *, like: T, **others: Unpack[_Arguments]) -> T: ...
 @overload
-def load(path: Path, *, into: T, **others: Unpack[_Arguments]) -> T: ...
+def load(path: Path | Sequence[Path], *, into: T, **others: Unpack[_Arguments]) -> T: ...
 @overload
-def load(path: Path, *, return_report: bool = False, **others: Unpack[_Arguments]) -> Any: ...
 def load(
-    path: Path,
+    path: Path | Sequence[Path], *, return_report: bool = False, **others: Unpack[_Arguments]
+) -> Any: ...
+def load(
+    path: Path | Sequence[Path],
     *,
     like: Any = None,
     into: Any = None,
@@ -128,6 +141,8 @@ def load(
     store_options: Mapping[str, Any] | None = None,
     cache: Cached = None,
     key: Key | None = None,
+    dequant: Literal[False] | None = None,
+    duplicates: Literal["last"] | None = None,
 ) -> Any:
     """Load the tree that was saved at `path`, bit for bit.
 
@@ -135,7 +150,9 @@ def load(
     Without `like`, the tree has the structure it was saved with: jax arrays are jax arrays and numpy arrays are numpy
     arrays.
 
-    path            a directory, a file or a URL, of eformer or of another program; of a run the last step is loaded
+    path            a directory, a file or a URL, of eformer or of another program; of a run the last step is loaded. A
+                    list of them is loaded as if it were one checkpoint, such as [base, adapter]: `prefix`, `root`,
+                    `rename` and `keys` apply to each, and without `like` the result is nested dicts by name
     like            a tree of arrays, `ShapeDtypeStruct`s or shardings: the result has its structure, shapes, dtypes and
                     shardings. A number and an array without axes become each other, as `like` has them, if they are of
                     one kind (bool, int, float, complex) and the value does not change. Functions, such as activations
@@ -161,7 +178,8 @@ def load(
     rules           pairs of a regex and a PartitionSpec, or a dict; the regex is searched for in names joined by "/"
     shardings       where leaves go: one for all, or by name (nested or dotted, for some leaves or all), each a
                     `Sharding`, a `PartitionSpec` or a function that is called on the loaded array
-    dtype           cast floating leaves to this dtype
+    dtype           cast floating leaves to this dtype; "like" casts each of them to the dtype that it has in `like`.
+                    Other leaves are never cast
     callback        a function of each array and its name, which returns the replacement
     batch           the number of arrays to read at a time; None reads all at once
     verify          False skips the digests; with `mmap`, True checks them, which reads everything once
@@ -185,6 +203,9 @@ def load(
     key             a public key, as the path of a PEM file or its content: refuse what its owner has not signed (see
                     `sign`), and read nothing that is not checked against the signature first, whatever happens to the
                     files meanwhile. Bytes that the load does not need are not checked; `verify` checks all
+    dequant         False loads the leaves of a quantised model of another program as they are stored. None refuses them
+                    with a `QuantizedError`: without their scales they are not the numbers of the model
+    duplicates      "last" takes a leaf that several checkpoints of a list have from the last of them; None refuses it
 
     If leaves go to devices of several processes, all of these must call `load`; no other process has to take part. An
     error in one is an error in all. Each process reads what its devices hold.
@@ -195,8 +216,11 @@ def load(
         >>> checkpoint.load("run/step-100", keys="params", mesh=mesh, rules=[("w", PartitionSpec("data"))])
         >>> model = checkpoint.load("hf/llama", into=model, rename="llama.rules")
         >>> state = checkpoint.load("pretrained", like=state, partial=True)
+        >>> model = checkpoint.load(["base", "lora/100"], like=abstract_model)
     """
-    remember(path, store_options)
+    paths = _paths(path)
+    for each in paths:
+        remember(each, store_options)
     if like is not None and into is not None:
         raise ValueError("pass like= or into=, not both")
     if key is not None and mmap:
@@ -222,12 +246,14 @@ def load(
         timeout=timeout,
         cache=cache,
         key=None if key is None else public_key(key),
+        dequant=dequant,
+        duplicates=duplicates,
     )
-    loaded = load_tree(path, request)
+    loaded = load_tree(paths, request)
     if return_report:
         return loaded.tree, loaded.report
     if loaded.report.kept or loaded.report.left_out:
-        logger.warning("%s: %s", os.fspath(path), loaded.report)
+        logger.warning("%s: %s", " and ".join(os.fspath(each) for each in paths), loaded.report)
     return loaded.tree
 
 
@@ -241,9 +267,9 @@ class LoadedTree:
 
 
 def load_tree(
-    path: str | os.PathLike[str], request: Request, see: Callable[[Found], Found] | None = None
+    path: Path | Sequence[Path], request: Request, see: Callable[[Found], Found] | None = None
 ) -> LoadedTree:
-    """Load what `request` asks for. `see` makes of the checkpoint that was found the one to load."""
+    """Load what `request` asks for. `see` makes of a checkpoint that was found the one to load."""
     _check(request)
     like = None if request.like is None else flatten(request.like)[0]
     request = replace(request, placement=on_current_mesh(request.placement, like))
@@ -252,17 +278,33 @@ def load_tree(
         _processes(request, like) as hosts,
         caching(request.cache),
     ):
-        loaded = reread(
-            path, lambda found: _load_found(see(found) if see else found, request, like, hosts), request.key
+        loaded = reread_all(
+            _paths(path),
+            lambda found: _load_found([*map(see, found)] if see else found, request, like, hosts),
+            request.key,
         )
     return LoadedTree(_rebuild(loaded, request), loaded.entry, _report(loaded))
 
 
+def _paths(path: Path | Sequence[Path]) -> Sequence[Path]:
+    """Return the paths of the checkpoints to load from."""
+    if isinstance(path, (str, bytes, os.PathLike)):
+        return [path]
+    if not (paths := list(path)):
+        raise ValueError("an empty list of paths: expected at least one checkpoint to load")
+    return paths
+
+
 def _check(request: Request) -> None:
     """Refuse arguments that need a tree to load into."""
-    needy = {"partial": request.partial, "resize": request.resize is not None}
+    needy = {
+        "partial": request.partial,
+        "resize": request.resize is not None,
+        'dtype="like"': request.casts_like,
+    }
     if request.like is None and (alone := [name for name, is_given in needy.items() if is_given]):
-        raise ValueError(f"{' and '.join(alone)} need like= or into=, which say what the tree should be")
+        needs = "needs" if len(alone) == 1 else "need"
+        raise ValueError(f"{' and '.join(alone)} {needs} like= or into=, which say what the tree should be")
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,8 +318,44 @@ class _Loaded:
     dropped: Sequence[str] = ()
 
 
-def _load_found(found: Found, request: Request, like: Mapping[str, Any] | None, hosts: Hosts) -> _Loaded:
-    """Load the arrays of one checkpoint, by name, or in the order of `like` if they have no names."""
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A checkpoint to load from: its tree, its leaves under the names that the load uses, names that rules drop, and
+    the targets that it gives."""
+
+    found: Found
+    entry: TreeEntry
+    contents: Contents
+    reader: TreeReader
+    dropped: Sequence[str] = ()
+    targets: list[LeafTarget] = field(default_factory=list)
+
+
+def _load_found(
+    all_found: Sequence[Found], request: Request, like: Mapping[str, Any] | None, hosts: Hosts
+) -> _Loaded:
+    """Load the arrays of one checkpoint, by name, or in the order of `like` if they have no names; or the arrays of
+    several checkpoints, as if they were one."""
+    with ExitStack() as stack:
+        sources = [_opened(found, request, stack) for found in all_found]
+        if request.root is not None:
+            sources = _below(sources, request.root)
+        if request.rename is not None:
+            sources = _renamed(sources, request.rename)
+        if like is None or request.rename is not None or all(source.found.has_names for source in sources):
+            if like is not None:
+                sources = [replace(s, contents=named_like(s.contents, like)) for s in sources]
+            loaded = _load_arrays(sources, request, like, hosts)
+        else:
+            loaded = _load_by_order(sources, request, like, hosts)
+        for source in sources:
+            with reading(source.found):
+                source.reader.require_unwritten()
+    return replace(loaded, dropped=[name for source in sources for name in source.dropped])
+
+
+def _opened(found: Found, request: Request, stack: ExitStack) -> _Source:
+    """Read the record of the tree to load, and warn of files beside it that are not read."""
     with reading(found):
         needs_all = request.rename is not None or request.sha256 is not None
         entry = found.tree(request.prefix) if needs_all else found.listed(request.prefix)
@@ -285,20 +363,30 @@ def _load_found(found: Found, request: Request, like: Mapping[str, Any] | None, 
     _require_stored(found, request)
     if paths := found.left_out(request.prefix):
         logger.warning("%s: not read, and may hold leaves: %s", found.path, few(paths))
-    dropped: Sequence[str] = ()
-    if request.root is not None:
-        contents = below(contents, request.root)
-    with closing(TreeReader(found, entry, verify=request.verify)) as reader:
-        if request.rename is not None:
-            contents, dropped = renamed(contents, request.rename, reader)
-        if like is None or found.has_names or request.rename is not None:
-            contents = contents if like is None else named_like(contents, like)
-            loaded = _load_arrays(found, entry, contents, request, like, hosts)
-        else:
-            loaded = _load_by_order(found, entry, contents, request, like, hosts)
-        with reading(found):
-            reader.require_unwritten()
-    return replace(loaded, dropped=dropped)
+    reader = stack.enter_context(closing(TreeReader(found, entry, verify=request.verify)))
+    return _Source(found, entry, contents, reader)
+
+
+def _below(sources: Sequence[_Source], root: str) -> list[_Source]:
+    """Take what lies below `root` for each checkpoint. One of several may have nothing there."""
+    if not any(has_root(source.contents, root) for source in sources):
+        below(sources[0].contents, root)  # raises, with a hint
+    return [
+        replace(s, contents=below(s.contents, root) if has_root(s.contents, root) else NOTHING)
+        for s in sources
+    ]
+
+
+def _renamed(sources: Sequence[_Source], rules: Sequence[Rule]) -> list[_Source]:
+    """Apply the rules to the leaves of each checkpoint, and warn of rules that match a leaf of none."""
+    changed = [renamed(source.contents, rules, source.reader) for source in sources]
+    unused = [result.unused_rules for _, result in changed]
+    if idle := [text for line, text in unused[0].items() if all(line in lines for lines in unused)]:
+        logger.warning("rename= rules that match no leaf: %s", few(idle))
+    return [
+        replace(source, contents=contents, dropped=result.left_out)
+        for source, (contents, result) in zip(sources, changed, strict=True)
+    ]
 
 
 def _require_stored(found: Found, request: Request) -> None:
@@ -315,43 +403,92 @@ def _require_stored(found: Found, request: Request) -> None:
         )
 
 
+def _require_numbers(
+    source: _Source, names: Iterable[str], request: Request, like: Mapping[str, Any] | None
+) -> None:
+    """Refuse quantised leaves among these, unless they are asked for as they are stored."""
+    if request.dequant is False:
+        return
+    with reading(source.found):
+        quantized = source.found.find_quantized(source.entry)
+    if quantized is None:
+        return
+    if request.partial and like is not None:  # others are left out
+        names = [name for name in names if name in like or dense_name(name) in like]
+    taken = {id(stored) for name in names for stored in source.contents.stored(name)}
+    leaves = source.entry.leaves
+    quantized.refuse(source.found.path, {name for name in quantized.leaves if id(leaves[name]) in taken})
+
+
 def _load_by_order(
-    found: Found,
-    entry: TreeEntry,
-    contents: Contents,
-    request: Request,
-    like: Mapping[str, Any],
-    hosts: Hosts,
+    sources: Sequence[_Source], request: Request, like: Mapping[str, Any], hosts: Hosts
 ) -> _Loaded:
     """Load a file that stores one array after another, without names."""
-    if request.partial:
-        raise ValueError(f"{found.path} has no names of leaves, which partial=True needs")
-    contents, expected = by_order(contents, like, request.dtype)
-    loaded = _load_arrays(found, entry, contents, request, expected, hosts)
+    if request.partial or len(sources) > 1:
+        nameless = next(source.found.path for source in sources if not source.found.has_names)
+        why = "partial=True needs" if len(sources) == 1 else "a load of several checkpoints needs"
+        raise ValueError(f"{nameless} has no names of leaves, which {why}")
+    (source,) = sources
+    contents, expected = by_order(source.contents, like, request.cast)
+    loaded = _load_arrays([replace(source, contents=contents)], request, expected, hosts)
     return replace(loaded, arrays=completed(loaded.arrays, like))
 
 
 def _load_arrays(
-    found: Found,
-    entry: TreeEntry,
-    contents: Contents,
-    request: Request,
-    like: Mapping[str, Any] | None,
-    hosts: Hosts,
+    sources: Sequence[_Source], request: Request, like: Mapping[str, Any] | None, hosts: Hosts
 ) -> _Loaded:
     """Load the arrays of one tree: select, compare, place, then plan, fetch and assemble."""
     with gc_paused():
+        contents = merged([source.contents for source in sources])
         names = select(contents, request.keys)
+        owned = _owned(sources, names, request, like)
+        for source, own in zip(sources, owned, strict=True):
+            _require_numbers(source, own, request, like)
         selection = compare(contents, names, request, like)
         _require_classes(contents, request)
         place_targets(selection.targets, contents, request)
-        if found.is_part:
-            require_boxes(selection.targets)
-        entry = _located(found, entry, selection.targets)
-    total = _nbytes(entry, contents, selection.targets) if is_wanted(request.progress) else 0
+        sources = [
+            _with_targets(source, [target for target in selection.targets if target.name in own])
+            for source, own in zip(sources, owned, strict=True)
+        ]
+    total = sum(map(_nbytes, sources)) if is_wanted(request.progress) else 0
+    saves = " ".join(source.entry.save_id for source in sources)
+    arrays: dict[str, Any] = {}
     with metered(request.progress, total, "loading") as meter:
-        arrays = _fetch_and_assemble(found, entry, contents, selection.targets, request, hosts, meter)
-    return _Loaded(entry, contents, selection, arrays)
+        for number, source in enumerate(sources, 1):
+            step = f"{saves} {number}"
+            _fetch_and_assemble(source, arrays, request, hosts, meter, step, is_last=number == len(sources))
+    return _Loaded(sources[0].entry, contents, selection, arrays)
+
+
+def _owned(
+    sources: Sequence[_Source], names: Mapping[str, None], request: Request, like: Mapping[str, Any] | None
+) -> list[Collection[str]]:
+    """Return the names of the leaves that each checkpoint gives. Refuse leaves that several of them could give."""
+    if len(sources) == 1:
+        return [names]
+    holders: dict[str, list[_Source]] = {name: [] for name in names}
+    for source in sources:
+        functions = set(source.contents.functions)  # left to the code: no checkpoint holds them
+        for name in source.contents.names:
+            if name in names and name not in functions:
+                holders[name].append(source)
+    problems = [
+        f"leaf {name!r} is in {' and in '.join(source.found.path for source in held)}"
+        for name, held in holders.items()
+        if len(held) > 1 and (like is None or name in like)
+    ]
+    if problems and request.duplicates is None:
+        advice = 'duplicates="last" takes each from the last checkpoint that has it'
+        raise MismatchError(problems, "several checkpoints hold the same leaves", advice)
+    return [{name for name, held in holders.items() if held and held[-1] is source} for source in sources]
+
+
+def _with_targets(source: _Source, targets: list[LeafTarget]) -> _Source:
+    """Return the source with its targets, and with a record that says where their boxes are."""
+    if source.found.is_part:
+        require_boxes(targets)
+    return replace(source, entry=_located(source.found, source.entry, targets), targets=targets)
 
 
 def _located(found: Found, entry: TreeEntry, targets: list[LeafTarget]) -> TreeEntry:
@@ -366,25 +503,28 @@ def _located(found: Found, entry: TreeEntry, targets: list[LeafTarget]) -> TreeE
     return tree
 
 
-def _nbytes(entry: TreeEntry, contents: Contents, targets: list[LeafTarget]) -> int:
-    return nbytes_read(entry, targets) + nbytes_computed(contents.computed, targets)
+def _nbytes(source: _Source) -> int:
+    computed = nbytes_computed(source.contents.computed, source.targets)
+    return nbytes_read(source.entry, source.targets) + computed
 
 
 def _fetch_and_assemble(
-    found: Found,
-    entry: TreeEntry,
-    contents: Contents,
-    targets: list[LeafTarget],
+    source: _Source,
+    arrays: dict[str, Any],
     request: Request,
     hosts: Hosts,
     meter: Meter,
-) -> dict[str, Any]:
-    """Read the arrays and hand them to the caller's functions, batch by batch."""
+    step: str,
+    *,
+    is_last: bool,
+) -> None:
+    """Read the targets of a source into `arrays` and hand them to the caller's functions, batch by batch. The processes
+    agree on the `step`; with the last source they end their work together."""
+    found, entry, targets = source.found, source.entry, source.targets
     threads = request.threads or found.store.read_threads
     if request.sha256 is not None:
         with reading(found):
             check_sha256(found, entry, request.sha256(entry), threads)
-    arrays: dict[str, Any] = {}
     end = max(1, len(targets))
     size = request.batch or end
     for start in range(0, end, size):
@@ -395,15 +535,14 @@ def _fetch_and_assemble(
             if streamed:
                 assembled = stream(found, entry, streamed, threads, verify=request.verify, meter=meter)
             read(found, entry, others, threads, verify=request.verify, mmap=request.mmap, meter=meter)
-            read_computed(contents.computed, others, threads, meter)
+            read_computed(source.contents.computed, others, threads, meter)
         change_shapes(others)
-        is_last = start + size >= end
-        if is_last or request.broadcast:  # a broadcast needs all processes
-            _agree(hosts, f"{entry.save_id} {start}", is_last=is_last)
+        ends = is_last and start + size >= end
+        if ends or request.broadcast:  # a broadcast needs all processes
+            _agree(hosts, f"{step} {start}", is_last=ends)
         with gc_paused():
             assembled |= assemble(others)
         _finish(batch, assembled, arrays, request)
-    return arrays
 
 
 def _split(targets: list[LeafTarget], request: Request) -> tuple[list[LeafTarget], list[LeafTarget]]:

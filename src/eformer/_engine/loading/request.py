@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from eformer._engine.formats.quantized import check_dequant
 from eformer._engine.record.dtypes import floating_dtype
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ class Request:
     timeout: float | None = None
     cache: Cached = None
     key: PublicKey | None = None
+    dequant: Literal[False] | None = None
+    duplicates: Literal["last"] | None = None
     like_name: str = "like"
     reshape: bool = False
     threads: int | None = None
@@ -93,6 +96,9 @@ class Request:
             raise ValueError(
                 f"a batch of {self.batch} arrays: batch must be positive, or None for all at once"
             )
+        check_dequant(self.dequant)
+        if self.duplicates not in (None, "last"):
+            raise ValueError(f"duplicates={self.duplicates!r}: expected 'last', or None, which refuses them")
 
     @property
     def is_template(self) -> bool:
@@ -100,6 +106,11 @@ class Request:
         return self.like_name == "template"
 
     @property
+    def casts_like(self) -> bool:
+        """Tell whether each floating leaf is cast to the dtype that it has in `like`."""
+        return isinstance(self.dtype, str) and self.dtype == "like"
+
+    @property
     def cast(self) -> str | None:
-        """Return the name of the dtype that floating leaves are cast to; None if they are not cast."""
-        return None if self.dtype is None else floating_dtype(self.dtype)
+        """Return the name of the dtype that all floating leaves are cast to; None if there is no such dtype."""
+        return None if self.dtype is None or self.casts_like else floating_dtype(self.dtype)

@@ -65,12 +65,13 @@ def place(
     named, functions = _by_shardings(leaves, request, prefix, ignored, problems)
     if request.every_leaf and request.shardings is not None:
         _require_every_leaf(leaves, named.keys() | functions.keys())
+    fitted = _Fitted(request.mesh)
     specs = {name: leaf.like for name, leaf in leaves.items() if leaf.like is not None}
     specs |= _by_rules(leaves, request) | named
     if request.mesh is not None:
         others = {name: leaf for name, leaf in leaves.items() if name not in specs}
-        specs |= _by_default(others, request, request.mesh, problems)
-    placed, fitted = {}, _Fitted(request.mesh)
+        specs |= _by_default(others, request, fitted, problems)
+    placed = {}
     for name, spec in specs.items():
         sharding = fitted(spec, leaves[name].shape)
         if isinstance(sharding, str):
@@ -193,13 +194,13 @@ def is_abstract(sharding: Any) -> bool:
 
 
 def _by_default(
-    leaves: Mapping[str, PlaceableLeaf], request: PlacementRequest, mesh: Mesh, problems: list[str]
+    leaves: Mapping[str, PlaceableLeaf], request: PlacementRequest, fitted: _Fitted, problems: list[str]
 ) -> dict[str, Any]:
     """Place leaves that nothing else places: with rules, replicate them; otherwise follow the record."""
     moved = {name: leaf for name, leaf in leaves.items() if not _stays_on_host(leaf, request)}
     if request.rules is not None:
         return dict.fromkeys(moved, PartitionSpec())
-    return _by_record(moved, request, mesh, problems)
+    return _by_record(moved, request, fitted, problems)
 
 
 def _stays_on_host(leaf: PlaceableLeaf, request: PlacementRequest) -> bool:
@@ -209,14 +210,16 @@ def _stays_on_host(leaf: PlaceableLeaf, request: PlacementRequest) -> bool:
 
 
 def _by_record(
-    leaves: Mapping[str, PlaceableLeaf], request: PlacementRequest, mesh: Mesh, problems: list[str]
+    leaves: Mapping[str, PlaceableLeaf], request: PlacementRequest, fitted: _Fitted, problems: list[str]
 ) -> dict[str, Any]:
     specs: dict[str, Any] = {}
+    mesh = fitted.mesh
+    assert mesh is not None
     replicate = request.replicate or request.is_current_mesh or len(mesh.axis_names) == 1
     for name, leaf in leaves.items():
         recorded = leaf.recorded if leaf.recorded and leaf.recorded.mesh else None
         spec = PartitionSpec(*recorded.spec) if recorded else None
-        sharding = _sharding_or_problem(spec, mesh, leaf.shape) if recorded else ""
+        sharding = fitted(spec, leaf.shape) if recorded else ""
         if not isinstance(sharding, str):
             specs[name] = sharding
         elif replicate or not leaf.shape:
@@ -240,41 +243,69 @@ def has_memory(devices: Iterable[Any], kind: str) -> bool:
 
 
 class _Fitted:
-    """Returns the sharding for a spec, or the reason why it does not fit: found once for all leaves that are alike.
+    """Returns the sharding for a spec, or the reason why it does not fit a shape: found once for all that are alike.
 
-    The results are shared, so that later steps can tell by identity what is alike.
+    Equal specs get one sharding, the same object for every shape: every array of a tree may have a sharding of its own,
+    and later steps tell by identity what is alike.
     """
 
     def __init__(self, mesh: Mesh | None) -> None:
         self.mesh = mesh
-        self.by_identity: dict[tuple[int, tuple[int, ...]], Sharding | str] = {}
-        self.by_value: dict[tuple[Any, tuple[int, ...]], Sharding | str] = {}
+        self.by_identity: dict[int, Sharding | str] = {}
+        self.by_value: dict[Any, Sharding | str] = {}
+        self.misfits: dict[tuple[int, tuple[int, ...]], str | None] = {}
+        self.specs: list[Any] = []  # kept alive, because they are told by identity
 
     def __call__(self, spec: Any, shape: tuple[int, ...]) -> Sharding | str:
-        found = self.by_identity.get((id(spec), shape))
+        sharding = self.by_identity.get(id(spec))
+        if sharding is None:
+            sharding = self.by_identity[id(spec)] = self._shared(spec)
+        if isinstance(sharding, str):
+            return sharding
+        key = (id(sharding), shape)
+        if key not in self.misfits:
+            self.misfits[key] = _misfit(sharding, shape)
+        return self.misfits[key] or sharding
+
+    def _shared(self, spec: Any) -> Sharding | str:
+        self.specs.append(spec)
+        found = self.by_value.get(spec)
         if found is None:
-            found = self.by_value.get((spec, shape))
-            if found is None:
-                found = self.by_value[spec, shape] = _sharding_or_problem(spec, self.mesh, shape)
-            self.by_identity[id(spec), shape] = found
+            found = self.by_value[spec] = _sharding_or_problem(spec, self.mesh)
         return found
 
 
-def _sharding_or_problem(spec: Any, mesh: Mesh | None, shape: tuple[int, ...]) -> Sharding | str:
-    """Return the sharding for a spec, or the reason why it does not fit."""
-    try:
-        if isinstance(spec, PartitionSpec):
-            if mesh is None:
-                return f"{spec} needs a mesh=, or the mesh of jax.set_mesh"
-            spec = NamedSharding(mesh, spec)
-        elif is_abstract(spec):
-            if mesh is None:
-                return f"{spec.spec} is on an AbstractMesh, which has no devices; pass mesh=, or use jax.set_mesh"
-            spec = NamedSharding(mesh, spec.spec, memory_kind=spec.memory_kind)
-        if isinstance(spec, NamedSharding) and len(spec.spec) > len(shape):
-            return f"{spec.spec} does not fit: it is for {len(spec.spec)} axes, the leaf has {len(shape)}"
-        spec.shard_shape(shape)
-    except Exception as error:  # noqa: BLE001  JAX raises its own for unknown axes, axes named twice, sizes that do not divide
-        return f"{getattr(spec, 'spec', spec)} does not fit: {(str(error) or repr(error)).splitlines()[0]}"
+def _sharding_or_problem(spec: Any, mesh: Mesh | None) -> Sharding | str:
+    """Return the sharding for a spec, or the reason why there is none."""
+    if isinstance(spec, PartitionSpec):
+        if mesh is None:
+            return f"{spec} needs a mesh=, or the mesh of jax.set_mesh"
+        return _named(mesh, spec)
+    if is_abstract(spec):
+        if mesh is None:
+            return f"{spec.spec} is on an AbstractMesh, which has no devices; pass mesh=, or use jax.set_mesh"
+        return _named(mesh, spec.spec, spec.memory_kind)
     sharding: Sharding = spec
     return sharding
+
+
+def _named(mesh: Mesh, spec: Any, memory_kind: str | None = None) -> Sharding | str:
+    try:
+        return NamedSharding(mesh, spec, memory_kind=memory_kind)
+    except Exception as error:  # noqa: BLE001  JAX raises its own for unknown axes and axes named twice
+        return _does_not_fit(spec, error)
+
+
+def _misfit(sharding: Sharding, shape: tuple[int, ...]) -> str | None:
+    """Say why a sharding does not fit a shape; None if it does."""
+    if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape):
+        return f"{sharding.spec} does not fit: it is for {len(sharding.spec)} axes, the leaf has {len(shape)}"
+    try:
+        sharding.shard_shape(shape)
+    except Exception as error:  # noqa: BLE001  JAX raises its own for sizes that do not divide
+        return _does_not_fit(getattr(sharding, "spec", sharding), error)
+    return None
+
+
+def _does_not_fit(spec: Any, error: Exception) -> str:
+    return f"{spec} does not fit: {(str(error) or repr(error)).splitlines()[0]}"

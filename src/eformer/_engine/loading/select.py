@@ -7,6 +7,7 @@ import logging
 import math
 import reprlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,13 +29,17 @@ from eformer._engine.trees.shardings import AnnotatedShape
 from eformer.errors import FormatError, MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from eformer._engine.loading.contents import Contents
     from eformer._engine.loading.placement import Boxes
     from eformer._engine.loading.request import Request, Resize
 
 T = TypeVar("T")
+
+_Cast = Callable[[Any], str | None]
+
+_CASTS = '; dtype="like" casts it'  # whatever `dtype` is now: "like" never leads here
 
 _ARRAYS = (jax.ShapeDtypeStruct, jax.Array, np.ndarray)
 
@@ -115,7 +120,7 @@ def compare(
     """
     values: Mapping[str, Any] = {n: contents.value(n) for n in names if n in contents.raw_values}
     if like is None:
-        return Selection(_targets(contents, names, request.cast), values)
+        return Selection(_targets(contents, names, {}, _cast_of(request)), values)
     code = {
         name: leaf for name, leaf in like.items() if _is_left_to_code(leaf, values.get(name), name in names)
     }
@@ -124,14 +129,15 @@ def compare(
     unexpected = {name: None for name in names if name not in like}
     problems = list(_other_leaves(missing, unexpected, names, like, request))
     common, values = _without(names, unexpected), _without(values, unexpected)
-    targets = _targets(contents, common, request.cast)
+    cast = _cast_of(request)
+    targets = _targets(contents, common, like, cast)
     _change_shapes(targets, like, request)
     problems += _mismatches(targets, values, like, request)
     if problems:
         context = f"the checkpoint does not fit `{request.like_name}`"
         raise MismatchError(problems, context, _advice(missing, unexpected, names, request))
-    numbers = {target.name: target for target in _values_as_arrays(values, like, request.cast)}
-    plain = {n: fitted(value, like[n], request.cast) for n, value in values.items() if n not in numbers}
+    numbers = {target.name: target for target in _values_as_arrays(values, like, cast)}
+    plain = {n: fitted(value, like[n], cast(like[n])) for n, value in values.items() if n not in numbers}
     targets += numbers.values()
     for target in targets:
         _imitate(target, like[target.name], has_mesh=request.placement.mesh is not None)
@@ -147,14 +153,30 @@ def _without(mapping: Mapping[str, T], names: Collection[str]) -> Mapping[str, T
     return {name: value for name, value in mapping.items() if name not in names} if names else mapping
 
 
-def _targets(contents: Contents, names: Mapping[str, None], cast: str | None) -> list[LeafTarget]:
-    """Describe the arrays among the leaves, as they are stored."""
+def _cast_of(request: Request) -> _Cast:
+    """Return a function of a leaf of `like` that gives the dtype to cast a floating array to; None for no cast."""
+    if request.casts_like:
+        return _floating_dtype_of
+    cast = request.cast
+    return lambda _: cast
+
+
+def _floating_dtype_of(leaf: Any) -> str | None:
+    """Return the name of the leaf's dtype if that is floating; None for other dtypes and for leaves without one."""
+    dtype = _dtype_name(leaf.dtype) if _has_shape(leaf) else ""
+    return dtype if is_floating(dtype) else None
+
+
+def _targets(
+    contents: Contents, names: Mapping[str, None], like: Mapping[str, Any], cast: _Cast
+) -> list[LeafTarget]:
+    """Describe the arrays among the leaves, as they are stored, or in the dtype that they are cast to."""
     entries, computed = contents.arrays, contents.computed
     targets = []
     for name in names:
         if name in entries:
             entry = entries[name]
-            dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
+            dtype = (cast(like.get(name)) if is_floating(entry.dtype) else None) or entry.dtype
             target = LeafTarget(name, entry, dtype, as_numpy=entry.home == "numpy")
             target.is_stored = name not in computed
             if entry.home == "weak":
@@ -197,13 +219,13 @@ def _resize_of(name: str, leaf: Any, resize: Resize | None) -> Callable[[Any], A
 
 
 def _values_as_arrays(
-    values: Mapping[str, Any], like: Mapping[str, Any], cast: str | None
+    values: Mapping[str, Any], like: Mapping[str, Any], cast: _Cast
 ) -> Iterable[LeafTarget]:
     """Yield targets for the plain numbers that are arrays without axes in `like`."""
     for name, value in values.items():
         if _has_shape(leaf := like[name]) and not is_scalar(leaf):
             dtype = _dtype_name(leaf.dtype)
-            array = as_array(value, dtype, cast)
+            array = as_array(value, dtype, cast(leaf))
             yield LeafTarget(name, LeafEntry(dtype, (), ()), dtype, arrays=[array], is_stored=False)
 
 
@@ -270,12 +292,13 @@ def _first(names: Iterable[str]) -> str:
 def _mismatches(
     targets: Sequence[LeafTarget], values: Mapping[str, Any], like: Mapping[str, Any], request: Request
 ) -> Iterable[str]:
+    cast = _cast_of(request)
     for target in targets:
         leaf = like[target.name]
         if not _is_alike(target, leaf):
             yield from _array_mismatch(target, leaf, request)
     for name, value in values.items():
-        yield from _value_mismatch(name, value, like[name], request.cast)
+        yield from _value_mismatch(name, value, like[name], cast)
 
 
 def _is_alike(target: LeafTarget, leaf: Any) -> bool:
@@ -288,8 +311,12 @@ def _is_alike(target: LeafTarget, leaf: Any) -> bool:
 def _array_mismatch(target: LeafTarget, leaf: Any, request: Request) -> Iterable[str]:
     if isinstance(leaf, (Sharding, PartitionSpec)):
         return
-    dtype = str(key_dtype(target.entry.key)) if target.entry.key else target.dtype
-    found = _array_text(dtype, target.entry.logical_shape)
+    stored, dtype = (
+        (str(key_dtype(target.entry.key)),) * 2 if target.entry.key else (target.entry.dtype, target.dtype)
+    )
+    found = _array_text(stored, target.entry.logical_shape)
+    if dtype != stored:
+        found += f", which dtype= casts to {dtype}"
     if not _has_shape(leaf):
         kind = None if target.shape or target.entry.key else kind_of_dtype(target.dtype)
         if kind is None or kind is not kind_of(leaf):
@@ -298,7 +325,7 @@ def _array_mismatch(target: LeafTarget, leaf: Any, request: Request) -> Iterable
     expected = _array_text(_dtype_name(leaf.dtype), tuple(leaf.shape))
     same_shape = tuple(leaf.shape) == target.shape
     if not same_shape or _dtype_name(leaf.dtype) != dtype:
-        cast = "; dtype= casts" if is_floating(expected) and is_floating(found) else ""
+        cast = _CASTS if is_floating(expected) and is_floating(found) else ""
         resize = "; resize= changes shapes" if not request.is_template and not target.entry.key else ""
         if request.partial:
             resize += f", rename={{{target.name!r}: None}} leaves it out"
@@ -306,26 +333,26 @@ def _array_mismatch(target: LeafTarget, leaf: Any, request: Request) -> Iterable
         yield f"leaf {target.name!r}: expected {expected}, found {found}{how}"
 
 
-def _value_mismatch(name: str, value: Any, leaf: Any, cast: str | None) -> Iterable[str]:
+def _value_mismatch(name: str, value: Any, leaf: Any, cast: _Cast) -> Iterable[str]:
     found = f"found the {type(value).__name__} {_short_repr(value)}"
     if isinstance(value, LeftToCode):
         found = f"found {value!r}"
     if isinstance(leaf, (Sharding, PartitionSpec)):
         yield f"leaf {name!r}: expected an array, {found}; pass a ShapeDtypeStruct to give its dtype"
     elif not _has_shape(leaf):
-        if fitted(value, leaf) is None:
+        if fitted(value, leaf, cast(leaf)) is None:
             yield f"leaf {name!r}: expected {_plain_text(leaf)}, {found}"
-    elif leaf.shape or as_array(value, _dtype_name(leaf.dtype), cast) is None:
+    elif leaf.shape or as_array(value, _dtype_name(leaf.dtype), cast(leaf)) is None:
         dtype, is_python = _dtype_name(leaf.dtype), not isinstance(value, np.generic)
         expected = _array_text(dtype, leaf.shape)
         same_kind = kind_of(value) is kind_of_dtype(dtype) is not None
         why = f", which {dtype} cannot hold exactly" if same_kind and is_python and not leaf.shape else ""
-        how = "; dtype= casts" if same_kind and is_floating(dtype) and not leaf.shape else ""
+        how = _CASTS if same_kind and is_floating(dtype) and not leaf.shape else ""
         yield f"leaf {name!r}: expected {expected}, {found}{why}{how}"
 
 
 def _advice(
-    missing: Collection[str], unexpected: Collection[str], names: Collection[str], request: Request
+    missing: Mapping[str, Any], unexpected: Collection[str], names: Collection[str], request: Request
 ) -> str:
     """Say which arguments of `load` would help if leaves have other names, or are only on one side."""
     if not (missing or unexpected) or request.is_template:
@@ -336,6 +363,8 @@ def _advice(
         advice.append(f"root={root!r} would find {number:,} of the {len(missing):,} missing leaves")
     elif missing and unexpected:
         advice.append("rename= gives leaves of the checkpoint other names")
+    if request.partial and any(map(_why_without_value, missing.values())):
+        advice.append("a list of paths, such as [base, adapter], takes them from several checkpoints")
     kept = f"keep {len(missing):,} of `{request.like_name}` as they are" if missing else ""
     left_out = f"leave {len(unexpected):,} of the checkpoint out" if unexpected else ""
     if len(unexpected) < len(names) and not request.partial:  # otherwise nothing would be loaded

@@ -15,7 +15,7 @@ from jax.sharding import Sharding
 
 from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.loading.scalars import is_scalar, kind_of, kind_of_dtype
-from eformer._engine.record.dtypes import dtype_from_name, floating_dtype, is_floating
+from eformer._engine.record.dtypes import dtype_from_name, is_floating
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct, Sharding, PartitionSpec)
 
 
-def by_order(contents: Contents, like: Mapping[str, Any], dtype: Any) -> tuple[Contents, dict[str, Any]]:
+def by_order(
+    contents: Contents, like: Mapping[str, Any], cast: str | None
+) -> tuple[Contents, dict[str, Any]]:
     """Return the leaves under the names of `like`, and the leaves to compare them with.
 
     Numbers are stored as arrays without axes. Surplus arrays get impossible names, so the mismatch report lists them
@@ -36,7 +38,7 @@ def by_order(contents: Contents, like: Mapping[str, Any], dtype: Any) -> tuple[C
     spare = (f"%array {number}" for number in itertools.count(len(wanted)))
     names = itertools.chain(wanted, spare)
     entries = dict(zip(names, contents.arrays.values(), strict=False))
-    expected = {name: _expected(leaf, entries.get(name), dtype) for name, leaf in wanted.items()}
+    expected = {name: _expected(leaf, entries.get(name), cast) for name, leaf in wanted.items()}
     return replace(contents, arrays=entries), expected
 
 
@@ -54,14 +56,14 @@ def _is_stored(leaf: Any) -> bool:
     return isinstance(leaf, _ARRAYS) or is_scalar(leaf) or hasattr(leaf, "__jax_array__")
 
 
-def _expected(leaf: Any, entry: LeafEntry | None, dtype: Any) -> Any:
+def _expected(leaf: Any, entry: LeafEntry | None, cast: str | None) -> Any:
     """Return the leaf to compare an entry with: numpy scalars may be of any size, as JAX stores 64 bits as 32."""
     if not isinstance(leaf, np.generic) or entry is None or entry.shape:
         return leaf
     if kind_of(leaf) is None or kind_of(leaf) is not kind_of_dtype(entry.dtype):
         return leaf
-    is_cast = dtype is not None and is_floating(entry.dtype)
-    return np.zeros((), dtype_from_name(floating_dtype(dtype) if is_cast else entry.dtype))[()]
+    dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
+    return np.zeros((), dtype_from_name(dtype))[()]
 
 
 def _in_dtype_of(leaf: Any, found: Any) -> Any:

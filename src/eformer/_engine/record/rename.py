@@ -70,7 +70,7 @@ class Renamed:
     plain         new names of plain values, by old name
     kept          names that no rule matches, with a hint at the nearest rule
     left_out      names that a rule drops
-    unused_rules  rules that match no leaf, with a hint at the nearest leaf
+    unused_rules  rules that match no leaf, by line, each with a hint at the nearest leaf
     """
 
     arrays: dict[str, LazyArray] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Renamed:
     plain: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    unused_rules: list[str] = field(default_factory=list)
+    unused_rules: dict[int, str] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------------------------------- parsing
@@ -186,6 +186,11 @@ def _check(rule: Rule) -> None:
         raise FormatError("unstack must be the first step, and cannot be combined with stack")
     if ("unstack" in verbs) != ("{}" in (rule.name or "")):
         raise FormatError("a name contains {}, for the index, if and only if the rule has unstack")
+    if (marks := (rule.name or "").count("{}")) > 1:
+        raise FormatError(
+            f"the name contains {marks} {{}}, and unstack has one index to fill in; write one {{}}, and unstack the "
+            r"next axis by a second `convert`, whose rule has the first index as a group, such as (\d+) and \1"
+        )
     if re.search(r"\\(?!\d)", rule.name or ""):
         raise FormatError(
             f"{rule.name!r}: a backslash must be followed by the number of a group, such as \\1"
@@ -290,7 +295,7 @@ class _Renaming:
         for rule in self.rules:
             if rule.line not in self.used_lines:
                 name = nearest(rule.literal, renamed.kept)
-                renamed.unused_rules.append(f"{rule} (nearest is {name!r})" if name else str(rule))
+                renamed.unused_rules[rule.line] = f"{rule} (nearest is {name!r})" if name else str(rule)
                 if name:
                     near.setdefault(name, rule)
         renamed.kept = [
@@ -302,19 +307,20 @@ def _renamed_leaves(
     rule: Rule, match: re.Match[str], array: LazyArray | None
 ) -> Iterator[tuple[str, LazyArray | None]]:
     """Yield the new names of one leaf with their arrays, before any stacking."""
-    name = _fill(rule.name or "", match)
+    template = rule.name or ""
     steps = [step for step in rule.steps if step.verb != "stack"]
     if array is None:
         if rule.steps:
             raise FormatError(f"{rule.steps[0].verb} needs an array, and this is a plain value")
-        yield name, None
+        yield _fill(template, match), None
     elif steps and steps[0].verb == "unstack":
         (axis,) = steps[0].axes
         _require_axis(array, axis, len(array.shape) - 1)
+        before, after = (_fill(part, match) for part in template.split("{}"))
         for index in range(array.shape[axis]):
-            yield name.replace("{}", str(index)), _transpose(Unstacked(array, axis, index), steps[1:])
+            yield f"{before}{index}{after}", _transpose(Unstacked(array, axis, index), steps[1:])
     else:
-        yield name, _transpose(array, steps)
+        yield _fill(template, match), _transpose(array, steps)
 
 
 def _transpose(array: LazyArray, steps: Sequence[Step]) -> LazyArray:

@@ -172,7 +172,7 @@ def _rename_tree(view: View, renamed: Renamed, values: dict[str, Any], cast: str
         {final[new]: old for old, new in renamed.plain.items()},
     )
     converted.kept = renamed.kept
-    converted.notes += [f"matches no leaf: {rule}" for rule in renamed.unused_rules]
+    converted.notes += [f"matches no leaf: {rule}" for rule in renamed.unused_rules.values()]
     converted.notes += [f"left out: {name}" for name in renamed.left_out]
     converted.notes += [
         f"{name} is stored as {final[name]}, because a part of its name is a leaf itself"

@@ -7,12 +7,13 @@ import os
 import re
 from contextlib import ExitStack
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
 from eformer._engine.formats.find import find, look_at
 from eformer._engine.formats.others.peft import CONFIG, WEIGHTS, with_config
+from eformer._engine.formats.quantized import check_dequant
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.formats.suffixes import refuse_other_suffix
 from eformer._engine.processes.hosts import Alone
@@ -39,8 +40,9 @@ from eformer._version import __version__
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from eformer._engine.formats.found import Found
     from eformer._engine.record.planned import Source
     from eformer._engine.record.rename import RenameRules
     from eformer._engine.stores.base import Store
@@ -70,6 +72,7 @@ def convert(
     dry_run: bool = False,
     allow_missing: bool = False,
     progress: Progress = None,
+    dequant: Literal[False] | None = None,
 ) -> Conversion:
     """Convert the checkpoint at `source`, of any format that `load` reads, to a new checkpoint at `destination`.
 
@@ -90,6 +93,8 @@ def convert(
     allow_missing    convert even if files that may hold leaves are not read; the notes list them. Without it, such
                      files are an error
     progress         True for a progress bar, or a function of the bytes done and the total
+    dequant          False converts the leaves of a quantised model of another program as they are stored. None refuses
+                     them with a `QuantizedError`
 
     Example:
 
@@ -101,13 +106,17 @@ def convert(
     target = _target_format(place.name, to)
     if config is not None and target != "peft":
         raise ValueError(f"config= is for to='peft', and the target is {target}")
+    check_dequant(dequant)
     rules = None if rename is None else rules_from(rename) or None
     with ExitStack() as stack:
         views = _open(source, prefix, stack)
-        left_out = find(source).left_out(prefix)
+        found = find(source)
+        left_out = found.left_out(prefix)
         if left_out and not allow_missing:
             raise _left_out_error(source, left_out)
         trees = {name: plan_tree(view, rules, dtype, target) for name, view in views.items()}
+        if dequant is None:
+            _require_numbers(found, trees.values())
         _check(trees, target, place.name, max_shard_bytes)
         if target == "peft":
             (tree,) = trees.values()
@@ -195,6 +204,14 @@ def _check_items(trees: Mapping[str, ConvertedTree]) -> None:
             f"Orbax stores one tree, or items with plain names, and the source has {sorted(trees)}; choose one with "
             "prefix="
         )
+
+
+def _require_numbers(found: Found, trees: Iterable[ConvertedTree]) -> None:
+    """Refuse quantised leaves, which are not numbers of the model without their scales."""
+    for tree in trees:
+        if quantization := found.find_quantized(tree.view.tree):
+            arrays = (array for source in tree.sources for _, array in source.parts)
+            quantization.refuse(found.path, {leaf.name for array in arrays for leaf in stored_leaves(array)})
 
 
 def _budget(memory: int | None, trees: Mapping[str, ConvertedTree], target: TargetFormat) -> int:

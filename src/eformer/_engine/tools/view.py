@@ -87,7 +87,8 @@ def open(  # noqa: A001
     """Open one tree of the checkpoint at `path` as a mapping from names to leaves. Reads no data.
 
     Indexing a leaf reads those elements and checks them against their digests. `prefix` chooses the tree, if there are
-    several. `cache` keeps what is read from a bucket, and `key` refuses what its owner has not signed, see `load`.
+    several. The elements are those that are stored; those of a quantised model lack their scales. `cache` keeps what is
+    read from a bucket, and `key` refuses what its owner has not signed, see `load`.
 
     Example:
 

@@ -13,6 +13,7 @@ from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.nested_names import nested, split_spelled
 from eformer._engine.formats.others import torch
 from eformer._engine.formats.others.single_file import open_single_file
+from eformer._engine.formats.quantized import quantization_of
 from eformer._engine.record.manifest import Manifest, foreign_tree
 from eformer._engine.record.names import split_name, unescape
 from eformer._engine.record.text import few
@@ -44,7 +45,12 @@ def by_files(place: Place) -> Found | None:
         return _in_shards(store, place.names)
     if MODEL not in place.names:
         return None
-    return replace(_open(store, MODEL), path=store.url, find_left_out=partial(left_out, store, {MODEL}))
+    return replace(
+        _open(store, MODEL),
+        path=store.url,
+        find_left_out=partial(left_out, store, {MODEL}),
+        find_quantized=partial(quantization_of, store),
+    )
 
 
 def _open(store: Store, name: str) -> Found:
@@ -80,6 +86,7 @@ def _in_shards(store: Store, there: Sequence[str]) -> Found:
         versions=versions,
         open_files=lambda _: _files(shards),
         find_left_out=partial(left_out, store, {INDEX, *names}),
+        find_quantized=partial(quantization_of, store),
     )
 
 

@@ -11,6 +11,7 @@ import msgspec
 from eformer._engine.formats.found import Found
 from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.process_records import joined_trees
+from eformer._engine.formats.quantized import quantization_of
 from eformer._engine.formats.safetensors.header import Opened, open_header, parse_header, read_header
 from eformer._engine.formats.safetensors.hf_index import damaged_indexes
 from eformer._engine.formats.safetensors.names import (
@@ -128,10 +129,15 @@ def read_manifest(store: Store) -> tuple[Manifest | None, Version | None]:
     return Manifest.from_json(data, store.path_to(MANIFEST)), entry.version
 
 
-def _foreign(path: str, store: Store, groups: Mapping[str, Headers]) -> Found:
+def _foreign(
+    path: str, store: Store, groups: Mapping[str, Headers], config_store: Store | None = None
+) -> Found:
+    """Describe files of another program. `config_store` has the configuration of the model, if it is not `store`."""
     trees = {prefix: tree_of(files) for prefix, files in groups.items()}
     versions = {name: file.version for files in groups.values() for name, file in files.items()}
-    return Found(path, store, Manifest(format=FOREIGN, trees=trees), trees, versions=versions)
+    quantized = partial(quantization_of, config_store or store)
+    manifest = Manifest(format=FOREIGN, trees=trees)
+    return Found(path, store, manifest, trees, versions=versions, find_quantized=quantized)
 
 
 # --------------------------------------------------------------------------------------- single files
@@ -162,13 +168,13 @@ def find_file(store: Store, name: str, link: tuple[Store, str] | None = None) ->
     if header.metadata.get("manifest", "").startswith('{"digest":"'):
         raise CorruptionError(f"{path} carries a manifest, but the beginning of its header is damaged")
     opened = Opened(header, entry.nbytes, entry.version)
-    # In a cache of Hugging Face the index is beside the link, not beside the file.
+    # In a cache of Hugging Face the index and the configuration are beside the link, not beside the file.
     places = [(store, name)] if link is None else [link, (store, name)]
     by_shard = (found for place in places if (found := _find_by_shard(*place)))
     whole = _in_checkpoint(store, name, opened) or next(by_shard, None)
     if whole:
         return whole
-    alone = _foreign(path, store, {"": {name: opened}})
+    alone = _foreign(path, store, {"": {name: opened}}, places[0][0])
     return replace(alone, find_left_out=partial(other_shards, *places[0]))
 
 

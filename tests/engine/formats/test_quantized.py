@@ -1,0 +1,210 @@
+"""Quantised models of other programs are refused, by load and convert alone, and no other model is."""
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from eformer import checkpoint
+from eformer.checkpoint import convert, load, save
+from eformer.errors import EformerError, QuantizedError
+
+SAMPLES = Path(__file__).parents[2] / "compat"
+F8 = ml_dtypes.float8_e4m3fn
+NORM = {"norm.weight": np.ones(4, np.float32)}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def block(dtype=F8, *shape):
+    return np.ones(shape or (2, 4), dtype)
+
+
+LAYOUTS = {  # by the names of a method: its leaves, and the configuration that declares it
+    "fp8": ({"a.weight": block(), "a.weight_scale_inv": block(np.float32, 1, 1)}, FP8),
+    "experts": ({"a.up": block(), "a.up_scale_inv": block(np.float32, 1, 1)}, FP8),
+    "deepseek": ({"a.weight": block(np.int8), "a.scale": block(ml_dtypes.float8_e8m0fnu)}, {"quant_method": "fp8"}),
+    "mxfp4": ({"a_blocks": block(np.uint8), "a_scales": block(np.uint8)}, {"quant_method": "mxfp4"}),
+    "packed": (
+        {"a.weight_packed": block(np.int32), "a.weight_scale": block(np.float32), "a.weight_shape": block(np.int64)},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+    ),
+    "gptq": ({"a.qweight": block(np.int32), "a.scales": block(np.float16)}, {"quant_method": "gptq", "bits": 4}),
+    "bitsandbytes": (
+        {"a.weight": block(np.uint8), "a.weight.absmax": block(np.float32)},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    ),
+    "mlx": ({"a.weight": block(np.uint32), "a.scales": block(np.float16)}, {"bits": 4, "group_size": 64}),
+}  # fmt: skip
+
+
+def model(folder, leaves, config=None, name="config.json"):
+    folder.mkdir(exist_ok=True)
+    safetensors.numpy.save_file(leaves, folder / "model.safetensors")
+    if config is not None:
+        (folder / name).write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def fp8(tmp_path):
+    leaves, config = LAYOUTS["fp8"]
+    return model(tmp_path / "fp8", {**leaves, **NORM}, {"quantization_config": config})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_refused_with_and_without_a_configuration(tmp_path, layout):
+    leaves, config = LAYOUTS[layout]
+    for given in (None, {"quantization_config": config}, {"text_config": {"quantization_config": config}}):
+        path = model(tmp_path / "model", {**leaves, **NORM}, given)
+        with pytest.raises(QuantizedError, match=r"is quantised: .*a.*scales: a.*dequant=False"):
+            load(path)
+        assert load(path, dequant=False)["norm"]["weight"].shape == (4,)
+
+
+def test_the_error_names_the_method_the_leaves_and_the_way_out(fp8):
+    with pytest.raises(QuantizedError) as caught:
+        load(fp8)
+    assert str(caught.value) == (
+        f"{fp8} is quantised: fp8 in blocks of 128 x 128 (config.json). 1 leaf is not the numbers of the model without "
+        "their scales: a.weight: float8_e4m3fn[2, 4], scales float32[1, 1] in a.weight_scale_inv. Load the model that "
+        "it was made from, or pass dequant=False for the leaves as they are stored"
+    )
+    assert isinstance(caught.value, EformerError)
+    assert isinstance(caught.value, ValueError)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "how"),
+    [
+        ({"quant_method": "awq", "w_bit": 4}, "awq of 4 bits"),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "compressed-tensors as float-quantized"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes of 8 bits"),
+        ({"bits": "4", "quant_method": None, "weight_block_size": 128}, "an unnamed method"),
+    ],
+)  # fmt: skip
+def test_the_configuration_says_how(tmp_path, config, how):
+    path = model(tmp_path / "model", {"a.codes": block(np.int16)}, {"quantization_config": config})
+    with pytest.raises(QuantizedError, match=rf"is quantised: {how} \(config.json\)"):
+        load(path)
+
+
+def test_the_configuration_of_modelopt_counts(tmp_path):
+    config = {"quantization": {"quant_algo": "FP8"}}
+    path = model(tmp_path / "model", {"a.weight": block()}, config, "hf_quant_config.json")
+    with pytest.raises(QuantizedError, match=r"is quantised: FP8 \(hf_quant_config.json\)"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        {"a.weight": block()},  # a plain cast
+        {"a.weight": block(np.float32), "a.weight_scale": block(np.float32)},
+        {"image": block(np.uint8), "image_scale": block(np.float32)},
+        {"a.weight": block(np.int32), "a.scale": block(np.float32)},
+        {"ids": block(np.int64)},
+    ],
+)
+def test_numbers_without_scales_are_no_quantised_model(tmp_path, leaves):
+    path = model(tmp_path / "model", leaves, {"model_type": "llama", "quantization_config": {}})
+    assert load(path)
+
+
+def test_a_dense_model_with_an_old_declaration_loads(tmp_path):
+    path = model(tmp_path / "model", NORM, {"quantization_config": FP8})
+    assert load(path)["norm"]["weight"].shape == (4,)
+
+
+def test_checkpoints_of_eformer_are_loaded_as_they_were_saved(tmp_path):
+    leaves, config = LAYOUTS["fp8"]
+    for path in (tmp_path / "directory", tmp_path / "one.safetensors"):
+        save(leaves, path)
+    (tmp_path / "directory" / "config.json").write_text(json.dumps({"quantization_config": config}))
+    assert load(tmp_path / "directory").keys() == load(tmp_path / "one.safetensors").keys() == leaves.keys()
+
+
+def test_selections_without_quantised_leaves_load(fp8):
+    assert list(load(fp8, keys="norm")) == ["norm.weight"]
+    assert load(fp8, root="norm")["weight"].shape == (4,)
+    assert load(fp8, keys="*_scale_inv")["a.weight_scale_inv"].shape == (1, 1)
+    assert load(fp8, rename={"a.weight.*": None})["norm"]["weight"].shape == (4,)
+    like = {"norm": {"weight": jnp.zeros(4)}}
+    assert load(fp8, like=like, partial=True)["norm"]["weight"].sum() == 4
+
+
+def test_quantised_leaves_are_found_under_other_names_and_in_other_forms(fp8):
+    renamed = {"a.weight": "kernel | transpose", "a.weight_scale_inv": None}
+    for arguments in (
+        {"rename": renamed},
+        {"root": "a"},
+        {"keys": "a.weight"},
+        {"mmap": True},
+        {"dtype": "bf16"},
+    ):
+        with pytest.raises(QuantizedError, match=r"a\.weight: float8_e4m3fn"):
+            load(fp8, **arguments)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_like_of_the_dense_model_is_told_that_the_checkpoint_is_quantised(tmp_path, partial):
+    path = model(tmp_path / "model", {**LAYOUTS["mxfp4"][0], **NORM})
+    with pytest.raises(QuantizedError, match="a_blocks: uint8"):
+        load(path, like={"a": jnp.zeros((4, 4)), "norm": {"weight": jnp.zeros(4)}}, partial=partial)
+
+
+def test_looking_never_fails_and_shows_stored_elements(fp8):
+    with checkpoint.open(fp8) as view:
+        assert view["a.weight"][:].dtype == F8
+    assert checkpoint.inspect(fp8).trees[""].leaves["a.weight"].dtype == "float8_e4m3fn"
+    assert checkpoint.verify(fp8).ok
+    assert checkpoint.diff(fp8, fp8).same
+
+
+def test_convert_refuses_unless_the_stored_leaves_are_asked_for(fp8, tmp_path):
+    with pytest.raises(QuantizedError, match="fp8 in blocks of 128 x 128"):
+        convert(fp8, tmp_path / "new", to="safetensors")
+    convert(fp8, tmp_path / "norms", to="safetensors", rename={"a.*": None})
+    convert(fp8, tmp_path / "new", to="safetensors", dequant=False)
+    assert load(tmp_path / "new")["a"]["weight"].dtype == F8
+
+
+def test_other_values_of_dequant_are_refused(fp8, tmp_path):
+    for call in (lambda **more: load(fp8, **more), lambda **more: convert(fp8, tmp_path / "x.npz", **more)):
+        with pytest.raises(
+            ValueError, match=r"dequant='bf16': expected False, .*cannot be loaded as numbers yet"
+        ):
+            call(dequant="bf16")
+
+
+def test_a_file_finds_the_configuration_beside_it_or_beside_the_link_to_it(tmp_path):
+    path = model(tmp_path / "blobs", {"a.codes": block(np.int16)})
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    (snapshot / "model.safetensors").symlink_to(path / "model.safetensors")
+    assert load(snapshot / "model.safetensors")
+    (snapshot / "config.json").write_text(json.dumps({"quantization_config": FP8}))
+    with pytest.raises(QuantizedError, match="is quantised: fp8"):
+        load(snapshot / "model.safetensors")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"quantization_config": 3, "text_config": "x"}'])
+def test_a_configuration_that_makes_no_sense_stops_no_load(tmp_path, text, caplog):
+    path = model(tmp_path / "model", {"a.weight": block()})
+    (path / "config.json").write_text(text)
+    assert load(path)
+    assert ("whether it says that the model is quantised is not known" in caplog.text) == (text[1:2] != '"')
+
+
+def test_files_of_pytorch_are_refused_by_their_configuration(tmp_path):
+    shutil.copy(SAMPLES / "torch" / "kinds.pt", tmp_path / "pytorch_model.bin")
+    assert load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(QuantizedError, match=r"gptq \(config.json\)"):
+        load(tmp_path)

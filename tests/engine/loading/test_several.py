@@ -1,0 +1,170 @@
+"""Several checkpoints are loaded into one tree: every leaf from the one that has it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from eformer.checkpoint import load, save
+from eformer.errors import MismatchError, QuantizedError
+from support.meshes import meshes
+from support.trees import assert_same
+
+BASE = {"layers": [{"w": jnp.arange(8.0)}, {"w": jnp.ones(8)}], "step": 3}
+LORA = {"layers": [{"lora_a": np.full(2, 0.5)}, {"lora_a": np.zeros(2)}]}
+BOTH = {
+    "layers": [
+        {"lora_a": np.full(2, 0.5), "w": jnp.arange(8.0)},
+        {"lora_a": np.zeros(2), "w": jnp.ones(8)},
+    ],
+    "step": 3,
+}
+
+
+@pytest.fixture
+def paths(tmp_path):
+    save(BASE, tmp_path / "base")
+    save(LORA, tmp_path / "lora", format="tensorstore")
+    return [tmp_path / "base", tmp_path / "lora"]
+
+
+def test_a_base_and_an_adapter_are_loaded_into_an_abstract_tree(paths):
+    place = NamedSharding(meshes()[0], P("x"))
+    kinds = [
+        {"lora_a": np.zeros(2), "w": jax.ShapeDtypeStruct((8,), jnp.bfloat16, sharding=place)}
+        for _ in range(2)
+    ]
+    found = load(paths, like={"layers": kinds, "step": 0}, dtype="like")
+    expected = jax.device_put(jnp.arange(8, dtype=jnp.bfloat16), place)
+    assert_same(found["layers"][0], {"lora_a": LORA["layers"][0]["lora_a"], "w": expected})
+    assert found["step"] == 3
+
+
+def test_a_base_and_an_adapter_are_loaded_into_an_abstract_model_of_nnx(tmp_path):
+    def make():
+        return nnx.LoRALinear(4, 8, lora_rank=2, rngs=nnx.Rngs(0))
+
+    trained = make()
+    save(nnx.Linear(4, 8, rngs=nnx.Rngs(1)), tmp_path / "base")
+    save(nnx.state(trained, nnx.LoRAParam), tmp_path / "lora")
+    model = load([tmp_path / "base", tmp_path / "lora"], like=nnx.eval_shape(make))
+    assert_same(model.lora.lora_a[...], trained.lora.lora_a[...])
+    assert_same(model.kernel[...], nnx.Linear(4, 8, rngs=nnx.Rngs(1)).kernel[...])
+    assert model(jnp.ones((1, 4))).shape == (1, 8)
+
+
+def test_every_leaf_must_be_in_one_of_them_and_all_problems_are_listed(paths):
+    like = {"layers": [{"lora_a": np.zeros(3), "w": jnp.zeros(8), "new": 1}, BOTH["layers"][1]], "step": 0}
+    with pytest.raises(MismatchError) as caught:
+        load(paths, like=like)
+    assert caught.value.problems == (
+        "missing leaf 'layers.0.new' (nearest is 'layers.0.w'): `like` has it, the checkpoint does not",
+        "leaf 'layers.0.lora_a': expected float64[3], found float64[2]; resize= changes shapes",
+    )
+
+
+def test_an_abstract_leaf_that_one_checkpoint_lacks_is_looked_for_in_another(paths):
+    like = jax.eval_shape(lambda: {"layers": [dict.fromkeys(("lora_a", "w"), jnp.zeros(8))] * 2, "step": 0})
+    with pytest.raises(MismatchError, match="like` has a ShapeDtypeStruct, not a value") as caught:
+        load(paths[0], like=like, partial=True)
+    advice = "a list of paths, such as [base, adapter], takes them from several checkpoints"
+    assert caught.value.advice == advice
+
+
+def test_leaves_that_none_of_them_has_stay_in_a_partial_load(paths):
+    like = {**BOTH, "head": jnp.ones(2)}
+    found, report = load(paths, like={**like, "step": 0}, partial=True, return_report=True)
+    assert_same(found, dict(sorted(like.items())))
+    assert (len(report.loaded), report.kept, report.left_out) == (5, ("head",), ())
+
+
+def test_a_leaf_in_two_of_them_is_refused_with_both_paths(paths, tmp_path):
+    other = tmp_path / "other"
+    save({"layers": [{"w": jnp.zeros(8)}], "step": 4}, other)
+    for arguments in ({"like": BOTH}, {"keys": "*"}, {}):
+        with pytest.raises(MismatchError) as caught:
+            load([*paths, other], **arguments)
+        assert sorted(caught.value.problems) == [
+            f"leaf 'layers.0.w' is in {paths[0]} and in {other}",
+            f"leaf 'step' is in {paths[0]} and in {other}",
+        ]
+        assert caught.value.advice == 'duplicates="last" takes each from the last checkpoint that has it'
+
+
+def test_the_last_one_wins_if_that_is_asked_for(paths, tmp_path):
+    save({"layers": [{"w": jnp.zeros(8)}], "step": jnp.int32(4)}, tmp_path / "other")
+    found = load([*paths, tmp_path / "other"], like=BOTH, duplicates="last")
+    assert_same(found["layers"][0]["w"], jnp.zeros(8))
+    assert_same(found["layers"][1], BOTH["layers"][1])
+    assert found["step"] == 4
+    with pytest.raises(ValueError, match="duplicates='first': expected 'last', or None"):
+        load(paths, duplicates="first")
+
+
+def test_a_leaf_that_is_not_asked_for_may_be_in_both(tmp_path):
+    save({"w": 1, "step": 3}, tmp_path / "a")
+    save({"v": 2, "step": 4}, tmp_path / "b")
+    both = [tmp_path / "a", tmp_path / "b"]
+    assert load(both, like={"v": 0, "w": 0}, partial=True) == {"v": 2, "w": 1}
+    assert load(both, keys=["v", "w"]) == {"w": 1, "v": 2}
+    assert load(both, rename={"step": None}) == {"v": 2, "w": 1}
+
+
+def test_functions_are_left_to_the_code_whichever_has_them(tmp_path):
+    save({"act": jax.nn.relu, "w": jnp.ones(2)}, tmp_path / "a")
+    save({"act": jax.nn.relu, "v": jnp.ones(3)}, tmp_path / "b")
+    like = {"act": jax.nn.relu, "v": jnp.zeros(3), "w": jnp.zeros(2)}
+    found = load([tmp_path / "a", tmp_path / "b"], like=like)
+    assert (found["act"], float(found["v"].sum()), float(found["w"].sum())) == (jax.nn.relu, 3, 2)
+
+
+def test_without_like_the_result_is_nested_dicts_by_name(paths):
+    found = load(paths)
+    assert_same(found["layers"]["0"], BOTH["layers"][0])
+    assert found["step"] == 3
+    assert list(load(paths, keys="layers.0")) == ["layers.0.w", "layers.0.lora_a"]
+    assert load(paths, root="layers.1").keys() == {"w", "lora_a"}
+    with pytest.raises(MismatchError, match="no leaf is named 'layer' or lies below it"):
+        load(paths, root="layer")
+
+
+def test_rules_apply_to_all_and_warn_only_if_none_has_the_leaf(paths, tmp_path, caplog):
+    safetensors.numpy.save_file(
+        {"base_model.model.layers.0.lora_A.weight": np.ones((2, 3), np.float32)},
+        tmp_path / "adapter.safetensors",
+    )
+    rules = {r"base_model\.model\.(.*)\.lora_A\.weight": r"\1.lora_a | transpose", "nothing": "x"}
+    found = load([paths[0], tmp_path / "adapter.safetensors"], rename=rules)
+    assert_same(found["layers"]["0"], {"lora_a": jnp.ones((3, 2)), "w": BASE["layers"][0]["w"]})
+    (warning,) = [record.message for record in caplog.records]
+    assert warning == "rename= rules that match no leaf: line 2, nothing"
+
+
+def test_the_bytes_of_all_are_counted_and_mapped(paths):
+    calls = []
+    load(paths, like=BOTH, progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1] == (96, 96)
+    assert_same(load(paths, like=BOTH, mmap=True, batch=1), BOTH)
+
+
+def test_one_that_is_quantised_is_refused_by_name(paths, tmp_path):
+    leaves = {"a.qweight": np.ones((2, 2), np.int32), "a.scales": np.ones(2, np.float16)}
+    safetensors.numpy.save_file(leaves, tmp_path / "gptq.safetensors")
+    with pytest.raises(QuantizedError, match=r"gptq\.safetensors is quantised"):
+        load([*paths, tmp_path / "gptq.safetensors"])
+
+
+def test_files_without_names_are_refused(paths, tmp_path):
+    with (tmp_path / "tree.eqx").open("wb") as file:
+        np.save(file, np.ones(3))
+    with pytest.raises(ValueError, match=r"tree\.eqx has no names of leaves, which a load of several"):
+        load([*paths, tmp_path / "tree.eqx"], like=BOTH)
+
+
+def test_an_empty_list_is_refused():
+    with pytest.raises(ValueError, match="an empty list of paths"):
+        load([])
