@@ -62,8 +62,8 @@ Path = str | os.PathLike[str]
 _BETWEEN_RESTARTS = 0.2  # seconds, for all processes to find the newer checkpoint
 
 
-class _Arguments(TypedDict, total=False):
-    """The arguments of `load` that do not change the type of its result."""
+class LoadArguments(TypedDict, total=False):
+    """The arguments that `load` and `Run.resume` share, and that do not change the type of the result."""
 
     partial: bool
     root: str | None
@@ -81,10 +81,15 @@ class _Arguments(TypedDict, total=False):
     mmap: bool
     progress: Progress
     broadcast: bool
-    timeout: float | None
-    store_options: Mapping[str, Any] | None
     cache: Cached
     key: Key | None
+
+
+class _Arguments(LoadArguments, total=False):
+    """The arguments of `load` that do not change the type of its result."""
+
+    timeout: float | None
+    store_options: Mapping[str, Any] | None
 
 
 @overload
@@ -196,38 +201,73 @@ def load(
         >>> state = checkpoint.load("pretrained", like=state, partial=True)
     """
     remember(path, store_options)
-    if like is not None and into is not None:
-        raise ValueError("pass like= or into=, not both")
-    if key is not None and mmap:
-        raise ValueError("mmap=True cannot have a key=: mapped files may change after they were checked")
-    request = Request(
-        like=like if into is None else into,
-        in_place=into is not None,
-        like_name="like" if into is None else "into",
+    request = request_from(
+        like=like,
+        into=into,
         partial=partial,
         root=root,
-        rename=None if rename is None else rules_from(rename) or None,
+        rename=rename,
         resize=resize,
         prefix=prefix,
-        keys=None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys),
-        placement=PlacementRequest(mesh=mesh, rules=rules, shardings=shardings),
+        keys=keys,
+        mesh=mesh,
+        rules=rules,
+        shardings=shardings,
         dtype=dtype,
         callback=callback,
         batch=batch,
-        verify=not mmap if verify is None else verify,
+        verify=verify,
         mmap=mmap,
         progress=progress,
         broadcast=broadcast,
         timeout=timeout,
         cache=cache,
-        key=None if key is None else public_key(key),
+        key=key,
     )
     loaded = load_tree(path, request)
     if return_report:
         return loaded.tree, loaded.report
-    if loaded.report.kept or loaded.report.left_out:
-        logger.warning("%s: %s", os.fspath(path), loaded.report)
+    log_differences(path, request, loaded.report)
     return loaded.tree
+
+
+def request_from(
+    *,
+    like: Any = None,
+    into: Any = None,
+    rename: RenameRules | None = None,
+    keys: str | Iterable[str] | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    rules: Rules | None = None,
+    shardings: Any = None,
+    verify: bool | None = None,
+    mmap: bool = False,
+    key: Key | None = None,
+    **as_they_are: Any,
+) -> Request:
+    """Return the request that arguments of `load` make. Raise ValueError for arguments that exclude each other."""
+    if like is not None and into is not None:
+        raise ValueError("pass like= or into=, not both")
+    if key is not None and mmap:
+        raise ValueError("mmap=True cannot have a key=: mapped files may change after they were checked")
+    return Request(
+        like=like if into is None else into,
+        in_place=into is not None,
+        like_name="like" if into is None else "into",
+        rename=None if rename is None else rules_from(rename) or None,
+        keys=None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys),
+        placement=PlacementRequest(mesh=mesh, rules=rules, shardings=shardings),
+        verify=not mmap if verify is None else verify,
+        mmap=mmap,
+        key=None if key is None else public_key(key),
+        **as_they_are,
+    )
+
+
+def log_differences(path: Path, request: Request, report: LoadReport) -> None:
+    """Log the leaves that `partial` or `rename` kept or left out."""
+    if (report.kept or report.left_out) and (request.partial or request.rename):
+        logger.warning("%s: %s", os.fspath(path), report)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +287,7 @@ def load_tree(
     like = None if request.like is None else flatten(request.like)[0]
     request = replace(request, placement=on_current_mesh(request.placement, like))
     with (
-        within(request.timeout, f"load(timeout={request.timeout})"),
+        within(request.timeout, f"{request.timeout_of}(timeout={request.timeout})"),
         _processes(request, like) as hosts,
         caching(request.cache),
     ):

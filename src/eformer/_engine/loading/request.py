@@ -57,6 +57,7 @@ class Request:
     """Arguments of `load`; `in_place` makes of `like` what `into` is. Plus options that only the documented doors use:
 
     like_name      name of the caller's argument for `like`, used in messages
+    timeout_of     name of the caller's function that has the timeout, used in messages
     reshape        accept a leaf of another shape than in `like` if it has as many elements
     threads        number of threads that read; None for one per core, 2 to 16
     sha256         function that returns the recorded SHA-256 of leaves, which are checked before the load
@@ -83,6 +84,7 @@ class Request:
     cache: Cached = None
     key: PublicKey | None = None
     like_name: str = "like"
+    timeout_of: str = "load"
     reshape: bool = False
     threads: int | None = None
     sha256: Callable[[TreeEntry], Mapping[str, str]] | None = None

@@ -10,6 +10,7 @@ The index itself is removed last. That request cannot have a condition: a lease 
 from __future__ import annotations
 
 import datetime as dt
+import re
 import secrets
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from eformer._engine.stores.leases import Renewed
     from eformer._engine.stores.objects import Object, Objects
 
+_ASIDE = re.compile(r"(?P<mark>[^/]+)\.(?:damaged|old|rewound)(?:-\d+)?")  # as `set_aside` names marks
 _MOST_AGE = 300.0  # seconds since the lease was put; it is renewed every minute
 
 
@@ -88,10 +90,19 @@ def set_aside(objects: Objects, path: str, why: str, marks: Iterable[str]) -> No
         for key in (f"{path}/{mark}" for mark in marks):
             if (found := read_if_there(objects, key)) is None:
                 continue
-            objects.put(f"{key}.{why}", found[0])
+            objects.put(_free_key(objects, f"{key}.{why}"), found[0])
             now = objects.find(key)
             if now is not None and now.version == found[1] and lease.age < _MOST_AGE:
                 objects.delete([key])
+
+
+def _free_key(objects: Objects, key: str) -> str:
+    """Return the key, or one with a number, that no object has: a step of the same name may have been put aside before."""
+    number, free = 1, key
+    while objects.find(free) is not None:
+        number += 1
+        free = f"{key}-{number}"
+    return free
 
 
 def _require(is_same: bool, objects: Objects, path: str) -> None:
@@ -131,6 +142,15 @@ class Seen(Struct, frozen=True):
 
     def _top(self, entry: Object) -> str:
         return entry.key.removeprefix(f"{self.path}/").partition("/")[0]
+
+    def marks_aside(self) -> list[Object]:
+        """Return the marks of checkpoints that were put aside here."""
+        return [one for one in self.data if _ASIDE.fullmatch(one.key.removeprefix(f"{self.path}/"))]
+
+    def without(self, marks: Iterable[Object], saves: set[str]) -> Seen:
+        """Leave out these marks, and the objects of these saves."""
+        aside = {one.key for one in (*marks, *self.of(saves))}
+        return structs.replace(self, entries=tuple(one for one in self.entries if one.key not in aside))
 
     def is_late(self, entry: Object) -> bool:
         return entry.modified < self.now - dt.timedelta(seconds=leases.LEASE)
@@ -223,7 +243,15 @@ class _Claim:
     def look(self) -> Seen:
         now = self._objects.head(self._lease.key).modified
         found = self._objects.list(f"{self._path}/")
-        return Seen(self._path, now, tuple(entry for entry in found if entry.key != self._lease.key))
+        seen = Seen(self._path, now, tuple(entry for entry in found if entry.key != self._lease.key))
+        return self._without_aside(seen)
+
+    def _without_aside(self, seen: Seen) -> Seen:
+        """Leave out checkpoints that were put aside here, which are no part of the one that is to be removed."""
+        if not (marks := seen.marks_aside()):
+            return seen
+        texts = [found[0] for mark in marks if (found := read_if_there(self._objects, mark.key))]
+        return seen.without(marks, ids_in(text.decode(errors="replace") for text in texts))
 
     def indexes_there(self) -> dict[str, _There]:
         names = (self._indexes.of_directories, self._indexes.of_files)
