@@ -34,7 +34,7 @@ from eformer._engine.stores.store_options import remember
 from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.pool import gc_paused
 from eformer._engine.tasks.progress import is_wanted, metered
-from eformer._engine.trees.flatten import flatten
+from eformer._engine.trees.flatten import flatten, unbuilt_in
 from eformer._engine.trees.unflatten import unflatten, unflatten_like
 from eformer.errors import FormatError, StructureError
 
@@ -285,7 +285,11 @@ def load_tree(
     """Load what `request` asks for. `see` makes of the checkpoint that was found the one to load."""
     _check(request)
     like = None if request.like is None else flatten(request.like)[0]
-    request = replace(request, placement=on_current_mesh(request.placement, like))
+    request = replace(
+        request,
+        placement=on_current_mesh(request.placement, like),
+        unbuilt=unbuilt_in(request.like) if request.in_place else (),
+    )
     with (
         within(request.timeout, f"{request.timeout_of}(timeout={request.timeout})"),
         _processes(request, like) as hosts,

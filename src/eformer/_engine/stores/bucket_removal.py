@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from eformer._engine.stores.leases import Renewed
     from eformer._engine.stores.objects import Object, Objects
 
-_ASIDE = re.compile(r"(?P<mark>[^/]+)\.(?:damaged|old|rewound)(?:-\d+)?")  # as `set_aside` names marks
+_ASIDE = re.compile(r"[^/]+\.(?:damaged|old|rewound)(?:-\d+)?")  # as `set_aside` names marks
 _MOST_AGE = 300.0  # seconds since the lease was put; it is renewed every minute
 
 
