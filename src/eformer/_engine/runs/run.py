@@ -222,6 +222,7 @@ class Run:
         self._begin_near(found.step, agreed)
         self._put_aside({**dict.fromkeys(newer, "rewound"), **dict.fromkeys(found.skipped, "damaged")})
         self._go_on_from(found, data)
+        self._has_begun = True
         if not return_report:
             log_differences(f"{self.path}: step {found.step}", request, found.report)
         return Resumed(found.tree, found.step, found.skipped, found.report)
@@ -377,7 +378,6 @@ class Run:
 
     def _go_on_from(self, found: _Found, data: Any) -> None:
         self.step = self._resumed_from = self._last_saved = found.step
-        self._has_begun = True
         if data is None:
             if found.facts.get("data"):
                 logger.warning(
