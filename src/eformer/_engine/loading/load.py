@@ -250,7 +250,7 @@ def request_from(
         raise ValueError("pass like= or into=, not both")
     if key is not None and mmap:
         raise ValueError("mmap=True cannot have a key=: mapped files may change after they were checked")
-    return Request(
+    request = Request(
         like=like if into is None else into,
         in_place=into is not None,
         like_name="like" if into is None else "into",
@@ -262,6 +262,8 @@ def request_from(
         key=None if key is None else public_key(key),
         **as_they_are,
     )
+    _check(request)
+    return request
 
 
 def log_differences(path: Path, request: Request, report: LoadReport) -> None:
@@ -283,7 +285,6 @@ def load_tree(
     path: str | os.PathLike[str], request: Request, see: Callable[[Found], Found] | None = None
 ) -> LoadedTree:
     """Load what `request` asks for. `see` makes of the checkpoint that was found the one to load."""
-    _check(request)
     like = None if request.like is None else flatten(request.like)[0]
     request = replace(
         request,
