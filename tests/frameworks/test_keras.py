@@ -94,7 +94,9 @@ def test_layers_without_names_are_told_by_their_order(tmp_path):
 
 
 def test_a_model_can_only_be_loaded_in_place(path):
-    with pytest.raises(StructureError, match=r"can only be loaded in place: pass into=model instead of like="):
+    with pytest.raises(
+        StructureError, match=r"can only be loaded in place: pass into=model instead of like="
+    ):
         checkpoint.load(path, like=model(1))
 
 

@@ -30,7 +30,7 @@ MARKS = (
 def begun(path: Any, **arguments: Any) -> checkpoint.Run:
     """Return a run that saves among the steps of earlier jobs, without the loads of a resume, after which one stays."""
     run = checkpoint.Run(path, signals=(), **arguments)
-    run._has_begun = True
+    run._refuse_steps = lambda agreed: None
     return run
 
 

@@ -86,7 +86,9 @@ def test_a_renamed_layer_goes_on_bit_for_bit(path, tmp_path):
 
 def test_another_dtype(path):
     before = checkpoint.load(path, root="params")
-    state = jax.tree.map(lambda x: jnp.bfloat16(x) if getattr(x, "dtype", None) == jnp.float32 else x, start())
+    state = jax.tree.map(
+        lambda x: jnp.bfloat16(x) if getattr(x, "dtype", None) == jnp.float32 else x, start()
+    )
     _, found = trained(path, state, 3, dtype="bfloat16")
     assert found.tree.params["head"]["bias"].dtype == jnp.bfloat16
     assert_same(found.tree.params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), before))
@@ -142,8 +144,9 @@ def test_the_message_names_the_argument_that_was_passed(tmp_path):
 
 @pytest.mark.parametrize("name", ["partail", "timeout", "store_options"])
 def test_an_argument_that_resume_lacks_is_an_error_that_names_both(path, name):
-    with Run(path, signals=()) as run, pytest.raises(
-        TypeError, match=rf"Run\.resume\(\) got an unexpected keyword argument '{name}'"
+    with (
+        Run(path, signals=()) as run,
+        pytest.raises(TypeError, match=rf"Run\.resume\(\) got an unexpected keyword argument '{name}'"),
     ):
         run.resume(**{name: 1})
 

@@ -61,7 +61,7 @@ class Request:
     reshape        accept a leaf of another shape than in `like` if it has as many elements
     threads        number of threads that read; None for one per core, 2 to 16
     sha256         function that returns the recorded SHA-256 of leaves, which are checked before the load
-    unbuilt        names of parts of `like` that get variables later: leaves of the checkpoint that they lack are left out
+    unbuilt        names of parts of `like` that get variables later: leaves of the checkpoint may be left out there
     as_saved       read leaves with the sharding that they were saved with, then move them between the devices
     """
 

@@ -100,8 +100,7 @@ class Run:
                (`step-100.old`), and removes near steps. Not with `resume`
 
     All processes of a job make the same calls. The directory is the truth: a step exists if it is there, whole. If it
-    has steps, the first save raises FileExistsError unless `resume` was called before, or `fresh=True` was passed: steps
-    of two jobs are never mixed.
+    has steps, call `resume` before the first save, or pass `fresh=True`; otherwise that save raises FileExistsError.
     """
 
     def __init__(
@@ -184,17 +183,16 @@ class Run:
         like      a tree of arrays, `ShapeDtypeStruct`s or shardings, see `load`
         step      a number, or "best" for the best step by the rule of `keep` that names a metric
         into      like `like`, but modules in it are updated in place, see `load`
-        data      an iterator, which is put to the position that it had. Without it, a step that has a position is loaded
-                  with a warning
+        data      an iterator, which is put to the position that it had. If it is missing, and the step has a position,
+                  a warning is logged
         fallback  skip damaged steps
         rewind    with an older `step`: put the newer ones aside; without it they are an error
         return_report
                   do not log the leaves that `partial` or `rename` kept or left out; `report` has them in any case
         arguments
-                  all other arguments of `load`, except `timeout` and `store_options`, which are those of `Run(options=)`.
-                  If the code has changed: `partial`, `rename`, `root`, `resize`, `dtype`, `keys`. Where leaves go:
-                  `mesh`, `rules`, `shardings`. With a `key`, a step that its owner has not signed is refused; not with
-                  `near`
+                  all other arguments of `load`, except `timeout` and `store_options`, which `Run(options=)` has. If the
+                  code has changed: `partial`, `rename`, `root`, `resize`, `dtype`, `keys`. Where leaves go: `mesh`,
+                  `rules`, `shardings`. With a `key`, a step that its owner has not signed is refused; not with `near`
         """
         self._check_arguments(arguments)
         request = request_from(
@@ -254,7 +252,7 @@ class Run:
             return
         if self._near:
             self._near.before_claim()
-        if not self._is_fresh:  # before the claim: a job that is refused takes nothing from the one that writes
+        if not self._is_fresh:  # before the claim, which would end the job that writes the run
             self._refuse_steps(self._agreed_steps())
         self._claim()
         if self._is_fresh:

@@ -33,9 +33,9 @@ class Signals:
     """Tells at which call all processes stop. `None` for SIGTERM where that works, `()` for none.
 
     With JAX's service, SIGTERM belongs to it: a signal in one process stops all at the same call. Other signals raise
-    SIGTERM in this process. Without it, a handler logs the signal, notes it and calls the handler before it. A second one
-    does what it would without a run, which ends most programs: the first may wait for a call that never comes. A process
-    that was forked from this one is no part of the job: in it signals do what they would without a run.
+    SIGTERM in this process. Without it, a handler logs the signal, notes it and calls the handler before it. A second
+    signal does what it would without a run, and so ends most programs: the first may wait for a call that never comes.
+    A process that was forked from this one is no part of the job: in it signals do what they would without a run.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] | None) -> None:
@@ -81,7 +81,9 @@ class Signals:
             os.kill(os.getpid(), signal.SIGTERM)
         before = self._before.get(one)
         if not self._is_told and not isinstance(getattr(before, "__self__", None), Signals):  # which logs it
-            _log_soon(f"{one.name}: the run saves at the next step and stops; a second {one.name} does not wait for it")
+            _log_soon(
+                f"{one.name}: the run saves at the next step and stops; a second {one.name} does not wait for it"
+            )
         self._is_told = True
         self._unseen = one
         if callable(before) and before is not signal.default_int_handler:
@@ -124,8 +126,8 @@ class Signals:
 
 
 def _log_soon(message: str) -> None:
-    """Log from another thread. The handler of a signal may have interrupted this one while it held a lock of logging, or
-    wrote to the same stream."""
+    """Log from another thread. This one is in the handler of a signal, which may have interrupted it while it held a
+    lock of logging or wrote to the same stream."""
     with suppress(RuntimeError):  # no thread can be started
         start_new_thread(logger.warning, (message,))
 

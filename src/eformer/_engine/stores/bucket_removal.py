@@ -97,7 +97,7 @@ def set_aside(objects: Objects, path: str, why: str, marks: Iterable[str]) -> No
 
 
 def _free_key(objects: Objects, key: str) -> str:
-    """Return the key, or one with a number, that no object has: a step of the same name may have been put aside before."""
+    """Return the key, or one with a number, that no object has: another step may have been put aside there before."""
     number, free = 1, key
     while objects.find(free) is not None:
         number += 1

@@ -35,7 +35,9 @@ class Keras:
 
     def put(self, modules: Sequence[Any], states: Sequence[Any], *, in_place: bool) -> Sequence[Any]:
         if not in_place:
-            raise StructureError("a Keras model can only be loaded in place: pass into=model instead of like=")
+            raise StructureError(
+                "a Keras model can only be loaded in place: pass into=model instead of like="
+            )
         for model, state in zip(modules, states, strict=True):
             for path, variable in _variables(model).items():
                 variable.assign(at(state, path))
