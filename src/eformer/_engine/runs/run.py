@@ -610,11 +610,12 @@ class Run:
             elif self._pending is not None:  # what was raised is more important than an error of the save
                 self._log_failure(self._pending)
         finally:
+            self._last_done = None  # the end is told once
             self._signals.close()
 
     def _warn_of_unsaved(self) -> None:
-        """Warn once if the last step that was done is not on the disk."""
-        done, self._last_done = self._last_done, None
+        """Warn if the last step that was done is not in the run."""
+        done = self._last_done
         if done is None or done == self._last_saved or jax.process_index() != 0:
             return
         logger.warning(
