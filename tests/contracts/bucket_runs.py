@@ -69,6 +69,7 @@ class BucketRuns:
         for first in (1, 100):
             with Run(url, signals=(), format=kind, fresh=first > 1) as run:
                 run.save(1, tree(first))
+            checkpoint.score(url, 1, {"eval": first})
         with Run(url, signals=(), format=kind, fresh=True, keep=1) as run:
             for number in (1, 2):
                 run.save(number, tree(200))
@@ -80,6 +81,9 @@ class BucketRuns:
         for mark, first in zip(marks, (1, 100), strict=True):
             overwrite(f"{url}/x", mark, lambda data: data, mark.rpartition(".")[0])
             assert_same(checkpoint.load(f"{url}/step-1"), tree(first))
+        assert {key.rpartition("/")[2] for key in there if "scores" in key} == {
+            f"step-1.{end}.scores.json" for end in ("old", "old-2")
+        }
 
     def test_what_a_dead_save_left_is_no_step(self, url, kind):
         from eformer._engine.stores.locate import store_at

@@ -153,6 +153,17 @@ def test_a_fresh_run_puts_the_old_steps_aside_whole(tmp_path, caplog, fmt):
         assert_same(checkpoint.load(tmp_path / name), tree(number))
 
 
+def test_scores_are_put_aside_with_their_step(tmp_path):
+    for metric in ("first", "second"):
+        fill(tmp_path, 1, fresh=metric == "second")
+        checkpoint.score(tmp_path, 1, {metric: 1.0})
+    fill(tmp_path, 1, 2, fresh=True, keep=1)
+    scores = {
+        name: checkpoint.Step(1, str(tmp_path / name)).scores for name in ("step-1.old", "step-1.old-2")
+    }
+    assert scores == {"step-1.old": {"first": 1.0}, "step-1.old-2": {"second": 1.0}}
+
+
 def test_steps_of_one_number_and_two_names_are_all_put_aside(tmp_path):
     fill(tmp_path, 100)
     shutil.copytree(tmp_path / "step-100", tmp_path / "100")

@@ -24,7 +24,7 @@ from eformer._engine.runs.data import position_of, positions_in, set_position
 from eformer._engine.runs.metrics import numbers, taken
 from eformer._engine.runs.near import Agreed, Held, Near, NearStep, agree, own_position
 from eformer._engine.runs.outcomes import outcome_of, worst
-from eformer._engine.runs.retention import remove_others
+from eformer._engine.runs.retention import remove_others, set_aside
 from eformer._engine.runs.signals import Signals
 from eformer._engine.runs.steps import RUN_METADATA, Step, facts_of_run, steps
 from eformer._engine.runs.writer import Writer
@@ -358,7 +358,7 @@ class Run:
         with _meeting(self._options.timeout) as hosts:
             for step in self.steps if hosts.index == 0 else ():
                 if step.number in whys:
-                    store_at(self.path).set_aside(step.name, whys[step.number], MARKS)
+                    set_aside(store_at(self.path), step.name, whys[step.number], MARKS)
             hosts.meet(b"", lambda _: b"")
 
     def _put_all_aside(self) -> None:
@@ -368,7 +368,7 @@ class Run:
             # Of steps with one number (step-100 and 100), the second is listed once the first is gone.
             while hosts.index == 0 and (there := [step.name for step in self.steps if step.name not in done]):
                 for name in there:
-                    store_at(self.path).set_aside(name, "old", MARKS)
+                    set_aside(store_at(self.path), name, "old", MARKS)
                 done += there
             hosts.meet(b"", lambda _: b"")
         if done:

@@ -25,7 +25,7 @@ from eformer._engine.stores.swaps import read_if_there, swap_index
 from eformer._engine.tasks.deadline import clearing_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from eformer._engine.record.manifest import Manifest
     from eformer._engine.stores.base import Identity, Indexes, Version
@@ -80,29 +80,32 @@ def sweep(objects: Objects, path: str, indexes: Indexes) -> None:
             claim.sweep(seen, there)
 
 
-def set_aside(objects: Objects, path: str, why: str, marks: Iterable[str]) -> None:
-    """Give the marks of a checkpoint other names; its data stays where it is.
+def set_aside(objects: Objects, path: str, why: str, marks: Sequence[str]) -> str:
+    """Give the marks of a checkpoint other names; its data stays where it is. Return the ending of these names.
 
     Saves are kept from committing meanwhile, since a deletion has no condition. A mark that one of them has replaced
     all the same stays.
     """
     with _kept_off(objects, path) as lease:
-        for key in (f"{path}/{mark}" for mark in marks):
+        keys = [f"{path}/{mark}" for mark in marks]
+        ending = _free_ending(objects, keys, why)
+        for key in keys:
             if (found := read_if_there(objects, key)) is None:
                 continue
-            objects.put(_free_key(objects, f"{key}.{why}"), found[0])
+            objects.put(f"{key}.{ending}", found[0])
             now = objects.find(key)
             if now is not None and now.version == found[1] and lease.age < _MOST_AGE:
                 objects.delete([key])
+    return ending
 
 
-def _free_key(objects: Objects, key: str) -> str:
-    """Return the key, or one with a number, that no object has: another step may have been put aside there before."""
-    number, free = 1, key
-    while objects.find(free) is not None:
+def _free_ending(objects: Objects, keys: Sequence[str], why: str) -> str:
+    """Return an ending by which no object has one of these keys: another step may have been put aside there before."""
+    number, ending = 1, why
+    while any(objects.find(f"{key}.{ending}") is not None for key in keys):
         number += 1
-        free = f"{key}-{number}"
-    return free
+        ending = f"{why}-{number}"
+    return ending
 
 
 def _require(is_same: bool, objects: Objects, path: str) -> None:
