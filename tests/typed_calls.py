@@ -19,3 +19,11 @@ def load(state: State) -> None:
     assert_type(checkpoint.load("hf", dequant=False), Any)
     assert_type(checkpoint.load("run/100", like=state, return_report=True), tuple[State, LoadReport])
     assert_type(checkpoint.load("run/100", into=state, return_report=True), tuple[State, LoadReport])
+
+
+def resume(run: checkpoint.Run, state: State) -> None:
+    found = run.resume(like=state, partial=True, rename={"a": "b"}, dtype="bfloat16", return_report=True)
+    assert_type(found, checkpoint.Resumed | None)
+    if found:
+        assert_type(found.report, LoadReport | None)
+    run.resume(partail=True)  # type: ignore[call-arg]

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.xdist_group("browser")
 
 def save(path, *numbers):
     with checkpoint.Run(path, every=1) as run:
+        run.resume()
         for number in numbers:
             run.after(
                 number,

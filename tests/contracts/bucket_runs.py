@@ -58,6 +58,33 @@ class BucketRuns:
             key for key in data if key.endswith(("t.json", "x.json"))
         }
 
+    def test_a_job_that_has_not_resumed_saves_nothing_among_steps(self, url, kind):
+        self.save(url, kind, 2)
+        before = objects(f"{url}/x")
+        with Run(url, signals=(), format=kind) as run, pytest.raises(FileExistsError, match="newest is 2"):
+            run.save(1, tree(0))
+        assert objects(f"{url}/x") == before
+
+    def test_steps_that_fresh_runs_have_put_aside_stay_whatever_is_removed(self, url, kind):
+        for first in (1, 100):
+            with Run(url, signals=(), format=kind, fresh=first > 1) as run:
+                run.save(1, tree(first))
+            checkpoint.score(url, 1, {"eval": first})
+        with Run(url, signals=(), format=kind, fresh=True, keep=1) as run:
+            for number in (1, 2):
+                run.save(number, tree(200))
+        assert numbers(url) == [2]
+        assert_same(checkpoint.load(url), tree(200))
+        there = objects(f"{url}/x")
+        marks = sorted(key for key in there if "/step-1/" in key and ".old" in key)
+        assert [key.rpartition(".")[2] for key in marks] == ["old", "old-2"]
+        for mark, first in zip(marks, (1, 100), strict=True):
+            overwrite(f"{url}/x", mark, lambda data: data, mark.rpartition(".")[0])
+            assert_same(checkpoint.load(f"{url}/step-1"), tree(first))
+        assert {key.rpartition("/")[2] for key in there if "scores" in key} == {
+            f"step-1.{end}.scores.json" for end in ("old", "old-2")
+        }
+
     def test_what_a_dead_save_left_is_no_step(self, url, kind):
         from eformer._engine.stores.locate import store_at
 

@@ -94,7 +94,9 @@ def test_layers_without_names_are_told_by_their_order(tmp_path):
 
 
 def test_a_model_can_only_be_loaded_in_place(path):
-    with pytest.raises(StructureError, match=r"load\(..., into=model\)"):
+    with pytest.raises(
+        StructureError, match=r"can only be loaded in place: pass into=model instead of like="
+    ):
         checkpoint.load(path, like=model(1))
 
 
@@ -114,3 +116,55 @@ def test_the_weights_alone_for_another_optimizer(path, trained):
     report = checkpoint.load(path, into=other, partial=True, return_report=True)[1]
     assert all("optimizer" in name or "metrics" in name for name in report.kept)
     np.testing.assert_array_equal(other.predict(X, verbose=0), trained.predict(X, verbose=0))
+
+
+# --------------------------------------------------------------------------- metrics that are not built yet
+
+
+def measured(seed):
+    made = model(seed)
+    made.compile(optimizer=keras.optimizers.Adam(1e-2), loss="mse", metrics=["mae"])
+    return made
+
+
+def two_headed(seed):
+    keras.utils.set_random_seed(seed)
+    inner = keras.Input((4,))
+    heads = [keras.layers.Dense(3, name=name)(inner) for name in ("one", "other")]
+    made = keras.Model(inner, heads)
+    made.compile(optimizer="adam", loss=["mse", "mae"], metrics=[["mae"], ["mse"]])
+    return made
+
+
+def train_two(made):
+    made.fit(X, [Y, Y], epochs=2, batch_size=6, shuffle=False, verbose=0)
+    return made
+
+
+@pytest.mark.parametrize(("make", "train"), [(measured, train), (two_headed, train_two)])
+def test_metrics_that_are_not_built_yet_do_not_stop_a_resume(make, train, tmp_path, caplog):
+    trained = train(make(0))
+    with checkpoint.Run(tmp_path) as run:
+        run.save(2, trained)
+    other = make(1)
+    with checkpoint.Run(tmp_path) as run:
+        found = run.resume(into=other)
+    assert (found.tree, found.step, caplog.text) == (other, 2, "")
+    assert any("mean_absolute_error" in name for name in found.report.left_out)
+    assert_same(train(other), train(trained))
+
+
+def test_metrics_that_are_built_are_loaded(tmp_path):
+    trained = train(measured(0))
+    checkpoint.save({"model": trained}, tmp_path / "run")
+    other = train(measured(1))
+    checkpoint.load(tmp_path / "run", into={"model": other})
+    assert_same(other, trained)
+    np.testing.assert_array_equal(other.get_metrics_result()["mae"], trained.get_metrics_result()["mae"])
+
+
+def test_only_metrics_may_be_left_out_of_a_model_that_is_not_built_yet(tmp_path):
+    checkpoint.save({"model": train(measured(0)), "more": 1}, tmp_path / "run")
+    with pytest.raises(MismatchError, match=r"`into`: unexpected leaf 'more'") as caught:
+        checkpoint.load(tmp_path / "run", into={"model": measured(1)})
+    assert "metrics_variables" not in str(caught.value)

@@ -31,6 +31,14 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted(two, tmp_path):
     assert [outcome[3] for outcome in parts] == [40, 140]  # every process at its own place in the data
 
 
+def test_a_job_that_has_not_resumed_is_refused_in_every_process(two, tmp_path):
+    assert succeed(two.run("run_without_resume", tmp_path, 1)) == ["", ""]
+    outcomes = succeed(two.run("run_without_resume", tmp_path, 2))
+    assert len(set(outcomes)) == 1
+    assert "has 1 step, the newest is 1, and this job has not resumed from it" in outcomes[0]
+    assert numbers(tmp_path) == [1]
+
+
 def test_steps_that_no_rule_keeps_are_removed_by_the_first_process(two, tmp_path):
     succeed(two.run("run_loop", tmp_path, 50, 10, 2))
     assert numbers(tmp_path) == [40, 50]

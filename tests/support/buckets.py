@@ -23,12 +23,12 @@ def leases(url):
     return [entry.key for entry in found.list(start) if f"/{LEASES}/" in entry.key]
 
 
-def overwrite(url, key, how):
-    """Change the bytes of an object, in place or to those that `how` returns."""
+def overwrite(url, key, how, to=None):
+    """Change the bytes of an object, in place or to those that `how` returns; put them to another key if one is given."""
     found, _ = around(url)
     data = bytearray(found.read(key)[0])
     changed = how(data)
-    found.put(key, bytes(data if changed is None else changed))
+    found.put(to or key, bytes(data if changed is None else changed))
 
 
 def forget(url):

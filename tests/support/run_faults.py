@@ -27,13 +27,20 @@ MARKS = (
 )  # what a reader looks for who knows nothing but our formats
 
 
+def begun(path: Any, **arguments: Any) -> checkpoint.Run:
+    """Return a run that saves among the steps of earlier jobs, without the loads of a resume, after which one stays."""
+    run = checkpoint.Run(path, signals=(), **arguments)
+    run._refuse_steps = lambda agreed: None
+    return run
+
+
 @dataclass(frozen=True)
 class RunLayout(Layout):
     """A run, as a layout of the same methods. Every generation is a step."""
 
     def run(self, folder: Path, keep: int | None = 1) -> checkpoint.Run:
         options = checkpoint.SaveOptions(threads=2, max_shard_bytes=self.max_shard_bytes)
-        return checkpoint.Run(self.path(folder), keep=keep, format=self.format, options=options, signals=())
+        return begun(self.path(folder), keep=keep, format=self.format, options=options)
 
     def save(self, folder: Path, generation: int, how: Callable[..., Any] | None = None) -> Any:
         with self.pieces(), self.run(folder) as run:
@@ -105,7 +112,7 @@ def tree_of(number: int) -> dict[str, Any]:
 
 def write_steps(path: str, first: int, last: int, keep: int, fmt: str = "safetensors") -> None:
     """Save steps one after the other; to be called in a process of its own."""
-    with checkpoint.Run(path, every=1, keep=keep, format=fmt, signals=()) as run:
+    with begun(path, every=1, keep=keep, format=fmt) as run:
         for number in range(first, last + 1):
             run.after(number, tree_of(number))
 
@@ -129,7 +136,7 @@ def save_slowly(path: str, number: int, keep: int, ready: str, go_on: str) -> No
                 time.sleep(0.005)
             return 1.0
 
-    with checkpoint.Run(path, keep=keep, signals=()) as run:
+    with begun(path, keep=keep) as run:
         run.save(number, tree_of(number), metrics={"slow": Slow()})
         with open(f"{go_on}.error", "w") as said:
             said.write(type(run._pending.exception()).__name__)

@@ -106,6 +106,7 @@ def test_what_a_dead_follower_held_is_removed_when_the_next_job_begins(tmp_path)
     upload.put([("step-1/model.safetensors", b"linked")])
     upload.abandon()
     with Run(tmp_path, signals=()) as run:
+        run.resume()
         run.save(2, tree(2))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run.json", "step-1", "step-2"]
 

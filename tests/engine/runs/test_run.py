@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
@@ -413,4 +414,70 @@ def test_without_signals_nothing_is_handled(tmp_path):
 def test_nothing_is_logged_by_a_run_that_is_well(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "eformer"):
         loop(tmp_path, 20, every=10, keep=1)
+    assert caplog.messages == []
+
+
+# -------------------------------------------------------------------------------------------- warnings
+
+
+def test_a_step_with_a_position_that_is_resumed_without_data_is_loaded_with_a_warning(tmp_path, caplog):
+    loop(tmp_path, 20, every=10)
+    with Run(tmp_path) as run:
+        assert run.resume(like=fresh()).step == 20
+    (said,) = caplog.messages
+    assert "step 20 has a position in the data, and resume was called without data=" in said
+    assert said.endswith("pass resume(data=) to go on at that position")
+
+
+def test_a_step_without_a_position_is_resumed_without_a_warning(tmp_path, caplog):
+    with Run(tmp_path) as run:
+        run.save(1, fresh())
+    with Run(tmp_path) as run:
+        run.resume(like=fresh())
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("every", "done", "why"),
+    [
+        (None, [3], "no step is saved, because without every= `after` saves at a signal or a request only"),
+        (10, [3, 13, 23], "no step is saved, because no rule of every= came due"),
+        (7, range(1, 121), "the last saved step is 119"),
+    ],
+)
+def test_a_run_whose_last_step_is_not_saved_warns_once_at_its_end(tmp_path, caplog, every, done, why):
+    with Run(tmp_path, every=every) as run:
+        for step in done:
+            run.after(step, {"w": np.ones(1)})
+        assert caplog.messages == []
+    run.close()
+    (said,) = caplog.messages
+    assert f"step {step} is done and not saved; {why}. Call run.save({step}, state) after the loop" in said
+
+
+def test_a_last_step_that_is_in_the_near_tier_only_is_not_saved(tmp_path, caplog):
+    with Run(tmp_path / "run", every=2, near=tmp_path / "near", near_every=1) as run:
+        for step in (1, 2, 3):
+            run.after(step, {"w": np.ones(1)})
+    assert "step 3 is done and not saved; the last saved step is 2" in caplog.text
+
+
+@pytest.mark.parametrize("end", ["saved", "nothing done", "raised"])
+def test_a_run_warns_of_nothing_at_its_end_if_there_is_nothing_to_lose_or_an_error_says_more(
+    tmp_path, caplog, end
+):
+    loop(tmp_path, 10, every=10)
+
+    def again():
+        with Run(tmp_path, every=10) as run:
+            run.resume(like=fresh(), data=Data())
+            if end == "nothing done":
+                return
+            run.after(11, fresh())
+            if end == "raised":
+                raise ZeroDivisionError
+            run.save(11, fresh())
+
+    with suppress(ZeroDivisionError):
+        again()
     assert caplog.messages == []

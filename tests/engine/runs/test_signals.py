@@ -66,13 +66,33 @@ def test_named_signals_need_the_main_thread(tmp_path):
     assert "signals= need the main thread" in str(error)
 
 
-def test_a_second_signal_while_the_first_is_saved_changes_nothing(tmp_path):
-    with Run(tmp_path, on_saved=lambda _: os.kill(os.getpid(), signal.SIGTERM)) as run:
-        os.kill(os.getpid(), signal.SIGTERM)
+def test_a_signal_that_is_sent_twice_at_once_is_one_signal(tmp_path):
+    with Run(tmp_path) as run:
+        for _ in range(2):  # as `timeout` does, to the program and to its group
+            os.kill(os.getpid(), signal.SIGTERM)
         run.after(1, TREE)
         assert run.stopping
-        assert run.tick()  # which has seen both
     assert [step.number for step in checkpoint.steps(tmp_path)] == [1]
+
+
+def test_the_first_signal_is_logged_once_even_if_runs_are_nested(tmp_path, caplog):
+    logged = threading.Event()
+    caplog.handler.addFilter(lambda _: logged.set() or True)
+    with Run(tmp_path / "outer") as outer, Run(tmp_path / "inner") as inner:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (outer.tick(), inner.tick(), logged.wait(20)) == (True, True, True)
+    caplog.handler.filters.clear()
+    assert caplog.messages == [
+        "SIGTERM: the run saves at the next step and stops; a second SIGTERM does not wait for it"
+    ]
+
+
+def test_a_loop_that_goes_on_after_a_signal_saves_by_its_rules_again(tmp_path):
+    with Run(tmp_path, every=5) as run:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for step in range(2, 7):
+            run.after(step, TREE)
+    assert [step.number for step in checkpoint.steps(tmp_path)] == [2, 5]
 
 
 def test_a_run_inside_of_another_tells_both(tmp_path):
@@ -222,6 +242,46 @@ with Run("outer"), Run("run"):
 
 def test_a_forked_process_ends_at_a_signal_as_it_would_without_a_run(tmp_path):
     assert outcome_of(FORKED, tmp_path).stdout == "-15\n"
+
+
+HANGS = """
+import signal, sys, threading
+from eformer.checkpoint import Run
+with Run("outer"), Run("run"):
+    print("ready", flush=True)
+    threading.Event().wait(100)
+"""
+
+
+def test_a_second_signal_ends_a_program_that_hangs(tmp_path):
+    program = subprocess.Popen(
+        [sys.executable, "-c", HANGS], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert program.stdout.readline() == "ready\n"
+    program.terminate()
+    assert program.stderr.readline().startswith("SIGTERM: the run saves at the next step")
+    while program.poll() is None:  # signals that follow at once count as one
+        program.terminate()
+    program.stdout.close()
+    assert program.stderr.read() == ""
+    program.stderr.close()
+    assert program.returncode == -signal.SIGTERM
+
+
+HANDLED = """
+import os, signal, time
+from eformer.checkpoint import Run
+seen = []
+signal.signal(signal.SIGTERM, lambda *_: seen.append(time.monotonic()))
+with Run("run") as run:
+    while not seen or seen[-1] < seen[0] + 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    print(run.tick())
+"""
+
+
+def test_a_second_signal_is_left_to_the_handler_that_was_there_before(tmp_path):
+    assert outcome_of(HANDLED, tmp_path).stdout == "True\n"
 
 
 CLOSED = """

@@ -28,6 +28,7 @@ def tree(step):
 
 def save(path, *numbers):
     with checkpoint.Run(path, every=1) as run:
+        run.resume()
         for number in numbers:
             run.after(number, tree(number), metrics={"loss": 1 / number})
 

@@ -235,18 +235,17 @@ def test_a_file_that_takes_the_name_of_a_step_in_the_last_moment_goes_back(run, 
 def test_the_retention_of_a_run_removes_only_what_it_has_looked_at(tmp_path, precious, monkeypatch, caplog):
     from eformer._engine.runs import retention
 
-    with Run(tmp_path / "run") as run:
-        run.save(1, TREE)
     inside, linked = tmp_path / "run" / "precious", retention.linked_in
-    precious.rename(inside)
     act = once(lambda: swap(tmp_path / "run" / "step-1", inside, tmp_path / "run" / "away"))
 
     def look_late(where):
         act()
         return linked(where)
 
-    monkeypatch.setattr(retention, "linked_in", look_late)
     with Run(tmp_path / "run", keep=[Keep(last=1)]) as run:
+        run.save(1, TREE).result()
+        precious.rename(inside)
+        monkeypatch.setattr(retention, "linked_in", look_late)
         run.save(2, TREE)
     assert whole(tmp_path / "run" / "step-1")
     assert "has changed since its removal was planned" in caplog.text

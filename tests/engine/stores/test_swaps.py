@@ -126,6 +126,7 @@ def test_a_prune(tmp_path, what):
 def test_the_retention_of_a_run(tmp_path, what):
     def act(place):
         with Run(place / "run", keep=[Keep(last=1)], signals=()) as run:
+            run.resume(step=2)
             run.save(3, TREE)
 
     try_every_call(tmp_path, make_steps, STEPS[what], act, stride=7)

@@ -46,7 +46,7 @@ from eformer._engine.stores.store_options import remember
 from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.pool import gc_paused
 from eformer._engine.tasks.progress import is_wanted, metered
-from eformer._engine.trees.flatten import flatten
+from eformer._engine.trees.flatten import flatten, unbuilt_in
 from eformer._engine.trees.unflatten import unflatten, unflatten_like
 from eformer.errors import FormatError, MismatchError, StructureError
 
@@ -72,8 +72,8 @@ Path = str | os.PathLike[str]
 _BETWEEN_RESTARTS = 0.2  # seconds, for all processes to find the newer checkpoint
 
 
-class _Arguments(TypedDict, total=False):
-    """The arguments of `load` that do not change the type of its result."""
+class LoadArguments(TypedDict, total=False):
+    """The arguments that `load` and `Run.resume` share, and that do not change the type of the result."""
 
     partial: bool
     root: str | None
@@ -91,12 +91,17 @@ class _Arguments(TypedDict, total=False):
     mmap: bool
     progress: Progress
     broadcast: bool
-    timeout: float | None
-    store_options: Mapping[str, Any] | None
     cache: Cached
     key: Key | None
+
+
+class _Arguments(LoadArguments, total=False):
+    """The arguments of `load` that do not change the type of its result."""
+
     dequant: Literal[False] | None
     duplicates: Literal["last"] | None
+    timeout: float | None
+    store_options: Mapping[str, Any] | None
 
 
 @overload
@@ -221,40 +226,75 @@ def load(
     paths = _paths(path)
     for each in paths:
         remember(each, store_options)
-    if like is not None and into is not None:
-        raise ValueError("pass like= or into=, not both")
-    if key is not None and mmap:
-        raise ValueError("mmap=True cannot have a key=: mapped files may change after they were checked")
-    request = Request(
-        like=like if into is None else into,
-        in_place=into is not None,
-        like_name="like" if into is None else "into",
+    request = request_from(
+        like=like,
+        into=into,
         partial=partial,
         root=root,
-        rename=None if rename is None else rules_from(rename) or None,
+        rename=rename,
         resize=resize,
         prefix=prefix,
-        keys=None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys),
-        placement=PlacementRequest(mesh=mesh, rules=rules, shardings=shardings),
+        keys=keys,
+        mesh=mesh,
+        rules=rules,
+        shardings=shardings,
         dtype=dtype,
         callback=callback,
         batch=batch,
-        verify=not mmap if verify is None else verify,
+        verify=verify,
         mmap=mmap,
         progress=progress,
         broadcast=broadcast,
         timeout=timeout,
         cache=cache,
-        key=None if key is None else public_key(key),
+        key=key,
         dequant=dequant,
         duplicates=duplicates,
     )
     loaded = load_tree(paths, request)
     if return_report:
         return loaded.tree, loaded.report
-    if loaded.report.kept or loaded.report.left_out:
-        logger.warning("%s: %s", " and ".join(os.fspath(each) for each in paths), loaded.report)
+    log_differences(" and ".join(os.fspath(each) for each in paths), request, loaded.report)
     return loaded.tree
+
+
+def request_from(
+    *,
+    like: Any = None,
+    into: Any = None,
+    rename: RenameRules | None = None,
+    keys: str | Iterable[str] | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    rules: Rules | None = None,
+    shardings: Any = None,
+    verify: bool | None = None,
+    mmap: bool = False,
+    key: Key | None = None,
+    **as_they_are: Any,
+) -> Request:
+    """Return the request that arguments of `load` make. Raise ValueError for arguments that exclude each other."""
+    if like is not None and into is not None:
+        raise ValueError("pass like= or into=, not both")
+    if key is not None and mmap:
+        raise ValueError("mmap=True cannot have a key=: mapped files may change after they were checked")
+    return Request(
+        like=like if into is None else into,
+        in_place=into is not None,
+        like_name="like" if into is None else "into",
+        rename=None if rename is None else rules_from(rename) or None,
+        keys=None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys),
+        placement=PlacementRequest(mesh=mesh, rules=rules, shardings=shardings),
+        verify=not mmap if verify is None else verify,
+        mmap=mmap,
+        key=None if key is None else public_key(key),
+        **as_they_are,
+    )
+
+
+def log_differences(path: str, request: Request, report: LoadReport) -> None:
+    """Log the leaves that `partial` or `rename` kept or left out."""
+    if (report.kept or report.left_out) and (request.partial or request.rename):
+        logger.warning("%s: %s", path, report)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,11 +310,14 @@ def load_tree(
     path: Path | Sequence[Path], request: Request, see: Callable[[Found], Found] | None = None
 ) -> LoadedTree:
     """Load what `request` asks for. `see` makes of a checkpoint that was found the one to load."""
-    _check(request)
     like = None if request.like is None else flatten(request.like)[0]
-    request = replace(request, placement=on_current_mesh(request.placement, like))
+    request = replace(
+        request,
+        placement=on_current_mesh(request.placement, like),
+        unbuilt=unbuilt_in(request.like) if request.in_place else (),
+    )
     with (
-        within(request.timeout, f"load(timeout={request.timeout})"),
+        within(request.timeout, f"{request.timeout_of}(timeout={request.timeout})"),
         _processes(request, like) as hosts,
         caching(request.cache),
     ):
@@ -293,18 +336,6 @@ def _paths(path: Path | Sequence[Path]) -> Sequence[Path]:
     if not (paths := list(path)):
         raise ValueError("an empty list of paths: expected at least one checkpoint to load")
     return paths
-
-
-def _check(request: Request) -> None:
-    """Refuse arguments that need a tree to load into."""
-    needy = {
-        "partial": request.partial,
-        "resize": request.resize is not None,
-        'dtype="like"': request.casts_like,
-    }
-    if request.like is None and (alone := [name for name, is_given in needy.items() if is_given]):
-        needs = "needs" if len(alone) == 1 else "need"
-        raise ValueError(f"{' and '.join(alone)} {needs} like= or into=, which say what the tree should be")
 
 
 @dataclass(frozen=True, slots=True)

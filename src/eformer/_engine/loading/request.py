@@ -58,9 +58,11 @@ class Request:
     """Arguments of `load`; `in_place` makes of `like` what `into` is. Plus options that only the documented doors use:
 
     like_name      name of the caller's argument for `like`, used in messages
+    timeout_of     name of the caller's function that has the timeout, used in messages
     reshape        accept a leaf of another shape than in `like` if it has as many elements
     threads        number of threads that read; None for one per core, 2 to 16
     sha256         function that returns the recorded SHA-256 of leaves, which are checked before the load
+    unbuilt        names of parts of `like` that get variables later: leaves of the checkpoint may be left out there
     as_saved       read leaves with the sharding that they were saved with, then move them between the devices
     """
 
@@ -86,9 +88,11 @@ class Request:
     dequant: Literal[False] | None = None
     duplicates: Literal["last"] | None = None
     like_name: str = "like"
+    timeout_of: str = "load"
     reshape: bool = False
     threads: int | None = None
     sha256: Callable[[TreeEntry], Mapping[str, str]] | None = None
+    unbuilt: tuple[str, ...] = ()
     as_saved: bool = False
 
     def __post_init__(self) -> None:
@@ -99,6 +103,16 @@ class Request:
         check_dequant(self.dequant)
         if self.duplicates not in (None, "last"):
             raise ValueError(f"duplicates={self.duplicates!r}: expected 'last', or None, which refuses them")
+        if self.like is None:
+            self._require_none_that_needs_like()
+
+    def _require_none_that_needs_like(self) -> None:
+        needy = {"partial": self.partial, "resize": self.resize is not None, 'dtype="like"': self.casts_like}
+        if alone := [name for name, is_given in needy.items() if is_given]:
+            needs = "needs" if len(alone) == 1 else "need"
+            raise ValueError(
+                f"{' and '.join(alone)} {needs} like= or into=, which say what the tree should be"
+            )
 
     @property
     def is_template(self) -> bool:

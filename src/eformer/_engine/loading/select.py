@@ -127,7 +127,8 @@ def compare(
     names, values, like = (_without(mapping, code) for mapping in (names, values, like))
     missing = {name: leaf for name, leaf in like.items() if name not in names}
     unexpected = {name: None for name in names if name not in like}
-    problems = list(_other_leaves(missing, unexpected, names, like, request))
+    refused = {name: None for name in unexpected if not _is_below(name, request.unbuilt)}
+    problems = list(_other_leaves(missing, refused, names, like, request))
     common, values = _without(names, unexpected), _without(values, unexpected)
     cast = _cast_of(request)
     targets = _targets(contents, common, like, cast)
@@ -135,7 +136,7 @@ def compare(
     problems += _mismatches(targets, values, like, request)
     if problems:
         context = f"the checkpoint does not fit `{request.like_name}`"
-        raise MismatchError(problems, context, _advice(missing, unexpected, names, request))
+        raise MismatchError(problems, context, _advice(missing, refused, names, request))
     numbers = {target.name: target for target in _values_as_arrays(values, like, cast)}
     plain = {n: fitted(value, like[n], cast(like[n])) for n, value in values.items() if n not in numbers}
     targets += numbers.values()
@@ -147,6 +148,10 @@ def compare(
 def _is_left_to_code(leaf: Any, value: Any, is_stored: bool) -> bool:
     """Tell whether a leaf of `like` belongs to the code, and the checkpoint holds nothing of it, or the name."""
     return is_code(leaf) and (not is_stored or isinstance(value, LeftToCode))
+
+
+def _is_below(name: str, parts: Iterable[str]) -> bool:
+    return any(name.startswith(f"{part}.") for part in parts)
 
 
 def _without(mapping: Mapping[str, T], names: Collection[str]) -> Mapping[str, T]:

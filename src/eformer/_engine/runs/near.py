@@ -211,15 +211,6 @@ class Near:
                 _remove_but((), near, name)
         self.note_save(number)
 
-    def _begin_afresh(self) -> None:
-        """Begin an epoch of a run that was not resumed."""
-        hosts = _hosts.current("runs", None, self._timeout)
-        epoch = hosts.meet(b"", lambda _: new_epoch().encode()).decode()
-        hosts.end()
-        self._writer.claim()
-        self._line = _Line(self._run.url, [self._writer.id])
-        self.begin(0, epoch)
-
     def _read_line(self) -> _Line:
         try:
             data, _ = read_whole(self._run, NEAR_FILE)
@@ -256,8 +247,6 @@ class Near:
     ) -> None:
         """Save this process's part of the tree in the background. Wait for the near save before it, for nobody else."""
         self.wait()
-        if not self._epoch:
-            self._begin_afresh()
         path = self._path_of(NearStep(step, self._epoch))
         own, table = cut_to_own(tree)
         save = start(

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from eformer._engine.formats.indexes import INDEXES
 from eformer._engine.formats.steps import remains_in
 from eformer._engine.record.policies import StepFacts, kept, needs_manifests
-from eformer._engine.runs.steps import scored_step, steps
-from eformer._engine.stores.base import remove_files
+from eformer._engine.runs.steps import score_name, scored_step, steps
+from eformer._engine.stores.base import read_whole, remove_files, update_file
 from eformer._engine.stores.locate import store_at
 
 if TYPE_CHECKING:
@@ -79,6 +79,15 @@ def remove_orphaned_scores(store: Store, removed: Collection[str]) -> None:
     # Not what is listed alone: SeaweedFS lists directories for a while that are empty.
     left = names.keys() - set(removed)
     remove_files(store, [name for name in names if (step_of := scored_step(name)) and step_of not in left])
+
+
+def set_aside(store: Store, step: str, why: str, marks: Sequence[str]) -> None:
+    """Let a directory be no step any more, and give its scores the new name."""
+    aside = store.set_aside(step, why, marks)
+    with suppress(FileNotFoundError):
+        data = read_whole(store, score_name(step))[0]
+        update_file(store, score_name(aside), lambda _: data)
+        remove_files(store, [score_name(step)])
 
 
 def sweep(store: Store, known: Collection[str] = ()) -> None:

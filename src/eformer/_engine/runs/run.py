@@ -9,23 +9,22 @@ import secrets
 import time
 import types
 from datetime import timedelta  # noqa: TC003
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import jax
 
 from eformer._engine.formats.steps import MARKS, checked_number, last_step_in, name_of_step, name_to_save
-from eformer._engine.loading.load import load_tree
-from eformer._engine.loading.request import PlacementRequest, Request, Rules
+from eformer._engine.loading.load import LoadArguments, load_tree, log_differences, request_from
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.options import SaveOptions, options_from
 from eformer._engine.record.policies import every_from, is_due, keep_from, minutes_due
-from eformer._engine.record.text import count, glance
+from eformer._engine.record.text import count, few, glance
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.data import position_of, positions_in, set_position
 from eformer._engine.runs.metrics import numbers, taken
 from eformer._engine.runs.near import Agreed, Held, Near, NearStep, agree, own_position
 from eformer._engine.runs.outcomes import outcome_of, worst
-from eformer._engine.runs.retention import remove_others
+from eformer._engine.runs.retention import remove_others, set_aside
 from eformer._engine.runs.signals import Signals
 from eformer._engine.runs.steps import RUN_METADATA, Step, facts_of_run, steps
 from eformer._engine.runs.writer import Writer
@@ -33,7 +32,6 @@ from eformer._engine.saving.metadata import metadata_to_json
 from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.run import Format, run_in_background
 from eformer._engine.saving.save import start
-from eformer._engine.stores.keys import public_key
 from eformer._engine.stores.locate import absolute, store_at
 from eformer._engine.stores.store_options import remember
 from eformer.errors import CorruptionError, NotFoundError, ProcessError, SupersededError
@@ -43,9 +41,9 @@ if TYPE_CHECKING:
     import signal
     from collections.abc import Callable, Mapping, Sequence
 
+    from eformer._engine.loading.report import LoadReport
+    from eformer._engine.loading.request import Request
     from eformer._engine.record.policies import Every, Keep
-    from eformer._engine.stores.cache import Cached
-    from eformer._engine.stores.keys import Key
 
 logger = logging.getLogger("eformer")
 
@@ -61,11 +59,13 @@ class Resumed:
     tree      the state
     step      how many steps are done
     skipped   the steps that were skipped because they are damaged, and why
+    report    the `LoadReport` of the step: the leaves that were loaded, kept and left out
     """
 
     tree: Any
     step: int
     skipped: dict[int, str] = dataclasses.field(default_factory=dict)
+    report: LoadReport | None = None
 
     def __repr__(self) -> str:
         skipped = [f"skipped step {number}: {why}" for number, why in self.skipped.items()]
@@ -96,8 +96,11 @@ class Run:
                saves what it holds, and the run resumes from them if all processes still have theirs
     near_every
                when `after` saves there, as `every`; a step that is due for both is saved to `path` alone
+    fresh      start anew in a directory that has steps: the first save puts them aside under other names
+               (`step-100.old`), and removes near steps. Not with `resume`
 
-    All processes of a job make the same calls. The directory is the truth: a step exists if it is there, whole.
+    All processes of a job make the same calls. The directory is the truth: a step exists if it is there, whole. If it
+    has steps, call `resume` before the first save, or pass `fresh=True`; otherwise that save raises FileExistsError.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class Run:
         clock: Callable[[], float] = time.monotonic,
         near: str | os.PathLike[str] | None = None,
         near_every: int | timedelta | Every | Sequence[Every] | None = None,
+        fresh: bool = False,
     ) -> None:
         self.path = absolute(path)
         self.step = 0
@@ -133,9 +137,12 @@ class Run:
         self._signals = Signals(signals)
         self._clock = Clock(clock, self._options.timeout)
         self._failures = 0
-        self._is_told = self._is_asked = self._has_warned = False
+        self._is_told = self._is_asked = False
+        self._is_fresh, self._has_begun = fresh, False
         self._pending: Pending | None = None
         self._resumed_from: int | None = None
+        self._last_saved: int | None = None  # in the run itself, not in the near tier
+        self._last_done: int | None = None
 
     def __repr__(self) -> str:
         return f"<Run at {self.path}: {self.step} steps done>"
@@ -159,13 +166,10 @@ class Run:
         step: int | Literal["newest", "best"] = "newest",
         into: Any = None,
         data: Any = None,
-        mesh: jax.sharding.Mesh | None = None,
-        rules: Rules | None = None,
-        shardings: Any = None,
         fallback: bool = True,
         rewind: bool = False,
-        cache: Cached = None,
-        key: Key | None = None,
+        return_report: bool = False,
+        **arguments: Unpack[LoadArguments],
     ) -> Resumed | None:
         """Load the newest step that is sound in every process; return None for a new run.
 
@@ -176,20 +180,24 @@ class Run:
         Near steps count as others do if all processes hold theirs; "best" does not look at them. Those after the step
         that the run goes on from are removed.
 
+        like      a tree of arrays, `ShapeDtypeStruct`s or shardings, see `load`
         step      a number, or "best" for the best step by the rule of `keep` that names a metric
         into      like `like`, but modules in it are updated in place, see `load`
-        data      an iterator, which is put to the position that it had
-        mesh      where leaves go, with `rules` and `shardings`: see `load`
-        rules     see `load`
-        shardings
-                  see `load`
+        data      an iterator, which is put to the position that it had. If it is missing, and the step has a position,
+                  a warning is logged
+        fallback  skip damaged steps
         rewind    with an older `step`: put the newer ones aside; without it they are an error
-        cache     a directory that keeps what is read from a bucket, see `load`
-        key       a public key: refuse a step that its owner has not signed, see `load`; not with `near`
+        return_report
+                  do not log the leaves that `partial` or `rename` kept or left out; `report` has them in any case
+        arguments
+                  all other arguments of `load`, except `timeout` and `store_options`, which `Run(options=)` has. If the
+                  code has changed: `partial`, `rename`, `root`, `resize`, `dtype`, `keys`. Where leaves go: `mesh`,
+                  `rules`, `shardings`. With a `key`, a step that its owner has not signed is refused; not with `near`
         """
-        if key is not None and self._near:
-            raise ValueError("resume(key=) and Run(near=): near steps are not signed")
-        signed_by = None if key is None else public_key(key)
+        self._check_arguments(arguments)
+        request = request_from(
+            like=like, into=into, timeout=self._options.timeout, timeout_of="SaveOptions", **arguments
+        )
         self._wait_for_last()  # it may be the newest step
         if self._near:
             self._near.before_claim()
@@ -197,6 +205,7 @@ class Run:
         agreed = self._agreed_steps()
         if not agreed.steps:
             self._begin_near(0, agreed)
+            self._has_begun = True
             return None
         wanted = self._wanted(agreed, step)
         newer = [place.number for place in agreed.steps if place.number > wanted]
@@ -205,21 +214,28 @@ class Run:
                 f"{self.path} has the steps {newer} after {wanted}; pass rewind=True to put them aside, or resume from "
                 "the newest"
             )
-        request = Request(
-            like=like if into is None else into,
-            in_place=into is not None,
-            placement=PlacementRequest(mesh=mesh, rules=rules, shardings=shardings),
-            timeout=self._options.timeout,
-            cache=cache,
-            key=signed_by,
-        )
         found = self._load_newest(
             [place for place in agreed.steps if place.number <= wanted], request, fallback
         )
         self._begin_near(found.step, agreed)
         self._put_aside({**dict.fromkeys(newer, "rewound"), **dict.fromkeys(found.skipped, "damaged")})
         self._go_on_from(found, data)
-        return Resumed(found.tree, found.step, found.skipped)
+        self._has_begun = True
+        if not return_report:
+            log_differences(f"{self.path}: step {found.step}", request, found.report)
+        return Resumed(found.tree, found.step, found.skipped, found.report)
+
+    def _check_arguments(self, arguments: LoadArguments) -> None:
+        if unknown := sorted(arguments.keys() - LoadArguments.__optional_keys__):
+            raise TypeError(f"Run.resume() got an unexpected keyword argument {unknown[0]!r}")
+        if arguments.get("key") is not None and self._near:
+            raise ValueError("resume(key=) and Run(near=): near steps are not signed")
+        if self._is_fresh and not self._has_begun:
+            raise ValueError(
+                f"Run(fresh=True) starts anew in {self.path}, and resume goes on from its steps: do one of the two. "
+                "Leave fresh=True out of a program that is started again after an interruption: each start would put "
+                "the steps of the one before aside"
+            )
 
     def _claim(self) -> None:
         """Become the writer, before the first step is loaded or saved. All processes hear of an error."""
@@ -229,6 +245,32 @@ class Run:
             self._writer.claim()
             hosts.meet(b"", lambda _: b"")
         self._has_claimed = True
+
+    def _begin(self) -> None:
+        """Begin to save, if `resume` has not: put the steps aside that are there, or refuse to mix with them."""
+        if self._has_begun:
+            return
+        if self._near:
+            self._near.before_claim()
+        if not self._is_fresh:  # before the claim, which would end the job that writes the run
+            self._refuse_steps(self._agreed_steps())
+        self._claim()
+        if self._is_fresh:
+            self._put_all_aside()
+        agreed = self._agreed_steps()
+        if not self._is_fresh:  # another job may have saved one before the claim
+            self._refuse_steps(agreed)
+        if self._near:
+            self._near.begin(0, agreed.epoch)
+        self._has_begun = True
+
+    def _refuse_steps(self, agreed: Agreed) -> None:
+        if there := agreed.steps:
+            raise FileExistsError(
+                f"{self.path} has {count(len(there), 'step')}, the newest is {there[-1].number}, and this job has not "
+                "resumed from it. Call run.resume(...) before the first save to go on from there; or start anew in "
+                "another directory, or here with Run(..., fresh=True), which puts the old steps aside"
+            )
 
     def _agreed_steps(self) -> Agreed:
         """Return the steps that the first process sees, and the near ones that all processes hold."""
@@ -276,7 +318,8 @@ class Run:
                 loaded, problem = self._try(place, request)
             if problem is None:
                 facts = facts_of_run(loaded.entry.metadata)
-                return _Found(loaded.tree, number, skipped, own_position(facts) if place.epoch else facts)
+                facts = own_position(facts) if place.epoch else facts
+                return _Found(loaded.tree, number, skipped, facts, loaded.report)
             if not fallback:
                 raise CorruptionError(f"step {number} of {self.path} is damaged: {problem}")
             logger.warning("%s: step %d is skipped: %s", self.path, number, problem)
@@ -308,20 +351,39 @@ class Run:
             )
         return loaded, None
 
-    def _put_aside(self, numbers: Mapping[int, str]) -> None:
+    def _put_aside(self, whys: Mapping[int, str]) -> None:
         """Give steps other names, in the first process, before any process goes on."""
-        if not numbers:
+        if not whys:
             return
         with _meeting(self._options.timeout) as hosts:
-            names = {step.number: step.name for step in self.steps} if hosts.index == 0 else {}
-            for number, why in numbers.items():
-                if number in names:
-                    store_at(self.path).set_aside(names[number], why, MARKS)
+            for step in self.steps if hosts.index == 0 else ():
+                if step.number in whys:
+                    set_aside(store_at(self.path), step.name, whys[step.number], MARKS)
             hosts.meet(b"", lambda _: b"")
 
+    def _put_all_aside(self) -> None:
+        """Give all steps other names, in the first process, before any process goes on."""
+        done: list[str] = []
+        with _meeting(self._options.timeout) as hosts:
+            # Of steps with one number (step-100 and 100), the second is listed once the first is gone.
+            while hosts.index == 0 and (there := [step.name for step in self.steps if step.name not in done]):
+                for name in there:
+                    set_aside(store_at(self.path), name, "old", MARKS)
+                done += there
+            hosts.meet(b"", lambda _: b"")
+        if done:
+            logger.warning("%s: fresh=True has put its steps aside: %s", self.path, few(done))
+
     def _go_on_from(self, found: _Found, data: Any) -> None:
-        self.step = self._resumed_from = found.step
+        self.step = self._resumed_from = self._last_saved = found.step
         if data is None:
+            if found.facts.get("data"):
+                logger.warning(
+                    "%s: step %d has a position in the data, and resume was called without data=, so the data begin "
+                    "anew; pass resume(data=) to go on at that position",
+                    self.path,
+                    found.step,
+                )
             return
         positions = positions_in(found.facts)
         if not positions:
@@ -359,6 +421,7 @@ class Run:
         metadata   a dict of plain values, which `Step.metadata` gives back
         """
         step = checked_number(step)
+        self._last_done = step
         why = self._why(step)
         if (
             why == "signal" and self._pending is not None
@@ -410,7 +473,7 @@ class Run:
         self._raise_failure(is_waiting=True)
 
     def _why(self, step: int) -> str | None:
-        if self.tick():
+        if self.tick() and not self.stopping:
             return "signal"
         minutes = minutes_due(self._every, step)
         by_clock = self._clock.is_due(step, minutes, is_asked=self._is_asked)
@@ -431,10 +494,9 @@ class Run:
     ) -> Pending:
         self._wait_for_last()
         late = functools.partial(_facts, why, taken(metrics))
-        self._claim()
+        self._begin()
         store = store_at(self.path)
         path, last = store.path_to(name_to_save(store, step)), last_step_in(store)
-        self._warn_of_newer(step, last)
         part = position_of(data) if data is not None else b""
         save = start(
             _called(tree),
@@ -452,7 +514,8 @@ class Run:
         )
         pending = Pending(path)
         run_in_background(save, pending, after=functools.partial(self._after_commit, step))
-        self.step, self._pending, self._is_asked = step, pending, False
+        self.step = self._last_saved = step
+        self._pending, self._is_asked = pending, False
         self._clock.note_save(step)
         if self._near:
             self._near.note_save(step)
@@ -468,6 +531,7 @@ class Run:
     ) -> None:
         assert self._near
         late = functools.partial(_facts, "near", taken(metrics))
+        self._begin()
         part = position_of(data) if data is not None else b""
         self._near.save(step, _called(tree), metadata, late, part)
         self.step = step
@@ -479,18 +543,6 @@ class Run:
         if options.reuse is not False or not can_reuse or last is None:
             return options
         return dataclasses.replace(options, reuse=store_at(self.path).path_to(last[1]))
-
-    def _warn_of_newer(self, step: int, last: tuple[int, str] | None) -> None:
-        if last is None or last[0] <= step or self._has_warned or jax.process_index() != 0:
-            return
-        self._has_warned = True
-        logger.warning(
-            "%s: step %d is saved, but step %d is there: a job that resumes takes that one, and keep= counts it. Call "
-            "resume before the first save, or save to another directory",
-            self.path,
-            step,
-            last[0],
-        )
 
     def _path_of(self, number: int) -> str:
         store = store_at(self.path)
@@ -554,10 +606,32 @@ class Run:
                 self._near.wait()
             if error is None:
                 self.wait()
+                self._warn_of_unsaved()
             elif self._pending is not None:  # what was raised is more important than an error of the save
                 self._log_failure(self._pending)
         finally:
+            self._last_done = None  # the end is told once
             self._signals.close()
+
+    def _warn_of_unsaved(self) -> None:
+        """Warn if the last step that was done is not in the run."""
+        done = self._last_done
+        if done is None or done == self._last_saved or jax.process_index() != 0:
+            return
+        logger.warning(
+            "%s: step %d is done and not saved; %s. Call run.save(%d, state) after the loop to save its end",
+            self.path,
+            done,
+            self._why_unsaved(),
+            done,
+        )
+
+    def _why_unsaved(self) -> str:
+        if self._last_saved is not None:
+            return f"the last saved step is {self._last_saved}"
+        if self._every:
+            return "no step is saved, because no rule of every= came due"
+        return "no step is saved, because without every= `after` saves at a signal or a request only"
 
     def _log_failure(self, pending: Pending) -> None:
         if (failure := pending.exception()) is not None:
@@ -572,6 +646,7 @@ class _Found:
     step: int
     skipped: dict[int, str]
     facts: Mapping[str, Any]
+    report: LoadReport
 
 
 class _meeting:  # noqa: N801

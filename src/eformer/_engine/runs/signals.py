@@ -6,6 +6,9 @@ import itertools
 import logging
 import os
 import signal
+import time
+from _thread import start_new_thread
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
+# A signal that comes again so soon is the same one: `timeout` sends it to the program, and then to its group.
+_ONE_SIGNAL = 0.5  # seconds
+
 # The service has one sync point a program, the number of a call. So all runs of a program count together: a notice
 # between two runs is seen by the first call of the second.
 _calls = itertools.count(1)
@@ -27,8 +33,9 @@ class Signals:
     """Tells at which call all processes stop. `None` for SIGTERM where that works, `()` for none.
 
     With JAX's service, SIGTERM belongs to it: a signal in one process stops all at the same call. Other signals raise
-    SIGTERM in this process. Without it, a handler notes the signal and calls the handler before it. A process that was
-    forked from this one is no part of the job: in it signals do what they would without a run.
+    SIGTERM in this process. Without it, a handler logs the signal, notes it and calls the handler before it. A second
+    signal does what it would without a run, and so ends most programs: the first may wait for a call that never comes.
+    A process that was forked from this one is no part of the job: in it signals do what they would without a run.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] | None) -> None:
@@ -36,6 +43,7 @@ class Signals:
         self._is_optional = signals is None
         self._pid = os.getpid()
         self._is_told = self._is_closed = False  # no lock: a handler may interrupt itself
+        self._first_at: dict[signal.Signals, float] = {}
         self._unseen: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._service = _has_service()
@@ -64,24 +72,37 @@ class Signals:
                 logger.warning("no signals: a Run that is not made in the main thread cannot handle them")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:
-            self._put_back(signal.Signals(number))
+        one = signal.Signals(number)
+        if os.getpid() != self._pid or self._is_second(one):
+            self._put_back(one)
             os.kill(os.getpid(), number)
             return
         if self._service:
             os.kill(os.getpid(), signal.SIGTERM)
+        before = self._before.get(one)
+        if not self._is_told and not isinstance(getattr(before, "__self__", None), Signals):  # which logs it
+            _log_soon(
+                f"{one.name}: the run saves at the next step and stops; a second {one.name} does not wait for it"
+            )
         self._is_told = True
-        self._unseen = signal.Signals(number)
-        before = self._before.get(self._unseen)
+        self._unseen = one
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
+
+    def _is_second(self, one: signal.Signals) -> bool:
+        now = time.monotonic()
+        return now - self._first_at.setdefault(one, now) > _ONE_SIGNAL
 
     def reached(self) -> bool:
         """Tell whether to stop at this call. All processes make the same calls."""
         if self._service and self._wanted:
             from jax.experimental import multihost_utils
 
-            return bool(multihost_utils.reached_preemption_sync_point(next(_calls)))
+            is_reached = bool(multihost_utils.reached_preemption_sync_point(next(_calls)))
+            if is_reached and not self._is_told:
+                logger.warning("the job is told to end: the next step is saved")
+            self._is_told = self._is_told or is_reached
+            return is_reached
         if self._is_told:
             self._unseen = None
         return self._is_told
@@ -102,6 +123,13 @@ class Signals:
         before = signal.SIG_DFL if before is None else before
         signal.signal(one, before)
         return before
+
+
+def _log_soon(message: str) -> None:
+    """Log from another thread. This one is in the handler of a signal, which may have interrupted it while it held a
+    lock of logging or wrote to the same stream."""
+    with suppress(RuntimeError):  # no thread can be started
+        start_new_thread(logger.warning, (message,))
 
 
 def _has_service() -> bool:

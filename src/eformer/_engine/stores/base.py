@@ -231,8 +231,11 @@ class Store(Protocol):
     def sweep(self, name: str, indexes: Indexes) -> None:
         """Remove what dead saves, and removals that died, have left in a directory; "" is the place itself."""
 
-    def set_aside(self, name: str, why: str, marks: Sequence[str]) -> None:
-        """Let a directory be no checkpoint any more, by whose `marks` readers know it, without losing anything."""
+    def set_aside(self, name: str, why: str, marks: Sequence[str]) -> str:
+        """Let a directory be no checkpoint any more, by whose `marks` readers know it, without losing anything.
+
+        Return a name for it that was free, such as step-100.old. Where directories can be renamed, it has that name.
+        """
 
     def held(self, name: str) -> AbstractContextManager[str]:
         """Return a context manager for a path by which a checkpoint can be read even if it is removed meanwhile."""

@@ -170,8 +170,8 @@ class BucketStore:
         if name:
             sweep(self.objects, self.key_of(name), indexes)
 
-    def set_aside(self, name: str, why: str, marks: Sequence[str]) -> None:
-        set_aside(self.objects, self.key_of(name), why, marks)
+    def set_aside(self, name: str, why: str, marks: Sequence[str]) -> str:
+        return f"{name}.{set_aside(self.objects, self.key_of(name), why, marks)}"
 
     def held(self, name: str) -> AbstractContextManager[str]:
         """Put a lease, which is renewed: the checkpoint is not removed before its end."""

@@ -10,6 +10,7 @@ The index itself is removed last. That request cannot have a condition: a lease 
 from __future__ import annotations
 
 import datetime as dt
+import re
 import secrets
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -24,13 +25,14 @@ from eformer._engine.stores.swaps import read_if_there, swap_index
 from eformer._engine.tasks.deadline import clearing_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from eformer._engine.record.manifest import Manifest
     from eformer._engine.stores.base import Identity, Indexes, Version
     from eformer._engine.stores.leases import Renewed
     from eformer._engine.stores.objects import Object, Objects
 
+_ASIDE = re.compile(r"[^/]+\.(?:damaged|old|rewound)(?:-\d+)?")  # as `set_aside` names marks
 _MOST_AGE = 300.0  # seconds since the lease was put; it is renewed every minute
 
 
@@ -78,20 +80,32 @@ def sweep(objects: Objects, path: str, indexes: Indexes) -> None:
             claim.sweep(seen, there)
 
 
-def set_aside(objects: Objects, path: str, why: str, marks: Iterable[str]) -> None:
-    """Give the marks of a checkpoint other names; its data stays where it is.
+def set_aside(objects: Objects, path: str, why: str, marks: Sequence[str]) -> str:
+    """Give the marks of a checkpoint other names; its data stays where it is. Return the ending of these names.
 
     Saves are kept from committing meanwhile, since a deletion has no condition. A mark that one of them has replaced
     all the same stays.
     """
     with _kept_off(objects, path) as lease:
-        for key in (f"{path}/{mark}" for mark in marks):
+        keys = [f"{path}/{mark}" for mark in marks]
+        ending = _free_ending(objects, keys, why)
+        for key in keys:
             if (found := read_if_there(objects, key)) is None:
                 continue
-            objects.put(f"{key}.{why}", found[0])
+            objects.put(f"{key}.{ending}", found[0])
             now = objects.find(key)
             if now is not None and now.version == found[1] and lease.age < _MOST_AGE:
                 objects.delete([key])
+    return ending
+
+
+def _free_ending(objects: Objects, keys: Sequence[str], why: str) -> str:
+    """Return an ending by which no object has one of these keys: another step may have been put aside there before."""
+    number, ending = 1, why
+    while any(objects.find(f"{key}.{ending}") is not None for key in keys):
+        number += 1
+        ending = f"{why}-{number}"
+    return ending
 
 
 def _require(is_same: bool, objects: Objects, path: str) -> None:
@@ -131,6 +145,15 @@ class Seen(Struct, frozen=True):
 
     def _top(self, entry: Object) -> str:
         return entry.key.removeprefix(f"{self.path}/").partition("/")[0]
+
+    def marks_aside(self) -> list[Object]:
+        """Return the marks of checkpoints that were put aside here."""
+        return [one for one in self.data if _ASIDE.fullmatch(one.key.removeprefix(f"{self.path}/"))]
+
+    def without(self, marks: Iterable[Object], saves: set[str]) -> Seen:
+        """Leave out these marks, and the objects of these saves."""
+        aside = {one.key for one in (*marks, *self.of(saves))}
+        return structs.replace(self, entries=tuple(one for one in self.entries if one.key not in aside))
 
     def is_late(self, entry: Object) -> bool:
         return entry.modified < self.now - dt.timedelta(seconds=leases.LEASE)
@@ -223,7 +246,15 @@ class _Claim:
     def look(self) -> Seen:
         now = self._objects.head(self._lease.key).modified
         found = self._objects.list(f"{self._path}/")
-        return Seen(self._path, now, tuple(entry for entry in found if entry.key != self._lease.key))
+        seen = Seen(self._path, now, tuple(entry for entry in found if entry.key != self._lease.key))
+        return self._without_aside(seen)
+
+    def _without_aside(self, seen: Seen) -> Seen:
+        """Leave out checkpoints that were put aside here, which are no part of the one that is to be removed."""
+        if not (marks := seen.marks_aside()):
+            return seen
+        texts = [found[0] for mark in marks if (found := read_if_there(self._objects, mark.key))]
+        return seen.without(marks, ids_in(text.decode(errors="replace") for text in texts))
 
     def indexes_there(self) -> dict[str, _There]:
         names = (self._indexes.of_directories, self._indexes.of_files)

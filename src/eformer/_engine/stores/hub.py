@@ -317,7 +317,7 @@ class HubStore:
     def sweep(self, name: str, indexes: Indexes) -> None:
         refuse_to_write(self.path_to(name))
 
-    def set_aside(self, name: str, why: str, marks: Sequence[str]) -> None:
+    def set_aside(self, name: str, why: str, marks: Sequence[str]) -> str:
         refuse_to_write(self.path_to(name))
 
     def held(self, name: str) -> AbstractContextManager[str]:

@@ -187,8 +187,8 @@ class LocalStore:
         with Directory.open(self.path) as place:
             sweep_dead(place, name)
 
-    def set_aside(self, name: str, why: str, marks: Sequence[str]) -> None:
-        set_aside(self.path, name, why)
+    def set_aside(self, name: str, why: str, marks: Sequence[str]) -> str:
+        return set_aside(self.path, name, why)
 
     @contextmanager
     def held(self, name: str) -> Iterator[str]:

@@ -376,7 +376,7 @@ class SignedStore:
     def sweep(self, name: str, indexes: Indexes) -> None:
         self._refuse()
 
-    def set_aside(self, name: str, why: str, marks: Sequence[str]) -> None:
+    def set_aside(self, name: str, why: str, marks: Sequence[str]) -> str:
         self._refuse()
 
     def held(self, name: str) -> AbstractContextManager[str]:

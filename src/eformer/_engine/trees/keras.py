@@ -35,11 +35,19 @@ class Keras:
 
     def put(self, modules: Sequence[Any], states: Sequence[Any], *, in_place: bool) -> Sequence[Any]:
         if not in_place:
-            raise StructureError("a Keras model can only be loaded in place: load(..., into=model)")
+            raise StructureError(
+                "a Keras model can only be loaded in place: pass into=model instead of like="
+            )
         for model, state in zip(modules, states, strict=True):
             for path, variable in _variables(model).items():
                 variable.assign(at(state, path))
         return modules
+
+    def unbuilt(self, model: Any) -> Sequence[str]:
+        """Name the metrics, if the first batch of training will make those that `compile` was given."""
+        compiled = (getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None))
+        is_built = all(getattr(part, "built", True) for part in compiled)
+        return () if is_built else ("metrics_variables",)
 
 
 def _variables(model: Any) -> dict[_Path, Any]:

@@ -41,6 +41,10 @@ class Framework(Protocol):
         """Return the modules with these states: the same objects, or new ones that leave the old ones unchanged."""
         ...
 
+    def unbuilt(self, module: Any) -> Sequence[str]:
+        """Name the parts of the state to which the module adds variables later, when it is used."""
+        ...
+
 
 class _Registered:
     """Classes of the caller's own, with the functions that `register_module` was given."""
@@ -60,6 +64,9 @@ class _Registered:
     def put(self, modules: Sequence[Any], states: Sequence[Any], *, in_place: bool) -> Sequence[Any]:
         return [self._put(module, state, in_place) for module, state in zip(modules, states, strict=True)]
 
+    def unbuilt(self, module: Any) -> Sequence[str]:
+        return ()
+
     def _put(self, module: Any, state: Any, in_place: bool) -> Any:
         _, update, build = self._functions_of(module)
         name = type(module).__qualname__
@@ -68,7 +75,7 @@ class _Registered:
             return module
         if build is None:
             raise StructureError(
-                f"a {name} is registered without build=: load(..., into=) updates it in place"
+                f"a {name} is registered without build=, and can only be updated in place: pass into= instead of like="
             )
         return build(module, state)
 
@@ -123,6 +130,13 @@ def states_of(modules: Sequence[Any], depth: int = 0) -> list[Any]:
     states = iter(states_of(inner, depth + 1))
     plain: list[Any] = treedef.unflatten([next(states) if is_module(node) else node for node in nodes])
     return plain
+
+
+def unbuilt_of(module: Any) -> Sequence[str]:
+    """Name the parts of the state of a module to which it adds variables later, when it is used."""
+    kind: Any = type(module)
+    framework = _framework_of(kind)
+    return framework.unbuilt(module) if framework else ()
 
 
 def with_leaves(tree: Any, leaves: Sequence[Any], *, in_place: bool) -> Any:
