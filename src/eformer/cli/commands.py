@@ -13,13 +13,14 @@ import click
 from eformer._engine.record.text import printable
 from eformer._version import __version__
 from eformer.cli.buckets import store_option
-from eformer.cli.group import Commands, Size, colours, print_error, print_json, wants_bar
+from eformer.cli.group import Commands, Size, colours, exit_code, print_error, print_json, wants_bar
 from eformer.cli.report import report
 from eformer.cli.rules import keep_options, rules_from
 from eformer.cli.serve import serve
 
 if TYPE_CHECKING:
     from eformer._engine.tools.prune import Pruned
+    from eformer._engine.tools.verify import Report
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -80,7 +81,7 @@ def inspect(path: str, name: str | None, prefix: str | None, as_json: bool, svg:
             )
         else:
             terminal.show_checkpoint(facts, trees, terminal.console())
-    if facts["problems"]:
+    if facts["problems"] or "damage" in facts:
         sys.exit(1)
 
 
@@ -118,21 +119,24 @@ def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) 
         terminal.list_leaves(leaves, spellings(trees), terminal.console())
     for each, problem in facts["problems"].items():
         print_error(f"{each or 'the tree'} cannot be read: {problem}")
-    if facts["problems"]:
+    if "damage" in facts:
+        print_error(facts["damage"])
+    if facts["problems"] or "damage" in facts:
         sys.exit(1)
 
 
 @main.command()
-@click.argument("path", type=click.Path())
+@click.argument("paths", type=click.Path(), nargs=-1, required=True, metavar="PATH...")
+@click.option("--step", type=int, metavar="N", help="Check only this step of a run.")
 @click.option(
     "--key", type=click.Path(exists=True, dir_okay=False), help="A public key: check the signature."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: an object, for several paths a list.")
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing; only set the exit code.")
-def verify(path: str, key: str | None, as_json: bool, quiet: bool) -> None:
-    """Check every byte of the checkpoint at PATH against its digest.
+def verify(paths: tuple[str, ...], step: int | None, key: str | None, as_json: bool, quiet: bool) -> None:
+    """Check every byte of the checkpoints at PATH against their digests. Of a run, all steps are checked.
 
-    The exit code is 0 if all is well, 1 if anything is damaged, 2 if there is no checkpoint at PATH.
+    The exit code is 0 if all is well, 1 if anything is damaged, 2 if there is no checkpoint at a PATH.
 
     Checkpoints of other programs have no digests; only their structure and completeness can be checked. Files beside
     them that are not read and may hold leaves are listed, and also set the exit code to 1.
@@ -143,23 +147,49 @@ def verify(path: str, key: str | None, as_json: bool, quiet: bool) -> None:
     \b
     eformer verify ./checkpoint && rsync -a ./checkpoint backup:
     eformer verify ./checkpoint --key public.pem
+    eformer verify ./run
+    eformer verify ./run --step 100
+    eformer verify ./checkpoint ./other
     """
     from eformer._engine.tools.verify import verify as check
 
-    report = check(path, key=key, progress=wants_bar(quiet))
+    checked, codes = [], []
+    for path in paths:
+        try:
+            report = check(path, step=step, key=key, progress=wants_bar(quiet))
+        except (ValueError, OSError) as error:
+            if len(paths) == 1:
+                raise
+            checked.append({"path": path, "ok": False, "error": str(error)})
+            codes.append(exit_code("verify", error))
+            print_error(str(error))
+        else:
+            checked.append(_report_facts(report))
+            codes.append(0 if report.ok else 1)
+            if not (as_json or quiet):
+                _show_report(report)
     if as_json:
-        damages = [{name: getattr(damage, name) for name in damage.__slots__} for damage in report.damages]
-        names = (
-            "path", "trees", "leaves", "nbytes", "has_digests", "has_checksums", "left_out", "is_signed", "signed_by",
-            "ok",
-        )  # fmt: skip
-        shown = {name: getattr(report, name) for name in names}
-        print_json(shown | {"damages": damages})
-    elif not quiet:
-        lines = "\n".join(map(printable, str(report).split("\n")))
-        click.secho(lines, fg="green" if report.ok else "red", color=colours())
-    if not report.ok:
-        sys.exit(1)
+        print_json(checked[0] if len(paths) == 1 else checked)
+    if any(codes):
+        sys.exit(1 if 1 in codes else 2)
+
+
+def _show_report(report: Report) -> None:
+    for each in report.steps or (report,):
+        lines = "\n".join(map(printable, str(each).split("\n")))
+        click.secho(lines, fg="green" if each.ok else "red", color=colours())
+
+
+def _report_facts(report: Report) -> dict[str, Any]:
+    """Return what a report says; of a run, also the reports of its steps."""
+    names = (
+        "path", "trees", "leaves", "nbytes", "has_digests", "has_checksums", "left_out", "is_signed", "signed_by", "ok",
+    )  # fmt: skip
+    facts = {name: getattr(report, name) for name in names}
+    facts["damages"] = [
+        {name: getattr(damage, name) for name in damage.__slots__} for damage in report.damages
+    ]
+    return facts | ({"steps": [_report_facts(step) for step in report.steps]} if report.steps else {})
 
 
 @main.command()

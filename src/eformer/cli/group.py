@@ -108,13 +108,13 @@ class Commands(click.Group):
                 with suppress(OSError):  # the disk is full, which may be the problem
                     print_json({"error": problem})
             print_error(problem)
-            ctx.exit(_exit_code(ctx.invoked_subcommand, error))
+            ctx.exit(exit_code(ctx.invoked_subcommand, error))
         except KeyboardInterrupt:
             print_error("interrupted")
             ctx.exit(_INTERRUPTED)
 
 
-def _exit_code(command: str | None, error: Exception) -> int:
+def exit_code(command: str | None, error: Exception) -> int:
     """Return 2 where 1 is an answer: for `diff` that the checkpoints differ, for `verify` that there is damage."""
     is_no_answer = command == "diff" or (command == "verify" and isinstance(error, NotFoundError))
     return 2 if is_no_answer else 1

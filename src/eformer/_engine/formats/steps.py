@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, SupportsIndex
 
 from eformer._engine.formats.indexes import has_mark
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
-from eformer._engine.formats.safetensors.names import MANIFEST
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
 from eformer._engine.formats.zarr.index import INDEX
+from eformer._engine.stores.durable import SCRATCH
 from eformer._engine.tasks.pool import run_all
+from eformer.errors import EformerError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -110,6 +112,30 @@ def is_checkpoint(store: Store) -> bool:
     return any(store.is_file(mark) for mark in MARKS)
 
 
+def is_of_orbax(store: Store, name: str) -> bool:
+    """Tell whether a step has a mark of Orbax, and none of eformer."""
+    is_ours = any(store.is_file(f"{name}/{mark}") for mark in (MANIFEST, INDEX))
+    return not is_ours and any(store.is_file(f"{name}/{mark}") for mark in (ORBAX_TREE, ORBAX_CHECKPOINT))
+
+
+def may_be_run(names: Collection[str]) -> bool:
+    """Tell by the names in a directory whether it may be a run: one is that of a step, and it is not a checkpoint
+    itself. Files of weights beside steps make it one, unless a job has claimed it as a run."""
+    is_checkpoint = any(name in MARKS for name in names)
+    has_weights = any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
+    if is_checkpoint or (has_weights and RUN_FILE not in names):
+        return False
+    return any(step_number(name) is not None for name in names)
+
+
+def is_run(store: Store) -> bool:
+    """Tell whether a directory is a run: it has steps, and is not itself a checkpoint."""
+    try:
+        return may_be_run(store.kinds()) and last_step_in(store) is not None
+    except (OSError, EformerError):
+        return False
+
+
 def _names_by_number(store: Store) -> dict[int, list[str]]:
     """List the names of directories, and links to some, that are like those of steps; for each number our own first."""
     found: dict[int, list[str]] = {}
@@ -144,7 +170,9 @@ def _is_ours(name: str) -> bool:
 
 
 def _has_files(store: Store, name: str) -> bool:
-    """Tell whether a directory has more than hidden files, which a save that is under way or dead has there."""
+    """Tell whether a directory without a mark has files, and no scratch: a save to it is under way then, or died."""
     if store.kind(name) != "directory":  # a link that leads nowhere: the disk with the step is missing
         return True
-    return any(not inner.startswith(".") for inner in store.kinds(name))
+    names = store.kinds(name)
+    is_unfinished = any(SCRATCH.fullmatch(inner) for inner in names)
+    return not is_unfinished and any(not inner.startswith(".") for inner in names)
