@@ -235,7 +235,7 @@ def test_prune_prints_its_plan(steps):
     done = run("prune", steps, "--keep", 2, "--yes", "--check")
     lines = done.stdout.splitlines()
     assert lines[:2] == ["keep    step-10", "keep    step-11"]
-    assert lines[2].startswith("leave   step-12, which is not a complete checkpoint: ")
+    assert lines[2].startswith("leave   step-12: it is not a complete checkpoint: ")
     assert lines[3] == "remove  step-9"
     assert lines[4].startswith("removed 1 checkpoint, ")
     assert sorted(os.listdir(steps)) == ["step-10", "step-11", "step-12"]

@@ -13,7 +13,16 @@ import click
 from eformer._engine.record.text import printable
 from eformer._version import __version__
 from eformer.cli.buckets import store_option
-from eformer.cli.group import Commands, Size, colours, exit_code, print_error, print_json, wants_bar
+from eformer.cli.group import (
+    Commands,
+    Size,
+    colours,
+    exit_code,
+    print_error,
+    print_json,
+    wants_bar,
+    with_options,
+)
 from eformer.cli.report import report
 from eformer.cli.rules import keep_options, rules_from
 from eformer.cli.serve import serve
@@ -389,20 +398,28 @@ def _read_settings(path: str) -> dict[str, Any]:
 @main.command()
 @click.argument("directory", type=click.Path())
 @keep_options
+@click.option(
+    "--pattern", metavar="NAME", help="Count these names instead, with * for the number: 'ema-*'. Quote it."
+)
 @click.option("--check", is_flag=True, help="First verify the checkpoints to keep.")
 @click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; needs --yes or --dry-run.")
-def prune(directory: str, check: bool, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> None:
-    """Delete checkpoints in DIRECTORY, which are named by their steps: run-100, step_200, 300.
+def prune(
+    directory: str, pattern: str | None, check: bool, dry_run: bool, yes: bool, as_json: bool, **keep: Any
+) -> None:
+    """Delete checkpoints in DIRECTORY that eformer wrote under the name of a step: step-100, run-100, 100.
 
-    Those that any of the rules keeps stay, and the newest. Entries that are not complete checkpoints do not count and
-    are left alone; what saves that died have left is removed.
+    Those that any of the rules keeps stay, the newest, and the step that the run was resumed from. Entries that are not
+    complete checkpoints, or that another program wrote, do not count and are left alone; what saves that died have left
+    is removed. Files in a checkpoint that are not part of it, such as notes, are listed before they are removed.
 
     \b
     eformer prune ./run --keep 3 --dry-run
     eformer prune ./run --keep 3 --check --yes
     eformer prune ./run --keep 2 --keep-every 1000 --keep-best 3 --by eval.loss
+    eformer prune ./run --keep 2 --pattern 'ema-*'
+    eformer prune ./orbax --keep 3 --foreign
     eformer prune s3://bucket/run --keep 3
     """
     from eformer._engine.record.text import count, size
@@ -413,7 +430,7 @@ def prune(directory: str, check: bool, dry_run: bool, yes: bool, as_json: bool, 
         raise click.UsageError("--json cannot ask for confirmation: add --yes or --dry-run")
     if not (rules := rules_from(**keep)):
         raise click.UsageError("say which checkpoints stay, such as --keep 3")
-    plan = carry_out(directory, keep=rules, check=check, dry_run=True)
+    plan = carry_out(directory, keep=rules, pattern=pattern, check=check, dry_run=True)
     if not as_json:
         _show_plan(plan)
     what = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
@@ -426,7 +443,7 @@ def prune(directory: str, check: bool, dry_run: bool, yes: bool, as_json: bool, 
                 click.secho(printable(f"leave   {name}: {plan.left[name]}"), fg="cyan", color=colours())
         what = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
     if as_json:
-        names = ("directory", "removed", "kept", "left", "nbytes")
+        names = ("directory", "removed", "kept", "left", "other_files", "nbytes")
         print_json({name: getattr(plan, name) for name in names} | {"dry_run": dry_run})
     elif plan.removed and not dry_run:
         click.echo(f"removed {what}")
@@ -436,10 +453,12 @@ def _show_plan(plan: Pruned) -> None:
     for name in plan.kept:
         click.echo(f"keep    {printable(name)}")
     for name, why in plan.left.items():
-        line = printable(f"leave   {name}, which is not a complete checkpoint: {why}")
+        line = printable(f"leave   {name}: {with_options(why)}")
         click.secho(line, fg="cyan", color=colours())
     for name in plan.removed:
         click.secho(f"remove  {printable(name)}", fg="red", color=colours())
+        for file in plan.other_files.get(name, ()):
+            click.secho(printable(f"        with {file}, which is not part of it"), fg="red", color=colours())
 
 
 @main.command()
@@ -473,6 +492,7 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
             step["saved_at"] or "",
             step["why"],
             metrics,
+            "resumed from" if step["is_resumed_from"] else "",
         ]
         line = "  ".join(filter(None, parts))
         if step["problem"]:

@@ -38,10 +38,15 @@ def colours() -> bool | None:
 _OPTIONS = {
     "SaveOptions.max_shard_bytes ": "--max-shard-size ", "max_shard_bytes=": "--max-shard-size ",
     "allow_missing=True": "--allow-missing", "memory=": "--memory ", "prefix=": "--prefix", "dtype=": "--dtype",
-    "rename=": "--rename", "config=": "--config",
+    "rename=": "--rename", "config=": "--config", "foreign=True": "--foreign", "pattern=": "--pattern ",
     "to=": "--to", "like=": "`like` in Python",
 }  # fmt: skip
 _ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, _OPTIONS))})")
+
+
+def with_options(text: str) -> str:
+    """Name the options of the command line in place of the arguments of functions."""
+    return _ARGUMENT.sub(lambda found: _OPTIONS[found[1]], text)
 
 
 class _Output(io.FileIO):
@@ -103,7 +108,7 @@ class Commands(click.Group):
         except (ValueError, OSError, TypeError, RuntimeError, MemoryError, ImportError) as error:
             if ctx.params.get("debug"):
                 raise
-            problem = _ARGUMENT.sub(lambda found: _OPTIONS[found[1]], str(error) or "not enough memory")
+            problem = with_options(str(error) or "not enough memory")
             if ctx.obj:
                 with suppress(OSError):  # the disk is full, which may be the problem
                     print_json({"error": problem})

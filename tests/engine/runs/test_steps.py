@@ -82,9 +82,7 @@ def test_a_damaged_newest_step_is_an_error_that_names_the_one_before(run, harm, 
 def test_the_last_whole_step_is_named_if_several_are_damaged(run):
     for number in (10, 100):
         os.truncate(run / f"step-{number}" / "model.safetensors", 100)
-    with pytest.raises(
-        CorruptionError, match=f"step, 100, is damaged.*; the last whole one is {run}/step-9"
-    ):
+    with pytest.raises(CorruptionError, match=f"step, 100, is damaged.*; the last whole one is {run}/step-9"):
         latest(run)
     os.truncate(run / "step-9" / "model.safetensors", 100)
     for read in (latest, load):

@@ -247,7 +247,7 @@ def newest_step(store: Store) -> tuple[str, Found] | None:
             break
         seen = step
     assert seen
-    _raise_damaged(store, seen)
+    raise _damaged(store, seen)
 
 
 def _looked_at(store: Store) -> Iterator[_Step]:
@@ -265,11 +265,16 @@ def _looked_at(store: Store) -> Iterator[_Step]:
             # In a bucket, Orbax writes its marks first: such a step is not finished.
             if isinstance(error, NotFoundError) and is_of_orbax(store, name):
                 continue
-            is_missing = isinstance(error, FileNotFoundError) and error.filename
-            yield _Step(number, name, problem=f"{error.filename} is missing" if is_missing else str(error))
+            yield _Step(number, name, problem=_missing_file(error) or str(error))
 
 
-def _raise_damaged(store: Store, newest: _Step) -> NoReturn:
+def _missing_file(error: Exception) -> str | None:
+    """Say which file is missing, of an error of the system."""
+    name = error.filename if isinstance(error, FileNotFoundError) else None
+    return f"{name} is missing" if name else None
+
+
+def _damaged(store: Store, newest: _Step) -> FormatError:
     """Say that the newest step cannot be read, and which one before it can."""
     kind = VersionError if newest.is_newer_version else CorruptionError
     problems = [f"{newest.name}: {newest.problem}"]
@@ -277,13 +282,13 @@ def _raise_damaged(store: Store, newest: _Step) -> NoReturn:
         if step.number < newest.number and step.found:
             state = "is of a newer version" if newest.is_newer_version else "is damaged"
             before = "the one before" if len(problems) == 1 else "the last whole one"
-            raise kind(
+            return kind(
                 f"{store.url}: the newest step, {newest.number}, {state}: {newest.problem}; {before} is "
                 f"{store.path_to(step.name)}. Pass that path to use it"
             )
         if step.number < newest.number:
             problems.append(f"{step.name}: {step.problem}")
-    raise kind(f"no step of {store.url} is whole: {few(problems)}")
+    return kind(f"no step of {store.url} is whole: {few(problems)}")
 
 
 def _by_steps(place: Place) -> Found | None:

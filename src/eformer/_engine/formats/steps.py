@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.stores.base import Store
 
-_STEP = re.compile(r"(?:(?:step|run|checkpoint|ckpt)[-_]?)?(?P<number>\d{1,18})")
+STEP_NAME = re.compile(r"(?P<before>(?:step|run|checkpoint|ckpt)[-_]?)?(?P<number>\d{1,18})")
 
 RUN_FILE = "run.json"  # in the directory of a run: which job writes it
 
@@ -46,7 +46,7 @@ def checked_number(step: SupportsIndex) -> int:
 
 def step_number(name: str) -> int | None:
     """Return the step that a name is of: step-100, step_100, run-100, 100; None for any other name."""
-    match = _STEP.fullmatch(name)
+    match = STEP_NAME.fullmatch(name)
     return int(match["number"]) if match else None
 
 

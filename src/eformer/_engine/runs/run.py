@@ -136,6 +136,7 @@ class Run:
         self._is_told = self._is_asked = self._has_warned = False
         self._pending: Pending | None = None
         self._resumed_from: int | None = None
+        self._told: set[str] = set()  # warnings of retention that were logged
 
     def __repr__(self) -> str:
         return f"<Run at {self.path}: {self.step} steps done>"
@@ -321,6 +322,7 @@ class Run:
 
     def _go_on_from(self, found: _Found, data: Any) -> None:
         self.step = self._resumed_from = found.step
+        self._writer.note_resumed(found.step)
         if data is None:
             return
         positions = positions_in(found.facts)
@@ -509,7 +511,7 @@ class Run:
     def _remove_others(self, step: int) -> None:
         if self._keep is not None:
             self._writer.check()
-            remove_others(self.path, self._keep, {step, self._resumed_from})
+            remove_others(self.path, self._keep, {step, self._resumed_from}, self._told)
 
     def _tell(self, step: int) -> None:
         if self._on_saved:

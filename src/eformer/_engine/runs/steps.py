@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.formats.find import find, newest_step, problem_of
+from eformer._engine.formats.find import FOREIGN, find, newest_step, problem_of
 from eformer._engine.formats.steps import step_number, steps_in
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.values import parse_json
@@ -156,6 +156,16 @@ def _numbers(metrics: Any) -> dict[str, float]:
 def digest_of(step: Step) -> str:
     """Return the digest of the manifest of a step, which no other step has."""
     return step._found.manifest.digest
+
+
+def found_of(step: Step) -> Found:
+    """Return the checkpoint of a step, as it was found first."""
+    return step._found
+
+
+def is_foreign(step: Step) -> bool:
+    """Tell whether another program wrote a step."""
+    return step._found.manifest.format in FOREIGN
 
 
 _SCORES = ".scores.json"
