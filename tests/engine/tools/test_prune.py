@@ -17,7 +17,6 @@ from eformer._engine.tools.prune import plan_removal, remove
 from eformer.checkpoint import Keep, load, prune, save, score
 from eformer.errors import EformerError, NotFoundError
 
-
 ORBAX = Path(__file__).parents[2] / "compat" / "orbax"
 
 
