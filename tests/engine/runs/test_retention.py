@@ -62,6 +62,14 @@ def test_steps_of_orbax_are_removed_if_the_rule_says_so(of_orbax, caplog):
     assert "another program" not in caplog.text
 
 
+def test_a_step_of_orbax_is_not_saved_over(of_orbax):
+    before = sorted((of_orbax / "3").rglob("*"))
+    save_steps(of_orbax, [3], keep=1)
+    assert sorted((of_orbax / "3").rglob("*")) == before
+    assert [step.path for step in checkpoint.steps(of_orbax)] == [f"{of_orbax}/2", f"{of_orbax}/step-3"]
+    assert_same(checkpoint.load(of_orbax), tree(3))
+
+
 def test_the_newest_step_of_a_run_is_loaded_that_orbax_began(of_orbax):
     save_steps(of_orbax, [4])
     assert checkpoint.latest(of_orbax) == f"{of_orbax}/step-4"

@@ -93,8 +93,11 @@ def name_of_step(store: Store, number: int) -> str:
 
 
 def name_to_save(store: Store, number: int) -> str:
-    """Return the name under which a step is saved; raise FileExistsError for a link, which would be saved through."""
+    """Return the name under which a step is saved: its own, or a new one beside a step of Orbax, which stays as it is.
+    Raise FileExistsError for a link, which would be saved through."""
     name = name_of_step(store, number)
+    if is_of_orbax(store, name):
+        name = step_name(number)
     if store.kind(name) not in (None, "directory"):
         raise FileExistsError(f"{store.path_to(name)} is a file or a link, not a directory; move it away")
     return name
