@@ -4,6 +4,7 @@ import datetime as dt
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from eformer import checkpoint
 from eformer._engine.record.manifest import Manifest
+from eformer._engine.saving import record
 from eformer.checkpoint import Keep, Run, prune
 from support.commands import run as command
 from support.trees import assert_same
@@ -116,6 +118,21 @@ def test_steps_that_follow_one_of_a_wrong_clock_stay(tmp_path, caplog):
     assert names(path) == ["step-2", "step-3", "step-4", "step-5"]
     assert caplog.text.count("the clock was wrong when steps were saved, by the order of the steps: 2;") == 1
     assert prune(path, keep=Keep(hours=24)).removed == ()
+
+
+def test_a_clock_that_is_set_ahead_while_the_run_is_open_costs_no_step(tmp_path, monkeypatch):
+    class Ahead(dt.datetime):
+        @classmethod
+        def now(cls, zone=None):
+            return dt.datetime.now(zone) + dt.timedelta(days=365)
+
+    with Run(tmp_path, keep=Keep(hours=24)) as run:
+        for number in (1, 2):
+            run.save(number, tree(number)).result()
+        monkeypatch.setattr(record, "dt", SimpleNamespace(datetime=Ahead, UTC=dt.UTC))
+        run.save(3, tree(3)).result()
+        assert checkpoint.steps(tmp_path)[-1].saved_at.year > dt.datetime.now(dt.UTC).year
+    assert names(tmp_path) == ["step-1", "step-2", "step-3"]
 
 
 def test_a_newest_step_of_a_wrong_clock_costs_none_before_it(tmp_path, caplog):

@@ -18,7 +18,7 @@ from eformer._engine.stores.base import remove_files
 from eformer._engine.stores.locate import store_at
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from eformer._engine.record.policies import Keep
     from eformer._engine.runs.steps import Step
@@ -45,11 +45,13 @@ def removable(
     sound: Sequence[S],
     facts: Sequence[StepFacts],
     rules: Sequence[Keep],
+    *,
+    now: float,
     stay: Collection[int | None] = (),
 ) -> list[S]:
     """Return the steps that no rule keeps, given the whole ones and their facts. These stay, too: the steps in `stay`,
     the one that the run was resumed from, and those that a link in the run points to."""
-    keep = kept(facts, rules, stay={*stay, resumed_from(store)}, now=time.time())
+    keep = kept(facts, rules, stay={*stay, resumed_from(store)}, now=now)
     place = store.local_path()
     linked = linked_in(Path(place)) if place is not None else set()
     return [step for step in sound if step.number not in keep and step.name not in linked]
@@ -73,8 +75,20 @@ def _identities(store: Store, there: Sequence[Step]) -> dict[str, Identity]:
     return found
 
 
+def steady_clock() -> Callable[[], float]:
+    """Return a clock that goes on from the present time, and that nobody can set."""
+    began, since = time.time(), _since_boot()
+    return lambda: began + _since_boot() - since
+
+
+def _since_boot() -> float:
+    """Return seconds, also of the time that the machine sleeps, where that is known."""
+    boot = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if boot is None else time.clock_gettime(boot)
+
+
 def remove_others(
-    path: str, rules: Sequence[Keep], stay: Collection[int | None], told: set[str]
+    path: str, rules: Sequence[Keep], stay: Collection[int | None], *, now: float, told: set[str]
 ) -> list[Step]:
     """Remove the steps that no rule keeps; return them. Damaged ones, and links to steps that are elsewhere, neither
     count nor go. A warning that is `told` is not logged again."""
@@ -82,11 +96,11 @@ def remove_others(
     identities = _identities(store, there)
     sound = [step for step in there if step.problem() is None and not Path(step.path).is_symlink()]
     facts = [facts_of(step, rules) for step in sound]
-    for kind, warning in warnings_of(facts, rules, time.time()).items():
+    for kind, warning in warnings_of(facts, rules, now).items():
         if kind not in told:
             logger.warning("%s: %s", path, warning)
         told.add(kind)
-    for step in removable(store, sound, facts, rules, stay):
+    for step in removable(store, sound, facts, rules, now=now, stay=stay):
         try:
             if store.remove_checkpoint(step.name, INDEXES, identities.get(step.name)):
                 removed.append(step)

@@ -25,7 +25,7 @@ from eformer._engine.runs.data import position_of, positions_in, set_position
 from eformer._engine.runs.metrics import numbers, taken
 from eformer._engine.runs.near import Agreed, Held, Near, NearStep, agree, own_position
 from eformer._engine.runs.outcomes import outcome_of, worst
-from eformer._engine.runs.retention import remove_others
+from eformer._engine.runs.retention import remove_others, steady_clock
 from eformer._engine.runs.signals import Signals
 from eformer._engine.runs.steps import RUN_METADATA, Step, facts_of_run, steps
 from eformer._engine.runs.writer import Writer
@@ -136,7 +136,10 @@ class Run:
         self._is_told = self._is_asked = self._has_warned = False
         self._pending: Pending | None = None
         self._resumed_from: int | None = None
-        self._told: set[str] = set()  # warnings of retention that were logged
+        self._now, self._told = (
+            steady_clock(),
+            set[str](),
+        )  # for retention: the time, and the warnings that were logged
 
     def __repr__(self) -> str:
         return f"<Run at {self.path}: {self.step} steps done>"
@@ -511,7 +514,8 @@ class Run:
     def _remove_others(self, step: int) -> None:
         if self._keep is not None:
             self._writer.check()
-            remove_others(self.path, self._keep, {step, self._resumed_from}, self._told)
+            stay = {step, self._resumed_from}
+            remove_others(self.path, self._keep, stay, now=self._now(), told=self._told)
 
     def _tell(self, step: int) -> None:
         if self._on_saved:

@@ -214,7 +214,7 @@ class LiveRun:
         if not self.rules or not sound:
             return {}
         facts = [StepFacts(step.number, step.timestamp, step.metrics, step.is_foreign) for step in sound]
-        removed = removable(self.store, sound, facts, self.rules)
+        removed = removable(self.store, sound, facts, self.rules, now=time.time())
         return {
             "removed": frozenset(step.name for step in removed),
             "reasons": reasons(facts, self.rules, resumed_from(self.store)),

@@ -207,10 +207,10 @@ def _identity(store: Store, name: str) -> Identity | None:
 
 def _others(store: Store, series: Sequence[Step], rules: Sequence[Keep]) -> list[Step]:
     """Return the steps that no rule keeps."""
-    facts = [facts_of(step, rules) for step in series]
-    for warning in warnings_of(facts, rules, time.time()).values():
+    now, facts = time.time(), [facts_of(step, rules) for step in series]
+    for warning in warnings_of(facts, rules, now).values():
         logger.warning("%s: %s", store.url, warning)
-    return removable(store, series, facts, rules)
+    return removable(store, series, facts, rules, now=now)
 
 
 def _other_files(step: Step) -> tuple[str, ...]:
