@@ -107,7 +107,7 @@ def prune(
         >>> prune("run", keep=2, check=True).kept
         ('step-200', 'step-300')
         >>> prune("run", keep=[Keep(last=2), Keep(every=1000), Keep(best=3, by="eval.loss")])
-        >>> prune("run", keep=2, pattern="ema-*")
+        >>> prune("run", keep=2, pattern="step-*")
     """
     plan = plan_removal(directory, keep, pattern=pattern, foreign=foreign)
     if check:
