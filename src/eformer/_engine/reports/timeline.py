@@ -101,7 +101,7 @@ def _for_page(step: Json, reasons: dict[int, list[str]], changes: dict[int, Json
     name = step["path"].rpartition("/")[2]
     metrics = {name: value if math.isfinite(value) else None for name, value in step["metrics"].items()}
     problem = printable(step["problem"]) if step["problem"] else None
-    return {name_: value for name_, value in step.items() if name_ != "path"} | {
+    return {name_: value for name_, value in step.items() if name_ not in ("path", "is_resumed_from")} | {
         "name": printable(name),
         "metrics": metrics,
         "problem": problem,

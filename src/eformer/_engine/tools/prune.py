@@ -10,7 +10,7 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from eformer._engine.formats.indexes import INDEXES, is_removed
@@ -33,7 +33,7 @@ from eformer._engine.tools.verify import verify
 from eformer.errors import CorruptionError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from eformer._engine.formats.found import Found
     from eformer._engine.record.policies import Keep
@@ -43,11 +43,25 @@ logger = logging.getLogger("eformer")
 
 CHECKPOINTER_FILE = "metadata.json"  # of the documented Checkpointer
 
+_SAVE = "[0-9a-f]" * 16  # the id of a save, in the names of files that a later save may have replaced
+
 # Files of a checkpoint that hold no leaves, by their paths in its directory, or in that of a tree.
-_OF_EFORMER = (*MARKS, f"*{INDEX_SUFFIX}", SIGNATURE, CHECKPOINTER_FILE, f"*/{DATABASE_MARK}", ".eformer-*")
+_OF_EFORMER = (
+    *(
+        *MARKS,
+        f"*{INDEX_SUFFIX}",
+        SIGNATURE,
+        CHECKPOINTER_FILE,
+        ".eformer-*",
+        "*/.eformer-*",
+        f"*/{DATABASE_MARK}",
+    ),
+    *(f"*.{_SAVE}{SUFFIX}*", f"*.{_SAVE}/*"),
+)
 _OF_DATABASES = (DATABASE_MANIFEST, "d/*", "ocdbt.process_*/*", "process-*/*")
 _OF_ORBAX = ("_*", "commit_success.txt", "orbax.checkpoint", "array_metadatas/*", *_OF_DATABASES)
 _ALL_DEPTHS = 10**6
+_ZARR3 = "zarr.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,32 +229,37 @@ def _others(store: Store, series: Sequence[Step], rules: Sequence[Keep]) -> list
 
 def _other_files(step: Step) -> tuple[str, ...]:
     """List the files in the directory of a checkpoint that are not part of it."""
-    store, found = store_at(step.path), found_of(step)
+    found = found_of(step)
     try:
-        there = store.sizes("", _ALL_DEPTHS)
+        there = store_at(step.path).sizes("", _ALL_DEPTHS)
     except (FileNotFoundError, NotADirectoryError):  # removed meanwhile, or a file
         return ()
-    own = {tree.path_of(number) for tree in found.trees.values() for number in range(len(tree.files))}
-    arrays = {path.rpartition("/")[0] for path in there if path.endswith((ZARRAY, "zarr.json"))}
-    return tuple(sorted(path for path in there if path not in own and not _is_part(path, found, arrays)))
+    is_of_orbax = found.manifest.format == orbax.FORMAT
+    part = _files_of_orbax(there) if is_of_orbax else _files_of(found, there)
+    return tuple(sorted(there.keys() - part))
 
 
-def _is_part(path: str, found: Found, arrays: Collection[str]) -> bool:
-    """Tell whether a file without leaves is part of a checkpoint."""
-    if any(fnmatchcase(path, pattern) for pattern in _OF_EFORMER):
-        return True
-    roots = {tree.root: tree.is_database for tree in found.trees.values()}
-    if found.manifest.format == orbax.FORMAT:
-        inner = next(
-            (path.removeprefix(f"{root}/") for root in roots if root and path.startswith(f"{root}/")), path
-        )
-        is_of_array = any(path.startswith(f"{array}/") for array in arrays if array)
-        return is_of_array or any(fnmatchcase(inner, pattern) for pattern in _OF_ORBAX)
-    return any(
-        is_database and path.startswith(f"{root}/") and fnmatchcase(path.removeprefix(f"{root}/"), pattern)
-        for root, is_database in roots.items()
-        for pattern in _OF_DATABASES
-    )
+def _files_of(found: Found, there: Collection[str]) -> set[str]:
+    """Return the files of a checkpoint: those that hold leaves, and those that say where."""
+    trees = found.trees.values()
+    known = {tree.path_of(number) for tree in trees for number in range(len(tree.files))}
+    databases = [f"{tree.root}/{name}" for tree in trees if tree.is_database for name in _OF_DATABASES]
+    return known | {path for path in there if _matches(path, (*_OF_EFORMER, *databases))}
+
+
+def _files_of_orbax(there: Collection[str]) -> set[str]:
+    """Return the files of a checkpoint of Orbax by their names, in its directory or in that of an item. Its trees are
+    not asked for, which would copy them from a bucket."""
+    arrays = {path.rpartition("/")[0] for path in there if path.endswith((f"/{ZARRAY}", f"/{_ZARR3}"))}
+    of_arrays = {path for path in there if any(str(outer) in arrays for outer in PurePosixPath(path).parents)}
+    named = {
+        path for path in there if _matches(path, _OF_ORBAX) or _matches(path.partition("/")[2], _OF_ORBAX)
+    }
+    return of_arrays | named
+
+
+def _matches(path: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(path, pattern) for pattern in patterns)
 
 
 def remove(plan: Pruned) -> Pruned:

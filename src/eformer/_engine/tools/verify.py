@@ -146,9 +146,11 @@ def _verify_one(path: str | os.PathLike[str], key: PublicKey | None, progress: P
 
 def _verify_run(path: str | os.PathLike[str], key: PublicKey | None, progress: Progress) -> Report:
     """Check the steps of a run, one after the other. Leave out steps that are removed meanwhile."""
-    reports = [report for step in steps(path) if (report := _verify_step(step, key, progress)) is not None]
-    if not reports:
-        raise NotFoundError(f"{store_at(path).url} has no steps any more: they were removed meanwhile")
+    reports: list[Report] = []
+    while not reports:
+        if not (there := steps(path)):
+            raise NotFoundError(f"{store_at(path).url} has no steps any more: they were removed meanwhile")
+        reports = [report for step in there if (report := _verify_step(step, key, progress)) is not None]
     return Report(
         path=store_at(path).url,
         trees=sum(report.trees for report in reports),
