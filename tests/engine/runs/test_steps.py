@@ -133,6 +133,16 @@ def test_a_save_into_a_directory_that_was_there_is_not_damage(run):
         latest(run)
 
 
+def test_a_directory_of_notes_is_no_step(run):
+    (run / "step-200").mkdir()
+    for name in ("config.json", "notes.txt"):
+        (run / "step-200" / name).write_text("{}")
+    assert latest(run) == f"{run}/step-100"
+    (run / "step-200" / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(CorruptionError, match="the newest step, 200, is damaged"):
+        latest(run)
+
+
 def test_a_file_that_is_not_readable_is_no_damage(run, monkeypatch):
     def refuse(found):
         raise PermissionError(13, "Permission denied", found.path)

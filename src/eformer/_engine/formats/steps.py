@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex
 
 from eformer._engine.formats.indexes import has_mark
+from eformer._engine.formats.left_out import may_hold_leaves
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
 from eformer._engine.formats.zarr.index import INDEX
@@ -55,7 +56,7 @@ def steps_in(store: Store) -> list[tuple[int, str]]:
 
     A directory without an index, a manifest or the marks of Orbax is not a step: another program made it, or its save
     has not been committed. Nor is one whose index says that it was removed. Where directories appear whole, one that
-    has the name of a step of ours and something else in it is damaged, and is listed.
+    has the name of a step of ours and files in it that may hold leaves is damaged, and is listed.
     """
     names = sorted(_names_by_number(store).items())
     if store.can_rename:
@@ -173,9 +174,17 @@ def _is_ours(name: str) -> bool:
 
 
 def _has_files(store: Store, name: str) -> bool:
-    """Tell whether a directory without a mark has files, and no scratch: a save to it is under way then, or died."""
+    """Tell whether a directory without a mark has files that may hold leaves, and no scratch.
+
+    With scratch in it, a save to it is under way, or died. With a configuration or notes alone, no save to it has begun.
+    """
     if store.kind(name) != "directory":  # a link that leads nowhere: the disk with the step is missing
         return True
-    names = store.kinds(name)
-    is_unfinished = any(SCRATCH.fullmatch(inner) for inner in names)
-    return not is_unfinished and any(not inner.startswith(".") for inner in names)
+    kinds = store.kinds(name)
+    if any(SCRATCH.fullmatch(inner) for inner in kinds):
+        return False
+    return any(
+        kind == "directory" or may_hold_leaves(inner)
+        for inner, kind in kinds.items()
+        if not inner.startswith(".")
+    )
