@@ -29,6 +29,7 @@ def prepare(tool: str, place: Path) -> Path:
         for number, step in enumerate(sorted(STEPS)):
             save(TREE, folder / step, format="tensorstore" if number == 1 else "safetensors")
             (folder / f"{step}.scores.json").write_text("{}")
+            save(TREE, folder / f"file-{number}.safetensors")
     elif not source.exists():
         save(TREE, source)
     return folder
@@ -37,6 +38,7 @@ def prepare(tool: str, place: Path) -> Path:
 def carry_out(tool: str, folder: Path) -> None:
     if tool == "prune":
         prune(folder, keep=1)
+        prune(folder, keep=1, pattern="file-*.safetensors")
     elif tool == "save_to_file":
         save_to_file(TREE, str(folder / "state.msgpack"))
     else:
@@ -48,7 +50,7 @@ def carry_out(tool: str, folder: Path) -> None:
 def result_of(tool: str) -> list[str]:
     """List what is in the folder afterwards."""
     if tool == "prune":
-        return ["step-3", "step-3.scores.json"]
+        return ["file-2.safetensors", "step-3", "step-3.scores.json"]
     return ["state.msgpack" if tool == "save_to_file" else tool.removeprefix("convert to ")]
 
 

@@ -176,7 +176,7 @@ def _is_ours(name: str) -> bool:
 def _has_files(store: Store, name: str) -> bool:
     """Tell whether a directory without a mark has files that may hold leaves, and no scratch.
 
-    With scratch in it, a save to it is under way, or died. With a configuration or notes alone, no save to it has begun.
+    With scratch in it, a save to it is under way, or died. With a configuration or notes alone, none has begun.
     """
     if store.kind(name) != "directory":  # a link that leads nowhere: the disk with the step is missing
         return True

@@ -123,6 +123,8 @@ def rule_text(rule: Keep) -> str:
         parts.append(f"those of the last {rule.hours:g} hours")
     if rule.at:
         parts.append(f"{', '.join(map(str, rule.at))}")
+    if rule.foreign:
+        parts.append("of any program")
     return printable(", ".join(parts))
 
 
