@@ -278,16 +278,19 @@ def _damaged(store: Store, newest: _Step) -> FormatError:
     """Say that the newest step cannot be read, and which one before it can."""
     kind = VersionError if newest.is_newer_version else CorruptionError
     problems = [f"{newest.name}: {newest.problem}"]
-    for step in _looked_at(store):
-        if step.number < newest.number and step.found:
-            state = "is of a newer version" if newest.is_newer_version else "is damaged"
-            before = "the one before" if len(problems) == 1 else "the last whole one"
-            return kind(
-                f"{store.url}: the newest step, {newest.number}, {state}: {newest.problem}; {before} is "
-                f"{store.path_to(step.name)}. Pass that path to use it"
-            )
-        if step.number < newest.number:
-            problems.append(f"{step.name}: {step.problem}")
+    try:
+        for step in _looked_at(store):
+            if step.number < newest.number and step.found:
+                state = "is of a newer version" if newest.is_newer_version else "is damaged"
+                before = "the one before" if len(problems) == 1 else "the last whole one"
+                return kind(
+                    f"{store.url}: the newest step, {newest.number}, {state}: {newest.problem}; {before} is "
+                    f"{store.path_to(step.name)}. Pass that path to use it"
+                )
+            if step.number < newest.number:
+                problems.append(f"{step.name}: {step.problem}")
+    except OSError as error:  # the damage is more important
+        problems.append(str(error))
     return kind(f"no step of {store.url} is whole: {few(problems)}")
 
 

@@ -156,9 +156,8 @@ def plausible_times(ordered: Sequence[StepFacts], now: float = math.inf) -> dict
 def _in_order(times: Sequence[float]) -> set[int]:
     """Return the indexes of a longest sequence of times that never falls and ends with the last; of several such, one
     with late times."""
-    ends: list[
-        int
-    ] = []  # of the sequences of 1, 2, 3... times, read from the last: the latest that one ends with
+    # Read from the last, ends[n] has the latest time that a sequence of n + 1 times can end with.
+    ends: list[int] = []
     after: dict[int, int | None] = {}
     for index in reversed(range(len(times))):
         if times[index] <= times[-1]:

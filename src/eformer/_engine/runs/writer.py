@@ -67,9 +67,11 @@ class Writer:
             return
 
         def noted(data: bytes | None) -> bytes:
+            if data is None:
+                raise FileNotFoundError(f"{RUN_FILE} is gone")
             claim = Claim.from_json(data)
             if claim is None or claim.id != self.id:  # another job has taken over, as the next save will say
-                return data or b""
+                return data
             return msgspec.structs.replace(claim, resumed_from=step).to_json()
 
         try:
