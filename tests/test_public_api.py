@@ -66,7 +66,7 @@ CHECKPOINT = {
     "load": "(path, *, like=None, into=None, partial=False, root=None, rename=None, resize=None, return_report=False, "
     "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, batch=None, verify=None, mmap=False, progress=None, broadcast=False, timeout=None, store_options=None, cache=None, key=None, dequant=None, duplicates=None)",
     "open": "(path, *, prefix=None, cache=None, key=None)",
-    "prune": "(directory, *, keep, check=False, dry_run=False)",
+    "prune": "(directory, *, keep, pattern=None, foreign=False, check=False, dry_run=False)",
     "register_module": "(kind, *, state, update=None, build=None)",
     "register_node": "(kind)",
     "report": "(path, against=None, *, values=True, prefix=None, step=None, keep=None, memory=None, progress=None)",
@@ -78,7 +78,7 @@ CHECKPOINT = {
     "sign": "(path, *, key, password=None, progress=None)",
     "steps": "(path)",
     "store_options": "(url, /, **options)",
-    "verify": "(path, *, key=None, progress=None)",
+    "verify": "(path, *, step=None, key=None, progress=None)",
     "wait": "(timeout=None)",
 }
 SERIALIZATION = {

@@ -59,9 +59,9 @@ class Damage:
     """Describe a range of damaged or missing bytes.
 
     leaf      the name of the leaf; empty if the bytes belong to no leaf
-    file      the path of the file in the checkpoint
+    file      the path of the file in the checkpoint; empty if the checkpoint cannot be read at all
     start     the first damaged byte
-    stop      the byte after the last
+    stop      the byte after the last; 0 if a file cannot be read at all
     problem   what is wrong with them
     """
 
@@ -72,8 +72,9 @@ class Damage:
     problem: str
 
     def __str__(self) -> str:
-        where = f"bytes {self.start} to {self.stop} of {self.file}"
-        return f"leaf {self.leaf!r}: {where} {self.problem}" if self.leaf else f"{where} {self.problem}"
+        where = f"bytes {self.start} to {self.stop} of {self.file}" if self.stop else self.file
+        text = f"{where} {self.problem}".lstrip()
+        return f"leaf {self.leaf!r}: {text}" if self.leaf else text
 
 
 class NotFoundError(EformerError, FileNotFoundError):

@@ -249,10 +249,31 @@ def test_prune_prints_its_plan(steps):
     done = run("prune", steps, "--keep", 2, "--yes", "--check")
     lines = done.stdout.splitlines()
     assert lines[:2] == ["keep    step-10", "keep    step-11"]
-    assert lines[2].startswith("leave   step-12, which is not a complete checkpoint: ")
+    assert lines[2].startswith("leave   step-12: it is not a complete checkpoint: ")
     assert lines[3] == "remove  step-9"
     assert lines[4].startswith("removed 1 checkpoint, ")
     assert sorted(os.listdir(steps)) == ["step-10", "step-11", "step-12"]
+
+
+def test_prune_lists_other_files_before_it_asks(steps):
+    (steps / "step-9" / "notes.txt").write_text("x")
+    done = subprocess.run(
+        [EFORMER, "prune", str(steps), "--keep", "2"], input="n\n", capture_output=True, text=True
+    )
+    assert (
+        "remove  step-9\n        with notes.txt, which is not part of it\nRemove 1 checkpoint" in done.stdout
+    )
+    found = json.loads(run("prune", steps, "--keep", 2, "--dry-run", "--json").stdout)
+    assert found["other_files"] == {"step-9": ["notes.txt"]}
+
+
+def test_prune_takes_a_pattern_of_names(steps):
+    for number in (1, 2):
+        save({"w": 1}, steps / f"ema-{number}")
+    done = json.loads(run("prune", steps, "--keep", 1, "--pattern", "ema-*", "--yes", "--json").stdout)
+    assert (done["removed"], done["kept"]) == (["ema-1"], ["ema-2"])
+    assert (steps / "step-9").exists()
+    assert "expected a name with one *" in run("prune", steps, "--keep", 1, "--pattern", "ema", code=1).stderr
 
 
 def test_prune_asks_first(steps):

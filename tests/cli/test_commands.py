@@ -104,6 +104,48 @@ def test_verify_names_the_leaf_the_file_and_the_bytes(model, tmp_path):
     assert run("verify", path, "-q", code=1).stdout == ""
 
 
+@pytest.fixture
+def steps(tmp_path):
+    for number in (5, 10, 15):
+        checkpoint.save({"w": np.full(100, number)}, tmp_path / "run" / f"step-{number}")
+    return tmp_path / "run"
+
+
+def test_verify_checks_every_step_of_a_run_or_one(steps):
+    assert run("verify", steps).stdout.count("every digest matches") == 3
+    os.truncate(steps / "step-15" / "model.safetensors", 100)
+    shown = run("verify", steps, code=1).stdout
+    assert f"{steps}/step-15: 2 damaged" in shown
+    assert shown.count("every digest matches") == 2
+    assert run("verify", steps, "--step", 10).stdout.startswith(f"{steps}/step-10: ")
+    run("verify", steps, "--step", 15, code=1)
+    assert "has no step 16" in run("verify", steps, "--step", 16, code=2).stderr
+    found = json.loads(run("verify", steps, "--json", code=1).stdout)
+    assert [step["ok"] for step in found["steps"]] == [True, True, False]
+
+
+def test_verify_takes_several_paths(steps, model):
+    assert run("verify", model, steps / "step-5").stdout.count("every digest matches") == 2
+    done = run("verify", model, steps / "none", "--json", code=2)
+    assert [found["ok"] for found in json.loads(done.stdout)] == [True, False]
+    assert "no checkpoint at" in json.loads(done.stdout)[1]["error"]
+    os.truncate(steps / "step-15" / "model.safetensors", 100)
+    done = run("verify", steps / "none", steps / "step-15", model, code=1)
+    assert "no checkpoint at" in done.stderr
+    assert "every digest matches" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["inspect", "ls"])
+def test_the_newest_step_is_shown_although_it_is_damaged(steps, command):
+    os.truncate(steps / "step-15" / "model.safetensors", 100)
+    done = run(command, steps, code=1)
+    shown = " ".join((done.stdout + done.stderr).split())
+    assert "int64[100]" in shown
+    assert "the newest step, 15, is damaged: model.safetensors is 100 bytes long" in shown
+    (steps / "step-15" / "manifest.json").write_bytes(b"{")
+    assert f"the one before is {steps}/step-10" in run(command, steps, code=1).stderr
+
+
 def test_verify_tells_nothing_there_from_damage(model, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes").mkdir()

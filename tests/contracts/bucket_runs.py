@@ -7,7 +7,7 @@ import pytest
 
 from eformer import checkpoint
 from eformer.checkpoint import Keep, Run
-from eformer.errors import SupersededError
+from eformer.errors import CorruptionError, SupersededError
 from support.buckets import objects, overwrite
 from support.trees import assert_same
 
@@ -84,6 +84,21 @@ class BucketRuns:
         assert {key.rpartition("/")[2] for key in there if "scores" in key} == {
             f"step-1.{end}.scores.json" for end in ("old", "old-2")
         }
+
+    def test_a_damaged_newest_step_is_not_passed_over(self, url, kind):
+        self.save(url, kind, 3)
+        data = {key: len(data) for key, data in objects(f"{url}/x").items() if "/step-3/" in key}
+        overwrite(f"{url}/x", max(data, key=data.get), lambda data: data[:100])
+        for read in (checkpoint.load, checkpoint.latest, checkpoint.open):
+            with pytest.raises(CorruptionError, match=f"step, 3, is damaged: .* before is {url}/step-2"):
+                read(url)
+        assert [report.ok for report in checkpoint.verify(url).steps] == [True, True, False]
+
+    def test_the_step_that_it_was_resumed_from_stays(self, url, kind):
+        self.save(url, kind, 2)
+        self.save(url, kind, 4, keep=1)
+        assert numbers(url) == [2, 4]
+        assert checkpoint.prune(url, keep=1).removed == ()
 
     def test_what_a_dead_save_left_is_no_step(self, url, kind):
         from eformer._engine.stores.locate import store_at

@@ -315,7 +315,9 @@ class BucketTools:
         monkeypatch.setattr("eformer._engine.formats.others.orbax_in_bucket.copy_of", None)
         assert [step.number for step in checkpoint.steps(url)] == [1, 2, 3]
         assert checkpoint.latest(url) == f"{url}/3"
-        done = checkpoint.prune(url, keep=1)
+        with pytest.raises(NotFoundError, match="another program wrote it"):
+            checkpoint.prune(url, keep=1)
+        done = checkpoint.prune(url, keep=1, foreign=True)
         assert done.removed == ("1", "2"), done
         assert {key.removeprefix(around(f"{url}/x")[1]).partition("/")[0] for key in objects(f"{url}/x")} == {
             "3"

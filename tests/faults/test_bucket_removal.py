@@ -107,16 +107,16 @@ def test_a_prune_that_dies_before_any_request_is_completed_by_the_next(kind, rec
         upload_foreign(run) if kind == "foreign" else fill(run, kind)
         death = Deaths(at)
         with hooked(death), suppress(Died):
-            prune(run, keep=1)
+            prune(run, keep=1, foreign=kind == "foreign")
         with noted(death.where):
             if kind != "foreign":  # it is no step of a run
                 check_whole(run, 3)
             else:
                 check_foreign(run)
             with passed():
-                prune(run, keep=1)
+                prune(run, keep=1, foreign=kind == "foreign")
             with passed(hours=48):
-                prune(run, keep=1)
+                prune(run, keep=1, foreign=kind == "foreign")
             assert {key.partition("/")[0] for key in keys(run)} == {"step-3"}
             assert not [key for key in keys(run) if leases.LEASES in key]
         if death.count < at:

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from eformer import checkpoint
-from eformer.errors import CorruptionError
+from eformer.errors import CorruptionError, NotFoundError
 from support import forkserver, run_faults
 from support.run_faults import seen_by_glob, tree_of
 from support.trees import assert_same
@@ -88,6 +88,31 @@ def test_a_reader_that_knows_names_only_never_reads_a_wrong_step(begin, place):
     ended(writer)
     assert read
     assert seen_by_glob(place / "run") == [last]
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "tensorstore"])
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_reader_of_the_run_itself_takes_no_step_that_comes_or_goes_for_damaged(begin, place, fmt, keep):
+    path = place / "run"
+    writer = begin("write_steps", path, 1, last := STEPS // 4, keep, fmt)
+    wait_for(path / "run.json")
+    seen = []
+    while writer.is_alive():
+        try:
+            newest = checkpoint.latest(path)
+            found = checkpoint.load(path)
+        except NotFoundError:  # before the first step
+            assert not seen
+            continue
+        number = int(found["number"])
+        assert_same(found, tree_of(number))
+        assert newest is None or int(newest.rpartition("-")[2]) <= number
+        assert checkpoint.verify(path).ok
+        seen.append(number)
+    ended(writer)
+    assert seen
+    assert seen == sorted(seen)
+    assert int(checkpoint.load(path)["number"]) == last
 
 
 def test_what_a_follower_holds_survives_pruning_and_its_writer_does_not_wait(begin, place):

@@ -38,6 +38,7 @@ def prepare(tool: str, place: Path) -> Path:
 def carry_out(tool: str, folder: Path) -> None:
     if tool == "prune":
         prune(folder, keep=1)
+        prune(folder, keep=1, pattern="file-*.safetensors")
     elif tool == "save_to_file":
         save_to_file(TREE, str(folder / "state.msgpack"))
     else:

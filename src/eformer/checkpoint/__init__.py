@@ -3,7 +3,7 @@
 save, save_async         save a tree, with SaveOptions; save_async returns a Pending
 wait                     wait for every save_async of this process
 Run                      save the steps of a training run by rule (Every, Keep), and resume it (Resumed, Step)
-steps, latest            list the steps of a run; the path of the last whole one
+steps, latest            list the steps of a run; the path of the newest one
 follow, score            look at a run from another job: wait for its steps, add metrics to them
 load                     load a tree onto any mesh; with return_report a LoadReport, too
 abstract                 give the shapes and dtypes of a saved tree, in its structure

@@ -13,13 +13,23 @@ import click
 from eformer._engine.record.text import printable
 from eformer._version import __version__
 from eformer.cli.buckets import store_option
-from eformer.cli.group import Commands, Size, colours, print_error, print_json, wants_bar
+from eformer.cli.group import (
+    Commands,
+    Size,
+    colours,
+    exit_code,
+    print_error,
+    print_json,
+    wants_bar,
+    with_options,
+)
 from eformer.cli.report import report
 from eformer.cli.rules import keep_options, rules_from
 from eformer.cli.serve import serve
 
 if TYPE_CHECKING:
     from eformer._engine.tools.prune import Pruned
+    from eformer._engine.tools.verify import Report
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -80,7 +90,7 @@ def inspect(path: str, name: str | None, prefix: str | None, as_json: bool, svg:
             )
         else:
             terminal.show_checkpoint(facts, trees, terminal.console())
-    if facts["problems"]:
+    if facts["problems"] or "damage" in facts:
         sys.exit(1)
 
 
@@ -118,21 +128,24 @@ def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) 
         terminal.list_leaves(leaves, spellings(trees), terminal.console())
     for each, problem in facts["problems"].items():
         print_error(f"{each or 'the tree'} cannot be read: {problem}")
-    if facts["problems"]:
+    if "damage" in facts:
+        print_error(facts["damage"])
+    if facts["problems"] or "damage" in facts:
         sys.exit(1)
 
 
 @main.command()
-@click.argument("path", type=click.Path())
+@click.argument("paths", type=click.Path(), nargs=-1, required=True, metavar="PATH...")
+@click.option("--step", type=int, metavar="N", help="Check only this step of a run.")
 @click.option(
     "--key", type=click.Path(exists=True, dir_okay=False), help="A public key: check the signature."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: an object, for several paths a list.")
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing; only set the exit code.")
-def verify(path: str, key: str | None, as_json: bool, quiet: bool) -> None:
-    """Check every byte of the checkpoint at PATH against its digest.
+def verify(paths: tuple[str, ...], step: int | None, key: str | None, as_json: bool, quiet: bool) -> None:
+    """Check every byte of the checkpoints at PATH against their digests. Of a run, all steps are checked.
 
-    The exit code is 0 if all is well, 1 if anything is damaged, 2 if there is no checkpoint at PATH.
+    The exit code is 0 if all is well, 1 if anything is damaged, 2 if there is no checkpoint at a PATH.
 
     Checkpoints of other programs have no digests; only their structure and completeness can be checked. Files beside
     them that are not read and may hold leaves are listed, and also set the exit code to 1.
@@ -143,23 +156,49 @@ def verify(path: str, key: str | None, as_json: bool, quiet: bool) -> None:
     \b
     eformer verify ./checkpoint && rsync -a ./checkpoint backup:
     eformer verify ./checkpoint --key public.pem
+    eformer verify ./run
+    eformer verify ./run --step 100
+    eformer verify ./checkpoint ./other
     """
     from eformer._engine.tools.verify import verify as check
 
-    report = check(path, key=key, progress=wants_bar(quiet))
+    checked, codes = [], []
+    for path in paths:
+        try:
+            report = check(path, step=step, key=key, progress=wants_bar(quiet))
+        except (ValueError, OSError) as error:
+            if len(paths) == 1:
+                raise
+            checked.append({"path": path, "ok": False, "error": str(error)})
+            codes.append(exit_code("verify", error))
+            print_error(str(error))
+        else:
+            checked.append(_report_facts(report))
+            codes.append(0 if report.ok else 1)
+            if not (as_json or quiet):
+                _show_report(report)
     if as_json:
-        damages = [{name: getattr(damage, name) for name in damage.__slots__} for damage in report.damages]
-        names = (
-            "path", "trees", "leaves", "nbytes", "has_digests", "has_checksums", "left_out", "is_signed", "signed_by",
-            "ok",
-        )  # fmt: skip
-        shown = {name: getattr(report, name) for name in names}
-        print_json(shown | {"damages": damages})
-    elif not quiet:
-        lines = "\n".join(map(printable, str(report).split("\n")))
-        click.secho(lines, fg="green" if report.ok else "red", color=colours())
-    if not report.ok:
-        sys.exit(1)
+        print_json(checked[0] if len(paths) == 1 else checked)
+    if any(codes):
+        sys.exit(1 if 1 in codes else 2)
+
+
+def _show_report(report: Report) -> None:
+    for each in report.steps or (report,):
+        lines = "\n".join(map(printable, str(each).split("\n")))
+        click.secho(lines, fg="green" if each.ok else "red", color=colours())
+
+
+def _report_facts(report: Report) -> dict[str, Any]:
+    """Return what a report says; of a run, also the reports of its steps."""
+    names = (
+        "path", "trees", "leaves", "nbytes", "has_digests", "has_checksums", "left_out", "is_signed", "signed_by", "ok",
+    )  # fmt: skip
+    facts = {name: getattr(report, name) for name in names}
+    facts["damages"] = [
+        {name: getattr(damage, name) for name in damage.__slots__} for damage in report.damages
+    ]
+    return facts | ({"steps": [_report_facts(step) for step in report.steps]} if report.steps else {})
 
 
 @main.command()
@@ -370,20 +409,28 @@ def _read_settings(path: str) -> dict[str, Any]:
 @main.command()
 @click.argument("directory", type=click.Path())
 @keep_options
+@click.option(
+    "--pattern", metavar="NAME", help="Count these names instead, with * for the number: 'ema-*'. Quote it."
+)
 @click.option("--check", is_flag=True, help="First verify the checkpoints to keep.")
 @click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; needs --yes or --dry-run.")
-def prune(directory: str, check: bool, dry_run: bool, yes: bool, as_json: bool, **keep: Any) -> None:
-    """Delete checkpoints in DIRECTORY, which are named by their steps: run-100, step_200, 300.
+def prune(
+    directory: str, pattern: str | None, check: bool, dry_run: bool, yes: bool, as_json: bool, **keep: Any
+) -> None:
+    """Delete checkpoints in DIRECTORY that eformer wrote under the name of a step: step-100, run-100, 100.
 
-    Those that any of the rules keeps stay, and the newest. Entries that are not complete checkpoints do not count and
-    are left alone; what saves that died have left is removed.
+    Those that any of the rules keeps stay, the newest, and the step that the run was resumed from. Entries that are not
+    complete checkpoints, or that another program wrote, do not count and are left alone; what saves that died have left
+    is removed. Files in a checkpoint that are not part of it, such as notes, are listed before they are removed.
 
     \b
     eformer prune ./run --keep 3 --dry-run
     eformer prune ./run --keep 3 --check --yes
     eformer prune ./run --keep 2 --keep-every 1000 --keep-best 3 --by eval.loss
+    eformer prune ./run --keep 2 --pattern 'ema-*'
+    eformer prune ./orbax --keep 3 --foreign
     eformer prune s3://bucket/run --keep 3
     """
     from eformer._engine.record.text import count, size
@@ -394,7 +441,7 @@ def prune(directory: str, check: bool, dry_run: bool, yes: bool, as_json: bool, 
         raise click.UsageError("--json cannot ask for confirmation: add --yes or --dry-run")
     if not (rules := rules_from(**keep)):
         raise click.UsageError("say which checkpoints stay, such as --keep 3")
-    plan = carry_out(directory, keep=rules, check=check, dry_run=True)
+    plan = carry_out(directory, keep=rules, pattern=pattern, check=check, dry_run=True)
     if not as_json:
         _show_plan(plan)
     what = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
@@ -407,7 +454,7 @@ def prune(directory: str, check: bool, dry_run: bool, yes: bool, as_json: bool, 
                 click.secho(printable(f"leave   {name}: {plan.left[name]}"), fg="cyan", color=colours())
         what = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
     if as_json:
-        names = ("directory", "removed", "kept", "left", "nbytes")
+        names = ("directory", "removed", "kept", "left", "other_files", "nbytes")
         print_json({name: getattr(plan, name) for name in names} | {"dry_run": dry_run})
     elif plan.removed and not dry_run:
         click.echo(f"removed {what}")
@@ -417,10 +464,12 @@ def _show_plan(plan: Pruned) -> None:
     for name in plan.kept:
         click.echo(f"keep    {printable(name)}")
     for name, why in plan.left.items():
-        line = printable(f"leave   {name}, which is not a complete checkpoint: {why}")
+        line = printable(f"leave   {name}: {with_options(why)}")
         click.secho(line, fg="cyan", color=colours())
     for name in plan.removed:
         click.secho(f"remove  {printable(name)}", fg="red", color=colours())
+        for file in plan.other_files.get(name, ()):
+            click.secho(printable(f"        with {file}, which is not part of it"), fg="red", color=colours())
 
 
 @main.command()
@@ -454,6 +503,7 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
             step["saved_at"] or "",
             step["why"],
             metrics,
+            "resumed from" if step["is_resumed_from"] else "",
         ]
         line = "  ".join(filter(None, parts))
         if step["problem"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +12,17 @@ import msgspec
 
 from eformer._engine.formats.find import find, signer_of
 from eformer._engine.formats.others.orbax import steps_in
+from eformer._engine.formats.steps import last_step_in
 from eformer._engine.record.manifest import encode_leaves
 from eformer._engine.record.names import readable_names, resolve
 from eformer._engine.record.values import value_from_json
 from eformer._engine.stores.locate import store_at
-from eformer.errors import EformerError, MismatchError
+from eformer.errors import CorruptionError, EformerError, MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from eformer._engine.formats.found import Found
     from eformer._engine.record.manifest import RecordedSharding, TreeEntry
 
 Facts = dict[str, Any]
@@ -32,7 +35,7 @@ def checkpoint_facts(
 
     With a `name` the trees have only the leaves that it finds.
     """
-    found = find(path)
+    found, damage = _found(path)
     trees, problems = {}, {}
     for each in [prefix] if prefix is not None else list(found.trees):
         try:
@@ -58,7 +61,22 @@ def checkpoint_facts(
         facts["steps"] = steps
     if found.find_damages:
         facts["checksums"] = True
+    if damage:
+        facts["damage"] = damage
     return facts, trees
+
+
+def _found(path: str) -> tuple[Found, str | None]:
+    """Find the checkpoint to show. Of a run with a damaged newest step show that step, if its manifest can be read, and
+    return the damage."""
+    try:
+        return find(path), None
+    except CorruptionError as error:
+        if (newest := last_step_in(store_at(path))) is None:
+            raise
+        with suppress(EformerError, OSError):
+            return find(store_at(path).path_to(newest[1])), str(error)
+        raise
 
 
 def chosen(trees: dict[str, TreeEntry], name: str) -> dict[str, dict[str, None]]:

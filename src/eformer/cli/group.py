@@ -38,10 +38,16 @@ def colours() -> bool | None:
 _OPTIONS = {
     "SaveOptions.max_shard_bytes ": "--max-shard-size ", "max_shard_bytes=": "--max-shard-size ",
     "allow_missing=True": "--allow-missing", "memory=": "--memory ", "prefix=": "--prefix", "dtype=": "--dtype",
-    "rename=": "--rename", "config=": "--config", "dequant=False": "--no-dequant",
+    "rename=": "--rename", "config=": "--config", "dequant=False": "--no-dequant", "foreign=True": "--foreign",
+    "pattern=": "--pattern ",
     "to=": "--to", "like=": "`like` in Python",
 }  # fmt: skip
 _ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, _OPTIONS))})")
+
+
+def with_options(text: str) -> str:
+    """Name the options of the command line in place of the arguments of functions."""
+    return _ARGUMENT.sub(lambda found: _OPTIONS[found[1]], text)
 
 
 class _Output(io.FileIO):
@@ -103,18 +109,18 @@ class Commands(click.Group):
         except (ValueError, OSError, TypeError, RuntimeError, MemoryError, ImportError) as error:
             if ctx.params.get("debug"):
                 raise
-            problem = _ARGUMENT.sub(lambda found: _OPTIONS[found[1]], str(error) or "not enough memory")
+            problem = with_options(str(error) or "not enough memory")
             if ctx.obj:
                 with suppress(OSError):  # the disk is full, which may be the problem
                     print_json({"error": problem})
             print_error(problem)
-            ctx.exit(_exit_code(ctx.invoked_subcommand, error))
+            ctx.exit(exit_code(ctx.invoked_subcommand, error))
         except KeyboardInterrupt:
             print_error("interrupted")
             ctx.exit(_INTERRUPTED)
 
 
-def _exit_code(command: str | None, error: Exception) -> int:
+def exit_code(command: str | None, error: Exception) -> int:
     """Return 2 where 1 is an answer: for `diff` that the checkpoints differ, for `verify` that there is damage."""
     is_no_answer = command == "diff" or (command == "verify" and isinstance(error, NotFoundError))
     return 2 if is_no_answer else 1

@@ -29,6 +29,7 @@ _OPTIONS = (
     click.option(
         "--keep-at", type=int, multiple=True, metavar="STEP", help="Keep this step; may be repeated."
     ),
+    click.option("--foreign", is_flag=True, help="Count steps of other programs, such as Orbax, too."),
 )
 
 
@@ -47,6 +48,7 @@ def rules_from(
     mode: str | None = None,
     keep_hours: float | None = None,
     keep_at: tuple[int, ...] = (),
+    foreign: bool = False,
 ) -> tuple[Keep, ...]:
     """Return a rule for each option that is given: a step stays if any of them keeps it."""
     from eformer._engine.record.policies import Keep
@@ -63,5 +65,7 @@ def rules_from(
         {"at": keep_at},
     ]
     return tuple(
-        Keep(**rule) for rule in given if any(value for name, value in rule.items() if name != "mode")
+        Keep(**rule, foreign=foreign)
+        for rule in given
+        if any(value for name, value in rule.items() if name != "mode")
     )

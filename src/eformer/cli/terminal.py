@@ -63,6 +63,8 @@ def show_checkpoint(facts: Facts, trees: dict[str, TreeEntry], on: Console) -> N
         show_tree(prefix, facts["trees"][prefix] | {"checksums": facts.get("checksums")}, tree, on)
     for prefix, problem in facts["problems"].items():
         on.print(Text(printable(f"{prefix or 'the tree'} cannot be read: {problem}"), style="red"))
+    if "damage" in facts:
+        on.print(Text(printable(facts["damage"]), style="red"))
 
 
 def show_tree(prefix: str, facts: Facts, tree: TreeEntry, on: Console) -> None:

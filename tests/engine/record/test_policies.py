@@ -1,6 +1,7 @@
 """When a run saves, and which steps it keeps."""
 
 import math
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -16,6 +17,7 @@ from eformer._engine.record.policies import (
     keep_from,
     kept,
     minutes_due,
+    warnings_of,
 )
 
 # ----------------------------------------------------------------------------------------------- every
@@ -125,7 +127,14 @@ def slow_kept(steps, rules):
     return {s.number for s in steps if s.number == newest or any(stays(s, rule) for rule in rules)}
 
 
-@given(STEPS, RULES)
+def in_order(steps):
+    """Give the steps their times in the order of their numbers, as a clock that is right does."""
+    times = sorted(step.saved_at for step in steps)
+    ordered = sorted(steps, key=lambda step: step.number)
+    return [replace(step, saved_at=time) for step, time in zip(ordered, times, strict=True)]
+
+
+@given(STEPS.map(in_order), RULES)
 def test_retention_is_what_counting_says(steps, rules):
     assert kept(steps, rules) == slow_kept(steps, rules)
 
@@ -135,3 +144,82 @@ def test_retention_applied_twice_removes_nothing_more_unless_a_rule_is_about_tim
     once = kept(steps, rules)
     again = kept([step for step in steps if step.number in once], rules)
     assert again == once
+
+
+# ----------------------------------------------------------------------------------------- wrong clocks
+
+HOUR, YEAR = 3600.0, 365 * 24 * 3600.0
+
+
+def saved(*hours):
+    return [StepFacts(10 * n, 1e9 + HOUR * hour) for n, hour in enumerate(hours, 1)]
+
+
+DAY = [Keep(hours=24)]
+
+
+def test_a_step_from_next_year_does_not_make_the_steps_after_it_old():
+    wrong = YEAR / HOUR
+    assert kept(saved(0, 1, wrong, 3, 4), DAY) == {10, 20, 30, 40, 50}
+    assert kept(saved(0, 1, wrong, wrong + 1, 4), DAY) == {10, 20, 30, 40, 50}
+    assert kept(saved(wrong, wrong + 1, wrong + 2, 3, 4), DAY) == {10, 20, 30, 40, 50}
+    assert kept(saved(0, 1, wrong, 3, 4, 30), DAY) == {60}  # it goes with the one after it
+    assert kept(saved(0, 1, wrong, 6, 7, 30), DAY) == {30, 40, 50, 60}
+
+
+def test_a_step_from_last_year_makes_no_other_step_old():
+    wrong = -YEAR / HOUR
+    assert kept(saved(0, wrong, 2), DAY) == {10, 20, 30}
+    assert kept(saved(0, 1, wrong, 3, 4), DAY) == {10, 20, 30, 40, 50}
+    assert kept(saved(0, 1, 2, wrong), DAY) == {10, 20, 30, 40}
+
+
+def test_a_newest_step_from_the_future_counts_as_saved_now():
+    steps = saved(0, 30, 31, YEAR / HOUR)
+    assert kept(steps, DAY) == {40}
+    assert kept(steps, DAY, now=1e9 + 32 * HOUR) == {20, 30, 40}
+
+
+def test_wrong_clocks_are_told_if_a_rule_is_about_time():
+    steps = saved(0, 1, YEAR / HOUR, 3, 3.99)
+    assert (
+        "the clock was wrong when steps were saved, by the order of the steps: 30;"
+        in warnings_of(steps, DAY)["clock"]
+    )
+    assert warnings_of(steps, [Keep(last=1)]) == {}
+    assert warnings_of(saved(0, 2, 1.99, 3), DAY) == {}  # clocks of two machines
+    assert "50;" in warnings_of(saved(0, 1, 2, 3, YEAR / HOUR), DAY, now=1e9 + 5 * HOUR)["clock"]
+
+
+@given(STEPS.map(in_order), st.sets(st.integers(0, 60)), st.floats(0, 30), st.floats(1, 1e9))
+def test_steps_from_the_future_cost_no_step_that_would_stay_without_them(steps, wrong, hours, ahead):
+    times = [step.saved_at for step in steps]
+    seen = [
+        replace(step, saved_at=times[-1] + ahead) if step.number in wrong and step is not steps[-1] else step
+        for step in steps
+    ]
+    assert kept(steps, [Keep(hours=hours)]) <= kept(seen, [Keep(hours=hours)])
+
+
+@given(STEPS, st.floats(0, 30))
+def test_whatever_the_clocks_said_a_step_of_the_hours_before_the_last_stays(steps, hours):
+    last = max(steps, key=lambda step: step.number, default=None)
+    recent = {step.number for step in steps if 0 <= last.saved_at - step.saved_at <= 3600 * hours}
+    assert recent <= kept(steps, [Keep(hours=hours)])
+
+
+# -------------------------------------------------------------------------- steps of other programs
+
+
+def test_steps_of_other_programs_neither_count_nor_go_unless_a_rule_says_so():
+    steps = [replace(step, is_foreign=step.number < 4) for step in facts(1, 2, 3, 4, 5, 6)]
+    assert kept(steps, [Keep(last=2)]) == {1, 2, 3, 5, 6}
+    assert kept(steps, [Keep(last=4)]) == {1, 2, 3, 4, 5, 6}
+    assert kept(steps, [Keep(last=4, foreign=True)]) == {3, 4, 5, 6}
+    assert kept(steps, [Keep(last=1, foreign=True), Keep(every=2)]) == {2, 4, 6}
+    assert "1; 2; 3; Keep(..., foreign=True)" in warnings_of(steps, [Keep(last=2)])["foreign"]
+    assert warnings_of(steps, [Keep(last=2, foreign=True)]) == {}
+
+
+def test_given_steps_stay_if_they_are_there():
+    assert kept(facts(1, 2, 3, 4), [Keep(last=1)], stay={2, 7, None}) == {2, 4}

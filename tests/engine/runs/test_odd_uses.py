@@ -106,7 +106,7 @@ def test_a_step_that_a_link_points_to_stays(tmp_path):
 
 
 def test_the_caller_is_told_of_a_step_even_if_another_cannot_be_removed(tmp_path, monkeypatch, caplog):
-    def fail(*_):
+    def fail(*_, **__):
         raise PermissionError("not allowed")
 
     monkeypatch.setattr("eformer._engine.runs.run.remove_others", fail)

@@ -1,13 +1,17 @@
 """The steps of a run, as a directory has them."""
 
 import os
+import shutil
 
+import msgspec
 import numpy as np
 import pytest
 
 from eformer import checkpoint
+from eformer._engine.formats import find as find_module
+from eformer._engine.record.manifest import Manifest
 from eformer.checkpoint import latest, load, save, steps
-from eformer.errors import CorruptionError, NotFoundError
+from eformer.errors import CorruptionError, NotFoundError, VersionError
 from support.trees import assert_same
 
 
@@ -35,14 +39,116 @@ def test_a_run_is_its_last_whole_step(run):
         assert view["step"] == 100
 
 
-def test_a_step_that_is_not_whole_is_passed_over(run):
-    (run / "step-100" / "model.safetensors").unlink()
-    assert latest(run) == f"{run}/step-10"
-    assert_same(load(run), tree(10))
-    for number in (9, 10):
+# ------------------------------------------------------------------------- a damaged newest step
+
+
+def newer_version(step):
+    file = step / "manifest.json"
+    manifest = Manifest.from_json(file.read_bytes(), "")
+    file.write_bytes(msgspec.structs.replace(manifest, version=99).to_json())
+
+
+HARMS = {
+    "cut short": lambda step: os.truncate(step / "model.safetensors", 100),
+    "a file gone": lambda step: (step / "model.safetensors").unlink(),
+    "a bad manifest": lambda step: (step / "manifest.json").write_bytes(b"{"),
+    "an empty manifest": lambda step: (step / "manifest.json").write_bytes(b""),
+    "no manifest": lambda step: (step / "manifest.json").unlink(),
+    "a newer version": newer_version,
+}
+READERS = {
+    "load": load,
+    "open": checkpoint.open,
+    "latest": latest,
+    "inspect": checkpoint.inspect,
+    "abstract": checkpoint.abstract,
+    "diff": lambda run: checkpoint.diff(run, run / "step-10"),
+    "convert": lambda run: checkpoint.convert(run, run / "out.npz"),
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_newest_step_is_an_error_that_names_the_one_before(run, harm, read):
+    HARMS[harm](run / "step-100")
+    kind, state = (VersionError, "of a newer version") if "version" in harm else (CorruptionError, "damaged")
+    message = f"the newest step, 100, is {state}: .*; the one before is {run}/step-10. Pass that path"
+    with pytest.raises(kind, match=message):
+        read(run)
+    assert not (run / "out.npz").exists()
+    assert_same(load(run / "step-10"), tree(10))
+
+
+def test_the_last_whole_step_is_named_if_several_are_damaged(run):
+    for number in (10, 100):
         os.truncate(run / f"step-{number}" / "model.safetensors", 100)
-    assert latest(run) is None
-    with pytest.raises(CorruptionError, match=r"no step of .* is whole: step-100: "):
+    with pytest.raises(CorruptionError, match=f"step, 100, is damaged.*; the last whole one is {run}/step-9"):
+        latest(run)
+    os.truncate(run / "step-9" / "model.safetensors", 100)
+    for read in (latest, load):
+        with pytest.raises(CorruptionError, match=r"no step of .* is whole: step-100: .*step-10.*step-9"):
+            read(run)
+
+
+def test_an_older_step_may_be_damaged(run):
+    (run / "step-10" / "manifest.json").write_bytes(b"{")
+    assert latest(run) == f"{run}/step-100"
+    assert_same(load(run), tree(100))
+
+
+def test_a_newest_step_that_is_removed_or_replaced_while_it_is_read_is_not_damaged(run, monkeypatch):
+    looked, problem_of = [], find_module.problem_of
+
+    def late(found):
+        looked.append(found.path)
+        if len(looked) == 1:
+            (run / "step-100" / "model.safetensors").unlink()
+        if len(looked) == 2:
+            shutil.rmtree(run / "step-100")
+        return problem_of(found)
+
+    monkeypatch.setattr(find_module, "problem_of", late)
+    assert latest(run) == f"{run}/step-10"
+
+
+def test_a_run_whose_newest_step_is_removed_while_it_is_read_is_looked_at_again(run):
+    def use(found):
+        if found.path.endswith("step-100"):
+            shutil.rmtree(found.path)
+        found.store.read("model.safetensors")
+        return found.path
+
+    assert find_module.look_at(run, use) == f"{run}/step-10"
+
+
+def test_a_save_into_a_directory_that_was_there_is_not_damage(run):
+    from eformer._engine.stores.local_upload import LocalUpload
+
+    (run / "step-200").mkdir()
+    upload = LocalUpload(run / "step-200")
+    (run / "step-200" / "model.safetensors").write_bytes(b"in place, before its manifest is")
+    assert latest(run) == f"{run}/step-100"
+    upload.close()
+    with pytest.raises(CorruptionError, match="the newest step, 200, is damaged"):
+        latest(run)
+
+
+def test_a_directory_of_notes_is_no_step(run):
+    (run / "step-200").mkdir()
+    for name in ("config.json", "notes.txt"):
+        (run / "step-200" / name).write_text("{}")
+    assert latest(run) == f"{run}/step-100"
+    (run / "step-200" / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(CorruptionError, match="the newest step, 200, is damaged"):
+        latest(run)
+
+
+def test_a_file_that_is_not_readable_is_no_damage(run, monkeypatch):
+    def refuse(found):
+        raise PermissionError(13, "Permission denied", found.path)
+
+    monkeypatch.setattr(find_module, "problem_of", refuse)
+    with pytest.raises(PermissionError):
         load(run)
 
 
@@ -70,7 +176,8 @@ def test_listing_reads_no_manifest(tmp_path):
         (tmp_path / f"step-{number}").mkdir()
         (tmp_path / f"step-{number}" / "manifest.json").write_bytes(b"not a manifest")
     assert [step.number for step in steps(tmp_path)] == [0, 1, 2]
-    assert latest(tmp_path) is None
+    with pytest.raises(CorruptionError, match="is whole: step-2"):
+        latest(tmp_path)
 
 
 def test_what_a_dead_save_left_is_no_step(run):

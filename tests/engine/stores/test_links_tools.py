@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from eformer.checkpoint import convert, load, prune, save
+from eformer.errors import NotFoundError
 from support.links import SCRATCH, TREE, contents, foreign_array
 from support.trees import assert_same
 
@@ -43,7 +44,10 @@ def test_a_directory_with_arrays_somewhere_below_is_no_step(tmp_path):
         save(TREE, tmp_path / f"step-{number}")
     pruned = prune(tmp_path, keep=1)
     assert pruned.removed == ("step-1", "step-2")
-    assert list(pruned.left) == ["project1", "project2", "project3"]
+    assert pruned.left == {}
+    assert sorted(os.listdir(tmp_path)) == ["project1", "project2", "project3", "step-3"]
+    with pytest.raises(NotFoundError, match="arrays without an index, and perhaps other data"):
+        prune(tmp_path, keep=1, pattern="project*", foreign=True)
 
 
 def test_a_link_into_a_step_keeps_it(tmp_path):

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from eformer._engine.stores.local import LocalStore
 from eformer._engine.tools.prune import plan_removal, remove
 from eformer.checkpoint import Keep, load, prune, save, score
 from eformer.errors import EformerError, NotFoundError
+
+ORBAX = Path(__file__).parents[2] / "compat" / "orbax"
 
 
 @pytest.fixture
@@ -38,16 +41,119 @@ def test_a_dry_run_removes_nothing(run):
     assert len(os.listdir(run)) == 4
 
 
-def test_series_are_counted_separately_and_other_files_are_left_alone(run):
-    for name in ("ema-5", "ema-6"):
+def test_series_are_counted_separately(run):
+    for name in ("step-5", "step-6", "7", "8"):
         save({"w": 1}, run / name, format="tensorstore")
-    save({"w": 1}, run / "best")
-    save({"w": 1}, run / "model-7.safetensors")
-    (run / "events-3").write_text("a log")
     done = prune(run, keep=1)
-    assert set(done.kept) == {"run-1000", "ema-6", "model-7.safetensors"}
-    assert list(done.left) == ["events-3"]
-    assert sorted(os.listdir(run)) == ["best", "ema-6", "events-3", "model-7.safetensors", "run-1000"]
+    assert set(done.kept) == {"run-1000", "step-6", "8"}
+    assert sorted(os.listdir(run)) == ["8", "run-1000", "step-6"]
+
+
+# ------------------------------------------------------------------------------ what is no step of ours
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """A directory in which steps lie beside much else that has a number in its name."""
+    for step in (1, 2, 3):
+        save({"w": np.full(10, step)}, tmp_path / f"step-{step}")
+    for name in ("eval_2023.npz", "fold1.npz", "fold2.npz"):
+        np.savez(tmp_path / name, w=np.ones(2))
+    for number in (1, 2):
+        save({"w": 1}, tmp_path / f"llama-{number}")
+        save({"w": 1}, tmp_path / f"embeddings-v{number}.safetensors")
+    for number in (6, 7):
+        (tmp_path / f"hf-{number}").mkdir()
+        safetensors.numpy.save_file({"w": np.ones(3)}, tmp_path / f"hf-{number}" / "model.safetensors")
+        (tmp_path / f"hf-{number}" / "notes.txt").write_text("years of work")
+    return tmp_path
+
+
+def test_only_steps_of_eformer_under_names_of_steps_are_removed(mixed):
+    before = set(os.listdir(mixed))
+    done = prune(mixed, keep=1)
+    assert (done.removed, done.kept, done.left) == (("step-1", "step-2"), ("step-3",), {})
+    assert before - set(os.listdir(mixed)) == {"step-1", "step-2"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "removed"),
+    [
+        ("llama-*", "llama-1"),
+        ("embeddings-v*.safetensors", "embeddings-v1.safetensors"),
+        ("step-*", "step-1"),
+    ],
+)
+def test_a_pattern_names_other_checkpoints(mixed, pattern, removed):
+    before = set(os.listdir(mixed))
+    done = prune(mixed, keep=1 if "step" not in pattern else 2, pattern=pattern)
+    assert done.removed == (removed,)
+    assert before - set(os.listdir(mixed)) == {removed}
+
+
+def test_checkpoints_of_other_programs_are_removed_if_that_is_asked_for(mixed):
+    for pattern, removed in (("fold*.npz", "fold1.npz"), ("hf-*", "hf-6")):
+        with pytest.raises(NotFoundError, match=r"another program wrote it .*; foreign=True counts"):
+            prune(mixed, keep=1, pattern=pattern)
+        assert (mixed / removed).exists()
+        assert prune(mixed, keep=1, pattern=pattern, foreign=True).removed == (removed,)
+        assert not (mixed / removed).exists()
+
+
+@pytest.mark.parametrize("pattern", ["", "ema", "*", "a*b*", "runs/step-*"])
+def test_a_pattern_has_one_place_for_the_number(mixed, pattern):
+    with pytest.raises(ValueError, match=r"expected a name with one \*, which stands for the number"):
+        prune(mixed, keep=1, pattern=pattern)
+
+
+def test_a_directory_with_other_names_alone_says_how_to_name_them(tmp_path):
+    save({"w": 1}, tmp_path / "ema-1")
+    with pytest.raises(NotFoundError, match=r"no checkpoints named by their steps.*; pattern= counts other"):
+        prune(tmp_path, keep=1)
+    with pytest.raises(NotFoundError, match=r"no checkpoints called best-\*"):
+        prune(tmp_path, keep=1, pattern="best-*")
+
+
+def test_steps_of_orbax_are_left_and_named(tmp_path):
+    shutil.copytree(ORBAX / "manager", tmp_path, dirs_exist_ok=True)
+    for step in (10, 11):
+        save({"w": 1}, tmp_path / f"step-{step}")
+    done = prune(tmp_path, keep=1)
+    assert done.removed == ("step-10",)
+    assert list(done.left) == ["2", "3"]
+    assert "another program wrote it (orbax); foreign=True" in done.left["2"]
+    done = prune(tmp_path, keep=Keep(last=1, foreign=True))
+    assert (done.removed, done.kept) == (("2",), ("3", "step-11"))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"options": {"max_shard_bytes": 100}}, {"format": "tensorstore"}, {"format": "tensorstore", "prefix": "m"},
+     {"format": "tensorstore", "options": {"ocdbt": True}}],
+)  # fmt: skip
+def test_other_files_in_a_step_are_listed_before_they_are_removed(tmp_path, caplog, layout):
+    for step in (1, 2, 3):
+        save({"w": np.ones(100), "v": {"x": np.ones(100)}}, tmp_path / f"step-{step}", **layout)
+    (tmp_path / "step-1" / "notes.txt").write_text("why it diverged")
+    (tmp_path / "step-1" / "plots").mkdir()
+    (tmp_path / "step-1" / "plots" / "loss.png").write_bytes(b"png")
+    plan = prune(tmp_path, keep=1, dry_run=True)
+    assert plan.other_files == {"step-1": ("notes.txt", "plots/loss.png")}
+    assert not caplog.text
+    prune(tmp_path, keep=1)
+    assert "step-1 is removed with files that are not part of it: notes.txt; plots/loss.png" in caplog.text
+
+
+def test_nothing_of_orbax_or_of_the_checkpointer_is_another_file(tmp_path):
+    shutil.copytree(ORBAX / "manager", tmp_path / "orbax")
+    assert prune(tmp_path / "orbax", keep=1, foreign=True, dry_run=True).other_files == {}
+    (tmp_path / "orbax" / "2" / "notes.txt").write_text("x")
+    plan = prune(tmp_path / "orbax", keep=1, foreign=True, dry_run=True)
+    assert plan.other_files == {"2": ("notes.txt",)}
+    for step in (1, 2):
+        save({"w": np.ones(3)}, tmp_path / "run" / f"run-{step}", format="tensorstore")
+        (tmp_path / "run" / f"run-{step}" / "metadata.json").write_text("{}")
+    assert prune(tmp_path / "run", keep=1, dry_run=True).other_files == {}
 
 
 @pytest.mark.parametrize("harm", ["cut short", "gone", "no manifest", "empty"])
@@ -119,12 +225,6 @@ def test_shards_are_not_steps(tmp_path):
         prune(tmp_path, keep=1)
 
 
-def test_single_files_are_steps_too(tmp_path):
-    for step in (1, 2):
-        np.savez(tmp_path / f"step-{step}.npz", w=np.ones(2))
-    assert prune(tmp_path, keep=1).removed == ("step-1.npz",)
-
-
 def test_only_planned_checkpoints_are_removed(run):
     plan = plan_removal(run, keep=1)
     save({"w": 1}, run / "run-2000")
@@ -158,10 +258,10 @@ def test_the_best_stay_by_scores_which_go_with_their_step(run):
 
 def test_rules_count_each_series_and_no_damaged_checkpoint(run):
     for number in (300, 900):
-        save({"w": np.ones(3)}, run / f"ema-{number}")
+        save({"w": np.ones(3)}, run / f"step-{number}")
     (run / "run-1000" / "model.safetensors").unlink()
     done = prune(run, keep=[Keep(last=1), Keep(every=300)])
-    assert set(done.kept) == {"run-200", "ema-300", "ema-900"}
+    assert set(done.kept) == {"run-200", "step-300", "step-900"}
     assert set(done.left) == {"run-1000"}
     assert (run / "run-1000").is_dir()
 

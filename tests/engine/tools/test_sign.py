@@ -455,7 +455,7 @@ def test_prune_removes_the_signature_of_a_file(tmp_path):
     for number in (1, 2):
         save(tree(), tmp_path / f"step-{number}.safetensors")
         sign(tmp_path / f"step-{number}.safetensors", key=PRIVATE)
-    checkpoint.prune(tmp_path, keep=1)
+    checkpoint.prune(tmp_path, keep=1, pattern="step-*.safetensors")
     assert sorted(each.name for each in tmp_path.iterdir()) == [
         "step-2.safetensors",
         "step-2.safetensors.eformer.sig",

@@ -1,6 +1,7 @@
 """Check every byte of a checkpoint."""
 
 import re
+import shutil
 import threading
 
 import numpy as np
@@ -166,3 +167,52 @@ def test_an_index_of_nothing_is_no_checkpoint(tmp_path, text):
     for call in (verify, checkpoint.inspect, checkpoint.load):
         with pytest.raises(NotFoundError, match="holds no trees: its index lists none"):
             call(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ runs
+
+
+@pytest.fixture
+def run(tmp_path):
+    for number in (1, 2, 3):
+        save({"w": np.full(100, number), "n": number}, tmp_path / "run" / f"step-{number}")
+    return tmp_path / "run"
+
+
+def test_every_step_of_a_run_is_checked(run):
+    report = verify(run)
+    assert report.ok
+    assert (report.path, report.leaves, report.nbytes) == (str(run), 6, 2400)
+    assert [(each.path, each.leaves) for each in report.steps] == [(f"{run}/step-{n}", 2) for n in (1, 2, 3)]
+    assert str(report).count("every digest matches") == 3
+    flip(run / "step-1" / "model.safetensors", -1, 4)
+    report = verify(run)
+    assert not report.ok
+    assert [damage.file for damage in report.damages] == ["step-1/model.safetensors"]
+    assert [each.ok for each in report.steps] == [False, True, True]
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_step_that_cannot_be_read_at_all_is_damage_of_its_run(run, number):
+    (run / f"step-{number}" / "manifest.json").write_bytes(b"{")
+    (damage,) = verify(run).damages
+    assert damage.file == f"step-{number}"
+    assert str(damage).startswith(f"step-{number} cannot be read: ")
+    assert "bytes 0 to 0" not in str(verify(run))
+
+
+def test_one_step_of_a_run_can_be_checked(run):
+    (run / "step-3" / "manifest.json").write_bytes(b"{")
+    report = verify(run, step=2)
+    assert (report.ok, report.path, report.steps) == (True, f"{run}/step-2", ())
+    with pytest.raises(NotFoundError, match=f"{run} has no step 9"):
+        verify(run, step=9)
+
+
+def test_steps_that_are_removed_while_their_run_is_checked_are_left_out(run):
+    def remove(done, total):
+        shutil.rmtree(run / "step-2", ignore_errors=True)
+
+    report = verify(run, progress=remove)
+    assert report.ok
+    assert [each.path for each in report.steps] == [f"{run}/step-1", f"{run}/step-3"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os  # noqa: TC003
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from eformer._engine.formats.markers import ORBAX_TREE
@@ -22,7 +22,14 @@ from eformer._engine.formats.others import sniff as files
 from eformer._engine.formats.read_format import DirectoryReader, Place
 from eformer._engine.formats.safetensors import read as safetensors
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
-from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, steps_from_last
+from eformer._engine.formats.steps import (
+    RUN_FILE,
+    is_checkpoint,
+    is_of_orbax,
+    last_step_in,
+    may_be_run,
+    steps_from_last,
+)
 from eformer._engine.formats.zarr import read as arrays
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.record.names import with_nearest
@@ -31,7 +38,7 @@ from eformer._engine.record.text import few
 from eformer._engine.stores.locate import locate, store_at
 from eformer._engine.stores.signed import SignedStore, claimed_signer, scope_of, signed_store
 from eformer._engine.tasks.turns import turns
-from eformer.errors import CorruptionError, EformerError, FormatError, NotFoundError, SignatureError
+from eformer.errors import CorruptionError, FormatError, NotFoundError, SignatureError, VersionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -125,8 +132,12 @@ def look_at(path: str | os.PathLike[str], use: Callable[[Found], T], key: Verifi
 
 
 def was_replaced(found: Found) -> bool:
-    """Tell whether a newer save has replaced the checkpoint that was found, and perhaps its files."""
-    if find(found.path, found.key).manifest.digest != found.manifest.digest:
+    """Tell whether the checkpoint that was found is another one now, with other files, or has been removed: a run has
+    another newest step then."""
+    try:
+        if find(found.path, found.key).manifest.digest != found.manifest.digest:
+            return True
+    except NotFoundError:
         return True
     return has_new_versions(found)
 
@@ -217,36 +228,102 @@ def _missing(store: Store, name: str) -> NoReturn:
     raise NotFoundError(f"no checkpoint at {store.path_to(name)}{hint}")
 
 
-def _last_step(store: Store) -> Found | None:
-    """Find the last whole step of a run; None if this is not a run. Raise if it is one, and no step is whole."""
-    problems = []
-    for _, name in steps_from_last(store):
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that was looked at. `found` is None if it cannot be read, and `problem` says why."""
+
+    number: int
+    name: str
+    found: Found | None = None
+    problem: str = ""
+    is_newer_version: bool = False
+
+
+def newest_step(store: Store) -> tuple[str, Found] | None:
+    """Find the newest step of a run, and its name; None if there is none.
+
+    Raise CorruptionError if it is damaged, and VersionError if a newer eformer wrote it: an older step in its place
+    would be old weights without a word. A step that is removed or replaced meanwhile is not damaged: a problem counts
+    if a second look finds the same, and the step is still there.
+    """
+    seen: _Step | None = None
+    for _ in range(_MOST_RESTARTS):
+        if (step := next(_looked_at(store), None)) is None:
+            return None
+        if step.found:
+            return step.name, step.found
+        if step == seen and (step.number, step.name) in steps_from_last(store):
+            break
+        seen = step
+    assert seen
+    raise _damaged(store, seen)
+
+
+def _looked_at(store: Store) -> Iterator[_Step]:
+    """Look at the steps of a run, the newest first."""
+    for number, name in steps_from_last(store):
         try:
             found = find(store.path_to(name))
-            if (problem := problem_of(found)) is None:
-                return found
-        except (EformerError, OSError) as error:
-            problem = str(error)
-        problems.append(f"{name}: {problem}")
-    if problems:
-        raise CorruptionError(f"no step of {store.url} is whole: {few(problems)}")
-    return None
+            if problem := problem_of(found):
+                yield _Step(number, name, problem=problem)
+            else:
+                yield _Step(number, name, found)
+        except VersionError as error:
+            yield _Step(number, name, problem=str(error), is_newer_version=True)
+        except (FormatError, FileNotFoundError) as error:
+            # In a bucket, Orbax writes its marks first: such a step is not finished.
+            if isinstance(error, NotFoundError) and is_of_orbax(store, name):
+                continue
+            yield _Step(number, name, problem=_missing_file(error) or str(error))
 
 
-def _steps_in_bucket(place: Place) -> Found | None:
-    """Find the last step of a run before arrays are: dead saves leave some in the directories of steps."""
-    return None if place.store.can_rename else _last_step(place.store)
+def _missing_file(error: Exception) -> str | None:
+    """Say which file is missing, of an error of the system."""
+    name = error.filename if isinstance(error, FileNotFoundError) else None
+    return f"{name} is missing" if name else None
+
+
+def _damaged(store: Store, newest: _Step) -> FormatError:
+    """Say that the newest step cannot be read, and which one before it can."""
+    kind = VersionError if newest.is_newer_version else CorruptionError
+    problems = [f"{newest.name}: {newest.problem}"]
+    try:
+        for step in _looked_at(store):
+            if step.number < newest.number and step.found:
+                state = "is of a newer version" if newest.is_newer_version else "is damaged"
+                before = "the one before" if len(problems) == 1 else "the last whole one"
+                return kind(
+                    f"{store.url}: the newest step, {newest.number}, {state}: {newest.problem}; {before} is "
+                    f"{store.path_to(step.name)}. Pass that path to use it"
+                )
+            if step.number < newest.number:
+                problems.append(f"{step.name}: {step.problem}")
+    except OSError as error:  # the damage is more important
+        problems.append(str(error))
+    return kind(f"no step of {store.url} is whole: {few(problems)}")
+
+
+def _by_steps(place: Place) -> Found | None:
+    """Find the newest step of a run, unless Orbax wrote it.
+
+    Look before the readers of Orbax, which know only their own steps, and before that of arrays, which dead saves leave
+    in the directories of steps.
+    """
+    if not may_be_run(place.names) or (last := last_step_in(place.store)) is None:
+        return None
+    newest = None if is_of_orbax(place.store, last[1]) else newest_step(place.store)
+    return newest[1] if newest else None
 
 
 # In this order: an index of arrays settles it, and files of Orbax may lie beside safetensors files.
 DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     arrays.by_index,
+    _by_steps,
     flax_directory.by_steps,
     orbax.by_marks,
     orbax_in_bucket.by_marks,
     peft.by_config,
     safetensors.by_files,
-    _steps_in_bucket,
     arrays.without_index,
     flax_directory.by_model,
     torch_distributed.by_metadata,
@@ -284,7 +361,8 @@ def _in_directory(store: Store) -> Found:
             if not found.is_costly and not found.trees:
                 raise NotFoundError(f"{store.url} holds no trees: its index lists none")
             return found
-    return _last_step(store) or _nothing_in(store, place.names)
+    newest = newest_step(store)
+    return newest[1] if newest else _nothing_in(store, place.names)
 
 
 def _nothing_in(store: Store, names: list[str]) -> NoReturn:

@@ -8,17 +8,20 @@ from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex
 
 from eformer._engine.formats.indexes import has_mark
+from eformer._engine.formats.left_out import may_hold_leaves
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
-from eformer._engine.formats.safetensors.names import MANIFEST
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
 from eformer._engine.formats.zarr.index import INDEX
+from eformer._engine.stores.durable import SCRATCH
 from eformer._engine.tasks.pool import run_all
+from eformer.errors import EformerError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from eformer._engine.stores.base import Store
 
-_STEP = re.compile(r"(?:(?:step|run|checkpoint|ckpt)[-_]?)?(?P<number>\d{1,18})")
+STEP_NAME = re.compile(r"(?P<before>(?:step|run|checkpoint|ckpt)[-_]?)?(?P<number>\d{1,18})")
 
 RUN_FILE = "run.json"  # in the directory of a run: which job writes it
 
@@ -44,7 +47,7 @@ def checked_number(step: SupportsIndex) -> int:
 
 def step_number(name: str) -> int | None:
     """Return the step that a name is of: step-100, step_100, run-100, 100; None for any other name."""
-    match = _STEP.fullmatch(name)
+    match = STEP_NAME.fullmatch(name)
     return int(match["number"]) if match else None
 
 
@@ -53,7 +56,7 @@ def steps_in(store: Store) -> list[tuple[int, str]]:
 
     A directory without an index, a manifest or the marks of Orbax is not a step: another program made it, or its save
     has not been committed. Nor is one whose index says that it was removed. Where directories appear whole, one that
-    has the name of a step of ours and something else in it is damaged, and is listed.
+    has the name of a step of ours and files in it that may hold leaves is damaged, and is listed.
     """
     names = sorted(_names_by_number(store).items())
     if store.can_rename:
@@ -91,8 +94,11 @@ def name_of_step(store: Store, number: int) -> str:
 
 
 def name_to_save(store: Store, number: int) -> str:
-    """Return the name under which a step is saved; raise FileExistsError for a link, which would be saved through."""
+    """Return the name under which a step is saved: its own, or a new one beside a step of Orbax, which stays as it is.
+    Raise FileExistsError for a link, which would be saved through."""
     name = name_of_step(store, number)
+    if is_of_orbax(store, name):
+        name = step_name(number)
     if store.kind(name) not in (None, "directory"):
         raise FileExistsError(f"{store.path_to(name)} is a file or a link, not a directory; move it away")
     return name
@@ -108,6 +114,30 @@ def remains_in(store: Store, known: Collection[str]) -> list[str]:
 def is_checkpoint(store: Store) -> bool:
     """Tell whether a directory has the mark of a checkpoint."""
     return any(store.is_file(mark) for mark in MARKS)
+
+
+def is_of_orbax(store: Store, name: str) -> bool:
+    """Tell whether a step has a mark of Orbax, and none of eformer."""
+    is_ours = any(store.is_file(f"{name}/{mark}") for mark in (MANIFEST, INDEX))
+    return not is_ours and any(store.is_file(f"{name}/{mark}") for mark in (ORBAX_TREE, ORBAX_CHECKPOINT))
+
+
+def may_be_run(names: Collection[str]) -> bool:
+    """Tell by the names in a directory whether it may be a run: one is that of a step, and it is not a checkpoint
+    itself. Files of weights beside steps make it one, unless a job has claimed it as a run."""
+    is_checkpoint = any(name in MARKS for name in names)
+    has_weights = any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
+    if is_checkpoint or (has_weights and RUN_FILE not in names):
+        return False
+    return any(step_number(name) is not None for name in names)
+
+
+def is_run(store: Store) -> bool:
+    """Tell whether a directory is a run: it has steps, and is not itself a checkpoint."""
+    try:
+        return may_be_run(store.kinds()) and last_step_in(store) is not None
+    except (OSError, EformerError):
+        return False
 
 
 def _names_by_number(store: Store) -> dict[int, list[str]]:
@@ -144,7 +174,17 @@ def _is_ours(name: str) -> bool:
 
 
 def _has_files(store: Store, name: str) -> bool:
-    """Tell whether a directory has more than hidden files, which a save that is under way or dead has there."""
+    """Tell whether a directory without a mark has files that may hold leaves, and no scratch.
+
+    With scratch in it, a save to it is under way, or died. With a configuration or notes alone, none has begun.
+    """
     if store.kind(name) != "directory":  # a link that leads nowhere: the disk with the step is missing
         return True
-    return any(not inner.startswith(".") for inner in store.kinds(name))
+    kinds = store.kinds(name)
+    if any(SCRATCH.fullmatch(inner) for inner in kinds):
+        return False
+    return any(
+        kind == "directory" or may_hold_leaves(inner)
+        for inner, kind in kinds.items()
+        if not inner.startswith(".")
+    )

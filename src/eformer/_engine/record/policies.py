@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 import operator
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
+from eformer._engine.record.text import few
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
+
+_MOST_SKEW = 60.0  # seconds by which clocks of different machines may differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,7 @@ class Keep:
     mode      whether the best is the "min" or the "max"
     hours     those that were saved at most so many hours before the newest step
     at        these steps
+    foreign   count steps of other programs, such as Orbax, and remove them, too; unless a rule says so they stay
     """
 
     every: int | None = None
@@ -58,6 +64,7 @@ class Keep:
     mode: Literal["min", "max"] = "min"
     hours: float | None = None
     at: tuple[int, ...] = ()
+    foreign: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "at", tuple(self.at))
@@ -75,37 +82,125 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What the rules look at: the number of a step, when it was saved, in seconds, and its metrics."""
+    """The facts that rules look at: the number of a step, when it was saved, in seconds, its metrics, and whether
+    another program wrote it."""
 
     number: int
     saved_at: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    is_foreign: bool = False
 
 
-def kept(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> set[int]:
-    """Return the numbers of the steps that stay: the newest one, and those that any rule keeps."""
-    ordered = sorted(steps, key=lambda step: step.number)
-    if not ordered:
-        return set()
-    stay = {ordered[-1].number}
+def kept(
+    steps: Iterable[StepFacts],
+    rules: Sequence[Keep],
+    *,
+    stay: Collection[int | None] = (),
+    now: float = math.inf,
+) -> set[int]:
+    """Return the numbers of the steps that stay: the newest one, those in `stay`, those that any rule keeps, and those
+    of other programs unless a rule says otherwise."""
+    there = sorted(steps, key=lambda step: step.number)
+    counted = counted_steps(there, rules)
+    found = {step.number for step in there} & {*stay}
+    found |= {step.number for step in there} - {step.number for step in counted}
+    found |= {step.number for step in counted[-1:]}
     for rule in rules:
-        stay |= kept_by(rule, ordered)
-    return stay
+        found |= kept_by(rule, counted, now)
+    return found
 
 
-def kept_by(rule: Keep, ordered: Sequence[StepFacts]) -> set[int]:
-    """Return the numbers of the steps that one rule keeps, given all in the order of their numbers."""
+def counted_steps(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> list[StepFacts]:
+    """Return the steps that the rules count: those of other programs only if a rule says so."""
+    has_foreign = any(rule.foreign for rule in rules)
+    return [step for step in steps if has_foreign or not step.is_foreign]
+
+
+def kept_by(rule: Keep, ordered: Sequence[StepFacts], now: float = math.inf) -> set[int]:
+    """Return the numbers of the steps that one rule keeps, given all that count in the order of their numbers."""
     found = {step.number for step in ordered if step.number in rule.at}
     those = [step for step in ordered if rule.every is None or step.number % rule.every == 0]
     if rule.last is not None:
         found |= {step.number for step in those[-rule.last :]}
     if rule.best is not None and rule.by is not None:
         found |= _best(those, rule.by, rule.mode, rule.best)
-    if rule.hours is not None:
-        newest = max(step.saved_at for step in ordered)
-        found |= {step.number for step in those if newest - step.saved_at <= 3600 * rule.hours}
+    if rule.hours is not None and ordered:
+        times = plausible_times(ordered, now)
+        newest = times[ordered[-1].number]
+        found |= {step.number for step in those if newest - times[step.number] <= 3600 * rule.hours}
     if rule.every is not None and rule.last is rule.best is rule.hours is None:
         found |= {step.number for step in those}
+    return found
+
+
+def plausible_times(ordered: Sequence[StepFacts], now: float = math.inf) -> dict[int, float]:
+    """Return when each step was saved, by number, given all in the order of their numbers.
+
+    A clock may have been wrong, and a step that seems to come from next year must not make the steps after it old. So
+    no time lies after `now`, and the times that fit the order are trusted: a longest sequence of them that never falls,
+    and ends with the last step. Any other step counts as saved with the next trusted one, or at its own time if that is
+    later but not after the last step: rather too much is kept than too little.
+    """
+    times = [min(step.saved_at, now) for step in ordered]
+    trusted = _in_order(times)
+    found: dict[int, float] = {}
+    following = times[-1] if times else 0.0
+    for index in reversed(range(len(times))):
+        if index in trusted:
+            following = times[index]
+        own = times[index] if times[index] <= times[-1] else following
+        found[ordered[index].number] = max(own, following)
+    return found
+
+
+def _in_order(times: Sequence[float]) -> set[int]:
+    """Return the indexes of a longest sequence of times that never falls and ends with the last; of several such, one
+    with late times."""
+    # Read from the last, ends[n] has the latest time that a sequence of n + 1 times can end with.
+    ends: list[int] = []
+    after: dict[int, int | None] = {}
+    for index in reversed(range(len(times))):
+        if times[index] <= times[-1]:
+            place = bisect_right(ends, -times[index], key=lambda end: -times[end])
+            after[index] = ends[place - 1] if place else None
+            ends[place : place + 1] = [index]
+    found: set[int] = set()
+    next_one = ends[-1] if ends else None
+    while next_one is not None:
+        found.add(next_one)
+        next_one = after[next_one]
+    return found
+
+
+def warnings_of(steps: Iterable[StepFacts], rules: Sequence[Keep], now: float = math.inf) -> dict[str, str]:
+    """Say, by kind, which steps stay or count in another way than a reader of the rules may expect."""
+    there = sorted(steps, key=lambda step: step.number)
+    counted, found = counted_steps(there, rules), {}
+    if len(counted) < len(there):
+        numbers = few([str(step.number) for step in there if step.is_foreign])
+        found["foreign"] = (
+            f"steps of another program are left: {numbers}; Keep(..., foreign=True) removes them by the same rules"
+        )
+    if any(rule.hours is not None for rule in rules) and (numbers := few(_misdated(counted, now))):
+        found["clock"] = (
+            f"the clock was wrong when steps were saved, by the order of the steps: {numbers}; Keep(hours=) goes by "
+            "the times of later steps for them"
+        )
+    return found
+
+
+def _misdated(ordered: Sequence[StepFacts], now: float) -> list[str]:
+    """Return the numbers of the steps whose times do not fit those of the steps around them, or lie in the future, by
+    more than clocks of different machines differ."""
+    times = [min(step.saved_at, now) for step in ordered]
+    trusted = sorted(_in_order(times))
+    found = []
+    for index, step in enumerate(ordered):
+        place = bisect_left(trusted, index)
+        low = times[trusted[place - 1]] if place else 0.0
+        fitting = min(max(times[index], low), times[trusted[place]])
+        if step.saved_at and abs(step.saved_at - fitting) > _MOST_SKEW:
+            found.append(str(step.number))
     return found
 
 

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.formats.steps import is_checkpoint, last_step_in
+from eformer._engine.formats.steps import is_run
 from eformer._engine.record.policies import keep_from
 from eformer._engine.record.text import count, few
 from eformer._engine.reports.changes import Change, overview
@@ -17,12 +17,11 @@ from eformer._engine.reports.facts import columns
 from eformer._engine.reports.page import MARK, page
 from eformer._engine.reports.reading import Measured, measure, recorded_change_of
 from eformer._engine.reports.timeline import alarms, run_facts
-from eformer._engine.runs.steps import steps
+from eformer._engine.runs.steps import path_of_step
 from eformer._engine.stores.durable import replacing
 from eformer._engine.stores.local_paths import local_path
 from eformer._engine.stores.locate import store_at
 from eformer._version import __version__
-from eformer.errors import EformerError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,12 +117,12 @@ def report(
         >>> report.save("report.html")
         'report.html'
     """
-    if step is None and against is None and prefix is None and is_run(path):
+    if step is None and against is None and prefix is None and is_run(store_at(path)):
         run = run_facts(path, keep_from(keep) or (), values=values, memory=memory, progress=progress)
         return HtmlReport(
             run["path"], {"version": 1, "kind": "run", "title": f"{run['title']}: run", "run": run | made()}
         )
-    path = _step_path(path, step)
+    path = path_of_step(path, step)
     with contents_of(path, prefix) as contents:
         if against is None:
             return _checkpoint_report(contents, None, values, memory, progress)
@@ -152,24 +151,6 @@ def became_in(report: HtmlReport) -> str:
         return ""
     number, leaves = against["counts"]["became"], [leaf["path"] for leaf in against["became"]]
     return f"{number:,} {'leaf' if number == 1 else 'leaves'} became NaN or Inf: {few(leaves)}"
-
-
-def is_run(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path is that of a run: a directory of steps that is not itself a checkpoint."""
-    try:
-        store = store_at(path)
-        return not is_checkpoint(store) and last_step_in(store) is not None
-    except (OSError, EformerError):
-        return False
-
-
-def _step_path(path: str | os.PathLike[str], step: int | None) -> str | os.PathLike[str]:
-    if step is None:
-        return path
-    found = next((one.path for one in steps(path) if one.number == step), None)
-    if found is None:
-        raise NotFoundError(f"{os.fspath(path)} has no step {step}")
-    return found
 
 
 def _checkpoint_report(

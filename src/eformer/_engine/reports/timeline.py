@@ -4,14 +4,17 @@ changed the model."""
 from __future__ import annotations
 
 import math
+import time
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.record.policies import kept_by
+from eformer._engine.record.policies import counted_steps, kept_by
 from eformer._engine.record.text import count, printable, size
 from eformer._engine.reports.changes import SAME, is_of_optimizer, rounded
 from eformer._engine.reports.contents import contents_of
 from eformer._engine.reports.reading import Room, TooLargeError, compared, recorded_change_of
+from eformer._engine.runs.claims import resumed_from
 from eformer._engine.runs.retention import facts_of
 from eformer._engine.runs.steps import steps
 from eformer._engine.stores.locate import store_at
@@ -39,8 +42,13 @@ def step_facts(run: str | os.PathLike[str], rules: Sequence[Keep] = ()) -> list[
     """Describe the steps of a run. Bytes that several steps share count for the first of them."""
     found = steps(run)
     removed = plan_removal(run, rules).removed if rules and found else ()
-    sizes = store_at(run).usage([step.name for step in found])
-    return [_step_facts(step, sizes[step.name], step.name in removed) for step in found]
+    store = store_at(run)
+    sizes, resumed = store.usage([step.name for step in found]), resumed_from(store)
+    return [
+        _step_facts(step, sizes[step.name], step.name in removed)
+        | {"is_resumed_from": step.number == resumed}
+        for step in found
+    ]
 
 
 def _step_facts(step: Step, nbytes: int, is_removed: bool) -> Json:
@@ -97,7 +105,7 @@ def _for_page(step: Json, reasons: dict[int, list[str]], changes: dict[int, Json
     name = step["path"].rpartition("/")[2]
     metrics = {name: value if math.isfinite(value) else None for name, value in step["metrics"].items()}
     problem = printable(step["problem"]) if step["problem"] else None
-    return {name_: value for name_, value in step.items() if name_ != "path"} | {
+    return {name_: value for name_, value in step.items() if name_ not in ("path", "is_resumed_from")} | {
         "name": printable(name),
         "metrics": metrics,
         "problem": problem,
@@ -135,21 +143,33 @@ def rule_text(rule: Keep) -> str:
         parts.append(f"those of the last {rule.hours:g} hours")
     if rule.at:
         parts.append(f"{', '.join(map(str, rule.at))}")
+    if rule.foreign:
+        parts.append("of any program")
     return printable(", ".join(parts))
 
 
 def _reasons(run: str | os.PathLike[str], rules: Sequence[Keep]) -> dict[int, list[str]]:
     sound = [step for step in steps(run) if step.problem() is None] if rules else []
-    return reasons([facts_of(step, rules) for step in sound], rules)
+    return reasons([facts_of(step, rules) for step in sound], rules, resumed_from(store_at(run)))
 
 
-def reasons(sound: Sequence[StepFacts], rules: Sequence[Keep]) -> dict[int, list[str]]:
-    """Return why each step stays, in words: the rules that keep it, and that it is the newest."""
-    found: dict[int, list[str]] = {fact.number: ["the newest"] for fact in sound[-1:] if rules}
+def reasons(sound: Sequence[StepFacts], rules: Sequence[Keep], resumed: int | None) -> dict[int, list[str]]:
+    """Return why each step stays, in words: the rules that keep it, that it is the newest, that the run was resumed
+    from it, or that another program wrote it."""
+    if not rules:
+        return {}
+    counted, found = counted_steps(sound, rules), defaultdict[int, list[str]](list)
+    for fact in counted[-1:]:
+        found[fact.number].append("the newest")
+    for fact in sound:
+        if fact.number == resumed:
+            found[fact.number].append("the run was resumed from it")
+        if fact.is_foreign and not any(rule.foreign for rule in rules):
+            found[fact.number].append("another program wrote it")
     for rule in rules:
-        for number in kept_by(rule, sound) if sound else ():
-            found.setdefault(number, []).append(rule_text(rule))
-    return found
+        for number in kept_by(rule, counted, time.time()):
+            found[number].append(rule_text(rule))
+    return dict(found)
 
 
 # -------------------------------------------------------------------------------------------- change

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from eformer._engine.formats.indexes import INDEXES
 from eformer._engine.formats.steps import remains_in
-from eformer._engine.record.policies import StepFacts, kept, needs_manifests
-from eformer._engine.runs.steps import score_name, scored_step, steps
+from eformer._engine.record.policies import StepFacts, kept, needs_manifests, warnings_of
+from eformer._engine.runs.claims import resumed_from
+from eformer._engine.runs.steps import is_foreign, score_name, scored_step, steps
 from eformer._engine.stores.base import read_whole, remove_files, update_file
 from eformer._engine.stores.locate import store_at
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from eformer._engine.record.policies import Keep
     from eformer._engine.runs.steps import Step
@@ -25,14 +27,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger("eformer")
 
 
-def _others(
-    store: Store, there: Sequence[Step], rules: Sequence[Keep], stay: Collection[int | None]
-) -> list[Step]:
-    """Return the steps that no rule keeps, except those in `stay`, and those that a link in the run points to. Damaged
-    ones, and links to steps that are elsewhere, neither count nor go."""
-    sound = [step for step in there if step.problem() is None and not Path(step.path).is_symlink()]
-    facts = [facts_of(step, rules) for step in sound]
-    keep = kept(facts, rules).union(stay)
+class _Named(Protocol):
+    """A step, as a run or a page has it."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+
+S = TypeVar("S", bound=_Named)
+
+
+def removable(
+    store: Store,
+    sound: Sequence[S],
+    facts: Sequence[StepFacts],
+    rules: Sequence[Keep],
+    *,
+    now: float,
+    stay: Collection[int | None] = (),
+) -> list[S]:
+    """Return the steps that no rule keeps, given the whole ones and their facts. These stay, too: the steps in `stay`,
+    the one that the run was resumed from, and those that a link in the run points to."""
+    keep = kept(facts, rules, stay={*stay, resumed_from(store)}, now=now)
     place = store.local_path()
     linked = linked_in(Path(place)) if place is not None else set()
     return [step for step in sound if step.number not in keep and step.name not in linked]
@@ -56,11 +75,32 @@ def _identities(store: Store, there: Sequence[Step]) -> dict[str, Identity]:
     return found
 
 
-def remove_others(path: str, rules: Sequence[Keep], stay: Collection[int | None] = ()) -> list[Step]:
-    """Remove the steps that no rule keeps; return them."""
+def steady_clock() -> Callable[[], float]:
+    """Return a clock that goes on from the present time, and that nobody can set."""
+    began, since = time.time(), _since_boot()
+    return lambda: began + _since_boot() - since
+
+
+def _since_boot() -> float:
+    """Return seconds, also of the time that the machine sleeps, where that is known."""
+    boot = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if boot is None else time.clock_gettime(boot)
+
+
+def remove_others(
+    path: str, rules: Sequence[Keep], stay: Collection[int | None], *, now: float, told: set[str]
+) -> list[Step]:
+    """Remove the steps that no rule keeps; return them. Damaged ones, and links to steps that are elsewhere, neither
+    count nor go. A warning that is `told` is not logged again."""
     store, there, removed = store_at(path), steps(path), []
     identities = _identities(store, there)
-    for step in _others(store, there, rules, stay):
+    sound = [step for step in there if step.problem() is None and not Path(step.path).is_symlink()]
+    facts = [facts_of(step, rules) for step in sound]
+    for kind, warning in warnings_of(facts, rules, now).items():
+        if kind not in told:
+            logger.warning("%s: %s", path, warning)
+        told.add(kind)
+    for step in removable(store, sound, facts, rules, now=now, stay=stay):
         try:
             if store.remove_checkpoint(step.name, INDEXES, identities.get(step.name)):
                 removed.append(step)
@@ -99,8 +139,9 @@ def sweep(store: Store, known: Collection[str] = ()) -> None:
 
 
 def facts_of(step: Step, rules: Sequence[Keep]) -> StepFacts:
-    """Return what the rules look at. The manifest is read only if they need it."""
+    """Return the facts that the rules look at. Times and metrics are read only if they need them."""
     if not needs_manifests(rules):
-        return StepFacts(step.number)
+        return StepFacts(step.number, is_foreign=is_foreign(step))
     saved_at = step.saved_at
-    return StepFacts(step.number, saved_at.timestamp() if saved_at else 0.0, step.metrics)
+    timestamp = saved_at.timestamp() if saved_at else 0.0
+    return StepFacts(step.number, timestamp, step.metrics, is_foreign(step))

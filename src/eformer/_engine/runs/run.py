@@ -24,7 +24,7 @@ from eformer._engine.runs.data import position_of, positions_in, set_position
 from eformer._engine.runs.metrics import numbers, taken
 from eformer._engine.runs.near import Agreed, Held, Near, NearStep, agree, own_position
 from eformer._engine.runs.outcomes import outcome_of, worst
-from eformer._engine.runs.retention import remove_others, set_aside
+from eformer._engine.runs.retention import remove_others, set_aside, steady_clock
 from eformer._engine.runs.signals import Signals
 from eformer._engine.runs.steps import RUN_METADATA, Step, facts_of_run, steps
 from eformer._engine.runs.writer import Writer
@@ -143,6 +143,8 @@ class Run:
         self._resumed_from: int | None = None
         self._last_saved: int | None = None  # in the run itself, not in the near tier
         self._last_done: int | None = None
+        self._now = steady_clock()  # for retention by time
+        self._told: set[str] = set()  # the warnings of retention that were logged
 
     def __repr__(self) -> str:
         return f"<Run at {self.path}: {self.step} steps done>"
@@ -376,6 +378,7 @@ class Run:
 
     def _go_on_from(self, found: _Found, data: Any) -> None:
         self.step = self._resumed_from = self._last_saved = found.step
+        self._writer.note_resumed(found.step)
         if data is None:
             if found.facts.get("data"):
                 logger.warning(
@@ -561,7 +564,8 @@ class Run:
     def _remove_others(self, step: int) -> None:
         if self._keep is not None:
             self._writer.check()
-            remove_others(self.path, self._keep, {step, self._resumed_from})
+            stay = {step, self._resumed_from}
+            remove_others(self.path, self._keep, stay, now=self._now(), told=self._told)
 
     def _tell(self, step: int) -> None:
         if self._on_saved:

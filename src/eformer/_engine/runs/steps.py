@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.formats.find import find, problem_of
+from eformer._engine.formats.find import FOREIGN, find, newest_step, problem_of
 from eformer._engine.formats.steps import step_number, steps_in
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.values import parse_json
@@ -158,6 +158,16 @@ def digest_of(step: Step) -> str:
     return step._found.manifest.digest
 
 
+def found_of(step: Step) -> Found:
+    """Return the checkpoint of a step, as it was found first."""
+    return step._found
+
+
+def is_foreign(step: Step) -> bool:
+    """Tell whether another program wrote a step."""
+    return step._found.manifest.format in FOREIGN
+
+
 _SCORES = ".scores.json"
 
 
@@ -187,16 +197,27 @@ def steps(path: str | os.PathLike[str]) -> tuple[Step, ...]:
         raise NotFoundError(f"{store.url} is not a directory of steps") from None
 
 
+def path_of_step(path: str | os.PathLike[str], number: int | None) -> str | os.PathLike[str]:
+    """Return the path of a step of the run at `path`; `path` itself for None."""
+    if number is None:
+        return path
+    found = next((step.path for step in steps(path) if step.number == number), None)
+    if found is None:
+        raise NotFoundError(f"{store_at(path).url} has no step {number}")
+    return found
+
+
 def latest(path: str | os.PathLike[str]) -> str | None:
-    """Return the path of the last whole step of the run at `path`; None if there is none, or no run yet.
+    """Return the path of the newest step of the run at `path`; None if there is none, or no run yet.
+
+    Raise CorruptionError if the newest step is damaged, and VersionError if a newer eformer wrote it; the message names
+    the one before. Lengths are compared, digests are not.
 
     Example:
 
         >>> checkpoint.latest("run")
         'run/step-300'
     """
-    try:
-        found = steps(path)
-    except NotFoundError:
-        return None
-    return next((step.path for step in reversed(found) if step.problem() is None), None)
+    store = store_at(path)
+    found = newest_step(store)
+    return store.path_to(found[0]) if found else None

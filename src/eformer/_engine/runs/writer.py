@@ -12,24 +12,16 @@ import jax
 import msgspec
 
 from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, last_step_in
-from eformer._engine.record.values import MALFORMED_JSON, json_decoder
+from eformer._engine.record.values import json_decoder
+from eformer._engine.runs.claims import Claim, claim_of
 from eformer._engine.runs.retention import sweep
 from eformer._engine.stores.base import read_whole, update_file
-from eformer.errors import FormatError, NotFoundError, SupersededError
+from eformer.errors import NotFoundError, SupersededError
 
 if TYPE_CHECKING:
     from eformer._engine.stores.base import Store
 
 logger = logging.getLogger("eformer")
-
-
-class _Claim(msgspec.Struct):
-    """Who writes a run: an id that no other job has, and where it runs, for people who look."""
-
-    id: str
-    host: str = ""
-    pid: int = 0
-    since: str = ""
 
 
 class Writer:
@@ -42,25 +34,52 @@ class Writer:
 
     def holder(self) -> str:
         """Return the id of the job that is the writer now; "" if there is none, or it cannot be read."""
-        try:
-            return json_decoder(_Claim).decode(read_whole(self.store, RUN_FILE)[0]).id
-        except (FileNotFoundError, NotADirectoryError, FormatError, *MALFORMED_JSON):
-            return ""
+        claim = claim_of(self.store)
+        return claim.id if claim else ""
 
     def claim(self) -> None:
         """Become the writer, if this is the first process. Remove what jobs have left that died."""
         if self.has_claimed or jax.process_index() != 0:
             return
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-        data = msgspec.json.encode(_Claim(self.id, socket.gethostname(), os.getpid(), now))
         self.store.make()
         self._refuse_checkpoint()
-        update_file(self.store, RUN_FILE, lambda _: data, sweep=True)
+        has_steps = last_step_in(self.store) is not None
+
+        def claimed(data: bytes | None) -> bytes:
+            before = Claim.from_json(data) if has_steps else None
+            resumed_from = before.resumed_from if before else None
+            return Claim(self.id, socket.gethostname(), os.getpid(), now, resumed_from).to_json()
+
+        update_file(self.store, RUN_FILE, claimed, sweep=True)
         try:
             sweep(self.store)
         except OSError as error:
             logger.warning("%s: what dead jobs have left could not be removed: %s", self.store.url, error)
         self.has_claimed = True
+
+    def note_resumed(self, step: int) -> None:
+        """Record the step that the run goes on from, if this is the first process: `prune` keeps it, as the run does.
+
+        A failure is logged. It costs nothing while the run is open.
+        """
+        if jax.process_index() != 0:
+            return
+
+        def noted(data: bytes | None) -> bytes:
+            if data is None:
+                raise FileNotFoundError(f"{RUN_FILE} is gone")
+            claim = Claim.from_json(data)
+            if claim is None or claim.id != self.id:  # another job has taken over, as the next save will say
+                return data
+            return msgspec.structs.replace(claim, resumed_from=step).to_json()
+
+        try:
+            update_file(self.store, RUN_FILE, noted)
+        except OSError as error:
+            logger.warning(
+                "%s: the step that it was resumed from could not be recorded: %s", self.store.url, error
+            )
 
     def _refuse_checkpoint(self) -> None:
         """Refuse a step as a run, which would be a run without steps."""
@@ -72,7 +91,7 @@ class Writer:
     def check(self) -> None:
         """Raise a SupersededError if another job has become the writer."""
         try:
-            claim = json_decoder(_Claim).decode(read_whole(self.store, RUN_FILE)[0])
+            claim = json_decoder(Claim).decode(read_whole(self.store, RUN_FILE)[0])
         except FileNotFoundError:
             raise NotFoundError(
                 f"{self.store.path_to(RUN_FILE)} is gone: the run was removed or moved while this job wrote it. Start "

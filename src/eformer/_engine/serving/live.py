@@ -12,16 +12,16 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.indexes import INDEXES
 from eformer._engine.formats.steps import name_of_step
-from eformer._engine.record.policies import StepFacts, kept
+from eformer._engine.record.policies import StepFacts
 from eformer._engine.record.text import printable
 from eformer._engine.reports.timeline import reasons
-from eformer._engine.runs.retention import linked_in
-from eformer._engine.runs.steps import steps
+from eformer._engine.runs.claims import resumed_from
+from eformer._engine.runs.retention import removable
+from eformer._engine.runs.steps import is_foreign, steps
 from eformer._engine.stores.locate import store_at
 from eformer.errors import EformerError, NotFoundError
 
@@ -57,6 +57,7 @@ class LiveStep:
     timestamp: float = 0.0
     why: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    is_foreign: bool = False
     problem: str | None = None
 
 
@@ -212,12 +213,12 @@ class LiveRun:
         sound = [step for step in seen if step.is_read and step.problem is None]
         if not self.rules or not sound:
             return {}
-        facts = [StepFacts(step.number, step.timestamp, step.metrics) for step in sound]
-        stay = kept(facts, self.rules)
-        place = self.store.local_path()
-        linked = linked_in(Path(place)) if place is not None else set()
-        removed = [step.name for step in sound if step.number not in stay and step.name not in linked]
-        return {"removed": frozenset(removed), "reasons": reasons(facts, self.rules)}
+        facts = [StepFacts(step.number, step.timestamp, step.metrics, step.is_foreign) for step in sound]
+        removed = removable(self.store, sound, facts, self.rules, now=time.time())
+        return {
+            "removed": frozenset(step.name for step in removed),
+            "reasons": reasons(facts, self.rules, resumed_from(self.store)),
+        }
 
     def _measure_sizes(self, names: Sequence[str]) -> None:
         if set(names) != self._news.sizes.keys():
@@ -252,6 +253,7 @@ def _read_step(step: Step, seen: LiveStep) -> LiveStep:
             timestamp=saved_at.timestamp() if saved_at else 0.0,
             why=step.why,
             metrics=dict(step.metrics),
+            is_foreign=is_foreign(step),
             problem=None,
         )
     except (EformerError, OSError) as error:  # removed or replaced meanwhile: the next look sees it

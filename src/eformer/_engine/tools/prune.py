@@ -2,48 +2,79 @@
 
 from __future__ import annotations
 
+import logging
 import os  # noqa: TC003
 import re
+import time
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from eformer._engine.formats.find import find, problem_of
 from eformer._engine.formats.indexes import INDEXES, is_removed
 from eformer._engine.formats.others import orbax
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, split_shard
-from eformer._engine.formats.steps import MARKS
+from eformer._engine.formats.steps import MARKS, STEP_NAME, step_number
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
 from eformer._engine.formats.zarr.zarray import ZARRAY
-from eformer._engine.record.policies import keep_from, kept
-from eformer._engine.record.signature import signature_name
-from eformer._engine.runs.retention import facts_of, linked_in, remove_orphaned_scores
-from eformer._engine.runs.steps import Step
+from eformer._engine.record.policies import keep_from, warnings_of
+from eformer._engine.record.signature import SIGNATURE, signature_name
+from eformer._engine.record.text import few
+from eformer._engine.runs.retention import facts_of, removable, remove_orphaned_scores
+from eformer._engine.runs.steps import Step, found_of, is_foreign
 from eformer._engine.stores.base import remove_files
 from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.ocdbt import DATABASE_MANIFEST
+from eformer._engine.stores.removal import DATABASE_MARK
 from eformer._engine.tools.verify import verify
-from eformer.errors import CorruptionError, EformerError, NotFoundError
+from eformer.errors import CorruptionError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from eformer._engine.formats.found import Found
     from eformer._engine.record.policies import Keep
     from eformer._engine.stores.base import Identity, Kind, Store
 
-_STEP = re.compile(r"(?P<before>.*?)(?P<step>\d+)(?P<after>\.(safetensors|npz|msgpack|eqx))?")
+logger = logging.getLogger("eformer")
+
+CHECKPOINTER_FILE = "metadata.json"  # of the documented Checkpointer
+
+_SAVE = "[0-9a-f]" * 16  # the id of a save, in the names of files that a later save may have replaced
+
+# Files of a checkpoint that hold no leaves, by their paths in its directory, or in that of a tree.
+_OF_EFORMER = (
+    *(
+        *MARKS,
+        f"*{INDEX_SUFFIX}",
+        SIGNATURE,
+        CHECKPOINTER_FILE,
+        ".eformer-*",
+        "*/.eformer-*",
+        f"*/{DATABASE_MARK}",
+    ),
+    *(f"*.{_SAVE}{SUFFIX}*", f"*.{_SAVE}/*"),
+)
+_OF_DATABASES = (DATABASE_MANIFEST, "d/*", "ocdbt.process_*/*", "process-*/*")
+_OF_ORBAX = ("_*", "commit_success.txt", "orbax.checkpoint", "array_metadatas/*", *_OF_DATABASES)
+_ALL_DEPTHS = 10**6
+_ZARR3 = "zarr.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
     """Describe what `prune` removed, or with `dry_run` would remove.
 
-    removed   names of the removed checkpoints
-    kept      names of the checkpoints that stay
-    left      entries that are named like a step but are not a complete checkpoint, with the reason; they stay
-    nbytes    the bytes of the removed checkpoints
+    removed       names of the removed checkpoints
+    kept          names of the checkpoints that stay
+    left          entries that are named like a step but are not counted, with the reason: they are not complete
+                  checkpoints, or another program wrote them; they stay
+    other_files   by the name of a removed checkpoint: the files in it that are not part of it, such as notes, which are
+                  removed with it
+    nbytes        the bytes of the removed checkpoints
     """
 
     directory: str
@@ -51,6 +82,7 @@ class Pruned:
     kept: tuple[str, ...]
     left: dict[str, str]
     nbytes: int
+    other_files: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict, repr=False)  # of `removed`, as were the identities
     identities: tuple[Identity, ...] = field(default=(), repr=False)
 
@@ -59,19 +91,28 @@ def prune(
     directory: str | os.PathLike[str],
     *,
     keep: int | Keep | Sequence[Keep],
+    pattern: str | None = None,
+    foreign: bool = False,
     check: bool = False,
     dry_run: bool = False,
 ) -> Pruned:
     """Delete the checkpoints in a directory that no rule keeps, and what saves that died have left there.
 
-    Checkpoints are recognized by a name that ends in the step: run-100, step_200, 300. Series with different names
-    (ema-100 beside run-100) are counted separately. Entries that cannot be read do not count and are never deleted;
-    nor are the newest of a series, and checkpoints that a symbolic link in the directory points to. In a bucket, those
-    that a reader holds or that are being saved to stay, too, and are in `left`.
+    Only directories that eformer wrote under the name of a step are removed: step-100, run-100, checkpoint_100,
+    ckpt-100, 100. Names that differ before the number (run-100 beside step-100) are series, and are counted
+    separately. Other files and directories are not looked at. Entries that cannot be read do not count and are never
+    deleted; nor are the newest of a series, the step that a run was resumed from, and checkpoints that a symbolic link
+    in the directory points to. In a bucket, those that a reader holds or that are being saved to stay, too, and are in
+    `left`.
 
     keep      how many checkpoints of each series stay, or rules as for `Run`, which are a union
+    pattern   count these names instead, files and directories: a name with one `*` for the number, such as "ema-*"
+    foreign   count checkpoints of other programs, too, such as steps of Orbax; `Keep(foreign=True)` says the same
     check     verify the checkpoints that stay first; if one is damaged, delete nothing
     dry_run   delete nothing, only return the plan
+
+    Files in a checkpoint's directory that are not part of it, such as notes, are removed with it; `other_files` of the
+    plan lists them, and so does the log before they are removed.
 
     Example:
 
@@ -80,35 +121,93 @@ def prune(
         >>> prune("run", keep=2, check=True).kept
         ('step-200', 'step-300')
         >>> prune("run", keep=[Keep(last=2), Keep(every=1000), Keep(best=3, by="eval.loss")])
+        >>> prune("run", keep=2, pattern="step-*")
     """
-    plan = plan_removal(directory, keep)
+    plan = plan_removal(directory, keep, pattern=pattern, foreign=foreign)
     if check:
         _require_sound(plan)
-    return plan if dry_run else remove(plan)
+    if dry_run:
+        return plan
+    for name, files in plan.other_files.items():
+        logger.warning(
+            "%s/%s is removed with files that are not part of it: %s", plan.directory, name, few(files)
+        )
+    return remove(plan)
 
 
-def plan_removal(directory: str | os.PathLike[str], keep: int | Keep | Sequence[Keep]) -> Pruned:
+def plan_removal(
+    directory: str | os.PathLike[str],
+    keep: int | Keep | Sequence[Keep],
+    *,
+    pattern: str | None = None,
+    foreign: bool = False,
+) -> Pruned:
     """Decide which checkpoints to delete, and remember which files and directories they are."""
     if isinstance(keep, int) and keep < 1:
         raise ValueError(f"keep={keep}: at least one checkpoint must stay")
     if not (rules := keep_from(keep)):
         raise ValueError(f"keep={keep!r}: no rule says which checkpoints stay")
+    names = _Names.of(pattern)
     store = store_at(directory)
     if not store.is_there():
         raise NotFoundError(f"{store.url} is not a directory")
     _refuse_checkpoint(store)
-    series, left = _series(store)
-    place = store.local_path()
-    linked = linked_in(place) if place is not None else set()
-    others = {step.name for one in series for step in _others(one, rules)} - linked
-    names = [step.name for one in series for step in one]
-    removed, stay = [n for n in names if n in others], [n for n in names if n not in others]
-    if not names:
-        raise NotFoundError(f"{store.url} has no checkpoints named by their steps, such as run-100")
-    identities = {name: found for name in removed if (found := _identity(store, name)) is not None}
+    series, left = _series(store, names, foreign=foreign or any(rule.foreign for rule in rules))
+    if not series:
+        raise _nothing_to_prune(store, names, left)
+    rules = tuple(replace(rule, foreign=True) for rule in rules)  # the rest is in `left`
+    others = {step.name: step for one in series for step in _others(store, one, rules)}
+    found = [step.name for one in series for step in one]
+    removed, stay = [n for n in found if n in others], [n for n in found if n not in others]
+    identities = {name: known for name in removed if (known := _identity(store, name)) is not None}
     sizes = store.usage([*identities])
     return Pruned(
-        store.url, (*identities,), (*stay,), left, sum(sizes.values()), sizes, (*identities.values(),)
+        store.url,
+        (*identities,),
+        (*stay,),
+        left,
+        sum(sizes.values()),
+        {name: files for name in identities if (files := _other_files(others[name]))},
+        sizes,
+        (*identities.values(),),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The names that count as steps: those of directories that hold steps, or those of a pattern."""
+
+    pattern: str | None
+    expression: re.Pattern[str]
+
+    @classmethod
+    def of(cls, pattern: str | None) -> _Names:
+        if pattern is None:
+            return cls(None, STEP_NAME)
+        before, star, after = pattern.partition("*")
+        if not star or "*" in after or "/" in pattern or not (before or after).strip():
+            raise ValueError(
+                f"pattern={pattern!r}: expected a name with one *, which stands for the number, such as 'ema-*'"
+            )
+        return cls(
+            pattern, re.compile(rf"(?P<before>{re.escape(before)})(?P<number>\d{{1,18}}){re.escape(after)}")
+        )
+
+    def match(self, name: str, kind: Kind) -> re.Match[str] | None:
+        """Match the name of an entry that may be a step."""
+        is_shard = split_shard(name.removesuffix(SUFFIX)) is not None
+        if is_shard or name.startswith(".") or (self.pattern is None and kind != "directory"):
+            return None
+        return self.expression.fullmatch(name)
+
+
+def _nothing_to_prune(store: Store, names: _Names, left: Mapping[str, str]) -> NotFoundError:
+    found = f"; found {few([f'{name}: {why}' for name, why in left.items()])}" if left else ""
+    if names.pattern is not None:
+        return NotFoundError(f"{store.url} has no checkpoints called {names.pattern}{found}")
+    advice = "" if left else "; pattern= counts other names, such as 'ema-*'"
+    return NotFoundError(
+        f"{store.url} has no checkpoints named by their steps, such as step-100{found}{advice}"
     )
 
 
@@ -120,10 +219,47 @@ def _identity(store: Store, name: str) -> Identity | None:
         return None
 
 
-def _others(series: Sequence[Step], rules: Sequence[Keep]) -> list[Step]:
+def _others(store: Store, series: Sequence[Step], rules: Sequence[Keep]) -> list[Step]:
     """Return the steps that no rule keeps."""
-    stay = kept([facts_of(step, rules) for step in series], rules)
-    return [step for step in series if step.number not in stay]
+    now, facts = time.time(), [facts_of(step, rules) for step in series]
+    for warning in warnings_of(facts, rules, now).values():
+        logger.warning("%s: %s", store.url, warning)
+    return removable(store, series, facts, rules, now=now)
+
+
+def _other_files(step: Step) -> tuple[str, ...]:
+    """List the files in the directory of a checkpoint that are not part of it."""
+    found = found_of(step)
+    try:
+        there = store_at(step.path).sizes("", _ALL_DEPTHS)
+    except (FileNotFoundError, NotADirectoryError):  # removed meanwhile, or a file
+        return ()
+    is_of_orbax = found.manifest.format == orbax.FORMAT
+    part = _files_of_orbax(there) if is_of_orbax else _files_of(found, there)
+    return tuple(sorted(there.keys() - part))
+
+
+def _files_of(found: Found, there: Collection[str]) -> set[str]:
+    """Return the files of a checkpoint: those that hold leaves, and those that say where."""
+    trees = found.trees.values()
+    known = {tree.path_of(number) for tree in trees for number in range(len(tree.files))}
+    databases = [f"{tree.root}/{name}" for tree in trees if tree.is_database for name in _OF_DATABASES]
+    return known | {path for path in there if _matches(path, (*_OF_EFORMER, *databases))}
+
+
+def _files_of_orbax(there: Collection[str]) -> set[str]:
+    """Return the files of a checkpoint of Orbax by their names, in its directory or in that of an item. Its trees are
+    not asked for, which would copy them from a bucket."""
+    arrays = {path.rpartition("/")[0] for path in there if path.endswith((f"/{ZARRAY}", f"/{_ZARR3}"))}
+    of_arrays = {path for path in there if any(str(outer) in arrays for outer in PurePosixPath(path).parents)}
+    named = {
+        path for path in there if _matches(path, _OF_ORBAX) or _matches(path.partition("/")[2], _OF_ORBAX)
+    }
+    return of_arrays | named
+
+
+def _matches(path: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(path, pattern) for pattern in patterns)
 
 
 def remove(plan: Pruned) -> Pruned:
@@ -153,7 +289,7 @@ def _sweep(store: Store, removed: Collection[str], known: Collection[str]) -> No
     the scores of steps that have gone."""
     store.sweep("", INDEXES)
     for name, kind in store.kinds().items():
-        if kind == "directory" and name not in known and not name.startswith(".") and _STEP.fullmatch(name):
+        if kind == "directory" and name not in known and step_number(name) is not None:
             store.sweep(name, INDEXES)
     remove_orphaned_scores(store, removed)
 
@@ -168,36 +304,36 @@ def _refuse_checkpoint(store: Store) -> None:
         )
 
 
-def _series(store: Store) -> tuple[list[list[Step]], dict[str, str]]:
+def _series(store: Store, names: _Names, *, foreign: bool) -> tuple[list[list[Step]], dict[str, str]]:
     """List complete checkpoints by series, in order of their steps; and the names of other entries with the reason."""
-    steps: dict[tuple[str, str], list[Step]] = defaultdict(list)
+    found: dict[str, list[Step]] = defaultdict(list)
     left: dict[str, str] = {}
     for name, kind in store.kinds().items():
-        match = _STEP.fullmatch(name)
-        is_shard = split_shard(name.removesuffix(SUFFIX)) is not None
-        if not match or is_shard or name.startswith(".") or Path(store.path_to(name)).is_symlink():
+        match = names.match(name, kind)
+        if not match or Path(store.path_to(name)).is_symlink():
             continue
         if kind == "directory" and is_removed(store, name):
             continue
-        if problem := _problem(store, name, kind):
-            left[name] = problem
+        step = Step(int(match["number"]), store.path_to(name))
+        if problem := _problem(store, step, kind):
+            left[name] = f"it is not a complete checkpoint: {problem}"
+        elif is_foreign(step) and not foreign:
+            by = found_of(step).manifest.format
+            left[name] = f"another program wrote it ({by}); foreign=True counts and removes such steps, too"
         else:
-            step = Step(int(match["step"]), store.path_to(name))
-            steps[match["before"], match["after"] or ""].append(step)
-    return [sorted(found, key=lambda step: (step.number, step.name)) for found in steps.values()], left
+            found[match["before"] or ""].append(step)
+    return [sorted(series, key=lambda step: (step.number, step.name)) for series in found.values()], left
 
 
-def _problem(store: Store, name: str, kind: Kind) -> str | None:
+def _problem(store: Store, step: Step, kind: Kind) -> str | None:
     """Say why this is not a complete checkpoint, or return None. Digests are not checked."""
-    try:
-        if kind == "directory" and store.exists(f"{name}/{ZARRAY}"):
-            return "it is a single array"
-        found = find(store.path_to(name))
-        if found.manifest.format == ARRAYS and not store.exists(f"{name}/{INDEX}"):
-            return "it contains arrays without an index, and perhaps other data"
-        return problem_of(found)
-    except (EformerError, OSError) as error:
-        return str(error)
+    if kind == "directory" and store.exists(f"{step.name}/{ZARRAY}"):
+        return "it is a single array"
+    if problem := step.problem():
+        return problem
+    if found_of(step).manifest.format == ARRAYS and not store.exists(f"{step.name}/{INDEX}"):
+        return "it contains arrays without an index, and perhaps other data"
+    return None
 
 
 def _require_sound(plan: Pruned) -> None:

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING
 
 from eformer._engine.formats.find import ReplacedError, reread, signed_place, signer_of, was_replaced
 from eformer._engine.formats.process_records import unreadable
+from eformer._engine.formats.steps import is_run, steps_in
 from eformer._engine.loading.fetch import check
 from eformer._engine.loading.read_plan import Want
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.record.text import count, few, glance
+from eformer._engine.runs.steps import path_of_step, steps
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
-from eformer._engine.stores.locate import locate
+from eformer._engine.stores.locate import locate, store_at
 from eformer._engine.stores.signed import look_at_signed
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import metered
-from eformer.errors import Damage, EformerError, FormatError
+from eformer.errors import Damage, EformerError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
     import os
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.formats.found import Found
     from eformer._engine.record.manifest import Extent, TreeEntry
+    from eformer._engine.runs.steps import Step
     from eformer._engine.stores.base import Files
     from eformer._engine.stores.keys import Key, PublicKey
     from eformer._engine.stores.signed import SignedStore
@@ -42,6 +45,7 @@ class Report:
     left_out        files of the directory that are not read and may hold leaves
     is_signed       whether there is a signature, which is checked only with a key
     signed_by       the id of the key whose signature was checked; what differs from it is in `damages`
+    steps           of a run: the report of each step. The counts are then sums, and the damages have paths from the run
     ok              whether nothing is damaged and nothing left out
     """
 
@@ -55,6 +59,7 @@ class Report:
     left_out: tuple[str, ...] = ()
     is_signed: bool = False
     signed_by: str | None = None
+    steps: tuple[Report, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -65,6 +70,8 @@ class Report:
         return glance(str(self))
 
     def __str__(self) -> str:
+        if self.steps:
+            return "\n".join(map(str, self.steps))
         if not self.left_out:
             return self._checked
         left_out = (
@@ -92,7 +99,13 @@ class Report:
         return "; it is signed, which was not checked without a key" if self.is_signed else ""
 
 
-def verify(path: str | os.PathLike[str], *, key: Key | None = None, progress: Progress = None) -> Report:
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    key: Key | None = None,
+    progress: Progress = None,
+) -> Report:
     """Check every leaf of every tree at `path`, and the headers of the files, against their digests; and that the
     indexes for other readers, and the marks of databases, are those of the manifest.
 
@@ -100,9 +113,12 @@ def verify(path: str | os.PathLike[str], *, key: Key | None = None, progress: Pr
     that are not read and may hold leaves are reported as left out. `progress` is True for a progress bar, or a
     function of the bytes read and the total.
 
+    The path of a run checks all of its steps; `step` checks one of them. A step that cannot be read at all is a damage
+    then. `Report.steps` has the report of each step.
+
     `key` is a public key: the path of a PEM file, or its content. Every byte of every file is then compared with what
     its owner has signed, too; files that were added or removed since are damages. A checkpoint that is not signed, or
-    by another key, raises SignatureError.
+    by another key, raises SignatureError; in a run it is a damage.
 
     Example:
 
@@ -111,11 +127,66 @@ def verify(path: str | os.PathLike[str], *, key: Key | None = None, progress: Pr
         True
         >>> print(report)
         run/step-100: 3 leaves, 384 bytes: every digest matches
+        >>> [each.path for each in verify("run").steps]
+        ['run/step-100', 'run/step-200', 'run/step-300']
     """
+    path = path_of_step(path, step)
+    signed_by = None if key is None else public_key(key)
     with caching(False):  # it is the checkpoint that has to be checked
-        if key is None:
-            return reread(path, lambda found: _report(found, progress))
-        return _verify_signed(path, public_key(key), progress)
+        if step is None and is_run(store_at(path)):
+            return _verify_run(path, signed_by, progress)
+        return _verify_one(path, signed_by, progress)
+
+
+def _verify_one(path: str | os.PathLike[str], key: PublicKey | None, progress: Progress) -> Report:
+    if key is None:
+        return reread(path, lambda found: _report(found, progress))
+    return _verify_signed(path, key, progress)
+
+
+def _verify_run(path: str | os.PathLike[str], key: PublicKey | None, progress: Progress) -> Report:
+    """Check the steps of a run, one after the other. Leave out steps that are removed meanwhile."""
+    reports: list[Report] = []
+    while not reports:
+        if not (there := steps(path)):
+            raise NotFoundError(f"{store_at(path).url} has no steps any more: they were removed meanwhile")
+        reports = [report for step in there if (report := _verify_step(step, key, progress)) is not None]
+    return Report(
+        path=store_at(path).url,
+        trees=sum(report.trees for report in reports),
+        leaves=sum(report.leaves for report in reports),
+        nbytes=sum(report.nbytes for report in reports),
+        has_digests=all(report.has_digests for report in reports),
+        damages=tuple(_in_run(report, damage) for report in reports for damage in report.damages),
+        has_checksums=all(report.has_checksums for report in reports),
+        left_out=tuple(f"{_name(report)}/{name}" for report in reports for name in report.left_out),
+        is_signed=all(report.is_signed for report in reports),
+        signed_by=None if key is None else key.id,
+        steps=tuple(reports),
+    )
+
+
+def _verify_step(step: Step, key: PublicKey | None, progress: Progress) -> Report | None:
+    """Check a step of a run; None if it is not there any more."""
+    try:
+        report = _verify_one(step.path, key, progress)
+    except (EformerError, OSError) as error:
+        damage = Damage("", "", 0, 0, f"cannot be read: {error}")
+        report = Report(step.path, 0, 0, 0, False, (damage,))
+    return None if report.damages and _is_gone(step) else report
+
+
+def _is_gone(step: Step) -> bool:
+    store, name = store_at(step.path).parent()
+    return step.number not in {number for number, there in steps_in(store) if there == name}
+
+
+def _in_run(report: Report, damage: Damage) -> Damage:
+    return replace(damage, file=f"{_name(report)}/{damage.file}".rstrip("/"))
+
+
+def _name(report: Report) -> str:
+    return report.path.rpartition("/")[2]
 
 
 def _verify_signed(path: str | os.PathLike[str], key: PublicKey, progress: Progress) -> Report:

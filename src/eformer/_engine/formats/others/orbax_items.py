@@ -99,10 +99,11 @@ def holds_documents(path: Path) -> bool:
     """Tell whether a directory holds items of JSON and nothing else. Orbax before 0.5.20 left no mark there."""
     store = LocalStore(path)
     kinds = store.kinds()
-    return bool(kinds) and all(
-        kind == "directory" and set(store.kinds(name)) - {COMMITTED} == {JSON_FILE}
-        for name, kind in kinds.items()
-    )
+    if not kinds or any(
+        kind != "directory" for kind in kinds.values()
+    ):  # scratch of a run is not entered: it may go
+        return False
+    return all(set(store.kinds(name)) - {COMMITTED} == {JSON_FILE} for name in kinds)
 
 
 def steps_in(directory: Path, names: Sequence[str]) -> list[str]:
