@@ -13,10 +13,18 @@ import msgspec
 from eformer._engine.formats.find import find
 from eformer._engine.formats.safetensors.header import open_header
 from eformer._engine.formats.safetensors.layout import plan_extents
-from eformer._engine.formats.safetensors.names import own_name, region_name, save_of, tensor_names
+from eformer._engine.formats.safetensors.names import (
+    PRIVATE,
+    own_name,
+    region_name,
+    save_of,
+    tensor_names,
+)
 from eformer._engine.record.digests import DIGEST_DIGITS, xxh3_128
 from eformer._engine.record.names import readable
 from eformer._engine.record.regions import Region
+from eformer._engine.record.text import few
+from eformer._engine.saving.recheck import find_damaged, places_of
 from eformer._engine.saving.staging import released
 from eformer._engine.saving.write import digests_of
 from eformer._engine.tasks.pool import run_all
@@ -28,7 +36,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry
     from eformer._engine.record.planned import PlannedExtent, PlannedFile, Source
     from eformer._engine.saving.staging import Staging
-    from eformer._engine.stores.base import Store, Upload
+    from eformer._engine.stores.base import Entry, Store, Upload
 
 logger = logging.getLogger("eformer")
 
@@ -129,13 +137,16 @@ def keep_files(
     staging: Staging,
     threads: int,
     barred: Container[str] = (),
+    *,
+    whole: bool = False,
 ) -> tuple[Kept, list[list[Source]]]:
     """Link the safetensors files that hold unchanged leaves. Return them, and the leaves that have to be written in two
     groups, unchanged and changed, so that the next save can keep the files of the former as a whole.
 
-    A file is kept if at least half of it is still needed, and its tensors are called as this save would call them.
-    Leaves in it that are not part of the tree any more keep their room; because other readers take all that a file
-    holds, it is hidden from them. Names and saves that are `barred` are not used again.
+    A file is kept if at least half of it is still needed, its tensors are called as this save would call them, and its
+    bytes are sound. Leaves in it that are not part of the tree any more keep their room; because other readers take all
+    that a file holds, it is hidden from them. With `whole`, a file with such leaves is not kept. Names and saves that
+    are `barred` are not used again.
     """
     kept, tree = Kept(), earlier.tree
     tensors = tensor_names(source.name for source in sources)
@@ -148,17 +159,20 @@ def keep_files(
             called[extent.file].add(
                 region_name(tensors[leaf], Region(*extent.region) if extent.region else None)
             )
-    outdated = {
-        extent.file for name, entry in tree.leaves.items() if name not in same for extent in entry.extents
+    wanted = [
+        number
+        for number, nbytes in needed.most_common(_MOST_KEPT)
+        if 2 * nbytes >= tree.files[number].nbytes - tree.files[number].header_nbytes
+    ]
+    looked = {
+        n: file for n in wanted if (file := _look(earlier, tree.files[n], called[n], barred, whole=whole))
     }
+    damaged = _report_damaged(earlier, {n: file.entry for n, file in looked.items()}, same, threads)
     numbers: dict[int, int] = {}
-    for number, nbytes in needed.most_common(_MOST_KEPT):
-        file = tree.files[number]
-        if 2 * nbytes < file.nbytes - file.header_nbytes:
-            continue
-        if name := _link_file(earlier, file, called[number], upload, barred, is_outdated=number in outdated):
+    for number, file in looked.items():
+        if number not in damaged and upload.link(file.name, earlier.store, file.entry):
             numbers[number] = len(kept.files)
-            kept.files.append(msgspec.structs.replace(file, name=name))
+            kept.files.append(msgspec.structs.replace(tree.files[number], name=file.name))
     for source in sources:
         extents = same.get(source.name, [])
         if extents and all(extent.file in numbers for extent in extents):
@@ -168,16 +182,18 @@ def keep_files(
     return kept, [[s for s in left if s.name in same], [s for s in left if s.name not in same]]
 
 
-def _link_file(
-    earlier: Earlier,
-    file: DataFile,
-    tensors: set[str],
-    upload: Upload,
-    barred: Container[str],
-    *,
-    is_outdated: bool,
-) -> str | None:
-    """Link a file that holds these tensors. Return the name that it has now, and is to have in the end."""
+@dataclass(frozen=True, slots=True)
+class _Linkable:
+    """A file of an earlier checkpoint as it was seen, and the name that it is to have."""
+
+    entry: Entry
+    name: str
+
+
+def _look(
+    earlier: Earlier, file: DataFile, tensors: set[str], barred: Container[str], *, whole: bool
+) -> _Linkable | None:
+    """Look at a file that holds these tensors; None if it cannot be kept. With `whole`, it may hold no others."""
     try:
         opened = open_header(earlier.store, file.name)
         header, entry = earlier.store.read(file.name, 0, opened.header.start)
@@ -191,10 +207,30 @@ def _link_file(
     except (OSError, FormatError) as error:
         logger.warning("reuse: cannot link %s, writing it again: %s", earlier.store.path_to(file.name), error)
         return None
-    name = own_name(file.name, save_id, is_private=is_outdated)
-    if save_id in barred or name in barred:
-        return None
-    return name if upload.link(name, earlier.store, entry) else None
+    has_more = bool(opened.header.tensors.keys() - tensors)
+    name = own_name(file.name, save_id, is_private=has_more or (file.name.endswith(PRIVATE) and not whole))
+    is_barred = save_id in barred or name in barred
+    return None if is_barred or (whole and has_more) else _Linkable(entry, name)
+
+
+def _report_damaged(
+    earlier: Earlier,
+    entries: Mapping[int, Entry],
+    leaves: Mapping[str, Sequence[Extent]],
+    threads: int,
+) -> Container[int]:
+    """Check files that are about to be linked. Log which are damaged, and which checkpoints share them."""
+    damages = find_damaged(earlier.store, earlier.tree, entries, leaves, threads)
+    for number, problem in damages.items():
+        entry = entries[number]
+        logger.error(
+            "reuse: %s is damaged, and its leaves are written anew: %s. Checkpoints with the same file are damaged, "
+            "too: %s. Remove them, or restore the file from a copy",
+            earlier.store.path_to(entry.name),
+            problem,
+            few(places_of(earlier.store, entry)),
+        )
+    return damages
 
 
 def apart(sources: Sequence[Source]) -> list[list[Source]]:
@@ -224,10 +260,16 @@ def keep_chunks(
         for planned_extent in file.extents:
             chunks.setdefault(planned_extent.source.name, []).append(file)
     planned = {name: [file.extents[0] for file in some] for name, some in chunks.items()}
+    same = earlier.unchanged(planned, staging, threads)
+    entries = {e.file: entry for extents in same.values() for e in extents if (entry := _chunk(earlier, e))}
+    damaged = _report_damaged(earlier, entries, same, threads)
     nbytes = 0
-    for name, extents in earlier.unchanged(planned, staging, threads).items():
+    for name, extents in same.items():
         for file, extent in zip(chunks[name], extents, strict=True):
-            file.is_there = _link_chunk(earlier, extent, file, upload)
+            entry = entries.get(extent.file)
+            if entry is None or entry.nbytes != file.nbytes or extent.file in damaged:
+                continue
+            file.is_there = upload.link(file.name, earlier.store, entry)
             if not file.is_there:
                 return nbytes  # the next one will not be linked either
             nbytes += extent.nbytes
@@ -235,13 +277,14 @@ def keep_chunks(
     return nbytes
 
 
-def _link_chunk(earlier: Earlier, extent: Extent, file: PlannedFile, upload: Upload) -> bool:
+def _chunk(earlier: Earlier, extent: Extent) -> Entry | None:
+    """Look at the file of a chunk; None if it cannot be linked."""
     path = earlier.tree.path_of(extent.file)
     try:
         _, entry = earlier.store.read(path, 0, 0)
-        if earlier.tree.files[extent.file].nbytes != file.nbytes or entry.nbytes != file.nbytes:
+        if entry.nbytes != earlier.tree.files[extent.file].nbytes:
             raise FormatError("it has another length")
     except (OSError, FormatError) as error:
         logger.warning("reuse: cannot link %s, writing it again: %s", earlier.store.path_to(path), error)
-        return False
-    return upload.link(file.name, earlier.store, entry)
+        return None
+    return entry
