@@ -60,7 +60,6 @@ class Save:
     late            returns more metadata, as JSON, when the save is committed, given the `part` of every process
     part            what this process adds to the metadata, such as its place in the data
     fence           is called right before the commit: if it raises, nothing is committed
-    in_background   the caller goes on meanwhile
     compared        what several processes compare with each other
     before          is set when the save is over whose leaves this one may use again
     whole_files     use a file again only if all leaves in it are unchanged, so that other programs can open it
@@ -83,7 +82,6 @@ class Save:
     late: Callable[[Sequence[bytes]], Mapping[str, Any]] | None = None
     part: bytes = b""
     fence: Callable[[], None] | None = None
-    in_background: bool = False
 
     @property
     def threads(self) -> int:
@@ -147,7 +145,6 @@ def write_tree(team: Team, meter: Meter) -> Receipt:
         threads=save.threads,
         meter=meter,
         header=header,
-        in_background=save.in_background,
     )
     if team.is_several:
         receipt = receipt_of_several(files, team.format, upload, sha256, team.numbers)

@@ -153,7 +153,7 @@ def start(
         remember(path, options.store_options)
         tree = first(tree) if first else tree
         save = _prepare(tree, path, prefix, format, metadata, options, hosts, detach)
-        return dataclasses.replace(save, has_index=write_index, overwrite=overwrite, in_background=detach)
+        return dataclasses.replace(save, has_index=write_index, overwrite=overwrite)
 
 
 def _prepare(
