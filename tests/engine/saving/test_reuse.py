@@ -17,10 +17,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
+from eformer._engine.saving import recheck
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
-from eformer._engine.stores.medium import Medium
+from eformer._engine.stores.medium import Medium, medium
 from eformer.checkpoint import SaveOptions, load, save, save_async
 from eformer.errors import NotFoundError
 from support.damage import flip
@@ -489,3 +490,18 @@ def test_leaves_without_elements_do_not_keep_a_file_from_being_linked(tmp_path, 
             run.wait()
             assert (written.since() < 30_000) == (step > 1)
     check(tmp_path / "step-3", with_empty(3))
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_checked_is_not_called_damaged(
+    tmp_path, kind, monkeypatch, caplog
+):
+    def removed(*how):
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+        return medium(*how)
+
+    save(tree(0), tmp_path / "a")
+    monkeypatch.setattr(recheck, "medium", removed)
+    save(tree(1), tmp_path / "b", options=SaveOptions(reuse=tmp_path / "a"))
+    check(tmp_path / "b", tree(1))
+    assert "writing it again: it was removed" in caplog.text
+    assert "damaged" not in caplog.text

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Entry, Store
     from eformer._engine.stores.medium import Medium
 
+GONE = ""
 _TRUSTED_SECONDS = 600.0
 _READ_BYTES = 4 * 2**20  # one read
 _TASK_BYTES = 64 * 2**20  # reads that share an open file and its memory
@@ -57,7 +58,8 @@ def find_damaged(
     leaves: Mapping[str, Sequence[Extent]],
     threads: int,
 ) -> dict[int, str]:
-    """Read these files of a tree as far as they hold the leaves. Return the damage of each damaged file.
+    """Read these files of a tree as far as they hold the leaves. Return the damage of each damaged file; GONE for a
+    file that was removed meanwhile.
 
     Objects of a bucket are not read: the server checks its copies, and a step has objects of its own.
     """
@@ -139,6 +141,8 @@ def _check(place: Path, name: str, pieces: Sequence[Stored], report: Callable[[s
         with medium(place, name, max(read[-1].end - read[0].offset for read in reads)) as file:
             for read in reads:
                 _compare(file, read)
+    except FileNotFoundError:
+        report(GONE)
     except (OSError, FormatError) as error:
         report(str(error))
 
@@ -158,11 +162,12 @@ def _compare(file: Medium, pieces: Sequence[Stored]) -> None:
 def places_of(store: Store, entry: Entry) -> list[str]:
     """List the directories beside this one, and itself, that have the same file, as the steps of a run do."""
     around, _ = store.parent()
-    content, found = content_of(entry.version), []
-    for name, kind in around.kinds().items():
-        if kind == "directory" and not name.startswith(".") and _has(around, name, entry, content):
-            found.append(name)
-    return found
+    content = content_of(entry.version)
+    with suppress(OSError):  # the directory may be entered, but not listed
+        kinds = around.kinds().items()
+        names = [name for name, kind in kinds if kind == "directory" and not name.startswith(".")]
+        return [name for name in names if _has(around, name, entry, content)]
+    return []
 
 
 def _has(around: Store, directory: str, entry: Entry, content: str) -> bool:

@@ -24,7 +24,7 @@ from eformer._engine.record.digests import DIGEST_DIGITS, xxh3_128
 from eformer._engine.record.names import readable
 from eformer._engine.record.regions import Region
 from eformer._engine.record.text import few
-from eformer._engine.saving.recheck import find_damaged, places_of
+from eformer._engine.saving.recheck import GONE, find_damaged, places_of
 from eformer._engine.saving.staging import released
 from eformer._engine.saving.write import digests_of
 from eformer._engine.tasks.pool import run_all
@@ -152,25 +152,11 @@ def keep_files(
     tensors = tensor_names(source.name for source in sources)
     planned = {source.name: list(plan_extents(source, tree.block)) for source in sources}
     same = earlier.unchanged(planned, staging, threads)
-    needed, called = Counter[int](), defaultdict[int, set[str]](set)
-    for leaf, extents in same.items():
-        for extent in extents:
-            needed[extent.file] += extent.nbytes
-            called[extent.file].add(
-                region_name(tensors[leaf], Region(*extent.region) if extent.region else None)
-            )
-    wanted = [
-        number
-        for number, nbytes in needed.most_common(_MOST_KEPT)
-        if 2 * nbytes >= tree.files[number].nbytes - tree.files[number].header_nbytes
-    ]
-    looked = {
-        n: file for n in wanted if (file := _look(earlier, tree.files[n], called[n], barred, whole=whole))
-    }
-    damaged = _report_damaged(earlier, {n: file.entry for n, file in looked.items()}, same, threads)
+    files = _linkable_files(earlier, same, tensors, barred, whole=whole)
+    unfit = _unfit(earlier, {number: file.entry for number, file in files.items()}, same, threads)
     numbers: dict[int, int] = {}
-    for number, file in looked.items():
-        if number not in damaged and upload.link(file.name, earlier.store, file.entry):
+    for number, file in files.items():
+        if number not in unfit and upload.link(file.name, earlier.store, file.entry):
             numbers[number] = len(kept.files)
             kept.files.append(msgspec.structs.replace(tree.files[number], name=file.name))
     for source in sources:
@@ -188,6 +174,32 @@ class _Linkable:
 
     entry: Entry
     name: str
+
+
+def _linkable_files(
+    earlier: Earlier,
+    same: Mapping[str, Sequence[Extent]],
+    tensors: Mapping[str, str],
+    barred: Container[str],
+    *,
+    whole: bool,
+) -> dict[int, _Linkable]:
+    """Choose files for the leaves that are the `same`, the largest first."""
+    needed, called = Counter[int](), defaultdict[int, set[str]](set)
+    for leaf, extents in same.items():
+        for extent in extents:
+            needed[extent.file] += extent.nbytes
+            called[extent.file].add(
+                region_name(tensors[leaf], Region(*extent.region) if extent.region else None)
+            )
+    found = {}
+    for number, nbytes in needed.most_common(_MOST_KEPT):
+        file = earlier.tree.files[number]
+        if 2 * nbytes < file.nbytes - file.header_nbytes:
+            continue
+        if linkable := _look(earlier, file, called[number], barred, whole=whole):
+            found[number] = linkable
+    return found
 
 
 def _look(
@@ -213,22 +225,25 @@ def _look(
     return None if is_barred or (whole and has_more) else _Linkable(entry, name)
 
 
-def _report_damaged(
+def _unfit(
     earlier: Earlier,
     entries: Mapping[int, Entry],
     leaves: Mapping[str, Sequence[Extent]],
     threads: int,
 ) -> Container[int]:
-    """Check files that are about to be linked. Log which are damaged, and which checkpoints share them."""
+    """Check files that are about to be linked. Return the damaged ones; log the checkpoints that share them."""
     damages = find_damaged(earlier.store, earlier.tree, entries, leaves, threads)
     for number, problem in damages.items():
-        entry = entries[number]
+        path = earlier.store.path_to(entries[number].name)
+        if problem == GONE:
+            logger.warning("reuse: cannot link %s, writing it again: it was removed", path)
+            continue
         logger.error(
             "reuse: %s is damaged, and its leaves are written anew: %s. Checkpoints with the same file are damaged, "
             "too: %s. Remove them, or restore the file from a copy",
-            earlier.store.path_to(entry.name),
+            path,
             problem,
-            few(places_of(earlier.store, entry)),
+            few(places_of(earlier.store, entries[number])),
         )
     return damages
 
@@ -262,12 +277,12 @@ def keep_chunks(
     planned = {name: [file.extents[0] for file in some] for name, some in chunks.items()}
     same = earlier.unchanged(planned, staging, threads)
     entries = {e.file: entry for extents in same.values() for e in extents if (entry := _chunk(earlier, e))}
-    damaged = _report_damaged(earlier, entries, same, threads)
+    unfit = _unfit(earlier, entries, same, threads)
     nbytes = 0
     for name, extents in same.items():
         for file, extent in zip(chunks[name], extents, strict=True):
             entry = entries.get(extent.file)
-            if entry is None or entry.nbytes != file.nbytes or extent.file in damaged:
+            if entry is None or entry.nbytes != file.nbytes or extent.file in unfit:
                 continue
             file.is_there = upload.link(file.name, earlier.store, entry)
             if not file.is_there:
