@@ -256,6 +256,18 @@ def test_steps_with_unchanged_leaves_are_open_to_other_readers(tmp_path):
     assert frozen_file(tmp_path, 2).stat().st_ino == frozen_file(tmp_path, 4).stat().st_ino
 
 
+def test_a_run_that_goes_on_from_hidden_files_writes_open_ones(tmp_path):
+    checkpoint.save(with_frozen(1), tmp_path / "step-1")
+    checkpoint.save(with_frozen(2), tmp_path / "step-2", options={"reuse": tmp_path / "step-1"})
+    assert list((tmp_path / "step-2").glob("*.private"))
+    save_steps(tmp_path, (3, 4))
+    for step in (3, 4):
+        assert_same(checkpoint.load(tmp_path / f"step-{step}"), with_frozen(step))
+        assert (
+            opened_by_others(tmp_path / f"step-{step}").keys() == opened_by_others(tmp_path / "step-1").keys()
+        )
+
+
 def test_files_that_hold_all_of_a_frozen_part_are_linked_from_the_first_step_on(tmp_path):
     def tree(step):
         return {"frozen": {"w": np.zeros(2**16, np.float32)}, "head": {"w": np.full(8, step, np.float32)}}
