@@ -61,7 +61,7 @@ def find_damaged(
     """Read these files of a tree as far as they hold the leaves. Return the damage of each damaged file; GONE for a
     file that was removed meanwhile.
 
-    Objects of a bucket are not read: the server checks its copies, and a step has objects of its own.
+    Objects of a bucket are not read: the server checks them when it copies them, and a step has objects of its own.
     """
     place = store.local_path()
     if place is None:
