@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from eformer.checkpoint import SaveOptions, load, save, verify
+from eformer.checkpoint import Run, SaveOptions, load, save, verify
 
 LLAMA = LlamaConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=60
@@ -91,6 +91,18 @@ def test_of_files_that_are_used_again_in_part_transformers_finds_nothing_rather_
         AutoModelForCausalLM.from_pretrained(path)
     save(weights(model), path)
     check(path, model)
+
+
+def test_every_step_of_a_run_opens_whichever_leaves_have_changed(model, tmp_path):
+    parameters = [name for name, _ in model.named_parameters()]
+    with Run(tmp_path, every=1) as run:
+        for step, changed in enumerate([[], [last(model)], [last(model)], parameters[:1], parameters, []], 1):
+            if changed:
+                train(model, *changed)
+            run.after(step, weights(model))
+            run.wait()
+            model.config.save_pretrained(tmp_path / f"step-{step}")
+            check(tmp_path / f"step-{step}", model)
 
 
 def test_a_model_on_devices_of_jax_opens(model, path):

@@ -155,24 +155,6 @@ def test_available_memory_is_that_of_this_machine():
     assert 0 < utils.estimate_available_memory() < int(total.split()[1]) * 1024
 
 
-@pytest.mark.parametrize(
-    ("group", "files"),
-    [
-        ("0::/job/inner", {"job/memory.max": 1000, "job/memory.current": 400, "job/inner/memory.max": "max"}),
-        (
-            "5:cpu,memory:/job",
-            {"memory/job/memory.limit_in_bytes": 1000, "memory/job/memory.usage_in_bytes": 400},
-        ),
-    ],
-)
-def test_a_control_group_limits_the_available_memory(tmp_path, group, files):
-    (tmp_path / "cgroup").write_text(f"3:devices:/x\n{group}\n")
-    for name, value in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"{value}\n")
-    assert list(utils._group_memory(tmp_path, tmp_path / "cgroup")) == [600]
-
-
 # -------------------------------------------------------------------------------------------- states
 
 

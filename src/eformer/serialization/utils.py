@@ -7,7 +7,6 @@ import math
 import os
 import re
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,6 +18,7 @@ from eformer._engine.formats.safetensors.layout import group_by_file, stored_nby
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, shard_name, split_shard
 from eformer._engine.record.dtypes import dtype_from_name, floating_dtype, is_floating
 from eformer._engine.record.names import with_nearest
+from eformer._engine.tasks.memory import available_memory
 from eformer._engine.trees.devices import is_key, on_host, resharded
 from eformer._engine.trees.key_paths import is_array_like, leaf_key_paths
 from eformer.paths import GCSPath
@@ -145,46 +145,7 @@ def _stored_nbytes(array: Any) -> int:
 
 def estimate_available_memory() -> int:
     """Estimate the available memory in bytes: the least of the machine, the control group and the devices."""
-    limits = [*_machine_memory(), *_group_memory(), *_device_memory()]
-    return max(0, min(limits, default=0))
-
-
-def _machine_memory() -> Iterator[int]:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                yield int(line.split()[1]) * 1024
-    except OSError:  # not Linux
-        yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _group_memory(
-    root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")
-) -> Iterator[int]:
-    """Yield the memory that each enclosing control group still allows, in version 1 or 2."""
-    try:
-        lines = groups.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, limit, usage = root, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            base, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        inner = base / path.lstrip("/")
-        for directory in (inner, *inner.parents):
-            if directory.is_relative_to(base):
-                yield from _remaining(directory / limit, directory / usage)
-
-
-def _remaining(limit: Path, usage: Path) -> Iterator[int]:
-    try:
-        yield int(limit.read_text()) - int(usage.read_text())
-    except (OSError, ValueError):  # no such group, or no limit: "max"
-        return
+    return max(0, min([available_memory(), *_device_memory()]))
 
 
 def _device_memory() -> Iterator[int]:

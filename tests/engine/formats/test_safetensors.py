@@ -238,26 +238,33 @@ def test_files_that_are_not_ours_are_left_alone(tmp_path, weights):
         assert (tmp_path / name).read_bytes() == data
 
 
-def test_what_is_large_beside_the_memory_passes_the_page_cache_by(tmp_path, monkeypatch):
+def is_in_memory(file):
+    """Whether every byte of a file can be read without its disk."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        nbytes = file.stat().st_size
+        return os.preadv(descriptor, [bytearray(nbytes)], 0, os.RWF_NOWAIT) == nbytes
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def save_in_background(tree, path):
+    checkpoint.save_async(tree, path).result(60)
+
+
+@pytest.mark.parametrize("call", [save, save_in_background])
+def test_a_save_up_to_an_eighth_of_the_available_memory_is_warm_for_its_reader(tmp_path, monkeypatch, call):
     passed, write = [], local_upload.write_past_cache
     monkeypatch.setattr(local_upload, "write_past_cache", lambda *how: passed.append(1) or write(*how))
     tree = {"w": np.arange(2**18)}
-    save(tree, tmp_path / "a")
+    monkeypatch.setattr(local_upload, "available_memory", lambda: 8 * 2**21 + 8 * 1000)  # with the header
+    call(tree, tmp_path / "a")
     assert not passed
-    monkeypatch.setattr(local_upload, "_LARGE_PART", 1e-6)
-    save(tree, tmp_path / "b")
-    assert len(passed) == 1
-    assert_same(load(tmp_path / "b"), tree)
-
-
-def test_a_save_in_the_background_passes_the_page_cache_by_sooner(tmp_path, monkeypatch):
-    passed, write = [], local_upload.write_past_cache
-    monkeypatch.setattr(local_upload, "write_past_cache", lambda *how: passed.append(1) or write(*how))
-    monkeypatch.setattr(local_upload, "_LARGE_PART_IN_BACKGROUND", 1e-6)
-    tree = {"w": np.arange(2**18)}
-    save(tree, tmp_path / "a")
-    assert not passed
-    checkpoint.save_async(tree, tmp_path / "b").result()
+    assert is_in_memory(tmp_path / "a" / "model.safetensors")
+    monkeypatch.setattr(local_upload, "available_memory", lambda: 8 * 2**21)
+    call(tree, tmp_path / "b")
     assert len(passed) == 1
     assert_same(load(tmp_path / "b"), tree)
 

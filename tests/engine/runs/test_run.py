@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from eformer import checkpoint
 from eformer._engine.record.manifest import Manifest
+from eformer._engine.saving import recheck
 from eformer.checkpoint import Every, Keep, Run
 from eformer.errors import (
     CorruptionError,
@@ -22,6 +24,7 @@ from eformer.errors import (
     SupersededError,
     VersionError,
 )
+from support.damage import flip as flip_bit
 from support.trees import assert_same
 
 
@@ -168,6 +171,123 @@ def test_unchanged_leaves_are_written_once(tmp_path):
             run.after(step, {"frozen": {"w": frozen}, "head": {"w": np.full(8, step, np.float32)}})
     blocks = {(s.st_ino, s.st_blocks) for p in tmp_path.rglob("*") if p.is_file() for s in [p.stat()]}
     assert 512 * sum(nblocks for _, nblocks in blocks) < 2 * frozen.nbytes
+
+
+def with_frozen(step):
+    """A tree of which most stays the same, under names that do not tell which part does."""
+    layers = {f"l{n}": {"w": np.full(2**16, n, np.float32), "b": np.full(4, n + step)} for n in range(3)}
+    return {"layers": layers, "head": np.full(8, step, np.float32)}
+
+
+def save_steps(path, numbers, then=None, tree=with_frozen, **arguments):
+    with Run(path, every=1, **arguments) as run:
+        run.resume()
+        for step in numbers:
+            run.after(step, tree(step))
+            run.wait()
+            if then:
+                then(step)
+
+
+def frozen_file(path, step):
+    """A file of a step that holds unchanged leaves."""
+    return max((p for p in (path / f"step-{step}").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "tensorstore"])
+def test_a_flipped_bit_in_a_frozen_leaf_does_not_spread_to_later_steps(tmp_path, fmt, caplog):
+    def damage(step):
+        if step == 3:
+            damaged = frozen_file(tmp_path, 3)
+            assert damaged.stat().st_nlink > 1
+            flip_bit(damaged, -1)
+
+    save_steps(tmp_path, range(1, 6), damage, keep=3, format=fmt)
+    assert [step.number for step in checkpoint.steps(tmp_path) if checkpoint.verify(step.path).ok] == [4, 5]
+    with Run(tmp_path) as run:
+        found = run.resume(fallback=False)
+    assert_same(found.tree, with_frozen(5))
+    assert f"{frozen_file(tmp_path, 3)} is damaged, and its leaves are written anew: bytes " in caplog.text
+    assert "Checkpoints with the same file are damaged, too: " in caplog.text
+    assert "step-2; step-3. Remove them, or restore the file from a copy" in caplog.text
+
+
+def test_a_bit_that_flips_without_a_trace_is_found_by_the_job_that_goes_on(tmp_path, monkeypatch):
+    save_steps(tmp_path, (1, 2, 3))
+    file = frozen_file(tmp_path, 3)
+    was = file.stat()
+    flip_bit(file, -1)
+    os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+    monkeypatch.setattr(recheck, "_sound", {})  # as in another process
+    with Run(tmp_path) as run:
+        run.step = 3
+        run.save(4, with_frozen(4)).result()
+    assert checkpoint.verify(tmp_path / "step-4").ok
+
+
+def test_a_linked_file_is_read_once_in_ten_minutes(tmp_path, monkeypatch):
+    read, opened = [], recheck.medium
+    monkeypatch.setattr(recheck, "medium", lambda *how: read.append(how) or opened(*how))
+    save_steps(tmp_path, range(1, 7))
+    assert len(read) == 1
+    monkeypatch.setattr(recheck, "_TRUSTED_SECONDS", -1.0)  # as if they had passed
+    save_steps(tmp_path, range(7, 9))
+    assert len(read) == 3
+
+
+def opened_by_others(path):
+    """Everything that the safetensors files of a step hold, as readers take it who do not know the manifest."""
+    found = {}
+    for file in path.glob("*.safetensors"):
+        tensors = safetensors.numpy.load_file(file)
+        assert found.keys().isdisjoint(tensors)
+        found |= tensors
+    return found
+
+
+def test_steps_with_unchanged_leaves_are_open_to_other_readers(tmp_path):
+    save_steps(tmp_path, range(1, 5))
+    for step in range(1, 5):
+        path, tree = tmp_path / f"step-{step}", with_frozen(step)
+        expected = {f"layers.{n}.{k}": a for n, some in tree["layers"].items() for k, a in some.items()}
+        expected["head"] = tree["head"]
+        assert_same(dict(sorted(opened_by_others(path).items())), dict(sorted(expected.items())))
+        assert not list(path.glob("*.private"))
+        assert checkpoint.verify(path).ok
+    assert frozen_file(tmp_path, 2).stat().st_ino == frozen_file(tmp_path, 4).stat().st_ino
+
+
+def test_a_run_that_goes_on_from_hidden_files_writes_open_ones(tmp_path):
+    checkpoint.save(with_frozen(1), tmp_path / "step-1")
+    checkpoint.save(with_frozen(2), tmp_path / "step-2", options={"reuse": tmp_path / "step-1"})
+    assert list((tmp_path / "step-2").glob("*.private"))
+    save_steps(tmp_path, (3, 4))
+    for step in (3, 4):
+        assert_same(checkpoint.load(tmp_path / f"step-{step}"), with_frozen(step))
+        assert (
+            opened_by_others(tmp_path / f"step-{step}").keys() == opened_by_others(tmp_path / "step-1").keys()
+        )
+
+
+def test_files_that_hold_all_of_a_frozen_part_are_linked_from_the_first_step_on(tmp_path):
+    def tree(step):
+        return {"frozen": {"w": np.zeros(2**16, np.float32)}, "head": {"w": np.full(8, step, np.float32)}}
+
+    save_steps(tmp_path, (1, 2), tree=tree)
+    assert frozen_file(tmp_path, 1).samefile(frozen_file(tmp_path, 2))
+    assert not list(tmp_path.rglob("*.private"))
+
+
+@pytest.mark.parametrize(("reuse", "is_linked"), [(None, True), (True, True), (False, False)])
+def test_reuse_says_whether_unchanged_leaves_are_linked(tmp_path, reuse, is_linked):
+    save_steps(tmp_path, (1, 2, 3), options={"reuse": reuse})
+    assert frozen_file(tmp_path, 2).samefile(frozen_file(tmp_path, 3)) == is_linked
+    assert (tmp_path / "step-3" / "model.safetensors").exists() != is_linked
+
+
+def test_reuse_where_nothing_can_be_linked_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="without ocdbt and compression"):
+        Run(tmp_path, format="tensorstore", options={"reuse": True, "ocdbt": True})
 
 
 # -------------------------------------------------------------------------------------------- resume

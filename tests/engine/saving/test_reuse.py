@@ -17,11 +17,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
+from eformer._engine.saving import recheck
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
+from eformer._engine.stores.medium import Medium, medium
 from eformer.checkpoint import SaveOptions, load, save, save_async
 from eformer.errors import NotFoundError
+from support.damage import flip
 from support.trees import assert_same
 
 FROZEN = 2**20  # bytes
@@ -405,7 +408,7 @@ def in_memory():
 
 
 def test_a_file_system_in_memory(in_memory, tmp_path, kind, monkeypatch, caplog, written):
-    monkeypatch.setattr("eformer._engine.stores.local_upload._LARGE_PART", 0)
+    monkeypatch.setattr("eformer._engine.stores.local_upload._WARM_PART", 0)
     with caplog.at_level("DEBUG", "eformer"):
         save(tree(0), in_memory / "a", options=SaveOptions(reuse=True))
     assert ("cannot write past the page cache" in caplog.text) == (kind == "safetensors")
@@ -417,3 +420,88 @@ def test_a_file_system_in_memory(in_memory, tmp_path, kind, monkeypatch, caplog,
     assert "cannot link" in caplog.text
     for path, step in ((in_memory / "b", 1), (tmp_path, 2)):
         check(path, tree(step))
+
+
+# ------------------------------------------------------------------------------------------------- damage
+
+
+def largest(path):
+    return max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def test_a_damaged_file_is_written_anew(tmp_path, kind, caplog):
+    save(tree(0), tmp_path / "a")
+    flip(largest(tmp_path / "a"), FROZEN // 16)
+    save(tree(1), tmp_path / "b", options=SaveOptions(reuse=tmp_path / "a"))
+    check(tmp_path / "b", tree(1))
+    assert "is damaged, and its leaves are written anew: bytes " in caplog.text
+    assert "Checkpoints with the same file are damaged, too: a. Remove them" in caplog.text
+
+
+def test_a_damaged_file_is_replaced_by_a_save_to_the_same_path(tmp_path, kind):
+    save(tree(0), tmp_path)
+    flip(largest(tmp_path), FROZEN // 16)
+    save_async(tree(1), tmp_path, options=SaveOptions(reuse=True)).result(60)
+    check(tmp_path, tree(1))
+
+
+def test_only_the_damaged_chunk_is_written_anew(tmp_path, written):
+    save(tree(0), tmp_path / "a", format="tensorstore")
+    flip(largest(tmp_path / "a"), 100)
+    written.since()
+    save(tree(1), tmp_path / "b", format="tensorstore", options=SaveOptions(reuse=tmp_path / "a"))
+    assert FROZEN // 4 < written.since() < FROZEN // 2
+    check(tmp_path / "b", tree(1))
+
+
+def test_a_file_that_cannot_be_read_is_written_anew(tmp_path, kind, monkeypatch, caplog):
+    """As from a disk with a bad sector."""
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    save(tree(0), tmp_path / "a")
+    monkeypatch.setattr(Medium, "read", fail)
+    save(tree(1), tmp_path / "b", options=SaveOptions(reuse=tmp_path / "a"))
+    assert "Input/output error. Checkpoints with the same file are damaged" in caplog.text
+    check(tmp_path / "b", tree(1))
+    assert not largest(tmp_path / "a").samefile(largest(tmp_path / "b"))
+
+
+def test_every_piece_of_a_large_leaf_and_every_small_leaf_is_checked(tmp_path):
+    many = {"large": np.arange(5 * 2**17), **{f"small{n}": np.full(n, n) for n in range(200)}}
+    save(many, tmp_path / "a")
+    nbytes = largest(tmp_path / "a").stat().st_size
+    for number, at in enumerate((5, nbytes // 3, nbytes // 2, nbytes - 700_000, nbytes - 1)):
+        shutil.copytree(tmp_path / "a", tmp_path / f"{number}")
+        flip(largest(tmp_path / f"{number}"), at)
+        save(many, tmp_path / f"{number}-next", options=SaveOptions(reuse=tmp_path / f"{number}"))
+        check(tmp_path / f"{number}-next", many)
+
+
+def test_leaves_without_elements_do_not_keep_a_file_from_being_linked(tmp_path, written):
+    def with_empty(step):
+        return {"frozen": {"w": jnp.ones(FROZEN // 4), "none": jnp.ones((0, 3))}, "lora": jnp.full(9, step)}
+
+    with checkpoint.Run(tmp_path, every=1) as run:
+        for step in (1, 2, 3):
+            written.since()
+            run.after(step, with_empty(step))
+            run.wait()
+            assert (written.since() < 30_000) == (step > 1)
+    check(tmp_path / "step-3", with_empty(3))
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_checked_is_not_called_damaged(
+    tmp_path, kind, monkeypatch, caplog
+):
+    def removed(*how):
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+        return medium(*how)
+
+    save(tree(0), tmp_path / "a")
+    monkeypatch.setattr(recheck, "medium", removed)
+    save(tree(1), tmp_path / "b", options=SaveOptions(reuse=tmp_path / "a"))
+    check(tmp_path / "b", tree(1))
+    assert "writing it again: it was removed" in caplog.text
+    assert "damaged" not in caplog.text

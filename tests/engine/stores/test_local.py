@@ -246,7 +246,7 @@ def test_a_killed_writer_leaves_a_whole_file(tmp_path, wait):
 
 @pytest.fixture
 def passing(tmp_path, monkeypatch):
-    monkeypatch.setattr(local_upload, "_LARGE_PART", 0)
+    monkeypatch.setattr(local_upload, "_WARM_PART", 0)
     upload = LocalUpload(tmp_path)
     upload.expect(1)
     yield upload.create("file", 0)

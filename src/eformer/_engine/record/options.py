@@ -31,8 +31,11 @@ class SaveOptions:
                       limits
     reuse             do not write leaves whose digests an earlier checkpoint already has: True for the checkpoint that
                       this save replaces, or the path of another one on the same file system. Files are hard-linked, so
-                      either checkpoint may be deleted. Reused bytes are not read; `verify` checks them. Other programs
-                      can open the result if no linked file holds leaves that have changed since
+                      either checkpoint may be deleted. A local file is read from the disk before it is linked, at most
+                      once in 10 minutes, and a damaged one is written anew. Other programs can open the result if no
+                      linked file holds leaves that have changed since. None, the default, is False for `save` and
+                      `save_async`; a `Run` takes None and True for its last step, and links only files whose leaves are
+                      all unchanged, which other programs can always open
     store_options     a dict of options of the bucket, see `store_options`; from this call on they hold for the path and
                       all below it
 
@@ -52,7 +55,7 @@ class SaveOptions:
     checksums: bool = False
     processes: tuple[int, ...] | None = None
     timeout: float | None = None
-    reuse: bool | str | os.PathLike[str] = False
+    reuse: bool | str | os.PathLike[str] | None = None
     store_options: Mapping[str, Any] | None = field(
         default=None, repr=False, hash=False
     )  # it may hold secrets
@@ -68,8 +71,10 @@ class SaveOptions:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"SaveOptions.{name} must be positive, not {value}")
-        if not isinstance(self.reuse, (bool, str, os.PathLike)):
+        if not isinstance(self.reuse, (bool, str, os.PathLike, type(None))):
             raise TypeError(f"SaveOptions.reuse must be True, False or a path, not {self.reuse!r}")
+        if self.reuse and (self.ocdbt or self.compression):
+            raise ValueError("SaveOptions.reuse is for arrays as they are, without ocdbt and compression")
         if self.compression not in (None, "zstd"):
             raise ValueError(f"SaveOptions.compression must be 'zstd' or None, not {self.compression!r}")
         if self.snapshot not in get_args(Snapshot):

@@ -514,6 +514,7 @@ class Run:
             late=late,
             part=part,
             fence=self._writer.check,
+            whole_files=True,
         )
         pending = Pending(path)
         run_in_background(save, pending, after=functools.partial(self._after_commit, step))
@@ -540,12 +541,15 @@ class Run:
         self.step = step
 
     def _save_options(self, last: tuple[int, str] | None) -> SaveOptions:
-        """Use unchanged leaves of the last step again, where that is possible."""
+        """Use unchanged leaves of the last step again, where that is possible. The first step already puts leaves that
+        are likely to change together into files of their own."""
         options = self._options
         can_reuse = not (options.ocdbt or options.compression) and jax.process_count() == 1
-        if options.reuse is not False or not can_reuse or last is None:
+        if options.reuse is not True and (options.reuse is not None or not can_reuse):
             return options
-        return dataclasses.replace(options, reuse=store_at(self.path).path_to(last[1]))
+        return dataclasses.replace(
+            options, reuse=True if last is None else store_at(self.path).path_to(last[1])
+        )
 
     def _path_of(self, number: int) -> str:
         store = store_at(self.path)

@@ -13,10 +13,18 @@ import msgspec
 from eformer._engine.formats.find import find
 from eformer._engine.formats.safetensors.header import open_header
 from eformer._engine.formats.safetensors.layout import plan_extents
-from eformer._engine.formats.safetensors.names import own_name, region_name, save_of, tensor_names
+from eformer._engine.formats.safetensors.names import (
+    PRIVATE,
+    own_name,
+    region_name,
+    save_of,
+    tensor_names,
+)
 from eformer._engine.record.digests import DIGEST_DIGITS, xxh3_128
 from eformer._engine.record.names import readable
 from eformer._engine.record.regions import Region
+from eformer._engine.record.text import few
+from eformer._engine.saving.recheck import GONE, find_damaged, places_of
 from eformer._engine.saving.staging import released
 from eformer._engine.saving.write import digests_of
 from eformer._engine.tasks.pool import run_all
@@ -28,7 +36,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry
     from eformer._engine.record.planned import PlannedExtent, PlannedFile, Source
     from eformer._engine.saving.staging import Staging
-    from eformer._engine.stores.base import Store, Upload
+    from eformer._engine.stores.base import Entry, Store, Upload
 
 logger = logging.getLogger("eformer")
 
@@ -129,36 +137,28 @@ def keep_files(
     staging: Staging,
     threads: int,
     barred: Container[str] = (),
+    *,
+    whole: bool = False,
 ) -> tuple[Kept, list[list[Source]]]:
     """Link the safetensors files that hold unchanged leaves. Return them, and the leaves that have to be written in two
     groups, unchanged and changed, so that the next save can keep the files of the former as a whole.
 
-    A file is kept if at least half of it is still needed, and its tensors are called as this save would call them.
-    Leaves in it that are not part of the tree any more keep their room; because other readers take all that a file
-    holds, it is hidden from them. Names and saves that are `barred` are not used again.
+    A file is kept if at least half of it is still needed, its tensors are called as this save would call them, and its
+    bytes are sound. Leaves in it that are not part of the tree any more keep their room; because other readers take all
+    that a file holds, it is hidden from them. With `whole`, a file with such leaves is not kept. Names and saves that
+    are `barred` are not used again.
     """
     kept, tree = Kept(), earlier.tree
     tensors = tensor_names(source.name for source in sources)
     planned = {source.name: list(plan_extents(source, tree.block)) for source in sources}
     same = earlier.unchanged(planned, staging, threads)
-    needed, called = Counter[int](), defaultdict[int, set[str]](set)
-    for leaf, extents in same.items():
-        for extent in extents:
-            needed[extent.file] += extent.nbytes
-            called[extent.file].add(
-                region_name(tensors[leaf], Region(*extent.region) if extent.region else None)
-            )
-    outdated = {
-        extent.file for name, entry in tree.leaves.items() if name not in same for extent in entry.extents
-    }
+    files = _linkable_files(earlier, same, tensors, barred, whole=whole)
+    unfit = _unfit(earlier, {number: file.entry for number, file in files.items()}, same, threads)
     numbers: dict[int, int] = {}
-    for number, nbytes in needed.most_common(_MOST_KEPT):
-        file = tree.files[number]
-        if 2 * nbytes < file.nbytes - file.header_nbytes:
-            continue
-        if name := _link_file(earlier, file, called[number], upload, barred, is_outdated=number in outdated):
+    for number, file in files.items():
+        if number not in unfit and upload.link(file.name, earlier.store, file.entry):
             numbers[number] = len(kept.files)
-            kept.files.append(msgspec.structs.replace(file, name=name))
+            kept.files.append(msgspec.structs.replace(tree.files[number], name=file.name))
     for source in sources:
         extents = same.get(source.name, [])
         if extents and all(extent.file in numbers for extent in extents):
@@ -168,16 +168,44 @@ def keep_files(
     return kept, [[s for s in left if s.name in same], [s for s in left if s.name not in same]]
 
 
-def _link_file(
+@dataclass(frozen=True, slots=True)
+class _Linkable:
+    """A file of an earlier checkpoint as it was seen, and the name that it is to have."""
+
+    entry: Entry
+    name: str
+
+
+def _linkable_files(
     earlier: Earlier,
-    file: DataFile,
-    tensors: set[str],
-    upload: Upload,
+    same: Mapping[str, Sequence[Extent]],
+    tensors: Mapping[str, str],
     barred: Container[str],
     *,
-    is_outdated: bool,
-) -> str | None:
-    """Link a file that holds these tensors. Return the name that it has now, and is to have in the end."""
+    whole: bool,
+) -> dict[int, _Linkable]:
+    """Choose files for the leaves that are the `same`, the largest first."""
+    needed, called = Counter[int](), defaultdict[int, set[str]](set)
+    for leaf, extents in same.items():
+        for extent in extents:
+            needed[extent.file] += extent.nbytes
+            called[extent.file].add(
+                region_name(tensors[leaf], Region(*extent.region) if extent.region else None)
+            )
+    found = {}
+    for number, nbytes in needed.most_common(_MOST_KEPT):
+        file = earlier.tree.files[number]
+        if 2 * nbytes < file.nbytes - file.header_nbytes:
+            continue
+        if linkable := _look(earlier, file, called[number], barred, whole=whole):
+            found[number] = linkable
+    return found
+
+
+def _look(
+    earlier: Earlier, file: DataFile, tensors: set[str], barred: Container[str], *, whole: bool
+) -> _Linkable | None:
+    """Look at a file that holds these tensors; None if it cannot be kept. With `whole`, it may hold no others."""
     try:
         opened = open_header(earlier.store, file.name)
         header, entry = earlier.store.read(file.name, 0, opened.header.start)
@@ -191,10 +219,33 @@ def _link_file(
     except (OSError, FormatError) as error:
         logger.warning("reuse: cannot link %s, writing it again: %s", earlier.store.path_to(file.name), error)
         return None
-    name = own_name(file.name, save_id, is_private=is_outdated)
-    if save_id in barred or name in barred:
-        return None
-    return name if upload.link(name, earlier.store, entry) else None
+    has_more = bool(opened.header.tensors.keys() - tensors)
+    name = own_name(file.name, save_id, is_private=has_more or (file.name.endswith(PRIVATE) and not whole))
+    is_barred = save_id in barred or name in barred
+    return None if is_barred or (whole and has_more) else _Linkable(entry, name)
+
+
+def _unfit(
+    earlier: Earlier,
+    entries: Mapping[int, Entry],
+    leaves: Mapping[str, Sequence[Extent]],
+    threads: int,
+) -> Container[int]:
+    """Check files that are about to be linked. Return the damaged ones; log the checkpoints that share them."""
+    damages = find_damaged(earlier.store, earlier.tree, entries, leaves, threads)
+    for number, problem in damages.items():
+        path = earlier.store.path_to(entries[number].name)
+        if problem == GONE:
+            logger.warning("reuse: cannot link %s, writing it again: it was removed", path)
+            continue
+        logger.error(
+            "reuse: %s is damaged, and its leaves are written anew: %s. Checkpoints with the same file are damaged, "
+            "too: %s. Remove them, or restore the file from a copy",
+            path,
+            problem,
+            few(places_of(earlier.store, entries[number])),
+        )
+    return damages
 
 
 def apart(sources: Sequence[Source]) -> list[list[Source]]:
@@ -224,10 +275,16 @@ def keep_chunks(
         for planned_extent in file.extents:
             chunks.setdefault(planned_extent.source.name, []).append(file)
     planned = {name: [file.extents[0] for file in some] for name, some in chunks.items()}
+    same = earlier.unchanged(planned, staging, threads)
+    entries = {e.file: entry for extents in same.values() for e in extents if (entry := _chunk(earlier, e))}
+    unfit = _unfit(earlier, entries, same, threads)
     nbytes = 0
-    for name, extents in earlier.unchanged(planned, staging, threads).items():
+    for name, extents in same.items():
         for file, extent in zip(chunks[name], extents, strict=True):
-            file.is_there = _link_chunk(earlier, extent, file, upload)
+            entry = entries.get(extent.file)
+            if entry is None or entry.nbytes != file.nbytes or extent.file in unfit:
+                continue
+            file.is_there = upload.link(file.name, earlier.store, entry)
             if not file.is_there:
                 return nbytes  # the next one will not be linked either
             nbytes += extent.nbytes
@@ -235,13 +292,14 @@ def keep_chunks(
     return nbytes
 
 
-def _link_chunk(earlier: Earlier, extent: Extent, file: PlannedFile, upload: Upload) -> bool:
+def _chunk(earlier: Earlier, extent: Extent) -> Entry | None:
+    """Look at the file of a chunk; None if it cannot be linked."""
     path = earlier.tree.path_of(extent.file)
     try:
         _, entry = earlier.store.read(path, 0, 0)
-        if earlier.tree.files[extent.file].nbytes != file.nbytes or entry.nbytes != file.nbytes:
+        if entry.nbytes != earlier.tree.files[extent.file].nbytes:
             raise FormatError("it has another length")
     except (OSError, FormatError) as error:
         logger.warning("reuse: cannot link %s, writing it again: %s", earlier.store.path_to(path), error)
-        return False
-    return upload.link(file.name, earlier.store, entry)
+        return None
+    return entry

@@ -60,9 +60,9 @@ class Save:
     late            returns more metadata, as JSON, when the save is committed, given the `part` of every process
     part            what this process adds to the metadata, such as its place in the data
     fence           is called right before the commit: if it raises, nothing is committed
-    in_background   the caller goes on meanwhile
     compared        what several processes compare with each other
     before          is set when the save is over whose leaves this one may use again
+    whole_files     use a file again only if all leaves in it are unchanged, so that other programs can open it
     """
 
     store: Store
@@ -76,12 +76,12 @@ class Save:
     turn: Turn
     compared: Compared | None = None
     before: threading.Event | None = None
+    whole_files: bool = False
     has_index: bool = True
     overwrite: bool = False
     late: Callable[[Sequence[bytes]], Mapping[str, Any]] | None = None
     part: bytes = b""
     fence: Callable[[], None] | None = None
-    in_background: bool = False
 
     @property
     def threads(self) -> int:
@@ -145,7 +145,6 @@ def write_tree(team: Team, meter: Meter) -> Receipt:
         threads=save.threads,
         meter=meter,
         header=header,
-        in_background=save.in_background,
     )
     if team.is_several:
         receipt = receipt_of_several(files, team.format, upload, sha256, team.numbers)
@@ -161,10 +160,12 @@ def plan(
     """Decide which files are kept of an earlier save, and which are written."""
     save, kept, groups = team.save, Kept(), [team.save.sources]
     earlier = _earlier(save)
-    if save.kind == "safetensors" and save.options.reuse is not False and not team.is_several:
+    if save.kind == "safetensors" and save.options.reuse and not team.is_several:
         if earlier:
             barred = () if save.store.can_rename else team.format.read_index(save.store).barred
-            kept, groups = keep_files(earlier, save.sources, upload, staging, save.threads, barred)
+            kept, groups = keep_files(
+                earlier, save.sources, upload, staging, save.threads, barred, whole=save.whole_files
+            )
         groups = [some for group in groups for some in apart(group)]
         meter.add(kept.nbytes)
     with gc_paused():
@@ -177,7 +178,7 @@ def plan(
 def _earlier(save: Save) -> Earlier | None:
     """Find the checkpoint that this save may take leaves from, if it may and there is one."""
     reuse = save.options.reuse
-    if reuse is False:
+    if not reuse:
         return None
     if save.kind == "safetensors" and save.hosts.count > 1:
         logger.warning("reuse: several processes write all leaves to safetensors files: %s", save.store.url)

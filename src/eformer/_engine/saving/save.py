@@ -28,6 +28,7 @@ from eformer._version import __version__
 from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Mapping
 
     from eformer._engine.processes.hosts import Hosts
@@ -152,7 +153,7 @@ def start(
         remember(path, options.store_options)
         tree = first(tree) if first else tree
         save = _prepare(tree, path, prefix, format, metadata, options, hosts, detach)
-        return dataclasses.replace(save, has_index=write_index, overwrite=overwrite, in_background=detach)
+        return dataclasses.replace(save, has_index=write_index, overwrite=overwrite)
 
 
 def _prepare(
@@ -180,8 +181,7 @@ def _prepare(
         sources, values, compared = snapshot(leaves, options, hosts, detach=detach)
     entry = new_tree(f"eformer {__version__}, jax {jax.__version__}", structure, recorded, values)
     host = hosts.name(hosts.index)
-    earlier = store.key if isinstance(options.reuse, bool) else store_at(options.reuse).key
-    before = turns.last(earlier, host) if options.reuse else None
+    before = _save_to_await(options, store, host)
     turn = turns.take(store.at(file).key if file else store.key, host, in_background=detach)
     return Save(store, file, prefix or "", format, sources, entry, options, hosts, turn, compared, before)
 
@@ -214,12 +214,10 @@ def _check_format(format: str, options: SaveOptions) -> None:  # noqa: A002
 
 def _with_checked_reuse(options: SaveOptions, store: Store, file: str) -> SaveOptions:
     """Refuse what is not there, or cannot be done: better now than after a day of writing everything."""
-    if options.reuse is False:
-        return options
+    if options.reuse is None or options.reuse is False:
+        return dataclasses.replace(options, reuse=False)
     if file:
         raise ValueError(f"SaveOptions.reuse is for directories; {store.path_to(file)} is one file")
-    if options.ocdbt or options.compression:
-        raise ValueError("SaveOptions.reuse is for arrays as they are, without ocdbt and compression")
     if isinstance(options.reuse, bool):
         return options
     place = absolute(options.reuse)
@@ -228,6 +226,13 @@ def _with_checked_reuse(options: SaveOptions, store: Store, file: str) -> SaveOp
     if not is_there and not turns.are_awaited(store_at(place).key):
         raise NotFoundError(f"SaveOptions.reuse: no checkpoint at {place}")
     return dataclasses.replace(options, reuse=place)
+
+
+def _save_to_await(options: SaveOptions, store: Store, host: str) -> threading.Event | None:
+    """Return the save under way whose leaves this one may use again."""
+    if not options.reuse:
+        return None
+    return turns.last(store.key if options.reuse is True else store_at(options.reuse).key, host)
 
 
 def _check_prefix(prefix: str | None) -> None:

@@ -41,7 +41,6 @@ def write(
     threads: int,
     meter: Meter,
     header: Callable[[PlannedFile], bytes] | None = None,
-    in_background: bool = False,
 ) -> None:
     """Write the files, with the digests of their pieces, and return when they are on stable storage.
 
@@ -49,7 +48,7 @@ def write(
     when their digests are known.
     """
     nbytes = sum(file.nbytes for file in files if not file.is_there)
-    upload.expect(nbytes, in_background=in_background)
+    upload.expect(nbytes)
     run_all(_Writer(upload, block, staging, meter, header).tasks(files), threads)
     upload.sync()
 

@@ -271,9 +271,9 @@ class Upload(Protocol):
     def announce(self) -> None:
         """Let other processes find the upload by its token."""
 
-    def expect(self, nbytes: int, *, in_background: bool = False) -> None:
-        """Say how many bytes will be written in all, and whether the caller goes on meanwhile, so that a save can spare
-        the caches."""
+    def expect(self, nbytes: int) -> None:
+        """Say how many bytes will be written in all, before the first file is created: a save that is large beside the
+        available memory does not stay in the page cache."""
 
     def create(self, name: str, nbytes: int) -> Sink:
         """Begin a file of known length. One that is not closed is removed with the upload."""

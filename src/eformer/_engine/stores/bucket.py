@@ -273,7 +273,7 @@ class BucketUpload:
         """Note that other processes put objects, too. The lease is there already."""
         self._is_shared = True
 
-    def expect(self, nbytes: int, *, in_background: bool = False) -> None:
+    def expect(self, nbytes: int) -> None:
         """There are no caches to spare."""
 
     # --------------------------------------------------------------------------------------- write

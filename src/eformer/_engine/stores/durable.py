@@ -185,11 +185,6 @@ def sync_data(descriptor: int) -> None:
     (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)
 
 
-def physical_memory() -> int:
-    """Return the memory of this machine in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def _load_sync_file_range() -> Callable[[int, int, int, int], int] | None:
     try:
         function = ctypes.CDLL(None).sync_file_range

@@ -25,7 +25,6 @@ from eformer._engine.stores.base import Entry
 from eformer._engine.stores.directory import Directory, lock, unlock
 from eformer._engine.stores.durable import (
     LARGE_WRITE,
-    physical_memory,
     replaceable_mode,
     replacing_in,
     scratch_name,
@@ -46,6 +45,7 @@ from eformer._engine.stores.journal import (
     sweep_unpublished,
     sweep_uploads,
 )
+from eformer._engine.tasks.memory import available_memory
 from eformer._engine.tasks.pool import default_threads, run_all
 from eformer.errors import FormatError, NotFoundError
 
@@ -65,10 +65,9 @@ _FEW = 32
 # overlayfs, zfs. On others, such as those in user space, it may do nothing.
 _SYNCED_BY_SYNCFS = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x794C7630, 0x2FC12FC1}
 
-# Of the memory: a larger save does not stay in the page cache. One in the background does so earlier: the pages that it
-# would take are cleared, and on a virtual machine provided by the host, at the cost of the program that goes on.
-_LARGE_PART = 1 / 16
-_LARGE_PART_IN_BACKGROUND = 1 / 256
+# Of the available memory: a save up to this part stays in the page cache for its next reader. A larger one would push
+# out the pages of other files.
+_WARM_PART = 1 / 8
 
 _MOST_DEPTH = 64  # of directories in a checkpoint that is linked
 
@@ -96,8 +95,8 @@ class LocalUpload:
         self._synced: list[str] = []
         self._published: list[str] = []
         self._files: list[NewFile] = []
-        self._created = self._expected = 0
-        self._in_background = False
+        self._created = 0
+        self.passes_cache = False
         try:
             while self._folder.descriptor < 0:
                 self._enter(token or scratch_name())
@@ -144,20 +143,14 @@ class LocalUpload:
 
     # --------------------------------------------------------------------------------------- write
 
-    def expect(self, nbytes: int, *, in_background: bool = False) -> None:
-        self._expected, self._in_background = nbytes, in_background
+    def expect(self, nbytes: int) -> None:
+        self.passes_cache = nbytes > available_memory() * _WARM_PART
 
     def create(self, name: str, nbytes: int) -> NewFile:
         self._created += 1
         file = NewFile(self, name, nbytes, sync=self._created <= _FEW)
         self._files.append(file)
         return file
-
-    @property
-    def is_large(self) -> bool:
-        """Whether so much is written that it should not stay in the page cache."""
-        part = _LARGE_PART_IN_BACKGROUND if self._in_background else _LARGE_PART
-        return self._expected > physical_memory() * part
 
     def stream(self, name: str, nbytes: int, chunks: Iterable[Any]) -> None:
         file, offset = self.create(name, nbytes), 0
@@ -482,12 +475,12 @@ class NewFile:
         self._upload, self._path, self._nbytes, self._sync = upload, path, nbytes, sync
         self._lock = threading.Lock()
         self._descriptor = -1
-        self._passes_cache = True
+        self._passes_cache = upload.passes_cache
 
     def write(self, data: Any, offset: int) -> None:
         if self._descriptor < 0:
             self._open()
-        if self._passes_cache and len(data) >= LARGE_WRITE and self._upload.is_large:
+        if self._passes_cache and len(data) >= LARGE_WRITE:
             self._passes_cache = write_past_cache(self._descriptor, data, offset)
         else:
             write_all(self._descriptor, data, offset)

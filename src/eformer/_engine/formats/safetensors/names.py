@@ -88,8 +88,7 @@ def save_of(metadata: Mapping[str, str]) -> str:
 
 def own_name(name: str, save_id: str, *, is_private: bool) -> str:
     """Return the name of a file of this save when it is kept beside those of others: a plain name would stand for the
-    whole checkpoint. A private file stays private."""
-    is_private = is_private or name.endswith(PRIVATE)
+    whole checkpoint. A private file is hidden from other readers."""
     stem = name.removesuffix(PRIVATE).removesuffix(SUFFIX).removesuffix(f".{save_id}")
     return f"{stem}.{save_id}{SUFFIX}{PRIVATE if is_private else ''}"
 

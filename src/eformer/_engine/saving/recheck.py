@@ -1,0 +1,180 @@
+"""Read files from their disk before a save links them, so that no new checkpoint shares a damaged file.
+
+A file that several checkpoints share is one copy: a damaged byte of it damages all of them. A save has the leaves in
+memory, and can write a damaged file anew. It costs one read of the linked files, at most once in `_TRUSTED_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from eformer._engine.record.digests import DIGEST_DIGITS, xxh3_128
+from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.pieces import piece_sizes
+from eformer._engine.stores.inside import content_of
+from eformer._engine.stores.medium import medium
+from eformer._engine.tasks.pool import run_all
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from eformer._engine.record.manifest import Extent, TreeEntry
+    from eformer._engine.stores.base import Entry, Store
+    from eformer._engine.stores.medium import Medium
+
+GONE = ""
+_TRUSTED_SECONDS = 600.0
+_READ_BYTES = 4 * 2**20  # one read
+_TASK_BYTES = 64 * 2**20  # reads that share an open file and its memory
+
+# When this process last read a file and found it sound. A file that is written to has another content.
+_sound: dict[str, float] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A range of bytes in a file, a piece of a leaf or the header, and the digest that it had when it was written."""
+
+    content: str
+    offset: int
+    nbytes: int
+    digest: str
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+
+def find_damaged(
+    store: Store,
+    tree: TreeEntry,
+    entries: Mapping[int, Entry],
+    leaves: Mapping[str, Sequence[Extent]],
+    threads: int,
+) -> dict[int, str]:
+    """Read these files of a tree as far as they hold the leaves. Return the damage of each damaged file; GONE for a
+    file that was removed meanwhile.
+
+    Objects of a bucket are not read: the server checks them when it copies them, and a step has objects of its own.
+    """
+    place = store.local_path()
+    if place is None:
+        return {}
+    _forget_old()
+    due = {number: entry for number, entry in entries.items() if content_of(entry.version) not in _sound}
+    pieces = _pieces(tree, due, leaves)
+    damages: dict[int, str] = {}
+    run_all(
+        [
+            partial(_check, place, entry.name, task, partial(damages.setdefault, number))
+            for number, entry in due.items()
+            for task in _runs(pieces[number], _TASK_BYTES)
+        ],
+        threads,
+    )
+    for number, entry in due.items():
+        if number not in damages:
+            _sound[content_of(entry.version)] = time.monotonic()
+    return damages
+
+
+def _forget_old() -> None:
+    now = time.monotonic()
+    for content, then in list(_sound.items()):
+        if now - then > _TRUSTED_SECONDS:
+            _sound.pop(content, None)  # another save may have removed it
+
+
+def _pieces(
+    tree: TreeEntry, numbers: Iterable[int], leaves: Mapping[str, Sequence[Extent]]
+) -> dict[int, list[Stored]]:
+    """List the pieces of the leaves in each file, in their order there, and the header of each."""
+    found = {number: list(_header_of(tree, number)) for number in numbers}
+    for leaf, extents in leaves.items():
+        for extent in extents:
+            if extent.file in found:
+                found[extent.file] += _pieces_of(tree, leaf, extent)
+    for pieces in found.values():
+        pieces.sort(key=lambda piece: piece.offset)
+    return found
+
+
+def _header_of(tree: TreeEntry, number: int) -> Iterator[Stored]:
+    file = tree.files[number]
+    if file.header:
+        yield Stored("the header", 0, file.header_nbytes, file.header)
+
+
+def _pieces_of(tree: TreeEntry, leaf: str, extent: Extent) -> Iterator[Stored]:
+    entry = tree.leaves[leaf]
+    offset = tree.files[extent.file].header_nbytes + extent.offset
+    sizes = piece_sizes(entry.region_of(extent).shape, dtype_from_name(entry.dtype).itemsize, tree.block)
+    for number, nbytes in enumerate(sizes):
+        yield Stored(
+            f"leaf {leaf!r}", offset, nbytes, extent.digests[DIGEST_DIGITS * number :][:DIGEST_DIGITS]
+        )
+        offset += nbytes
+
+
+def _runs(pieces: Sequence[Stored], most: int) -> Iterator[list[Stored]]:
+    """Group pieces that lie within `most` bytes. A larger piece is alone."""
+    run: list[Stored] = []
+    for piece in pieces:
+        if run and piece.end - run[0].offset > most:
+            yield run
+            run = []
+        run.append(piece)
+    if run:
+        yield run
+
+
+def _check(place: Path, name: str, pieces: Sequence[Stored], report: Callable[[str], object]) -> None:
+    """Compare pieces of a file with their digests, and report the first that differs or cannot be read."""
+    reads = list(_runs(pieces, _READ_BYTES))
+    try:
+        with medium(place, name, max(read[-1].end - read[0].offset for read in reads)) as file:
+            for read in reads:
+                _compare(file, read)
+    except FileNotFoundError:
+        report(GONE)
+    except (OSError, FormatError) as error:
+        report(str(error))
+
+
+def _compare(file: Medium, pieces: Sequence[Stored]) -> None:
+    start = pieces[0].offset
+    data = file.read(start, pieces[-1].end - start)
+    for piece in pieces:
+        digest = xxh3_128(data[piece.offset - start : piece.end - start])
+        if digest != piece.digest:
+            raise FormatError(
+                f"bytes {piece.offset} to {piece.end}, {piece.content}, have the digest {digest}, expected "
+                f"{piece.digest}"
+            )
+
+
+def places_of(store: Store, entry: Entry) -> list[str]:
+    """List the directories beside this one, and itself, that have the same file, as the steps of a run do."""
+    around, _ = store.parent()
+    content = content_of(entry.version)
+    with suppress(OSError):  # the directory may be entered, but not listed
+        kinds = around.kinds().items()
+        names = [name for name, kind in kinds if kind == "directory" and not name.startswith(".")]
+        return [name for name in names if _has(around, name, entry, content)]
+    return []
+
+
+def _has(around: Store, directory: str, entry: Entry, content: str) -> bool:
+    with suppress(OSError, FormatError):
+        names = [name for name, nbytes in around.sizes(directory).items() if nbytes == entry.nbytes]
+        for name in {entry.name, *names}:
+            with suppress(OSError, FormatError):
+                if content_of(around.read(f"{directory}/{name}", 0, 0)[1].version) == content:
+                    return True
+    return False
