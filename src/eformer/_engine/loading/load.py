@@ -32,6 +32,7 @@ from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
 from eformer._engine.stores.store_options import remember
 from eformer._engine.tasks.deadline import within
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.pool import gc_paused
 from eformer._engine.tasks.progress import is_wanted, metered
 from eformer._engine.trees.flatten import flatten
@@ -101,6 +102,7 @@ def load(path: Path, *, like: T, **others: Unpack[_Arguments]) -> T: ...
 def load(path: Path, *, into: T, **others: Unpack[_Arguments]) -> T: ...
 @overload
 def load(path: Path, *, return_report: bool = False, **others: Unpack[_Arguments]) -> Any: ...
+@uninterrupted
 def load(
     path: Path,
     *,
@@ -239,6 +241,7 @@ class LoadedTree:
     report: LoadReport
 
 
+@uninterrupted
 def load_tree(
     path: str | os.PathLike[str], request: Request, see: Callable[[Found], Found] | None = None
 ) -> LoadedTree:

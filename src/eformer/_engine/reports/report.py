@@ -21,6 +21,7 @@ from eformer._engine.reports.timeline import run_facts
 from eformer._engine.runs.steps import steps
 from eformer._engine.stores.durable import replacing
 from eformer._engine.stores.locate import store_at
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._version import __version__
 from eformer.errors import EformerError, NotFoundError
 
@@ -84,6 +85,7 @@ def _is_report(path: Path) -> bool:
         return MARK in file.read(4096)
 
 
+@uninterrupted
 def report(
     path: str | os.PathLike[str],
     against: str | os.PathLike[str] | None = None,

@@ -20,7 +20,9 @@ from eformer._engine.saving.run import Format, Save, carry_out, run_in_backgroun
 from eformer._engine.saving.snapshot import snapshot
 from eformer._engine.stores.locate import absolute, locate, store_at
 from eformer._engine.stores.store_options import remember
+from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import within
+from eformer._engine.tasks.interrupts import held_back, uninterrupted
 from eformer._engine.tasks.pool import gc_paused
 from eformer._engine.tasks.turns import turns
 from eformer._engine.trees.flatten import flatten
@@ -40,6 +42,7 @@ _DEFAULT = SaveOptions()
 _MAX_PREFIX_BYTES = 180
 
 
+@uninterrupted
 def save(
     tree: Any,
     path: str | os.PathLike[str],
@@ -107,19 +110,20 @@ def save_async(
         'run/step-200'
     """
     refuse_swapped(tree, path, "save_async(tree, path)")
-    save = start(
-        tree,
-        path,
-        prefix=prefix,
-        format=format,
-        metadata=metadata,
-        options=options,
-        overwrite=overwrite,
-        detach=True,
-    )
     pending = Pending(os.fspath(path))
-    run_in_background(save, pending)
-    return pending
+    with held_back(otherwise=pending.give_up):
+        save = start(
+            tree,
+            path,
+            prefix=prefix,
+            format=format,
+            metadata=metadata,
+            options=options,
+            overwrite=overwrite,
+            detach=True,
+        )
+        run_in_background(save, pending)
+        return pending
 
 
 def start(
@@ -181,6 +185,7 @@ def _prepare(
     entry = new_tree(f"eformer {__version__}, jax {jax.__version__}", structure, recorded, values)
     host = hosts.name(hosts.index)
     earlier = store.key if isinstance(options.reuse, bool) else store_at(options.reuse).key
+    interrupts.check()  # the last chance before others wait for this save
     before = turns.last(earlier, host) if options.reuse else None
     turn = turns.take(store.at(file).key if file else store.key, host, in_background=detach)
     return Save(store, file, prefix or "", format, sources, entry, options, hosts, turn, compared, before)

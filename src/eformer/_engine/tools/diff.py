@@ -14,6 +14,7 @@ from eformer._engine.record.manifest import UNREADABLE, LeafEntry, parse_structu
 from eformer._engine.record.pieces import pieces
 from eformer._engine.record.text import few, glance
 from eformer._engine.record.values import value_from_json
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.progress import metered
 from eformer._engine.tools.view import View
 from eformer._engine.tools.view import open as open_view
@@ -99,6 +100,7 @@ class Diff:
         return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "no leaves"
 
 
+@uninterrupted
 def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],

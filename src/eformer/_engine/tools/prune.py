@@ -24,6 +24,7 @@ from eformer._engine.runs.retention import facts_of, linked_in, remove_orphaned_
 from eformer._engine.runs.steps import Step
 from eformer._engine.stores.base import remove_files
 from eformer._engine.stores.locate import store_at
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tools.verify import verify
 from eformer.errors import CorruptionError, EformerError, NotFoundError
 
@@ -55,6 +56,7 @@ class Pruned:
     identities: tuple[Identity, ...] = field(default=(), repr=False)
 
 
+@uninterrupted
 def prune(
     directory: str | os.PathLike[str],
     *,

@@ -16,6 +16,7 @@ from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
 from eformer._engine.stores.locate import locate
 from eformer._engine.stores.signed import look_at_signed
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import metered
 from eformer.errors import Damage, EformerError, FormatError
@@ -92,6 +93,7 @@ class Report:
         return "; it is signed, which was not checked without a key" if self.is_signed else ""
 
 
+@uninterrupted
 def verify(path: str | os.PathLike[str], *, key: Key | None = None, progress: Progress = None) -> Report:
     """Check every leaf of every tree at `path`, and the headers of the files, against their digests; and that the
     indexes for other readers, and the marks of databases, are those of the manifest.

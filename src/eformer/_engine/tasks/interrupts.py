@@ -1,0 +1,146 @@
+"""Hold a Ctrl-C back while a call owns locks, turns, descriptors or scratch files, and hand it on where none is lost.
+
+Python raises KeyboardInterrupt between any two instructions of the main thread: also between a file that was opened
+and the block that would close it. So a public call runs inside `held_back`. It notes SIGINT instead, and gives it to
+the handler of the program at the next `check`, or when the call has ended. `check` is called where the caller's own
+errors could be raised as well: before each task, while waiting, before a commit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import threading
+import time
+from concurrent import futures
+from contextvars import ContextVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_POLL = 0.05  # seconds until a wait notices a Ctrl-C
+
+given_up: ContextVar[threading.Event | None] = ContextVar("eformer_given_up", default=None)
+"""Is set when the caller does not want the work of this context any more, such as a save that it has not heard of."""
+
+
+class held_back:  # noqa: N801
+    """Hold SIGINT back during the block, in the main thread. In other threads, which never see it, do nothing.
+
+    If a Ctrl-C is handed on although the block has ended well, call `otherwise` first: the caller gets no result.
+    Clearing up after a Ctrl-C is not interrupted by a second one.
+    """
+
+    def __init__(self, otherwise: Callable[[], object] | None = None) -> None:
+        self._otherwise = otherwise
+        self._before: Callable[[int, Any], object] | None = None
+        self._is_noted = self._is_raised = self._is_over = False
+
+    def __enter__(self) -> Self:
+        before = signal.getsignal(signal.SIGINT)
+        if _is_main_thread() and callable(before) and _current() is None:
+            self._before = before
+            # Nothing is raised from here on: a signal that came before this call is raised by it, and not installed.
+            signal.signal(signal.SIGINT, self.note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._before is None:  # inside another block, which hands the signal on
+            return
+        try:
+            if signal.getsignal(signal.SIGINT) == self.note:  # nobody else has set a handler meanwhile
+                signal.signal(signal.SIGINT, self._before)
+            self._is_over = True
+            if self._is_noted and not (kind and issubclass(kind, KeyboardInterrupt)):
+                self._before(signal.SIGINT, inspect.currentframe())
+        except BaseException:
+            with held_back():
+                if self._otherwise and kind is None:
+                    self._otherwise()
+            raise
+
+    def note(self, number: int, frame: Any) -> None:
+        """Handle SIGINT. After the block, a program that has kept this handler gets the one before it."""
+        if self._is_over and self._before:
+            self._before(number, frame)
+        self._is_noted = True
+
+    def hand_on(self) -> None:
+        """Call the handler of the program if there was a signal; unless it has raised already."""
+        if not self._is_noted or self._is_raised or self._before is None:
+            return
+        self._is_noted, self._is_raised = False, True
+        self._before(signal.SIGINT, inspect.currentframe())
+        self._is_raised = False  # that of asyncio, for example, only makes a note of the first one
+
+    def leave_to_parent(self) -> None:
+        if self._before:
+            signal.signal(signal.SIGINT, self._before)
+
+
+def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
+    """Hold SIGINT back during every call of a function, see `held_back`."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with held_back():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def check() -> None:
+    """Raise KeyboardInterrupt if there was a Ctrl-C, or if the work was given up."""
+    if _is_main_thread() and (block := _current()):
+        block.hand_on()
+    if (event := given_up.get()) and event.is_set():
+        raise KeyboardInterrupt("the call that began this work was interrupted")
+
+
+def wait(until: Callable[[float | None], T], timeout: float | None = None) -> T:
+    """Wait by `until(seconds)` for something true, `timeout` seconds at most. Look for a Ctrl-C meanwhile."""
+    if given_up.get() is None and not (_is_main_thread() and _current()):
+        return until(timeout)
+    end = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = _POLL if end is None else min(_POLL, max(0.0, end - time.monotonic()))
+        if (found := until(left)) or (end is not None and time.monotonic() >= end):
+            return found
+        check()
+
+
+def result_of(future: futures.Future[T], timeout: float | None = None) -> T:
+    """Wait for a future, and return its result. Look for a Ctrl-C meanwhile."""
+    wait_for_all([future], timeout)
+    return future.result(0)
+
+
+def wait_for_all(waited_for: Iterable[futures.Future[Any]], timeout: float | None = None) -> None:
+    """Wait for futures, `timeout` seconds at most. Look for a Ctrl-C meanwhile."""
+    several = list(waited_for)
+    wait(lambda seconds: not futures.wait(several, seconds).not_done, timeout)
+
+
+def _current() -> held_back | None:
+    """Return the block that holds signals back now."""
+    block = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+    return block if isinstance(block, held_back) and not block._is_over else None
+
+
+def _is_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
+
+
+def _leave_to_parent() -> None:
+    """Let a forked child be interrupted: it may never come to the end of the block."""
+    if block := _current():
+        block.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
