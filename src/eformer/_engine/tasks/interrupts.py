@@ -43,17 +43,22 @@ class held_back:  # noqa: N801
         self._is_noted = self._is_raised = self._is_over = False
 
     def __enter__(self) -> Self:
-        before = signal.getsignal(signal.SIGINT)
-        if _is_main_thread() and callable(before) and _current() is None:
-            self._before = before
-            # Nothing is raised from here on: a signal that came before this call is raised by it, and not installed.
-            signal.signal(signal.SIGINT, self.note)
+        global _outermost, _main
+        if _outermost is None and threading.current_thread() is threading.main_thread():
+            before = signal.getsignal(signal.SIGINT)
+            if callable(before):  # the system or another language handles it otherwise
+                self._before = before
+                # A signal that came before is raised here, and the handler is not set. None is raised afterwards.
+                signal.signal(signal.SIGINT, self.note)
+                _main, _outermost = threading.get_ident(), self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        global _outermost
         if self._before is None:  # inside another block, which hands the signal on
             return
         try:
+            _outermost = None
             if signal.getsignal(signal.SIGINT) == self.note:  # nobody else has set a handler meanwhile
                 signal.signal(signal.SIGINT, self._before)
             self._is_over = True
@@ -80,8 +85,13 @@ class held_back:  # noqa: N801
         self._is_raised = False  # that of asyncio, for example, only makes a note of the first one
 
     def leave_to_parent(self) -> None:
-        if self._before:
+        self._is_over = True
+        if self._before and signal.getsignal(signal.SIGINT) == self.note:
             signal.signal(signal.SIGINT, self._before)
+
+
+_outermost: held_back | None = None  # of the main thread
+_main = threading.get_ident()  # the main thread, as far as it is in a block
 
 
 def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
@@ -97,7 +107,7 @@ def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
 
 def check() -> None:
     """Raise KeyboardInterrupt if there was a Ctrl-C, or if the work was given up."""
-    if _is_main_thread() and (block := _current()):
+    if block := _here():
         block.hand_on()
     if (event := given_up.get()) and event.is_set():
         raise KeyboardInterrupt("the call that began this work was interrupted")
@@ -105,7 +115,7 @@ def check() -> None:
 
 def wait(until: Callable[[float | None], T], timeout: float | None = None) -> T:
     """Wait by `until(seconds)` for something true, `timeout` seconds at most. Look for a Ctrl-C meanwhile."""
-    if given_up.get() is None and not (_is_main_thread() and _current()):
+    if _here() is None:
         return until(timeout)
     end = None if timeout is None else time.monotonic() + timeout
     while True:
@@ -117,6 +127,8 @@ def wait(until: Callable[[float | None], T], timeout: float | None = None) -> T:
 
 def result_of(future: futures.Future[T], timeout: float | None = None) -> T:
     """Wait for a future, and return its result. Look for a Ctrl-C meanwhile."""
+    if _here() is None:
+        return future.result(timeout)
     wait_for_all([future], timeout)
     return future.result(0)
 
@@ -127,19 +139,16 @@ def wait_for_all(waited_for: Iterable[futures.Future[Any]], timeout: float | Non
     wait(lambda seconds: not futures.wait(several, seconds).not_done, timeout)
 
 
-def _current() -> held_back | None:
-    """Return the block that holds signals back now."""
-    block = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
-    return block if isinstance(block, held_back) and not block._is_over else None
-
-
-def _is_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
+def _here() -> held_back | None:
+    """Return the block that holds signals back, in the thread that would see them."""
+    return _outermost if threading.get_ident() == _main else None
 
 
 def _leave_to_parent() -> None:
     """Let a forked child be interrupted: it may never come to the end of the block."""
-    if block := _current():
+    global _outermost
+    block, _outermost = _outermost, None
+    if block:
         block.leave_to_parent()
 
 

@@ -1,0 +1,80 @@
+"""Ctrl-C while a save is under way: it has committed or never will, and gives its turn back."""
+
+import signal
+import sys
+
+import numpy as np
+import pytest
+
+from eformer._engine.stores.locate import store_at
+from eformer._engine.tasks import interrupts
+from eformer._engine.tasks.interrupts import held_back
+from eformer._engine.tasks.turns import turns
+from eformer.checkpoint import load, save, save_async, wait
+from eformer.serialization import AsyncCheckpointManager
+
+OLD, INTERRUPTED, NEW = ({"w": np.full(9, value)} for value in (1.0, 2.0, 3.0))
+
+
+@pytest.fixture
+def path(tmp_path):
+    save(OLD, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def press(*_):
+    signal.raise_signal(signal.SIGINT)
+
+
+def pressed_at(function, call):
+    """Call something, and press Ctrl-C when it calls a function."""
+
+    def hook(frame, event, _):
+        if event == "call" and frame.f_code is function.__code__:
+            sys.settrace(None)
+            press()
+
+    sys.settrace(hook)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+
+
+def test_a_save_that_waits_for_its_turn_is_interrupted(path):
+    turn = turns.take(store_at(path).key, "")
+    with pytest.raises(KeyboardInterrupt):
+        save(INTERRUPTED, path, progress=press)
+    turn.end()
+    assert load(path)["w"][0] == 1.0
+    save(NEW, path)
+    assert load(path)["w"][0] == 3.0
+
+
+@pytest.mark.parametrize("begin", [save_async, AsyncCheckpointManager(use_tensorstore=False).save_async])
+def test_a_background_save_that_the_caller_did_not_get_never_commits(path, begin):
+    turn = turns.take(store_at(path).key, "")
+    with pytest.raises(KeyboardInterrupt):
+        pressed_at(held_back.__exit__, lambda: begin(INTERRUPTED, path))
+    turn.end()
+    wait()  # and its error is none of the caller's
+    assert load(path)["w"][0] == 1.0
+    save(NEW, path)
+    assert load(path)["w"][0] == 3.0
+
+
+def test_a_wait_that_is_interrupted_leaves_the_save_alone(path):
+    turn = turns.take(store_at(path).key, "")
+    pending = save_async(INTERRUPTED, path)
+    for waiting in (pending.result, wait, lambda: load(path)):
+        with pytest.raises(KeyboardInterrupt):
+            pressed_at(interrupts.wait, waiting)
+    turn.end()
+    assert pending.result() == str(path)
+    assert load(path)["w"][0] == 2.0
+
+
+def test_a_save_that_has_committed_says_so_by_its_checkpoint(path):
+    with pytest.raises(KeyboardInterrupt):
+        pressed_at(held_back.__exit__, lambda: save(INTERRUPTED, path))
+    assert load(path)["w"][0] == 2.0
