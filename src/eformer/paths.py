@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from eformer._engine.stores.durable import replacing
 from eformer._engine.stores.local_paths import path_of_file_url
+from eformer._engine.tasks.interrupts import uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,10 +71,12 @@ ePath = MLUtilPath()  # noqa: N816  the documented name
 class LocalPath(PosixPath):
     """A pathlib path whose `write_bytes` and `write_text` create parent directories, and are atomic and durable."""
 
+    @uninterrupted
     def write_bytes(self, data: ReadableBuffer) -> int:
         with replacing(self) as file:
             return file.write(data)
 
+    @uninterrupted
     def write_text(
         self, data: str, encoding: str | None = None, errors: str | None = None, newline: str | None = None
     ) -> int:

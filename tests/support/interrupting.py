@@ -28,6 +28,7 @@ import numpy as np
 
 import eformer
 from eformer import checkpoint
+from eformer.pytree import save_to_file
 from eformer.serialization import AsyncCheckpointManager
 
 if TYPE_CHECKING:
@@ -117,6 +118,9 @@ class Calls:
 
     def save_async(self) -> None:
         checkpoint.save_async(self.tree(), self.path)
+
+    def save_msgpack(self) -> None:
+        save_to_file(self.tree(), f"{self.path}.msgpack")
 
     def result(self) -> None:
         checkpoint.save_async(self.tree(), self.path).result(30)

@@ -42,7 +42,7 @@ def pressed_at(function, call):
 
 
 def test_a_save_that_waits_for_its_turn_is_interrupted(path):
-    turn = turns.take(store_at(path).key, "")
+    turn = turns.take(store_at(path).key, "process 0")
     with pytest.raises(KeyboardInterrupt):
         save(INTERRUPTED, path, progress=press)
     turn.end()
@@ -53,7 +53,7 @@ def test_a_save_that_waits_for_its_turn_is_interrupted(path):
 
 @pytest.mark.parametrize("begin", [save_async, AsyncCheckpointManager(use_tensorstore=False).save_async])
 def test_a_background_save_that_the_caller_did_not_get_never_commits(path, begin):
-    turn = turns.take(store_at(path).key, "")
+    turn = turns.take(store_at(path).key, "process 0")
     with pytest.raises(KeyboardInterrupt):
         pressed_at(held_back.__exit__, lambda: begin(INTERRUPTED, path))
     turn.end()
@@ -64,7 +64,7 @@ def test_a_background_save_that_the_caller_did_not_get_never_commits(path, begin
 
 
 def test_a_wait_that_is_interrupted_leaves_the_save_alone(path):
-    turn = turns.take(store_at(path).key, "")
+    turn = turns.take(store_at(path).key, "process 0")
     pending = save_async(INTERRUPTED, path)
     for waiting in (pending.result, wait, lambda: load(path)):
         with pytest.raises(KeyboardInterrupt):

@@ -50,6 +50,7 @@ class HtmlReport:
         """Return the page as text."""
         return page(self.data)
 
+    @uninterrupted
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> str:
         """Write the page to a file, which appears whole or not at all; return its path.
 
