@@ -22,7 +22,7 @@ from eformer._engine.stores.locate import absolute, locate, store_at
 from eformer._engine.stores.store_options import remember
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import within
-from eformer._engine.tasks.interrupts import held_back, uninterrupted
+from eformer._engine.tasks.interrupts import held_back
 from eformer._engine.tasks.pool import gc_paused
 from eformer._engine.tasks.turns import turns
 from eformer._engine.trees.flatten import flatten
@@ -42,7 +42,6 @@ _DEFAULT = SaveOptions()
 _MAX_PREFIX_BYTES = 180
 
 
-@uninterrupted
 def save(
     tree: Any,
     path: str | os.PathLike[str],
@@ -80,7 +79,7 @@ def save(
     """
     refuse_swapped(tree, path, "save(tree, path)")
     options = options_from(options)
-    with within(options.timeout, f"SaveOptions(timeout={options.timeout})"):
+    with held_back(), within(options.timeout, f"SaveOptions(timeout={options.timeout})"):
         save = start(
             tree, path, prefix=prefix, format=format, metadata=metadata, options=options, overwrite=overwrite
         )
