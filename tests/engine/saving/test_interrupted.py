@@ -1,7 +1,10 @@
 """Ctrl-C while a save is under way: it has committed or never will, and gives its turn back."""
 
+import fcntl
+import os
 import signal
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -46,6 +49,19 @@ def test_a_save_that_waits_for_its_turn_is_interrupted(path):
     with pytest.raises(KeyboardInterrupt):
         save(INTERRUPTED, path, progress=press)
     turn.end()
+    assert load(path)["w"][0] == 1.0
+    save(NEW, path)
+    assert load(path)["w"][0] == 3.0
+
+
+def test_a_save_that_waits_for_another_process_is_interrupted(path):
+    """It waits for a lock of the system, which no save takes its turn at."""
+    other = os.open(path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        save(INTERRUPTED, path, progress=lambda done, total: timer.start() if done == total else None)
+    os.close(other)
     assert load(path)["w"][0] == 1.0
     save(NEW, path)
     assert load(path)["w"][0] == 3.0

@@ -41,6 +41,7 @@ class held_back:  # noqa: N801
         self._otherwise = otherwise
         self._before: Callable[[int, Any], object] | None = None
         self._is_noted = self._is_raised = self._is_over = False
+        self.lets_through = False
 
     def __enter__(self) -> Self:
         global _outermost, _main
@@ -75,6 +76,8 @@ class held_back:  # noqa: N801
         if self._is_over and self._before:
             self._before(number, frame)
         self._is_noted = True
+        if self.lets_through:
+            self.hand_on()
 
     def hand_on(self) -> None:
         """Call the handler of the program if there was a signal; unless it has raised already."""
@@ -123,6 +126,21 @@ def wait(until: Callable[[float | None], T], timeout: float | None = None) -> T:
         if (found := until(left)) or (end is not None and time.monotonic() >= end):
             return found
         check()
+
+
+def let_through(call: Callable[[], T]) -> T:
+    """Call a function that waits in the system or in another library, and raise KeyboardInterrupt inside it.
+
+    Nothing may be lost if that is raised at any point of the call, also right after it has done its work.
+    """
+    if (block := _here()) is None:
+        return call()
+    block.lets_through = True  # if it stays so by a Ctrl-C, that was the one which is raised
+    try:
+        check()
+        return call()
+    finally:
+        block.lets_through = False
 
 
 def result_of(future: futures.Future[T], timeout: float | None = None) -> T:
