@@ -84,6 +84,21 @@ class Interrupts:
         return "returned"
 
 
+def pressed_at(function: Any, call: Callable[[], object]) -> None:
+    """Call something, and press Ctrl-C when it calls a function."""
+
+    def hook(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is function.__code__:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+
+    sys.settrace(hook)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+
+
 def is_finalizer(frame: FrameType | None) -> bool:
     """Tell whether a frame belongs to a finalizer: Python drops all that is raised there."""
     while frame is not None and frame.f_code.co_name != "__del__":

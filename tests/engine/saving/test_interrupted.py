@@ -3,7 +3,6 @@
 import fcntl
 import os
 import signal
-import sys
 import threading
 
 import numpy as np
@@ -11,10 +10,10 @@ import pytest
 
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tasks import interrupts
-from eformer._engine.tasks.interrupts import held_back
-from eformer._engine.tasks.turns import turns
-from eformer.checkpoint import load, save, save_async, wait
+from eformer._engine.tasks.turns import Turn, turns
+from eformer.checkpoint import Pending, load, save, save_async, wait
 from eformer.serialization import AsyncCheckpointManager
+from support.interrupting import pressed_at
 
 OLD, INTERRUPTED, NEW = ({"w": np.full(9, value)} for value in (1.0, 2.0, 3.0))
 
@@ -27,21 +26,6 @@ def path(tmp_path):
 
 def press(*_):
     signal.raise_signal(signal.SIGINT)
-
-
-def pressed_at(function, call):
-    """Call something, and press Ctrl-C when it calls a function."""
-
-    def hook(frame, event, _):
-        if event == "call" and frame.f_code is function.__code__:
-            sys.settrace(None)
-            press()
-
-    sys.settrace(hook)
-    try:
-        call()
-    finally:
-        sys.settrace(None)
 
 
 def test_a_save_that_waits_for_its_turn_is_interrupted(path):
@@ -71,7 +55,7 @@ def test_a_save_that_waits_for_another_process_is_interrupted(path):
 def test_a_background_save_that_the_caller_did_not_get_never_commits(path, begin):
     turn = turns.take(store_at(path).key, "process 0")
     with pytest.raises(KeyboardInterrupt):
-        pressed_at(held_back.__exit__, lambda: begin(INTERRUPTED, path))
+        pressed_at(Pending.start, lambda: begin(INTERRUPTED, path))
     turn.end()
     wait()  # and its error is none of the caller's
     assert load(path)["w"][0] == 1.0
@@ -92,5 +76,5 @@ def test_a_wait_that_is_interrupted_leaves_the_save_alone(path):
 
 def test_a_save_that_has_committed_says_so_by_its_checkpoint(path):
     with pytest.raises(KeyboardInterrupt):
-        pressed_at(held_back.__exit__, lambda: save(INTERRUPTED, path))
+        pressed_at(Turn.end, lambda: save(INTERRUPTED, path))
     assert load(path)["w"][0] == 2.0
