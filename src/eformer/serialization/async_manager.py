@@ -166,8 +166,9 @@ class AsyncCheckpointManager:
         """
         refuse_swapped(tree, path, "save_async(tree, path)")
         where = self._resolve(path)
-        pending = Pending(where)
-        with held_back(otherwise=pending.give_up):
+        with held_back() as block:
+            pending = Pending(where)
+            block.otherwise = pending.give_up
             if self._is_disabled(where):
                 pending.start(lambda: None)
                 return pending

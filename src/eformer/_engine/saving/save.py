@@ -109,8 +109,9 @@ def save_async(
         'run/step-200'
     """
     refuse_swapped(tree, path, "save_async(tree, path)")
-    pending = Pending(os.fspath(path))
-    with held_back(otherwise=pending.give_up):
+    with held_back() as block:
+        pending = Pending(os.fspath(path))
+        block.otherwise = pending.give_up
         save = start(
             tree,
             path,

@@ -33,12 +33,12 @@ given_up: ContextVar[threading.Event | None] = ContextVar("eformer_given_up", de
 class held_back:  # noqa: N801
     """Hold SIGINT back during the block, in the main thread. In other threads, which never see it, do nothing.
 
-    If a Ctrl-C is handed on although the block has ended well, call `otherwise` first: the caller gets no result.
-    Clearing up after a Ctrl-C is not interrupted by a second one.
+    If KeyboardInterrupt is raised although the block has ended well, the caller gets no result: then `otherwise` is
+    called, if the block has set it. Clearing up after a Ctrl-C is not interrupted by a second one.
     """
 
-    def __init__(self, otherwise: Callable[[], object] | None = None) -> None:
-        self._otherwise = otherwise
+    def __init__(self) -> None:
+        self.otherwise: Callable[[], object] | None = None
         self._before: Callable[[int, Any], object] | None = None
         self._is_noted = self._is_raised = self._is_over = False
         self.lets_through = False
@@ -67,8 +67,8 @@ class held_back:  # noqa: N801
                 self._before(signal.SIGINT, inspect.currentframe())
         except BaseException:
             with held_back():
-                if self._otherwise and kind is None:
-                    self._otherwise()
+                if self.otherwise and kind is None:
+                    self.otherwise()
             raise
 
     def note(self, number: int, frame: Any) -> None:
