@@ -69,6 +69,7 @@ def _title(path: Path) -> str:
 
 SUITES = (
     Suite("forks", "forks while threads save and load", "**/test_forks.py", "**/test_fork.py"),
+    Suite("interrupts", "Ctrl-C at any line of a call, then a newer save", "faults/test_interrupts.py"),
     Suite("processes", "one of several processes is killed or late", "multihost/test_*.py"),
     Suite(
         "runs",

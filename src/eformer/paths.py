@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from eformer._engine.stores.durable import replacing
 from eformer._engine.stores.local_paths import path_of_file_url
+from eformer._engine.tasks.interrupts import uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,10 +100,12 @@ class LocalPath(PosixPath):
         found = super().stat(follow_symlinks=follow_symlinks)
         return PathStat({name: getattr(found, f"st_{name}") for name in _STAT_NAMES})
 
+    @uninterrupted
     def write_bytes(self, data: ReadableBuffer) -> int:
         with replacing(self) as file:
             return file.write(data)
 
+    @uninterrupted
     def write_text(
         self, data: str, encoding: str | None = None, errors: str | None = None, newline: str | None = None
     ) -> int:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -22,6 +23,8 @@ from eformer._engine.record.signature import signature_name as _signature_name
 from eformer._engine.stores.durable import replacing as _replacing
 from eformer._engine.stores.local_paths import is_file_url as _is_file_url
 from eformer._engine.stores.local_paths import local_path as _local_path
+from eformer._engine.tasks.interrupts import check as _check
+from eformer._engine.tasks.interrupts import uninterrupted as _uninterrupted
 from eformer._engine.trees.state_dicts import (
     current_path,
     from_state_dict,
@@ -123,6 +126,7 @@ def from_compressed_bytes(target: Any, compressed_data: bytes) -> Any:
     return from_bytes(target, decompress_bytes(compressed_data))
 
 
+@_uninterrupted
 def save_to_file(target: Any, filepath: str) -> None:
     """Write `to_bytes(target)` to `filepath`, atomically and durably. On any error the previous file is left intact.
 
@@ -132,9 +136,14 @@ def save_to_file(target: Any, filepath: str) -> None:
     state = to_state_dict(target)
     path = _local(filepath)
     with _replacing(path, sweep=True) as file:
-        _pack(state, file.write, max_chunk=MAX_CHUNK_SIZE, sort_keys=False)
+        _pack(state, partial(_write, file), max_chunk=MAX_CHUNK_SIZE, sort_keys=False)
     with suppress(OSError):  # if the signature of the earlier file stays, it says that this one was altered
         path.with_name(_signature_name(path.name)).unlink()
+
+
+def _write(file: IO[bytes], data: Any) -> int:
+    _check()
+    return file.write(data)
 
 
 def load_from_file(target: Any, filepath: str) -> Any:

@@ -29,6 +29,7 @@ from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.store_options import remember
 from eformer._engine.stores.urls import is_bucket_url, refuse_cut_url
 from eformer._engine.tasks.forks import Lock
+from eformer._engine.tasks.interrupts import held_back, uninterrupted
 from eformer._engine.trees.devices import is_key
 from eformer.paths import GCSPath, LocalPath, ePath
 from eformer.serialization._keys import by_key
@@ -109,6 +110,7 @@ class AsyncCheckpointManager:
 
     # -------------------------------------------------------------------------------------------- save
 
+    @uninterrupted
     def save_tree(
         self,
         tree: Any,
@@ -164,17 +166,22 @@ class AsyncCheckpointManager:
         """
         refuse_swapped(tree, path, "save_async(tree, path)")
         where = self._resolve(path)
-        pending = Pending(where)
-        if self._is_disabled(where):
-            pending.start(lambda: None)
+        with held_back() as block:
+            pending = Pending(where)
+            block.otherwise = pending.give_up
+            if self._is_disabled(where):
+                pending.start(lambda: None)
+                return pending
+            gather = partial(self._gather, mesh, gather_fns, do_all_gather, cpu_offload)
+            save = self._start(
+                tree, where, prefix, metadata, float_dtype, cpu_offload, first=gather, detach=True
+            )
+            with self._lock:
+                self._pending = [p for p in self._pending if not (p.done() and p.was_asked)] + [pending]
+            run_in_background(save, pending, after=None if callback is None else lambda: callback(where))
             return pending
-        gather = partial(self._gather, mesh, gather_fns, do_all_gather, cpu_offload)
-        save = self._start(tree, where, prefix, metadata, float_dtype, cpu_offload, first=gather, detach=True)
-        with self._lock:
-            self._pending = [p for p in self._pending if not (p.done() and p.was_asked)] + [pending]
-        run_in_background(save, pending, after=None if callback is None else lambda: callback(where))
-        return pending
 
+    @uninterrupted
     def save_pytree(
         self,
         pytree: Any,
@@ -208,6 +215,7 @@ class AsyncCheckpointManager:
         carry_out(save)
         return where
 
+    @uninterrupted
     def wait_until_finished(self) -> None:
         """Wait for every `save_async` of this manager. Raises the first error that has not been raised yet."""
         with self._lock:

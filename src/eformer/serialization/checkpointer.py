@@ -30,6 +30,7 @@ from eformer._engine.saving.run import told_to_all
 from eformer._engine.stores.local_removal import remove_file
 from eformer._engine.stores.locate import absolute, store_at
 from eformer._engine.tasks.forks import renew_in_children
+from eformer._engine.tasks.interrupts import uninterrupted, wait_for_all
 from eformer.errors import NotFoundError
 from eformer.serialization._finished import (
     METADATA,
@@ -176,6 +177,7 @@ class Checkpointer:
         self._finish(path, step, is_temporary, also=metadata_file(path))  # of the callbacks
         self._note_save(step)
 
+    @uninterrupted
     def save_checkpoint(
         self,
         tree: Any,
@@ -224,6 +226,7 @@ class Checkpointer:
         self._pending = self._start(tree, destination, after, mesh, metadata, prefix, dtype)
         self._note_save(step)
 
+    @uninterrupted
     def save_pytree(
         self,
         tree: Any,
@@ -342,13 +345,14 @@ class Checkpointer:
 
     # -------------------------------------------------------------------------------------------- wait
 
+    @uninterrupted
     def wait_until_finished(self) -> None:
         """Wait for all saves and removals. Raises the error of a save that has not been raised yet."""
         try:
             self._wait_for_save()
             self._manager.wait_until_finished()
         finally:
-            futures.wait(self._removals.under_way)
+            wait_for_all(self._removals.under_way)
 
     def _wait_for_save(self) -> None:
         if self._pending is not None:

@@ -10,6 +10,7 @@ from eformer._engine.processes import hosts as _hosts
 from eformer._engine.saving.jax_manager import serialize_with
 from eformer._engine.saving.run import carry_out
 from eformer._engine.saving.save import refuse_swapped, start
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.trees.key_paths import is_array_like, join_key, leaf_key_paths
 from eformer.serialization._keys import by_key
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["is_array_like", "join_key", "leaf_key_paths", "tree_deserialize_leaves", "tree_serialize_leaves"]
 
 
+@uninterrupted
 def tree_serialize_leaves(
     checkpoint_dir: str | os.PathLike[str],
     pytree: Any,

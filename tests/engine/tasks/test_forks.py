@@ -31,11 +31,20 @@ def shared():
 
 
 def test_locks_of_modules_and_classes_are_renewed_in_children():
-    plain = {name for name, value in shared() if isinstance(value, LOCKS)}
+    plain = {name for name, value in shared() if isinstance(value, LOCKS) and not isinstance(value, Lock)}
     renewed = {name for name, value in shared() if isinstance(value, Lock)}
     assert [name for name in plain if not name.endswith(tuple(ALLOWED))] == []
     assert "eformer._engine.saving.write.Countdown._lock" in renewed
     assert "eformer._engine.stores.local_files._budget._lock" in renewed
+
+
+def test_no_function_of_python_takes_or_releases_a_lock():
+    lock, calls = Lock(), []
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    with lock:  # a Ctrl-C inside a function of Python would leave it taken
+        pass
+    sys.setprofile(None)
+    assert calls == []
 
 
 def test_no_property_is_computed_under_a_lock_of_its_class():

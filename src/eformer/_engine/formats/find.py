@@ -37,6 +37,7 @@ from eformer._engine.record.signature import signature_name
 from eformer._engine.record.text import few
 from eformer._engine.stores.locate import locate, store_at
 from eformer._engine.stores.signed import SignedStore, claimed_signer, scope_of, signed_store
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.turns import turns
 from eformer.errors import CorruptionError, FormatError, NotFoundError, SignatureError, VersionError
 
@@ -151,6 +152,7 @@ class ReplacedError(Exception):
     """A signal to `reread` to start again with the newer checkpoint. Never reaches the caller."""
 
 
+@uninterrupted
 def reread(path: str | os.PathLike[str], use: Callable[[Found], T], key: Verifier | None = None) -> T:
     """Call `use` with the checkpoint at `path`, and return its result; start again if it raises `ReplacedError`.
 

@@ -10,6 +10,7 @@ from eformer._engine.formats.find import look_at
 from eformer._engine.loading.select import key_dtype
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.manifest import UNREADABLE, parse_structure
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.trees.unflatten import unflatten
 from eformer.errors import StructureError
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
 
 
+@uninterrupted
 def abstract(path: str | os.PathLike[str], *, prefix: str | None = None) -> Any:
     """Return the tree saved at `path` with a `ShapeDtypeStruct` in the place of every array. Reads no data.
 

@@ -16,6 +16,7 @@ from eformer._engine.loading.request import PlacementRequest, Rules
 from eformer._engine.loading.rules import PlaceableLeaf, place, warn_of_idle_rules
 from eformer._engine.record.dtypes import dtype_from_name, floating_dtype, is_floating
 from eformer._engine.record.text import glance
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.trees.devices import is_key
 from eformer._engine.trees.flatten import flatten
 
@@ -105,6 +106,7 @@ class _LeafFacts:
         )
 
 
+@uninterrupted
 def dry_run(
     what: Any,
     mesh: Mesh | None = None,

@@ -44,6 +44,7 @@ from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
 from eformer._engine.stores.store_options import remember
 from eformer._engine.tasks.deadline import within
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.pool import gc_paused
 from eformer._engine.tasks.progress import is_wanted, metered
 from eformer._engine.trees.flatten import flatten, unbuilt_in
@@ -120,6 +121,7 @@ def load(path: Path | Sequence[Path], *, into: T, **others: Unpack[_Arguments]) 
 def load(
     path: Path | Sequence[Path], *, return_report: bool = False, **others: Unpack[_Arguments]
 ) -> Any: ...
+@uninterrupted
 def load(
     path: Path | Sequence[Path],
     *,
@@ -306,6 +308,7 @@ class LoadedTree:
     report: LoadReport
 
 
+@uninterrupted
 def load_tree(
     path: Path | Sequence[Path], request: Request, see: Callable[[Found], Found] | None = None
 ) -> LoadedTree:

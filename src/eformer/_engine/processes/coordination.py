@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.digests import xxh3_128
+from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.forks import Lock
 from eformer.errors import ProcessError, ProcessTimeoutError
 
@@ -231,6 +232,7 @@ class Together:
     def _wait_for(self, key: str, deadline: float, absent: Sequence[int]) -> bytes:
         """Wait for a key; after the deadline raise an error that names the processes that are `absent`."""
         while True:
+            interrupts.check()
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ProcessTimeoutError(

@@ -21,6 +21,7 @@ from eformer._engine.runs.steps import path_of_step
 from eformer._engine.stores.durable import replacing
 from eformer._engine.stores.local_paths import local_path
 from eformer._engine.stores.locate import store_at
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._version import __version__
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class HtmlReport:
         """Return the page as text."""
         return page(self.data)
 
+    @uninterrupted
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> str:
         """Write the page to a file, which appears whole or not at all; return its path.
 
@@ -84,6 +86,7 @@ def _is_report(path: Path) -> bool:
         return MARK in file.read(4096)
 
 
+@uninterrupted
 def report(
     path: str | os.PathLike[str],
     against: str | os.PathLike[str] | None = None,

@@ -12,6 +12,7 @@ from eformer._engine.record.policies import metric_from
 from eformer._engine.runs.steps import Scores, Step, digest_of, score_name, steps
 from eformer._engine.stores.base import update_file
 from eformer._engine.stores.locate import store_at
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def _newer(path: str | os.PathLike[str], last: int) -> list[Step]:
         return []
 
 
+@uninterrupted
 def score(path: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -> None:
     """Add metrics to a step, in a small file beside it. The step itself does not change.
 

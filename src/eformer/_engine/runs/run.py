@@ -34,6 +34,7 @@ from eformer._engine.saving.run import Format, run_in_background
 from eformer._engine.saving.save import start
 from eformer._engine.stores.locate import absolute, store_at
 from eformer._engine.stores.store_options import remember
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer.errors import CorruptionError, NotFoundError, ProcessError, SupersededError
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ class Run:
 
     # -------------------------------------------------------------------------------------- resume
 
+    @uninterrupted
     def resume(
         self,
         like: Any = None,
@@ -403,6 +405,7 @@ class Run:
 
     # ---------------------------------------------------------------------------------------- save
 
+    @uninterrupted
     def after(
         self,
         step: int,
@@ -442,6 +445,7 @@ class Run:
             self.stopping = True
         return pending
 
+    @uninterrupted
     def save(
         self,
         step: int,
@@ -467,6 +471,7 @@ class Run:
         self._is_told = self._signals.reached() or self._is_told
         return self._is_told
 
+    @uninterrupted
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the save under way, and raise its error; raise TimeoutError after `timeout` seconds."""
         if self._near:

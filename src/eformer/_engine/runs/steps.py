@@ -14,6 +14,7 @@ from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.values import parse_json
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.locate import store_at
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer.errors import EformerError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
@@ -182,6 +183,7 @@ def scored_step(name: str) -> str | None:
     return step if step != name and step_number(step) is not None else None
 
 
+@uninterrupted
 def steps(path: str | os.PathLike[str]) -> tuple[Step, ...]:
     """Return the steps of the run at `path`, in the order of their numbers. Reads names, and no manifest.
 
@@ -207,6 +209,7 @@ def path_of_step(path: str | os.PathLike[str], number: int | None) -> str | os.P
     return found
 
 
+@uninterrupted
 def latest(path: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest step of the run at `path`; None if there is none, or no run yet.
 

@@ -18,6 +18,7 @@ from eformer._engine.record.digests import xxh3_128_of
 from eformer._engine.record.holdings import joined_holdings
 from eformer._engine.record.manifest import Receipt
 from eformer._engine.saving.staging import on_host
+from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import clearing_up
 from eformer.errors import MismatchError, ProcessError, ProcessTimeoutError
 
@@ -283,6 +284,7 @@ def join(fmt: WriteFormat, store: Store, agreed: Agreed) -> Upload:
                     "system that all of them share"
                 ) from None
             time.sleep(0.05)
+            interrupts.check()
 
 
 def own_sources(sources: Sequence[Source], hosts: Hosts, elsewhere: Sequence[int]) -> list[Source]:

@@ -14,6 +14,7 @@ import msgspec
 from eformer._engine.record.signature import signature_name
 from eformer._engine.saving.record import recorded_tree, recorded_tree_of_several
 from eformer._engine.stores.base import SwapError
+from eformer._engine.tasks import interrupts
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def _commit(team: Team, tree: TreeEntry, upload: Upload) -> tuple[Commit, bool]:
 
 def _publish(team: Team, tree: TreeEntry, upload: Upload, index: Index) -> Commit:
     """Give the files their final names, and make the index that will name them."""
+    interrupts.check()
     if team.save.fence:
         team.save.fence()
     upload.sweep(index.save_ids)

@@ -13,6 +13,8 @@ from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.text import few
+from eformer._engine.tasks import interrupts
+from eformer._engine.tasks.interrupts import uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
@@ -36,22 +38,28 @@ class Pending:
         self._thread: threading.Thread | None = None
         self._is_over = False
         self._error: BaseException | None = None
+        self._given_up = threading.Event()
 
+    @uninterrupted
     def result(self, timeout: float | None = None) -> str:
         """Wait for the save and return the path. Raise its error, or TimeoutError after `timeout` seconds."""
         self.exception(timeout)
         return self._future.result()
 
+    @uninterrupted
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the save, for at most `timeout` seconds, and return its error, or None if it succeeded."""
-        error = self._future.exception(timeout)
+        interrupts.wait_for_all([self._future], timeout)
+        error = self._future.exception(0)
         self.was_asked = True
         return error
 
+    @uninterrupted
     def done(self) -> bool:
         """Tell whether the save has finished, with or without an error."""
         return self._future.done()
 
+    @uninterrupted
     def add_done_callback(self, callback: Callable[[Pending], object]) -> None:
         """Call `callback(self)` when the save has finished, in its thread; at once if it has finished already."""
         self._future.add_done_callback(lambda _: callback(self))
@@ -70,6 +78,11 @@ class Pending:
         if self._future.done() and not self.was_asked and (error := self._future.exception()):
             self.was_asked = True
             logger.error("saving to %s failed, and its error was never retrieved", self.path, exc_info=error)
+
+    def give_up(self) -> None:
+        """Stop a save whose caller was interrupted and has not got it, unless it commits already."""
+        self.was_asked = True
+        self._given_up.set()
 
     def leave_to_parent(self) -> None:
         """Give up a save in a process that was forked meanwhile. `wait` passes over it, `result` raises."""
@@ -96,6 +109,7 @@ class Pending:
         _started.add(self)
 
     def _run(self, work: Callable[[], None], afterwards: Callable[[], None] | None) -> None:
+        interrupts.given_up.set(self._given_up)
         error = _error_of(work)
         del work
         if error is None:
@@ -139,6 +153,7 @@ def _complain_at_exit() -> None:
         pending.complain()
 
 
+@uninterrupted
 def wait(timeout: float | None = None) -> None:
     """Wait for every `save_async` of this process. Raise the first error of a save that has not been raised yet.
 
@@ -152,12 +167,13 @@ def wait(timeout: float | None = None) -> None:
     wait_for(list(_started), timeout)
 
 
+@uninterrupted
 def wait_for(saves: Iterable[Pending], timeout: float | None = None) -> None:
     """Wait for saves, and raise the first error among them that nobody has asked for yet."""
     in_order = sorted(saves, key=lambda save: save._number)
     others = [save for save in in_order if save._thread is not threading.current_thread()]
     unasked = [save for save in others if not save.was_asked]
-    futures.wait([save._future for save in others], timeout)
+    interrupts.wait_for_all([save._future for save in others], timeout)
     if late := [save.path for save in others if not save.done()]:
         raise TimeoutError(f"not finished after {timeout} seconds: saving to {few(late)}")
     failed = [save for save in unasked if save.exception() is not None]

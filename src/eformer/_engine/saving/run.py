@@ -21,6 +21,7 @@ from eformer._engine.saving.record import receipt_of_one, receipt_of_several
 from eformer._engine.saving.reuse import Kept, apart, find_earlier, keep_chunks, keep_files
 from eformer._engine.saving.staging import Staging
 from eformer._engine.saving.write import compute_sha256, write
+from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.pool import default_threads, gc_paused
 from eformer._engine.tasks.progress import is_wanted, metered
@@ -184,7 +185,7 @@ def _earlier(save: Save) -> Earlier | None:
         logger.warning("reuse: several processes write all leaves to safetensors files: %s", save.store.url)
         return None
     if save.before:  # a save that was under way when this one was called
-        save.before.wait()
+        interrupts.wait(save.before.wait)
     place = save.store.url if reuse is True else os.fspath(reuse)
     return find_earlier(place, save.prefix, save.kind, save.tree.block)
 

@@ -20,7 +20,9 @@ from eformer._engine.saving.run import Format, Save, carry_out, run_in_backgroun
 from eformer._engine.saving.snapshot import snapshot
 from eformer._engine.stores.locate import absolute, locate, store_at
 from eformer._engine.stores.store_options import remember
+from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import within
+from eformer._engine.tasks.interrupts import held_back
 from eformer._engine.tasks.pool import gc_paused
 from eformer._engine.tasks.turns import turns
 from eformer._engine.trees.flatten import flatten
@@ -78,7 +80,7 @@ def save(
     """
     refuse_swapped(tree, path, "save(tree, path)")
     options = options_from(options)
-    with within(options.timeout, f"SaveOptions(timeout={options.timeout})"):
+    with held_back(), within(options.timeout, f"SaveOptions(timeout={options.timeout})"):
         save = start(
             tree, path, prefix=prefix, format=format, metadata=metadata, options=options, overwrite=overwrite
         )
@@ -108,19 +110,21 @@ def save_async(
         'run/step-200'
     """
     refuse_swapped(tree, path, "save_async(tree, path)")
-    save = start(
-        tree,
-        path,
-        prefix=prefix,
-        format=format,
-        metadata=metadata,
-        options=options,
-        overwrite=overwrite,
-        detach=True,
-    )
-    pending = Pending(os.fspath(path))
-    run_in_background(save, pending)
-    return pending
+    with held_back() as block:
+        pending = Pending(os.fspath(path))
+        block.otherwise = pending.give_up
+        save = start(
+            tree,
+            path,
+            prefix=prefix,
+            format=format,
+            metadata=metadata,
+            options=options,
+            overwrite=overwrite,
+            detach=True,
+        )
+        run_in_background(save, pending)
+        return pending
 
 
 def start(
@@ -181,6 +185,7 @@ def _prepare(
         sources, values, compared = snapshot(leaves, options, hosts, detach=detach)
     entry = new_tree(f"eformer {__version__}, jax {jax.__version__}", structure, recorded, values)
     host = hosts.name(hosts.index)
+    interrupts.check()  # the last chance before others wait for this save
     before = _save_to_await(options, store, host)
     turn = turns.take(store.at(file).key if file else store.key, host, in_background=detach)
     return Save(store, file, prefix or "", format, sources, entry, options, hosts, turn, compared, before)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from eformer._engine.record.planned import LazyArray
+from eformer._engine.tasks import interrupts
 from eformer._engine.trees.devices import staged
 
 if TYPE_CHECKING:
@@ -53,7 +55,8 @@ class Staging:
         nbytes = sum(o.size * a.dtype.itemsize for o, _, a in wanted if not isinstance(a, np.ndarray))
         if nbytes:
             with self.changed:
-                self.changed.wait_for(lambda: self.used == 0 or self.used + nbytes <= self.budget)
+                has_room = lambda: self.used == 0 or self.used + nbytes <= self.budget  # noqa: E731
+                interrupts.wait(partial(self.changed.wait_for, has_room))
                 self.used += nbytes
         try:
             return [(overlap, on_host(a, overlap.inside(box))) for overlap, box, a in wanted], nbytes

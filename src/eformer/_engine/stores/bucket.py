@@ -26,6 +26,7 @@ from eformer._engine.stores.cache import CachedFiles
 from eformer._engine.stores.leases import LEASES, Leases, held
 from eformer._engine.stores.objects import PART_BYTES
 from eformer._engine.stores.swaps import swap_index
+from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import clearing_up, time_left
 from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.pool import cancelled_with_others, run_all
@@ -462,7 +463,7 @@ class _Unpublished:
         stream.on_end(sent.set)
         self._large.append(stream)
         with cancelled_with_others(stream.cancel):
-            if not sent.wait(time_left()):
+            if not interrupts.wait(sent.wait, time_left()):
                 stream.wait()
         stream.raise_error()
 
@@ -517,13 +518,21 @@ class _Sink:
 
     def write(self, data: Any, offset: int) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting < _AHEAD or self._error or offset == self._next)
+            interrupts.wait(
+                lambda seconds: self._changed.wait_for(
+                    lambda: self._waiting < _AHEAD or self._error or offset == self._next, seconds
+                )
+            )
             if self._error:
                 raise self._error
             if len(data):
                 self._pieces[offset] = bytes(data)
                 self._waiting += len(data)
             self._changed.notify_all()
+
+    def _has_ended(self, seconds: float | None) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def give_up(self) -> None:
         """Return when nothing of the file is sent any more."""
@@ -536,6 +545,6 @@ class _Sink:
         with self._changed:
             self._is_closed = not self._pieces and self._next < self._nbytes
             self._changed.notify_all()
-        self._thread.join()
+        interrupts.wait(self._has_ended)
         if self._error:
             raise self._error

@@ -26,6 +26,7 @@ from eformer._engine.stores.openat2 import (
     is_missing,
     openat2,
 )
+from eformer._engine.tasks.interrupts import let_through
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -408,7 +409,8 @@ def _mount_of(descriptor: int) -> object:
 def lock(descriptor: int, *, shared: bool = False) -> None:
     """Wait for the lock of a file. Several may hold it `shared`; as long as one does, `try_lock` raises."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        # The caller closes the descriptor after any error, which releases the lock.
+        let_through(lambda: fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX))
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

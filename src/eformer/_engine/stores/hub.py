@@ -10,6 +10,7 @@ import io
 import os
 import re
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import unquote
@@ -21,6 +22,7 @@ from eformer._engine.stores.base import Entry
 from eformer._engine.stores.local_files import LocalFiles
 from eformer._engine.tasks.extras import import_extra
 from eformer._engine.tasks.forks import Lock
+from eformer._engine.tasks.interrupts import let_through
 from eformer.errors import FormatError, NotFoundError
 
 if TYPE_CHECKING:
@@ -141,7 +143,8 @@ class _Model:
     def download(self, name: str) -> Path:
         """Return where a file is in the Hub's cache, after it is there."""
         with self._explained("download it", name):
-            return Path(os.path.realpath(_library().hf_hub_download(self.name, name, revision=self.commit)))
+            download = partial(_library().hf_hub_download, self.name, name, revision=self.commit)
+            return Path(os.path.realpath(let_through(download)))
 
     @contextmanager
     def _explained(self, operation: str, name: str) -> Iterator[None]:

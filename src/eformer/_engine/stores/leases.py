@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from eformer._engine.record.manifest import CommitLog
 from eformer._engine.stores.objects import is_thread_of_requests
+from eformer._engine.tasks import interrupts
 from eformer.errors import SupersededError
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ class Leases:
             if all(entry.modified < late for entry in removals):
                 return entries
             time.sleep(_PAUSE)
+            interrupts.check()
 
     def log(self, before: Manifest, after: Manifest) -> CommitLog:
         """Return what the next index says of saves: which are done, and what is dead.

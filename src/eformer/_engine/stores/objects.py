@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from eformer._engine.stores.probe import honours_conditions
 from eformer._engine.stores.redact import Redactor
+from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import time_left, told
 from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.pool import cancelled_with_others
@@ -291,7 +292,7 @@ class Objects:
         future = _submit(work)
         try:
             with cancelled_with_others(future.cancel):
-                return future.result(limit)
+                return interrupts.result_of(future, limit)
         except FutureTimeoutError:
             future.cancel()
             raise self._slow(operation, key, began) from None
@@ -373,7 +374,7 @@ class Stream:
         """Return when the object is there."""
         with cancelled_with_others(self.cancel):
             try:
-                self._future.result(time_left())
+                interrupts.result_of(self._future, time_left())
             except FutureTimeoutError:
                 if self._future.done():  # the error is that of the upload
                     raise

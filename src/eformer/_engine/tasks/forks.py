@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
+from _thread import RLock
 from typing import Protocol
 
 
@@ -32,21 +32,16 @@ def _renew_all() -> None:
 os.register_at_fork(after_in_child=_renew_all)
 
 
-class Lock:
+class Lock(RLock):  # type: ignore[misc]  # only the stubs call it final
     """A lock that is free in a forked child, whoever held it in the parent. For all that outlives one call.
 
     What it guards must be right at any moment: the thread that held the lock may have been in the middle of a change.
+    `with` takes and releases it by functions of C, between which and the block no signal is handled: by functions of
+    Python, a Ctrl-C after the lock is taken and before the block would leave it taken for ever.
     """
 
     def __init__(self) -> None:
-        self.renew_in_child()
         renew_in_children(self)
 
     def renew_in_child(self) -> None:
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        self._at_fork_reinit()  # type: ignore[attr-defined]  # as `threading` itself does

@@ -11,6 +11,8 @@ from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING
 
+from eformer._engine.tasks import interrupts
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -157,10 +159,10 @@ class _Work:
     def wait(self) -> None:
         """Wait until all helpers have ended. One that starts only now finds nothing to do."""
         with self.helping:
-            while self.helpers:
-                self.helping.wait()
+            interrupts.wait(lambda seconds: self.helping.wait_for(lambda: not self.helpers, seconds))
 
     def take(self) -> Callable[[], None] | None:
+        interrupts.check()
         with self.lock:
             return None if self.error else next(self.tasks, None)
 

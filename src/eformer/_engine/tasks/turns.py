@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from eformer._engine.tasks import interrupts
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Iterator
 
@@ -61,7 +63,7 @@ class _Turns:
         with self._lock:
             events = [event for event, key in self._in_background.items() if key in keys]
         for event in events:
-            event.wait()
+            interrupts.wait(event.wait)
 
     @contextmanager
     def held_back(self, keys: Collection[str]) -> Iterator[None]:
@@ -106,9 +108,9 @@ class Turn:
         """Wait for the saves before this one, and for readers that hold it back: for these a while only, since they may
         wait for it themselves."""
         if self._before:
-            self._before.wait()
+            interrupts.wait(self._before.wait)
         for reader in self._readers():
-            reader.wait(_PATIENCE)
+            interrupts.wait(reader.wait, _PATIENCE)
 
     def end(self) -> None:
         self._forget()

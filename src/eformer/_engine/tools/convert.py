@@ -25,6 +25,7 @@ from eformer._engine.saving.record import new_tree
 from eformer._engine.saving.run import Save, carry_out
 from eformer._engine.saving.staging import Staging
 from eformer._engine.stores.durable import replacing
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.memory import resident_bytes
 from eformer._engine.tasks.pool import default_threads
 from eformer._engine.tasks.progress import metered
@@ -58,6 +59,7 @@ _DECODING = 3.3  # times a chunk: as stored, decoded, and copied to its place, w
 _SMALL = 2**16
 
 
+@uninterrupted
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],

@@ -10,6 +10,7 @@ from eformer._engine.record.lazy_arrays import StoredLeaf
 from eformer._engine.record.manifest import UNREADABLE, LeafEntry, parse_structure
 from eformer._engine.record.pieces import pieces
 from eformer._engine.record.text import few, glance
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.progress import metered
 from eformer._engine.tools.compare import (
     Comparison,
@@ -113,6 +114,7 @@ class Diff:
         return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "no leaves"
 
 
+@uninterrupted
 def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],

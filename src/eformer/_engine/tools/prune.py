@@ -29,6 +29,7 @@ from eformer._engine.stores.base import remove_files
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST
 from eformer._engine.stores.removal import DATABASE_MARK
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tools.verify import verify
 from eformer.errors import CorruptionError, NotFoundError
 
@@ -87,6 +88,7 @@ class Pruned:
     identities: tuple[Identity, ...] = field(default=(), repr=False)
 
 
+@uninterrupted
 def prune(
     directory: str | os.PathLike[str],
     *,

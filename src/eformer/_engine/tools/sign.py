@@ -12,6 +12,7 @@ from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import private_key
 from eformer._engine.stores.locate import absolute, locate
 from eformer._engine.stores.signed import digest_files, files_to_sign
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.progress import metered
 from eformer.errors import CorruptionError, SignatureError
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from eformer._engine.tasks.progress import Progress
 
 
+@uninterrupted
 def sign(
     path: str | os.PathLike[str],
     *,

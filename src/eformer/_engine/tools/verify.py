@@ -18,6 +18,7 @@ from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
 from eformer._engine.stores.locate import locate, store_at
 from eformer._engine.stores.signed import look_at_signed
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import metered
 from eformer.errors import Damage, EformerError, FormatError, NotFoundError
@@ -99,6 +100,7 @@ class Report:
         return "; it is signed, which was not checked without a key" if self.is_signed else ""
 
 
+@uninterrupted
 def verify(
     path: str | os.PathLike[str],
     *,

@@ -22,6 +22,7 @@ from eformer._engine.record.regions import Region
 from eformer._engine.record.values import value_from_json
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer.errors import CorruptionError
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Inspected(Manifest, frozen=True, kw_only=True):
         return as_html(self._title, self._summaries(), self.left_out)
 
 
+@uninterrupted
 def inspect(path: str | os.PathLike[str]) -> Inspected:
     """Read the record of the checkpoint at `path`: format, trees, leaves, shapes, dtypes, metadata. Reads no data.
 
@@ -77,6 +79,7 @@ def _inspected(found: Found) -> Inspected:
     )
 
 
+@uninterrupted
 def open(  # noqa: A001
     path: str | os.PathLike[str],
     *,
@@ -184,6 +187,7 @@ class View(Mapping[str, Any]):
         """The `metadata` argument of the save."""
         return self._tree.metadata
 
+    @uninterrupted
     def close(self) -> None:
         """Close the files. Arrays of the view cannot be read any more."""
         self._is_open = False
@@ -224,6 +228,7 @@ class View(Mapping[str, Any]):
         wants = [Want(name, entry := self._entries[name], entry.dtype) for name in names]
         return {name: array for name, (array,) in zip(names, self._fetch(wants), strict=True)}
 
+    @uninterrupted
     def _fetch(
         self, wants: Sequence[Want], threads: int | None = None
     ) -> list[Sequence[np.ndarray[Any, Any]]]:
@@ -251,6 +256,7 @@ def open_incomplete(path: str | os.PathLike[str], *, prefix: str | None = None) 
     return look_at(path, lambda found: View(found, prefix, holds=False))
 
 
+@uninterrupted
 def _opened(
     path: str | os.PathLike[str], prefix: str | None, cache: Cached = None, key: Verifier | None = None
 ) -> View:

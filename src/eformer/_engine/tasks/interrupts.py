@@ -1,0 +1,173 @@
+"""Hold a Ctrl-C back while a call owns locks, turns, descriptors or scratch files, and hand it on where none is lost.
+
+Python raises KeyboardInterrupt between any two instructions of the main thread: also between a file that was opened
+and the block that would close it. So a public call runs inside `held_back`. It notes SIGINT instead, and gives it to
+the handler of the program at the next `check`, or when the call has ended. `check` is called where the caller's own
+errors could be raised as well: before each task, while waiting, before a commit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import threading
+import time
+from concurrent import futures
+from contextvars import ContextVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_POLL = 0.05  # seconds until a wait notices a Ctrl-C
+
+given_up: ContextVar[threading.Event | None] = ContextVar("eformer_given_up", default=None)
+"""Is set when the caller does not want the work of this context any more, such as a save that it has not heard of."""
+
+
+class held_back:  # noqa: N801
+    """Hold SIGINT back during the block, in the main thread. In other threads, which never see it, do nothing.
+
+    If KeyboardInterrupt is raised although the block has ended well, the caller gets no result: then `otherwise` is
+    called, if the block has set it. Clearing up after a Ctrl-C is not interrupted by a second one.
+    """
+
+    def __init__(self) -> None:
+        self.otherwise: Callable[[], object] | None = None
+        self._before: Callable[[int, Any], object] | None = None
+        self._is_noted = self._is_raised = self._is_over = False
+        self.lets_through = False
+
+    def __enter__(self) -> Self:
+        global _outermost, _main
+        if _outermost is None and threading.current_thread() is threading.main_thread():
+            before = signal.getsignal(signal.SIGINT)
+            if callable(before):  # the system or another language handles it otherwise
+                self._before = before
+                # A signal that came before is raised here, and the handler is not set. None is raised afterwards.
+                signal.signal(signal.SIGINT, self.note)
+                _main, _outermost = threading.get_ident(), self
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        global _outermost
+        if self._before is None:  # inside another block, which hands the signal on
+            return
+        try:
+            _outermost = None
+            if signal.getsignal(signal.SIGINT) == self.note:  # nobody else has set a handler meanwhile
+                signal.signal(signal.SIGINT, self._before)
+            self._is_over = True
+            if self._is_noted and not (kind and issubclass(kind, KeyboardInterrupt)):
+                self._before(signal.SIGINT, inspect.currentframe())
+        except BaseException:
+            with held_back():
+                if self.otherwise and kind is None:
+                    self.otherwise()
+            raise
+
+    def note(self, number: int, frame: Any) -> None:
+        """Handle SIGINT. After the block, a program that has kept this handler gets the one before it."""
+        if self._is_over and self._before:
+            self._before(number, frame)
+        self._is_noted = True
+        if self.lets_through:
+            self.hand_on()
+
+    def hand_on(self) -> None:
+        """Call the handler of the program if there was a signal; unless it has raised already."""
+        if not self._is_noted or self._is_raised or self._before is None:
+            return
+        self._is_noted, self._is_raised = False, True
+        self._before(signal.SIGINT, inspect.currentframe())
+        self._is_raised = False  # that of asyncio, for example, only makes a note of the first one
+
+    def leave_to_parent(self) -> None:
+        self._is_over = True
+        if self._before and signal.getsignal(signal.SIGINT) == self.note:
+            signal.signal(signal.SIGINT, self._before)
+
+
+_outermost: held_back | None = None  # of the main thread
+_main = threading.get_ident()  # the main thread, as far as it is in a block
+
+
+def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
+    """Hold SIGINT back during every call of a function, see `held_back`."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with held_back():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def check() -> None:
+    """Raise KeyboardInterrupt if there was a Ctrl-C, or if the work was given up."""
+    if block := _here():
+        block.hand_on()
+    if (event := given_up.get()) and event.is_set():
+        raise KeyboardInterrupt("the call that began this work was interrupted")
+
+
+def wait(until: Callable[[float | None], T], timeout: float | None = None) -> T:
+    """Wait by `until(seconds)` for something true, `timeout` seconds at most. Look for a Ctrl-C meanwhile."""
+    if _here() is None:
+        return until(timeout)
+    end = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = _POLL if end is None else min(_POLL, max(0.0, end - time.monotonic()))
+        if (found := until(left)) or (end is not None and time.monotonic() >= end):
+            return found
+        check()
+
+
+def let_through(call: Callable[[], T]) -> T:
+    """Call a function that waits in the system or in another library, and raise KeyboardInterrupt inside it.
+
+    Nothing may be lost if that is raised at any point of the call, also right after it has done its work.
+    """
+    if (block := _here()) is None:
+        return call()
+    block.lets_through = True  # if it stays so by a Ctrl-C, that was the one which is raised
+    try:
+        check()
+        return call()
+    finally:
+        block.lets_through = False
+
+
+def result_of(future: futures.Future[T], timeout: float | None = None) -> T:
+    """Wait for a future, and return its result. Look for a Ctrl-C meanwhile."""
+    if _here() is None:
+        return future.result(timeout)
+    wait_for_all([future], timeout)
+    return future.result(0)
+
+
+def wait_for_all(waited_for: Iterable[futures.Future[Any]], timeout: float | None = None) -> None:
+    """Wait for futures, `timeout` seconds at most. Look for a Ctrl-C meanwhile."""
+    several = list(waited_for)
+    wait(lambda seconds: not futures.wait(several, seconds).not_done, timeout)
+
+
+def _here() -> held_back | None:
+    """Return the block that holds signals back, in the thread that would see them."""
+    return _outermost if threading.get_ident() == _main else None
+
+
+def _leave_to_parent() -> None:
+    """Let a forked child be interrupted: it may never come to the end of the block."""
+    global _outermost
+    block, _outermost = _outermost, None
+    if block:
+        block.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

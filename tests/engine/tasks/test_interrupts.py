@@ -1,0 +1,178 @@
+"""Ctrl-C is held back inside a call, and handed on where nothing is lost."""
+
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+
+import pytest
+
+from eformer._engine.tasks import interrupts
+from eformer._engine.tasks.interrupts import check, held_back, uninterrupted
+from eformer._engine.tasks.pool import run_all
+
+
+def press():
+    signal.raise_signal(signal.SIGINT)
+
+
+@uninterrupted
+def run(*calls):
+    for call in calls:
+        call()
+
+
+@pytest.fixture(autouse=True)
+def default_handler():
+    """Every test begins with the handler of Python, and leaves it in place."""
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_it_is_raised_when_the_block_has_ended():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        run(press, lambda: done.append("the rest"))
+    assert done == ["the rest"]
+
+
+def test_it_is_raised_at_a_check():
+    with pytest.raises(KeyboardInterrupt):
+        run(press, check, lambda: pytest.fail("the check has passed"))
+
+
+def test_a_second_one_does_not_interrupt_the_clearing_up():
+    cleared = []
+
+    @uninterrupted
+    def work():
+        try:
+            run(press, check)
+        finally:
+            run(press, check, lambda: cleared.append(True))
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert cleared
+    run(check)  # neither of them is left for the next block
+
+
+def test_it_is_raised_at_the_end_of_the_outermost_block():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        run(lambda: run(press), lambda: done.append("the rest"))
+    assert done
+
+
+@pytest.mark.parametrize(("work", "told"), [(press, [1]), (lambda: 1 / 0, []), (check, [])])
+def test_a_block_that_loses_its_result_is_told(work, told):
+    found = []
+    with suppress(KeyboardInterrupt, ZeroDivisionError), held_back() as block:
+        block.otherwise = lambda: found.append(1)
+        work()
+    assert found == told
+
+
+def test_a_handler_of_the_program_is_called_and_may_return():
+    calls = []
+    before = signal.signal(signal.SIGINT, lambda *_: calls.append(1))
+    try:
+        with held_back():
+            for _ in range(2):
+                press()
+                assert len(calls) == _
+                check()
+            press()
+        assert len(calls) == 3
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_that_was_set_meanwhile_stays_and_one_that_was_kept_is_passed_by():
+    with held_back():
+        kept = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    signal.signal(signal.SIGINT, kept)
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with held_back():
+            press()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_hold_nothing_back():
+    def in_a_thread():
+        with held_back():
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    run_all([in_a_thread] * 8, 4)
+
+
+FORK = """
+import os, signal, sys, threading
+from eformer._engine.tasks.interrupts import held_back
+
+def fork():
+    if not (child := os.fork()):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            os._exit(7)
+        os._exit(1)
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+statuses = []
+with held_back():
+    fork()
+    (thread := threading.Thread(target=fork)).start()
+    thread.join()
+assert statuses == [7, 7], statuses
+"""
+
+
+def test_a_process_that_is_forked_inside_a_block_is_interrupted_at_once():
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, timeout=60, check=False
+    )
+    assert told.returncode == 0, told.stderr.decode()
+
+
+@pytest.mark.parametrize("wait", [threading.Event().wait, lambda _=None: interrupts.result_of(Future())])
+def test_a_wait_for_ever_is_interrupted(wait):
+    with pytest.raises(KeyboardInterrupt):
+        run(press, lambda: interrupts.wait(wait))
+
+
+def test_a_wait_ends_with_its_time_or_when_there_is_something():
+    event, late = threading.Event(), Future()
+    late.set_result("there")
+    with held_back():
+        assert not interrupts.wait(event.wait, 0.1)
+        event.set()
+        assert interrupts.wait(event.wait)
+        assert interrupts.result_of(late, 1) == "there"
+        with pytest.raises(TimeoutError):
+            interrupts.result_of(Future(), 0.1)
+
+
+def test_tasks_that_have_not_begun_are_left_out():
+    done = []
+
+    def tasks():
+        yield press
+        yield from [lambda: done.append(1)] * 1000
+
+    with pytest.raises(KeyboardInterrupt), held_back():
+        run_all(tasks(), 1)
+    assert not done
