@@ -236,6 +236,7 @@ def names_of_docstrings() -> dict[str, Any]:
     for step in (100, 200, 300):
         checkpoint.save(_saved(step), f"run/step-{step}")
     checkpoint.save(_saved(0), "pretrained")
+    checkpoint.save({"params": {"lora": jnp.ones(2)}}, "lora")
     model = llama("hf/llama")
     _write_others()
     taken = []
@@ -252,6 +253,7 @@ def names_of_docstrings() -> dict[str, Any]:
         "state": _saved(1),
         "params": _saved(1)["params"],
         "model": model,
+        "abstract_model": {**checkpoint.abstract("pretrained"), "params": _with_lora()},
         "batch": None,
         "train_step": lambda state, batch: state,
         "mesh": mesh("data"),
@@ -267,6 +269,10 @@ def names_of_docstrings() -> dict[str, Any]:
         "np": np,
         "jax": jax,
     }
+
+
+def _with_lora() -> dict[str, Any]:
+    return {**checkpoint.abstract("pretrained")["params"], **checkpoint.abstract("lora")["params"]}
 
 
 def _saved(step: int) -> dict[str, Any]:

@@ -223,7 +223,7 @@ def load(
         >>> checkpoint.load("run/step-100", keys="params", mesh=mesh, rules=[("w", PartitionSpec("data"))])
         >>> model = checkpoint.load("hf/llama", into=model, rename="llama.rules")
         >>> state = checkpoint.load("pretrained", like=state, partial=True)
-        >>> model = checkpoint.load(["base", "lora/100"], like=abstract_model)
+        >>> model = checkpoint.load(["pretrained", "lora"], like=abstract_model)
     """
     paths = _paths(path)
     for each in paths:
