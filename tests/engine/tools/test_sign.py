@@ -451,6 +451,19 @@ def test_retention_removes_a_signature_with_its_step(tmp_path):
     assert [each.name for each in (tmp_path / "run").glob("step*")] == ["step-3"]
 
 
+def test_every_step_of_a_run_has_to_be_signed_if_all_are_checked(tmp_path):
+    for number in (1, 2):
+        save(tree(), tmp_path / f"step-{number}")
+    sign(tmp_path, key=PRIVATE)
+    (damage,) = verify(tmp_path, key=PUBLIC).damages
+    assert str(damage).startswith(f"step-1 fails the check of its signature: {tmp_path}/step-1 is not signed")
+    report = verify(tmp_path, step=2, key=PUBLIC)
+    assert report.ok
+    assert report.signed_by
+    sign(tmp_path / "step-1", key=PRIVATE)
+    assert verify(tmp_path, key=PUBLIC).ok
+
+
 def test_prune_removes_the_signature_of_a_file(tmp_path):
     for number in (1, 2):
         save(tree(), tmp_path / f"step-{number}.safetensors")

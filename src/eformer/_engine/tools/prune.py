@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import os  # noqa: TC003
 import re
@@ -245,7 +246,8 @@ def _files_of(found: Found, there: Collection[str]) -> set[str]:
     """Return the files of a checkpoint: those that hold leaves, and those that say where."""
     trees = found.trees.values()
     known = {tree.path_of(number) for tree in trees for number in range(len(tree.files))}
-    databases = [f"{tree.root}/{name}" for tree in trees if tree.is_database for name in _OF_DATABASES]
+    roots = [glob.escape(tree.root) for tree in trees if tree.is_database]
+    databases = [f"{root}/{name}" for root in roots for name in _OF_DATABASES]
     return known | {path for path in there if _matches(path, (*_OF_EFORMER, *databases))}
 
 

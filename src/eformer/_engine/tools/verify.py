@@ -21,7 +21,7 @@ from eformer._engine.stores.signed import look_at_signed
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import metered
-from eformer.errors import Damage, EformerError, FormatError, NotFoundError
+from eformer.errors import Damage, EformerError, FormatError, NotFoundError, SignatureError
 
 if TYPE_CHECKING:
     import os
@@ -173,7 +173,8 @@ def _verify_step(step: Step, key: PublicKey | None, progress: Progress) -> Repor
     try:
         report = _verify_one(step.path, key, progress)
     except (EformerError, OSError) as error:
-        damage = Damage("", "", 0, 0, f"cannot be read: {error}")
+        state = "fails the check of its signature" if isinstance(error, SignatureError) else "cannot be read"
+        damage = Damage("", "", 0, 0, f"{state}: {error}")
         report = Report(step.path, 0, 0, 0, False, (damage,))
     return None if report.damages and _is_gone(step) else report
 
