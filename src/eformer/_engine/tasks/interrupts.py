@@ -33,9 +33,9 @@ given_up: ContextVar[threading.Event | None] = ContextVar("eformer_given_up", de
 class held_back:  # noqa: N801
     """Hold SIGINT back during the block, in the main thread. In other threads, which never see it, do nothing.
 
-    So are SIGTERM and SIGHUP if they raise KeyboardInterrupt, as in the command line. If it is raised although the block
-    has ended well, the caller gets no result: then `otherwise` is called, if the block has set it. Clearing up after a
-    Ctrl-C is not interrupted by a second one.
+    Hold SIGTERM and SIGHUP back if they raise KeyboardInterrupt, as in the command line. If it is raised although the
+    block has ended well, the caller gets no result: then call `otherwise`, if the block has set it. Clearing up after
+    a Ctrl-C is not interrupted by a second one.
     """
 
     def __init__(self) -> None:
