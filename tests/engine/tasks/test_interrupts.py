@@ -110,6 +110,29 @@ def test_an_ignored_signal_stays_ignored():
         signal.signal(signal.SIGINT, before)
 
 
+def test_sigterm_is_held_back_if_it_means_the_same():
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        done = []
+        with pytest.raises(KeyboardInterrupt):
+            run(lambda: signal.raise_signal(signal.SIGTERM), lambda: done.append("the rest"))
+        assert done == ["the rest"]
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_of_a_program_is_not_held_back():
+    calls = []
+    before = signal.signal(signal.SIGTERM, lambda *_: calls.append(1))
+    try:
+        with held_back():
+            signal.raise_signal(signal.SIGTERM)
+            assert calls == [1]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_other_threads_hold_nothing_back():
     def in_a_thread():
         with held_back():

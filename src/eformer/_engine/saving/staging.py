@@ -55,14 +55,16 @@ class Staging:
         nbytes = sum(o.size * a.dtype.itemsize for o, _, a in wanted if not isinstance(a, np.ndarray))
         if nbytes:
             with self.changed:
-                has_room = lambda: self.used == 0 or self.used + nbytes <= self.budget  # noqa: E731
-                interrupts.wait(partial(self.changed.wait_for, has_room))
+                interrupts.wait(partial(self.changed.wait_for, partial(self._has_room, nbytes)))
                 self.used += nbytes
         try:
             return [(overlap, on_host(a, overlap.inside(box))) for overlap, box, a in wanted], nbytes
         except BaseException:
             self.release(nbytes)
             raise
+
+    def _has_room(self, nbytes: int) -> bool:
+        return self.used == 0 or self.used + nbytes <= self.budget
 
     def release(self, nbytes: int) -> None:
         if nbytes:

@@ -19,7 +19,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,38 +33,42 @@ given_up: ContextVar[threading.Event | None] = ContextVar("eformer_given_up", de
 class held_back:  # noqa: N801
     """Hold SIGINT back during the block, in the main thread. In other threads, which never see it, do nothing.
 
-    If KeyboardInterrupt is raised although the block has ended well, the caller gets no result: then `otherwise` is
-    called, if the block has set it. Clearing up after a Ctrl-C is not interrupted by a second one.
+    Hold SIGTERM and SIGHUP back if they raise KeyboardInterrupt, as in the command line. If it is raised although the
+    block has ended well, the caller gets no result: then call `otherwise`, if the block has set it. Clearing up after
+    a Ctrl-C is not interrupted by a second one.
     """
 
     def __init__(self) -> None:
         self.otherwise: Callable[[], object] | None = None
-        self._before: Callable[[int, Any], object] | None = None
-        self._is_noted = self._is_raised = self._is_over = False
         self.lets_through = False
+        self._before: dict[int, Callable[[int, Any], object]] = {}
+        self._noted: int | None = None
+        self._is_raised = self._is_over = False
 
     def __enter__(self) -> Self:
         global _outermost, _main
         if _outermost is None and threading.current_thread() is threading.main_thread():
-            before = signal.getsignal(signal.SIGINT)
-            if callable(before):  # the system or another language handles it otherwise
-                self._before = before
-                # A signal that came before is raised here, and the handler is not set. None is raised afterwards.
-                signal.signal(signal.SIGINT, self.note)
+            try:
+                # A signal that came before is raised by `signal`, which then sets nothing. None is raised afterwards.
+                for number, before in _handlers():
+                    self._before[number] = before
+                    signal.signal(number, self.note)
+            except BaseException:
+                self._put_back()
+                raise
+            if self._before:
                 _main, _outermost = threading.get_ident(), self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         global _outermost
-        if self._before is None:  # inside another block, which hands the signal on
+        if not self._before:  # inside another block, which hands the signal on
             return
         try:
             _outermost = None
-            if signal.getsignal(signal.SIGINT) == self.note:  # nobody else has set a handler meanwhile
-                signal.signal(signal.SIGINT, self._before)
-            self._is_over = True
-            if self._is_noted and not (kind and issubclass(kind, KeyboardInterrupt)):
-                self._before(signal.SIGINT, inspect.currentframe())
+            self._put_back()
+            if self._noted and not (kind and issubclass(kind, KeyboardInterrupt)):
+                self._before[self._noted](self._noted, inspect.currentframe())
         except BaseException:
             with held_back():
                 if self.otherwise and kind is None:
@@ -72,25 +76,40 @@ class held_back:  # noqa: N801
             raise
 
     def note(self, number: int, frame: Any) -> None:
-        """Handle SIGINT. After the block, a program that has kept this handler gets the one before it."""
-        if self._is_over and self._before:
-            self._before(number, frame)
-        self._is_noted = True
+        """Handle a signal. After the block, a program that has kept this handler gets the one before it."""
+        if self._is_over:
+            self._before[number](number, frame)
+        self._noted = number
         if self.lets_through:
             self.hand_on()
 
     def hand_on(self) -> None:
         """Call the handler of the program if there was a signal; unless it has raised already."""
-        if not self._is_noted or self._is_raised or self._before is None:
+        if self._noted is None or self._is_raised:
             return
-        self._is_noted, self._is_raised = False, True
-        self._before(signal.SIGINT, inspect.currentframe())
+        number, self._noted, self._is_raised = self._noted, None, True
+        self._before[number](number, inspect.currentframe())
         self._is_raised = False  # that of asyncio, for example, only makes a note of the first one
 
     def leave_to_parent(self) -> None:
-        self._is_over = True
-        if self._before and signal.getsignal(signal.SIGINT) == self.note:
-            signal.signal(signal.SIGINT, self._before)
+        """Give the handlers back in a forked child, which may never come to the end of the block."""
+        self._put_back()
+
+    def _put_back(self) -> None:
+        try:
+            for number, before in reversed(self._before.items()):
+                if signal.getsignal(number) == self.note:  # nobody else has set one meanwhile
+                    signal.signal(number, before)
+        finally:
+            self._is_over = True  # a handler that is still there by a Ctrl-C calls the one before it
+
+
+def _handlers() -> Iterator[tuple[int, Callable[[int, Any], object]]]:
+    """Yield the signals to hold back, and their handlers. Those of the system or of another language stay."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        before = signal.getsignal(number)
+        if before is signal.default_int_handler or (number == signal.SIGINT and callable(before)):
+            yield number, before
 
 
 _outermost: held_back | None = None  # of the main thread
@@ -163,7 +182,6 @@ def _here() -> held_back | None:
 
 
 def _leave_to_parent() -> None:
-    """Let a forked child be interrupted: it may never come to the end of the block."""
     global _outermost
     block, _outermost = _outermost, None
     if block:
