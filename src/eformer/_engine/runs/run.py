@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import jax
 
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, base_name
 from eformer._engine.formats.steps import MARKS, checked_number, last_step_in, name_of_step, name_to_save
 from eformer._engine.loading.load import load_tree
 from eformer._engine.loading.request import PlacementRequest, Request, Rules
@@ -51,6 +52,7 @@ logger = logging.getLogger("eformer")
 
 _DEFAULT = SaveOptions()
 _LONG_WAIT = 1.0  # seconds
+_INDEX = base_name("") + INDEX_SUFFIX  # by which other readers know a step
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, type(jax.jit(lambda: None)))
 
 
@@ -316,7 +318,7 @@ class Run:
             names = {step.number: step.name for step in self.steps} if hosts.index == 0 else {}
             for number, why in numbers.items():
                 if number in names:
-                    store_at(self.path).set_aside(names[number], why, MARKS)
+                    store_at(self.path).set_aside(names[number], why, (*MARKS, _INDEX))
             hosts.meet(b"", lambda _: b"")
 
     def _go_on_from(self, found: _Found, data: Any) -> None:
