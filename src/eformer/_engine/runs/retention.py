@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from eformer._engine.formats.indexes import INDEXES
-from eformer._engine.formats.steps import remains_in
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, base_name
+from eformer._engine.formats.steps import MARKS, remains_in
 from eformer._engine.record.policies import StepFacts, kept, needs_manifests, warnings_of
 from eformer._engine.runs.claims import resumed_from
 from eformer._engine.runs.steps import is_foreign, score_name, scored_step, steps
@@ -121,9 +122,13 @@ def remove_orphaned_scores(store: Store, removed: Collection[str]) -> None:
     remove_files(store, [name for name in names if (step_of := scored_step(name)) and step_of not in left])
 
 
-def set_aside(store: Store, step: str, why: str, marks: Sequence[str]) -> None:
-    """Let a directory be no step any more, and give its scores the new name."""
-    aside = store.set_aside(step, why, marks)
+def set_aside(store: Store, step: str, why: str) -> None:
+    """Let a directory be no step any more, and give its scores the new name.
+
+    In a bucket the files by which readers know a step get other names: also the index for other readers, by which it
+    would still be a step, of another program.
+    """
+    aside = store.set_aside(step, why, (*MARKS, base_name("") + INDEX_SUFFIX))
     with suppress(FileNotFoundError):
         data = read_whole(store, score_name(step))[0]
         update_file(store, score_name(aside), lambda _: data)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import jax
 
-from eformer._engine.formats.steps import MARKS, checked_number, last_step_in, name_of_step, name_to_save
+from eformer._engine.formats.steps import checked_number, last_step_in, name_of_step, name_to_save
 from eformer._engine.loading.load import LoadArguments, load_tree, log_differences, request_from
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.options import SaveOptions, options_from
@@ -261,6 +261,7 @@ class Run:
         self._claim()
         if self._is_fresh:
             self._put_all_aside()
+            self._writer.note_resumed(None)
         agreed = self._agreed_steps()
         if not self._is_fresh:  # another job may have saved one before the claim
             self._refuse_steps(agreed)
@@ -362,7 +363,7 @@ class Run:
         with _meeting(self._options.timeout) as hosts:
             for step in self.steps if hosts.index == 0 else ():
                 if step.number in whys:
-                    set_aside(store_at(self.path), step.name, whys[step.number], MARKS)
+                    set_aside(store_at(self.path), step.name, whys[step.number])
             hosts.meet(b"", lambda _: b"")
 
     def _put_all_aside(self) -> None:
@@ -372,7 +373,7 @@ class Run:
             # Of steps with one number (step-100 and 100), the second is listed once the first is gone.
             while hosts.index == 0 and (there := [step.name for step in self.steps if step.name not in done]):
                 for name in there:
-                    set_aside(store_at(self.path), name, "old", MARKS)
+                    set_aside(store_at(self.path), name, "old")
                 done += there
             hosts.meet(b"", lambda _: b"")
         if done:

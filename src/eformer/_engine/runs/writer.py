@@ -58,8 +58,9 @@ class Writer:
             logger.warning("%s: what dead jobs have left could not be removed: %s", self.store.url, error)
         self.has_claimed = True
 
-    def note_resumed(self, step: int) -> None:
+    def note_resumed(self, step: int | None) -> None:
         """Record the step that the run goes on from, if this is the first process: `prune` keeps it, as the run does.
+        None is for a run that starts anew.
 
         A failure is logged. It costs nothing while the run is open.
         """
