@@ -156,6 +156,6 @@ def test_arguments_that_exclude_each_other_are_refused_before_anything_is_claime
     with Run(path, signals=()) as run:
         with pytest.raises(ValueError, match="pass like= or into=, not both"):
             run.resume(like=start(), into=start())
-        with pytest.raises(ValueError, match="partial need like= or into="):
+        with pytest.raises(ValueError, match="partial needs like= or into="):
             run.resume(partial=True)
     assert (path / "run.json").read_bytes() == before

@@ -220,7 +220,7 @@ def test_a_bit_that_flips_without_a_trace_is_found_by_the_job_that_goes_on(tmp_p
     os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
     monkeypatch.setattr(recheck, "_sound", {})  # as in another process
     with Run(tmp_path) as run:
-        run.step = 3
+        run._has_begun = True  # a resume would find the damage itself
         run.save(4, with_frozen(4)).result()
     assert checkpoint.verify(tmp_path / "step-4").ok
 

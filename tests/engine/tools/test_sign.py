@@ -426,7 +426,9 @@ def test_an_altered_step_is_skipped_as_a_damaged_one_is(tmp_path):
             run.save(number, tree(number))
             run.wait()
             sign(tmp_path / "run", key=PRIVATE)
-    data = next((tmp_path / "run" / "step-2").glob("*.safetensors"))
+    data = next(
+        file for file in (tmp_path / "run" / "step-2").glob("*.safetensors") if file.stat().st_nlink == 1
+    )
     flipped = bytearray(data.read_bytes())
     flipped[-1] ^= 1
     data.write_bytes(flipped)

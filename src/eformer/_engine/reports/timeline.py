@@ -154,8 +154,8 @@ def _reasons(run: str | os.PathLike[str], rules: Sequence[Keep]) -> dict[int, li
 
 
 def reasons(sound: Sequence[StepFacts], rules: Sequence[Keep], resumed: int | None) -> dict[int, list[str]]:
-    """Return why each step stays, in words: the rules that keep it, that it is the newest, that the run was resumed
-    from it, or that another program wrote it."""
+    """Return why each step stays, in words: the rules that keep it, "the newest", "resumed from" or "of another
+    program"."""
     if not rules:
         return {}
     counted, found = counted_steps(sound, rules), defaultdict[int, list[str]](list)

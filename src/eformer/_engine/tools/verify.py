@@ -7,8 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from eformer._engine.formats.find import ReplacedError, reread, signed_place, signer_of, was_replaced
+from eformer._engine.formats.others.orbax import inside_run
 from eformer._engine.formats.process_records import unreadable
-from eformer._engine.formats.steps import is_run, steps_in
+from eformer._engine.formats.steps import is_of_orbax, is_run, steps_in
 from eformer._engine.loading.fetch import check
 from eformer._engine.loading.read_plan import Want
 from eformer._engine.record.digests import xxh3_128
@@ -171,12 +172,20 @@ def _verify_run(path: str | os.PathLike[str], key: PublicKey | None, progress: P
 def _verify_step(step: Step, key: PublicKey | None, progress: Progress) -> Report | None:
     """Check a step of a run; None if it is not there any more."""
     try:
+        _require_inside(step)
         report = _verify_one(step.path, key, progress)
     except (EformerError, OSError) as error:
         state = "fails the check of its signature" if isinstance(error, SignatureError) else "cannot be read"
         damage = Damage("", "", 0, 0, f"{state}: {error}")
         report = Report(step.path, 0, 0, 0, False, (damage,))
     return None if report.damages and _is_gone(step) else report
+
+
+def _require_inside(step: Step) -> None:
+    """Refuse a step of Orbax that is a link out of its run, as a load of the run does."""
+    store, name = store_at(step.path).parent()
+    if (run := store.local_path()) and is_of_orbax(store, name):
+        inside_run(run, name)
 
 
 def _is_gone(step: Step) -> bool:

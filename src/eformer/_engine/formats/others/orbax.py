@@ -81,7 +81,7 @@ def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
     if tree := find_tree(directory, checkpoint.handler):
         return _Checkpoint(directory, {"": tree}, checkpoint, {}).to_found()
     if ORBAX_CHECKPOINT not in names and (steps := steps_in(directory, names)):
-        step = _inside_run(directory, steps[-1])
+        step = inside_run(directory, steps[-1])
         return in_directory(step, list(LocalStore(step).kinds()))
     items = {name: item for name in names if (item := find_item(directory / name, checkpoint.item_handlers))}
     if items or ORBAX_CHECKPOINT in names or _is_json_alone(names) or holds_documents(directory):
@@ -96,7 +96,7 @@ def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
     return None
 
 
-def _inside_run(run: Path, step: str) -> Path:
+def inside_run(run: Path, step: str) -> Path:
     """Return the path of a step; refuse a link that leads out of its run, before anything there is opened."""
     path, target = run / step, os.path.realpath(run / step)
     if path.is_symlink() and not target.startswith(f"{os.path.realpath(run)}/"):
