@@ -73,7 +73,7 @@ def test_the_error_names_the_method_the_leaves_and_the_way_out(fp8):
     assert str(caught.value) == (
         f"{fp8} is quantised: fp8 in blocks of 128 x 128 (config.json). 1 leaf is not the numbers of the model without "
         "their scales: a.weight: float8_e4m3fn[2, 4], scales float32[1, 1] in a.weight_scale_inv. Load the model that "
-        "it was made from, or pass dequant=False for the leaves as they are stored"
+        "it was made from, or pass dequant=False (checkpoint.load, checkpoint.convert) for the leaves as they are stored"
     )
     assert isinstance(caught.value, EformerError)
     assert isinstance(caught.value, ValueError)

@@ -67,8 +67,8 @@ class Quantization:
             leaves = "leaf is" if len(taken) == 1 else "leaves are"
             raise QuantizedError(
                 f"{path} is quantised: {self.how}. {len(taken):,} {leaves} not the numbers of the model without their "
-                f"scales: {few(taken)}. Load the model that it was made from, or pass dequant=False for the leaves as "
-                "they are stored"
+                f"scales: {few(taken)}. Load the model that it was made from, or pass dequant=False (checkpoint.load, "
+                "checkpoint.convert) for the leaves as they are stored"
             )
 
 
