@@ -1,5 +1,7 @@
 """A run that is resumed after its code has changed: another optimizer, a renamed layer, another dtype, another shape."""
 
+import errno
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from flax.training.train_state import TrainState
 
 from eformer import checkpoint
 from eformer.checkpoint import Run
-from eformer.errors import MismatchError
+from eformer.errors import FormatError, MismatchError
 from support.trees import assert_same
 
 X = jnp.linspace(-1, 1, 12).reshape(3, 4)
@@ -159,3 +161,21 @@ def test_arguments_that_exclude_each_other_are_refused_before_anything_is_claime
         with pytest.raises(ValueError, match="partial needs like= or into="):
             run.resume(partial=True)
     assert (path / "run.json").read_bytes() == before
+
+
+ERRORS = [FileNotFoundError("mine"), OSError(errno.EIO, "mine"), FormatError("mine")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("argument", ["callback", "progress", "resize", "shardings"])
+def test_an_error_of_the_callers_function_is_not_taken_for_a_damaged_step(tmp_path, argument, error):
+    def fail(*_):
+        raise error
+
+    with Run(tmp_path, signals=()) as run:
+        for step in (1, 2):
+            run.save(step, {"w": jnp.ones(3)})
+    like = {"w": jnp.ones(5 if argument == "resize" else 3)}
+    with Run(tmp_path, signals=()) as run, pytest.raises(type(error), match="mine"):
+        run.resume(like=like, **{argument: fail})
+    assert [step.number for step in checkpoint.steps(tmp_path)] == [1, 2]

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, Sharding
 from eformer._engine.loading.device_put import PutShards, Shards, as_weak, put_on_default, put_sharded
 from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.tasks.callers import called
 from eformer._engine.trees.devices import bits_of, resharded
 from eformer.errors import FormatError, MismatchError
 
@@ -82,7 +83,7 @@ def change_shapes(targets: Sequence[LeafTarget]) -> None:
 def _with_new_shape(target: LeafTarget, whole: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if target.resize is None:
         return whole.reshape(target.shape)
-    resized = np.array(target.resize(whole))  # a copy: the caller may use the memory again
+    resized = np.array(called(target.resize, whole))  # a copy: the caller may use the memory again
     expected, found = (f"{a.dtype}{list(a.shape)}" for a in (np.empty(target.shape, whole.dtype), resized))
     if expected != found:
         raise MismatchError([f"leaf {target.name!r}: resize= returned {found}, expected {expected}"])

@@ -43,6 +43,7 @@ from eformer._engine.record.text import few
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
 from eformer._engine.stores.store_options import remember
+from eformer._engine.tasks.callers import called
 from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.pool import gc_paused
@@ -611,8 +612,8 @@ def _finish(
         )  # no program reads an array that is still on its way, see `Transfer`
     for target in batch:
         leaf = assembled.pop(target.name)
-        leaf = target.transform(leaf) if target.transform else leaf
-        leaf = callback(leaf, target.name) if callback else leaf
+        leaf = called(target.transform, leaf) if target.transform else leaf
+        leaf = called(callback, leaf, target.name) if callback else leaf
         arrays[target.name] = leaf if target.like_scalar is None else as_scalar(leaf, target.like_scalar)
         target.arrays = ()  # memory that the caller's functions release is freed at once
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from typing import TYPE_CHECKING
 
+from eformer._engine.tasks.callers import is_of_caller
 from eformer.errors import FormatError, ProcessError, VersionError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ def outcome_of(error: Exception | None) -> bytes:
         return b""
     is_unreadable = isinstance(error, OSError) and error.errno == errno.EIO
     is_damage = isinstance(error, (FormatError, FileNotFoundError)) and not isinstance(error, VersionError)
-    if is_unreadable or is_damage:
+    if (is_unreadable or is_damage) and not is_of_caller(error):
         return f"damage:{error}".encode(errors="replace")
     return b"peer" if isinstance(error, ProcessError) else f"error:{error!r}".encode(errors="replace")
 

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from eformer._engine.tasks.bars import progress_bar
+from eformer._engine.tasks.callers import called
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +58,7 @@ class Meter:
             return
         self._is_ended = self._done == self._total
         try:
-            callback(self._done, self._total)
+            called(callback, self._done, self._total)
         except Exception as error:
             raise _CallbackError(error) from error
 
