@@ -58,7 +58,7 @@ def test_a_leaf_that_became_nan_is_a_warning(there):
     done = command("report", "step-3", "--against", "step-2")
     assert "1 leaf became NaN or Inf: w" in done.stderr
     assert "became" not in command("report", "step-2", "--against", "step-1").stderr
-    assert "step-3: 1 array became NaN or Inf" in command("report", there).stderr
+    assert "step-3: 1 leaf became NaN or Inf" in command("report", there).stderr
 
 
 def test_json_has_what_the_page_shows(there):

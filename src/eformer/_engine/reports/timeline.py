@@ -19,6 +19,7 @@ from eformer._engine.runs.retention import facts_of
 from eformer._engine.runs.steps import steps
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tasks.progress import metered
+from eformer._engine.tools.compare import plain_became
 from eformer._engine.tools.prune import plan_removal
 from eformer.errors import EformerError
 
@@ -115,10 +116,10 @@ def _for_page(step: Json, reasons: dict[int, list[str]], changes: dict[int, Json
 
 
 def alarms(shown: Sequence[Json]) -> list[str]:
-    """Name the steps in which arrays became NaN or infinite; else the last step, if it has such arrays."""
+    """Name the steps in which leaves became NaN or infinite; else the last step, if it has such arrays."""
     compared = [step for step in shown if step["change"] and "became" in step["change"]]
     became = [
-        f"{step['name']}: {count(step['change']['became'], 'array')} became NaN or Inf"
+        f"{step['name']}: {_leaves(step['change']['became'])} became NaN or Inf"
         for step in compared
         if step["change"]["became"]
     ]
@@ -128,6 +129,10 @@ def alarms(shown: Sequence[Json]) -> list[str]:
         if step["change"]["special"]
     ]
     return became[:_MOST_ALARMS] or special
+
+
+def _leaves(number: int) -> str:
+    return "1 leaf" if number == 1 else f"{number:,} leaves"
 
 
 def rule_text(rule: Keep) -> str:
@@ -213,7 +218,8 @@ class _Before:
 def _change(new: Contents, old: Contents, known: dict[str, _Before], room: Room) -> tuple[Json, int]:
     """Return the norm of the difference of all arrays outside of optimizers, and how many bytes were read for it.
 
-    became    the number of leaves that have elements that were finite in the older step, and no longer are
+    became    the number of leaves that have elements that were finite in the older step, and no longer are; also in
+              optimizers, which NaN often reaches first
     special   the number of leaves of the newer step that have NaN or infinite elements
 
     `known` describes leaves of the newer step; the leaves of the older step take their place. Leaves that the records
@@ -221,28 +227,34 @@ def _change(new: Contents, old: Contents, known: dict[str, _Before], room: Room)
     """
     norm = before = 0.0
     nbytes = became = special = 0
-    for leaf, other in _compared_leaves(new, old):
+    for leaf, other in _common_leaves(new, old):
+        if leaf.entry is None or other.entry is None:
+            became += any(plain_became(other.record, leaf.record))
+            continue
         is_same = recorded_change_of(new, leaf, old) == SAME
         if is_same and leaf.path in known:
             special += known[leaf.path].special > 0
+            change = 0.0
         else:
             found = compared(new, leaf, old, other, room, is_same=is_same)
-            norm = math.hypot(norm, found.change)
             became += found.became > 0
             special += found.special_now > 0
             known[leaf.path] = _Before(found.norm, found.special)
             nbytes += other.nbytes + (0 if is_same else leaf.nbytes)
-        before = math.hypot(before, known[leaf.path].norm)
+            change = found.change
+        if not is_of_optimizer(leaf.path):
+            norm, before = math.hypot(norm, change), math.hypot(before, known[leaf.path].norm)
     return _change_facts(norm, before) | {"became": became, "special": special}, nbytes
 
 
-def _compared_leaves(new: Contents, old: Contents) -> Iterator[tuple[Leaf, Leaf]]:
-    """Yield the arrays outside of optimizers that both steps have in one shape."""
+def _common_leaves(new: Contents, old: Contents) -> Iterator[tuple[Leaf, Leaf]]:
+    """Yield the plain values, and the arrays in one shape, that both steps have."""
     for leaf in new.leaves:
         other = old.counterpart(leaf, new)
-        if other is None or leaf.entry is None or other.entry is None or is_of_optimizer(leaf.path):
+        if other is None or (leaf.entry is None) != (other.entry is None):
             continue
-        if not leaf.entry.key and not other.entry.key and leaf.shape == other.shape:
+        is_key = bool((leaf.entry and leaf.entry.key) or (other.entry and other.entry.key))
+        if not is_key and leaf.shape == other.shape:
             yield leaf, other
 
 
