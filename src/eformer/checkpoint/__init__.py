@@ -153,7 +153,10 @@ def __getattr__(name: str) -> Any:
     # Late, because some of these modules import jax, which tools that only read files do not need.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"eformer._engine.{_HOME[name]}"), name)
+    from eformer._engine.tasks.interrupts import held_back
+
+    with held_back():  # an interrupted import of jax crashes the program later
+        return getattr(import_module(f"eformer._engine.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -51,7 +51,10 @@ def __getattr__(name: str) -> Any:
     # Late, because the module imports jax.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}._serialization"), name)
+    from eformer._engine.tasks.interrupts import held_back
+
+    with held_back():  # an interrupted import of jax crashes the program later
+        return getattr(import_module(f"{__name__}._serialization"), name)
 
 
 def __dir__() -> list[str]:

@@ -115,11 +115,14 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Late, so that importing one submodule does not import the others.
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    if name in __all__:
+    if name not in _HOME and name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from eformer._engine.tasks.interrupts import held_back
+
+    with held_back():  # an interrupted import of jax crashes the program later
+        if name in _HOME:
+            return getattr(import_module(_HOME[name]), name)
         return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

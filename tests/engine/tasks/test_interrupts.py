@@ -199,3 +199,34 @@ def test_tasks_that_have_not_begun_are_left_out():
     with pytest.raises(KeyboardInterrupt), held_back():
         run_all(tasks(), 1)
     assert not done
+
+
+FUNCTIONS = {
+    "callback": "checkpoint.load('there', callback=never)",
+    "state": "checkpoint.Run('run').save(1, lambda: never())",
+    "data": "checkpoint.Run('run').save(1, {'w': np.ones(9)}, data=Data())",
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_function_of_the_caller_that_never_ends_is_interrupted(tmp_path, function):
+    program = f"""if True:
+        import os, signal, threading
+        import numpy as np
+        from eformer import checkpoint
+        checkpoint.save({{"w": np.ones(9)}}, "there")
+        def never(*_):
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Event().wait(300)
+        class Data:
+            get_state = set_state = never
+        try:
+            {FUNCTIONS[function]}
+        except KeyboardInterrupt:
+            checkpoint.save({{"w": np.zeros(9)}}, "there", overwrite=True)
+            print(checkpoint.load("there")["w"].sum())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.returncode) == ("0.0\n", 0), done.stderr

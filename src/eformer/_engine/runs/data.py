@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from eformer._engine.record.values import MALFORMED_JSON, is_recorded, value_from_json, value_to_json
+from eformer._engine.tasks.callers import called
 from eformer.errors import FormatError, LeafError, StructureError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 def position_of(data: Any) -> bytes:
     """Return the position of an iterator, as bytes."""
     get, _ = _methods(data)
-    position = value_to_json(_without_arrays(getattr(data, get)()))
+    position = value_to_json(_without_arrays(called(getattr(data, get))))
     if not is_recorded(position):
         raise LeafError(f"the position of a {type(data).__qualname__} cannot be stored: {position}")
     return msgspec.json.encode(position)
@@ -43,7 +44,7 @@ def positions_in(facts: Mapping[str, Any]) -> list[str]:
 def set_position(data: Any, position: bytes) -> None:
     """Put an iterator to a position that `position_of` returned."""
     _, put = _methods(data)
-    getattr(data, put)(_parsed(position))
+    called(getattr(data, put), _parsed(position))
 
 
 def _parsed(position: bytes) -> Any:
@@ -77,7 +78,7 @@ def _without_arrays(value: Any) -> Any:
     if not is_tensor and type(value) is not np.ndarray:
         return value
     array = value.numpy() if is_tensor else value
-    if array.dtype.kind not in "biuf":
+    if array.dtype.kind not in "biuf" or array.dtype.isbuiltin != 1:  # others have no name that numpy reads
         return value
     return {_ARRAY: ["torch" if is_tensor else "numpy", array.dtype.str, list(array.shape), array.tobytes()]}
 

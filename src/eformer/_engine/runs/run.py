@@ -34,6 +34,7 @@ from eformer._engine.saving.run import Format, run_in_background
 from eformer._engine.saving.save import start
 from eformer._engine.stores.locate import absolute, store_at
 from eformer._engine.stores.store_options import remember
+from eformer._engine.tasks.callers import called
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer.errors import CorruptionError, NotFoundError, ProcessError, SupersededError
 
@@ -681,7 +682,7 @@ class _meeting:  # noqa: N801
 
 def _called(tree: Any) -> Any:
     """Return the tree that is to be saved, which may be given as a function."""
-    return tree() if isinstance(tree, _FUNCTIONS) else tree
+    return called(tree) if isinstance(tree, _FUNCTIONS) else tree
 
 
 def _facts(why: str, metrics: Mapping[str, Any], parts: Sequence[bytes]) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ from eformer._engine.record.regions import Region
 from eformer._engine.record.text import few
 from eformer._engine.record.values import code_to_json, is_recorded, value_to_json
 from eformer._engine.saving.agreement import Compared
+from eformer._engine.tasks import interrupts
 from eformer._engine.trees.copies import Kinds, copied
 from eformer._engine.trees.devices import PACKED, is_host_memory, view_of
 from eformer._engine.trees.functions import is_code
@@ -125,6 +126,7 @@ class _Reader:
             return Source(name, dtype, array.shape, "numpy", is_first=False)
         if array.nbytes <= _COPIED_BYTES:
             return Source(name, dtype, array.shape, "numpy", None, None, to_bytes(array, dtype))
+        interrupts.check()  # copies of large arrays take long, and nothing is owned yet
         host = np.array(array) if self.detach else np.asarray(array)
         return Source(name, dtype, host.shape, "numpy", None, None, host)
 

@@ -8,9 +8,10 @@ errors could be raised as well: before each task, while waiting, before a commit
 
 from __future__ import annotations
 
-import inspect
+import importlib
 import os
 import signal
+import sys
 import threading
 import time
 from concurrent import futures
@@ -25,6 +26,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _POLL = 0.05  # seconds until a wait notices a Ctrl-C
+
+# The functions underneath `signal`, which makes enums of all numbers: that takes several times as long, and `Run.after`
+# is called at every step.
+_system: Any = importlib.import_module("_signal")
+_SIGINT = int(signal.SIGINT)
+_HELD_BACK = (_SIGINT, int(signal.SIGTERM), int(signal.SIGHUP))
 
 given_up: ContextVar[threading.Event | None] = ContextVar("eformer_given_up", default=None)
 """Is set when the caller does not want the work of this context any more, such as a save that it has not heard of."""
@@ -52,7 +59,7 @@ class held_back:  # noqa: N801
                 # A signal that came before is raised by `signal`, which then sets nothing. None is raised afterwards.
                 for number, before in _handlers():
                     self._before[number] = before
-                    signal.signal(number, self.note)
+                    _system.signal(number, self.note)
             except BaseException:
                 self._put_back()
                 raise
@@ -68,7 +75,7 @@ class held_back:  # noqa: N801
             _outermost = None
             self._put_back()
             if self._noted and not (kind and issubclass(kind, KeyboardInterrupt)):
-                self._before[self._noted](self._noted, inspect.currentframe())
+                self._before[self._noted](self._noted, sys._getframe())
         except BaseException:
             with held_back():
                 if self.otherwise and kind is None:
@@ -88,7 +95,7 @@ class held_back:  # noqa: N801
         if self._noted is None or self._is_raised:
             return
         number, self._noted, self._is_raised = self._noted, None, True
-        self._before[number](number, inspect.currentframe())
+        self._before[number](number, sys._getframe())
         self._is_raised = False  # that of asyncio, for example, only makes a note of the first one
 
     def leave_to_parent(self) -> None:
@@ -98,17 +105,17 @@ class held_back:  # noqa: N801
     def _put_back(self) -> None:
         try:
             for number, before in reversed(self._before.items()):
-                if signal.getsignal(number) == self.note:  # nobody else has set one meanwhile
-                    signal.signal(number, before)
+                if _system.getsignal(number) == self.note:  # nobody else has set one meanwhile
+                    _system.signal(number, before)
         finally:
             self._is_over = True  # a handler that is still there by a Ctrl-C calls the one before it
 
 
 def _handlers() -> Iterator[tuple[int, Callable[[int, Any], object]]]:
     """Yield the signals to hold back, and their handlers. Those of the system or of another language stay."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        before = signal.getsignal(number)
-        if before is signal.default_int_handler or (number == signal.SIGINT and callable(before)):
+    for number in _HELD_BACK:
+        before = _system.getsignal(number)
+        if before is signal.default_int_handler or (number == _SIGINT and callable(before)):
             yield number, before
 
 
