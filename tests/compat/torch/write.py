@@ -57,6 +57,7 @@ def main() -> None:
     write_strided()
     write_protocols()
     write_distributed_training()
+    write_fp8()
 
 
 def many_kinds() -> dict:
@@ -165,6 +166,18 @@ def write_distributed_training() -> None:
     metadata = pickle.loads((more / ".metadata").read_bytes())
     del metadata.state_dict_metadata["b"]
     (more / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def write_fp8() -> None:
+    """Write weights of FP8 beside their scales, in an archive and by torch.distributed.checkpoint."""
+    tree = {
+        "model": {
+            "a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn),
+            "a.weight_scale_inv": torch.ones(1, 1),
+        }
+    }
+    torch.save(tree | {"step": 1}, HERE / "fp8.pt")
+    save_distributed(tree, fresh("distributed_fp8"))
 
 
 def save_distributed(tree: object, folder: Path) -> None:

@@ -1,10 +1,15 @@
 """Quantised models of other programs are refused, by load and convert alone, and no other model is."""
 
 import json
+import os
 import pickle
 import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -14,6 +19,7 @@ import safetensors.numpy
 from eformer import checkpoint
 from eformer.checkpoint import convert, load, save
 from eformer.errors import EformerError, QuantizedError
+from eformer.serialization import AsyncCheckpointManager
 
 SAMPLES = Path(__file__).parents[2] / "compat"
 F8 = ml_dtypes.float8_e4m3fn
@@ -39,6 +45,8 @@ LAYOUTS = {  # by the names of a method: its leaves, and the configuration that 
         {"a.weight": block(np.uint8), "a.weight.absmax": block(np.float32)},
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
     ),
+    "int8": ({"a.weight": block(np.int8), "a.scales": block(np.float32)}, {"quant_method": "int8"}),
+    "int8 experts": ({"a.w1": block(np.int8), "a.w1_scale": block(np.float32)}, {"quant_method": "int8"}),
     "mlx": ({"a.weight": block(np.uint32), "a.scales": block(np.float16)}, {"bits": 4, "group_size": 64}),
 }  # fmt: skip
 
@@ -95,6 +103,16 @@ def test_the_configuration_says_how(tmp_path, config, how):
         load(path)
 
 
+@pytest.mark.parametrize("keys", [["llm_config"], ["thinker_config", "text_config"]])
+def test_declarations_count_in_configurations_inside_of_others(tmp_path, keys):
+    config = {"quantization_config": FP8}
+    for key in reversed(keys):
+        config = {key: config, "vision_config": {"depth": 3}}
+    path = model(tmp_path / "model", {"a.weight": block()}, config)
+    with pytest.raises(QuantizedError, match="is quantised: fp8"):
+        load(path)
+
+
 def test_the_configuration_of_modelopt_counts(tmp_path):
     config = {"quantization": {"quant_algo": "FP8"}}
     path = model(tmp_path / "model", {"a.weight": block()}, config, "hf_quant_config.json")
@@ -109,6 +127,7 @@ def test_the_configuration_of_modelopt_counts(tmp_path):
         {"a.weight": block(np.float32), "a.weight_scale": block(np.float32)},
         {"image": block(np.uint8), "image_scale": block(np.float32)},
         {"a.weight": block(np.int32), "a.scale": block(np.float32)},
+        {"wave": block(np.int16), "wave_scale": block(np.float32)},
         {"ids": block(np.int64)},
     ],
 )
@@ -120,6 +139,23 @@ def test_numbers_without_scales_are_no_quantised_model(tmp_path, leaves):
 def test_a_dense_model_with_an_old_declaration_loads(tmp_path):
     path = model(tmp_path / "model", NORM, {"quantization_config": FP8})
     assert load(path)["norm"]["weight"].shape == (4,)
+
+
+def test_masks_and_indexes_of_a_dense_model_with_an_old_declaration_load(tmp_path):
+    buffers = {"attn.bias": block(np.uint8), "rel_index": block(np.int32)}
+    path = model(tmp_path / "model", {**buffers, **NORM}, {"quantization_config": FP8})
+    assert load(path)["attn"]["bias"].dtype == np.uint8
+    assert list(load(path, keys="rel_index")) == ["rel_index"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("up_proj", F8), ("up_proj", np.int8), ("a.weight", np.uint8), ("a.q_weight", np.int32)],
+)
+def test_a_declaration_counts_for_weights_whose_scales_are_elsewhere(tmp_path, name, dtype):
+    path = model(tmp_path / "model", {name: block(dtype)}, {"quantization_config": FP8})
+    with pytest.raises(QuantizedError, match=rf"1 leaf is not the numbers .*: {name}: "):
+        load(path)
 
 
 def test_checkpoints_of_eformer_are_loaded_as_they_were_saved(tmp_path):
@@ -157,6 +193,48 @@ def test_a_like_of_the_dense_model_is_told_that_the_checkpoint_is_quantised(tmp_
     path = model(tmp_path / "model", {**LAYOUTS["mxfp4"][0], **NORM})
     with pytest.raises(QuantizedError, match="a_blocks: uint8"):
         load(path, like={"a": jnp.zeros((4, 4)), "norm": {"weight": jnp.zeros(4)}}, partial=partial)
+
+
+DENSE = {"a": jnp.zeros((4, 4)), "norm.weight": jnp.zeros(4)}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"like": {"m.a": DENSE["a"], "m.norm.weight": DENSE["norm.weight"]}},
+        {"like": DENSE, "root": "m"},
+        {"like": {"w": DENSE["a"], "n": DENSE["norm.weight"]}, "rename": {"m.a": "w", "m.norm.weight": "n"}},
+    ],
+    ids=["flat", "root", "rename"],
+)
+def test_a_partial_load_never_keeps_arrays_in_the_place_of_quantised_ones(tmp_path, arguments):
+    leaves = {**LAYOUTS["mxfp4"][0], **NORM}
+    path = model(tmp_path / "model", {f"m.{name}": leaf for name, leaf in leaves.items()})
+    with pytest.raises(QuantizedError, match=r"m\.a_blocks: uint8"):
+        load(path, partial=True, **arguments)
+    assert load(path, partial=True, dequant=False, **arguments)
+
+
+def test_a_partial_load_keeps_other_arrays_beside_quantised_leaves(tmp_path):
+    path = model(tmp_path / "model", {**LAYOUTS["mxfp4"][0], **NORM})
+    like = {"norm": {"weight": jnp.zeros(4)}, "head": jnp.full(2, 3)}
+    loaded = load(path, like=like, partial=True)
+    assert (loaded["norm"]["weight"].sum(), loaded["head"].sum()) == (4, 6)
+    dropped = load(path, like=like, partial=True, rename={"a_blocks": None})
+    assert dropped["norm"]["weight"].sum() == 4
+
+
+def test_a_partial_load_takes_dense_weights_from_another_checkpoint(tmp_path):
+    path = model(tmp_path / "model", {**LAYOUTS["mxfp4"][0], **NORM})
+    save({"a": jnp.ones((4, 4))}, tmp_path / "dense")
+    loaded = load([path, tmp_path / "dense"], like=DENSE, partial=True)
+    assert (loaded["a"].sum(), loaded["norm.weight"].sum()) == (16, 4)
+
+
+def test_the_doors_without_dequant_name_the_calls_that_have_it(fp8):
+    mesh = jax.make_mesh((1,), ("x",))
+    with pytest.raises(QuantizedError, match=r"pass dequant=False \(checkpoint.load, checkpoint.convert\)"):
+        AsyncCheckpointManager().load(fp8, mesh)
 
 
 def test_looking_never_fails_and_shows_stored_elements(fp8):
@@ -202,9 +280,63 @@ def test_a_configuration_that_makes_no_sense_stops_no_load(tmp_path, text, caplo
     assert ("whether it says that the model is quantised is not known" in caplog.text) == (text[1:2] != '"')
 
 
+@pytest.mark.parametrize("text", ["{", '{"a": ' * 10**5], ids=["cut", "deep"])
+def test_scales_tell_where_the_configuration_cannot_be_read(tmp_path, text, caplog):
+    path = model(tmp_path / "model", LAYOUTS["mlx"][0])
+    (path / "config.json").write_text(text)
+    with pytest.raises(QuantizedError, match="weights of few bits beside their scales"):
+        load(path)
+    assert "config.json is not a configuration" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "start", ["\ufeff{", '{"limit": [0.0, Infinity], ', '{"x": NaN, ', '{"most": 1e999, ']
+)
+def test_a_configuration_is_read_as_python_reads_it(tmp_path, start):
+    path = model(tmp_path / "model", {"a.weight": block()})
+    (path / "config.json").write_text(f'{start}"quantization_config": {json.dumps(FP8)}}}', "utf-8")
+    with pytest.raises(QuantizedError, match="is quantised: fp8"):
+        load(path)
+
+
+AS_USER = """
+import os, sys
+from eformer.checkpoint import load
+load(sys.argv[1])  # all imports
+os.chmod(sys.argv[1] + "/config.json", 0)
+if os.geteuid() == 0:
+    os.setgid(65534), os.setuid(65534)
+assert load(sys.argv[1])
+"""
+
+
+def test_a_configuration_that_may_not_be_read_stops_no_load():
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        path = model(Path(folder) / "model", {"a.weight": block()}, {})
+        (path / "model.safetensors").chmod(0o644)
+        command = [sys.executable, "-c", AS_USER, str(path)]
+        done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
+    assert "whether it says that the model is quantised is not known" in done.stderr
+
+
 def test_files_of_pytorch_are_refused_by_their_configuration(tmp_path):
-    shutil.copy(SAMPLES / "torch" / "kinds.pt", tmp_path / "pytorch_model.bin")
-    assert load(tmp_path)
+    for file in ("pytorch_model.bin", "pytorch_model-00001-of-00002.bin"):
+        shutil.copy(SAMPLES / "torch" / "kinds.pt", tmp_path / file)
+    paths = [tmp_path, *tmp_path.iterdir()]
+    assert all(map(load, paths))
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(QuantizedError, match=r"gptq \(config.json\)"):
-        load(tmp_path)
+    for path in paths:
+        with pytest.raises(QuantizedError, match=r"gptq \(config.json\)"):
+            load(path)
+
+
+@pytest.mark.parametrize("sample", ["fp8.pt", "distributed_fp8"])
+def test_files_of_pytorch_are_refused_by_their_scales(tmp_path, sample):
+    path = SAMPLES / "torch" / sample
+    for call in (load, lambda path: convert(path, tmp_path / "new", to="safetensors")):
+        with pytest.raises(
+            QuantizedError, match=r"model\.a\.weight: float8_e4m3fn.* in model\.a\.weight_scale_inv"
+        ):
+            call(path)
+    assert load(path, dequant=False)["model"]["a"]["weight"].dtype == F8

@@ -1,12 +1,14 @@
 """Tell quantised models of other programs: leaves that are numbers only together with their scales.
 
-A model is quantised if its configuration says so and leaves have dtypes of quantised weights, or, without such a
-configuration, if leaves of these dtypes lie beside their scales under the names that the known methods use. A plain
-cast to 8 bits, without configuration and scales, is not: its leaves are the numbers.
+Leaves are quantised if they lie beside their scales under the names that the known methods use; and, if the
+configuration says that the model is quantised, if they have dtypes of quantised weights. Dtypes that masks and indexes
+have as well count under the names of weights alone. A plain cast to 8 bits, without configuration and scales, is not
+quantised: its leaves are the numbers.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.names import readable
 from eformer._engine.record.text import few
-from eformer._engine.record.values import parse_json
 from eformer._engine.stores.base import read_whole
 from eformer.errors import FormatError, QuantizedError
 
@@ -31,9 +32,12 @@ _MODELOPT_CONFIG = "hf_quant_config.json"
 _MOST_CONFIG = 2**26  # bytes
 # In these configurations; the last one is by MLX and ModelOpt.
 _DECLARATIONS = ("quantization_config", "compression_config", "quantization")
+_MOST_LEVELS = 8  # of configurations inside of others, such as "text_config"
 
 # Dtypes that no method packs weights into.
 _PLAIN = frozenset(["float16", "bfloat16", "float32", "float64", "complex64", "complex128", "bool", "int64"])
+# Dtypes that packed weights have, and in dense models masks and indexes.
+_OF_BUFFERS = frozenset(["uint8", "int32", "uint32", "uint64"])
 _SCALES = ("float16", "bfloat16", "float32", "float64", "uint8", "float8_e8m0fnu", "float8_e4m3fn")
 
 # How names of weights end, and how those of their scales end instead, with the sizes of the weights' elements in bytes.
@@ -41,7 +45,7 @@ _PARTNERS: tuple[tuple[str, tuple[str, ...], tuple[int, ...]], ...] = (
     (".weight", (".weight_scale_inv", ".weight_scale"), (1,)),  # fp8, nvfp4
     (".weight", (".scale", ".scale_weight"), (1,)),  # DeepSeek, ComfyUI
     (".weight", (".weight.absmax", ".SCB", ".weight_scales"), (1,)),  # bitsandbytes, EETQ
-    (".weight", (".scales",), (4,)),  # MLX
+    (".weight", (".scales",), (1, 4)),  # int8, MLX
     ("_blocks", ("_scales",), (1,)),  # mxfp4
     (".weight_packed", (".weight_scale",), (1, 4)),  # compressed-tensors
     (".qweight", (".scales",), (1, 2, 4)),  # GPTQ, AWQ
@@ -50,7 +54,8 @@ _PARTNERS: tuple[tuple[str, tuple[str, ...], tuple[int, ...]], ...] = (
     (".W_q", (".scale", ".meta"), (1, 4)),  # HQQ
     (".codes", (".codebooks",), (1, 2)),  # AQLM
 )  # fmt: skip
-_FLOAT_PARTNERS = ("_scale_inv", "_scale")  # beside any leaf of 8-bit floats, such as stacked experts
+_ANY_PARTNERS = ("_scale_inv", "_scale")  # beside any leaf of 8-bit floats or int8, such as stacked experts
+_WEIGHTS = (*dict.fromkeys(end for end, _, _ in _PARTNERS), "weight", "weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,28 +88,30 @@ def check_dequant(dequant: object) -> None:
 
 def quantization_of(store: Store, tree: TreeEntry) -> Quantization | None:
     """Tell how a tree of another program is quantised, by its names, its dtypes and the configuration in `store`; None
-    if it is not. The configuration is read only if there are leaves of such dtypes."""
+    if it is not. The configuration is read only if leaves can be quantised."""
     suspects = {
         name: entry for name, entry in tree.leaves.items() if entry.dtype not in _PLAIN and not entry.key
     }
-    if not suspects:
-        return None
     scales = _scales_of(suspects, tree.leaves)
+    weights = {name for name, entry in suspects.items() if _can_be_weight(name, entry)} - {*scales.values()}
+    if not scales and not weights:
+        return None
     how = _declared(store)
     if how is None and not scales:
         return None
-    partners = set(scales.values())
-    chosen = scales if how is None else [name for name in suspects if name not in partners]
+    chosen = scales if how is None else [name for name in suspects if name in weights or name in scales]
     leaves = {name: _described(suspects[name], scales.get(name), tree.leaves) for name in chosen}
     return Quantization(how or "weights of few bits beside their scales", leaves)
 
 
 def dense_name(name: str) -> str:
-    """Return the name that the weight of a quantised leaf has in the model as numbers."""
+    """Return the name, as people write it, that the weight of a quantised leaf has in the model as numbers."""
+    dotted = f".{readable(name)}"  # a root may leave only the end of a name
     for end, _, _ in _PARTNERS:
-        if name.endswith(end):
-            return name.removesuffix(end) + (".weight" if end.startswith(".") else "")
-    return name
+        if dotted.endswith(end):
+            dotted = dotted.removesuffix(end) + (".weight" if end.startswith(".") else "")
+            break
+    return dotted[1:]
 
 
 def _described(entry: LeafEntry, scale: str | None, leaves: Mapping[str, LeafEntry]) -> str:
@@ -117,14 +124,20 @@ def _described(entry: LeafEntry, scale: str | None, leaves: Mapping[str, LeafEnt
 
 def _scales_of(suspects: Mapping[str, LeafEntry], leaves: Mapping[str, LeafEntry]) -> dict[str, str]:
     """Return the names of the scales beside leaves, by the names of these."""
-    spelled = {readable(name): name for name, entry in leaves.items() if _can_be_scale(entry)}
+    if not suspects:
+        return {}
+    spelled = {f".{readable(name)}": name for name, entry in leaves.items() if _can_be_scale(entry)}
     found = {}
     for name, entry in suspects.items():
-        for candidate in _candidates(readable(name), entry.dtype):
+        for candidate in _candidates(f".{readable(name)}", entry.dtype):
             if candidate in spelled:
                 found[name] = spelled[candidate]
                 break
     return found
+
+
+def _can_be_weight(name: str, entry: LeafEntry) -> bool:
+    return entry.dtype not in _OF_BUFFERS or f".{readable(name)}".endswith(_WEIGHTS)
 
 
 def _can_be_scale(entry: LeafEntry) -> bool:
@@ -136,8 +149,8 @@ def _candidates(name: str, dtype: str) -> Iterator[str]:
     for end, others, sizes in _PARTNERS:
         if name.endswith(end) and itemsize in sizes:
             yield from (name.removesuffix(end) + other for other in others)
-    if dtype.startswith("float"):
-        yield from (name + end for end in _FLOAT_PARTNERS)
+    if itemsize == 1 and dtype not in _OF_BUFFERS:
+        yield from (name + end for end in _ANY_PARTNERS)
 
 
 # ------------------------------------------------------------------------------------- by configuration
@@ -146,24 +159,40 @@ def _candidates(name: str, dtype: str) -> Iterator[str]:
 def _declared(store: Store) -> str | None:
     """Say how the configuration beside the files declares the model to be quantised; None if it does not."""
     for file in (_CONFIG, _MODELOPT_CONFIG):
-        config = _read_config(store, file)
-        inner = config.get("text_config")
-        for part in (config, inner if isinstance(inner, dict) else {}):
+        for part in _parts_of(_read_config(store, file)):
             for name in _DECLARATIONS:
                 if isinstance(found := part.get(name), dict) and found:
                     return f"{_method(found)} ({file})"
     return None
 
 
+def _parts_of(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a configuration and the configurations inside of it, outer ones first."""
+    level = [config]
+    for _ in range(_MOST_LEVELS):
+        yield from level
+        level = [inner for part in level for inner in part.values() if isinstance(inner, dict)]
+
+
 def _read_config(store: Store, file: str) -> dict[str, Any]:
     try:
-        data, _ = read_whole(store, file, _MOST_CONFIG)
-        return parse_json(data, dict[str, Any], f"{store.path_to(file)} is not a configuration")
+        return _parsed(read_whole(store, file, _MOST_CONFIG)[0], store.path_to(file))
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except FormatError as error:  # the leaves may still tell
+    except (FormatError, PermissionError) as error:  # the leaves may still tell
         logger.warning("%s; whether it says that the model is quantised is not known", error)
         return {}
+
+
+def _parsed(data: bytes, path: str) -> dict[str, Any]:
+    """Parse a configuration as Python reads JSON: with Infinity, large integers and a byte order mark."""
+    try:
+        config = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not a configuration: {error}") from error
+    if not isinstance(config, dict):
+        raise FormatError(f"{path} is not a configuration: it holds a {type(config).__name__}")
+    return config
 
 
 def _method(config: Mapping[str, Any]) -> str:

@@ -37,7 +37,7 @@ from eformer._engine.loading.select import compare, select
 from eformer._engine.loading.unnamed_leaves import by_order, completed
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.manifest import UNREADABLE
-from eformer._engine.record.names import resolve
+from eformer._engine.record.names import readable, resolve
 from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import few
 from eformer._engine.stores.cache import caching
@@ -439,20 +439,37 @@ def _require_stored(found: Found, request: Request) -> None:
 
 
 def _require_numbers(
-    source: _Source, names: Iterable[str], request: Request, like: Mapping[str, Any] | None
+    source: _Source,
+    names: Collection[str],
+    request: Request,
+    like: Mapping[str, Any] | None,
+    given: Collection[str],
 ) -> None:
-    """Refuse quantised leaves among these, unless they are asked for as they are stored."""
+    """Refuse quantised leaves among `names`, unless they are asked for as they are stored. All checkpoints of the load
+    have the leaves `given`."""
     if request.dequant is False:
         return
     with reading(source.found):
         quantized = source.found.find_quantized(source.entry)
     if quantized is None:
         return
-    if request.partial and like is not None:  # others are left out
-        names = [name for name in names if name in like or dense_name(name) in like]
+    if request.partial and like is not None:
+        names = _not_left_out(names, request, like, given)
     taken = {id(stored) for name in names for stored in source.contents.stored(name)}
     leaves = source.entry.leaves
     quantized.refuse(source.found.path, {name for name in quantized.leaves if id(leaves[name]) in taken})
+
+
+def _not_left_out(
+    names: Collection[str], request: Request, like: Mapping[str, Any], given: Collection[str]
+) -> Collection[str]:
+    """Return the names of leaves that a partial load takes, or that are in the place of arrays which `like` keeps: the
+    weights before they were quantised."""
+    missing = (name for name, leaf in like.items() if name not in given and hasattr(leaf, "shape"))
+    kept = {readable(name).removesuffix(".value") for name in missing}
+    if kept and request.rename is not None:  # for the names of the dense model: any leaf may be the one
+        return names
+    return [name for name in names if name in like or dense_name(name) in kept]
 
 
 def _load_by_order(
@@ -478,7 +495,7 @@ def _load_arrays(
         names = select(contents, request.keys)
         owned = _owned(sources, names, request, like)
         for source, own in zip(sources, owned, strict=True):
-            _require_numbers(source, own, request, like)
+            _require_numbers(source, own, request, like, names)
         selection = compare(contents, names, request, like)
         _require_classes(contents, request)
         place_targets(selection.targets, contents, request)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from eformer._engine.formats.others import equinox, flax, gguf, keras_files, npz, tensorflow, torch
 from eformer._engine.formats.others.single_file import open_single_file
 from eformer._engine.formats.others.unsupported import name_by_suffix, name_other_format
+from eformer._engine.formats.quantized import quantization_of
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
 from eformer.errors import FormatError
 
@@ -53,13 +56,21 @@ def in_file(store: Store, name: str) -> Found | None:
             raise _is_other(file, other)
         for read in FILE_READERS:
             if found := read(file, first):
-                return found
+                return _with_configuration(found, store)
         if other := name_by_suffix(name):
             raise _is_other(file, other)
         raise FormatError(
             f"{file.path} is not a checkpoint: it is not called *{SUFFIX}, and begins with {first!r}, unlike "
             "safetensors, npz, GGUF, HDF5, files of PyTorch, arrays of numpy or equinox, and trees in msgpack"
         )
+
+
+def _with_configuration(found: Found, store: Store) -> Found:
+    """Let a model of PyTorch be quantised by the configuration in `store`, where the caller's path is. In a cache of
+    Hugging Face that is beside the link, not beside the file. Files of other formats may be by eformer, as stored."""
+    if found.manifest.format != torch.FORMAT:
+        return found
+    return replace(found, find_quantized=partial(quantization_of, store))
 
 
 def _is_other(file: SingleFile, other: str) -> FormatError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -22,6 +23,7 @@ from eformer._engine.formats.others.torch import (
 )
 from eformer._engine.formats.others.torch_pickles import Tensor, unpickle
 from eformer._engine.formats.pickles import Object, PickledDict
+from eformer._engine.formats.quantized import quantization_of
 from eformer._engine.record.manifest import (
     Coding,
     DataFile,
@@ -212,6 +214,7 @@ def _describe(
         versions=versions,
         open_files=open_files,
         find_left_out=lambda: (*left_out(store, {METADATA, *names}), *unused),
+        find_quantized=partial(quantization_of, store),
     )
 
 
