@@ -46,7 +46,7 @@ _ARRAYS = (jax.ShapeDtypeStruct, jax.Array, np.ndarray)
 logger = logging.getLogger("eformer")
 
 
-def select(contents: Contents, keys: Collection[str] | None, *, is_list: bool) -> dict[str, None]:
+def select(contents: Contents, keys: Collection[str] | None, *, is_list: bool = False) -> dict[str, None]:
     """Return the names of the leaves that `keys` name, match or lie above, in the order of the tree; all for None.
 
     In the merged leaves of a list, a subtree may be nested in one checkpoint, and in another flat, with dots in keys.
