@@ -125,6 +125,14 @@ class Pytrees(Backend):
             loaded, _ = manager.load_pytree(path, line(), prefix="m", template=template, dtype=dtype)
             assert_same(loaded, template)
 
+    def test_the_dtypes_of_a_template_need_one(self, manager, path):
+        manager.save_pytree({"w": jnp.ones(3)}, path, prefix="m")
+        with pytest.raises(ValueError, match='dtype="like" needs template=, which says what the tree'):
+            manager.load_pytree(path, line(), prefix="m", dtype="like")
+        for load in (manager.load, manager.load_tree_parallel):  # these have no template
+            with pytest.raises(ValueError, match="'like' is not a floating dtype; known dtypes: "):
+                load(path, None, dtype="like")
+
     def test_a_leaf_of_as_many_elements_is_reshaped_if_shapes_are_not_strict(self, manager, path, caplog):
         tree = {
             "w": jnp.arange(16.0).reshape(2, 8),

@@ -327,6 +327,8 @@ class AsyncCheckpointManager:
         if prefix_filter is not None:
             warnings.warn("prefix_filter is deprecated; use prefix", DeprecationWarning, stacklevel=2)
             prefix = _same(prefix, prefix_filter)
+        if dtype is not None:
+            floating_dtype(dtype)  # "like" needs a template
         request = Request(
             prefix=prefix,
             placement=PlacementRequest(

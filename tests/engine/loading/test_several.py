@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer.checkpoint import load, save
-from eformer.errors import MismatchError, QuantizedError
+from eformer.errors import MismatchError, QuantizedError, StructureError
 from support.meshes import meshes
 from support.trees import assert_same
 
@@ -114,6 +114,57 @@ def test_a_leaf_that_is_not_asked_for_may_be_in_both(tmp_path):
     assert load(both, rename={"step": None}) == {"v": 2, "w": 1}
 
 
+@pytest.fixture
+def spellings(tmp_path):
+    """Two checkpoints that spell the name of one leaf differently: nested, and with dots in the keys of a flat dict."""
+    nested = {f"m.{name}.weight": np.ones(2, np.float32) for name in "ab"}
+    safetensors.numpy.save_file(nested, tmp_path / "model.safetensors")
+    save({"m.a.weight": np.full(2, 9.0), "m.c.weight": np.full(2, 7.0)}, tmp_path / "flat")
+    return [tmp_path / "model.safetensors", tmp_path / "flat"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"keys": "m.a.weight"}, {"keys": "m"}, {"root": "m"}, {"rename": {"x": "y"}}]
+)
+def test_a_leaf_in_two_of_them_is_refused_however_they_spell_its_name(spellings, arguments):
+    name = "a.weight" if "root" in arguments else "m.a.weight"
+    with pytest.raises(MismatchError) as caught:
+        load(spellings, **arguments)
+    assert caught.value.problems == (f"leaf {name!r} is in {spellings[0]} and in {spellings[1]}",)
+
+
+def test_the_last_one_wins_under_the_name_that_the_first_has(spellings):
+    found = load(spellings, duplicates="last")
+    assert_same(found["m"]["a"]["weight"], np.full(2, 9.0))
+    assert found.keys() == {"m", "m.c.weight"}
+    assert_same(load(spellings, duplicates="last", keys="m.a.weight"), {"m.a.weight": np.full(2, 9.0)})
+    assert_same(load(spellings[::-1], duplicates="last", keys="m.a.weight")["m%2Ea%2Eweight"], jnp.ones(2))
+
+
+def test_keys_of_a_subtree_find_its_leaves_in_every_spelling(spellings):
+    found = load(spellings, duplicates="last", keys="m")
+    assert found.keys() == {"m.a.weight", "m.b.weight", "m%2Ec%2Eweight"}
+
+
+def test_a_leaf_in_a_box_is_the_leaf_that_another_has_without_the_box(tmp_path):
+    save({"a": np.zeros(2)}, tmp_path / "plain")
+    save({"a": {"value": np.ones(2)}}, tmp_path / "boxed")
+    both = [tmp_path / "plain", tmp_path / "boxed"]
+    with pytest.raises(MismatchError, match=r"leaf 'a' is in .*plain and in .*boxed"):
+        load(both)
+    assert_same(load(both, duplicates="last"), {"a": np.ones(2)})
+    assert_same(load(both[::-1], duplicates="last"), {"a": {"value": np.zeros(2)}})
+
+
+def test_leaves_of_one_of_them_that_read_the_same_stay_two(tmp_path):
+    save({"a": {"b": 1}, "a.b": 2}, tmp_path / "two")
+    save({"a": {"b": 3}}, tmp_path / "one")
+    both = [tmp_path / "two", tmp_path / "one"]
+    assert load(both, duplicates="last") == {"a": {"b": 3}, "a.b": 2}
+    assert load(both[::-1], duplicates="last") == {"a": {"b": 1}, "a.b": 2}
+    assert load(both, duplicates="last", like={"a": {"b": 0}, "a.b": 0}) == {"a": {"b": 3}, "a.b": 2}
+
+
 def test_functions_are_left_to_the_code_whichever_has_them(tmp_path):
     save({"act": jax.nn.relu, "w": jnp.ones(2)}, tmp_path / "a")
     save({"act": jax.nn.relu, "v": jnp.ones(3)}, tmp_path / "b")
@@ -142,6 +193,69 @@ def test_rules_apply_to_all_and_warn_only_if_none_has_the_leaf(paths, tmp_path, 
     assert_same(found["layers"]["0"], {"lora_a": jnp.ones((3, 2)), "w": BASE["layers"][0]["w"]})
     (warning,) = [record.message for record in caplog.records]
     assert warning == "rename= rules that match no leaf: line 2, nothing"
+
+
+STACK = {r"l\.(\d+)": r"L | stack \1"}
+
+
+def saved_layers(path, **layers):
+    save({"l": {name.removeprefix("n"): np.full(2, value) for name, value in layers.items()}}, path)
+    return path
+
+
+def test_a_stack_of_some_layers_never_replaces_a_stack_of_all(tmp_path):
+    base, adapter = (
+        saved_layers(tmp_path / "base", n0=0.0, n1=1.0),
+        saved_layers(tmp_path / "adapter", n0=7.0),
+    )
+    for arguments in ({"duplicates": "last"}, {}, {"duplicates": "last", "keys": "L"}):
+        with pytest.raises(
+            MismatchError, match="rename= stacks the leaves of each checkpoint alone"
+        ) as caught:
+            load([base, adapter], rename=STACK, **arguments)
+        assert caught.value.problems == (
+            f"leaf 'L' is made of 'l.0'; 'l.1' in {base} and of 'l.0' in {adapter}",
+        )
+        assert "load them without the rule and save the result, then load that" in caught.value.advice
+    save(load([base, adapter], duplicates="last"), tmp_path / "both")
+    assert_same(load(tmp_path / "both", rename=STACK), {"L": np.array([[7.0, 7], [1, 1]])})
+
+
+def test_a_stack_of_all_layers_is_taken_from_the_last(tmp_path):
+    paths = [saved_layers(tmp_path / "a", n0=0.0, n1=1.0), saved_layers(tmp_path / "b", n0=7.0, n1=8.0)]
+    found = load(paths, rename=STACK, duplicates="last")
+    assert_same(found, {"L": np.array([[7.0, 7], [8, 8]])})
+
+
+def test_a_stack_with_gaps_names_the_checkpoint_and_what_to_do(tmp_path):
+    paths = [saved_layers(tmp_path / "a", n0=0.0), saved_layers(tmp_path / "b", n1=1.0)]
+    with pytest.raises(
+        MismatchError, match=r"rename, .*b: 'L', by line 1, .* needs the numbers \[0\]"
+    ) as caught:
+        load(paths, rename=STACK)
+    assert "rules apply to each checkpoint of a list alone" in caught.value.advice
+
+
+def test_a_mismatch_of_a_list_advises_neither_a_root_nor_a_list(tmp_path):
+    save({"w": jnp.ones(2)}, tmp_path / "base")
+    save({"model": {"lora": jnp.ones(2)}}, tmp_path / "lora")
+    like = jax.eval_shape(lambda: {"w": jnp.ones(2), "lora": jnp.ones(2)})
+    for partial in (False, True):
+        with pytest.raises(MismatchError) as caught:
+            load([tmp_path / "base", tmp_path / "lora"], like=like, partial=partial)
+        assert caught.value.advice.startswith("rename= gives leaves of the checkpoint other names")
+        assert "a list of paths" not in caught.value.advice
+
+
+def test_a_single_array_is_refused_beside_a_tree_until_it_has_a_name(tmp_path):
+    save(jnp.ones(2), tmp_path / "bare")
+    save({"w": 1}, tmp_path / "tree")
+    both = [tmp_path / "tree", tmp_path / "bare"]
+    for arguments in ({}, {"like": {"w": 0}}):
+        with pytest.raises(StructureError, match=r"bare holds a single array, which has no name"):
+            load(both, **arguments)
+    assert_same(load(both, rename={"%": "name"}), {"name": jnp.ones(2), "w": 1})
+    assert_same(load([both[1]] * 2, duplicates="last"), jnp.ones(2))
 
 
 def test_the_bytes_of_all_are_counted_and_mapped(paths):

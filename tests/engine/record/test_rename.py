@@ -108,7 +108,8 @@ def test_only_the_braces_of_the_rule_are_filled_by_unstack():
         ("a -> b{}", "a name contains {}, for the index, if and only if the rule has unstack"),
         (
             "a -> l.{}.e.{} | unstack",
-            "the name contains 2 {}, and unstack has one index to fill in; write one {}",
+            "the name contains 2 {}, and unstack has one index to fill in; write one {} and unstack one axis at a "
+            "time: `convert` with this rule, then use the result with a second rule",
         ),
         ("a -> | transpose", "a rule that leaves a leaf out has no steps"),
         (r"(?P<n>a) -> \g<n>", "a backslash must be followed by the number of a group"),

@@ -144,13 +144,20 @@ def test_the_message_names_the_argument_that_was_passed(tmp_path):
             run.resume(like={"kernel": jnp.zeros(1)})
 
 
-@pytest.mark.parametrize("name", ["partail", "timeout", "store_options"])
+@pytest.mark.parametrize("name", ["partail", "timeout", "store_options", "dequant", "duplicates"])
 def test_an_argument_that_resume_lacks_is_an_error_that_names_both(path, name):
     with (
         Run(path, signals=()) as run,
         pytest.raises(TypeError, match=rf"Run\.resume\(\) got an unexpected keyword argument '{name}'"),
     ):
         run.resume(**{name: 1})
+
+
+def test_a_leaf_without_a_value_is_not_looked_for_in_a_list_of_paths_which_resume_does_not_take(path):
+    like = jax.eval_shape(lambda: start(optax.sgd(1e-3, momentum=0.9)))
+    with Run(path, signals=()) as run, pytest.raises(MismatchError, match="not a value") as caught:
+        run.resume(like=like, partial=True)
+    assert "list of paths" not in str(caught.value)
 
 
 def test_arguments_that_exclude_each_other_are_refused_before_anything_is_claimed(path):

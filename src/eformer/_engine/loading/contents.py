@@ -79,7 +79,10 @@ NOTHING = Contents({}, {}, b"null")
 
 
 def merged(some: Sequence[Contents]) -> Contents:
-    """Return the leaves of all, in nested dicts by their names. Of leaves with one name it has the last."""
+    """Return the leaves of all, in nested dicts by their names. Of leaves with one name it has the last.
+
+    Names that read the same in several of them must be spelled alike, see `spelled_alike` and `named_like`.
+    """
     if len(some) == 1:
         return some[0]
     arrays: dict[str, LeafEntry] = {}
@@ -191,6 +194,16 @@ def renamed(contents: Contents, rules: Sequence[Rule], reader: LeafReader) -> tu
 
 
 # ------------------------------------------------------------------------------------- names of `like`
+
+
+def spelled_alike(some: Sequence[Contents]) -> list[Contents]:
+    """Take over the spelling of the first checkpoint for leaves that later ones have in another spelling."""
+    known: dict[str, None] = {}
+    alike = []
+    for contents in some:
+        alike.append(named_like(contents, known))
+        known |= dict.fromkeys(alike[-1].names)
+    return alike
 
 
 def named_like(contents: Contents, like: Mapping[str, Any]) -> Contents:

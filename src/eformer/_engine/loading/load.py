@@ -24,6 +24,7 @@ from eformer._engine.loading.contents import (
     merged,
     named_like,
     renamed,
+    spelled_alike,
 )
 from eformer._engine.loading.device_put import wait_for
 from eformer._engine.loading.fetch import check_sha256
@@ -36,8 +37,9 @@ from eformer._engine.loading.scalars import as_scalar
 from eformer._engine.loading.select import compare, select
 from eformer._engine.loading.unnamed_leaves import by_order, completed
 from eformer._engine.processes import hosts as _hosts
+from eformer._engine.record.lazy_arrays import Stacked, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE
-from eformer._engine.record.names import readable, resolve
+from eformer._engine.record.names import BARE_LEAF, readable, resolve
 from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import few
 from eformer._engine.stores.cache import caching
@@ -61,7 +63,7 @@ if TYPE_CHECKING:
     from eformer._engine.loading.select import LeafTarget, Selection
     from eformer._engine.processes.hosts import Hosts
     from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.record.rename import RenameRules, Rule
+    from eformer._engine.record.rename import Renamed, RenameRules, Rule
     from eformer._engine.stores.cache import Cached
     from eformer._engine.stores.keys import Key
     from eformer._engine.tasks.progress import Meter, Progress
@@ -71,6 +73,10 @@ logger = logging.getLogger("eformer")
 T = TypeVar("T")
 Path = str | os.PathLike[str]
 
+_MERGE_FIRST = (
+    "rules apply to each checkpoint of a list alone: to stack leaves of several, load them without the rule and save "
+    "the result, then load that with the rule"
+)
 _BETWEEN_RESTARTS = 0.2  # seconds, for all processes to find the newer checkpoint
 
 
@@ -315,10 +321,12 @@ def load_tree(
 ) -> LoadedTree:
     """Load what `request` asks for. `see` makes of a checkpoint that was found the one to load."""
     like = None if request.like is None else flatten(request.like)[0]
+    paths = _paths(path)
     request = replace(
         request,
         placement=on_current_mesh(request.placement, like),
         unbuilt=unbuilt_in(request.like) if request.in_place else (),
+        is_list=len(paths) > 1,
     )
     with (
         within(request.timeout, f"{request.timeout_of}(timeout={request.timeout})"),
@@ -326,7 +334,7 @@ def load_tree(
         caching(request.cache),
     ):
         loaded = reread_all(
-            _paths(path),
+            paths,
             lambda found: _load_found([*map(see, found)] if see else found, request, like, hosts),
             request.key,
         )
@@ -378,9 +386,7 @@ def _load_found(
         if request.rename is not None:
             sources = _renamed(sources, request.rename)
         if like is None or request.rename is not None or all(source.found.has_names for source in sources):
-            if like is not None:
-                sources = [replace(s, contents=named_like(s.contents, like)) for s in sources]
-            loaded = _load_arrays(sources, request, like, hosts)
+            loaded = _load_arrays(_spelled_alike(sources, like), request, like, hosts)
         else:
             loaded = _load_by_order(sources, request, like, hosts)
         for source in sources:
@@ -414,7 +420,7 @@ def _below(sources: Sequence[_Source], root: str) -> list[_Source]:
 
 def _renamed(sources: Sequence[_Source], rules: Sequence[Rule]) -> list[_Source]:
     """Apply the rules to the leaves of each checkpoint, and warn of rules that match a leaf of none."""
-    changed = [renamed(source.contents, rules, source.reader) for source in sources]
+    changed = [_renamed_one(source, rules, is_alone=len(sources) == 1) for source in sources]
     unused = [result.unused_rules for _, result in changed]
     if idle := [text for line, text in unused[0].items() if all(line in lines for lines in unused)]:
         logger.warning("rename= rules that match no leaf: %s", few(idle))
@@ -422,6 +428,24 @@ def _renamed(sources: Sequence[_Source], rules: Sequence[Rule]) -> list[_Source]
         replace(source, contents=contents, dropped=result.left_out)
         for source, (contents, result) in zip(sources, changed, strict=True)
     ]
+
+
+def _renamed_one(source: _Source, rules: Sequence[Rule], *, is_alone: bool) -> tuple[Contents, Renamed]:
+    """Apply the rules to the leaves of a checkpoint. An error names the checkpoint if it is one of several."""
+    try:
+        return renamed(source.contents, rules, source.reader)
+    except MismatchError as error:
+        if is_alone:
+            raise
+        stacks = _MERGE_FIRST if any(rule.stack for rule in rules) else ""
+        raise MismatchError(error.problems, f"rename, {source.found.path}", stacks) from error
+
+
+def _spelled_alike(sources: Sequence[_Source], like: Mapping[str, Any] | None) -> list[_Source]:
+    """Spell the names of leaves as `like` does, or as the first checkpoint that has them."""
+    some = [source.contents for source in sources]
+    alike = spelled_alike(some) if like is None else [named_like(contents, like) for contents in some]
+    return [replace(source, contents=contents) for source, contents in zip(sources, alike, strict=True)]
 
 
 def _require_stored(found: Found, request: Request) -> None:
@@ -492,7 +516,8 @@ def _load_arrays(
     """Load the arrays of one tree: select, compare, place, then plan, fetch and assemble."""
     with gc_paused():
         contents = merged([source.contents for source in sources])
-        names = select(contents, request.keys)
+        _require_trees(sources, contents, request)
+        names = select(contents, request.keys, is_list=request.is_list)
         owned = _owned(sources, names, request, like)
         for source, own in zip(sources, owned, strict=True):
             _require_numbers(source, own, request, like, names)
@@ -525,15 +550,50 @@ def _owned(
         for name in source.contents.names:
             if name in names and name not in functions:
                 holders[name].append(source)
+    several = {n: held for n, held in holders.items() if len(held) > 1 and (like is None or n in like)}
+    _require_whole_stacks(several)
     problems = [
         f"leaf {name!r} is in {' and in '.join(source.found.path for source in held)}"
-        for name, held in holders.items()
-        if len(held) > 1 and (like is None or name in like)
+        for name, held in several.items()
     ]
     if problems and request.duplicates is None:
         advice = 'duplicates="last" takes each from the last checkpoint that has it'
         raise MismatchError(problems, "several checkpoints hold the same leaves", advice)
     return [{name for name, held in holders.items() if held and held[-1] is source} for source in sources]
+
+
+def _require_whole_stacks(several: Mapping[str, Sequence[_Source]]) -> None:
+    """Refuse a leaf that rules stack of the leaves of the last checkpoint, and that has another shape in one before.
+
+    A stack of some layers would replace a stack of all.
+    """
+    problems = [
+        f"leaf {name!r} is made of {' and of '.join(_parts_of(name, source) for source in held)}"
+        for name, held in several.items()
+        if isinstance(held[-1].contents.computed.get(name), Stacked)
+        and len({source.contents.arrays[name].shape for source in held if name in source.contents.arrays}) > 1
+    ]
+    if problems:
+        raise MismatchError(problems, "rename= stacks the leaves of each checkpoint alone", _MERGE_FIRST)
+
+
+def _parts_of(name: str, source: _Source) -> str:
+    """Name the stored leaves that a leaf is made of, and their checkpoint."""
+    array = source.contents.computed.get(name)
+    names = [name] if array is None else [leaf.name for leaf in stored_leaves(array)]
+    return f"{few([*map(repr, names)])} in {source.found.path}"
+
+
+def _require_trees(sources: Sequence[_Source], contents: Contents, request: Request) -> None:
+    """Refuse a checkpoint that is one array, without a name, beside checkpoints of trees."""
+    if request.partial or request.keys is not None or len(contents.names) == 1:
+        return
+    bare = [source.found.path for source in sources if BARE_LEAF in source.contents.names]
+    if bare:
+        raise StructureError(
+            f"{bare[0]} holds a single array, which has no name and cannot be merged with the trees of other "
+            'checkpoints; pass rename={"%": "name"} to name it, or load it alone'
+        )
 
 
 def _with_targets(source: _Source, targets: list[LeafTarget]) -> _Source:

@@ -63,6 +63,7 @@ class Request:
     threads        number of threads that read; None for one per core, 2 to 16
     sha256         function that returns the recorded SHA-256 of leaves, which are checked before the load
     unbuilt        names of parts of `like` that get variables later: leaves of the checkpoint may be left out there
+    is_list        several checkpoints are loaded as one
     as_saved       read leaves with the sharding that they were saved with, then move them between the devices
     """
 
@@ -93,6 +94,7 @@ class Request:
     threads: int | None = None
     sha256: Callable[[TreeEntry], Mapping[str, str]] | None = None
     unbuilt: tuple[str, ...] = ()
+    is_list: bool = False
     as_saved: bool = False
 
     def __post_init__(self) -> None:
@@ -110,14 +112,18 @@ class Request:
         needy = {"partial": self.partial, "resize": self.resize is not None, 'dtype="like"': self.casts_like}
         if alone := [name for name, is_given in needy.items() if is_given]:
             needs = "needs" if len(alone) == 1 else "need"
-            raise ValueError(
-                f"{' and '.join(alone)} {needs} like= or into=, which say what the tree should be"
-            )
+            trees = "template=, which says" if self.is_template else "like= or into=, which say"
+            raise ValueError(f"{' and '.join(alone)} {needs} {trees} what the tree should be")
 
     @property
     def is_template(self) -> bool:
         """Tell whether a documented door asks, which has no `partial`, `root`, `rename` and `resize`."""
         return self.like_name == "template"
+
+    @property
+    def could_be_list(self) -> bool:
+        """Tell whether the caller's function takes a list of paths, and got one path."""
+        return self.timeout_of == "load" and not self.is_template and not self.is_list
 
     @property
     def casts_like(self) -> bool:

@@ -46,15 +46,21 @@ _ARRAYS = (jax.ShapeDtypeStruct, jax.Array, np.ndarray)
 logger = logging.getLogger("eformer")
 
 
-def select(contents: Contents, keys: Iterable[str] | None) -> dict[str, None]:
-    """Return the names of the leaves that `keys` name, match or lie above, in the order of the tree; all for None."""
+def select(contents: Contents, keys: Collection[str] | None, *, is_list: bool = False) -> dict[str, None]:
+    """Return the names of the leaves that `keys` name, match or lie above, in the order of the tree; all for None.
+
+    In the merged leaves of a list, a subtree may be nested in one checkpoint, and in another flat, with dots in keys.
+    """
     names = dict.fromkeys(contents.names)
     if keys is None:
         return names
     chosen, problems = resolve(keys, names)
     if problems:
         raise MismatchError(problems, context="keys")
-    return chosen
+    if not is_list:
+        return chosen
+    subtrees = tuple(f"{key}." for key in keys)
+    return {name: None for name in names if name in chosen or readable(name).startswith(subtrees)}
 
 
 class LeafTarget(Want, gc=False):
@@ -364,11 +370,11 @@ def _advice(
         return ""
     advice = []
     root, number = _best_root(missing, names)
-    if root:
+    if root and not request.is_list:  # a root in one checkpoint would drop the leaves of the others
         advice.append(f"root={root!r} would find {number:,} of the {len(missing):,} missing leaves")
     elif missing and unexpected:
         advice.append("rename= gives leaves of the checkpoint other names")
-    if request.partial and any(map(_why_without_value, missing.values())):
+    if request.could_be_list and request.partial and any(map(_why_without_value, missing.values())):
         advice.append("a list of paths, such as [base, adapter], takes them from several checkpoints")
     kept = f"keep {len(missing):,} of `{request.like_name}` as they are" if missing else ""
     left_out = f"leave {len(unexpected):,} of the checkpoint out" if unexpected else ""

@@ -188,8 +188,9 @@ def _check(rule: Rule) -> None:
         raise FormatError("a name contains {}, for the index, if and only if the rule has unstack")
     if (marks := (rule.name or "").count("{}")) > 1:
         raise FormatError(
-            f"the name contains {marks} {{}}, and unstack has one index to fill in; write one {{}}, and unstack the "
-            r"next axis by a second `convert`, whose rule has the first index as a group, such as (\d+) and \1"
+            f"the name contains {marks} {{}}, and unstack has one index to fill in; write one {{}} and "
+            "unstack one axis at a time: `convert` with this rule, then use the result with a second rule, which has "
+            r"the first index as a group, such as (\d+) and \1"
         )
     if re.search(r"\\(?!\d)", rule.name or ""):
         raise FormatError(

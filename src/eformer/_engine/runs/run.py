@@ -195,9 +195,10 @@ class Run:
         return_report
                   do not log the leaves that `partial` or `rename` kept or left out; `report` has them in any case
         arguments
-                  all other arguments of `load`, except `timeout` and `store_options`, which `Run(options=)` has. If the
-                  code has changed: `partial`, `rename`, `root`, `resize`, `dtype`, `keys`. Where leaves go: `mesh`,
-                  `rules`, `shardings`. With a `key`, a step that its owner has not signed is refused; not with `near`
+                  all other arguments of `load`, except `timeout` and `store_options`, which `Run(options=)` has, and
+                  `dequant` and `duplicates`, which a step of a run does not need. If the code has changed: `partial`,
+                  `rename`, `root`, `resize`, `dtype`, `keys`. Where leaves go: `mesh`, `rules`, `shardings`. With a
+                  `key`, a step that its owner has not signed is refused; not with `near`
         """
         self._check_arguments(arguments)
         request = request_from(
