@@ -188,3 +188,30 @@ def test_a_run_that_begins_again_forgets_where_the_last_one_was_resumed(tmp_path
         shutil.rmtree(tmp_path / name)
     save_steps(tmp_path, [1, 2, 3], keep=1)
     assert names(tmp_path) == ["step-3"]
+
+
+# ----------------------------------------------------------------------------- steps of one number and two names
+
+
+@pytest.fixture
+def doubled(of_orbax):
+    """The steps 2 and 3 of Orbax, and a step 3 of eformer."""
+    with Run(of_orbax, signals=()) as run:
+        run.save(3, run.resume().tree)
+    assert names(of_orbax) == ["2", "3", "step-3"]
+    return of_orbax
+
+
+def test_a_rewind_puts_both_aside(doubled):
+    with Run(doubled, signals=()) as run:
+        run.resume(step=2, rewind=True)
+    assert names(doubled) == ["2", "3.rewound", "step-3.rewound"]
+    with Run(doubled, signals=()) as run:
+        assert run.resume().step == 2
+
+
+def test_the_step_that_another_has_hidden_is_not_called_damaged(doubled):
+    (doubled / "step-3" / "manifest.json").write_bytes(b"{")
+    with Run(doubled, signals=()) as run:
+        assert run.resume().step == 2
+    assert names(doubled) == ["2", "3.rewound", "step-3.damaged"]

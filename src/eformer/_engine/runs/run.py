@@ -221,9 +221,11 @@ class Run:
         found = self._load_newest(
             [place for place in agreed.steps if place.number <= wanted], request, fallback
         )
+        self._place(data, found)  # before anything is put aside: it may fail
         self._begin_near(found.step, agreed)
         self._put_aside({**dict.fromkeys(newer, "rewound"), **dict.fromkeys(found.skipped, "damaged")})
-        self._go_on_from(found, data)
+        self.step = self._resumed_from = self._last_saved = found.step
+        self._writer.note_resumed(found.step)
         self._has_begun = True
         if not return_report:
             log_differences(f"{self.path}: step {found.step}", request, found.report)
@@ -360,37 +362,50 @@ class Run:
         """Give steps other names, in the first process, before any process goes on."""
         if not whys:
             return
-        with _meeting(self._options.timeout) as hosts:
-            for step in self.steps if hosts.index == 0 else ():
-                if step.number in whys:
-                    set_aside(store_at(self.path), step.name, whys[step.number])
-            hosts.meet(b"", lambda _: b"")
+        examined = {step.name for step in self.steps}
+
+        def why(step: Step) -> str | None:
+            """Do not call a step damaged that was hidden by another of its number, and so was not looked at."""
+            reason = whys.get(step.number)
+            return "rewound" if reason and step.name not in examined else reason
+
+        self._set_aside(why)
 
     def _put_all_aside(self) -> None:
         """Give all steps other names, in the first process, before any process goes on."""
+        if done := self._set_aside(lambda _: "old"):
+            logger.warning("%s: fresh=True has put its steps aside: %s", self.path, few(done))
+
+    def _set_aside(self, why: Callable[[Step], str | None]) -> list[str]:
+        """Give the steps other names for which there is a reason. Return the names that they had."""
         done: list[str] = []
         with _meeting(self._options.timeout) as hosts:
             # Of steps with one number (step-100 and 100), the second is listed once the first is gone.
-            while hosts.index == 0 and (there := [step.name for step in self.steps if step.name not in done]):
-                for name in there:
-                    set_aside(store_at(self.path), name, "old")
-                done += there
+            while hosts.index == 0 and (
+                there := [step for step in self.steps if step.name not in done and why(step)]
+            ):
+                for step in there:
+                    set_aside(store_at(self.path), step.name, why(step) or "")
+                done += [step.name for step in there]
             hosts.meet(b"", lambda _: b"")
-        if done:
-            logger.warning("%s: fresh=True has put its steps aside: %s", self.path, few(done))
+        return done
 
-    def _go_on_from(self, found: _Found, data: Any) -> None:
-        self.step = self._resumed_from = self._last_saved = found.step
-        self._writer.note_resumed(found.step)
-        if data is None:
-            if found.facts.get("data"):
+    def _place(self, data: Any, found: _Found) -> None:
+        """Put the data to the position that they had. All processes hear of an error."""
+        with _meeting(self._options.timeout) as hosts:
+            if data is not None:
+                set_position(data, self._own_position(found))
+            elif found.facts.get("data"):
                 logger.warning(
                     "%s: step %d has a position in the data, and resume was called without data=, so the data begin "
                     "anew; pass resume(data=) to go on at that position",
                     self.path,
                     found.step,
                 )
-            return
+            hosts.meet(b"", lambda _: b"")
+
+    def _own_position(self, found: _Found) -> bytes:
+        """Return the position of this process in the data, which the step has."""
         positions = positions_in(found.facts)
         if not positions:
             raise ValueError(
@@ -402,7 +417,7 @@ class Run:
                 f"step {found.step} of {self.path} has the positions of {len(positions)} processes in the data, and "
                 f"there are {jax.process_count()}; resume without data= and place the iterators yourself"
             )
-        set_position(data, positions[jax.process_index()].encode())
+        return positions[jax.process_index()].encode()
 
     # ---------------------------------------------------------------------------------------- save
 
