@@ -89,6 +89,22 @@ class BucketRuns:
             f"step-1.{end}.scores.json" for end in ("old", "old-2")
         }
 
+    @pytest.mark.parametrize("left", [b"", b"{"])
+    def test_the_data_of_a_step_with_a_damaged_index_stay_whatever_is_removed(self, url, kind, left):
+        with Run(url, signals=(), format=kind) as run:
+            for number in (1, 2):
+                run.save(number, {"w": np.full(100, number)})
+        there = objects(f"{url}/x")
+        index = next(key for key in there if re.search(r"/step-2/(manifest|tensorstore_index)\.json$", key))
+        overwrite(f"{url}/x", index, lambda _: left)
+        with Run(url, signals=(), format=kind, keep=1) as run:
+            assert run.resume().step == 1
+            for number in (2, 3):
+                run.save(number, {"w": np.full(100, -number)})
+        assert numbers(url) == [1, 3]
+        overwrite(f"{url}/x", f"{index}.damaged", lambda _: there[index], index)
+        assert_same(checkpoint.load(f"{url}/step-2"), {"w": np.full(100, 2)})
+
     def test_a_damaged_newest_step_is_not_passed_over(self, url, kind):
         self.save(url, kind, 3)
         data = {key: len(data) for key, data in objects(f"{url}/x").items() if "/step-3/" in key}

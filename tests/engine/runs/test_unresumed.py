@@ -1,5 +1,6 @@
 """A job that has not resumed from the steps in its directory: it saves nothing among them, or puts them aside."""
 
+import json
 import shutil
 
 import jax.numpy as jnp
@@ -151,6 +152,15 @@ def test_a_fresh_run_puts_the_old_steps_aside_whole(tmp_path, caplog, fmt):
     for name, number in (("step-80.old", 80), ("step-100.old", 100), ("step-90.old-2", 90)):
         assert checkpoint.verify(tmp_path / name).ok
         assert_same(checkpoint.load(tmp_path / name), tree(number))
+
+
+def test_a_fresh_run_keeps_no_step_for_a_resume_before_it(tmp_path):
+    fill(tmp_path, 10, 20, 30)
+    with Run(tmp_path, signals=()) as run:
+        assert run.resume().step == 30
+    fill(tmp_path, 20, 30, 40, fresh=True, keep=1)
+    assert numbers(tmp_path) == [40]
+    assert json.loads((tmp_path / "run.json").read_text())["resumed_from"] is None
 
 
 def test_scores_are_put_aside_with_their_step(tmp_path):
