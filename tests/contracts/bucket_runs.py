@@ -10,7 +10,7 @@ import pytest
 from eformer import checkpoint
 from eformer.checkpoint import Keep, Run
 from eformer.errors import CorruptionError, SupersededError
-from support.buckets import objects, overwrite
+from support.buckets import around, objects, overwrite
 from support.trees import assert_same
 
 ZARRAY = b"""{"zarr_format": 2, "shape": [1], "chunks": [1], "dtype": "<f4", "order": "C", "compressor": null,
@@ -137,6 +137,22 @@ class BucketRuns:
         assert_same(checkpoint.load(url), tree(2))
         assert self.save(url, kind, 3) == 3
         assert_same(checkpoint.load(url), tree(3))
+
+    def test_checkpoints_of_another_program_are_refused_and_remains_of_a_save_are_not(self, url, kind):
+        from eformer._engine.stores.locate import store_at
+
+        for step in (3, 4):
+            upload = store_at(f"{url}/step-{step}").begin("tree.0123456789abcdef", save_id="0123456789abcdef")
+            upload.put([("w/.zarray", ZARRAY), ("w/0", b"half")])
+            upload.abandon()
+        with Run(url, signals=(), format=kind) as run:
+            assert run.resume() is None
+        around(f"{url}/x")[0].put(f"{around(f'{url}/x')[1]}checkpoint_200", b"a tree in msgpack")
+        with (
+            Run(url, signals=(), format=kind) as run,
+            pytest.raises(FileExistsError, match=r"another program \(checkpoint_200\)"),
+        ):
+            run.save(1, tree(1))
 
     def test_the_older_of_two_jobs_ends(self, url, kind):
         older = Run(url, signals=(), format=kind)

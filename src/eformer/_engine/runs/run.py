@@ -102,6 +102,7 @@ class Run:
 
     All processes of a job make the same calls. The directory is the truth: a step exists if it is there, whole. If it
     has steps, call `resume` before the first save, or pass `fresh=True`; otherwise that save raises FileExistsError.
+    So does any start in a directory with checkpoints of another program that a run cannot resume from.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from eformer._engine.stores.leases import Renewed
     from eformer._engine.stores.objects import Object, Objects
 
-_ASIDE = re.compile(r"[^/]+\.(?:damaged|old|rewound)(?:-\d+)?")  # as `set_aside` names marks
+ASIDE = re.compile(r"[^/]+\.(?:damaged|old|rewound)(?:-\d+)?")  # as `set_aside` names marks
 _CONTENTS = "contents"  # begins the name of the object that lists the data of a checkpoint that was put aside
 _MOST_AGE = 300.0  # seconds since the lease was put; it is renewed every minute
 
@@ -153,7 +153,7 @@ class Seen(Struct, frozen=True):
 
     def marks_aside(self) -> list[Object]:
         """Return the marks of checkpoints that were put aside here."""
-        return [one for one in self.data if _ASIDE.fullmatch(one.key.removeprefix(f"{self.path}/"))]
+        return [one for one in self.data if ASIDE.fullmatch(one.key.removeprefix(f"{self.path}/"))]
 
     def without(self, marks: Iterable[Object], saves: set[str]) -> Seen:
         """Leave out these marks, and the objects of these saves."""
