@@ -35,7 +35,7 @@ from eformer._engine.saving.save import start
 from eformer._engine.stores.locate import absolute, store_at
 from eformer._engine.stores.store_options import remember
 from eformer._engine.tasks.interrupts import uninterrupted
-from eformer.errors import CorruptionError, NotFoundError, ProcessError, SupersededError
+from eformer.errors import CorruptionError, NotFoundError, ProcessError, SupersededError, VersionError
 
 if TYPE_CHECKING:
     import os
@@ -259,8 +259,9 @@ class Run:
             return
         if self._near:
             self._near.before_claim()
+        agreed = self._agreed_steps()
         if not self._is_fresh:  # before the claim, which would end the job that writes the run
-            self._refuse_steps(self._agreed_steps())
+            self._refuse_steps(agreed)
         self._claim()
         if self._is_fresh:
             self._put_all_aside()
@@ -284,7 +285,8 @@ class Run:
         """Return the steps that the first process sees, and the near ones that all processes hold."""
         near = self._near
         with _meeting(self._options.timeout) as hosts:
-            mine = Held([step.number for step in self.steps], near.held() if near else [])
+            far = [step.number for step in self.steps]
+            mine = Held(far, near.held() if near else [], self._is_fresh)
             agreed = hosts.meet(mine.to_json(), lambda held: agree(held, near).to_json())
         return Agreed.from_json(agreed)
 
@@ -321,9 +323,12 @@ class Run:
         skipped: dict[int, str] = {}
         for place in reversed(places):
             number = place.number
-            loaded, problem = self._try(place, request)
-            if problem is not None and fallback:  # a second look: a directory may be stale for a moment
+            try:
                 loaded, problem = self._try(place, request)
+                if problem is not None and fallback:  # a second look: a directory may be stale for a moment
+                    loaded, problem = self._try(place, request)
+            except VersionError as error:
+                raise self._newer_version(number, error) from error
             if problem is None:
                 facts = facts_of_run(loaded.entry.metadata)
                 facts = own_position(facts) if place.epoch else facts
@@ -336,6 +341,17 @@ class Run:
         raise CorruptionError(
             f"no step of {self.path} is sound, and a run does not start afresh by itself: {listed}"
         )
+
+    def _newer_version(self, number: int, error: VersionError) -> VersionError:
+        """Say that a newer eformer wrote a step, and how to go on from the one before. It is not damaged, so it is not
+        skipped."""
+        there = self.steps
+        is_newest = all(step.number <= number for step in there)
+        message = f"{self.path}: {'the newest step' if is_newest else 'step'} {number} is of a newer version: {error}"
+        before = (step.number for step in reversed(there) if step.number < number and not step.problem())
+        if (sound := next(before, None)) is not None:
+            message += f"; the one before is {sound}, and resume(step={sound}, rewind=True) goes on from it"
+        return VersionError(message)
 
     def _try(self, place: NearStep, request: Request) -> tuple[Any, str | None]:
         """Load a step in all processes. Return it, or why it is damaged in one of them."""
