@@ -165,7 +165,6 @@ def test_a_rewind_with_data_that_cannot_be_placed_puts_nothing_aside(tmp_path, d
     assert numbers(tmp_path) == [1, 2, 3]
 
 
-
 def test_a_save_looks_into_no_other_steps_than_the_last(tmp_path, monkeypatch):
     with Run(tmp_path) as run:
         for step in range(1, 6):
