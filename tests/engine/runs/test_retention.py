@@ -3,6 +3,7 @@
 import datetime as dt
 import json
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -133,6 +134,22 @@ def test_a_clock_that_is_set_ahead_while_the_run_is_open_costs_no_step(tmp_path,
         run.save(3, tree(3)).result()
         assert checkpoint.steps(tmp_path)[-1].saved_at.year > dt.datetime.now(dt.UTC).year
     assert names(tmp_path) == ["step-1", "step-2", "step-3"]
+
+
+def test_a_clock_that_was_behind_when_the_run_began_costs_no_step_and_the_steps_are_not_blamed(
+    tmp_path, monkeypatch, caplog
+):
+    with monkeypatch.context() as behind:
+        year_ago = time.time() - 365 * 24 * 3600
+        behind.setattr(time, "time", lambda: year_ago)
+        run = Run(tmp_path, keep=Keep(hours=24), signals=())
+    with run:
+        for number in (1, 2):
+            run.save(number, tree(number)).result()
+    assert names(tmp_path) == ["step-1", "step-2"]
+    assert caplog.text.count("the clock was set ahead by 8,760.0 hours while the run was open.") == 1
+    assert "start the job again" in caplog.text
+    assert "the clock was wrong when steps were saved" not in caplog.text
 
 
 def test_a_newest_step_of_a_wrong_clock_costs_none_before_it(tmp_path, caplog):
