@@ -33,7 +33,8 @@ _PART = re.compile(r"c|\d+")  # a directory of chunks
 _WITHOUT_LEAVES = (
     "*.json", "*.jsonl", "*.md", "*.rst", "*.txt", "*.text", "*.log", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini",
     "*.gin", "*.pbtxt", "*.csv", "*.tsv", "*.html", "*.xml", "*.py", "*.sh", "*.ipynb", "*.jinja", "*.lock", "*.sha256",
-    "*.md5", "*.out", "*.err", "stdout", "stderr", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf", "*.mp4",
+    "*.md5", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf", "*.mp4",
+    "*.out", "*.err", "stdout", "stderr",
     "README", "LICENSE", "LICENSE.*", "LICENCE", "LICENCE.*", "NOTICE", "NOTICE.*", "COPYING", "USE_POLICY*",
     "tokenizer.model*", "spiece.model", "sentencepiece*.model", "*.spm", "*.tiktoken", "vocab", "vocab.*", "merges.*",
     "training_args.bin", "events.out.tfevents.*", "_SUCCESS", SIGNATURE, f"*.{SIGNATURE}",

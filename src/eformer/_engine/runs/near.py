@@ -355,7 +355,8 @@ def agree(messages: Sequence[bytes], near: Near | None) -> Agreed:
     if len({one.fresh for one in held}) > 1:
         fresh = few([f"process {index}" for index, one in enumerate(held) if one.fresh])
         raise ValueError(
-            f"Run(fresh=) differs between processes: it is True in {fresh}, and False in the others; pass the same to all"
+            f"Run(fresh=) differs between processes: it is True in {fresh}, and False in the others; pass "
+            "the same to all"
         )
     common = near.in_common([one.near for one in held]) if near else []
     return Agreed(held[0].far, common, new_epoch(), near.epochs if near else [])

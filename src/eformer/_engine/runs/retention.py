@@ -117,13 +117,13 @@ def remove_others(
 
 
 def _warnings(facts: Sequence[StepFacts], rules: Sequence[Keep], now: float) -> dict[str, str]:
-    """Return the warnings of retention. If the clock was set ahead since the run began, it may have been wrong then, and
-    the times of the steps right."""
+    """Return the warnings of retention. Do not blame the steps if the clock was set ahead since the run began: it may
+    have been wrong then."""
     found = warnings_of(facts, rules, now)
     if "clock" in found and (hours := (time.time() - now) / 3600) > _MOST_HOURS_AHEAD:
         found["clock"] = (
-            f"the clock was set ahead by {hours:,.1f} hours while the run was open. Keep(hours=) goes by the clock from "
-            "before, and rather keeps too many steps than too few; if the clock is right now, start the job again"
+            f"the clock was set ahead by {hours:,.1f} hours while the run was open. Keep(hours=) goes by the clock "
+            "from before, and rather keeps too many steps than too few; if the clock is right now, start the job again"
         )
     return found
 

@@ -84,9 +84,9 @@ def sweep(objects: Objects, path: str, indexes: Indexes) -> None:
 def set_aside(objects: Objects, path: str, why: str, marks: Sequence[str]) -> str:
     """Give the marks of a checkpoint other names; its data stays where it is. Return the ending of these names.
 
-    An object beside the marks lists the data: a mark that is damaged may not name them, and whoever removes a later
-    checkpoint here has to know them. Saves are kept from committing meanwhile, since a deletion has no condition. A mark that one of them has replaced
-    all the same stays.
+    An object beside the marks lists the data: a damaged mark may not name them, and the removal of a later checkpoint
+    here has to leave them. Saves are kept from committing meanwhile, since a deletion has no condition. A mark that one
+    of them has replaced all the same stays.
     """
     with _kept_off(objects, path) as lease:
         keys = [f"{path}/{mark}" for mark in marks]
