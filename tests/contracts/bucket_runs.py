@@ -10,7 +10,7 @@ import pytest
 from eformer import checkpoint
 from eformer.checkpoint import Keep, Run
 from eformer.errors import CorruptionError, SupersededError
-from support.buckets import objects, overwrite
+from support.buckets import around, objects, overwrite
 from support.trees import assert_same
 
 ZARRAY = b"""{"zarr_format": 2, "shape": [1], "chunks": [1], "dtype": "<f4", "order": "C", "compressor": null,
@@ -89,6 +89,22 @@ class BucketRuns:
             f"step-1.{end}.scores.json" for end in ("old", "old-2")
         }
 
+    @pytest.mark.parametrize("left", [b"", b"{"])
+    def test_the_data_of_a_step_with_a_damaged_index_stay_whatever_is_removed(self, url, kind, left):
+        with Run(url, signals=(), format=kind) as run:
+            for number in (1, 2):
+                run.save(number, {"w": np.full(100, number)})
+        there = objects(f"{url}/x")
+        index = next(key for key in there if re.search(r"/step-2/(manifest|tensorstore_index)\.json$", key))
+        overwrite(f"{url}/x", index, lambda _: left)
+        with Run(url, signals=(), format=kind, keep=1) as run:
+            assert run.resume().step == 1
+            for number in (2, 3):
+                run.save(number, {"w": np.full(100, -number)})
+        assert numbers(url) == [1, 3]
+        overwrite(f"{url}/x", f"{index}.damaged", lambda _: there[index], index)
+        assert_same(checkpoint.load(f"{url}/step-2"), {"w": np.full(100, 2)})
+
     def test_a_damaged_newest_step_is_not_passed_over(self, url, kind):
         self.save(url, kind, 3)
         data = {key: len(data) for key, data in objects(f"{url}/x").items() if "/step-3/" in key}
@@ -121,6 +137,22 @@ class BucketRuns:
         assert_same(checkpoint.load(url), tree(2))
         assert self.save(url, kind, 3) == 3
         assert_same(checkpoint.load(url), tree(3))
+
+    def test_checkpoints_of_another_program_are_refused_and_remains_of_a_save_are_not(self, url, kind):
+        from eformer._engine.stores.locate import store_at
+
+        for step in (3, 4):
+            upload = store_at(f"{url}/step-{step}").begin("tree.0123456789abcdef", save_id="0123456789abcdef")
+            upload.put([("w/.zarray", ZARRAY), ("w/0", b"half")])
+            upload.abandon()
+        with Run(url, signals=(), format=kind) as run:
+            assert run.resume() is None
+        around(f"{url}/x")[0].put(f"{around(f'{url}/x')[1]}checkpoint_200", b"a tree in msgpack")
+        with (
+            Run(url, signals=(), format=kind) as run,
+            pytest.raises(FileExistsError, match=r"another program \(checkpoint_200\)"),
+        ):
+            run.save(1, tree(1))
 
     def test_the_older_of_two_jobs_ends(self, url, kind):
         older = Run(url, signals=(), format=kind)

@@ -10,11 +10,20 @@ import pytest
 from eformer import checkpoint
 from eformer._engine.stores.local import LocalStore
 from eformer.checkpoint import Run
+from eformer.errors import StructureError
 from support.trees import assert_same
 
 
 def numbers(path):
     return [step.number for step in checkpoint.steps(path)]
+
+
+class Place:
+    def get_state(self):
+        return 0
+
+    def set_state(self, state):
+        pass
 
 
 class Data:
@@ -142,6 +151,18 @@ def test_a_step_that_was_saved_without_data_says_so(tmp_path):
         run.save(1, {"w": np.ones(1)}).result()
         with pytest.raises(ValueError, match=r"step 1 of .* was saved without data="):
             run.resume(data=Data())
+
+
+@pytest.mark.parametrize(("data", "message"), [(Data(), "saved without data="), (3, "data= is a int")])
+def test_a_rewind_with_data_that_cannot_be_placed_puts_nothing_aside(tmp_path, data, message):
+    with Run(tmp_path, every=1) as run:
+        for step in (1, 2, 3):
+            run.save(step, {"w": np.ones(1)}, data=None if message.startswith("saved") else Place())
+    with Run(tmp_path) as run:
+        with pytest.raises((ValueError, StructureError), match=message):
+            run.resume(step=1, rewind=True, data=data)
+        assert run.step == 0
+    assert numbers(tmp_path) == [1, 2, 3]
 
 
 def test_a_save_looks_into_no_other_steps_than_the_last(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import datetime as dt
 import json
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -135,6 +136,22 @@ def test_a_clock_that_is_set_ahead_while_the_run_is_open_costs_no_step(tmp_path,
     assert names(tmp_path) == ["step-1", "step-2", "step-3"]
 
 
+def test_a_clock_that_was_behind_when_the_run_began_costs_no_step_and_the_steps_are_not_blamed(
+    tmp_path, monkeypatch, caplog
+):
+    with monkeypatch.context() as behind:
+        year_ago = time.time() - 365 * 24 * 3600
+        behind.setattr(time, "time", lambda: year_ago)
+        run = Run(tmp_path, keep=Keep(hours=24), signals=())
+    with run:
+        for number in (1, 2):
+            run.save(number, tree(number)).result()
+    assert names(tmp_path) == ["step-1", "step-2"]
+    assert caplog.text.count("the clock was set ahead by 8,760.0 hours while the run was open.") == 1
+    assert "start the job again" in caplog.text
+    assert "the clock was wrong when steps were saved" not in caplog.text
+
+
 def test_a_newest_step_of_a_wrong_clock_costs_none_before_it(tmp_path, caplog):
     save_steps(tmp_path, [1, 2, 3])
     shift(tmp_path / "step-1", hours=-30)
@@ -188,3 +205,30 @@ def test_a_run_that_begins_again_forgets_where_the_last_one_was_resumed(tmp_path
         shutil.rmtree(tmp_path / name)
     save_steps(tmp_path, [1, 2, 3], keep=1)
     assert names(tmp_path) == ["step-3"]
+
+
+# ----------------------------------------------------------------------------- steps of one number and two names
+
+
+@pytest.fixture
+def doubled(of_orbax):
+    """The steps 2 and 3 of Orbax, and a step 3 of eformer."""
+    with Run(of_orbax, signals=()) as run:
+        run.save(3, run.resume().tree)
+    assert names(of_orbax) == ["2", "3", "step-3"]
+    return of_orbax
+
+
+def test_a_rewind_puts_both_aside(doubled):
+    with Run(doubled, signals=()) as run:
+        run.resume(step=2, rewind=True)
+    assert names(doubled) == ["2", "3.rewound", "step-3.rewound"]
+    with Run(doubled, signals=()) as run:
+        assert run.resume().step == 2
+
+
+def test_the_step_that_another_has_hidden_is_not_called_damaged(doubled):
+    (doubled / "step-3" / "manifest.json").write_bytes(b"{")
+    with Run(doubled, signals=()) as run:
+        assert run.resume().step == 2
+    assert names(doubled) == ["2", "3.rewound", "step-3.damaged"]

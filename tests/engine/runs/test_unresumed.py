@@ -1,10 +1,13 @@
 """A job that has not resumed from the steps in its directory: it saves nothing among them, or puts them aside."""
 
+import json
 import shutil
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.serialization import to_bytes
+from safetensors.numpy import save_file
 
 from eformer import checkpoint
 from eformer.checkpoint import Run
@@ -153,6 +156,15 @@ def test_a_fresh_run_puts_the_old_steps_aside_whole(tmp_path, caplog, fmt):
         assert_same(checkpoint.load(tmp_path / name), tree(number))
 
 
+def test_a_fresh_run_keeps_no_step_for_a_resume_before_it(tmp_path):
+    fill(tmp_path, 10, 20, 30)
+    with Run(tmp_path, signals=()) as run:
+        assert run.resume().step == 30
+    fill(tmp_path, 20, 30, 40, fresh=True, keep=1)
+    assert numbers(tmp_path) == [40]
+    assert json.loads((tmp_path / "run.json").read_text())["resumed_from"] is None
+
+
 def test_scores_are_put_aside_with_their_step(tmp_path):
     for metric in ("first", "second"):
         fill(tmp_path, 1, fresh=metric == "second")
@@ -191,4 +203,69 @@ def test_a_fresh_run_does_not_resume_from_old_steps_but_may_go_back_to_its_own(t
         for number in (1, 2):
             run.save(number, tree(number))
         assert run.resume(step=1, rewind=True).step == 1
+    assert numbers(tmp_path) == [1]
+
+
+# ------------------------------------------------------------------------- checkpoints of other programs
+
+
+def in_flax(path):
+    for number in (90, 100):
+        (path / f"checkpoint_{number}").write_bytes(to_bytes(tree(number)))
+
+
+def in_flax_with_fractions(path):
+    (path / "checkpoint_0.5").write_bytes(to_bytes(tree(0)))
+
+
+def in_t5x(path):
+    (path / "checkpoint_100" / "target.w").mkdir(parents=True)
+    (path / "checkpoint_100" / "checkpoint").write_bytes(to_bytes(tree(100)))
+
+
+def in_transformers(path):
+    for number in (90, 100):
+        (path / f"checkpoint-{number}").mkdir()
+        save_file(tree(number), path / f"checkpoint-{number}" / "model.safetensors")
+
+
+WRITERS = {
+    in_flax: "checkpoint_100",
+    in_flax_with_fractions: "checkpoint_0.5",
+    in_t5x: "checkpoint_100",
+    in_transformers: "checkpoint-100",
+}
+
+
+@pytest.mark.parametrize("start", ["resume", "save", "fresh"])
+@pytest.mark.parametrize("write", WRITERS)
+def test_checkpoints_of_other_programs_are_refused(tmp_path, write, start):
+    write(tmp_path)
+    before = contents(tmp_path)
+    message = (
+        rf"holds checkpoints of another program \({WRITERS[write]}\), which a run cannot resume from; "
+        rf"load {tmp_path}/{WRITERS[write]}, and give the run a directory of its own"
+    )
+    with (
+        Run(tmp_path, signals=(), fresh=start == "fresh") as run,
+        pytest.raises(FileExistsError, match=message),
+    ):
+        run.resume() if start == "resume" else run.save(1, tree(1))
+    assert contents(tmp_path) == before
+
+
+def test_files_and_directories_that_hold_no_checkpoint_are_not_refused(tmp_path):
+    others = [
+        "run.json", "notes.txt", "1", "run-1/events.out.tfevents.1.host", "run-2/files/config.yaml",
+        "2026/slurm-123.out", "3/rank.0/stdout", "step-4/config.json", ".hidden/checkpoint",
+    ]  # fmt: skip
+    for name in others:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "checkpoint_5").touch()
+    (tmp_path / "checkpoint-6").mkdir()
+    checkpoint.save(tree(1), tmp_path / "run-7" / "step-1")
+    with Run(tmp_path, signals=()) as run:
+        assert run.resume() is None
+        run.save(1, tree(1))
     assert numbers(tmp_path) == [1]

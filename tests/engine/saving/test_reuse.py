@@ -438,11 +438,14 @@ def test_a_damaged_file_is_written_anew(tmp_path, kind, caplog):
     assert "Checkpoints with the same file are damaged, too: a. Remove them" in caplog.text
 
 
-def test_a_damaged_file_is_replaced_by_a_save_to_the_same_path(tmp_path, kind):
-    save(tree(0), tmp_path)
-    flip(largest(tmp_path), FROZEN // 16)
-    save_async(tree(1), tmp_path, options=SaveOptions(reuse=True)).result(60)
-    check(tmp_path, tree(1))
+def test_a_damaged_file_is_replaced_by_a_save_to_the_same_path(tmp_path, kind, caplog):
+    path = tmp_path / "a"
+    save(tree(0), path)
+    flip(largest(path), FROZEN // 16)
+    save_async(tree(1), path, options=SaveOptions(reuse=True)).result(60)
+    check(path, tree(1))
+    assert "is damaged, and its leaves are written anew: bytes " in caplog.text
+    assert "Checkpoints with the same file" not in caplog.text
 
 
 def test_only_the_damaged_chunk_is_written_anew(tmp_path, written):

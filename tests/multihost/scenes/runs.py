@@ -116,6 +116,12 @@ def run_without_resume(path, step):
     return ""
 
 
+def run_fresh_in(path, rank):
+    """Saves a step, with fresh=True in one process only."""
+    with Run(path, every=1, fresh=jax.process_index() == rank) as run:
+        run.after(1, fresh())
+
+
 def count_messages(path, steps):
     """How often the processes meet in steps without a save."""
     met = []

@@ -34,6 +34,7 @@ _WITHOUT_LEAVES = (
     "*.json", "*.jsonl", "*.md", "*.rst", "*.txt", "*.text", "*.log", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini",
     "*.gin", "*.pbtxt", "*.csv", "*.tsv", "*.html", "*.xml", "*.py", "*.sh", "*.ipynb", "*.jinja", "*.lock", "*.sha256",
     "*.md5", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf", "*.mp4",
+    "*.out", "*.err", "stdout", "stderr",
     "README", "LICENSE", "LICENSE.*", "LICENCE", "LICENCE.*", "NOTICE", "NOTICE.*", "COPYING", "USE_POLICY*",
     "tokenizer.model*", "spiece.model", "sentencepiece*.model", "*.spm", "*.tiktoken", "vocab", "vocab.*", "merges.*",
     "training_args.bin", "events.out.tfevents.*", "_SUCCESS", SIGNATURE, f"*.{SIGNATURE}",
@@ -48,6 +49,12 @@ def left_out(store: Store, read: AbstractSet[str]) -> tuple[str, ...]:
     of an array, only its chunks are. The path "" is that of a directory that is one array.
     """
     return tuple(sorted(_strays(store, "") if "" in read else _unread(store, read)))
+
+
+def holds_leaves(store: Store) -> bool:
+    """Tell whether a file below the store may hold leaves, and belongs to no checkpoint by eformer. Stop at the first
+    such file."""
+    return next(_unread(store, frozenset()), None) is not None
 
 
 def _unread(store: Store, read: AbstractSet[str]) -> Iterator[str]:

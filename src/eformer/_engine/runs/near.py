@@ -25,6 +25,7 @@ import msgspec
 from eformer._engine.formats.steps import step_name
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.policies import every_from, is_due, minutes_due
+from eformer._engine.record.text import few
 from eformer._engine.record.values import json_decoder, parse_json
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.own_part import cut_to_own, load_own
@@ -315,10 +316,12 @@ def new_epoch() -> str:
 
 
 class Held(msgspec.Struct):
-    """The message of a process that resumes: the steps of the run that it sees, and the near steps that it holds."""
+    """The message of a process that begins: the steps of the run that it sees, the near steps that it holds, and
+    whether it starts anew."""
 
     far: list[int]
     near: list[NearStep]
+    fresh: bool = False
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self)
@@ -347,8 +350,14 @@ class Agreed(msgspec.Struct):
 
 
 def agree(messages: Sequence[bytes], near: Near | None) -> Agreed:
-    """Answer the messages of all processes that resume, in the first one, which has this near tier."""
+    """Answer the messages of all processes that begin, in the first one, which has this near tier."""
     held = [json_decoder(Held).decode(message) for message in messages]
+    if len({one.fresh for one in held}) > 1:
+        fresh = few([f"process {index}" for index, one in enumerate(held) if one.fresh])
+        raise ValueError(
+            f"Run(fresh=) differs between processes: it is True in {fresh}, and False in the others; pass "
+            "the same to all"
+        )
     common = near.in_common([one.near for one in held]) if near else []
     return Agreed(held[0].far, common, new_epoch(), near.epochs if near else [])
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
+_MOST_HOURS_AHEAD = 1 / 60  # of the clock that can be set, before the one that cannot
+
 
 class _Named(Protocol):
     """A step, as a run or a page has it."""
@@ -97,7 +99,7 @@ def remove_others(
     identities = _identities(store, there)
     sound = [step for step in there if step.problem() is None and not Path(step.path).is_symlink()]
     facts = [facts_of(step, rules) for step in sound]
-    for kind, warning in warnings_of(facts, rules, now).items():
+    for kind, warning in _warnings(facts, rules, now).items():
         if kind not in told:
             logger.warning("%s: %s", path, warning)
         told.add(kind)
@@ -112,6 +114,18 @@ def remove_others(
     sweep(store, [step.name for step in there])
     remove_orphaned_scores(store, [step.name for step in removed])
     return removed
+
+
+def _warnings(facts: Sequence[StepFacts], rules: Sequence[Keep], now: float) -> dict[str, str]:
+    """Return the warnings of retention. Do not blame the steps if the clock was set ahead since the run began: it may
+    have been wrong then."""
+    found = warnings_of(facts, rules, now)
+    if "clock" in found and (hours := (time.time() - now) / 3600) > _MOST_HOURS_AHEAD:
+        found["clock"] = (
+            f"the clock was set ahead by {hours:,.1f} hours while the run was open. Keep(hours=) goes by the clock "
+            "from before, and rather keeps too many steps than too few; if the clock is right now, start the job again"
+        )
+    return found
 
 
 def remove_orphaned_scores(store: Store, removed: Collection[str]) -> None:

@@ -36,7 +36,7 @@ from eformer._engine.stores.locate import absolute, store_at
 from eformer._engine.stores.store_options import remember
 from eformer._engine.tasks.callers import called
 from eformer._engine.tasks.interrupts import uninterrupted
-from eformer.errors import CorruptionError, NotFoundError, ProcessError, SupersededError
+from eformer.errors import CorruptionError, NotFoundError, ProcessError, SupersededError, VersionError
 
 if TYPE_CHECKING:
     import os
@@ -103,6 +103,7 @@ class Run:
 
     All processes of a job make the same calls. The directory is the truth: a step exists if it is there, whole. If it
     has steps, call `resume` before the first save, or pass `fresh=True`; otherwise that save raises FileExistsError.
+    So does any start in a directory with checkpoints of another program that a run cannot resume from.
     """
 
     def __init__(
@@ -223,9 +224,11 @@ class Run:
         found = self._load_newest(
             [place for place in agreed.steps if place.number <= wanted], request, fallback
         )
+        self._place(data, found)  # before anything is put aside: it may fail
         self._begin_near(found.step, agreed)
         self._put_aside({**dict.fromkeys(newer, "rewound"), **dict.fromkeys(found.skipped, "damaged")})
-        self._go_on_from(found, data)
+        self.step = self._resumed_from = self._last_saved = found.step
+        self._writer.note_resumed(found.step)
         self._has_begun = True
         if not return_report:
             log_differences(f"{self.path}: step {found.step}", request, found.report)
@@ -258,8 +261,9 @@ class Run:
             return
         if self._near:
             self._near.before_claim()
+        agreed = self._agreed_steps()
         if not self._is_fresh:  # before the claim, which would end the job that writes the run
-            self._refuse_steps(self._agreed_steps())
+            self._refuse_steps(agreed)
         self._claim()
         if self._is_fresh:
             self._put_all_aside()
@@ -283,7 +287,8 @@ class Run:
         """Return the steps that the first process sees, and the near ones that all processes hold."""
         near = self._near
         with _meeting(self._options.timeout) as hosts:
-            mine = Held([step.number for step in self.steps], near.held() if near else [])
+            far = [step.number for step in self.steps]
+            mine = Held(far, near.held() if near else [], self._is_fresh)
             agreed = hosts.meet(mine.to_json(), lambda held: agree(held, near).to_json())
         return Agreed.from_json(agreed)
 
@@ -320,9 +325,12 @@ class Run:
         skipped: dict[int, str] = {}
         for place in reversed(places):
             number = place.number
-            loaded, problem = self._try(place, request)
-            if problem is not None and fallback:  # a second look: a directory may be stale for a moment
+            try:
                 loaded, problem = self._try(place, request)
+                if problem is not None and fallback:  # a second look: a directory may be stale for a moment
+                    loaded, problem = self._try(place, request)
+            except VersionError as error:
+                raise self._newer_version(number, error) from error
             if problem is None:
                 facts = facts_of_run(loaded.entry.metadata)
                 facts = own_position(facts) if place.epoch else facts
@@ -335,6 +343,17 @@ class Run:
         raise CorruptionError(
             f"no step of {self.path} is sound, and a run does not start afresh by itself: {listed}"
         )
+
+    def _newer_version(self, number: int, error: VersionError) -> VersionError:
+        """Say that a newer eformer wrote a step, and how to go on from the one before. It is not damaged, so it is not
+        skipped."""
+        there = self.steps
+        is_newest = all(step.number <= number for step in there)
+        message = f"{self.path}: {'the newest step' if is_newest else 'step'} {number} is of a newer version: {error}"
+        before = (step.number for step in reversed(there) if step.number < number and not step.problem())
+        if (sound := next(before, None)) is not None:
+            message += f"; the one before is {sound}, and resume(step={sound}, rewind=True) goes on from it"
+        return VersionError(message)
 
     def _try(self, place: NearStep, request: Request) -> tuple[Any, str | None]:
         """Load a step in all processes. Return it, or why it is damaged in one of them."""
@@ -362,37 +381,50 @@ class Run:
         """Give steps other names, in the first process, before any process goes on."""
         if not whys:
             return
-        with _meeting(self._options.timeout) as hosts:
-            for step in self.steps if hosts.index == 0 else ():
-                if step.number in whys:
-                    set_aside(store_at(self.path), step.name, whys[step.number])
-            hosts.meet(b"", lambda _: b"")
+        examined = {step.name for step in self.steps}
+
+        def why(step: Step) -> str | None:
+            """Do not call a step damaged that was hidden by another of its number, and so was not looked at."""
+            reason = whys.get(step.number)
+            return "rewound" if reason and step.name not in examined else reason
+
+        self._set_aside(why)
 
     def _put_all_aside(self) -> None:
         """Give all steps other names, in the first process, before any process goes on."""
+        if done := self._set_aside(lambda _: "old"):
+            logger.warning("%s: fresh=True has put its steps aside: %s", self.path, few(done))
+
+    def _set_aside(self, why: Callable[[Step], str | None]) -> list[str]:
+        """Give the steps other names for which there is a reason. Return the names that they had."""
         done: list[str] = []
         with _meeting(self._options.timeout) as hosts:
             # Of steps with one number (step-100 and 100), the second is listed once the first is gone.
-            while hosts.index == 0 and (there := [step.name for step in self.steps if step.name not in done]):
-                for name in there:
-                    set_aside(store_at(self.path), name, "old")
-                done += there
+            while hosts.index == 0 and (
+                there := [step for step in self.steps if step.name not in done and why(step)]
+            ):
+                for step in there:
+                    set_aside(store_at(self.path), step.name, why(step) or "")
+                done += [step.name for step in there]
             hosts.meet(b"", lambda _: b"")
-        if done:
-            logger.warning("%s: fresh=True has put its steps aside: %s", self.path, few(done))
+        return done
 
-    def _go_on_from(self, found: _Found, data: Any) -> None:
-        self.step = self._resumed_from = self._last_saved = found.step
-        self._writer.note_resumed(found.step)
-        if data is None:
-            if found.facts.get("data"):
+    def _place(self, data: Any, found: _Found) -> None:
+        """Put the data to the position that they had. All processes hear of an error."""
+        with _meeting(self._options.timeout) as hosts:
+            if data is not None:
+                set_position(data, self._own_position(found))
+            elif found.facts.get("data"):
                 logger.warning(
                     "%s: step %d has a position in the data, and resume was called without data=, so the data begin "
                     "anew; pass resume(data=) to go on at that position",
                     self.path,
                     found.step,
                 )
-            return
+            hosts.meet(b"", lambda _: b"")
+
+    def _own_position(self, found: _Found) -> bytes:
+        """Return the position of this process in the data, which the step has."""
         positions = positions_in(found.facts)
         if not positions:
             raise ValueError(
@@ -404,7 +436,7 @@ class Run:
                 f"step {found.step} of {self.path} has the positions of {len(positions)} processes in the data, and "
                 f"there are {jax.process_count()}; resume without data= and place the iterators yourself"
             )
-        set_position(data, positions[jax.process_index()].encode())
+        return positions[jax.process_index()].encode()
 
     # ---------------------------------------------------------------------------------------- save
 

@@ -5,23 +5,29 @@ from __future__ import annotations
 import datetime as dt
 import logging
 import os
+import re
 import socket
 from typing import TYPE_CHECKING
 
 import jax
 import msgspec
 
-from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, last_step_in
+from eformer._engine.formats.left_out import holds_leaves
+from eformer._engine.formats.steps import RUN_FILE, STEP_NAME, is_checkpoint, last_step_in
 from eformer._engine.record.values import json_decoder
 from eformer._engine.runs.claims import Claim, claim_of
 from eformer._engine.runs.retention import sweep
 from eformer._engine.stores.base import read_whole, update_file
+from eformer._engine.stores.bucket_removal import ASIDE
+from eformer._engine.stores.leases import LEASES
 from eformer.errors import NotFoundError, SupersededError
 
 if TYPE_CHECKING:
-    from eformer._engine.stores.base import Store
+    from eformer._engine.stores.base import Kind, Store
 
 logger = logging.getLogger("eformer")
+
+_NUMBERED = re.compile(rf"{STEP_NAME.pattern}(?P<fraction>\.\d{{1,18}})?")  # flax takes fractions, too
 
 
 class Writer:
@@ -43,8 +49,9 @@ class Writer:
             return
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         self.store.make()
-        self._refuse_checkpoint()
         has_steps = last_step_in(self.store) is not None
+        if not has_steps:
+            self._refuse_checkpoints()
 
         def claimed(data: bytes | None) -> bytes:
             before = Claim.from_json(data) if has_steps else None
@@ -82,11 +89,17 @@ class Writer:
                 "%s: the step that it was resumed from could not be recorded: %s", self.store.url, error
             )
 
-    def _refuse_checkpoint(self) -> None:
-        """Refuse a step as a run, which would be a run without steps."""
-        if is_checkpoint(self.store) and last_step_in(self.store) is None:
+    def _refuse_checkpoints(self) -> None:
+        """Refuse a step as a run, which would be a run without steps; and a directory of steps that cannot be resumed
+        from: the run would start from zero, and its steps would hide them."""
+        if is_checkpoint(self.store):
             raise ValueError(
                 f"{self.store.url} is a checkpoint, not a run. Pass the directory that contains the steps"
+            )
+        if name := _step_of_others(self.store):
+            raise FileExistsError(
+                f"{self.store.url} holds checkpoints of another program ({name}), which a run cannot resume from; load "
+                f"{self.store.path_to(name)}, and give the run a directory of its own"
             )
 
     def check(self) -> None:
@@ -103,3 +116,30 @@ class Writer:
                 f"{self.store.url} is written by another job since {claim.since}: process {claim.pid} on "
                 f"{claim.host}. This one saves nothing any more"
             )
+
+
+def _step_of_others(store: Store) -> str | None:
+    """Name the last checkpoint of another program in a directory without steps, such as one of flax or T5X."""
+    try:
+        kinds = store.kinds()
+    except FileNotFoundError:
+        return None
+    found = [
+        (float(match["number"]) + float(match["fraction"] or 0), name)
+        for name in kinds
+        if (match := _NUMBERED.fullmatch(name))
+    ]
+    names = [name for _, name in sorted(found, reverse=True)]
+    return next((name for name in names if _is_of_others(store, name, kinds[name])), None)
+
+
+def _is_of_others(store: Store, name: str, kind: Kind) -> bool:
+    """Tell whether a file or a directory with the name of a step may hold leaves that eformer did not write."""
+    if kind == "file":  # one that is called 1 is a slip of the shell, as in 2>1
+        return not name[0].isdecimal() and store.read(name, 0, 1)[1].nbytes > 0
+    if "." in name or name.startswith("step-"):  # the remains of a save of ours, or of a removal
+        return False
+    is_ours = kind == "directory" and any(
+        inner == LEASES or ASIDE.fullmatch(inner) for inner in store.kinds(name)
+    )
+    return not is_ours and holds_leaves(store.at(name))

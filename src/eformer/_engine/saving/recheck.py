@@ -159,14 +159,17 @@ def _compare(file: Medium, pieces: Sequence[Stored]) -> None:
             )
 
 
-def places_of(store: Store, entry: Entry) -> list[str]:
-    """List the directories beside this one, and itself, that have the same file, as the steps of a run do."""
+def places_of(store: Store, entry: Entry, *, but: Store) -> list[str]:
+    """List the directories beside this one, and itself, that have the same file, as the steps of a run do. Leave out
+    the directory of the store `but`."""
     around, _ = store.parent()
     content = content_of(entry.version)
     with suppress(OSError):  # the directory may be entered, but not listed
         kinds = around.kinds().items()
         names = [name for name, kind in kinds if kind == "directory" and not name.startswith(".")]
-        return [name for name in names if _has(around, name, entry, content)]
+        return [
+            name for name in names if around.at(name).key != but.key and _has(around, name, entry, content)
+        ]
     return []
 
 

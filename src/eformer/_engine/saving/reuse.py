@@ -45,10 +45,10 @@ _MOST_GROUPS = 16
 
 
 class Earlier:
-    """An earlier tree of ours: the store that it is in, and its record."""
+    """An earlier tree of ours: the store that it is in, its record, and the store of the save that uses it again."""
 
-    def __init__(self, store: Store, tree: TreeEntry) -> None:
-        self.store, self.tree = store, tree
+    def __init__(self, store: Store, tree: TreeEntry, to: Store) -> None:
+        self.store, self.tree, self.to = store, tree, to
 
     def unchanged(
         self, leaves: Mapping[str, Sequence[PlannedExtent]], staging: Staging, threads: int
@@ -90,14 +90,14 @@ def _is_same(planned: PlannedExtent, extent: Extent, block: int, staging: Stagin
     return True
 
 
-def find_earlier(path: str, prefix: str, kind: str, block: int) -> Earlier | None:
-    """Find the tree of that prefix at `path`, if bytes of it can be used again."""
+def find_earlier(path: str, prefix: str, kind: str, block: int, *, to: Store) -> Earlier | None:
+    """Find the tree of that prefix at `path`, if a save to the store `to` can use bytes of it again."""
     try:
         found = find(path)
         tree = found.tree(prefix if prefix in found.trees else None)
         usable = found.manifest.format == kind and found.path == found.store.url and not tree.is_database
         if usable and tree.has_digests and tree.block == block and tree.leaves:
-            return Earlier(found.store, tree)
+            return Earlier(found.store, tree, to)
         logger.info("reuse: nothing reusable in %s; writing all leaves", path)
     except NotFoundError:  # this save is the first
         pass
@@ -231,19 +231,23 @@ def _unfit(
     leaves: Mapping[str, Sequence[Extent]],
     threads: int,
 ) -> Container[int]:
-    """Check files that are about to be linked. Return the damaged ones; log the checkpoints that share them."""
+    """Check files that are about to be linked. Return the damaged ones; log the checkpoints that share
+    them, except for the one that this save replaces."""
     damages = find_damaged(earlier.store, earlier.tree, entries, leaves, threads)
     for number, problem in damages.items():
         path = earlier.store.path_to(entries[number].name)
         if problem == GONE:
             logger.warning("reuse: cannot link %s, writing it again: it was removed", path)
             continue
+        places = places_of(earlier.store, entries[number], but=earlier.to)
         logger.error(
-            "reuse: %s is damaged, and its leaves are written anew: %s. Checkpoints with the same file are damaged, "
-            "too: %s. Remove them, or restore the file from a copy",
+            "reuse: %s is damaged, and its leaves are written anew: %s%s",
             path,
             problem,
-            few(places_of(earlier.store, entries[number])),
+            f". Checkpoints with the same file are damaged, too: {few(places)}. Remove them, or restore the file from "
+            "a copy"
+            if places
+            else "",
         )
     return damages
 

@@ -187,7 +187,7 @@ def _earlier(save: Save) -> Earlier | None:
     if save.before:  # a save that was under way when this one was called
         interrupts.wait(save.before.wait)
     place = save.store.url if reuse is True else os.fspath(reuse)
-    return find_earlier(place, save.prefix, save.kind, save.tree.block)
+    return find_earlier(place, save.prefix, save.kind, save.tree.block, to=save.store)
 
 
 def take_sources(save: Save, sha256: Mapping[str, str]) -> dict[str, LeafEntry | None]:

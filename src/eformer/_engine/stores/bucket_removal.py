@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from eformer._engine.stores.leases import Renewed
     from eformer._engine.stores.objects import Object, Objects
 
-_ASIDE = re.compile(r"[^/]+\.(?:damaged|old|rewound)(?:-\d+)?")  # as `set_aside` names marks
+ASIDE = re.compile(r"[^/]+\.(?:damaged|old|rewound)(?:-\d+)?")  # as `set_aside` names marks
+_CONTENTS = "contents"  # begins the name of the object that lists the data of a checkpoint that was put aside
 _MOST_AGE = 300.0  # seconds since the lease was put; it is renewed every minute
 
 
@@ -83,12 +84,16 @@ def sweep(objects: Objects, path: str, indexes: Indexes) -> None:
 def set_aside(objects: Objects, path: str, why: str, marks: Sequence[str]) -> str:
     """Give the marks of a checkpoint other names; its data stays where it is. Return the ending of these names.
 
-    Saves are kept from committing meanwhile, since a deletion has no condition. A mark that one of them has replaced
-    all the same stays.
+    An object beside the marks lists the data: a damaged mark may not name them, and the removal of a later checkpoint
+    here has to leave them. Saves are kept from committing meanwhile, since a deletion has no condition. A mark that one
+    of them has replaced all the same stays.
     """
     with _kept_off(objects, path) as lease:
         keys = [f"{path}/{mark}" for mark in marks]
         ending = _free_ending(objects, keys, why)
+        directories, files = objects.children(path)
+        names = [*directories, *(file.key.removeprefix(f"{path}/") for file in files)]
+        objects.put(f"{path}/{_CONTENTS}.{ending}", "\n".join(names).encode())
         for key in keys:
             if (found := read_if_there(objects, key)) is None:
                 continue
@@ -148,7 +153,7 @@ class Seen(Struct, frozen=True):
 
     def marks_aside(self) -> list[Object]:
         """Return the marks of checkpoints that were put aside here."""
-        return [one for one in self.data if _ASIDE.fullmatch(one.key.removeprefix(f"{self.path}/"))]
+        return [one for one in self.data if ASIDE.fullmatch(one.key.removeprefix(f"{self.path}/"))]
 
     def without(self, marks: Iterable[Object], saves: set[str]) -> Seen:
         """Leave out these marks, and the objects of these saves."""
