@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -124,6 +125,47 @@ def test_steps_of_orbax_are_left_and_named(tmp_path):
     assert "another program wrote it (orbax); foreign=True" in done.left["2"]
     done = prune(tmp_path, keep=Keep(last=1, foreign=True))
     assert (done.removed, done.kept) == (("2",), ("3", "step-11"))
+
+
+def run_of_flax(path):
+    for step in (9, 10):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"checkpoint_{step}").write_bytes(msgspec.msgpack.encode({"w": step}))
+
+
+RUNS = {
+    "eformer": lambda path: [save({"w": np.ones(3)}, path / f"step-{step}") for step in (1, 2)],
+    "arrays": lambda path: [save({"w": np.ones(3)}, path / str(step), format="tensorstore") for step in (1, 2)],
+    "orbax": lambda path: shutil.copytree(ORBAX / "manager", path),
+    "flax": run_of_flax,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", RUNS.values(), ids=RUNS)
+def test_runs_with_steps_of_their_own_stay(tmp_path, make):
+    for number in (1, 2, 3):
+        make(tmp_path / f"run-{number}")
+    for foreign in (False, True):
+        with pytest.raises(NotFoundError, match="run-1: .*it is a run, not a step; its newest step is"):
+            prune(tmp_path, keep=1, foreign=foreign)
+    for step in (4, 5):
+        save({"w": np.ones(3)}, tmp_path / f"run-{step}")
+    done = prune(tmp_path, keep=1, foreign=True)
+    assert (done.removed, list(done.left)) == (("run-4",), ["run-1", "run-2", "run-3"])
+    assert load(tmp_path / "run-1")
+
+
+def test_runs_in_a_bucket_stay():
+    where = f"memory://prune-{os.getpid()}/runs"
+    for number in (1, 2):
+        for step in (1, 2):
+            save({"w": np.ones(3)}, f"{where}/run-{number}/step-{step}")
+    with pytest.raises(NotFoundError, match="run-1: .*it is a run, not a step"):
+        prune(where, keep=1)
+    for step in (3, 4):
+        save({"w": np.ones(3)}, f"{where}/run-{step}")
+    assert prune(where, keep=1).removed == ("run-3",)
+    assert load(f"{where}/run-1/step-1")["w"][0] == 1
 
 
 @pytest.mark.parametrize(

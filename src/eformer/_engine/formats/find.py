@@ -78,6 +78,14 @@ def find(path: str | os.PathLike[str], key: Verifier | None = None) -> Found:
     return _find_in(*locate(path)) if key is None else _find_signed(*locate(path), key)
 
 
+def find_step(path: str | os.PathLike[str]) -> Found:
+    """Find the checkpoint that lies at `path` itself. Raise NotFoundError for a run, whose checkpoints lie below it."""
+    found = find(path)
+    if found.path.startswith(f"{store_at(path).url}/"):
+        raise NotFoundError(f"it is a run, not a step; its newest step is {found.path}")
+    return found
+
+
 def signed_place(store: Store, name: str) -> tuple[Store, str, str]:
     """Return where the signature of a checkpoint is: store and name of the checkpoint, and what was signed, its file or
     "" for the directory. Of a run it is that of the last step. Raise SignatureError if there is none."""
@@ -265,7 +273,7 @@ def _looked_at(store: Store) -> Iterator[_Step]:
     """Look at the steps of a run, the newest first."""
     for number, name in steps_from_last(store):
         try:
-            found = find(store.path_to(name))
+            found = find_step(store.path_to(name))
             if problem := problem_of(found):
                 yield _Step(number, name, problem=problem)
             else:

@@ -103,10 +103,10 @@ def prune(
 
     Only directories that eformer wrote under the name of a step are removed: step-100, run-100, checkpoint_100,
     ckpt-100, 100. Names that differ before the number (run-100 beside step-100) are series, and are counted
-    separately. Other files and directories are not looked at. Entries that cannot be read do not count and are never
-    deleted; nor are the newest of a series, the step that a run was resumed from, and checkpoints that a symbolic link
-    in the directory points to. In a bucket, those that a reader holds or that are being saved to stay, too, and are in
-    `left`.
+    separately. Other files and directories are not looked at. Entries that cannot be read, and runs with
+    steps of their own, do not count and are never deleted; nor are the newest of a series, the step that a run was
+    resumed from, and checkpoints that a symbolic link in the directory points to. In a bucket, those that a reader
+    holds or that are being saved to stay, too, and are in `left`.
 
     keep      how many checkpoints of each series stay, or rules as for `Run`, which are a union
     pattern   count these names instead, files and directories: a name with one `*` for the number, such as "ema-*"
