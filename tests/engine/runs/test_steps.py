@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -15,6 +16,8 @@ from eformer._engine.record.manifest import Manifest
 from eformer.checkpoint import latest, load, save, steps
 from eformer.errors import CorruptionError, NotFoundError, VersionError
 from support.trees import assert_same
+
+ORBAX = Path(__file__).parents[2] / "compat" / "orbax"
 
 
 def tree(number):
@@ -79,6 +82,30 @@ def test_a_damaged_newest_step_is_an_error_that_names_the_one_before(run, harm, 
         read(run)
     assert not (run / "out.npz").exists()
     assert_same(load(run / "step-10"), tree(10))
+
+
+HARMS_OF_ORBAX = {
+    "no metadata": lambda step: (step / "default" / "_METADATA").unlink(),
+    "cut metadata": lambda step: os.truncate(step / "default" / "_METADATA", 100),
+    "no data": lambda step: shutil.rmtree(step / "default" / "d"),
+}
+
+
+@pytest.mark.parametrize("read", [load, latest, checkpoint.inspect, checkpoint.open])
+@pytest.mark.parametrize("harm", HARMS_OF_ORBAX.values(), ids=HARMS_OF_ORBAX)
+def test_a_damaged_newest_step_of_orbax_is_an_error_that_names_the_one_before(tmp_path, harm, read):
+    run = shutil.copytree(ORBAX / "manager", tmp_path / "run")
+    harm(run / "3")
+    with pytest.raises(CorruptionError, match=f"the newest step, 3, is damaged: .*; the one before is {run}/2"):
+        read(run)
+    assert load(run / "2")
+
+
+def test_a_whole_item_of_orbax_is_loaded_beside_a_damaged_one(tmp_path):
+    run = shutil.copytree(ORBAX / "manager", tmp_path / "run")
+    shutil.copytree(run / "3" / "default", run / "3" / "other")
+    os.truncate(run / "3" / "default" / "_METADATA", 100)
+    assert load(run, prefix="other")
 
 
 def test_the_last_whole_step_is_named_if_several_are_damaged(run):
