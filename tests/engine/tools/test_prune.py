@@ -168,11 +168,13 @@ def test_runs_in_a_bucket_stay():
     assert load(f"{where}/run-1/step-1")["w"][0] == 1
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [{}, {"options": {"max_shard_bytes": 100}}, {"format": "tensorstore"}, {"format": "tensorstore", "prefix": "m"},
-     {"format": "tensorstore", "options": {"ocdbt": True}}],
+LAYOUTS = (
+    {}, {"options": {"max_shard_bytes": 100}}, {"format": "tensorstore"}, {"format": "tensorstore", "prefix": "m"},
+    {"format": "tensorstore", "options": {"ocdbt": True}},
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_other_files_in_a_step_are_listed_before_they_are_removed(tmp_path, caplog, layout):
     for step in (1, 2, 3):
         save({"w": np.ones(100), "v": {"x": np.ones(100)}}, tmp_path / f"step-{step}", **layout)
@@ -194,8 +196,45 @@ def test_nothing_of_orbax_or_of_the_checkpointer_is_another_file(tmp_path):
     assert plan.other_files == {"2": ("notes.txt",)}
     for step in (1, 2):
         save({"w": np.ones(3)}, tmp_path / "run" / f"run-{step}", format="tensorstore")
-        (tmp_path / "run" / f"run-{step}" / "metadata.json").write_text("{}")
+        (tmp_path / "run" / f"run-{step}" / "metadata.json").write_text('{"step":1,"is_temporary":false}')
     assert prune(tmp_path / "run", keep=1, dry_run=True).other_files == {}
+
+
+NOTES = (
+    "_METADATA", "_notes.md", "a/b/c.0123456789abcdef.safetensors", "d/notes", "export/.eformer-notes",
+    "hf/model.safetensors.index.json", "metadata.json", "other.safetensors.index.json",
+    "results.0123456789abcdef/scores.csv", "w/d/notes",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_notes_with_names_like_those_of_eformer_are_listed(tmp_path, layout):
+    for step in (1, 2):
+        save({"w": np.ones(100), "v": {"x": np.ones(100)}}, tmp_path / f"step-{step}", **layout)
+    for name in NOTES:
+        (tmp_path / "step-1" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "step-1" / name).write_text("x")
+    assert prune(tmp_path, keep=1, dry_run=True).other_files == {"step-1": NOTES}
+
+
+def test_notes_with_names_like_those_of_orbax_are_listed(tmp_path):
+    shutil.copytree(ORBAX / "manager", tmp_path, dirs_exist_ok=True)
+    notes = ("_eval/deep/results.csv", "_notes.md", "default/d/deep/notes", "eval/.zarray", "metadata.json", "x/d/mine")
+    for name in notes:
+        (tmp_path / "2" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "2" / name).write_text("x")
+    assert prune(tmp_path, keep=1, foreign=True, dry_run=True).other_files == {"2": notes}
+
+
+def test_no_file_that_a_save_left_in_a_bucket_is_another_file():
+    where = f"memory://prune-{os.getpid()}/files"
+    for step in (1, 2):
+        for form in ("safetensors", "tensorstore"):
+            save({"w": np.ones(100)}, f"{where}/{form}/step-{step}", format=form)
+            save({"w": np.zeros(100)}, f"{where}/{form}/step-{step}", format=form)
+    for form in ("safetensors", "tensorstore"):
+        plan = prune(f"{where}/{form}", keep=1, dry_run=True)
+        assert (plan.removed, plan.other_files) == (("step-1",), {})
 
 
 @pytest.mark.parametrize("harm", ["cut short", "gone", "no manifest", "empty"])
