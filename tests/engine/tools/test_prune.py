@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from eformer._engine.runs.steps import Step
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.tools.prune import plan_removal, remove
@@ -424,3 +425,18 @@ def test_steps_that_the_run_removes_meanwhile_are_passed_over(run, monkeypatch):
     shutil.rmtree(run / "run-100")
     remove(plan)
     assert os.listdir(run) == ["run-1000"]
+
+
+def test_a_run_that_removes_all_steps_meanwhile_is_listed_again(tmp_path, monkeypatch):
+    save({"w": np.ones(3)}, tmp_path / "step-1")
+    problem = Step.problem
+
+    def late(step):
+        if step.number == 1:
+            save({"w": np.ones(3)}, tmp_path / "step-2")
+            shutil.rmtree(tmp_path / "step-1")
+        return problem(step)
+
+    monkeypatch.setattr(Step, "problem", late)
+    plan = prune(tmp_path, keep=1, dry_run=True)
+    assert (plan.kept, plan.left) == (("step-2",), {})

@@ -70,6 +70,7 @@ _OF_ITEMS = (
 )
 _MARKS_OF_ITEMS = (ORBAX_TREE, SHARDINGS, DATABASE_MANIFEST)
 _ALL_DEPTHS = 10**6
+_MOST_LISTINGS = 100
 _ZARR3 = "zarr.json"
 
 
@@ -162,7 +163,7 @@ def plan_removal(
     if not store.is_there():
         raise NotFoundError(f"{store.url} is not a directory")
     _refuse_checkpoint(store)
-    series, left = _series(store, names, foreign=foreign or any(rule.foreign for rule in rules))
+    series, left = _listed(store, names, foreign=foreign or any(rule.foreign for rule in rules))
     if not series:
         raise _nothing_to_prune(store, names, left)
     rules = tuple(replace(rule, foreign=True) for rule in rules)  # the rest is in `left`
@@ -371,6 +372,18 @@ def _refuse_checkpoint(store: Store) -> None:
         raise ValueError(
             f"{store.url} is itself a checkpoint: it contains {index[0]}. Pass the directory that contains the steps"
         )
+
+
+def _listed(store: Store, names: _Names, *, foreign: bool) -> tuple[list[list[Step]], dict[str, str]]:
+    """Like `_series`, without the entries that the run has removed meanwhile. List again if there is no other one: a
+    run that removes steps has newer ones."""
+    for _ in range(_MOST_LISTINGS):
+        series, left = _series(store, names, foreign=foreign)
+        there = store.kinds()
+        stay = {name: why for name, why in left.items() if name in there}
+        if series or stay or not left:
+            break
+    return series, stay
 
 
 def _series(store: Store, names: _Names, *, foreign: bool) -> tuple[list[list[Step]], dict[str, str]]:
