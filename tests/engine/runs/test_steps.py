@@ -96,7 +96,9 @@ HARMS_OF_ORBAX = {
 def test_a_damaged_newest_step_of_orbax_is_an_error_that_names_the_one_before(tmp_path, harm, read):
     run = shutil.copytree(ORBAX / "manager", tmp_path / "run")
     harm(run / "3")
-    with pytest.raises(CorruptionError, match=f"the newest step, 3, is damaged: .*; the one before is {run}/2"):
+    with pytest.raises(
+        CorruptionError, match=f"the newest step, 3, is damaged: .*; the one before is {run}/2"
+    ):
         read(run)
     assert load(run / "2")
 

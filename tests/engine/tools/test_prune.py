@@ -147,7 +147,7 @@ def test_runs_with_steps_of_their_own_stay(tmp_path, make):
     for number in (1, 2, 3):
         make(tmp_path / f"run-{number}")
     for foreign in (False, True):
-        with pytest.raises(NotFoundError, match="run-1: .*it is a run, not a step; its newest step is"):
+        with pytest.raises(NotFoundError, match=r"run-1: .*it is a run, not a step; its newest step is"):
             prune(tmp_path, keep=1, foreign=foreign)
     for step in (4, 5):
         save({"w": np.ones(3)}, tmp_path / f"run-{step}")
@@ -161,7 +161,7 @@ def test_runs_in_a_bucket_stay():
     for number in (1, 2):
         for step in (1, 2):
             save({"w": np.ones(3)}, f"{where}/run-{number}/step-{step}")
-    with pytest.raises(NotFoundError, match="run-1: .*it is a run, not a step"):
+    with pytest.raises(NotFoundError, match=r"run-1: .*it is a run, not a step"):
         prune(where, keep=1)
     for step in (3, 4):
         save({"w": np.ones(3)}, f"{where}/run-{step}")
@@ -220,7 +220,14 @@ def test_notes_with_names_like_those_of_eformer_are_listed(tmp_path, layout):
 
 def test_notes_with_names_like_those_of_orbax_are_listed(tmp_path):
     shutil.copytree(ORBAX / "manager", tmp_path, dirs_exist_ok=True)
-    notes = ("_eval/deep/results.csv", "_notes.md", "default/d/deep/notes", "eval/.zarray", "metadata.json", "x/d/mine")
+    notes = (
+        "_eval/deep/results.csv",
+        "_notes.md",
+        "default/d/deep/notes",
+        "eval/.zarray",
+        "metadata.json",
+        "x/d/mine",
+    )
     for name in notes:
         (tmp_path / "2" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "2" / name).write_text("x")

@@ -343,7 +343,9 @@ def _readable_of_orbax(store: Store, name: str) -> Found | None:
         orbax.inside_run(run, name)
     try:
         found = find_step(store.path_to(name))
-        return found if found.is_costly or any(_can_be_read(found, prefix) for prefix in found.trees) else None
+        return (
+            found if found.is_costly or any(_can_be_read(found, prefix) for prefix in found.trees) else None
+        )
     except (FormatError, FileNotFoundError):
         return None
 

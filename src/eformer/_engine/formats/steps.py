@@ -186,7 +186,9 @@ def _has_lost_its_mark(store: Store, name: str) -> bool:
     if not name.startswith(("step-", "run-")):
         return False
     if (kind := store.kind(name)) != "directory":
-        return kind == "other" and _is_ours(name)  # a link that leads nowhere: the disk with the step is missing
+        return kind == "other" and _is_ours(
+            name
+        )  # a link that leads nowhere: the disk with the step is missing
     inside = store.at(name)
     try:
         kinds = inside.kinds()

@@ -141,7 +141,7 @@ def diff(
         >>> print(found.changed[0])
         params.w: float32[8, 4]: largest difference 1, mean 1, in 100.000% of the elements
     """
-    return reread_all([a, b], lambda found: _compared(str(a), str(b), _pairs(*found, prefix), progress))
+    return reread_all([a, b], lambda found: _compared(str(a), str(b), _pairs(found, prefix), progress))
 
 
 def _compared(a: str, b: str, pairs: Sequence[_Pair], progress: Progress) -> Diff:
@@ -180,8 +180,9 @@ class _Side(View):
             return super()._fetch(wants, threads)
 
 
-def _pairs(a: Found, b: Found, prefix: str | None) -> list[_Pair]:
+def _pairs(found: Sequence[Found], prefix: str | None) -> list[_Pair]:
     """Match the trees of both sides: the only tree of each, or those with the same prefix."""
+    a, b = found
     if prefix is not None:
         return [_Pair(_Side(a, prefix), _Side(b, prefix), "")]
     of_a, of_b = _prefixes(a), _prefixes(b)

@@ -382,8 +382,8 @@ def _listed(store: Store, names: _Names, *, foreign: bool) -> tuple[list[list[St
         there = store.kinds()
         stay = {name: why for name, why in left.items() if name in there}
         if series or stay or not left:
-            break
-    return series, stay
+            return series, stay
+    return [], {}
 
 
 def _series(store: Store, names: _Names, *, foreign: bool) -> tuple[list[list[Step]], dict[str, str]]:
