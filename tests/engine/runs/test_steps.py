@@ -2,17 +2,22 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from eformer import checkpoint
 from eformer._engine.formats import find as find_module
+from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.record.manifest import Manifest
 from eformer.checkpoint import latest, load, save, steps
 from eformer.errors import CorruptionError, NotFoundError, VersionError
 from support.trees import assert_same
+
+ORBAX = Path(__file__).parents[2] / "compat" / "orbax"
 
 
 def tree(number):
@@ -79,6 +84,32 @@ def test_a_damaged_newest_step_is_an_error_that_names_the_one_before(run, harm, 
     assert_same(load(run / "step-10"), tree(10))
 
 
+HARMS_OF_ORBAX = {
+    "no metadata": lambda step: (step / "default" / "_METADATA").unlink(),
+    "cut metadata": lambda step: os.truncate(step / "default" / "_METADATA", 100),
+    "no data": lambda step: shutil.rmtree(step / "default" / "d"),
+}
+
+
+@pytest.mark.parametrize("read", [load, latest, checkpoint.inspect, checkpoint.open])
+@pytest.mark.parametrize("harm", HARMS_OF_ORBAX.values(), ids=HARMS_OF_ORBAX)
+def test_a_damaged_newest_step_of_orbax_is_an_error_that_names_the_one_before(tmp_path, harm, read):
+    run = shutil.copytree(ORBAX / "manager", tmp_path / "run")
+    harm(run / "3")
+    with pytest.raises(
+        CorruptionError, match=f"the newest step, 3, is damaged: .*; the one before is {run}/2"
+    ):
+        read(run)
+    assert load(run / "2")
+
+
+def test_a_whole_item_of_orbax_is_loaded_beside_a_damaged_one(tmp_path):
+    run = shutil.copytree(ORBAX / "manager", tmp_path / "run")
+    shutil.copytree(run / "3" / "default", run / "3" / "other")
+    os.truncate(run / "3" / "default" / "_METADATA", 100)
+    assert load(run, prefix="other")
+
+
 def test_the_last_whole_step_is_named_if_several_are_damaged(run):
     for number in (10, 100):
         os.truncate(run / f"step-{number}" / "model.safetensors", 100)
@@ -141,6 +172,59 @@ def test_a_directory_of_notes_is_no_step(run):
     (run / "step-200" / "model.safetensors").write_bytes(b"x")
     with pytest.raises(CorruptionError, match="the newest step, 200, is damaged"):
         latest(run)
+
+
+def test_an_index_for_other_readers_without_a_manifest_is_damage(run):
+    (run / "step-200").mkdir()
+    (run / "step-200" / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CorruptionError, match="the newest step, 200, is damaged"):
+        latest(run)
+    assert not checkpoint.verify(run).ok
+
+
+LAYOUTS = {
+    "files": {},
+    "arrays": {"format": "tensorstore"},
+    "a prefix": {"format": "tensorstore", "prefix": "model"},
+    "a database": {"format": "tensorstore", "options": {"ocdbt": True}},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_step_of_the_checkpointer_without_its_index_is_damaged(tmp_path, layout):
+    for number in (1, 2, 3):
+        save(tree(number), tmp_path / f"run-{number}", **layout)
+    index = "tensorstore_index.json" if "format" in layout else "manifest.json"
+    (tmp_path / "run-3" / index).unlink()
+    for read in (latest, load):
+        with pytest.raises(CorruptionError, match=f"newest step, 3, is damaged: .* is {tmp_path}/run-2"):
+            read(tmp_path)
+    assert not checkpoint.verify(tmp_path).ok
+    with checkpoint.Run(tmp_path, every=1) as run:
+        assert list(run.resume(prefix=layout.get("prefix")).skipped) == [3]
+
+
+def test_a_directory_of_another_program_called_as_the_checkpointer_does_is_no_step(tmp_path):
+    save(tree(1), tmp_path / "run-1")
+    (tmp_path / "run-2" / "plots").mkdir(parents=True)
+    np.savez(tmp_path / "run-2" / "weights.npz", w=np.ones(2))
+    safetensors.numpy.save_file({"w": np.ones(2)}, tmp_path / "run-2" / "model.safetensors")
+    assert latest(tmp_path) == f"{tmp_path}/run-1"
+    assert [step.number for step in steps(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "tensorstore"])
+@pytest.mark.parametrize("name", ["run", "step"])
+def test_a_run_is_no_step_of_the_directory_that_it_is_in(tmp_path, name, form):
+    save(tree(1), tmp_path / f"{name}-1")
+    for number in (1, 2):
+        save(tree(number), tmp_path / f"{name}-2" / f"step-{number}", format=form)
+    (tmp_path / f"{name}-2" / "step-2" / ("manifest.json" if form == "safetensors" else INDEX)).unlink()
+    (tmp_path / f"{name}-3").mkdir()
+    (tmp_path / f"{name}-3" / "run.json").write_text("{}")
+    assert latest(tmp_path) == f"{tmp_path}/{name}-1"
+    assert [step.number for step in steps(tmp_path)] == [1]
+    assert len(checkpoint.verify(tmp_path).steps) == 1
 
 
 def test_a_file_that_is_not_readable_is_no_damage(run, monkeypatch):

@@ -1,12 +1,15 @@
 """Compare two checkpoints."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from eformer.checkpoint import SaveOptions, diff, save
+from eformer._engine.tools import diff as diff_module
+from eformer.checkpoint import SaveOptions, diff, prune, save
 from eformer.errors import CorruptionError
 
 
@@ -137,3 +140,20 @@ def test_leaves_that_became_nan_or_infinite_come_first_and_are_counted_in_the_he
 def test_a_number_with_too_many_digits_to_print_is_compared(tmp_path):
     (change,) = compared(tmp_path, {"n": 10**5000}, {"n": 10**5000 + 1}).changed
     assert "Exceeds the limit" in change.before
+
+
+def test_a_run_whose_newest_step_is_removed_meanwhile_is_compared_again(monkeypatch):
+    monkeypatch.setattr(diff_module, "_BATCH", 1)
+    run = f"memory://diff-{os.getpid()}/run"
+    tree = {"a": np.ones(3), "b": np.ones(3)}
+    save(tree, f"{run}/step-1")
+    calls = []
+
+    def replace(done, total):
+        calls.append(done)
+        if done == 24 and calls.count(24) == 1:  # the first leaf has been compared
+            save(tree | {"c": np.ones(3)}, f"{run}/step-2")
+            prune(run, keep=1)
+
+    found = diff(run, run, progress=replace)
+    assert (found.same, found.unchanged) == (True, 3)

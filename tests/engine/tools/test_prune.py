@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from eformer._engine.runs.steps import Step
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.tools.prune import plan_removal, remove
@@ -126,11 +128,54 @@ def test_steps_of_orbax_are_left_and_named(tmp_path):
     assert (done.removed, done.kept) == (("2",), ("3", "step-11"))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [{}, {"options": {"max_shard_bytes": 100}}, {"format": "tensorstore"}, {"format": "tensorstore", "prefix": "m"},
-     {"format": "tensorstore", "options": {"ocdbt": True}}],
+def run_of_flax(path):
+    for step in (9, 10):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"checkpoint_{step}").write_bytes(msgspec.msgpack.encode({"w": step}))
+
+
+RUNS = {
+    "eformer": lambda path: [save({"w": np.ones(3)}, path / f"step-{step}") for step in (1, 2)],
+    "arrays": lambda path: [save({"w": np.ones(3)}, path / str(step), format="tensorstore") for step in (1, 2)],
+    "orbax": lambda path: shutil.copytree(ORBAX / "manager", path),
+    "flax": run_of_flax,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", RUNS.values(), ids=RUNS)
+def test_runs_with_steps_of_their_own_stay(tmp_path, make):
+    for number in (1, 2, 3):
+        make(tmp_path / f"run-{number}")
+    for foreign in (False, True):
+        with pytest.raises(NotFoundError, match=r"run-1: .*it is a run, not a step; its newest step is"):
+            prune(tmp_path, keep=1, foreign=foreign)
+    for step in (4, 5):
+        save({"w": np.ones(3)}, tmp_path / f"run-{step}")
+    done = prune(tmp_path, keep=1, foreign=True)
+    assert (done.removed, list(done.left)) == (("run-4",), ["run-1", "run-2", "run-3"])
+    assert load(tmp_path / "run-1")
+
+
+def test_runs_in_a_bucket_stay():
+    where = f"memory://prune-{os.getpid()}/runs"
+    for number in (1, 2):
+        for step in (1, 2):
+            save({"w": np.ones(3)}, f"{where}/run-{number}/step-{step}")
+    with pytest.raises(NotFoundError, match=r"run-1: .*it is a run, not a step"):
+        prune(where, keep=1)
+    for step in (3, 4):
+        save({"w": np.ones(3)}, f"{where}/run-{step}")
+    assert prune(where, keep=1).removed == ("run-3",)
+    assert load(f"{where}/run-1/step-1")["w"][0] == 1
+
+
+LAYOUTS = (
+    {}, {"options": {"max_shard_bytes": 100}}, {"format": "tensorstore"}, {"format": "tensorstore", "prefix": "m"},
+    {"format": "tensorstore", "options": {"ocdbt": True}},
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_other_files_in_a_step_are_listed_before_they_are_removed(tmp_path, caplog, layout):
     for step in (1, 2, 3):
         save({"w": np.ones(100), "v": {"x": np.ones(100)}}, tmp_path / f"step-{step}", **layout)
@@ -152,8 +197,52 @@ def test_nothing_of_orbax_or_of_the_checkpointer_is_another_file(tmp_path):
     assert plan.other_files == {"2": ("notes.txt",)}
     for step in (1, 2):
         save({"w": np.ones(3)}, tmp_path / "run" / f"run-{step}", format="tensorstore")
-        (tmp_path / "run" / f"run-{step}" / "metadata.json").write_text("{}")
+        (tmp_path / "run" / f"run-{step}" / "metadata.json").write_text('{"step":1,"is_temporary":false}')
     assert prune(tmp_path / "run", keep=1, dry_run=True).other_files == {}
+
+
+NOTES = (
+    "_METADATA", "_notes.md", "a/b/c.0123456789abcdef.safetensors", "d/notes", "export/.eformer-notes",
+    "hf/model.safetensors.index.json", "metadata.json", "other.safetensors.index.json",
+    "results.0123456789abcdef/scores.csv", "w/d/notes",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_notes_with_names_like_those_of_eformer_are_listed(tmp_path, layout):
+    for step in (1, 2):
+        save({"w": np.ones(100), "v": {"x": np.ones(100)}}, tmp_path / f"step-{step}", **layout)
+    for name in NOTES:
+        (tmp_path / "step-1" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "step-1" / name).write_text("x")
+    assert prune(tmp_path, keep=1, dry_run=True).other_files == {"step-1": NOTES}
+
+
+def test_notes_with_names_like_those_of_orbax_are_listed(tmp_path):
+    shutil.copytree(ORBAX / "manager", tmp_path, dirs_exist_ok=True)
+    notes = (
+        "_eval/deep/results.csv",
+        "_notes.md",
+        "default/d/deep/notes",
+        "eval/.zarray",
+        "metadata.json",
+        "x/d/mine",
+    )
+    for name in notes:
+        (tmp_path / "2" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "2" / name).write_text("x")
+    assert prune(tmp_path, keep=1, foreign=True, dry_run=True).other_files == {"2": notes}
+
+
+def test_no_file_that_a_save_left_in_a_bucket_is_another_file():
+    where = f"memory://prune-{os.getpid()}/files"
+    for step in (1, 2):
+        for form in ("safetensors", "tensorstore"):
+            save({"w": np.ones(100)}, f"{where}/{form}/step-{step}", format=form)
+            save({"w": np.zeros(100)}, f"{where}/{form}/step-{step}", format=form)
+    for form in ("safetensors", "tensorstore"):
+        plan = prune(f"{where}/{form}", keep=1, dry_run=True)
+        assert (plan.removed, plan.other_files) == (("step-1",), {})
 
 
 @pytest.mark.parametrize("harm", ["cut short", "gone", "no manifest", "empty"])
@@ -343,3 +432,18 @@ def test_steps_that_the_run_removes_meanwhile_are_passed_over(run, monkeypatch):
     shutil.rmtree(run / "run-100")
     remove(plan)
     assert os.listdir(run) == ["run-1000"]
+
+
+def test_a_run_that_removes_all_steps_meanwhile_is_listed_again(tmp_path, monkeypatch):
+    save({"w": np.ones(3)}, tmp_path / "step-1")
+    problem = Step.problem
+
+    def late(step):
+        if step.number == 1:
+            save({"w": np.ones(3)}, tmp_path / "step-2")
+            shutil.rmtree(tmp_path / "step-1")
+        return problem(step)
+
+    monkeypatch.setattr(Step, "problem", late)
+    plan = prune(tmp_path, keep=1, dry_run=True)
+    assert (plan.kept, plan.left) == (("step-2",), {})

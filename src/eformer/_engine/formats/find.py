@@ -39,7 +39,14 @@ from eformer._engine.stores.locate import locate, store_at
 from eformer._engine.stores.signed import SignedStore, claimed_signer, scope_of, signed_store
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.turns import turns
-from eformer.errors import CorruptionError, FormatError, NotFoundError, SignatureError, VersionError
+from eformer.errors import (
+    CorruptionError,
+    EformerError,
+    FormatError,
+    NotFoundError,
+    SignatureError,
+    VersionError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -76,6 +83,14 @@ def find(path: str | os.PathLike[str], key: Verifier | None = None) -> Found:
     With a `key`, nothing is read but what its owner has signed.
     """
     return _find_in(*locate(path)) if key is None else _find_signed(*locate(path), key)
+
+
+def find_step(path: str | os.PathLike[str]) -> Found:
+    """Find the checkpoint that lies at `path` itself. Raise NotFoundError for a run, whose checkpoints lie below it."""
+    found = find(path)
+    if found.path.startswith(f"{store_at(path).url}/"):
+        raise NotFoundError(f"it is a run, not a step; its newest step is {found.path}")
+    return found
 
 
 def signed_place(store: Store, name: str) -> tuple[Store, str, str]:
@@ -265,7 +280,7 @@ def _looked_at(store: Store) -> Iterator[_Step]:
     """Look at the steps of a run, the newest first."""
     for number, name in steps_from_last(store):
         try:
-            found = find(store.path_to(name))
+            found = find_step(store.path_to(name))
             if problem := problem_of(found):
                 yield _Step(number, name, problem=problem)
             else:
@@ -273,8 +288,8 @@ def _looked_at(store: Store) -> Iterator[_Step]:
         except VersionError as error:
             yield _Step(number, name, problem=str(error), is_newer_version=True)
         except (FormatError, FileNotFoundError) as error:
-            # In a bucket, Orbax writes its marks first: such a step is not finished.
-            if isinstance(error, NotFoundError) and is_of_orbax(store, name):
+            # Orbax writes its marks first: where directories do not appear whole, such a step is not finished.
+            if not store.can_rename and isinstance(error, NotFoundError) and is_of_orbax(store, name):
                 continue
             yield _Step(number, name, problem=_missing_file(error) or str(error))
 
@@ -306,15 +321,40 @@ def _damaged(store: Store, newest: _Step) -> FormatError:
 
 
 def _by_steps(place: Place) -> Found | None:
-    """Find the newest step of a run, unless Orbax wrote it.
+    """Find the newest step of a run.
 
     Look before the readers of Orbax, which know only their own steps, and before that of arrays, which dead saves leave
     in the directories of steps.
     """
     if not may_be_run(place.names) or (last := last_step_in(place.store)) is None:
         return None
-    newest = None if is_of_orbax(place.store, last[1]) else newest_step(place.store)
+    if found := _readable_of_orbax(place.store, last[1]):
+        return found
+    newest = newest_step(place.store)
     return newest[1] if newest else None
+
+
+def _readable_of_orbax(store: Store, name: str) -> Found | None:
+    """Find a step of Orbax; None if it is not one, or none of its trees can be read. One tree is enough: a load of it
+    does not need the other items, which eformer may be unable to read. A link that leads out of the run is refused."""
+    if not is_of_orbax(store, name):
+        return None
+    if (run := store.local_path()) is not None:
+        orbax.inside_run(run, name)
+    try:
+        found = find_step(store.path_to(name))
+        return (
+            found if found.is_costly or any(_can_be_read(found, prefix) for prefix in found.trees) else None
+        )
+    except (FormatError, FileNotFoundError):
+        return None
+
+
+def _can_be_read(found: Found, prefix: str) -> bool:
+    try:
+        return found.trees[prefix] is not None
+    except (EformerError, FileNotFoundError):
+        return False
 
 
 # In this order: an index of arrays settles it, and files of Orbax may lie beside safetensors files.

@@ -11,15 +11,18 @@ from eformer._engine.formats.indexes import has_mark
 from eformer._engine.formats.left_out import may_hold_leaves
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
+from eformer._engine.formats.safetensors.plain_files import marked_file
 from eformer._engine.formats.zarr.index import INDEX
+from eformer._engine.formats.zarr.plain_arrays import discover, is_of_eformer
 from eformer._engine.stores.durable import SCRATCH
+from eformer._engine.stores.removal import DATABASE_MARK
 from eformer._engine.tasks.pool import run_all
 from eformer.errors import EformerError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from eformer._engine.stores.base import Store
+    from eformer._engine.stores.base import Kind, Store
 
 STEP_NAME = re.compile(r"(?P<before>(?:step|run|checkpoint|ckpt)[-_]?)?(?P<number>\d{1,18})")
 
@@ -55,8 +58,9 @@ def steps_in(store: Store) -> list[tuple[int, str]]:
     """List the steps of a run by number and name, the last step last. Reads no manifest.
 
     A directory without an index, a manifest or the marks of Orbax is not a step: another program made it, or its save
-    has not been committed. Nor is one whose index says that it was removed. Where directories appear whole, one that
-    has the name of a step of ours and files in it that may hold leaves is damaged, and is listed.
+    has not been committed. Nor is one whose index says that it was removed, or a run with steps of its own. Where
+    directories appear whole, a directory that has lost its index is damaged, and is listed: step-100 with files that
+    may hold leaves, and run-100 with files or arrays that eformer wrote.
     """
     names = sorted(_names_by_number(store).items())
     if store.can_rename:
@@ -166,25 +170,49 @@ def _is_step(store: Store, name: str) -> bool:
     for mark in MARKS:
         if (is_marked := has_mark(store, name, mark)) is not False:
             return bool(is_marked)
-    return store.can_rename and _is_ours(name) and _has_files(store, name)
+    return store.can_rename and _has_lost_its_mark(store, name)
 
 
 def _is_ours(name: str) -> bool:
     return name.startswith("step-")
 
 
-def _has_files(store: Store, name: str) -> bool:
-    """Tell whether a directory without a mark has files that may hold leaves, and no scratch.
+def _has_lost_its_mark(store: Store, name: str) -> bool:
+    """Tell whether a directory without a mark is a damaged step, by its name and its files.
 
-    With scratch in it, a save to it is under way, or died. With a configuration or notes alone, none has begun.
+    With scratch in it, a save to it is under way, or died. With a configuration or notes alone, none has begun. A name
+    that other programs use, too, needs files of eformer: run-100 of the Checkpointer.
     """
-    if store.kind(name) != "directory":  # a link that leads nowhere: the disk with the step is missing
-        return True
-    kinds = store.kinds(name)
-    if any(SCRATCH.fullmatch(inner) for inner in kinds):
+    if not name.startswith(("step-", "run-")):
         return False
+    if (kind := store.kind(name)) != "directory":
+        return kind == "other" and _is_ours(
+            name
+        )  # a link that leads nowhere: the disk with the step is missing
+    inside = store.at(name)
+    try:
+        kinds = inside.kinds()
+    except FileNotFoundError:  # removed meanwhile
+        return False
+    if RUN_FILE in kinds or any(SCRATCH.fullmatch(inner) for inner in kinds):
+        return False
+    has_files = _may_hold_leaves(kinds) if _is_ours(name) else _has_files_of_ours(inside, kinds)
+    return has_files and not is_run(inside)
+
+
+def _may_hold_leaves(kinds: Mapping[str, Kind]) -> bool:
+    """Tell whether a directory has other directories, or files that hold leaves or list such files."""
     return any(
-        kind == "directory" or may_hold_leaves(inner)
+        kind == "directory" or may_hold_leaves(inner) or inner.endswith(INDEX_SUFFIX)
         for inner, kind in kinds.items()
         if not inner.startswith(".")
     )
+
+
+def _has_files_of_ours(store: Store, kinds: Mapping[str, Kind]) -> bool:
+    """Tell whether a directory has a safetensors file, a database or an array that eformer wrote. Of several arrays the
+    first one is looked at."""
+    if marked_file(store) or any(store.is_file(f"{inner}/{DATABASE_MARK}") for inner in kinds):
+        return True
+    first = next(discover(store), None)
+    return first is not None and is_of_eformer(store, first)

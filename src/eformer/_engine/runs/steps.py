@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.formats.find import FOREIGN, find, newest_step, problem_of
+from eformer._engine.formats.find import FOREIGN, find_step, newest_step, problem_of
 from eformer._engine.formats.steps import step_number, steps_in
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.values import parse_json
@@ -52,7 +52,7 @@ class Step:
 
     @lazy_property
     def _found(self) -> Found:
-        return find(self.path)
+        return find_step(self.path)
 
     @lazy_property
     def _metadata(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ logger = logging.getLogger("eformer")
 ZARRAY = ".zarray"
 DATABASE_MARK = ".eformer"  # the file in a database that names its save
 
-_PROCESS_RECORD = re.compile(r"\.eformer-\d+")  # of an array that several processes wrote
+PROCESS_RECORD = re.compile(r"\.eformer-\d+")  # of an array that several processes wrote
 _DATABASE_FILES = "d"
 _DATABASE_FILE = re.compile(r"[0-9a-f]{32}")
 _DATABASE_MANIFEST = "manifest.ocdbt"
@@ -213,7 +213,7 @@ def read_array(folder: Directory, kinds: Mapping[str, Kind]) -> Array | None:
 def _remove_array(folder: Directory, array: Array, kinds: Mapping[str, Kind]) -> None:
     _remove_chunks(folder, array, kinds, ())
     for name in _files(kinds):
-        if _PROCESS_RECORD.fullmatch(name):
+        if PROCESS_RECORD.fullmatch(name):
             folder.unlink(name)
     folder.unlink(ZARRAY)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.formats.find import look_at
+from eformer._engine.formats.find import reading, reread_all
 from eformer._engine.record.lazy_arrays import StoredLeaf
 from eformer._engine.record.manifest import UNREADABLE, LeafEntry, parse_structure
 from eformer._engine.record.pieces import pieces
@@ -21,12 +21,15 @@ from eformer._engine.tools.compare import (
     recorded_difference,
 )
 from eformer._engine.tools.view import View
-from eformer._engine.tools.view import open as open_view
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Sequence
 
+    import numpy as np
+
+    from eformer._engine.formats.found import Found
+    from eformer._engine.loading.read_plan import Want
     from eformer._engine.tasks.progress import Meter, Progress
 
 _BOX_BYTES = 16 * 2**20  # of each side in memory at once; differences are computed in wider numbers
@@ -127,7 +130,8 @@ def diff(
     Formats and shardings may differ. Leaves are read a few at a time, in bounded memory, and checked against their
     digests. Leaves of one dtype are equal if their bits are: 0.0 and -0.0 differ, and so do two NaN of different bits.
     Leaves that became NaN or infinite come first. Several trees are matched by prefix; `prefix` compares one tree
-    alone. `progress` is True for a progress bar, or a function of the bytes compared and the total.
+    alone. If a checkpoint is replaced or removed meanwhile, the comparison begins again with the newer one. `progress`
+    is True for a progress bar, or a function of the bytes compared and the total.
 
     Example:
 
@@ -137,7 +141,10 @@ def diff(
         >>> print(found.changed[0])
         params.w: float32[8, 4]: largest difference 1, mean 1, in 100.000% of the elements
     """
-    pairs = _pairs(a, b, prefix)
+    return reread_all([a, b], lambda found: _compared(str(a), str(b), _pairs(found, prefix), progress))
+
+
+def _compared(a: str, b: str, pairs: Sequence[_Pair], progress: Progress) -> Diff:
     found = _Differences()
     try:
         with metered(progress, sum(pair.nbytes for pair in pairs), "comparing") as meter:
@@ -147,7 +154,7 @@ def diff(
         for pair in pairs:
             pair.close()
     changed = tuple(sorted(found.changed, key=lambda change: not change.became))
-    return Diff(str(a), str(b), found.added, found.removed, changed, found.unchanged, tuple(found.notes))
+    return Diff(a, b, found.added, found.removed, changed, found.unchanged, tuple(found.notes))
 
 
 @dataclass(slots=True)
@@ -159,21 +166,41 @@ class _Differences:
     notes: list[str] = field(default_factory=list)
 
 
-def _pairs(a: str | os.PathLike[str], b: str | os.PathLike[str], prefix: str | None) -> list[_Pair]:
+class _Side(View):
+    """A tree to compare. Raise ReplacedError if a newer save has replaced its checkpoint: the newer one is compared."""
+
+    def __init__(self, found: Found, prefix: str) -> None:
+        with reading(found):
+            super().__init__(found, prefix)
+
+    def _fetch(
+        self, wants: Sequence[Want], threads: int | None = None
+    ) -> list[Sequence[np.ndarray[Any, Any]]]:
+        with reading(self._found):
+            return super()._fetch(wants, threads)
+
+
+def _pairs(found: Sequence[Found], prefix: str | None) -> list[_Pair]:
     """Match the trees of both sides: the only tree of each, or those with the same prefix."""
+    a, b = found
     if prefix is not None:
-        return [_Pair(open_view(a, prefix=prefix), open_view(b, prefix=prefix), "")]
-    of_a, of_b = (look_at(path, lambda found: list(found.trees)) for path in (a, b))
+        return [_Pair(_Side(a, prefix), _Side(b, prefix), "")]
+    of_a, of_b = _prefixes(a), _prefixes(b)
     if len(of_a) == len(of_b) == 1:
-        return [_Pair(open_view(a, prefix=of_a[0]), open_view(b, prefix=of_b[0]), "")]
+        return [_Pair(_Side(a, of_a[0]), _Side(b, of_b[0]), "")]
     return [
         _Pair(
-            open_view(a, prefix=name) if name in of_a else None,
-            open_view(b, prefix=name) if name in of_b else None,
+            _Side(a, name) if name in of_a else None,
+            _Side(b, name) if name in of_b else None,
             f"[{name}] " if name else "",
         )
         for name in dict.fromkeys([*of_a, *of_b])
     ]
+
+
+def _prefixes(found: Found) -> list[str]:
+    with reading(found):
+        return list(found.trees)
 
 
 class _Pair:

@@ -11,33 +11,47 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.indexes import INDEXES, is_removed
+from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.others import orbax
-from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, split_shard
+from eformer._engine.formats.others.orbax_aggregate import NAME as AGGREGATE
+from eformer._engine.formats.others.orbax_metadata import (
+    ARRAY_METADATAS,
+    COMMITTED,
+    SHARDINGS,
+    STRINGS,
+    TREE_METADATA,
+)
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX, split_shard
 from eformer._engine.formats.steps import MARKS, STEP_NAME, step_number
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
 from eformer._engine.formats.zarr.zarray import ZARRAY
+from eformer._engine.record.manifest import CommitLog
 from eformer._engine.record.policies import keep_from, warnings_of
 from eformer._engine.record.signature import SIGNATURE, signature_name
 from eformer._engine.record.text import few
+from eformer._engine.record.values import parse_json
 from eformer._engine.runs.retention import facts_of, removable, remove_orphaned_scores
 from eformer._engine.runs.steps import Step, found_of, is_foreign
-from eformer._engine.stores.base import remove_files
+from eformer._engine.stores.base import read_whole, remove_files
+from eformer._engine.stores.durable import SCRATCH
+from eformer._engine.stores.leases import LEASES, ids_in
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST
-from eformer._engine.stores.removal import DATABASE_MARK
+from eformer._engine.stores.removal import DATABASE_MARK, PROCESS_RECORD
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tools.verify import verify
-from eformer.errors import CorruptionError, NotFoundError
+from eformer.errors import CorruptionError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.record.manifest import Manifest
     from eformer._engine.record.policies import Keep
     from eformer._engine.stores.base import Identity, Kind, Store
 
@@ -45,24 +59,18 @@ logger = logging.getLogger("eformer")
 
 CHECKPOINTER_FILE = "metadata.json"  # of the documented Checkpointer
 
-_SAVE = "[0-9a-f]" * 16  # the id of a save, in the names of files that a later save may have replaced
+# Files of a database, by their paths in its directory.
+_OF_DATABASES = (DATABASE_MANIFEST, "d/*", f"process-*/{DATABASE_MANIFEST}", "process-*/d/*")
 
-# Files of a checkpoint that hold no leaves, by their paths in its directory, or in that of a tree.
-_OF_EFORMER = (
-    *(
-        *MARKS,
-        f"*{INDEX_SUFFIX}",
-        SIGNATURE,
-        CHECKPOINTER_FILE,
-        ".eformer-*",
-        "*/.eformer-*",
-        f"*/{DATABASE_MARK}",
-    ),
-    *(f"*.{_SAVE}{SUFFIX}*", f"*.{_SAVE}/*"),
+# Files of Orbax by their paths: in the directory of a checkpoint, and in that of a tree.
+_OF_ORBAX = (ORBAX_CHECKPOINT, COMMITTED, orbax.INDICATOR)
+_OF_ITEMS = (
+    *(ORBAX_TREE, SHARDINGS, STRINGS, TREE_METADATA, AGGREGATE, COMMITTED),
+    *(f"{ARRAY_METADATAS}/*", DATABASE_MANIFEST, "d/*"),
 )
-_OF_DATABASES = (DATABASE_MANIFEST, "d/*", "ocdbt.process_*/*", "process-*/*")
-_OF_ORBAX = ("_*", "commit_success.txt", "orbax.checkpoint", "array_metadatas/*", *_OF_DATABASES)
+_MARKS_OF_ITEMS = (ORBAX_TREE, SHARDINGS, DATABASE_MANIFEST)
 _ALL_DEPTHS = 10**6
+_MOST_LISTINGS = 100
 _ZARR3 = "zarr.json"
 
 
@@ -103,10 +111,10 @@ def prune(
 
     Only directories that eformer wrote under the name of a step are removed: step-100, run-100, checkpoint_100,
     ckpt-100, 100. Names that differ before the number (run-100 beside step-100) are series, and are counted
-    separately. Other files and directories are not looked at. Entries that cannot be read do not count and are never
-    deleted; nor are the newest of a series, the step that a run was resumed from, and checkpoints that a symbolic link
-    in the directory points to. In a bucket, those that a reader holds or that are being saved to stay, too, and are in
-    `left`.
+    separately. Other files and directories are not looked at. Entries that cannot be read, and runs with
+    steps of their own, do not count and are never deleted; nor are the newest of a series, the step that a run was
+    resumed from, and checkpoints that a symbolic link in the directory points to. In a bucket, those that a reader
+    holds or that are being saved to stay, too, and are in `left`.
 
     keep      how many checkpoints of each series stay, or rules as for `Run`, which are a union
     pattern   count these names instead, files and directories: a name with one `*` for the number, such as "ema-*"
@@ -155,7 +163,7 @@ def plan_removal(
     if not store.is_there():
         raise NotFoundError(f"{store.url} is not a directory")
     _refuse_checkpoint(store)
-    series, left = _series(store, names, foreign=foreign or any(rule.foreign for rule in rules))
+    series, left = _listed(store, names, foreign=foreign or any(rule.foreign for rule in rules))
     if not series:
         raise _nothing_to_prune(store, names, left)
     rules = tuple(replace(rule, foreign=True) for rule in rules)  # the rest is in `left`
@@ -243,27 +251,85 @@ def _other_files(step: Step) -> tuple[str, ...]:
 
 
 def _files_of(found: Found, there: Collection[str]) -> set[str]:
-    """Return the files of a checkpoint: those that hold leaves, and those that say where."""
+    """Return the files of a checkpoint: those that hold leaves, those that say where, and those of its saves."""
     trees = found.trees.values()
     known = {tree.path_of(number) for tree in trees for number in range(len(tree.files))}
-    roots = [glob.escape(tree.root) for tree in trees if tree.is_database]
-    databases = [f"{root}/{name}" for root in roots for name in _OF_DATABASES]
-    return known | {path for path in there if _matches(path, (*_OF_EFORMER, *databases))}
+    roots = [tree.root for tree in trees if tree.is_database]
+    named = {MANIFEST, INDEX, SIGNATURE, *(f"{root}/{DATABASE_MARK}" for root in roots)}
+    named |= {CHECKPOINTER_FILE} if _is_of_checkpointer(found) else set()
+    saves = _saves_of(found.manifest)
+    databases = [f"{glob.escape(root)}/{name}" for root in roots for name in _OF_DATABASES]
+    return {
+        path
+        for path in there
+        if path in known
+        or path in named
+        or _is_of_saves(path, saves)
+        or _is_beside(path, known)
+        or _matches(path, databases)
+    }
+
+
+def _saves_of(manifest: Manifest) -> set[str]:
+    """Return the ids of the saves that a manifest knows."""
+    log = manifest.log or CommitLog()
+    return {*(tree.save_id for tree in manifest.trees.values()), *log.done, *log.dead}
+
+
+def _is_of_saves(path: str, saves: Collection[str]) -> bool:
+    """Tell by its name whether one of these saves wrote a file, or it is the scratch or the lease of a save."""
+    top = path.partition("/")[0]
+    return top == LEASES or SCRATCH.fullmatch(top) is not None or not ids_in({top}).isdisjoint(saves)
+
+
+def _is_beside(path: str, known: Collection[str]) -> bool:
+    """Tell whether a file describes files that are known: the index of shards, or the record of a process."""
+    folder, _, name = path.rpartition("/")
+    if name.endswith(INDEX_SUFFIX):
+        return not folder and any(file.startswith(name.removesuffix(INDEX_SUFFIX)) for file in known)
+    return PROCESS_RECORD.fullmatch(name) is not None and f"{folder}/{ZARRAY}" in known
+
+
+def _is_of_checkpointer(found: Found) -> bool:
+    """Tell whether the Checkpointer wrote the file of facts in a checkpoint."""
+    try:
+        data = read_whole(found.store, CHECKPOINTER_FILE)[0]
+        return "is_temporary" in parse_json(data, dict[str, Any], CHECKPOINTER_FILE)
+    except (FileNotFoundError, FormatError):
+        return False
 
 
 def _files_of_orbax(there: Collection[str]) -> set[str]:
     """Return the files of a checkpoint of Orbax by their names, in its directory or in that of an item. Its trees are
     not asked for, which would copy them from a bucket."""
-    arrays = {path.rpartition("/")[0] for path in there if path.endswith((f"/{ZARRAY}", f"/{_ZARR3}"))}
-    of_arrays = {path for path in there if any(str(outer) in arrays for outer in PurePosixPath(path).parents)}
-    named = {
-        path for path in there if _matches(path, _OF_ORBAX) or _matches(path.partition("/")[2], _OF_ORBAX)
+    items = {folder for path in there for folder, name in [_split(path)] if name in _MARKS_OF_ITEMS}
+    arrays = {folder for path in there for folder, name in [_split(path)] if name in (ZARRAY, _ZARR3)}
+    return {
+        path
+        for path in there
+        if _matches(path, _OF_ORBAX)
+        or any(_matches(below, _OF_ITEMS) for below in _below(path, items))
+        or (_below(path, items) and _below(path, arrays))
     }
-    return of_arrays | named
+
+
+def _split(path: str) -> tuple[str, str]:
+    folder, _, name = path.rpartition("/")
+    return folder, name
+
+
+def _below(path: str, folders: Collection[str]) -> list[str]:
+    """Return the paths of a file in these folders that it lies in, at any depth."""
+    parts = path.split("/")
+    outer = ["/".join(parts[:depth]) for depth in range(len(parts))]
+    return ["/".join(parts[depth:]) for depth, folder in enumerate(outer) if folder in folders]
 
 
 def _matches(path: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(path, pattern) for pattern in patterns)
+    """Match a path with patterns part by part: `*` does not stand for a slash."""
+    parts = path.split("/")
+    wanted = (pattern.split("/") for pattern in patterns)
+    return any(len(want) == len(parts) and all(map(fnmatchcase, parts, want)) for want in wanted)
 
 
 def remove(plan: Pruned) -> Pruned:
@@ -306,6 +372,18 @@ def _refuse_checkpoint(store: Store) -> None:
         raise ValueError(
             f"{store.url} is itself a checkpoint: it contains {index[0]}. Pass the directory that contains the steps"
         )
+
+
+def _listed(store: Store, names: _Names, *, foreign: bool) -> tuple[list[list[Step]], dict[str, str]]:
+    """Like `_series`, without the entries that the run has removed meanwhile. List again if there is no other one: a
+    run that removes steps has newer ones."""
+    for _ in range(_MOST_LISTINGS):
+        series, left = _series(store, names, foreign=foreign)
+        there = store.kinds()
+        stay = {name: why for name, why in left.items() if name in there}
+        if series or stay or not left:
+            return series, stay
+    return [], {}
 
 
 def _series(store: Store, names: _Names, *, foreign: bool) -> tuple[list[list[Step]], dict[str, str]]:

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 FORMAT = "orbax"
 
-_INDICATOR = "orbax.checkpoint"  # an empty file that marks checkpoints of version 1
+INDICATOR = "orbax.checkpoint"  # an empty file that marks checkpoints of version 1
 
 
 def by_marks(place: Place) -> Found | None:
@@ -191,7 +191,7 @@ class _Checkpoint:
         names = list(LocalStore(self.directory).kinds())
         read = {
             ORBAX_CHECKPOINT,
-            _INDICATOR,
+            INDICATOR,
             *self.documents,
             *(name for name in names if UNFINISHED in name),
         }

@@ -45,6 +45,14 @@ def discover(store: Store) -> Iterator[Listed]:
                 todo += [(f"{path}/{name}" if path else name, depth + 1) for name in reversed(below)]
 
 
+def is_of_eformer(store: Store, listed: Listed) -> bool:
+    """Tell whether a save of eformer wrote an array."""
+    name = f"{listed.path}/{ZARRAY}"
+    with suppress(FileNotFoundError, FormatError):
+        return bool(parse_zarray(store.read(name, 0, _MOST_DESCRIPTION)[0], store.path_to(name)).eformer)
+    return False
+
+
 @dataclass(slots=True)
 class _Arrays:
     """The arrays of a tree, and the files found for them so far."""
