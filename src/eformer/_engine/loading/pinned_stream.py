@@ -181,24 +181,22 @@ class _Stream:
     def arrive(self, batch: Batch, slot: _Slot) -> None:
         """Begin to move the targets, which have been read, to their devices, and hand the slot on."""
         slot.lock()
-        with self.starting():
+        # One at a time: each start of a transfer needs the interpreter lock, and many would only wait for each other.
+        with self.moving, self.settings():
             slot.transfer = batch.move(slot.memory)
         self.slots.put(slot)
 
     def finish(self, transfer: Transfer) -> None:
-        """Run programs on arrays that have arrived."""
+        """Run programs on arrays that have arrived, beside transfers that other threads start."""
         wait_for(transfer.arrays)  # in this thread, see `Transfer`: it returns at once
-        with self.starting():
+        with self.settings():
             assert transfer.then
             transfer.then()
 
     @contextmanager
-    def starting(self) -> Iterator[None]:
-        """Start transfers or programs, with the settings of the calling thread.
-
-        One thread at a time: each start needs the interpreter lock, and many threads would only wait for each other.
-        """
-        with self.moving, jax.default_device(self.default), _enable_x64(self.x64):
+    def settings(self) -> Iterator[None]:
+        """Apply the settings of the calling thread in this one."""
+        with jax.default_device(self.default), _enable_x64(self.x64):
             yield
 
 
