@@ -328,6 +328,8 @@ def _by_steps(place: Place) -> Found | None:
     """
     if not may_be_run(place.names) or (last := last_step_in(place.store)) is None:
         return None
+    if flax_directory.has_later(place, last[0]):
+        return None
     if found := _readable_of_orbax(place.store, last[1]):
         return found
     newest = newest_step(place.store)

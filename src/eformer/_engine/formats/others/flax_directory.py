@@ -18,6 +18,8 @@ from eformer._engine.formats.safetensors.names import MANIFEST, SUFFIX
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.read_format import Place
     from eformer._engine.stores.base import Store
@@ -34,7 +36,7 @@ def by_steps(place: Place) -> Found | None:
     Return None if it is a directory, by Orbax, or if the directory is a checkpoint itself. A link is refused.
     """
     store = place.store
-    steps = {name: float(match[1]) for name in place.names if (match := _STEP.fullmatch(name))}
+    steps = _numbers(place.names)
     if not steps or MANIFEST in place.names or any(name.endswith(SUFFIX) for name in place.names):
         return None
     last = max(steps, key=lambda name: steps[name])
@@ -47,6 +49,16 @@ def by_steps(place: Place) -> Found | None:
             f"{store.path_to(last)} is a link; pass the path that it leads to if it is the step to read"
         )
     return _open(store, last) if kind == "file" else None
+
+
+def has_later(place: Place, number: int) -> bool:
+    """Tell whether a directory has a step of flax, in a file, after the step of this number."""
+    later = [name for name, own in _numbers(place.names).items() if own > number]
+    return any(place.store.kind(name) == "file" for name in later)
+
+
+def _numbers(names: Iterable[str]) -> dict[str, float]:
+    return {name: float(match[1]) for name in names if (match := _STEP.fullmatch(name))}
 
 
 def by_model(place: Place) -> Found | None:
