@@ -1,5 +1,6 @@
 """How a run learns that the job is told to end: in one process, with JAX's service and without."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -325,3 +326,22 @@ def test_a_run_can_be_closed_without_a_with_block(tmp_path):
     run.close()
     assert signal.getsignal(signal.SIGUSR1) == before
     assert [step.number for step in checkpoint.steps(tmp_path)] == [1]
+
+
+def test_a_run_that_was_closed_logs_no_signal_any_more(tmp_path, caplog, monkeypatch):
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(logging.Filter):
+        def filter(self, record):
+            has_begun.set()
+            return may_go_on.wait(10)
+
+    caplog.handler.addFilter(slow := Slow())
+    run = Run(tmp_path, signals=[signal.SIGUSR1])
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert has_begun.wait(10)
+    monkeypatch.setattr(signals_module, "_LOG_WITHIN", 10)
+    threading.Timer(0.05, may_go_on.set).start()
+    run.close()
+    assert "SIGUSR1: the run saves at the next step" in caplog.text
+    caplog.handler.removeFilter(slow)

@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -108,13 +109,12 @@ def test_several_requests_share_a_connection(server):
 def spoken(server, data):
     """Send bytes; return everything that comes back until the server closes the connection."""
     with socket.create_connection(server.server_address, timeout=10) as connection:
-        connection.sendall(data)
+        with suppress(BrokenPipeError, ConnectionResetError):  # it closes before it has read everything
+            connection.sendall(data)
         answer = b""
-        try:
+        with suppress(ConnectionResetError):
             while part := connection.recv(65536):
                 answer += part
-        except ConnectionResetError:  # it did not read everything before it closed
-            pass
         return answer
 
 

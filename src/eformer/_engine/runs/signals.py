@@ -6,9 +6,9 @@ import itertools
 import logging
 import os
 import signal
+import threading
 import time
 from _thread import start_new_thread
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,6 +23,7 @@ logger = logging.getLogger("eformer")
 
 # A signal that comes again so soon is the same one: `timeout` sends it to the program, and then to its group.
 _ONE_SIGNAL = 0.5  # seconds
+_LOG_WITHIN = 1.0
 
 # The service has one sync point a program, the number of a call. So all runs of a program count together: a notice
 # between two runs is seen by the first call of the second.
@@ -45,6 +46,7 @@ class Signals:
         self._is_told = self._is_closed = False  # no lock: a handler may interrupt itself
         self._first_at: dict[signal.Signals, float] = {}
         self._unseen: signal.Signals | None = None
+        self._logged: threading.Event | None = None  # is set once the first signal is logged
         self._before: dict[signal.Signals, Any] = {}
         self._service = _has_service()
         self._install()
@@ -81,7 +83,7 @@ class Signals:
             os.kill(os.getpid(), signal.SIGTERM)
         before = self._before.get(one)
         if not self._is_told and not isinstance(getattr(before, "__self__", None), Signals):  # which logs it
-            _log_soon(
+            self._logged = _log_soon(
                 f"{one.name}: the run saves at the next step and stops; a second {one.name} does not wait for it"
             )
         self._is_told = True
@@ -110,6 +112,8 @@ class Signals:
     def close(self) -> None:
         """Put the handlers back that were there before. A signal that came too late for any call is sent again."""
         self._is_closed = True
+        if self._logged:
+            self._logged.wait(_LOG_WITHIN)
         put_back = {one: self._put_back(one) for one in self._before if signal.getsignal(one) == self._handle}
         unseen, self._unseen = self._unseen, None
         if unseen in put_back and put_back[unseen] is signal.SIG_DFL and not self._service:
@@ -125,11 +129,22 @@ class Signals:
         return before
 
 
-def _log_soon(message: str) -> None:
-    """Log from another thread. This one is in the handler of a signal, which may have interrupted it while it held a
-    lock of logging or wrote to the same stream."""
-    with suppress(RuntimeError):  # no thread can be started
-        start_new_thread(logger.warning, (message,))
+def _log_soon(message: str) -> threading.Event:
+    """Log from another thread, and return an event that is set afterwards. The calling thread is in the handler of a
+    signal, which may have interrupted it while it held a lock of logging or wrote to the same stream."""
+    logged = threading.Event()
+
+    def log() -> None:
+        try:
+            logger.warning(message)
+        finally:
+            logged.set()
+
+    try:
+        start_new_thread(log, ())
+    except RuntimeError:  # no thread can be started
+        logged.set()
+    return logged
 
 
 def _has_service() -> bool:
