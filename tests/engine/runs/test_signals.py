@@ -340,6 +340,7 @@ def test_a_run_that_was_closed_logs_no_signal_any_more(tmp_path, caplog, monkeyp
     run = Run(tmp_path, signals=[signal.SIGUSR1])
     os.kill(os.getpid(), signal.SIGUSR1)
     assert has_begun.wait(10)
+    run.after(1, TREE)
     monkeypatch.setattr(signals_module, "_LOG_WITHIN", 10)
     threading.Timer(0.05, may_go_on.set).start()
     run.close()
