@@ -145,9 +145,9 @@ def test_a_file_that_was_cut_short_is_reported_where_bytes_are_missing(opened):
 
 def test_damage_is_raised_with_what_to_do():
     with pytest.raises(
-        CorruptionError, match=r"leaf 'w': bytes 0 to 4 of x are bad; restore the file from a copy"
+        CorruptionError, match=r"leaf 'w': bytes 0 to 4 of x are bad; restore run/x from a copy"
     ):
-        raise_damage(Damage("w", "x", 0, 4, "are bad"))
+        raise_damage("run/{}".format, Damage("w", "x", 0, 4, "are bad"))
 
 
 # --------------------------------------------------------------------------------------------- SHA-256

@@ -183,6 +183,21 @@ def test_a_step_from_last_year_makes_no_other_step_old():
     assert kept(saved(0, 1, 2, wrong), DAY) == {10, 20, 30, 40}
 
 
+def test_steps_before_which_the_clock_was_set_back_are_not_older_than_the_steps_before_them():
+    behind = -YEAR / HOUR
+    assert kept(saved(-3, behind, behind + 1, behind + 2, 0), DAY) == {10, 20, 30, 40, 50}
+    assert kept(saved(-30, behind, behind + 1, behind + 2, 0), DAY) == {50}
+
+
+def test_a_step_whose_time_is_not_recorded_counts_as_saved_with_the_next():
+    unknown = [StepFacts(number) for number in (11, 12, 31)]
+    assert kept([*saved(0, 1, 2), *unknown], DAY) == {10, 11, 12, 20, 30, 31}
+    assert kept([*saved(0, 1, 30), *unknown], DAY) == {30, 31}
+    assert kept([*saved(0, 30), StepFacts(30)], DAY) == {20, 30}
+    assert kept([StepFacts(1), StepFacts(2)], DAY) == {1, 2}
+    assert warnings_of([*saved(0, 1, 2), *unknown], DAY) == {}
+
+
 def test_a_newest_step_from_the_future_counts_as_saved_now():
     steps = saved(0, 30, 31, YEAR / HOUR)
     assert kept(steps, DAY) == {40}

@@ -13,7 +13,7 @@ import pytest
 from eformer import checkpoint
 from eformer._engine.runs import near as near_module
 from eformer.checkpoint import Every, Run
-from eformer.errors import CorruptionError, MismatchError
+from eformer.errors import CorruptionError, MismatchError, SupersededError
 from support.links import contents
 from support.trees import assert_same
 
@@ -309,7 +309,8 @@ def test_near_steps_of_a_job_that_was_superseded_are_not_taken(far, near):
             assert run.resume(like=fresh()).step == 3
             for step in (6, 9, 12):
                 zombie.after(step, fresh())
-            zombie.resume(like=fresh())
+            with pytest.raises(SupersededError):
+                zombie.resume(like=fresh())
             zombie.after(15, fresh())
             zombie.wait()
             run.after(6, fresh())

@@ -263,6 +263,8 @@ def newest_step(store: Store) -> tuple[str, Found] | None:
     would be old weights without a word. A step that is removed or replaced meanwhile is not damaged: a problem counts
     if a second look finds the same, and the step is still there.
     """
+    if name := later_of_flax(store):
+        return name, find_step(store.path_to(name))
     seen: _Step | None = None
     for _ in range(_MOST_RESTARTS):
         if (step := next(_looked_at(store), None)) is None:
@@ -274,6 +276,13 @@ def newest_step(store: Store) -> tuple[str, Found] | None:
         seen = step
     assert seen
     raise _damaged(store, seen)
+
+
+def later_of_flax(store: Store) -> str | None:
+    """Name the file of flax that is a newer step than the last one in a directory."""
+    if (last := last_step_in(store)) is None:
+        return None
+    return flax_directory.later_in(store, last[0], store.kinds())
 
 
 def _looked_at(store: Store) -> Iterator[_Step]:
@@ -328,7 +337,7 @@ def _by_steps(place: Place) -> Found | None:
     """
     if not may_be_run(place.names) or (last := last_step_in(place.store)) is None:
         return None
-    if flax_directory.has_later(place, last[0]):
+    if flax_directory.later_in(place.store, last[0], place.names):
         return None
     if found := _readable_of_orbax(place.store, last[1]):
         return found

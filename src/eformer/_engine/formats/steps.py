@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 import re
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex
 
 from eformer._engine.formats.indexes import has_mark
-from eformer._engine.formats.left_out import may_hold_leaves
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
-from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
+from eformer._engine.formats.others.orbax_items import has_items
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, PRIVATE, SUFFIX
 from eformer._engine.formats.safetensors.plain_files import marked_file
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.plain_arrays import discover, is_of_eformer
@@ -121,9 +122,19 @@ def is_checkpoint(store: Store) -> bool:
 
 
 def is_of_orbax(store: Store, name: str) -> bool:
-    """Tell whether a step has a mark of Orbax, and none of eformer."""
-    is_ours = any(store.is_file(f"{name}/{mark}") for mark in (MANIFEST, INDEX))
-    return not is_ours and any(store.is_file(f"{name}/{mark}") for mark in (ORBAX_TREE, ORBAX_CHECKPOINT))
+    """Tell whether a step has a mark of Orbax, in its items at least, and none of eformer."""
+    if any(store.is_file(f"{name}/{mark}") for mark in (MANIFEST, INDEX)):
+        return False
+    is_marked = any(store.is_file(f"{name}/{mark}") for mark in (ORBAX_TREE, ORBAX_CHECKPOINT))
+    return is_marked or _has_items_of_orbax(store, name)
+
+
+def _has_items_of_orbax(store: Store, name: str) -> bool:
+    """Tell whether a directory is a step of Orbax that has no mark itself, as those before 0.5.20."""
+    directory = store.local_path()
+    with suppress(EformerError, OSError):
+        return directory is not None and store.kind(name) == "directory" and has_items(directory / name)
+    return False
 
 
 def may_be_run(names: Collection[str]) -> bool:
@@ -170,7 +181,7 @@ def _is_step(store: Store, name: str) -> bool:
     for mark in MARKS:
         if (is_marked := has_mark(store, name, mark)) is not False:
             return bool(is_marked)
-    return store.can_rename and _has_lost_its_mark(store, name)
+    return store.can_rename and (_has_lost_its_mark(store, name) or _has_items_of_orbax(store, name))
 
 
 def _is_ours(name: str) -> bool:
@@ -180,8 +191,8 @@ def _is_ours(name: str) -> bool:
 def _has_lost_its_mark(store: Store, name: str) -> bool:
     """Tell whether a directory without a mark is a damaged step, by its name and its files.
 
-    With scratch in it, a save to it is under way, or died. With a configuration or notes alone, none has begun. A name
-    that other programs use, too, needs files of eformer: run-100 of the Checkpointer.
+    With scratch in it, a save to it is under way, or died. With a configuration, notes or weights in another format
+    alone, none has begun. A name that other programs use, too, needs files of eformer: run-100 of the Checkpointer.
     """
     if not name.startswith(("step-", "run-")):
         return False
@@ -201,9 +212,9 @@ def _has_lost_its_mark(store: Store, name: str) -> bool:
 
 
 def _may_hold_leaves(kinds: Mapping[str, Kind]) -> bool:
-    """Tell whether a directory has other directories, or files that hold leaves or list such files."""
+    """Tell whether a directory has other directories, or files of the kinds that eformer writes."""
     return any(
-        kind == "directory" or may_hold_leaves(inner) or inner.endswith(INDEX_SUFFIX)
+        kind == "directory" or inner.endswith((SUFFIX, PRIVATE, INDEX_SUFFIX))
         for inner, kind in kinds.items()
         if not inner.startswith(".")
     )

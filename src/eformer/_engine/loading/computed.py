@@ -42,7 +42,10 @@ class TreeReader:
     def read(self, name: str, entry: LeafEntry, region: Region, threads: int | None = None) -> Array:
         wants = [Want(name, entry, entry.dtype, [region])]
         reads = plan_reads(wants, self.tree)
-        ((array,),) = fetch(reads, wants, self.tree, self.files(), threads or 1, verify=self.verify)
+        path_to = self.found.store.path_to
+        ((array,),) = fetch(
+            reads, wants, self.tree, self.files(), threads or 1, verify=self.verify, path_to=path_to
+        )
         return array
 
     def files(self) -> Files:

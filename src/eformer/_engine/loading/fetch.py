@@ -45,9 +45,11 @@ def fetch(
     threads: int,
     *,
     verify: bool = True,
+    path_to: Callable[[str], str] = str,
 ) -> list[Sequence[Array]]:
-    """Return, for each want, the arrays of its regions or the one of the whole leaf. Raise at the first damage."""
-    fetching = prepare(wants, tree, files, verify=verify)
+    """Return, for each want, the arrays of its regions or the one of the whole leaf. Raise at the first damage;
+    `path_to` gives the path of its file."""
+    fetching = prepare(wants, tree, files, verify=verify, path_to=path_to)
     run_all([partial(fetching.carry_out, some) for some in together(reads, threads)], threads)
     return fetching.arrays
 
@@ -60,13 +62,14 @@ def prepare(
     verify: bool = True,
     memory: Array | None = None,
     meter: Meter = SILENT,
+    path_to: Callable[[str], str] = str,
 ) -> Fetching:
     """Allocate memory for the wants, so that their reads can be carried out; `Fetching.arrays` then has the arrays.
 
     Arrays are aligned so that XLA can alias them, unless that would need a copy: large leaves have memory of their own
     or share it with neighbours, taken from `memory` while it lasts; small ones share the memory of their read.
     """
-    fetching = Fetching(wants, tree, files, verify, raise_damage, meter)
+    fetching = Fetching(wants, tree, files, verify, partial(raise_damage, path_to), meter)
     fetching.prepare(Arena(memory, has_neighbours=len(wants) > 1))
     return fetching
 
@@ -85,9 +88,11 @@ def check(
     run_all([partial(fetching.check, read) for read in plan_reads(wants, tree, read_bytes)], threads)
 
 
-def raise_damage(damage: Damage) -> None:
-    """Raise a CorruptionError for the damage; to be passed as `on_damage`."""
-    raise CorruptionError(f"{damage}; restore the file from a copy, or load an older checkpoint")
+def raise_damage(path_to: Callable[[str], str], damage: Damage) -> None:
+    """Raise a CorruptionError for the damage; with the first argument bound, to be passed as `on_damage`."""
+    raise CorruptionError(
+        f"{damage}; restore {path_to(damage.file)} from a copy, or load an older checkpoint"
+    )
 
 
 class _Target(Struct):

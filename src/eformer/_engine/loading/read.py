@@ -94,7 +94,8 @@ class Reading:
                 target.arrays = arrays
                 wants.append(target)
         if self.verify:
-            check(wants, self.tree, self.files, threads, raise_damage, self.meter)
+            on_damage = partial(raise_damage, self.store.path_to)
+            check(wants, self.tree, self.files, threads, on_damage, self.meter)
         return others
 
     def plan(
@@ -123,7 +124,13 @@ class Reading:
             self.require_space([(read.file, read.nbytes) for read in plan.reads])
         _require_length(self.tree, plan.targets, needed, self.files, self.threads)
         fetching = prepare(
-            plan.targets, self.tree, self.files, verify=self.verify, memory=memory, meter=self.meter
+            plan.targets,
+            self.tree,
+            self.files,
+            verify=self.verify,
+            memory=memory,
+            meter=self.meter,
+            path_to=self.store.path_to,
         )
 
         def hand_over() -> None:

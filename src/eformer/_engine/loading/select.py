@@ -272,7 +272,8 @@ def _other_leaves(
     there = request.like_name
     if not request.partial:
         for name, hint in with_nearest(missing, names):
-            yield f"missing leaf {name!r}{hint}: `{there}` has it, the checkpoint does not"
+            where = "the checkpoint does not" if request.keys is None else "the selection by keys= does not"
+            yield f"missing leaf {name!r}{hint}: `{there}` has it, {where}"
         for name, hint in with_nearest(unexpected, like):
             yield f"unexpected leaf {name!r}{hint}: the checkpoint has it, `{there}` does not"
     elif like and len(missing) == len(like):
@@ -337,11 +338,15 @@ def _array_mismatch(target: LeafTarget, leaf: Any, request: Request) -> Iterable
     same_shape = tuple(leaf.shape) == target.shape
     if not same_shape or _dtype_name(leaf.dtype) != dtype:
         cast = _CASTS if is_floating(expected) and is_floating(found) else ""
-        resize = "; resize= changes shapes" if not request.is_template and not target.entry.key else ""
+        resize = "" if request.is_template or target.entry.key else _how_to_resize(request)
         if request.partial:
             resize += f", rename={{{target.name!r}: None}} leaves it out"
         how = cast if same_shape else resize
         yield f"leaf {target.name!r}: expected {expected}, found {found}{how}"
+
+
+def _how_to_resize(request: Request) -> str:
+    return "; resize= changes shapes" if request.resize is None else "; no pattern of resize= matches it"
 
 
 def _value_mismatch(name: str, value: Any, leaf: Any, cast: _Cast) -> Iterable[str]:

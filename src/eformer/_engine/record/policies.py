@@ -8,7 +8,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeGuard
 
 from eformer._engine.record.text import few
 
@@ -82,11 +83,11 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """The facts that rules look at: the number of a step, when it was saved, in seconds, its metrics, and whether
-    another program wrote it."""
+    """The facts that rules look at: the number of a step, when it was saved, in seconds (None: not recorded), its
+    metrics, and whether another program wrote it."""
 
     number: int
-    saved_at: float = 0.0
+    saved_at: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_foreign: bool = False
 
@@ -122,8 +123,8 @@ def kept_by(rule: Keep, ordered: Sequence[StepFacts], now: float = math.inf) -> 
     those = [step for step in ordered if rule.every is None or step.number % rule.every == 0]
     if rule.last is not None:
         found |= {step.number for step in those[-rule.last :]}
-    if rule.best is not None and rule.by is not None:
-        found |= _best(those, rule.by, rule.mode, rule.best)
+    if rule.best is not None:
+        found |= {*ranked(those, rule)[: rule.best]}
     if rule.hours is not None and ordered:
         times = plausible_times(ordered, now)
         newest = times[ordered[-1].number]
@@ -139,9 +140,10 @@ def plausible_times(ordered: Sequence[StepFacts], now: float = math.inf) -> dict
     A clock may have been wrong, and a step that seems to come from next year must not make the steps after it old. So
     no time lies after `now`, and the times that fit the order are trusted: a longest sequence of them that never falls,
     and ends with the last step. Any other step counts as saved with the next trusted one, or at its own time if that is
-    later but not after the last step: rather too much is kept than too little.
+    later but not after the last step. No step counts as older than a step before it. A step without a time counts as
+    saved with the next one. So rather too much is kept than too little.
     """
-    times = [min(step.saved_at, now) for step in ordered]
+    dated, times = _dated(ordered, now)
     trusted = _in_order(times)
     found: dict[int, float] = {}
     following = times[-1] if times else 0.0
@@ -149,8 +151,18 @@ def plausible_times(ordered: Sequence[StepFacts], now: float = math.inf) -> dict
         if index in trusted:
             following = times[index]
         own = times[index] if times[index] <= times[-1] else following
-        found[ordered[index].number] = max(own, following)
-    return found
+        found[dated[index].number] = max(own, following)
+    following = times[-1] if times else 0.0
+    for step in reversed(ordered):
+        following = found.setdefault(step.number, following)
+    numbers = [step.number for step in ordered]
+    return dict(zip(numbers, accumulate((found[number] for number in numbers), max), strict=True))
+
+
+def _dated(ordered: Sequence[StepFacts], now: float) -> tuple[list[StepFacts], list[float]]:
+    """Return the steps whose times are recorded, and their times, none of them after `now`."""
+    dated = [(step, min(step.saved_at, now)) for step in ordered if step.saved_at is not None]
+    return [step for step, _ in dated], [time for _, time in dated]
 
 
 def _in_order(times: Sequence[float]) -> set[int]:
@@ -192,24 +204,32 @@ def warnings_of(steps: Iterable[StepFacts], rules: Sequence[Keep], now: float = 
 def _misdated(ordered: Sequence[StepFacts], now: float) -> list[str]:
     """Return the numbers of the steps whose times do not fit those of the steps around them, or lie in the future, by
     more than clocks of different machines differ."""
-    times = [min(step.saved_at, now) for step in ordered]
+    dated, times = _dated(ordered, now)
     trusted = sorted(_in_order(times))
     found = []
-    for index, step in enumerate(ordered):
+    for index, step in enumerate(dated):
         place = bisect_left(trusted, index)
         low = times[trusted[place - 1]] if place else 0.0
         fitting = min(max(times[index], low), times[trusted[place]])
-        if step.saved_at and abs(step.saved_at - fitting) > _MOST_SKEW:
+        if abs((step.saved_at or 0.0) - fitting) > _MOST_SKEW:
             found.append(str(step.number))
     return found
 
 
-def _best(steps: Sequence[StepFacts], metric: str, mode: str, number: int) -> set[int]:
-    """Return the best steps; of equal ones the later. A metric that is not a number is no metric."""
-    sign = 1 if mode == "min" else -1
-    found = [(sign * step.metrics[metric], -step.number) for step in steps if metric in step.metrics]
-    found = [pair for pair in found if not math.isnan(pair[0])]
-    return {-negative for _, negative in sorted(found)[:number]}
+def ranked(steps: Iterable[StepFacts], rule: Keep) -> list[int]:
+    """Return the numbers of the steps that have the metric of a rule, the best first; of equal ones the later. A metric
+    that is not a number is no metric."""
+    sign = 1 if rule.mode == "min" else -1
+    found = [
+        (sign * value, -step.number)
+        for step in steps
+        if _has_number(value := step.metrics.get(rule.by or ""))
+    ]
+    return [-negative for _, negative in sorted(found)]
+
+
+def _has_number(value: float | None) -> TypeGuard[float]:
+    return value is not None and not math.isnan(value)
 
 
 def needs_manifests(rules: Sequence[Keep]) -> bool:

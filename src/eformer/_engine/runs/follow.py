@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from typing import TYPE_CHECKING, Any
@@ -9,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer._engine.record.policies import metric_from
-from eformer._engine.runs.steps import Scores, Step, digest_of, score_name, steps
+from eformer._engine.runs.steps import Scores, Step, digest_of, found_of, score_name, steps
 from eformer._engine.stores.base import update_file
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tasks.interrupts import uninterrupted
-from eformer.errors import NotFoundError
+from eformer.errors import EformerError, NotFoundError, VersionError
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping
+
+logger = logging.getLogger("eformer")
 
 
 def follow(
@@ -34,7 +37,7 @@ def follow(
     timeout   end if no new step has appeared for so many seconds; None waits for ever
 
     A step may be removed while it is used: hold it. Steps that are saved again after the run was rewound are not
-    yielded again.
+    yielded again. A damaged step is logged and left out. A step of a newer version raises VersionError.
 
     Example:
 
@@ -43,16 +46,32 @@ def follow(
         ...         checkpoint.score("run", step.number, {"eval.loss": evaluate(path)})
     """
     last = -1 if after is None else after
-    since = time.monotonic()
+    since, told = time.monotonic(), set[str]()
     while True:
         for step in _newer(path, last):
-            if step.problem() is None:  # read now: it may have gone while the one before was used
+            if (
+                problem := _problem(step)
+            ) is None:  # read now: it may have gone while the one before was used
                 yield step
                 last, since = step.number, time.monotonic()
+            elif step.path not in told and step.number in {there.number for there in _newer(path, last)}:
+                logger.warning("step %d is left out: %s", step.number, problem)
+                told.add(step.path)
         if timeout is not None and time.monotonic() - since >= timeout:
             return
         left = poll if timeout is None else since + timeout - time.monotonic()
         time.sleep(max(0.0, min(poll, left)))
+
+
+def _problem(step: Step) -> str | None:
+    """Say why a step is damaged; None if it is whole. Raise VersionError for a step of a newer version."""
+    try:
+        found_of(step)
+    except VersionError:
+        raise
+    except (EformerError, OSError) as error:
+        return str(error)
+    return step.problem()
 
 
 def _newer(path: str | os.PathLike[str], last: int) -> list[Step]:

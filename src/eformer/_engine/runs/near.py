@@ -140,7 +140,6 @@ class Near:
             store_options=None,
         )
         self._line, self._epoch = _Line(), ""
-        self._is_superseded = False
         self._pending: Pending | None = None
 
     # -------------------------------------------------------------------------------------- resume
@@ -154,8 +153,13 @@ class Near:
         line, holder = self._read_line(), writer.holder()
         is_ours = line.path == self._run.url and holder in line.writers
         self._line = _Line(self._run.url, [writer.id, holder], line.epochs if is_ours else [])
-        self._is_superseded = writer.has_claimed and holder != writer.id
         self._write_line()
+
+    def forget(self) -> None:
+        """Forget the steps of earlier jobs, before a run that starts anew puts its own steps aside."""
+        if jax.process_index() == 0:
+            self._line = _Line(self._line.path, self._line.writers)
+            self._write_line()
 
     def held(self) -> list[NearStep]:
         """Return the steps that this process holds whole, if they were saved by as many processes as there are."""
@@ -201,7 +205,7 @@ class Near:
     def begin(self, number: int, epoch: str, before: Iterable[str] = ()) -> None:
         """Begin an epoch after so many steps. Steps after that, and those not of the epochs `before`, are removed."""
         self._epoch = epoch
-        if jax.process_index() == 0 and not self._is_superseded:
+        if jax.process_index() == 0:
             self._line = self._line.up_to(number, epoch)
             self._write_line()
         stay = [step for step in self.held() if step.number <= number and step.epoch in before]
@@ -223,8 +227,6 @@ class Near:
             return _Line()
 
     def _write_line(self) -> None:
-        if self._is_superseded:
-            return
         update_file(self._run, NEAR_FILE, lambda _: msgspec.json.encode(self._line))
 
     # ---------------------------------------------------------------------------------------- save

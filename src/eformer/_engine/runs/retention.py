@@ -162,5 +162,5 @@ def facts_of(step: Step, rules: Sequence[Keep]) -> StepFacts:
     if not needs_manifests(rules):
         return StepFacts(step.number, is_foreign=is_foreign(step))
     saved_at = step.saved_at
-    timestamp = saved_at.timestamp() if saved_at else 0.0
+    timestamp = saved_at.timestamp() if saved_at else None
     return StepFacts(step.number, timestamp, step.metrics, is_foreign(step))

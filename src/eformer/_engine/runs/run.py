@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 import secrets
 import time
 import types
+import weakref
 from datetime import timedelta  # noqa: TC003
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
@@ -17,7 +19,7 @@ from eformer._engine.formats.steps import checked_number, last_step_in, name_of_
 from eformer._engine.loading.load import LoadArguments, load_tree, log_differences, request_from
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.options import SaveOptions, options_from
-from eformer._engine.record.policies import every_from, is_due, keep_from, minutes_due
+from eformer._engine.record.policies import StepFacts, every_from, is_due, keep_from, minutes_due, ranked
 from eformer._engine.record.text import count, few, glance
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.data import position_of, positions_in, set_position
@@ -39,9 +41,8 @@ from eformer._engine.tasks.interrupts import uninterrupted
 from eformer.errors import CorruptionError, NotFoundError, ProcessError, SupersededError, VersionError
 
 if TYPE_CHECKING:
-    import os
     import signal
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from eformer._engine.loading.report import LoadReport
     from eformer._engine.loading.request import Request
@@ -144,8 +145,8 @@ class Run:
         self._is_fresh, self._has_begun = fresh, False
         self._pending: Pending | None = None
         self._resumed_from: int | None = None
-        self._last_saved: int | None = None  # in the run itself, not in the near tier
-        self._last_done: int | None = None
+        self._progress = _Progress(self.path, has_rules=bool(self._every))
+        self._at_end = weakref.finalize(self, self._progress.warn_of_unsaved)  # of a run that nobody closes
         self._now = steady_clock()  # for retention by time
         self._told: set[str] = set()  # the warnings of retention that were logged
 
@@ -206,28 +207,24 @@ class Run:
             like=like, into=into, timeout=self._options.timeout, timeout_of="SaveOptions", **arguments
         )
         self._wait_for_last()  # it may be the newest step
-        if self._near:
-            self._near.before_claim()
+        self._before_claim()
         self._claim()
         agreed = self._agreed_steps()
         if not agreed.steps:
             self._begin_near(0, agreed)
             self._has_begun = True
             return None
-        wanted = self._wanted(agreed, step)
-        newer = [place.number for place in agreed.steps if place.number > wanted]
-        if newer and not rewind:
-            raise ValueError(
-                f"{self.path} has the steps {newer} after {wanted}; pass rewind=True to put them aside, or resume from "
-                "the newest"
-            )
-        found = self._load_newest(
-            [place for place in agreed.steps if place.number <= wanted], request, fallback
-        )
+        places = self._places(agreed, step)
+        if not rewind:
+            self._refuse_newer(agreed, places[0].number)
+        found = self._load_first(places, request, fallback)
+        newer = _after(agreed, found.step, found.skipped)
+        if not rewind:
+            self._refuse_newer(agreed, found.step, found.skipped)
         self._place(data, found)  # before anything is put aside: it may fail
         self._begin_near(found.step, agreed)
         self._put_aside({**dict.fromkeys(newer, "rewound"), **dict.fromkeys(found.skipped, "damaged")})
-        self.step = self._resumed_from = self._last_saved = found.step
+        self.step = self._resumed_from = self._progress.saved = found.step
         self._writer.note_resumed(found.step)
         self._has_begun = True
         if not return_report:
@@ -255,17 +252,33 @@ class Run:
             hosts.meet(b"", lambda _: b"")
         self._has_claimed = True
 
+    def _before_claim(self) -> None:
+        """Prepare the near tier for the claim. If this job has claimed the run before, no other job may have done so
+        since. All processes hear of an error."""
+        if self._has_claimed:
+            with _meeting(self._options.timeout) as hosts:
+                self._check_writer()
+                hosts.meet(b"", lambda _: b"")
+        if self._near:
+            self._near.before_claim()
+
+    def _check_writer(self) -> None:
+        """Raise if another job has become the writer. The first process looks, for all."""
+        if jax.process_index() == 0:
+            self._writer.check()
+
     def _begin(self) -> None:
         """Begin to save, if `resume` has not: put the steps aside that are there, or refuse to mix with them."""
         if self._has_begun:
             return
-        if self._near:
-            self._near.before_claim()
+        self._before_claim()
         agreed = self._agreed_steps()
         if not self._is_fresh:  # before the claim, which would end the job that writes the run
             self._refuse_steps(agreed)
         self._claim()
         if self._is_fresh:
+            if self._near:
+                self._near.forget()
             self._put_all_aside()
             self._writer.note_resumed(None)
         agreed = self._agreed_steps()
@@ -296,34 +309,41 @@ class Run:
         if self._near:
             self._near.begin(step, agreed.epoch, agreed.before)
 
-    def _wanted(self, agreed: Agreed, step: int | str) -> int:
-        there = [place.number for place in agreed.steps]
-        if step == "newest":
-            return there[-1]
+    def _places(self, agreed: Agreed, step: int | str) -> list[NearStep]:
+        """Return the steps to try, in this order: the wanted one first, then those that take its place if it is
+        damaged."""
+        there = {place.number: place for place in agreed.steps}
         if step == "best":
-            return self._best(agreed.far)
-        if isinstance(step, str):
+            return [there[number] for number in self._best(agreed.far)]
+        if isinstance(step, str) and step != "newest":
             raise ValueError(f"resume(step={step!r}): expected a number, 'newest' or 'best'")
-        if step not in there:
-            raise NotFoundError(f"{self.path} has no step {step}; it has {there}")
-        return int(step)
+        if step != "newest" and step not in there:
+            raise NotFoundError(f"{self.path} has no step {step}; it has {[*there]}")
+        return [place for place in reversed(agreed.steps) if step == "newest" or place.number <= int(step)]
 
-    def _best(self, there: Sequence[int]) -> int:
+    def _best(self, there: Sequence[int]) -> list[int]:
+        """Return the steps that have the metric of a rule, the best first."""
         rule = next((rule for rule in self._keep or () if rule.by), None)
-        if rule is None or rule.by is None:
+        if rule is None:
             raise ValueError(
                 "step='best' needs a rule of keep= that names a metric: Keep(best=1, by='eval.loss')"
             )
-        sign, metric = (1 if rule.mode == "min" else -1), rule.by
-        values = {step.number: step.metrics.get(metric) for step in self.steps if step.number in there}
-        found = {number: sign * value for number, value in values.items() if value is not None}
-        if not found:
-            raise NotFoundError(f"{self.path}: no step has the metric {metric!r}")
-        return min(found, key=lambda number: (found[number], -number))
+        facts = [StepFacts(step.number, None, step.metrics) for step in self.steps if step.number in there]
+        if not (found := ranked(facts, rule)):
+            raise NotFoundError(f"{self.path}: no step has the metric {rule.by!r}")
+        return found
 
-    def _load_newest(self, places: Sequence[NearStep], request: Request, fallback: bool) -> _Found:
+    def _refuse_newer(self, agreed: Agreed, number: int, skipped: Collection[int] = ()) -> None:
+        if newer := _after(agreed, number, skipped):
+            raise ValueError(
+                f"{self.path} has the steps {newer} after {number}; pass rewind=True to put them aside, or resume from "
+                "the newest"
+            )
+
+    def _load_first(self, places: Sequence[NearStep], request: Request, fallback: bool) -> _Found:
+        """Load the first of these steps that is sound in every process."""
         skipped: dict[int, str] = {}
-        for place in reversed(places):
+        for place in places:
             number = place.number
             try:
                 loaded, problem = self._try(place, request)
@@ -403,7 +423,9 @@ class Run:
             while hosts.index == 0 and (
                 there := [step for step in self.steps if step.name not in done and why(step)]
             ):
-                for step in there:
+                self._check_writer()
+                # The newest first: a job that dies here leaves the steps before it, which the next one goes on from.
+                for step in reversed(there):
                     set_aside(store_at(self.path), step.name, why(step) or "")
                 done += [step.name for step in there]
             hosts.meet(b"", lambda _: b"")
@@ -462,7 +484,7 @@ class Run:
         metadata   a dict of plain values, which `Step.metadata` gives back
         """
         step = checked_number(step)
-        self._last_done = step
+        self._progress.done = step
         why = self._why(step)
         if (
             why == "signal" and self._pending is not None
@@ -536,6 +558,7 @@ class Run:
         why: str,
     ) -> Pending:
         self._wait_for_last()
+        self._refuse_earlier(step)
         late = functools.partial(_facts, why, taken(metrics))
         self._begin()
         store = store_at(self.path)
@@ -558,12 +581,21 @@ class Run:
         )
         pending = Pending(path)
         run_in_background(save, pending, after=functools.partial(self._after_commit, step))
-        self.step = self._last_saved = step
+        self.step = self._progress.saved = step
         self._pending, self._is_asked = pending, False
         self._clock.note_save(step)
         if self._near:
             self._near.note_save(step)
         return pending
+
+    def _refuse_earlier(self, step: int) -> None:
+        """Refuse a step before the one that the run goes on from: the loop counts from zero, and would replace the old
+        steps one by one."""
+        if self._resumed_from is not None and step < self._resumed_from:
+            raise ValueError(
+                f"{self.path}: step {step} is before step {self._resumed_from}, which this run goes on from. Count on "
+                "from there: range(run.step, ...); or go back to an earlier step: resume(step=..., rewind=True)"
+            )
 
     def _save_near(
         self,
@@ -574,6 +606,7 @@ class Run:
         metadata: Mapping[str, Any] | None,
     ) -> None:
         assert self._near
+        self._refuse_earlier(step)
         late = functools.partial(_facts, "near", taken(metrics))
         self._begin()
         part = position_of(data) if data is not None else b""
@@ -654,36 +687,47 @@ class Run:
                 self._near.wait()
             if error is None:
                 self.wait()
-                self._warn_of_unsaved()
+                self._progress.warn_of_unsaved()
             elif self._pending is not None:  # what was raised is more important than an error of the save
                 self._log_failure(self._pending)
         finally:
-            self._last_done = None  # the end is told once
+            self._at_end.detach()  # the end is told once
             self._signals.close()
 
-    def _warn_of_unsaved(self) -> None:
-        """Warn if the last step that was done is not in the run."""
-        done = self._last_done
-        if done is None or done == self._last_saved or jax.process_index() != 0:
+    def _log_failure(self, pending: Pending) -> None:
+        if (failure := pending.exception()) is not None:
+            logger.error("%s failed", pending, exc_info=failure)
+
+
+@dataclasses.dataclass(slots=True)
+class _Progress:
+    """The last step that is done, and the last one that is saved in the run itself, not in its near tier."""
+
+    path: str
+    has_rules: bool
+    done: int | None = None
+    saved: int | None = None
+    process: int = dataclasses.field(default_factory=os.getpid)
+
+    def warn_of_unsaved(self) -> None:
+        """Warn, in the first process, if the last step that was done is not in the run."""
+        done, self.done = self.done, None
+        if done is None or done == self.saved or self.process != os.getpid() or jax.process_index() != 0:
             return
         logger.warning(
             "%s: step %d is done and not saved; %s. Call run.save(%d, state) after the loop to save its end",
             self.path,
             done,
-            self._why_unsaved(),
+            self._why(),
             done,
         )
 
-    def _why_unsaved(self) -> str:
-        if self._last_saved is not None:
-            return f"the last saved step is {self._last_saved}"
-        if self._every:
+    def _why(self) -> str:
+        if self.saved is not None:
+            return f"the last saved step is {self.saved}"
+        if self.has_rules:
             return "no step is saved, because no rule of every= came due"
         return "no step is saved, because without every= `after` saves at a signal or a request only"
-
-    def _log_failure(self, pending: Pending) -> None:
-        if (failure := pending.exception()) is not None:
-            logger.error("%s failed", pending, exc_info=failure)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -695,6 +739,11 @@ class _Found:
     skipped: dict[int, str]
     facts: Mapping[str, Any]
     report: LoadReport
+
+
+def _after(agreed: Agreed, number: int, skipped: Collection[int]) -> list[int]:
+    """Return the steps after this one, without those that were skipped."""
+    return [place.number for place in agreed.steps if place.number > number and place.number not in skipped]
 
 
 class _meeting:  # noqa: N801

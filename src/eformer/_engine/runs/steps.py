@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer._engine.formats.find import FOREIGN, find_step, newest_step, problem_of
-from eformer._engine.formats.steps import step_number, steps_in
+from eformer._engine.formats.steps import is_checkpoint, step_number, steps_in
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.values import parse_json
 from eformer._engine.stores.base import read_whole
@@ -205,7 +205,10 @@ def path_of_step(path: str | os.PathLike[str], number: int | None) -> str | os.P
         return path
     found = next((step.path for step in steps(path) if step.number == number), None)
     if found is None:
-        raise NotFoundError(f"{store_at(path).url} has no step {number}")
+        store = store_at(path)
+        if is_checkpoint(store):
+            raise NotFoundError(f"{store.url} is a checkpoint, not a run with steps: leave step={number} out")
+        raise NotFoundError(f"{store.url} has no step {number}")
     return found
 
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 import jax
 import msgspec
 
+from eformer._engine.formats.find import later_of_flax
 from eformer._engine.formats.left_out import holds_leaves
 from eformer._engine.formats.steps import RUN_FILE, STEP_NAME, is_checkpoint, last_step_in
-from eformer._engine.record.values import json_decoder
 from eformer._engine.runs.claims import Claim, claim_of
 from eformer._engine.runs.retention import sweep
 from eformer._engine.stores.base import read_whole, update_file
 from eformer._engine.stores.bucket_removal import ASIDE
 from eformer._engine.stores.leases import LEASES
-from eformer.errors import NotFoundError, SupersededError
+from eformer.errors import CorruptionError, NotFoundError, SupersededError
 
 if TYPE_CHECKING:
     from eformer._engine.stores.base import Kind, Store
@@ -50,8 +50,7 @@ class Writer:
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         self.store.make()
         has_steps = last_step_in(self.store) is not None
-        if not has_steps:
-            self._refuse_checkpoints()
+        self._refuse_checkpoints(has_steps=has_steps)
 
         def claimed(data: bytes | None) -> bytes:
             before = Claim.from_json(data) if has_steps else None
@@ -89,14 +88,14 @@ class Writer:
                 "%s: the step that it was resumed from could not be recorded: %s", self.store.url, error
             )
 
-    def _refuse_checkpoints(self) -> None:
-        """Refuse a step as a run, which would be a run without steps; and a directory of steps that cannot be resumed
-        from: the run would start from zero, and its steps would hide them."""
-        if is_checkpoint(self.store):
+    def _refuse_checkpoints(self, *, has_steps: bool) -> None:
+        """Refuse a step as a run, which would be a run without steps; and a directory whose newest step cannot be
+        resumed from: the run would start from zero or from an older one, and its steps would hide the newest."""
+        if not has_steps and is_checkpoint(self.store):
             raise ValueError(
                 f"{self.store.url} is a checkpoint, not a run. Pass the directory that contains the steps"
             )
-        if name := _step_of_others(self.store):
+        if name := later_of_flax(self.store) if has_steps else _step_of_others(self.store):
             raise FileExistsError(
                 f"{self.store.url} holds checkpoints of another program ({name}), which a run cannot resume from; load "
                 f"{self.store.path_to(name)}, and give the run a directory of its own"
@@ -105,12 +104,17 @@ class Writer:
     def check(self) -> None:
         """Raise a SupersededError if another job has become the writer."""
         try:
-            claim = json_decoder(Claim).decode(read_whole(self.store, RUN_FILE)[0])
+            claim = Claim.from_json(read_whole(self.store, RUN_FILE)[0])
         except FileNotFoundError:
             raise NotFoundError(
                 f"{self.store.path_to(RUN_FILE)} is gone: the run was removed or moved while this job wrote it. Start "
                 "the job again to go on there"
             ) from None
+        if claim is None:
+            raise CorruptionError(
+                f"{self.store.path_to(RUN_FILE)} is damaged: it does not say which job writes the run. Start the job "
+                "again, which writes it anew"
+            )
         if claim.id != self.id:
             raise SupersededError(
                 f"{self.store.url} is written by another job since {claim.since}: process {claim.pid} on "

@@ -54,7 +54,7 @@ class LiveStep:
     identity: Hashable
     is_read: bool = False
     saved_at: str | None = None
-    timestamp: float = 0.0
+    timestamp: float | None = None
     why: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_foreign: bool = False
@@ -250,7 +250,7 @@ def _read_step(step: Step, seen: LiveStep) -> LiveStep:
             seen,
             is_read=True,
             saved_at=saved_at.isoformat() if saved_at else None,
-            timestamp=saved_at.timestamp() if saved_at else 0.0,
+            timestamp=saved_at.timestamp() if saved_at else None,
             why=step.why,
             metrics=dict(step.metrics),
             is_foreign=is_foreign(step),

@@ -6,7 +6,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from eformer._engine.formats.find import ReplacedError, reread, signed_place, signer_of, was_replaced
+from eformer._engine.formats.find import (
+    ReplacedError,
+    later_of_flax,
+    reread,
+    signed_place,
+    signer_of,
+    was_replaced,
+)
 from eformer._engine.formats.others.orbax import inside_run
 from eformer._engine.formats.process_records import unreadable
 from eformer._engine.formats.steps import is_of_orbax, is_run, steps_in
@@ -154,6 +161,9 @@ def _verify_run(path: str | os.PathLike[str], key: PublicKey | None, progress: P
         if not (there := steps(path)):
             raise NotFoundError(f"{store_at(path).url} has no steps any more: they were removed meanwhile")
         reports = [report for step in there if (report := _verify_step(step, key, progress)) is not None]
+    store = store_at(path)
+    if later := later_of_flax(store):
+        reports.append(_report_of(store.path_to(later), key, progress))
     return Report(
         path=store_at(path).url,
         trees=sum(report.trees for report in reports),
@@ -171,19 +181,23 @@ def _verify_run(path: str | os.PathLike[str], key: PublicKey | None, progress: P
 
 def _verify_step(step: Step, key: PublicKey | None, progress: Progress) -> Report | None:
     """Check a step of a run; None if it is not there any more."""
-    try:
-        _require_inside(step)
-        report = _verify_one(step.path, key, progress)
-    except (EformerError, OSError) as error:
-        state = "fails the check of its signature" if isinstance(error, SignatureError) else "cannot be read"
-        damage = Damage("", "", 0, 0, f"{state}: {error}")
-        report = Report(step.path, 0, 0, 0, False, (damage,))
+    report = _report_of(step.path, key, progress)
     return None if report.damages and _is_gone(step) else report
 
 
-def _require_inside(step: Step) -> None:
+def _report_of(path: str, key: PublicKey | None, progress: Progress) -> Report:
+    """Check one of several checkpoints. That it cannot be read is a damage, too."""
+    try:
+        _require_inside(path)
+        return _verify_one(path, key, progress)
+    except (EformerError, OSError) as error:
+        state = "fails the check of its signature" if isinstance(error, SignatureError) else "cannot be read"
+        return Report(path, 0, 0, 0, False, (Damage("", "", 0, 0, f"{state}: {error}"),))
+
+
+def _require_inside(path: str) -> None:
     """Refuse a step of Orbax that is a link out of its run, as a load of the run does."""
-    store, name = store_at(step.path).parent()
+    store, name = store_at(path).parent()
     if (run := store.local_path()) and is_of_orbax(store, name):
         inside_run(run, name)
 

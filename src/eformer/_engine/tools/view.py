@@ -237,7 +237,9 @@ class View(Mapping[str, Any]):
         try:
             store = self._found.store
             reads = plan_reads(wants, self._tree, store.read_bytes)
-            arrays = fetch(reads, wants, self._tree, self._files, threads or store.read_threads)
+            arrays = fetch(
+                reads, wants, self._tree, self._files, threads or store.read_threads, path_to=store.path_to
+            )
             if not self._tree.has_digests and (name := self._files.rewritten()):
                 raise FileNotFoundError(
                     f"{self._path}: {name} has been written to since it was opened; open it again"

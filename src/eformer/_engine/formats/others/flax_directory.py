@@ -15,10 +15,11 @@ from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.others import flax, orbax
 from eformer._engine.formats.others.single_file import open_single_file
 from eformer._engine.formats.safetensors.names import MANIFEST, SUFFIX
+from eformer._engine.formats.steps import RUN_FILE
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.read_format import Place
@@ -51,10 +52,12 @@ def by_steps(place: Place) -> Found | None:
     return _open(store, last) if kind == "file" else None
 
 
-def has_later(place: Place, number: int) -> bool:
-    """Tell whether a directory has a step of flax, in a file, after the step of this number."""
-    later = [name for name, own in _numbers(place.names).items() if own > number]
-    return any(place.store.kind(name) == "file" for name in later)
+def later_in(store: Store, number: int, names: Collection[str]) -> str | None:
+    """Name the newest step of flax in a file, among the `names` in a directory, if it is after the step of this number.
+    In a directory that a job has claimed as a run, only the steps of the run count."""
+    own = _numbers(names) if RUN_FILE not in names else {}
+    later = sorted((name for name in own if own[name] > number), key=own.__getitem__, reverse=True)
+    return next((name for name in later if store.kind(name) == "file"), None)
 
 
 def _numbers(names: Iterable[str]) -> dict[str, float]:

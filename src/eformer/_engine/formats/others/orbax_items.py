@@ -127,5 +127,9 @@ def _is_step(path: Path, *, may_be_item: bool) -> bool:
         return True
     if holds_tree(path):
         return False
-    has_items = any(find_item(path / name, {}) for name in LocalStore(path).kinds())
-    return has_items or (not may_be_item and holds_documents(path))
+    return has_items(path) or (not may_be_item and holds_documents(path))
+
+
+def has_items(path: Path) -> bool:
+    """Tell whether a directory has items that are trees."""
+    return any(find_item(path / name, {}) for name in LocalStore(path).kinds())
