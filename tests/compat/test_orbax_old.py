@@ -75,6 +75,16 @@ def test_the_last_step_is_the_one_that_is_read(samples):
     assert checkpoint.load(samples / "orbax-0.2.7" / "mgr_legacy" / "2")["step"] == 2
 
 
+@pytest.mark.parametrize("name", ["orbax-0.2.7/mgr_legacy", "orbax-0.5.3/mgr_legacy"])
+def test_steps_of_a_manager_before_it_marked_them_are_steps(samples, tmp_path, name):
+    run = shutil.copytree(samples / name, tmp_path / "run")
+    assert checkpoint.latest(run) == f"{run}/10"
+    with checkpoint.Run(run, keep=1, signals=()) as job:
+        assert job.resume().tree["step"] == job.step == 10
+        job.save(11, {"w": np.ones(2)})
+    assert [step.number for step in checkpoint.steps(run)] == [2, 10, 11]
+
+
 @pytest.mark.parametrize(
     "shardings",
     [

@@ -10,7 +10,8 @@ import pytest
 from eformer import checkpoint
 from eformer._engine.stores.locate import store_at
 from eformer.checkpoint import Keep, Run, follow, load, score, steps
-from eformer.errors import NotFoundError
+from eformer.errors import NotFoundError, VersionError
+from support.damage import newer_version
 from support.trees import assert_same
 
 
@@ -126,3 +127,20 @@ def test_a_score_that_is_not_finite_takes_the_one_before_away_and_one_that_is_no
     assert checkpoint.steps(tmp_path)[0].metrics == {"other": 2.0}
     with pytest.raises(ValueError, match=r"metrics\['loss'\] is 'low'; expected a single number"):
         checkpoint.score(tmp_path, 1, {"loss": "low"})
+
+
+def test_a_damaged_step_is_logged_once_and_left_out(tmp_path, caplog):
+    with Run(tmp_path, signals=()) as run:
+        for number in (1, 2, 3):
+            run.save(number, tree(number))
+    (tmp_path / "step-2" / "manifest.json").write_bytes(b"{")
+    assert [step.number for step in follow(tmp_path, poll=0.01, timeout=0.05)] == [1, 3]
+    assert len([text for text in caplog.messages if "step 2 is left out" in text]) == 1
+
+
+def test_a_step_of_a_newer_version_is_an_error(tmp_path):
+    with Run(tmp_path, signals=()) as run:
+        run.save(1, tree(1))
+    newer_version(tmp_path / "step-1")
+    with pytest.raises(VersionError, match="version"):
+        next(follow(tmp_path, timeout=10))

@@ -4,17 +4,17 @@ import os
 import shutil
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
+from flax.serialization import to_bytes
 
 from eformer import checkpoint
 from eformer._engine.formats import find as find_module
 from eformer._engine.formats.zarr.index import INDEX
-from eformer._engine.record.manifest import Manifest
-from eformer.checkpoint import latest, load, save, steps
+from eformer.checkpoint import Keep, Run, latest, load, save, steps
 from eformer.errors import CorruptionError, NotFoundError, VersionError
+from support.damage import newer_version
 from support.trees import assert_same
 
 ORBAX = Path(__file__).parents[2] / "compat" / "orbax"
@@ -45,12 +45,6 @@ def test_a_run_is_its_last_whole_step(run):
 
 
 # ------------------------------------------------------------------------- a damaged newest step
-
-
-def newer_version(step):
-    file = step / "manifest.json"
-    manifest = Manifest.from_json(file.read_bytes(), "")
-    file.write_bytes(msgspec.structs.replace(manifest, version=99).to_json())
 
 
 HARMS = {
@@ -289,3 +283,36 @@ def test_a_resume_from_a_step_of_a_newer_version_says_how_to_go_on_from_the_one_
             again.resume()
         assert again.resume(step=10, rewind=True).step == 10
     assert (run / "step-100.rewound").is_dir()
+
+
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_a_later_file_of_flax_is_the_newest_step_for_every_reader_unless_the_directory_is_a_run(
+    run, is_claimed
+):
+    (run / "checkpoint_200").write_bytes(to_bytes(tree(200)))
+    if is_claimed:
+        (run / "run.json").write_text("{}")
+    newest = "step-100" if is_claimed else "checkpoint_200"
+    assert latest(run) == f"{run}/{newest}"
+    assert_same(load(run), load(run / newest))
+    assert checkpoint.verify(run).ok
+    (run / "checkpoint_200").write_bytes(b"\x81")
+    assert checkpoint.verify(run).ok == is_claimed
+
+
+def test_a_run_refuses_a_directory_whose_newest_step_is_a_file_of_flax(run):
+    (run / "checkpoint_200").write_bytes(to_bytes(tree(200)))
+    with (
+        Run(run, signals=()) as job,
+        pytest.raises(FileExistsError, match=r"another program \(checkpoint_200\)"),
+    ):
+        job.resume(like=tree(0))
+    assert not (run / "run.json").exists()
+
+
+def test_steps_of_orbax_whose_time_is_not_recorded_are_not_old(tmp_path):
+    run = shutil.copytree(ORBAX / "manager", tmp_path / "run")
+    for mark in run.glob("*/_CHECKPOINT_METADATA"):
+        mark.write_text("{}")
+    save(tree(4), run / "step-4")
+    assert checkpoint.prune(run, keep=Keep(hours=24, foreign=True), dry_run=True).removed == ()

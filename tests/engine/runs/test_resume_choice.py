@@ -1,0 +1,212 @@
+"""Which step a run goes on from, and which steps the job may then save."""
+
+import json
+import math
+import os
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from eformer import checkpoint
+from eformer._engine.runs import near as near_module
+from eformer._engine.runs import run as run_module
+from eformer.checkpoint import Keep, Run
+from eformer.errors import CorruptionError, MismatchError, SupersededError
+
+
+def tree(number):
+    return {"w": np.full(3, float(number))}
+
+
+def fill(path, *numbers, **losses):
+    with Run(path, signals=()) as run:
+        run.resume()
+        for number in numbers:
+            metrics = {"loss": losses[f"s{number}"]} if losses else None
+            run.save(number, tree(number), metrics=metrics).result()
+
+
+def names(path):
+    return sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+
+
+BEST = [Keep(last=9), Keep(best=1, by="loss")]
+
+
+def resume_best(path, **arguments):
+    with Run(path, keep=BEST, signals=()) as run:
+        return run.resume(like=tree(0), step="best", rewind=True, **arguments)
+
+
+# ---------------------------------------------------------------------------------------- the best step
+
+
+def test_a_metric_that_is_no_number_is_never_the_best(tmp_path):
+    fill(tmp_path, 5, 10, 15, s5=math.nan, s10=0.1, s15=0.5)
+    assert resume_best(tmp_path).step == 10
+    assert names(tmp_path) == ["step-10", "step-15.rewound", "step-5"]
+
+
+def test_the_next_best_step_takes_the_place_of_a_damaged_one(tmp_path):
+    fill(tmp_path, 5, 10, 15, 20, s5=0.1, s10=0.9, s15=0.05, s20=0.5)
+    os.truncate(tmp_path / "step-15" / "model.safetensors", 5)
+    found = resume_best(tmp_path)
+    assert (found.step, list(found.skipped)) == (5, [15])
+    assert names(tmp_path) == ["step-10.rewound", "step-15.damaged", "step-20.rewound", "step-5"]
+
+
+def test_newer_steps_are_refused_also_if_the_best_one_is_damaged(tmp_path):
+    fill(tmp_path, 5, 10, 15, s5=0.1, s10=0.9, s15=0.05)
+    os.truncate(tmp_path / "step-15" / "model.safetensors", 5)
+    with (
+        Run(tmp_path, keep=BEST, signals=()) as run,
+        pytest.raises(ValueError, match=r"steps \[10\] after 5; pass"),
+    ):
+        run.resume(like=tree(0), step="best")
+    assert names(tmp_path) == ["step-10", "step-15", "step-5"]
+
+
+# ------------------------------------------------------------------------------------------ one writer
+
+
+def test_a_job_that_has_lost_the_run_puts_no_step_of_its_successor_aside(tmp_path):
+    with Run(tmp_path, signals=()) as lost, Run(tmp_path, signals=()) as run:
+        lost.resume()
+        lost.save(1, tree(1)).result()
+        run.resume(like=tree(0))
+        run.save(2, tree(2)).result()
+        with pytest.raises(SupersededError, match="is written by another job"):
+            lost.resume(like=tree(0), step=1, rewind=True)
+    assert names(tmp_path) == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"host": "x"}'])
+def test_a_damaged_record_of_the_writer_is_named(tmp_path, text):
+    with Run(tmp_path, signals=()) as run:
+        run.save(1, tree(1)).result()
+        (tmp_path / "run.json").write_text(text)
+        with pytest.raises(
+            CorruptionError, match=r"run\.json is damaged: .* Start the job again, which writes it anew"
+        ):
+            run.save(2, tree(2)).result()
+        run._pending = None
+    with Run(tmp_path, signals=()) as run:
+        assert run.resume().step == 1
+
+
+def test_a_rewind_that_dies_has_put_the_newest_steps_aside(tmp_path, monkeypatch):
+    fill(tmp_path, 1, 2, 3)
+    set_aside = run_module.set_aside
+
+    def once(*arguments):
+        set_aside(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "set_aside", once)
+    with pytest.raises(KeyboardInterrupt), Run(tmp_path, signals=()) as run:
+        run.resume(step=1, rewind=True)
+    assert names(tmp_path) == ["step-1", "step-2", "step-3.rewound"]
+
+
+# ---------------------------------------------------------------------------- steps before the resumed one
+
+
+@pytest.mark.parametrize("is_near", [False, True])
+def test_a_loop_that_counts_from_zero_after_a_resume_is_an_error(tmp_path, is_near):
+    fill(tmp_path / "run", 10, 20)
+    rules = {"near": tmp_path / "near", "near_every": 5} if is_near else {"every": 5}
+    with Run(tmp_path / "run", signals=(), **rules) as run:
+        run.resume(like=tree(0))
+        run.after(4, tree(4))  # it is not saved
+        with pytest.raises(
+            ValueError, match=r"step 5 is before step 20, which .*: range\(run\.step, \.\.\.\)"
+        ):
+            run.after(5, tree(5))
+        run.save(20, tree(-20)).result()
+        run.save(21, tree(21)).result()
+    assert [checkpoint.load(step.path)["w"][0] for step in checkpoint.steps(tmp_path / "run")] == [
+        10,
+        -20,
+        21,
+    ]
+
+
+def test_after_a_rewind_the_steps_after_it_are_saved_anew(tmp_path):
+    fill(tmp_path, 10, 20)
+    with Run(tmp_path, signals=()) as run:
+        assert run.resume(like=tree(0), step=10, rewind=True).step == 10
+        run.save(15, tree(15)).result()
+    assert [step.number for step in checkpoint.steps(tmp_path)] == [10, 15]
+
+
+# --------------------------------------------------------------------------------------- other things
+
+
+def test_a_fresh_run_that_dies_does_not_leave_near_steps_to_go_on_from(tmp_path, monkeypatch):
+    near = {"near": tmp_path / "near", "near_every": 1}
+    with Run(tmp_path / "run", signals=(), **near) as run:
+        run.resume()
+        run.save(10, tree(10)).result()
+        run.after(11, tree(11))
+    monkeypatch.setattr(near_module.Near, "begin", Mock(side_effect=[KeyboardInterrupt, None]))
+    with Run(tmp_path / "run", signals=(), fresh=True, **near) as run, pytest.raises(KeyboardInterrupt):
+        run.save(1, tree(1))
+    assert names(tmp_path / "run") == ["step-10.old"]
+    with Run(tmp_path / "run", signals=(), **near) as run:
+        assert run.resume(like=tree(0)) is None
+
+
+def test_weights_of_another_program_under_the_name_of_a_step_stay_as_they_are(tmp_path):
+    fill(tmp_path, 10)
+    (tmp_path / "step-20").mkdir()
+    (tmp_path / "step-20" / "model.pt").write_bytes(b"weights")
+    with Run(tmp_path, signals=()) as run:
+        assert run.resume(like=tree(0)).step == 10
+    assert names(tmp_path) == ["step-10", "step-20"]
+
+
+def test_messages_of_a_resume_advise_what_was_not_passed(tmp_path):
+    fill(tmp_path, 10)
+    like = {"w": np.zeros(5)}
+    with Run(tmp_path, signals=()) as run:
+        with pytest.raises(MismatchError, match="resize= changes shapes"):
+            run.resume(like=like)
+        with pytest.raises(MismatchError, match=r"found float64\[3\]; no pattern of resize= matches it"):
+            run.resume(like=like, resize={"other": np.resize})
+        with pytest.raises(
+            MismatchError, match="missing leaf 'v': `like` has it, the selection by keys= does not"
+        ):
+            run.resume(like={**tree(0), "v": np.zeros(3)}, keys="w")
+
+
+def test_a_flipped_bit_in_the_newest_step_names_the_file(tmp_path):
+    fill(tmp_path, 10)
+    file = tmp_path / "step-10" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    for read in (checkpoint.load, lambda path: checkpoint.open(path)["w"][...]):
+        with pytest.raises(CorruptionError, match=f"leaf 'w': .*; restore {file} from a copy"):
+            read(tmp_path)
+
+
+def test_a_step_of_a_step_is_an_error_that_says_so(tmp_path):
+    fill(tmp_path, 10)
+    with pytest.raises(
+        FileNotFoundError, match=r"step-10 is a checkpoint, not a run with steps: leave step=10 out"
+    ):
+        checkpoint.verify(tmp_path / "step-10", step=10)
+
+
+def test_a_run_that_nobody_closes_warns_of_its_unsaved_end(tmp_path, caplog):
+    run = Run(tmp_path, every=100, signals=())
+    run.after(7, tree(7))
+    del run
+    assert "step 7 is done and not saved; no step is saved, because no rule of every= came due" in caplog.text
+    caplog.clear()
+    with Run(tmp_path, every=100, signals=()) as run:
+        run.after(100, tree(100))
+    del run
+    assert json.loads((tmp_path / "run.json").read_text())
+    assert caplog.text == ""
