@@ -19,6 +19,7 @@ from eformer._engine.record.manifest import Manifest, TreeEntry
 from eformer._engine.stores import leases
 from eformer._engine.stores.base import Replaced, SwapError
 from eformer._engine.stores.bucket import BucketUpload
+from eformer._engine.stores.checkpoints import has_unfinished
 from eformer._engine.stores.locate import store_at
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import SupersededError
@@ -82,7 +83,7 @@ class BucketStoreContract(StoreContract):
         self.patch.setattr(leases, "LEASE", -2.0)
         self.sweep(store, {OTHER})
         assert self.held(store) == {f"tree.{OTHER}": "directory"}
-        assert not store.has_unfinished()
+        assert not has_unfinished(store)
 
     def test_a_file_that_was_replaced_is_known(self, store):
         self.swap(store, "index", b"old")
@@ -103,7 +104,7 @@ class BucketStoreContract(StoreContract):
         self.sweep(store, {SAVE})
         assert self.held(store) == {ROOT: "directory"}
         assert store.read(f"{ROOT}/a/0")[0] == b"1"
-        assert not store.has_unfinished()
+        assert not has_unfinished(store)
 
     def test_an_index_that_another_save_has_swapped_is_not_overwritten(self, store):
         self.swap(store, "index", b"one")
@@ -216,7 +217,7 @@ class BucketArrays(InBucket, DirectoryContract):
 
     @pytest.mark.parametrize("name", too_long)
     def test_a_name_that_makes_too_long_a_key_is_refused(self, path, name):
-        with pytest.raises(OSError, match="keys of objects have at most 1024 bytes"):
+        with pytest.raises(OSError, match="File name too long: at most"):
             save({name: np.ones(3)}, path)
         assert not objects(path)
 

@@ -16,6 +16,8 @@ from eformer._engine.formats import steps
 from eformer._engine.runs.retention import sweep
 from eformer._engine.stores import leases
 from eformer._engine.stores.bucket_removal import _Claim
+from eformer._engine.stores.checkpoints import held, remove_checkpoint, set_aside
+from eformer._engine.stores.checkpoints import sweep as sweep_checkpoint
 from eformer._engine.stores.leases import Leases
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tools.prune import plan_removal, remove
@@ -346,13 +348,13 @@ def test_a_step_at_the_root_of_a_bucket_that_is_held_stays(kind):
     name = "step-987654321"
     put(f"memory://{name}", 1, kind)
     store = store_at("memory://")
-    with store.held(name) as path:
-        assert not store.remove_checkpoint(name, _indexes())
+    with held(store, name) as path:
+        assert not remove_checkpoint(store, name, _indexes())
         assert (load(path)["w"] == 1).all()
     upload = store_at(f"memory://{name}").begin("", save_id="0123456789abcdef")
-    assert not store.remove_checkpoint(name, _indexes())
+    assert not remove_checkpoint(store, name, _indexes())
     upload.close()
-    assert store.remove_checkpoint(name, _indexes())
+    assert remove_checkpoint(store, name, _indexes())
     assert not list(store.objects.list(f"{name}/"))
 
 
@@ -366,7 +368,7 @@ def test_a_reader_that_comes_before_anything_is_removed_keeps_the_step(kind):
         with ExitStack() as readers:
 
             def hold(readers=readers, run=run):
-                readers.enter_context(store_at(run).held("step-1"))
+                readers.enter_context(held(store_at(run), "step-1"))
 
             with watched({threading.current_thread(): Countdown(where, hold)}, {}):
                 removed = remove(plan).removed
@@ -396,7 +398,7 @@ def test_a_reader_and_two_removals_never_tear_a_step(other):
 
             def come(two=two, readers=readers, run=run):
                 two.start()
-                readers.enter_context(store_at(run).held("step-1"))
+                readers.enter_context(held(store_at(run), "step-1"))
 
             here = threading.current_thread()
             with watched({here: Countdown(where, come), two.thread: two.before}, {}):
@@ -490,7 +492,7 @@ def test_a_step_that_is_saved_while_it_is_put_aside_stays():
             put_copy(objects, key.removesuffix(".rewound"), new)
 
     with mock.patch.object(type(found), "put", put_and_commit):
-        store.set_aside("step-2", "rewound", ("manifest.json",))
+        set_aside(store, "step-2", "rewound", ("manifest.json",))
     assert bytes(found.read(f"{start}step-2/manifest.json")[0]) == new
 
 
@@ -522,7 +524,7 @@ def test_a_sweep_whose_index_is_removed_by_another_one_does_nothing():
     put(f"{run}/step-1", 1, "safetensors")
     store, death = store_at(run), Deaths(8)
     with suppress(Died), hooked(death):
-        store.remove_checkpoint("step-1", _indexes())
+        remove_checkpoint(store, "step-1", _indexes())
     found, start = around(f"{run}/x")
     index = f"{start}step-1/manifest.json"
     assert b"gone" in bytes(found.read(index)[0])
@@ -534,7 +536,7 @@ def test_a_sweep_whose_index_is_removed_by_another_one_does_nothing():
         return look(claim)
 
     with passed(), mock.patch.object(_Claim, "look", looked):
-        store.sweep("step-1", _indexes())
+        sweep_checkpoint(store, "step-1", _indexes())
     with pytest.raises(NotFoundError):
         load(f"{run}/step-1")
 
@@ -544,7 +546,7 @@ def test_a_removal_makes_few_requests():
     fill(run, "safetensors", (1, 2))
     plan, counted = plan_removal(run, 1), Deaths(0)
     with hooked(counted):
-        store_at(run).remove_checkpoint(plan.removed[0], _indexes(), plan.identities[0])
+        remove_checkpoint(store_at(run), plan.removed[0], _indexes(), plan.identities[0])
     assert counted.count <= 14
 
 

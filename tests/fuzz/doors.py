@@ -18,6 +18,7 @@ from eformer._engine.formats.indexes import INDEXES
 from eformer._engine.formats.msgpack import reader
 from eformer._engine.formats.msgpack.views import unpack
 from eformer._engine.formats.msgpack.writer import pack
+from eformer._engine.stores.checkpoints import remove_checkpoint
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tools.view import LeafView
 from eformer.errors import EformerError, FormatError
@@ -229,7 +230,7 @@ class Doors:
 
     def remove(self, path: str) -> None:
         store, name = store_at(path).parent()
-        store.remove_checkpoint(name, INDEXES)
+        remove_checkpoint(store, name, INDEXES)
 
 
 READING = (

@@ -17,6 +17,7 @@ from eformer._engine.record.manifest import encode_leaves
 from eformer._engine.record.names import readable_names, resolve
 from eformer._engine.record.values import value_from_json
 from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.on_disk import on_disk
 from eformer.errors import CorruptionError, EformerError, MismatchError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def checkpoint_facts(
         "signed_by": signer_of(found),
     }
     store = store_at(path)
-    where = store.local_path()
+    where = on_disk(store)
     steps = steps_in(where, list(store.kinds())) if where and where.is_dir() else []
     if steps and Path(found.path).name == steps[-1]:
         facts["steps"] = steps

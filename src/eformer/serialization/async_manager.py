@@ -24,6 +24,7 @@ from eformer._engine.record.options import SaveOptions
 from eformer._engine.saving.pending import Pending, wait_for
 from eformer._engine.saving.run import carry_out, run_in_background
 from eformer._engine.saving.save import refuse_swapped, start
+from eformer._engine.stores.base import is_there
 from eformer._engine.stores.local_paths import is_file_url, path_of_file_url, with_home
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.store_options import remember
@@ -425,7 +426,7 @@ class AsyncCheckpointManager:
         store = store_at(
             text.removesuffix(f"/{INDEX}") if is_remote else str(AsyncCheckpointManager.safe_loadpath(path))
         )
-        if not store.is_there():
+        if not is_there(store):
             return False
         return store.exists(INDEX) or next(discover(store), None) is not None
 

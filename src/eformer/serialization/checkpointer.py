@@ -29,6 +29,7 @@ from eformer._engine.runs.steps import steps
 from eformer._engine.saving.run import told_to_all
 from eformer._engine.stores.local_removal import remove_file
 from eformer._engine.stores.locate import absolute, store_at
+from eformer._engine.stores.on_disk import on_disk
 from eformer._engine.tasks.forks import renew_in_children
 from eformer._engine.tasks.interrupts import uninterrupted, wait_for_all
 from eformer.errors import NotFoundError
@@ -298,7 +299,7 @@ class Checkpointer:
     def _unfinish(self, name: str) -> None:
         """Take the mark from a checkpoint that is about to be replaced in parts: until it is finished again, some of
         its trees may be older than others."""
-        place = store_at(self._path_of(name)).local_path()
+        place = on_disk(store_at(self._path_of(name)))
         if jax.process_index() == 0 and place is not None and place.is_dir():
             remove_file(place, METADATA)
 

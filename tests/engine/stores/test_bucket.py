@@ -22,7 +22,9 @@ from contracts.bucket_runs import BucketRuns
 from contracts.bucket_tools import BucketTools
 from eformer import checkpoint
 from eformer._engine.stores import objects as requests
+from eformer._engine.stores.checkpoints import has_unfinished, held
 from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.on_disk import usage
 from eformer.checkpoint import SaveOptions
 from support.bucket_faults import hooked
 from support.buckets import objects
@@ -105,20 +107,20 @@ def test_sizes_of_all_steps_are_one_listing(url):
     for step in range(5):
         checkpoint.save({"w": np.ones(step)}, f"{url}/step-{step}")
     with counted() as requests:
-        sizes = store_at(url).usage([f"step-{step}" for step in range(5)])
+        sizes = usage(store_at(url), [f"step-{step}" for step in range(5)])
     assert requests == {"list": 1}
     assert sizes["step-4"] == sum(len(data) for key, data in objects(f"{url}/x").items() if "/step-4/" in key)
 
 
 def test_a_lease_that_is_collected_in_the_thread_of_requests_does_not_hang(url):
-    lease = store_at(url).parent()[0].held("x")
+    lease = held(store_at(url).parent()[0], "x")
     lease.__enter__()
 
     async def collected():
         lease.__exit__(None, None, None)
 
     asyncio.run_coroutine_threadsafe(collected(), requests._loop().loop).result(10)
-    assert store_at(url).has_unfinished()  # it runs out
+    assert has_unfinished(store_at(url))  # it runs out
 
 
 def test_a_request_in_the_thread_of_requests_is_refused(url):

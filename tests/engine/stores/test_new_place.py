@@ -35,7 +35,7 @@ def test_the_name_is_free_until_everything_is_there(tmp_path):
         upload.publish({"file": "file"}, save_id="id")
         upload.swap("index", b"{}", None)
         assert not (tmp_path / "new").exists()
-        assert (upload.place_of(LocalStore(tmp_path / "new")).local_path() / "index").exists()
+        assert (upload.place_of(LocalStore(tmp_path / "new")).path / "index").exists()
     assert sorted(os.listdir(tmp_path / "new")) == ["file", "index"]
     upload.close()
     assert os.listdir(tmp_path) == ["new"]

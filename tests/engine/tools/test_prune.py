@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from eformer._engine.runs.steps import Step
 from eformer._engine.stores.directory import Directory
-from eformer._engine.stores.local import LocalStore
+from eformer._engine.tools import prune as prune_module
 from eformer._engine.tools.prune import plan_removal, remove
 from eformer.checkpoint import Keep, load, prune, save, score
 from eformer.errors import EformerError, NotFoundError
@@ -419,14 +419,14 @@ def test_the_scratch_of_a_save_that_lives_is_left_alone(run):
 
 
 def test_steps_that_the_run_removes_meanwhile_are_passed_over(run, monkeypatch):
-    identity = LocalStore.identity
+    identity = prune_module.identity_of
 
     def late(store, name, indexes):
         if name == "run-90":
             shutil.rmtree(run / name)
         return identity(store, name, indexes)
 
-    monkeypatch.setattr(LocalStore, "identity", late)
+    monkeypatch.setattr(prune_module, "identity_of", late)
     plan = plan_removal(run, 1)
     assert plan.removed == ("run-100", "run-200")
     shutil.rmtree(run / "run-100")

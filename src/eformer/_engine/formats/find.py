@@ -35,7 +35,9 @@ from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.record.names import with_nearest
 from eformer._engine.record.signature import signature_name
 from eformer._engine.record.text import few
+from eformer._engine.stores.base import is_there
 from eformer._engine.stores.locate import locate, store_at
+from eformer._engine.stores.on_disk import on_disk, resolved
 from eformer._engine.stores.signed import SignedStore, claimed_signer, scope_of, signed_store
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.turns import turns
@@ -99,7 +101,7 @@ def signed_place(store: Store, name: str) -> tuple[Store, str, str]:
     scope = scope_of(store, name)
     if scope is not None:
         return store, name, scope
-    real = store.resolve(name) if name else (store, name)
+    real = resolved(store, name) if name else (store, name)
     if real[0].path_to(real[1]) != store.path_to(name):  # a link that the caller names may lead anywhere
         return signed_place(*real)
     is_run = not name and not is_checkpoint(store)
@@ -237,7 +239,7 @@ def _names_in(store: Store) -> list[str]:
 
 
 def _missing(store: Store, name: str) -> NoReturn:
-    if not (there := _names_in(store)) and not store.is_there():
+    if not (there := _names_in(store)) and not is_there(store):
         raise NotFoundError(f"no checkpoint at {store.path_to(name)}: {store.url} does not exist")
     if other := tensorflow.name_prefix(name, there):
         raise FormatError(f"{store.url}: {other}")
@@ -298,7 +300,7 @@ def _looked_at(store: Store) -> Iterator[_Step]:
             yield _Step(number, name, problem=str(error), is_newer_version=True)
         except (FormatError, FileNotFoundError) as error:
             # Orbax writes its marks first: where directories do not appear whole, such a step is not finished.
-            if not store.can_rename and isinstance(error, NotFoundError) and is_of_orbax(store, name):
+            if on_disk(store) is None and isinstance(error, NotFoundError) and is_of_orbax(store, name):
                 continue
             yield _Step(number, name, problem=_missing_file(error) or str(error))
 
@@ -350,7 +352,7 @@ def _readable_of_orbax(store: Store, name: str) -> Found | None:
     does not need the other items, which eformer may be unable to read. A link that leads out of the run is refused."""
     if not is_of_orbax(store, name):
         return None
-    if (run := store.local_path()) is not None:
+    if (run := on_disk(store)) is not None:
         orbax.inside_run(run, name)
     try:
         found = find_step(store.path_to(name))
@@ -421,7 +423,7 @@ def _in_directory(store: Store) -> Found:
 def _nothing_in(store: Store, names: list[str]) -> NoReturn:
     if not names:
         raise NotFoundError(f"{store.url} holds no checkpoint: it is empty. If it is a run, {_EMPTY_RUN}")
-    directory = store.local_path()
+    directory = on_disk(store)
     inner = [name for name in names if directory is not None and _looks_like_one(directory / name)]
     there = ", ".join(names[:_MOST_SHOWN]) or "nothing"
     hint = f". Is it one of {inner[:_MOST_SHOWN]}?" if inner else ""

@@ -10,6 +10,7 @@ from eformer._engine.record.names import with_nearest
 from eformer._engine.stores.inside import directory_inside
 from eformer._engine.stores.local_copy import copy_of
 from eformer._engine.stores.ocdbt import DatabaseFiles
+from eformer._engine.stores.on_disk import on_disk
 from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class Found:
 def files_of(store: Store, tree: TreeEntry, versions: Mapping[str, Version] | None = None) -> Files:
     """Open the files of a tree, or the keys of its database."""
     if tree.is_database:
-        names, directory = [file.name for file in tree.files], store.local_path()
+        names, directory = [file.name for file in tree.files], on_disk(store)
         if directory is not None:
             return DatabaseFiles(directory_inside(directory, tree.root) if tree.root else directory, names)
         copy = copy_of(store, tree.root)  # TensorStore reads it by its path

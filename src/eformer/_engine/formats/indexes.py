@@ -13,6 +13,7 @@ from eformer._engine.formats.zarr.index import INDEX, Index
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.values import parse_json
 from eformer._engine.stores.base import MOST_EMPTY
+from eformer._engine.stores.on_disk import on_disk
 from eformer.errors import EformerError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ INDEXES = _Indexes()
 def has_mark(store: Store, directory: str, mark: str) -> bool | None:
     """Tell whether a file marks a directory as a checkpoint; None if it is there and says that there is none."""
     name = f"{directory}/{mark}"
-    if store.can_rename or mark not in (MANIFEST, INDEX):
+    if on_disk(store) is not None or mark not in (MANIFEST, INDEX):
         return store.is_file(name)
     try:
         data, entry = store.read(name, 0, MOST_EMPTY)

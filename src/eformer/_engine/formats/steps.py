@@ -16,6 +16,7 @@ from eformer._engine.formats.safetensors.plain_files import marked_file
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.plain_arrays import discover, is_of_eformer
 from eformer._engine.stores.durable import SCRATCH
+from eformer._engine.stores.on_disk import on_disk
 from eformer._engine.stores.removal import DATABASE_MARK
 from eformer._engine.tasks.pool import run_all
 from eformer.errors import EformerError
@@ -64,7 +65,7 @@ def steps_in(store: Store) -> list[tuple[int, str]]:
     may hold leaves, and run-100 with files or arrays that eformer wrote.
     """
     names = sorted(_names_by_number(store).items())
-    if store.can_rename:
+    if on_disk(store) is not None:
         return list(_steps_among(store, names))
     are_steps = _looked_at(store, [name for _, several in names for name in several])
     chosen = [(number, [name for name in several if are_steps[name]]) for number, several in names]
@@ -131,7 +132,7 @@ def is_of_orbax(store: Store, name: str) -> bool:
 
 def _has_items_of_orbax(store: Store, name: str) -> bool:
     """Tell whether a directory is a step of Orbax that has no mark itself, as those before 0.5.20."""
-    directory = store.local_path()
+    directory = on_disk(store)
     with suppress(EformerError, OSError):
         return directory is not None and store.kind(name) == "directory" and has_items(directory / name)
     return False
@@ -181,7 +182,9 @@ def _is_step(store: Store, name: str) -> bool:
     for mark in MARKS:
         if (is_marked := has_mark(store, name, mark)) is not False:
             return bool(is_marked)
-    return store.can_rename and (_has_lost_its_mark(store, name) or _has_items_of_orbax(store, name))
+    return on_disk(store) is not None and (
+        _has_lost_its_mark(store, name) or _has_items_of_orbax(store, name)
+    )
 
 
 def _is_ours(name: str) -> bool:

@@ -84,8 +84,8 @@ class WriteFormat(Protocol):
     def check_place(self, store: Store) -> bool:
         """Tell whether there is a checkpoint; refuse files that are not ours to replace."""
 
-    def begin(self, store: Store, token: str = "") -> Upload:
-        """Begin an upload, or join the one of another process."""
+    def begin(self, store: Store, token: str = "", *, is_first: bool = False) -> Upload:
+        """Begin an upload, or join the one of another process. If it `is_first`, there is no checkpoint yet."""
 
     def layout(self, groups: Sequence[Sequence[Source]], sha256: Mapping[str, str]) -> list[PlannedFile]:
         """Plan the files of the leaves; no two groups share one."""

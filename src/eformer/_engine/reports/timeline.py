@@ -18,6 +18,7 @@ from eformer._engine.runs.claims import resumed_from
 from eformer._engine.runs.retention import facts_of
 from eformer._engine.runs.steps import steps
 from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.on_disk import usage
 from eformer._engine.tasks.progress import metered
 from eformer._engine.tools.compare import plain_became
 from eformer._engine.tools.prune import plan_removal
@@ -44,7 +45,7 @@ def step_facts(run: str | os.PathLike[str], rules: Sequence[Keep] = ()) -> list[
     found = steps(run)
     removed = plan_removal(run, rules).removed if rules and found else ()
     store = store_at(run)
-    sizes, resumed = store.usage([step.name for step in found]), resumed_from(store)
+    sizes, resumed = usage(store, [step.name for step in found]), resumed_from(store)
     return [
         _step_facts(step, sizes[step.name], step.name in removed)
         | {"is_resumed_from": step.number == resumed}

@@ -37,6 +37,7 @@ from eformer._engine.stores.base import read_whole, update_file
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.durable import scratch_name
 from eformer._engine.stores.locate import absolute, store_at
+from eformer._engine.stores.on_disk import on_disk
 from eformer._engine.trees.copies import compile_copies
 from eformer.errors import CorruptionError, FormatError, NotFoundError, ProcessError
 
@@ -114,7 +115,7 @@ class Near:
         options: SaveOptions,
         clock: Callable[[], float],
     ) -> None:
-        place = store_at(absolute(path)).local_path()
+        place = on_disk(store_at(absolute(path)))
         self._every = every_from(every)
         if place is None:
             raise ValueError(

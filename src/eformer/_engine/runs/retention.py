@@ -15,8 +15,11 @@ from eformer._engine.formats.steps import MARKS, remains_in
 from eformer._engine.record.policies import StepFacts, kept, needs_manifests, warnings_of
 from eformer._engine.runs.claims import resumed_from
 from eformer._engine.runs.steps import is_foreign, score_name, scored_step, steps
+from eformer._engine.stores import checkpoints
 from eformer._engine.stores.base import read_whole, remove_files, update_file
+from eformer._engine.stores.checkpoints import identity_of, remove_checkpoint
 from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.on_disk import on_disk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -55,7 +58,7 @@ def removable(
     """Return the steps that no rule keeps, given the whole ones and their facts. These stay, too: the steps in `stay`,
     the one that the run was resumed from, and those that a link in the run points to."""
     keep = kept(facts, rules, stay={*stay, resumed_from(store)}, now=now)
-    place = store.local_path()
+    place = on_disk(store)
     linked = linked_in(Path(place)) if place is not None else set()
     return [step for step in sound if step.number not in keep and step.name not in linked]
 
@@ -72,9 +75,9 @@ def _identities(store: Store, there: Sequence[Step]) -> dict[str, Identity]:
     """Return what the steps are that are about to be looked at, so that nothing else is removed in their place. In a
     bucket nothing can be given another name."""
     found: dict[str, Identity] = {}
-    for step in there if store.can_rename else ():
+    for step in there if on_disk(store) is not None else ():
         with suppress(FileNotFoundError):
-            found[step.name] = store.identity(step.name, INDEXES)
+            found[step.name] = identity_of(store, step.name, INDEXES)
     return found
 
 
@@ -105,7 +108,7 @@ def remove_others(
         told.add(kind)
     for step in removable(store, sound, facts, rules, now=now, stay=stay):
         try:
-            if store.remove_checkpoint(step.name, INDEXES, identities.get(step.name)):
+            if remove_checkpoint(store, step.name, INDEXES, identities.get(step.name)):
                 removed.append(step)
         except FileNotFoundError:  # somebody else has removed it
             continue
@@ -142,7 +145,7 @@ def set_aside(store: Store, step: str, why: str) -> None:
     In a bucket the files by which readers know a step get other names: also the index for other readers, by which it
     would still be a step, of another program.
     """
-    aside = store.set_aside(step, why, (*MARKS, base_name("") + INDEX_SUFFIX))
+    aside = checkpoints.set_aside(store, step, why, (*MARKS, base_name("") + INDEX_SUFFIX))
     with suppress(FileNotFoundError):
         data = read_whole(store, score_name(step))[0]
         update_file(store, score_name(aside), lambda _: data)
@@ -152,9 +155,9 @@ def set_aside(store: Store, step: str, why: str) -> None:
 def sweep(store: Store, known: Collection[str] = ()) -> None:
     """Remove what dead saves have left in directories that are not steps. On a disk they leave none: directories appear
     whole there."""
-    if not store.can_rename:
+    if on_disk(store) is None:
         for name in remains_in(store, known):
-            store.sweep(name, INDEXES)
+            checkpoints.sweep(store, name, INDEXES)
 
 
 def facts_of(step: Step, rules: Sequence[Keep]) -> StepFacts:

@@ -13,6 +13,7 @@ from eformer._engine.formats.steps import is_checkpoint, step_number, steps_in
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.values import parse_json
 from eformer._engine.stores.base import read_whole
+from eformer._engine.stores.checkpoints import held
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer.errors import EformerError, FormatError, NotFoundError
@@ -121,7 +122,7 @@ class Step:
             ...     evaluate(checkpoint.load(path))
         """
         store, name = store_at(self.path).parent()
-        return store.held(name)
+        return held(store, name)
 
     def problem(self) -> str | None:
         """Say why this is not a whole checkpoint, or return None. Lengths are compared, digests are not."""

@@ -48,7 +48,6 @@ class Writer:
         if self.has_claimed or jax.process_index() != 0:
             return
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-        self.store.make()
         has_steps = last_step_in(self.store) is not None
         self._refuse_checkpoints(has_steps=has_steps)
 

@@ -196,8 +196,7 @@ class Team:
         """Begin the upload, or join the one of the first process."""
         save = self.save
         if self._agreed is None:
-            make_place(save.store, self.format)
-            self.upload = self.format.begin(save.store)
+            self.upload = begin(save.store, self.format)
             self._stack.callback(self.upload.close)
             return self.upload
         own = own_sources(save.sources, save.hosts, self._agreed.elsewhere)
@@ -230,8 +229,7 @@ def gather(save: Save, stack: ExitStack) -> Team:
 
     def propose() -> Agreed:
         fmt = save.format(save.tree.save_id)
-        make_place(save.store, fmt)
-        upload = fmt.begin(save.store)
+        upload = begin(save.store, fmt)
         stack.callback(upload.close)
         upload.announce()
         uploads.append(upload)
@@ -261,10 +259,10 @@ def summary(save: Save) -> SaveSummary:
     return SaveSummary(what, lines, structure + whole, save.compared.own(metadata))
 
 
-def make_place(store: Store, fmt: WriteFormat) -> None:
-    """Refuse to replace files that are not a checkpoint; make the place if it has none yet."""
-    if not fmt.check_place(store):
-        store.make()
+def begin(store: Store, fmt: WriteFormat) -> Upload:
+    """Begin the upload of a save, which makes the place if it has no checkpoint yet. Refuse to replace files that are
+    not a checkpoint."""
+    return fmt.begin(store, is_first=not fmt.check_place(store))
 
 
 def join(fmt: WriteFormat, store: Store, agreed: Agreed) -> Upload:

@@ -32,6 +32,7 @@ from eformer._engine.saving.run import take_sources
 from eformer._engine.saving.staging import Staging, released
 from eformer._engine.saving.write import compute_sha256, digests_of, write
 from eformer._engine.stores.local_upload import LocalUpload
+from eformer._engine.stores.on_disk import on_disk
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import SILENT
 from eformer._engine.trees.devices import PACKED, is_key
@@ -54,7 +55,7 @@ def serialize_with(manager: Any, save: Save, tree: Any, callback: Callable[[], N
     has for itself) are written at once. An error is raised by the manager's `wait_until_finished`, as JAX has it.
     """
     save.turn.end()  # the manager has its own order; should it fail, nobody shall wait for this save
-    if save.store.local_path() is None:
+    if on_disk(save.store) is None:
         raise ValueError(
             f"{save.store.url}: JAX's own manager writes to local directories here; leave out manager= to save to a "
             "bucket"

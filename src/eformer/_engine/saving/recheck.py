@@ -17,6 +17,7 @@ from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.pieces import piece_sizes
 from eformer._engine.stores.inside import content_of
 from eformer._engine.stores.medium import medium
+from eformer._engine.stores.on_disk import on_disk
 from eformer._engine.tasks.pool import run_all
 from eformer.errors import FormatError
 
@@ -63,7 +64,7 @@ def find_damaged(
 
     Objects of a bucket are not read: the server checks them when it copies them, and a step has objects of its own.
     """
-    place = store.local_path()
+    place = on_disk(store)
     if place is None:
         return {}
     _forget_old()

@@ -163,7 +163,7 @@ def plan(
     earlier = _earlier(save)
     if save.kind == "safetensors" and save.options.reuse and not team.is_several:
         if earlier:
-            barred = () if save.store.can_rename else team.format.read_index(save.store).barred
+            barred = team.format.read_index(save.store).barred
             kept, groups = keep_files(
                 earlier, save.sources, upload, staging, save.threads, barred, whole=save.whole_files
             )

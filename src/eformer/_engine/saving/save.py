@@ -19,6 +19,7 @@ from eformer._engine.saving.record import new_tree
 from eformer._engine.saving.run import Format, Save, carry_out, run_in_background, told_to_all
 from eformer._engine.saving.snapshot import snapshot
 from eformer._engine.stores.locate import absolute, locate, store_at
+from eformer._engine.stores.on_disk import resolved
 from eformer._engine.stores.store_options import remember
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import within
@@ -196,7 +197,7 @@ def place_of(path: str | os.PathLike[str], format: Format) -> tuple[Store, str]:
     store, name = locate(absolute(path))
     refuse_other_suffix(name, format)
     if format == "safetensors" and name.endswith(SUFFIX) and name != SUFFIX:
-        return store.real(), name
+        return resolved(store)[0], name
     return store.at(name) if name else store, ""
 
 

@@ -22,7 +22,9 @@ from eformer._engine.reports.timeline import reasons
 from eformer._engine.runs.claims import resumed_from
 from eformer._engine.runs.retention import removable
 from eformer._engine.runs.steps import is_foreign, steps
+from eformer._engine.stores import checkpoints
 from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.on_disk import on_disk, usage
 from eformer.errors import EformerError, NotFoundError
 
 if TYPE_CHECKING:
@@ -116,7 +118,7 @@ class LiveRun:
 
     def __init__(self, path: str, rules: Sequence[Keep] = ()) -> None:
         self.path, self.store, self.rules = path, store_at(path), rules
-        self._between = _SECONDS_BETWEEN if self.store.local_path() else _SECONDS_BETWEEN_FAR
+        self._between = _SECONDS_BETWEEN if on_disk(self.store) else _SECONDS_BETWEEN_FAR
         self._news = News()
         self._changed = threading.Condition()
         self._follower: threading.Thread | None = None
@@ -223,7 +225,7 @@ class LiveRun:
     def _measure_sizes(self, names: Sequence[str]) -> None:
         if set(names) != self._news.sizes.keys():
             with suppress(OSError):
-                self._tell(sizes=self.store.usage(names))
+                self._tell(sizes=usage(self.store, names))
 
     def _tell(self, **changes: Any) -> None:
         with self._changed:
@@ -235,7 +237,7 @@ class LiveRun:
 
 def identity_of(store: Store, name: str) -> Hashable:
     """Return what tells a checkpoint from another of the same name. Raise FileNotFoundError if it is not there."""
-    found = store.identity(name, INDEXES)
+    found = checkpoints.identity_of(store, name, INDEXES)
     if not found:
         raise FileNotFoundError(name)
     return found

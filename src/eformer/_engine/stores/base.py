@@ -17,8 +17,11 @@ and whose save nobody sees before its index is swapped:
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -27,7 +30,6 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     import numpy as np
     from msgspec import UnsetType
@@ -135,36 +137,25 @@ class Sink(Protocol):
 
 
 class Store(Protocol):
-    """One place that holds a checkpoint. Safe to use from any thread."""
+    """One place that holds a checkpoint, to be read. Safe to use from any thread.
+
+    url              the place, for messages
+    key              the same text for every store of the same place
+    read_threads     how many reads to have under way at once
+    read_bytes       how many bytes to read at once
+    most_path_bytes  how long the paths of files may be
+    """
+
+    url: str
+    read_threads: int
+    read_bytes: int
+    most_path_bytes: int
 
     @property
-    def url(self) -> str:
-        """The place, for messages."""
-
-    @property
-    def key(self) -> str:
-        """The same text for every store of the same place."""
-
-    @property
-    def can_rename(self) -> bool:
-        """Whether `publish` can give files other names than they were created with."""
-
-    @property
-    def read_threads(self) -> int:
-        """How many reads to have under way at once."""
-
-    @property
-    def read_bytes(self) -> int:
-        """How many bytes to read at once."""
+    def key(self) -> str: ...
 
     def path_to(self, name: str) -> str:
         """Return where a file is, for messages."""
-
-    def require_short(self, name: str) -> None:
-        """Raise OSError if the place cannot hold a file of this name, because it is too long."""
-
-    def is_there(self) -> bool:
-        """Tell whether this is a directory: one that exists, or a prefix that objects have."""
 
     def parent(self) -> tuple[Store, str]:
         """Return the store around this one, and the name that this one has there."""
@@ -172,21 +163,11 @@ class Store(Protocol):
     def at(self, below: str) -> Store:
         """Return the store of a directory below this one."""
 
-    def real(self) -> Store:
-        """Return the store of the same place, without links on the way to it."""
-
-    def resolve(self, name: str) -> tuple[Store, str]:
-        """Follow a link that the caller named. Return the place and the name of the file itself."""
-
     def kinds(self, below: str = "") -> dict[str, Kind]:
         """List one level, sorted: what each name is. Links are "other". Raise FileNotFoundError if nothing is there."""
 
     def sizes(self, below: str, depth: int = 1) -> dict[str, int]:
         """Return the lengths of the files in a directory, and `depth` levels down, by path from there."""
-
-    def usage(self, names: Sequence[str]) -> dict[str, int]:
-        """Return how many bytes each file takes, and each directory with all that is in it. What several share counts
-        for the first of them."""
 
     def kind(self, name: str) -> Kind | None:
         """Tell what a name is; None if nothing has it. Links are "other"."""
@@ -208,49 +189,29 @@ class Store(Protocol):
         """Open files for reading by number. A file in `versions` that is another one by now raises
         FileNotFoundError."""
 
-    def has_unfinished(self) -> bool:
-        """Tell whether an upload is under way here, or was left by a writer that died."""
-
-    def local_path(self, name: str = "") -> Path | None:
-        """Return where a file or the place itself is on this machine; None if it is somewhere else."""
-
-    def make(self) -> None:
-        """Make what the place is in, if it is not there, so that it survives a crash. An upload makes the place."""
-
-    def identity(self, name: str, indexes: Indexes) -> Identity:
-        """Return what tells a checkpoint, a directory or a file, from a later one of the same name. Raise
-        FileNotFoundError if it is gone."""
-
-    def remove_checkpoint(self, name: str, indexes: Indexes, identity: Identity | None = None) -> bool:
-        """Remove a directory or a file that is a checkpoint so that nobody ever sees a part of it.
-
-        Return False if a reader holds it or a save to it is under way. Raise FileNotFoundError if it is gone, and
-        ValueError if it is another one than that with the `identity`.
-        """
-
-    def sweep(self, name: str, indexes: Indexes) -> None:
-        """Remove what dead saves, and removals that died, have left in a directory; "" is the place itself."""
-
-    def set_aside(self, name: str, why: str, marks: Sequence[str]) -> str:
-        """Let a directory be no checkpoint any more, by whose `marks` readers know it, without losing anything.
-
-        Return a name for it that was free, such as step-100.old. Where directories can be renamed, it has that name.
-        """
-
-    def held(self, name: str) -> AbstractContextManager[str]:
-        """Return a context manager for a path by which a checkpoint can be read even if it is removed meanwhile."""
-
-    def check_replaceable(self, name: str) -> None:
-        """Raise OSError if something is there that a file cannot replace: a directory, a pipe, a device."""
-
-    def begin(self, root: str = "", token: str = "", *, save_id: str = "") -> Upload:
+    def begin(self, root: str = "", token: str = "", *, save_id: str = "", is_first: bool = False) -> Upload:
         """Begin an upload, or join the one of another process by its `token`.
 
         `save_id` is in the names of all files; without one the names are those that the files will have.
 
         `root` is the directory that the files will be in, unless `publish` moves them somewhere else; a store that
         cannot rename writes there at once.
+
+        The upload makes the place; if it `is_first`, so that the place survives a crash even if somebody else has made
+        it.
         """
+
+
+class ReadOnly:
+    """The base of stores that are only read. `refusal` says so, and what to do."""
+
+    most_path_bytes = 0
+    refusal: str
+
+    def begin(
+        self, root: str = "", token: str = "", *, save_id: str = "", is_first: bool = False
+    ) -> NoReturn:
+        raise io.UnsupportedOperation(self.refusal)
 
 
 class Upload(Protocol):
@@ -347,6 +308,28 @@ class Upload(Protocol):
     def close(self) -> None: ...
 
 
+def is_there(store: Store) -> bool:
+    """Tell whether a store is a directory: one that exists, or a prefix that objects have."""
+    try:
+        store.kinds()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except PermissionError:  # a directory that files may be created in, but that cannot be listed
+        return True
+    return True
+
+
+def require_short(store: Store, name: str) -> None:
+    """Raise OSError if the path of a file would be too long for its store."""
+    path = store.path_to(name)
+    if len(os.fsencode(path)) > store.most_path_bytes:
+        raise OSError(
+            errno.ENAMETOOLONG,
+            f"File name too long: at most {store.most_path_bytes} bytes; use shorter names, or format='safetensors'",
+            path,
+        )
+
+
 def update_file(
     store: Store, name: str, change: Callable[[bytes | None], bytes], *, sweep: bool = False
 ) -> None:
@@ -354,8 +337,7 @@ def update_file(
 
     With `sweep`, the remains of uploads to the place that died are removed, too.
     """
-    store.make()
-    upload = store.begin()
+    upload = store.begin(is_first=True)
     try:
         while True:
             with upload.exclusive(), suppress(SwapError):

@@ -7,7 +7,6 @@ remains of dead saves are found and removed.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import secrets
@@ -20,10 +19,9 @@ import msgspec
 import numpy as np
 
 from eformer._engine.record.names import is_inside
-from eformer._engine.stores.base import Entry, Replaced
-from eformer._engine.stores.bucket_removal import identity_of, remove, set_aside, sweep
+from eformer._engine.stores.base import Entry, Replaced, is_there
 from eformer._engine.stores.cache import CachedFiles
-from eformer._engine.stores.leases import LEASES, Leases, held
+from eformer._engine.stores.leases import LEASES, Leases
 from eformer._engine.stores.objects import PART_BYTES
 from eformer._engine.stores.swaps import swap_index
 from eformer._engine.tasks import interrupts
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from eformer._engine.record.manifest import CommitLog, Manifest
-    from eformer._engine.stores.base import Files, Identity, Indexes, Kind, Store, Version
+    from eformer._engine.stores.base import Files, Kind, Store, Version
     from eformer._engine.stores.cache import Cache
     from eformer._engine.stores.objects import Objects, Stream
 
@@ -50,16 +48,13 @@ _FEW = 8  # objects that are looked up one by one
 class BucketStore:
     """All objects whose keys begin with a path."""
 
-    can_rename = False
     read_bytes = 8 * 2**20  # by as many threads at once this is 128 MiB of memory
     read_threads = _THREADS
 
     def __init__(self, objects: Objects, path: str, cache: Cache | None = None) -> None:
         self.objects, self._path, self.cache = objects, path.strip("/"), cache
-
-    @property
-    def url(self) -> str:
-        return self.objects.path_to(self._path) if self._path else self.objects.url
+        self.url = objects.path_to(self._path) if self._path else objects.url
+        self.most_path_bytes = len(self.url.encode()) - len(self._path.encode()) + _MOST_KEY
 
     @property
     def key(self) -> str:
@@ -74,23 +69,6 @@ class BucketStore:
 
     def at(self, below: str) -> BucketStore:
         return BucketStore(self.objects, f"{self._path}/{below}", self.cache)
-
-    def real(self) -> BucketStore:
-        return self
-
-    def resolve(self, name: str) -> tuple[BucketStore, str]:
-        return self, name
-
-    def local_path(self, name: str = "") -> None:
-        """Nothing of it is on this machine."""
-
-    def require_short(self, name: str) -> None:
-        if len(f"{self._path}/{name}".encode()) > _MOST_KEY:
-            raise OSError(
-                errno.ENAMETOOLONG,
-                f"keys of objects have at most {_MOST_KEY} bytes; use shorter names, or format='safetensors'",
-                self.path_to(name),
-            )
 
     # ---------------------------------------------------------------------------------------- look
 
@@ -108,33 +86,16 @@ class BucketStore:
         found = {entry.key.removeprefix(start): entry.nbytes for entry in self.objects.list(start)}
         return {name: nbytes for name, nbytes in found.items() if name.count("/") < depth}
 
-    def usage(self, names: Sequence[str]) -> dict[str, int]:
-        """List all objects below, once."""
-        start, found = f"{self._path}/" if self._path else "", dict.fromkeys(names, 0)
-        for entry in self.objects.list(start):
-            if (top := entry.key.removeprefix(start).partition("/")[0]) in found:
-                found[top] += entry.nbytes
-        return found
-
-    def is_there(self) -> bool:
-        try:
-            return bool(self.kinds())
-        except FileNotFoundError:
-            return False
-
     def kind(self, name: str) -> Kind | None:
         if self.exists(name):
             return "file"
-        return "directory" if self.at(name).is_there() else None
+        return "directory" if is_there(self.at(name)) else None
 
     def is_file(self, name: str) -> bool:
         return self.exists(name)
 
     def exists(self, name: str) -> bool:
         return self.objects.find(f"{self._path}/{name}") is not None
-
-    def has_unfinished(self) -> bool:
-        return bool(list(self.objects.list(f"{self._path}/{LEASES}/")))
 
     # ---------------------------------------------------------------------------------------- read
 
@@ -155,30 +116,9 @@ class BucketStore:
 
     # --------------------------------------------------------------------------------------- write
 
-    def make(self) -> None:
-        """A directory is there as soon as an object is."""
-
-    def check_replaceable(self, name: str) -> None:
-        """An object can always be replaced."""
-
-    def identity(self, name: str, indexes: Indexes) -> Identity:
-        return identity_of(self.objects, self.key_of(name), indexes)
-
-    def remove_checkpoint(self, name: str, indexes: Indexes, identity: Identity | None = None) -> bool:
-        return remove(self.objects, self.key_of(name), indexes, identity)
-
-    def sweep(self, name: str, indexes: Indexes) -> None:
-        if name:
-            sweep(self.objects, self.key_of(name), indexes)
-
-    def set_aside(self, name: str, why: str, marks: Sequence[str]) -> str:
-        return f"{name}.{set_aside(self.objects, self.key_of(name), why, marks)}"
-
-    def held(self, name: str) -> AbstractContextManager[str]:
-        """Put a lease, which is renewed: the checkpoint is not removed before its end."""
-        return held(self.objects, self.key_of(name), self.path_to(name))
-
-    def begin(self, root: str = "", token: str = "", *, save_id: str = "") -> BucketUpload:
+    def begin(
+        self, root: str = "", token: str = "", *, save_id: str = "", is_first: bool = False
+    ) -> BucketUpload:
         return BucketUpload(self.objects, self._path, root, token, save_id)
 
 

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 from msgspec import Struct
 
 from eformer._engine.record.names import is_inside
-from eformer._engine.stores.base import Entry
+from eformer._engine.stores.base import Entry, ReadOnly
 from eformer._engine.stores.local_files import LocalFiles
 from eformer._engine.tasks.extras import import_extra
 from eformer._engine.tasks.forks import Lock
@@ -27,11 +27,10 @@ from eformer.errors import FormatError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     import numpy as np
 
-    from eformer._engine.stores.base import Identity, Indexes, Kind, Upload, Version
+    from eformer._engine.stores.base import Kind, Version
 
 _URL = re.compile(
     r"hf://(?P<model>[^/@]+/[^/@]+)(@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?(/(?P<path>.*))?"
@@ -62,9 +61,11 @@ def hub_at(url: str) -> HubStore:
 
 def refuse_to_write(url: str) -> NoReturn:
     """Raise the error for everything that would change a model."""
-    raise io.UnsupportedOperation(
-        f"{url}: models of the Hugging Face Hub can only be read; save to a directory, and upload it by `hf upload`"
-    )
+    raise io.UnsupportedOperation(_refusal(url))
+
+
+def _refusal(url: str) -> str:
+    return f"{url}: models of the Hugging Face Hub can only be read; save to a directory, and upload it by `hf upload`"
 
 
 def _library(part: str = "") -> Any:
@@ -185,19 +186,16 @@ def _first_of(chunks: Iterable[bytes], skipped: int, nbytes: int) -> bytes:
 # ----------------------------------------------------------------------------------------------- store
 
 
-class HubStore:
+class HubStore(ReadOnly):
     """A directory of a model, at one commit."""
 
-    can_rename = False
     read_bytes = 64 * 2**20  # of a file that is on this machine by then
     read_threads = 16
 
     def __init__(self, model: _Model, path: str) -> None:
         self._model, self._path = model, path.strip("/")
-
-    @property
-    def url(self) -> str:
-        return f"{self._model.url}/{self._path}" if self._path else self._model.url
+        self.url = f"{model.url}/{self._path}" if self._path else model.url
+        self.refusal = _refusal(self.url)
 
     @property
     def key(self) -> str:
@@ -212,15 +210,6 @@ class HubStore:
 
     def at(self, below: str) -> HubStore:
         return HubStore(self._model, f"{self._path}/{below}")
-
-    def real(self) -> HubStore:
-        return self
-
-    def resolve(self, name: str) -> tuple[HubStore, str]:
-        return self, name
-
-    def local_path(self, name: str = "") -> None:
-        """It is not a directory of this machine."""
 
     # ---------------------------------------------------------------------------------------- look
 
@@ -237,24 +226,11 @@ class HubStore:
         found = self._below(below)
         return {path: file.nbytes for path, file in found.items() if path.count("/") < depth}
 
-    def usage(self, names: Sequence[str]) -> dict[str, int]:
-        files = self._below("")
-        return {
-            name: sum(
-                file.nbytes for path, file in files.items() if path == name or path.startswith(f"{name}/")
-            )
-            for name in names
-        }
-
     def _below(self, below: str) -> dict[str, _File]:
         """Return the files in and below a directory, by path from there."""
         start = "".join(f"{part}/" for part in (self._path, below) if part)
         files = self._model.files.items()
         return {path.removeprefix(start): file for path, file in files if path.startswith(start)}
-
-    def is_there(self) -> bool:
-        """Raise NotFoundError if there is no such model or revision."""
-        return bool(self._below("")) or not self._path
 
     def kind(self, name: str) -> Kind | None:
         if self.exists(name):
@@ -266,9 +242,6 @@ class HubStore:
 
     def exists(self, name: str) -> bool:
         return self._inner(name) in self._model.files
-
-    def has_unfinished(self) -> bool:
-        return False
 
     def _inner(self, name: str) -> str:
         return f"{self._path}/{name}" if self._path else name
@@ -299,35 +272,6 @@ class HubStore:
         if path not in self._model.files:
             raise FileNotFoundError(f"{self.path_to(name)} does not exist")
         return path, self._model.files[path]
-
-    # --------------------------------------------------------------------------------------- write
-
-    def make(self) -> None:
-        refuse_to_write(self.url)
-
-    def require_short(self, name: str) -> None:
-        refuse_to_write(self.path_to(name))
-
-    def check_replaceable(self, name: str) -> None:
-        refuse_to_write(self.path_to(name))
-
-    def identity(self, name: str, indexes: Indexes) -> Identity:
-        refuse_to_write(self.path_to(name))
-
-    def remove_checkpoint(self, name: str, indexes: Indexes, identity: Identity | None = None) -> bool:
-        refuse_to_write(self.path_to(name))
-
-    def sweep(self, name: str, indexes: Indexes) -> None:
-        refuse_to_write(self.path_to(name))
-
-    def set_aside(self, name: str, why: str, marks: Sequence[str]) -> str:
-        refuse_to_write(self.path_to(name))
-
-    def held(self, name: str) -> AbstractContextManager[str]:
-        refuse_to_write(self.path_to(name))
-
-    def begin(self, root: str = "", token: str = "", *, save_id: str = "") -> Upload:
-        refuse_to_write(self.url)
 
 
 class HubFiles:

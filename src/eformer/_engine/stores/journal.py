@@ -21,7 +21,6 @@ from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
-    from pathlib import Path
 
     from eformer._engine.stores.base import Replaced
 
@@ -105,12 +104,6 @@ def _listed(place: Directory, path: str, shape: Sequence[int]) -> Described | No
 
 
 # --------------------------------------------------------------------------------------------- sweep
-
-
-def has_unfinished(directory: Path) -> bool:
-    """Tell whether an upload is under way here, or was left by a writer that died."""
-    with Directory.open(directory) as place:
-        return bool(_scratch_names(place))
 
 
 def sweep_uploads(place: Directory, committed: Container[str]) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import errno
 import stat
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.durable import scratch_name
+from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterator
     from pathlib import Path
 
     from eformer._engine.stores.base import Identity
@@ -97,6 +99,16 @@ def set_aside(directory: Path, name: str, why: str) -> str:
         place.rename(name, place, aside)
         place.sync()
     return aside
+
+
+@contextmanager
+def linked(directory: Path, name: str) -> Iterator[str]:
+    """Link the files of a checkpoint into a hidden directory, which is removed at the end, and yield their path."""
+    upload = LocalUpload(directory)
+    try:
+        yield str(upload.linked(LocalStore(directory), name))
+    finally:
+        upload.close()
 
 
 def remove_file(directory: Path, name: str) -> None:

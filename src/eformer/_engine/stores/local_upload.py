@@ -11,6 +11,7 @@ there, and gets its name when it is complete: nobody ever sees it without its ch
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import re
@@ -25,15 +26,17 @@ from eformer._engine.stores.base import Entry
 from eformer._engine.stores.directory import Directory, lock, unlock
 from eformer._engine.stores.durable import (
     LARGE_WRITE,
+    make_directories,
     replaceable_mode,
     replacing_in,
     scratch_name,
     sweep_files,
     sync_data,
+    sync_directory,
     write_all,
     write_past_cache,
 )
-from eformer._engine.stores.inside import content_of, version_of, walk
+from eformer._engine.stores.inside import content_of, open_inside, version_of, walk
 from eformer._engine.stores.journal import (
     DATA,
     JOURNAL,
@@ -82,7 +85,9 @@ class LocalUpload:
     takes_whole_files = False
     takes_streams = False
 
-    def __init__(self, directory: Path, token: str = "") -> None:
+    def __init__(self, directory: Path, token: str = "", *, is_first: bool = False) -> None:
+        if is_first:
+            _make_parent(directory)
         self.is_owner, self.token = not token, token
         self.must_stay = False  # because its journal is needed
         self._directory = directory
@@ -169,8 +174,7 @@ class LocalUpload:
     def link(self, name: str, source: Store, entry: Entry) -> bool:
         outer, _, plain = name.rpartition("/")
         try:
-            target = source.local_path(entry.name)
-            if target is None:
+            if (target := _path_of(source, entry.name)) is None:
                 return False
             with self.made_folder(outer) as folder:
                 folder.link(plain, target, entry.nbytes)
@@ -416,6 +420,26 @@ class LocalUpload:
             unlock(self._folder.descriptor)
         for directory in (self.data, self._folder, self.place, self._around):
             directory.close()
+
+
+def _make_parent(directory: Path) -> None:
+    """Make what the directory is in, if it is not there, so that it survives a crash; and the directory, if another
+    program has made it, which may have died before it synced it."""
+    make_directories(directory.parent)
+    if not directory.parent.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
+    if directory.is_dir():
+        sync_directory(directory.parent)
+
+
+def _path_of(store: Store, name: str) -> Path | None:
+    """Return the path of a file of this machine, which does not lead out of its store; None for any other file."""
+    from eformer._engine.stores.on_disk import on_disk  # late: a store makes uploads
+
+    if (place := on_disk(store)) is not None:
+        os.close(open_inside(place, name))
+        return place / name
+    return None
 
 
 def _is_to_be_made(directory: Path, token: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from eformer._engine.stores.base import is_there
 from eformer._engine.stores.cache import current_cache
 from eformer._engine.stores.hub import hub_at, is_hub_url, refuse_to_write
 from eformer._engine.stores.local import LocalStore
@@ -31,7 +32,7 @@ def store_at(path: str | os.PathLike[str]) -> Store:
 def locate(path: str | os.PathLike[str]) -> tuple[Store, str]:
     """Return the store of a directory and ""; or, for anything else, the store it would be in and its name there."""
     store = store_at(path)
-    return (store, "") if store.is_there() else store.parent()
+    return (store, "") if is_there(store) else store.parent()
 
 
 def absolute(path: str | os.PathLike[str]) -> str:

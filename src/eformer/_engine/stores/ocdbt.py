@@ -98,9 +98,11 @@ class DatabaseUpload(LocalUpload):
     takes_whole_files = True
     _database: _Database | None = None
 
-    def __init__(self, directory: Path, token: str = "", *, mark: str, process: int = 0) -> None:
+    def __init__(
+        self, directory: Path, token: str = "", *, mark: str, process: int = 0, is_first: bool = False
+    ) -> None:
         _require_text(directory)
-        super().__init__(directory, token)
+        super().__init__(directory, token, is_first=is_first)
         self._mark, self._branch = mark, f"{_BRANCH}{process}" if process else ""
         try:
             self._database = _Database(self.made_folder(self._branch))

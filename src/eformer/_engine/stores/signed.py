@@ -7,7 +7,6 @@ path of it leads to this machine's disk, so that nothing is read around it.
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 from bisect import bisect_left
@@ -15,7 +14,7 @@ from collections import OrderedDict
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.names import is_inside
 from eformer._engine.record.signature import (
@@ -30,7 +29,7 @@ from eformer._engine.record.signature import (
     signed_files,
 )
 from eformer._engine.record.text import few, printable
-from eformer._engine.stores.base import Entry, KeepsCopies, read_whole
+from eformer._engine.stores.base import Entry, KeepsCopies, ReadOnly, read_whole
 from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import SILENT
@@ -38,12 +37,11 @@ from eformer.errors import AlteredError, Damage, FormatError, SignatureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     import numpy as np
 
     from eformer._engine.record.signature import Verifier
-    from eformer._engine.stores.base import Files, Identity, Indexes, Kind, Store, Upload, Version
+    from eformer._engine.stores.base import Files, Kind, Store, Version
     from eformer._engine.tasks.progress import Meter
 
 _ALL_DEPTHS = 10**6
@@ -168,10 +166,9 @@ def _buffer(local: threading.local) -> memoryview:
 # ---------------------------------------------------------------------------------------------- store
 
 
-class SignedStore:
+class SignedStore(ReadOnly):
     """The signed files of a directory, or one signed file of it."""
 
-    can_rename = True
     read_bytes = 8 * PIECE_BYTES  # so that most pieces are read where they are wanted
 
     def __init__(
@@ -185,18 +182,13 @@ class SignedStore:
         self._store, self._files, self._scope, self._path = store, files, scope, path
         self._alarms: list[AlteredError] = [] if alarms is None else alarms
         self._names = list(files)  # sorted
-
-    @property
-    def url(self) -> str:
-        return self._store.path_to(self._path) if self._path else self._store.url
+        self.url = store.path_to(path) if path else store.url
+        self.refusal = f"{self.url} is read with key=, and a signed checkpoint is not changed"
+        self.read_threads = store.read_threads
 
     @property
     def key(self) -> str:
         return f"{self._store.key}/{self._path}" if self._path else self._store.key
-
-    @property
-    def read_threads(self) -> int:
-        return self._store.read_threads
 
     def path_to(self, name: str) -> str:
         return self._store.path_to(self._inner(name))
@@ -209,15 +201,6 @@ class SignedStore:
 
     def at(self, below: str) -> SignedStore:
         return SignedStore(self._store, self._files, self._scope, self._inner(below), self._alarms)
-
-    def real(self) -> SignedStore:
-        return self
-
-    def resolve(self, name: str) -> tuple[SignedStore, str]:
-        return self, name
-
-    def local_path(self, name: str = "") -> None:
-        """Nothing may read around the store."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -275,9 +258,6 @@ class SignedStore:
         except (OSError, FormatError):
             return None
 
-    def is_there(self) -> bool:
-        return not self._path or bool(self._below(""))
-
     def kinds(self, below: str = "") -> dict[str, Kind]:
         kinds: dict[str, Kind] = {}
         for path in self._below(below):
@@ -291,12 +271,6 @@ class SignedStore:
         found = self._below(below)
         return {path: file.nbytes for path, file in found.items() if path.count("/") < depth}
 
-    def usage(self, names: Sequence[str]) -> dict[str, int]:
-        return {
-            name: sum(file.nbytes for file in self._below(name).values()) + self._own_nbytes(name)
-            for name in names
-        }
-
     def kind(self, name: str) -> Kind | None:
         if self.exists(name):
             return "file"
@@ -308,18 +282,11 @@ class SignedStore:
     def exists(self, name: str) -> bool:
         return self._inner(name) in self._files
 
-    def has_unfinished(self) -> bool:
-        return False
-
     def _below(self, below: str) -> dict[str, SignedFile]:
         start = "".join(f"{part}/" for part in (self._path, below) if part)
         names = islice(self._names, bisect_left(self._names, start), None)
         found = takewhile(lambda name: name.startswith(start), names)
         return {name.removeprefix(start): self._files[name] for name in found}
-
-    def _own_nbytes(self, name: str) -> int:
-        file = self._files.get(self._inner(name))
-        return file.nbytes if file else 0
 
     def _inner(self, name: str) -> str:
         return f"{self._path}/{name}" if self._path else name
@@ -352,38 +319,6 @@ class SignedStore:
         if file is None:
             raise FileNotFoundError(f"{self.path_to(name)} does not exist, or is not signed")
         return file
-
-    # --------------------------------------------------------------------------------------- write
-
-    def _refuse(self) -> NoReturn:
-        raise io.UnsupportedOperation(f"{self.url} is read with key=, and a signed checkpoint is not changed")
-
-    def make(self) -> None:
-        self._refuse()
-
-    def require_short(self, name: str) -> None:
-        self._refuse()
-
-    def check_replaceable(self, name: str) -> None:
-        self._refuse()
-
-    def identity(self, name: str, indexes: Indexes) -> Identity:
-        self._refuse()
-
-    def remove_checkpoint(self, name: str, indexes: Indexes, identity: Identity | None = None) -> bool:
-        self._refuse()
-
-    def sweep(self, name: str, indexes: Indexes) -> None:
-        self._refuse()
-
-    def set_aside(self, name: str, why: str, marks: Sequence[str]) -> str:
-        self._refuse()
-
-    def held(self, name: str) -> AbstractContextManager[str]:
-        self._refuse()
-
-    def begin(self, root: str = "", token: str = "", *, save_id: str = "") -> Upload:
-        self._refuse()
 
 
 # ---------------------------------------------------------------------------------------------- files

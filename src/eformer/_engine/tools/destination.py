@@ -14,6 +14,7 @@ from eformer._engine.stores.appearing import appearing
 from eformer._engine.stores.durable import make_directories
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.on_disk import on_disk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +42,7 @@ class Destination(Protocol):
 
 def destination_at(path: str | os.PathLike[str]) -> Destination:
     store = store_at(path)
-    where = store.local_path()
+    where = on_disk(store)
     found: Destination = _InBucket(store) if where is None else _OnDisk(where.absolute())
     if found.name in ("", ".."):
         raise ValueError(f"{os.fspath(path)!r} does not name a file or directory to create")

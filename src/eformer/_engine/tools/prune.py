@@ -37,11 +37,13 @@ from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.retention import facts_of, removable, remove_orphaned_scores
 from eformer._engine.runs.steps import Step, found_of, is_foreign
-from eformer._engine.stores.base import read_whole, remove_files
+from eformer._engine.stores.base import is_there, read_whole, remove_files
+from eformer._engine.stores.checkpoints import identity_of, remove_checkpoint, sweep
 from eformer._engine.stores.durable import SCRATCH
 from eformer._engine.stores.leases import LEASES, ids_in
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST
+from eformer._engine.stores.on_disk import on_disk, usage
 from eformer._engine.stores.removal import DATABASE_MARK, PROCESS_RECORD
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tools.verify import verify
@@ -160,7 +162,7 @@ def plan_removal(
         raise ValueError(f"keep={keep!r}: no rule says which checkpoints stay")
     names = _Names.of(pattern)
     store = store_at(directory)
-    if not store.is_there():
+    if not is_there(store):
         raise NotFoundError(f"{store.url} is not a directory")
     _refuse_checkpoint(store)
     series, left = _listed(store, names, foreign=foreign or any(rule.foreign for rule in rules))
@@ -171,7 +173,7 @@ def plan_removal(
     found = [step.name for one in series for step in one]
     removed, stay = [n for n in found if n in others], [n for n in found if n not in others]
     identities = {name: known for name in removed if (known := _identity(store, name)) is not None}
-    sizes = store.usage([*identities])
+    sizes = usage(store, [*identities])
     return Pruned(
         store.url,
         (*identities,),
@@ -225,7 +227,7 @@ def _nothing_to_prune(store: Store, names: _Names, left: Mapping[str, str]) -> N
 def _identity(store: Store, name: str) -> Identity | None:
     """Return the identity of a checkpoint; None if it has gone: the run removes steps, too."""
     try:
-        return store.identity(name, INDEXES)
+        return identity_of(store, name, INDEXES)
     except FileNotFoundError:
         return None
 
@@ -343,13 +345,13 @@ def remove(plan: Pruned) -> Pruned:
     try:
         for name, identity in zip(plan.removed, plan.identities, strict=True):
             with suppress(FileNotFoundError):  # the run has removed it
-                if not store.remove_checkpoint(name, INDEXES, identity):
+                if not remove_checkpoint(store, name, INDEXES, identity):
                     held[name] = "a reader holds it, or a save to it is under way"
                     continue
             removed.append(name)
             remove_files(store, [signature] if (signature := signature_name(name)) in there else [])
     finally:  # also what is left of a removal that failed
-        _sweep(store, removed, () if store.can_rename else plan.kept)
+        _sweep(store, removed, () if on_disk(store) else plan.kept)
     nbytes = sum(plan.sizes[name] for name in removed)
     return replace(plan, removed=tuple(removed), left=plan.left | held, nbytes=nbytes)
 
@@ -357,16 +359,16 @@ def remove(plan: Pruned) -> Pruned:
 def _sweep(store: Store, removed: Collection[str], known: Collection[str]) -> None:
     """Sweep a run, and all directories in it that have the name of a step, except for steps that are known; and remove
     the scores of steps that have gone."""
-    store.sweep("", INDEXES)
+    sweep(store, "", INDEXES)
     for name, kind in store.kinds().items():
         if kind == "directory" and name not in known and step_number(name) is not None:
-            store.sweep(name, INDEXES)
+            sweep(store, name, INDEXES)
     remove_orphaned_scores(store, removed)
 
 
 def _refuse_checkpoint(store: Store) -> None:
     """Refuse a directory that is one checkpoint, whose files may be numbered like steps."""
-    names, place = list(store.kinds()), store.local_path()
+    names, place = list(store.kinds()), on_disk(store)
     marks = (*MARKS, ZARRAY, *(orbax.marks(place) if place is not None else ()))
     if index := [name for name in names if name in marks or name.endswith(INDEX_SUFFIX)]:
         raise ValueError(

@@ -25,6 +25,7 @@ from eformer._engine.runs.steps import path_of_step, steps
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
 from eformer._engine.stores.locate import locate, store_at
+from eformer._engine.stores.on_disk import on_disk
 from eformer._engine.stores.signed import look_at_signed
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.pool import run_all
@@ -198,7 +199,7 @@ def _report_of(path: str, key: PublicKey | None, progress: Progress) -> Report:
 def _require_inside(path: str) -> None:
     """Refuse a step of Orbax that is a link out of its run, as a load of the run does."""
     store, name = store_at(path).parent()
-    if (run := store.local_path()) and is_of_orbax(store, name):
+    if (run := on_disk(store)) and is_of_orbax(store, name):
         inside_run(run, name)
 
 

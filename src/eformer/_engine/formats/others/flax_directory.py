@@ -16,6 +16,7 @@ from eformer._engine.formats.others import flax, orbax
 from eformer._engine.formats.others.single_file import open_single_file
 from eformer._engine.formats.safetensors.names import MANIFEST, SUFFIX
 from eformer._engine.formats.steps import RUN_FILE
+from eformer._engine.stores.on_disk import on_disk
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def by_steps(place: Place) -> Found | None:
     if not steps or MANIFEST in place.names or any(name.endswith(SUFFIX) for name in place.names):
         return None
     last = max(steps, key=lambda name: steps[name])
-    directory = store.local_path()
+    directory = on_disk(store)
     if directory is not None and (orbax.marks(directory) or (directory / last).is_dir()):
         return None
     kind = store.kind(last)

@@ -45,6 +45,7 @@ from eformer._engine.record.manifest import Manifest, foreign_tree
 from eformer._engine.record.values import value_to_json
 from eformer._engine.stores.inside import walk
 from eformer._engine.stores.local import LocalStore
+from eformer._engine.stores.on_disk import on_disk
 from eformer.errors import FormatError, NotFoundError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ INDICATOR = "orbax.checkpoint"  # an empty file that marks checkpoints of versio
 
 def by_marks(place: Place) -> Found | None:
     """Find the Orbax checkpoint of a directory, unless it is one of safetensors files."""
-    directory = place.store.local_path()  # TensorStore reads it by its path
+    directory = on_disk(place.store)  # TensorStore reads it by its path
     if directory is None or MANIFEST in place.names:
         return None
     if any(name.endswith(SUFFIX) for name in place.names) and not marks(directory):

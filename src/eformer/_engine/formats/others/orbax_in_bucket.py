@@ -18,6 +18,7 @@ from eformer._engine.formats.safetensors.names import MANIFEST, SUFFIX
 from eformer._engine.formats.steps import step_number
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.stores.local_copy import copy_of
+from eformer._engine.stores.on_disk import on_disk
 from eformer._engine.tasks.forks import Lock
 from eformer.errors import EformerError, NotFoundError
 
@@ -34,7 +35,7 @@ _MOST_ITEMS = 16  # directories that are looked into
 
 def by_marks(place: Place) -> Found | None:
     """Find the Orbax checkpoint of a directory that is not on this machine. Nothing is copied yet."""
-    if place.store.local_path() is not None or MANIFEST in place.names:
+    if on_disk(place.store) is not None or MANIFEST in place.names:
         return None
     return _Checkpoint(place.store).to_found() if _is_one(place) else None
 

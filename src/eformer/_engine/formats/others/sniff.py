@@ -12,6 +12,7 @@ from eformer._engine.formats.others.single_file import open_single_file
 from eformer._engine.formats.others.unsupported import name_by_suffix, name_other_format
 from eformer._engine.formats.quantized import quantization_of
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
+from eformer._engine.stores.on_disk import resolved
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def in_file(store: Store, name: str) -> Found | None:
     """Find the checkpoint that a file is; return None for safetensors, known by name or by the first bytes."""
     if name == MANIFEST or name.endswith((SUFFIX, INDEX_SUFFIX)):
         return None
-    with open_single_file(*store.resolve(name)) as file:  # the caller's path may be a link
+    with open_single_file(*resolved(store, name)) as file:  # the caller's path may be a link
         first = file.read(0, 9)
         if _is_safetensors(first, file.nbytes):
             return None

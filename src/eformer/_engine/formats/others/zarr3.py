@@ -35,6 +35,7 @@ from eformer._engine.record.names import BARE_LEAF, escape
 from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json
 from eformer._engine.stores.base import read_whole
+from eformer._engine.stores.on_disk import on_disk
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def by_description(place: Place) -> Found | None:
     if not names & {ZARR_JSON, ZARRAY}:
         return None
     store = place.store
-    if store.local_path() is None:
+    if on_disk(store) is None:
         raise FormatError(f"{store.url} is zarr 3, which is read from local disks only; copy it first")
     if ZARR_JSON in names:
         nodes, versions = _read_nodes(store)
@@ -175,7 +176,7 @@ def _parse_codecs(found: Any) -> list[_Codec]:
 
 
 def _describe(store: Store, driver: str, nodes: dict[str, _Node], versions: dict[str, Version]) -> Found:
-    directory = store.local_path()
+    directory = on_disk(store)
     assert directory is not None
     paths = [path for path, node in nodes.items() if node.node_type == "array"]
     leaves = {path or BARE_LEAF: ZarrArray(path) for path in paths}

@@ -36,6 +36,7 @@ from eformer._engine.formats.zarr.index import INDEX as ZARR_INDEX
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.planned import process_record
 from eformer._engine.stores.base import SwapError
+from eformer._engine.stores.on_disk import on_disk
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -74,8 +75,8 @@ class SafetensorsDirectory:
     def own_nbytes(self, source: Source) -> int:
         return own_nbytes(source)
 
-    def begin(self, store: Store, token: str = "") -> Upload:
-        return store.begin("", token, save_id=self.save_id)
+    def begin(self, store: Store, token: str = "", *, is_first: bool = False) -> Upload:
+        return store.begin("", token, save_id=self.save_id, is_first=is_first)
 
     # ---------------------------------------------------------------------------------------- plan
 
@@ -172,7 +173,7 @@ class _Index:
     def _final_names(self, tree: TreeEntry, store: Store, upload: Upload) -> list[str]:
         """Give plain names to a first save that is all there is. A name that a manifest ever gave is not given to
         another file. Objects have their final names from the beginning."""
-        if not store.can_rename:
+        if on_disk(store) is None:
             return [file.name for file in tree.files]
         new = [file.name for file in tree.files if f".{tree.save_id}{SUFFIX}" in file.name]
         kept = [file.name for file in tree.files if f".{tree.save_id}{SUFFIX}" not in file.name]
@@ -196,7 +197,7 @@ def _free_name(store: Store, upload: Upload, planned: str) -> str:
 
 
 def _tidy(manifest: Manifest, store: Store, upload: Upload) -> None:
-    if not store.can_rename:  # other saves may be under way, and the upload knows what may be removed
+    if on_disk(store) is None:  # other saves may be under way, and the upload knows what may be removed
         _bring_up_to_date_without_locks(manifest, store, upload)
         return
     bases = bring_up_to_date(store, upload, manifest)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import UNSET
 
 from eformer._engine.formats.safetensors.header import read_tensor_names
 from eformer._engine.formats.safetensors.names import (
@@ -19,6 +20,7 @@ from eformer._engine.formats.safetensors.names import (
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.directory import Directory
+from eformer._engine.stores.on_disk import on_disk
 from eformer._engine.tasks.pool import run_all
 from eformer.errors import Damage, FormatError
 
@@ -83,7 +85,7 @@ def _index(store: Store, tree: TreeEntry) -> bytes:
 def damaged_indexes(store: Store, manifest: Manifest) -> list[Damage]:
     """Compare the index of every tree with the headers of its files. An index of another program is not looked at."""
     damages = _differences(store, manifest)
-    place = store.local_path()
+    place = on_disk(store)
     if damages and place is not None:
         with suppress(OSError), Directory.open(place) as directory, directory.locked():
             # A save writes them last, and has the lock until then. One that begins now is noticed by its manifest.
@@ -96,30 +98,40 @@ def _differences(store: Store, manifest: Manifest) -> list[Damage]:
     trees: dict[str, TreeEntry] = {}  # the prefix "model" yields to no prefix at all
     for prefix, tree in sorted(manifest.trees.items()):
         trees.setdefault(base_name(prefix), tree)
+    is_locked = (
+        manifest.log is UNSET
+    )  # else an index may be written after the manifest that names newer files
     found = []
     for base, tree in trees.items():
         name = base + INDEX_SUFFIX
-        if problem := _problem(store, name, there.get(name), tree, is_wanted=_is_wanted(base, tree)):
+        if problem := _problem(
+            store, name, there.get(name), tree, is_wanted=_is_wanted(base, tree), is_locked=is_locked
+        ):
             nbytes = store.read(name, 0, 0)[1].nbytes if there.get(name) == "file" else 0
             found.append(Damage("", name, 0, nbytes, f"{problem}. Only other readers use them"))
     return found
 
 
-def _problem(store: Store, name: str, kind: Kind | None, tree: TreeEntry, *, is_wanted: bool) -> str:
-    """Say what is wrong with an index; "" if nothing is, or if another program wrote it."""
+def _problem(
+    store: Store, name: str, kind: Kind | None, tree: TreeEntry, *, is_wanted: bool, is_locked: bool
+) -> str:
+    """Say what is wrong with an index; "" if nothing is, or if another program wrote it.
+
+    Where saves are not kept apart by a lock, another save may be about to write it.
+    """
     if kind is None:
-        return "are missing" if is_wanted and store.can_rename else ""
+        return "are missing" if is_wanted and is_locked else ""
     saved, _ = save_of_index(store, name, kind)
     if not is_wanted:
-        return "are of an earlier save" if saved and store.can_rename else ""
+        return "are of an earlier save" if saved and is_locked else ""
     if saved is None:
         return ""
     try:
         document = json_decoder(dict[str, Any]).decode(read_whole(store, name)[0])
     except (OSError, FormatError, *MALFORMED_JSON) as error:
         return f"cannot be read: {error}"
-    if saved != tree.save_id:  # in a bucket, that save may be under way
-        return f"are of the save {saved!r}, expected {tree.save_id!r}" if store.can_rename else ""
+    if saved != tree.save_id:
+        return f"are of the save {saved!r}, expected {tree.save_id!r}" if is_locked else ""
     try:
         is_same = document == msgspec.json.decode(_index(store, tree))
     except (OSError, FormatError):  # the files are damaged, which is reported for each of them

@@ -35,6 +35,7 @@ from eformer._engine.formats.safetensors.plain_files import (
 from eformer._engine.record.digests import check_own_digest, has_own_digest
 from eformer._engine.record.manifest import DataFile, Manifest, TreeEntry
 from eformer._engine.record.values import parse_json
+from eformer._engine.stores.on_disk import resolved
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def in_file(store: Store, name: str) -> Found:
         return in_directory(store)
     if name.endswith(INDEX_SUFFIX):
         return _find_by_index(store, name)
-    return find_file(*store.resolve(name), (store, name))  # a link that the caller names may lead anywhere
+    return find_file(*resolved(store, name), (store, name))  # a link that the caller names may lead anywhere
 
 
 def by_base_name(store: Store, base: str) -> Found | None:

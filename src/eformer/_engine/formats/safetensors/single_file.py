@@ -16,6 +16,8 @@ from eformer._engine.formats.write_format import Commit
 from eformer._engine.record.digests import stamp_digest
 from eformer._engine.record.manifest import DataFile, Manifest, encode_leaves
 from eformer._engine.record.planned import PlannedFile, leaf_entries
+from eformer._engine.stores.base import is_there
+from eformer._engine.stores.on_disk import check_replaceable
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
@@ -48,8 +50,8 @@ class SafetensorsFile:
     def own_nbytes(self, source: Source) -> int:
         return own_nbytes(source)
 
-    def begin(self, store: Store, token: str = "") -> Upload:
-        return store.begin("", token)
+    def begin(self, store: Store, token: str = "", *, is_first: bool = False) -> Upload:
+        return store.begin("", token, is_first=is_first)
 
     # ---------------------------------------------------------------------------------------- plan
 
@@ -88,8 +90,8 @@ class SafetensorsFile:
         path = store.path_to(self.index_name)
         kind = store.kind(self.index_name)
         if kind is None:
-            return store.is_there()
-        store.check_replaceable(self.index_name)
+            return is_there(store)
+        check_replaceable(store, self.index_name)
         if kind == "other":
             if _is_named(store, self.index_name):
                 raise ValueError(f"{path} belongs to the checkpoint {store.url}; save there")

@@ -22,8 +22,9 @@ from eformer._engine.record.planned import PlannedFile, data_files, leaf_entries
 from eformer._engine.record.process_records import ProcessRecord
 from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json
-from eformer._engine.stores.base import Replaced
+from eformer._engine.stores.base import Replaced, is_there, require_short
 from eformer._engine.stores.ocdbt import DatabaseUpload
+from eformer._engine.stores.on_disk import on_disk
 from eformer._engine.stores.removal import DATABASE_MARK
 from eformer.errors import FormatError, StructureError
 
@@ -80,15 +81,16 @@ class ZarrArrays:
     def own_nbytes(self, source: Source) -> int:
         return own_nbytes(source)
 
-    def begin(self, store: Store, token: str = "") -> Upload:
-        directory = store.local_path()
-        if not self.has_index and not store.can_rename:
+    def begin(self, store: Store, token: str = "", *, is_first: bool = False) -> Upload:
+        directory = on_disk(store)
+        if not self.has_index and on_disk(store) is None:
             return self._begin_in_place(store)
         if not self.options.ocdbt:
-            return store.begin(self.root, token, save_id=self.save_id if self.has_index else "")
+            save_id = self.save_id if self.has_index else ""
+            return store.begin(self.root, token, save_id=save_id, is_first=is_first)
         if directory is None:
             raise ValueError(f"{store.url}: SaveOptions.ocdbt needs a local directory")
-        return DatabaseUpload(directory, token, mark=self.mark, process=self.process)
+        return DatabaseUpload(directory, token, mark=self.mark, process=self.process, is_first=is_first)
 
     def _begin_in_place(self, store: Store) -> Upload:
         """Without an index, and where nothing can be renamed, arrays have their plain names at once."""
@@ -148,7 +150,7 @@ class ZarrArrays:
         """Refuse paths that could be written, by names below an open directory, and not be read again as a whole."""
         if not self.options.ocdbt:
             longest = max((array.path for array in self.arrays.values()), key=len, default="")
-            store.require_short(f"{self.root}/{longest}/{'0' * 20}")
+            require_short(store, f"{self.root}/{longest}/{'0' * 20}")
 
     def read_index(self, store: Store) -> _ArraysIndex:
         index, version = read_index(store)
@@ -227,14 +229,14 @@ class _ArraysIndex:
     def _final_places(self, index: Index, store: Store, upload: Upload) -> tuple[str, dict[str, str]]:
         """Choose plain names for a first save; a name that an index ever gave is not given twice."""
         fmt, contents = self.format, upload.names()
-        if not fmt.has_index and not store.can_rename:
+        if not fmt.has_index and on_disk(store) is None:
             self._require_unused(store)
             return "", {}
-        if store.can_rename:
+        if on_disk(store) is not None:
             self._require_listed(contents, store)
         if not contents:
             return "", {}
-        if not store.can_rename:
+        if on_disk(store) is None:
             return fmt.root, {"": fmt.root}
         there = store.kinds().keys()
         is_first = fmt.prefix not in index.listed()
@@ -259,7 +261,7 @@ class _ArraysIndex:
         """Refuse plain names that are taken."""
         fmt = self.format
         tops = {fmt.base} if fmt.prefix else {array.path.split("/")[0] for array in fmt.arrays.values()}
-        there = store.kinds().keys() if store.is_there() else set()
+        there = store.kinds().keys() if is_there(store) else set()
         if taken := tops & there:
             raise _not_told_apart(store, taken)
 

@@ -18,6 +18,7 @@ from eformer._engine.record.manifest import UNREADABLE, Manifest
 from eformer._engine.record.names import is_inside
 from eformer._engine.record.values import parse_json, value_to_json
 from eformer._engine.stores.base import read_whole
+from eformer._engine.stores.checkpoints import has_unfinished
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST
 from eformer._engine.stores.removal import DATABASE_MARK
 from eformer.errors import Damage, FormatError, NotFoundError, StructureError
@@ -140,7 +141,7 @@ def without_index(place: Place) -> Found | None:
     listed = list(discover(store))
     if not listed:
         return None
-    if store.has_unfinished():
+    if has_unfinished(store):
         raise NotFoundError(
             f"{store.url} holds no checkpoint: its arrays belong to a save that has not finished; "
             "save again to clean up"

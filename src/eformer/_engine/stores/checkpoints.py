@@ -1,0 +1,98 @@
+"""Remove whole checkpoints, give them other names, hold them, and sweep what dead saves have left: on disks and in
+buckets."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from eformer._engine.stores import bucket_removal, local_removal
+from eformer._engine.stores.bucket import BucketStore
+from eformer._engine.stores.directory import Directory
+from eformer._engine.stores.durable import SCRATCH
+from eformer._engine.stores.journal import sweep_dead
+from eformer._engine.stores.leases import LEASES
+from eformer._engine.stores.leases import held as held_in_bucket
+from eformer._engine.stores.on_disk import on_disk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from eformer._engine.stores.base import Identity, Indexes, Store
+
+
+def identity_of(store: Store, name: str, indexes: Indexes) -> Identity:
+    """Return an identity that tells a checkpoint, a directory or a file, from a later one of the same name. Raise
+    FileNotFoundError if it is gone."""
+    if (place := on_disk(store)) is not None:
+        return local_removal.identity_of(place / name)
+    bucket = _bucket(store)
+    return bucket_removal.identity_of(bucket.objects, bucket.key_of(name), indexes)
+
+
+def remove_checkpoint(store: Store, name: str, indexes: Indexes, identity: Identity | None = None) -> bool:
+    """Remove a directory or a file that is a checkpoint so that nobody ever sees a part of it.
+
+    Return False if a reader holds it or a save to it is under way, which only a bucket tells. Raise FileNotFoundError
+    if it is gone, and ValueError if it is another one than that with the `identity`.
+    """
+    if (place := on_disk(store)) is not None:
+        now = local_removal.identity_of(place / name)  # raises if it is gone
+        local_removal.remove_checkpoint(place, name, identity or now)
+        return True
+    bucket = _bucket(store)
+    return bucket_removal.remove(bucket.objects, bucket.key_of(name), indexes, identity)
+
+
+def sweep(store: Store, name: str, indexes: Indexes) -> None:
+    """Remove what dead saves, and removals that died, have left in a directory; "" is the place itself."""
+    if (place := on_disk(store)) is not None:
+        with Directory.open(place) as directory:
+            sweep_dead(directory, name)
+    elif name:
+        bucket = _bucket(store)
+        bucket_removal.sweep(bucket.objects, bucket.key_of(name), indexes)
+
+
+def set_aside(store: Store, name: str, why: str, marks: Sequence[str]) -> str:
+    """Let a directory be no checkpoint any more, by whose `marks` readers know it, without losing anything.
+
+    Return a name for it that was free, such as step-100.old. On a disk it has that name.
+    """
+    if (place := on_disk(store)) is not None:
+        return local_removal.set_aside(place, name, why)
+    bucket = _bucket(store)
+    return f"{name}.{bucket_removal.set_aside(bucket.objects, bucket.key_of(name), why, marks)}"
+
+
+@contextmanager
+def held(store: Store, name: str) -> Iterator[str]:
+    """Yield a path by which a checkpoint can be read even if it is removed meanwhile.
+
+    On a disk its files are linked into a hidden directory; if this process dies, the next save beside it removes that.
+    In a bucket a lease, which is renewed, keeps the checkpoint.
+    """
+    if (place := on_disk(store)) is not None:
+        with local_removal.linked(place, name) as path:
+            yield path
+    else:
+        bucket = _bucket(store)
+        with held_in_bucket(bucket.objects, bucket.key_of(name), store.path_to(name)) as path:
+            yield path
+
+
+def has_unfinished(store: Store) -> bool:
+    """Tell whether a save to a place is under way, or was left by a writer that died."""
+    if on_disk(store) is not None:
+        kinds = store.kinds().items()
+        return any(kind == "directory" and SCRATCH.fullmatch(name) for name, kind in kinds)
+    with suppress(FileNotFoundError):
+        return bool(store.kinds(LEASES))
+    return False
+
+
+def _bucket(store: Store) -> BucketStore:
+    if not isinstance(store, BucketStore):
+        store.begin()  # raises: it can only be read
+        raise AssertionError(f"{store.url} is neither a disk nor a bucket")
+    return store
