@@ -13,7 +13,7 @@ from eformer._engine.formats.find import find, problem_of, reread
 from eformer._engine.formats.steps import step_number
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.steps import RUN_METADATA, Step, steps
-from eformer._engine.stores.base import read_whole
+from eformer._engine.stores.base import read_whole, update_file
 from eformer._engine.stores.local_removal import identity_of, remove_checkpoint
 from eformer._engine.stores.locate import store_at
 from eformer.errors import EformerError, FormatError, NotFoundError
@@ -104,12 +104,7 @@ def step_of(step: int, destination: str) -> int:
 
 def write_metadata(path: str, facts: Mapping[str, Any]) -> None:
     """Write `metadata.json` of a checkpoint, whole or not at all."""
-    upload = store_at(path).begin()
-    try:
-        with upload.exclusive():
-            upload.swap(METADATA, msgspec.json.encode(facts), None)
-    finally:
-        upload.close()
+    update_file(store_at(path), METADATA, lambda _: msgspec.json.encode(facts))
 
 
 def metadata_file(path: str) -> dict[str, Any] | None:

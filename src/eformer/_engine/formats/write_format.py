@@ -8,56 +8,30 @@ A format is made for one save. It plans files and reads and extends the index; i
     format.header(file, sha256)            once the digests of its extents are known, if `header_needs_digests`
     format.read_index(store)               under the lock
     index.commit(tree, store, upload)      final names, and the next index
-    commit.tidy(store, upload)             remove what the next index does not name
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from msgspec import Struct
+from eformer._engine.stores import base as stores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.planned import PlannedFile, Source
-    from eformer._engine.stores.base import Replaced, Store, Upload, Version
+    from eformer._engine.stores.base import Change, Store, Upload
 
 
-class Commit(Struct, frozen=True):
-    """What a commit does: final names for the new files, and the next index.
-
-    Without an `index` the new files are all there is. `replaced` and `unmarked` are those of `Upload.publish`. Once the
-    index is in place, `tidy` removes what it does not name any more, and updates indexes for other readers.
-    """
-
-    moves: Mapping[str, str]
-    index: bytes | None = None
-    replaced: Sequence[Replaced] = ()
-    unmarked: Sequence[str] | None = None
-    tidy: Callable[[Store, Upload], None] | None = None
-
-
-class Index(Protocol):
+class Index(stores.Index, Protocol):
     """The index of a place as it is before a commit."""
-
-    @property
-    def version(self) -> Version | None:
-        """The version of its file; None if there is none."""
-
-    @property
-    def save_ids(self) -> Container[str] | None:
-        """The saves that it names; None if that is not known."""
 
     @property
     def barred(self) -> Container[str]:
         """The saves and files that no index may name any more."""
 
-    def has_committed(self, save_id: str) -> bool:
-        """Tell whether a save was committed, even if others have replaced its tree since."""
-
-    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Commit:
+    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
         """Choose final names for the new files, and make the next index."""
 
 

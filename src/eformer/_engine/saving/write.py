@@ -48,7 +48,7 @@ def write(
     when their digests are known.
     """
     nbytes = sum(file.nbytes for file in files if not file.is_there)
-    upload.expect(nbytes)
+    upload.nbytes = nbytes
     run_all(_Writer(upload, block, staging, meter, header).tasks(files), threads)
     upload.sync()
 

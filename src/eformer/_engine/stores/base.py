@@ -1,26 +1,21 @@
-"""The seam between checkpoints and the places that hold them: read by name, written by an upload.
+"""The seam between checkpoints and the places that hold them: a store reads by name, an upload writes.
 
 A store is one place: a directory of this machine, a prefix of a bucket. Names in it are relative, with slashes. Reading
-needs no preparation; everything that writes goes through an `Upload`, whose files nobody sees before they are published
-and whose save nobody sees before its index is swapped:
+needs no preparation; everything that writes goes through an `Upload`, whose files nobody sees before its commit:
 
     upload = store.begin(root)
     upload.put(...); sink = upload.create(...); sink.write(...); sink.close()
     upload.sync()                                  # the new files are complete and durable
-    with upload.exclusive():
-        ...                                        # read the index, choose final names
-        upload.publish(moves, replaced)            # the new files have their final names
-        upload.swap(index, data, version)          # the commit
-        upload.finish()                            # remove replaced files
-    upload.close()                                 # remove whatever was not published
+    upload.commit(commit)                          # read the index, give the files their names, swap the index, tidy up
+    upload.close()                                 # remove the files if they were not committed
 """
 
 from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, runtime_checkable
 
 from msgspec import Struct
@@ -29,12 +24,13 @@ from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     import numpy as np
     from msgspec import UnsetType
 
     from eformer._engine.record.manifest import CommitLog, Manifest
+
+logger = logging.getLogger("eformer")
 
 Version = str
 """Tells a file from a later one of the same name: identity and times of a local file, the ETag of an object."""
@@ -214,27 +210,85 @@ class ReadOnly:
         raise io.UnsupportedOperation(self.refusal)
 
 
+class Index(Protocol):
+    """The index of a place, as it is before a commit. What it says of saves is None if that is not known."""
+
+    @property
+    def version(self) -> Version | None:
+        """The version of its file; None if there is none."""
+
+    @property
+    def manifest(self) -> Manifest | None: ...
+
+    @property
+    def save_ids(self) -> Container[str] | None:
+        """The saves that it names."""
+
+    def has_committed(self, save_id: str) -> bool:
+        """Tell whether a save was committed, even if others have replaced its tree since."""
+
+
+class Change(Struct, frozen=True):
+    """What a commit does: final names for new files and directories, and the next index.
+
+    moves      final names by name; "" stands for the directory of all new files
+    index      returns the next index, given what it has to say of saves; None: the new files are all there is
+    manifest   what the next index says
+    replaced   directories that are removed once the index is in place
+    unmarked   the files that describe new arrays without the mark of their save, by which a later save can tell them
+               from others
+    tidy       removes what the next index does not name any more, and updates indexes for other readers
+    """
+
+    moves: Mapping[str, str] = {}
+    index: Callable[[CommitLog | UnsetType], bytes] | None = None
+    manifest: Manifest | None = None
+    replaced: Sequence[Replaced] = ()
+    unmarked: Sequence[str] | None = None
+    tidy: Callable[[Store, Upload], None] | None = None
+
+
+class Commit(Protocol):
+    """A commit, as an upload carries it out. In the order of calls: `read`, `change`, after an error `is_done`."""
+
+    @property
+    def name(self) -> str:
+        """The name of the index."""
+
+    @property
+    def save_id(self) -> str: ...
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether the remains of writers that died are removed, too."""
+
+    def read(self, store: Store) -> Index:
+        """Read the index. The store is the place; of a new place, it is where that is made."""
+
+    def change(self, index: Any, store: Store) -> Change:
+        """Choose final names, and make the next index."""
+
+    def is_done(self) -> bool:
+        """Tell, after an error, whether the index names the save; True if that cannot be known."""
+
+
 class Upload(Protocol):
-    """The new files of one save. Nobody sees them before `publish`; without it `close` removes them."""
+    """The new files of one save. Nobody sees them before `commit`; without it `close` removes them.
 
-    @property
-    def token(self) -> str:
-        """By which another process joins."""
+    token              by which another process joins
+    takes_whole_files  whether files can only be `put`, in one piece
+    takes_streams      whether large files are written from their beginning to their end, by `stream`
+    nbytes             how many bytes will be written in all, to be set before the first file is created: a save that is
+                       large beside the available memory does not stay in the page cache
+    """
 
-    @property
-    def takes_whole_files(self) -> bool:
-        """Whether files can only be `put`, in one piece."""
-
-    @property
-    def takes_streams(self) -> bool:
-        """Whether large files are written from their beginning to their end, by `stream`."""
+    token: str
+    takes_whole_files: bool
+    takes_streams: bool
+    nbytes: int
 
     def announce(self) -> None:
         """Let other processes find the upload by its token."""
-
-    def expect(self, nbytes: int) -> None:
-        """Say how many bytes will be written in all, before the first file is created: a save that is large beside the
-        available memory does not stay in the page cache."""
 
     def create(self, name: str, nbytes: int) -> Sink:
         """Begin a file of known length. One that is not closed is removed with the upload."""
@@ -257,55 +311,33 @@ class Upload(Protocol):
     def is_published(self, name: str, final: str) -> bool:
         """Tell whether a linked file is in place already under this name."""
 
-    def exclusive(self) -> AbstractContextManager[None]:
-        """Keep other saves to the place waiting, where the store has locks. A new place appears at the end."""
+    def commit(self, commit: Commit) -> None:
+        """Give the new files their final names and swap the index, so that every reader sees the save or none does.
 
-    def place_of(self, store: Store) -> Store:
-        """Return where a commit finds and puts its files: `store`, or a new place that gets its name at the end."""
-
-    def sweep(self, committed: Container[str] | None) -> None:
-        """Remove the remains of writers that died, while the index names the saves in `committed`; None if that is
-        not known."""
-
-    def log(self, before: Manifest, after: Manifest, save_id: str) -> CommitLog | UnsetType:
-        """Return what the next index has to say of saves, where the store has no locks.
-
+        On a disk this happens under a lock. In a bucket the index is swapped on the condition that it has not changed;
+        if it has, the commit is begun again. After an error nothing of the save is left, unless the index names it.
         Raise SupersededError if another save has taken this one for dead.
         """
 
-    def publish(
-        self,
-        moves: Mapping[str, str],
-        replaced: Sequence[Replaced] = (),
-        *,
-        save_id: str,
-        unmarked: Sequence[str] | None = None,
-    ) -> None:
-        """Give new files and directories their final names ("" stands for the directory of all of them).
-
-        `finish` will remove what is `replaced`. Arrays carry the mark of their save; `unmarked` are the files that
-        describe arrays without one, by which a later save can tell them from others.
-        """
-
-    def withdraw(self) -> None:
-        """Remove what was published: the save has failed before its commit."""
-
     def swap(self, name: str, data: bytes, expected: Version | None) -> None:
-        """Replace a small file, the index, if its version is still the one expected (None: it does not exist).
-
-        Raise SwapError if it is not; a store with locks need not look.
-        """
+        """Replace a small file, while `tidy` is called, if its version is still the one expected (None: it does not
+        exist). Raise SwapError if it is not; under a lock it always is."""
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files of the place, if they are there."""
 
-    def read(self, name: str, most: int) -> bytes:
-        """Read a small file of the place. Raise FormatError for a link, and for more than `most` bytes."""
-
-    def finish(self) -> None:
-        """Remove what was replaced: the save is committed."""
-
     def close(self) -> None: ...
+
+
+def tidy_up(change: Change, store: Store, upload: Upload, finish: Callable[[Change], None]) -> None:
+    """Remove what is not needed any more. The checkpoint is safe by now: what cannot be removed is left to the next
+    save."""
+    try:
+        finish(change)
+        if change.tidy:
+            change.tidy(store, upload)
+    except (OSError, FormatError, SwapError) as error:
+        logger.warning("%s is saved, but could not be tidied up: %s", store.url, error)
 
 
 def is_there(store: Store) -> bool:
@@ -330,6 +362,42 @@ def require_short(store: Store, name: str) -> None:
         )
 
 
+class NoIndex(Struct, frozen=True):
+    """The index of a place that has none, or the bytes of a small file in the place of an index."""
+
+    version: Version | None = None
+    data: bytes | None = None
+    manifest: None = None
+    save_ids: None = None
+
+    def has_committed(self, save_id: str) -> bool:
+        return False
+
+
+class _Update(Struct, frozen=True):
+    """The commit of a small file, or of the new files alone."""
+
+    name: str
+    to_change: Callable[[bytes | None], Change]
+    sweeps: bool = False
+    save_id: str = ""
+
+    def read(self, store: Store) -> NoIndex:
+        if not self.name:
+            return NoIndex()
+        try:
+            data, entry = read_whole(store, self.name)
+        except FileNotFoundError:
+            return NoIndex()
+        return NoIndex(entry.version, data)
+
+    def change(self, index: NoIndex, store: Store) -> Change:
+        return self.to_change(index.data)
+
+    def is_done(self) -> bool:
+        return True  # nothing has to be withdrawn
+
+
 def update_file(
     store: Store, name: str, change: Callable[[bytes | None], bytes], *, sweep: bool = False
 ) -> None:
@@ -337,17 +405,22 @@ def update_file(
 
     With `sweep`, the remains of uploads to the place that died are removed, too.
     """
+
+    def to_change(before: bytes | None) -> Change:
+        after = change(before)
+        return Change(index=lambda _: after)
+
     upload = store.begin(is_first=True)
     try:
-        while True:
-            with upload.exclusive(), suppress(SwapError):
-                if sweep:
-                    upload.sweep(None)
-                data, version = _read_if_there(upload.place_of(store), name)
-                upload.swap(name, change(data), version)
-                return
+        upload.commit(_Update(name, to_change, sweep))
     finally:
         upload.close()
+
+
+def publish(upload: Upload, names: Iterable[str]) -> None:
+    """Let the new files of an upload appear together under their names. There is no index."""
+    change = Change({name: name for name in names})
+    upload.commit(_Update("", lambda _: change))
 
 
 def remove_files(store: Store, names: Sequence[str]) -> None:
@@ -358,14 +431,6 @@ def remove_files(store: Store, names: Sequence[str]) -> None:
             upload.remove(names)
         finally:
             upload.close()
-
-
-def _read_if_there(store: Store, name: str) -> tuple[bytes | None, Version | None]:
-    try:
-        data, entry = read_whole(store, name)
-    except FileNotFoundError:
-        return None, None
-    return data, entry.version
 
 
 def read_whole(store: Store, name: str, most: int = _MOST_WHOLE) -> tuple[bytes, Entry]:

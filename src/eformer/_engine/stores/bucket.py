@@ -11,15 +11,15 @@ import os
 import re
 import secrets
 import threading
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from eformer._engine.record.names import is_inside
-from eformer._engine.stores.base import Entry, Replaced, is_there
+from eformer._engine.stores.base import Entry, SwapError, is_there, tidy_up
 from eformer._engine.stores.cache import CachedFiles
 from eformer._engine.stores.leases import LEASES, Leases
 from eformer._engine.stores.objects import PART_BYTES
@@ -31,10 +31,12 @@ from eformer._engine.tasks.pool import cancelled_with_others, run_all
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from eformer._engine.record.manifest import CommitLog, Manifest
-    from eformer._engine.stores.base import Files, Kind, Store, Version
+    from msgspec import UnsetType
+
+    from eformer._engine.record.manifest import CommitLog
+    from eformer._engine.stores.base import Change, Commit, Files, Index, Kind, Store, Version
     from eformer._engine.stores.cache import Cache
     from eformer._engine.stores.objects import Objects, Stream
 
@@ -195,8 +197,8 @@ class BucketUpload:
         self._objects, self._path = objects, path
         self._start = f"{path}/{root}/" if root else f"{path}/"
         self._new: set[str] = set()
+        self.nbytes = 0  # there are no caches to spare
         self._sinks: list[_Sink] = []
-        self._replaced: list[Replaced] = []
         self._has_asked = self._is_committed = False  # to replace the index; and it was
         self._is_closed = False
         self._is_shared = self._is_doubtful = False  # objects may arrive after this upload has ended
@@ -213,9 +215,6 @@ class BucketUpload:
     def announce(self) -> None:
         """Note that other processes put objects, too. The lease is there already."""
         self._is_shared = True
-
-    def expect(self, nbytes: int) -> None:
-        """There are no caches to spare."""
 
     # --------------------------------------------------------------------------------------- write
 
@@ -283,34 +282,48 @@ class BucketUpload:
 
     # ------------------------------------------------------------------------------------- publish
 
-    def place_of(self, store: Store) -> Store:
-        return store
+    def commit(self, commit: Commit) -> None:
+        store = BucketStore(self._objects, self._path)
+        try:
+            change = self._swapped(commit, store)
+        except BaseException:
+            if not commit.is_done():
+                self._withdraw()
+            raise
+        tidy_up(change, store, self, self._finish)
 
-    def exclusive(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def _swapped(self, commit: Commit, store: BucketStore) -> Change:
+        """Publish the objects and swap the index; again, if another save has swapped it first."""
+        change: Change | None = None
+        while True:
+            index = commit.read(store)
+            if change and index.has_committed(commit.save_id):
+                return change  # the answer was lost, and another save has come since
+            if self._leases and commit.sweeps:
+                self._leases.look()  # for dead saves: the commit bars them, and `_finish` removes them
+            change = commit.change(index, store)
+            log = self._log(index, change)
+            self._publish(change)
+            if change.index is None:
+                return change
+            with suppress(SwapError):
+                self.swap(commit.name, change.index(log), index.version)
+                return change
 
-    def sweep(self, committed: Container[str] | None) -> None:
-        """Look for dead saves. The commit bars them, and `finish` removes them."""
-        if self._leases:
-            self._leases.look()
+    def _log(self, index: Index, change: Change) -> CommitLog | UnsetType:
+        """Return what the next index has to say of saves. Raise SupersededError if another save has taken this one for
+        dead."""
+        if not self._leases or index.manifest is None or change.manifest is None:
+            return UNSET
+        return self._leases.log(index.manifest, change.manifest)
 
-    def log(self, before: Manifest, after: Manifest, save_id: str) -> CommitLog | msgspec.UnsetType:
-        return self._leases.log(before, after) if self._leases else msgspec.UNSET
-
-    def publish(
-        self,
-        moves: Mapping[str, str],
-        replaced: Sequence[Replaced] = (),
-        *,
-        save_id: str,
-        unmarked: Sequence[str] | None = None,
-    ) -> None:
-        for name, final in moves.items():
+    def _publish(self, change: Change) -> None:
+        """Make sure that all objects are there, and let those appear that have waited."""
+        for name, final in change.moves.items():
             if (self._start + name).rstrip("/") != f"{self._path}/{final}":
                 raise AssertionError(f"objects cannot be renamed: {name!r} to {final!r}")
-        kept = [name for name, final in moves.items() if name and self.is_published(name, final)]
+        kept = [name for name, final in change.moves.items() if name and self.is_published(name, final)]
         run_all([partial(self._require, name) for name in kept], _THREADS if len(kept) >= _THREADS else 1)
-        self._replaced = [one for one in replaced if not one.mark]
         if self._unpublished:
             self._unpublished.publish()
         if self._leases:
@@ -325,7 +338,7 @@ class BucketUpload:
         self._has_asked = True  # first of all: this may be interrupted anywhere
         swap_index(self._objects, f"{self._path}/{name}", data, expected)
 
-    def withdraw(self) -> None:
+    def _withdraw(self) -> None:
         """Remove the new objects, unless a request to name them may still arrive. Then the next save removes them, once
         its index makes sure that this one fails."""
         if not self._has_asked and self._leases:
@@ -336,24 +349,17 @@ class BucketUpload:
         leases.remove_own()
         self._objects.delete(self._new)
 
-    def finish(self) -> None:
+    def _finish(self, change: Change) -> None:
+        """Remove what is dead, and the arrays of another program that the index stops naming."""
         self._is_committed = True
         if self._leases:
             self._leases.finish()
-        for replaced in self._replaced:
+        for replaced in (one for one in change.replaced if not one.mark):
             for path, _ in replaced.arrays:
                 self._objects.delete(found.key for found in self._objects.list(f"{self._path}/{path}/"))
 
     def remove(self, names: Iterable[str]) -> None:
         self._objects.delete(f"{self._path}/{name}" for name in names)
-
-    def read(self, name: str, most: int) -> bytes:
-        data, found = self._objects.read(f"{self._path}/{name}")
-        if found.nbytes > most:
-            raise FormatError(
-                f"{self._objects.path_to(found.key)} has {found.nbytes} bytes, more than {most}"
-            )
-        return bytes(data)
 
     def close(self) -> None:
         if self._is_closed:

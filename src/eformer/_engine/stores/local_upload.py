@@ -17,12 +17,13 @@ import os
 import re
 import threading
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
+from msgspec import UNSET
 
-from eformer._engine.stores.base import Entry
+from eformer._engine.stores.base import Entry, tidy_up
 from eformer._engine.stores.directory import Directory, lock, unlock
 from eformer._engine.stores.durable import (
     LARGE_WRITE,
@@ -53,11 +54,10 @@ from eformer._engine.tasks.pool import default_threads, run_all
 from eformer.errors import FormatError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from eformer._engine.record.manifest import Manifest
-    from eformer._engine.stores.base import Replaced, Store, Version
+    from eformer._engine.stores.base import Change, Commit, Store, Version
 
 logger = logging.getLogger("eformer")
 
@@ -100,8 +100,7 @@ class LocalUpload:
         self._synced: list[str] = []
         self._published: list[str] = []
         self._files: list[NewFile] = []
-        self._created = 0
-        self.passes_cache = False
+        self._created = self.nbytes = 0
         try:
             while self._folder.descriptor < 0:
                 self._enter(token or scratch_name())
@@ -148,8 +147,10 @@ class LocalUpload:
 
     # --------------------------------------------------------------------------------------- write
 
-    def expect(self, nbytes: int) -> None:
-        self.passes_cache = nbytes > available_memory() * _WARM_PART
+    @cached_property
+    def passes_cache(self) -> bool:
+        """Whether the files are written past the page cache. It is asked for when the first file is created."""
+        return self.nbytes > 0 and self.nbytes > available_memory() * _WARM_PART
 
     def create(self, name: str, nbytes: int) -> NewFile:
         self._created += 1
@@ -266,8 +267,28 @@ class LocalUpload:
 
     # ------------------------------------------------------------------------------------- publish
 
+    def commit(self, commit: Commit) -> None:
+        from eformer._engine.stores.local import LocalStore  # late: a store makes uploads
+
+        with self._exclusive():
+            store = LocalStore(self._place_path)
+            index = commit.read(store)
+            if commit.sweeps:
+                self._sweep(index.save_ids)
+            try:
+                change = commit.change(index, store)
+                self._publish(change, commit.save_id)
+                if change.index:
+                    self.swap(commit.name, change.index(UNSET), index.version)
+            except BaseException:
+                if not commit.is_done():  # a sync may fail after the index is in place
+                    self._withdraw()
+                raise
+            tidy_up(change, store, self, self._finish)
+
     @contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
+        """Keep other saves to the place waiting. A new place appears at the end."""
         if self.is_new:
             with self._around.locked():
                 if not os.path.lexists(self._directory):
@@ -289,10 +310,14 @@ class LocalUpload:
         self.place.close()
         self.place, self.is_new = place, False
 
-    def place_of(self, store: Store) -> Store:
-        return store.parent()[0].at(f"{self.token}/{self._new}") if self.is_new else store
+    @property
+    def _place_path(self) -> Path:
+        """Where the place is by now: a new one gets its name at the end of the commit."""
+        return self._around.path / self.token / self._new if self.is_new else self._directory
 
-    def sweep(self, committed: Container[str] | None) -> None:
+    def _sweep(self, committed: Container[str] | None) -> None:
+        """Remove the remains of writers that died, while the index names the saves in `committed`; None if that is not
+        known."""
         if committed is None:
             sweep_unpublished(self.place)
         else:
@@ -302,23 +327,14 @@ class LocalUpload:
             sweep_unpublished(around)
             sweep_files(around)
 
-    def log(self, before: Manifest, after: Manifest, save_id: str) -> msgspec.UnsetType:
-        """Return nothing: locks tell the living from the dead."""
-        return msgspec.UNSET
-
-    def publish(
-        self,
-        moves: Mapping[str, str],
-        replaced: Sequence[Replaced] = (),
-        *,
-        save_id: str,
-        unmarked: Sequence[str] | None = None,
-    ) -> None:
+    def _publish(self, change: Change, save_id: str) -> None:
+        """Give new files and directories their final names."""
+        moves, replaced = change.moves, change.replaced
         directories = {
             name: final for name, final in moves.items() if not name or self.data.has_directory(name)
         }
         if (directories or replaced) and not self.is_new:  # what is in a new place is seen by nobody yet
-            journal = make_journal(save_id, self.place, self.data, directories, replaced, unmarked)
+            journal = make_journal(save_id, self.place, self.data, directories, replaced, change.unmarked)
             self._write_journal(journal)
         if "" in moves:
             self.data.sync()
@@ -346,17 +362,19 @@ class LocalUpload:
         self.data.rename(name, self.place, final)
 
     def swap(self, name: str, data: bytes, expected: Version | None) -> None:
-        with replacing_in(self.place, name) as file:  # `exclusive` makes sure that it is the one expected
+        with replacing_in(self.place, name) as file:  # the lock makes sure that it is the one expected
             file.write(data)
 
-    def withdraw(self) -> None:
+    def _withdraw(self) -> None:
+        """Remove what was published: the save has failed before its commit."""
         for name in self._published:
             self.place.unlink(name)
         if self.must_stay:
             carry_out(self.place, read_journal(self._folder)[0], None)
         self.must_stay = False
 
-    def finish(self) -> None:
+    def _finish(self, change: Change) -> None:
+        """Remove what was replaced: the save is committed."""
         if self.must_stay and (journal := read_journal(self._folder)[0]):
             carry_out(self.place, journal, {journal.save_id})
         self.must_stay = False
@@ -387,10 +405,6 @@ class LocalUpload:
         LocalUpload.put(self, [(name, data)])
 
     # ------------------------------------------------------------------------------------- the place
-
-    def read(self, name: str, most: int) -> bytes:
-        """Read a small file of the place, and never through a link."""
-        return self.place.read(name, most)
 
     def take_back(self, name: str) -> None:
         """Remove an entry that was put in place last, while nobody knows of it yet."""

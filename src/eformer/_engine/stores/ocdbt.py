@@ -7,6 +7,8 @@ import re
 import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import msgspec
+
 from eformer._engine.record.names import is_text
 from eformer._engine.stores.inside import walk
 from eformer._engine.stores.local_upload import LocalUpload
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from eformer._engine.stores.base import Entry, Replaced, Store
+    from eformer._engine.stores.base import Change, Entry, Store
     from eformer._engine.stores.directory import Directory
 
 DATABASE_MANIFEST = "manifest.ocdbt"
@@ -127,22 +129,15 @@ class DatabaseUpload(LocalUpload):
         written = self.files(self._branch)
         self.sync_files([name for name in written if self._branch or not name.startswith(_BRANCH)])
 
-    def publish(
-        self,
-        moves: Mapping[str, str],
-        replaced: Sequence[Replaced] = (),
-        *,
-        save_id: str,
-        unmarked: Sequence[str] | None = None,
-    ) -> None:
-        if moves:
+    def _publish(self, change: Change, save_id: str) -> None:
+        if change.moves:
             super().put([(DATABASE_MARK, self._mark.encode())])
             if _join_branches(self.folder("")):
                 self.sync()
             else:
                 super().sync()
-        described = None if unmarked is None else [DATABASE_MARK]
-        super().publish(moves, replaced, save_id=save_id, unmarked=described)
+        described = None if change.unmarked is None else [DATABASE_MARK]
+        super()._publish(msgspec.structs.replace(change, unmarked=described), save_id)
 
     def abandon(self) -> None:
         if self._database is not None:

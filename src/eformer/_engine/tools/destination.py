@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from eformer._engine.record.text import size
 from eformer._engine.stores.appearing import appearing
+from eformer._engine.stores.base import publish
 from eformer._engine.stores.durable import make_directories
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.locate import store_at
@@ -103,8 +104,7 @@ def _upload(folder: Path, store: Store) -> None:
         for name, path in files.items():
             upload.stream(name, path.stat().st_size, _chunks(path))
         upload.sync()
-        upload.publish({name: name for name in files}, save_id="")
-        upload.finish()
+        publish(upload, files)
 
 
 def _chunks(path: Path) -> Iterator[bytes]:

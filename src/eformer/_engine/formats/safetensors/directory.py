@@ -31,18 +31,19 @@ from eformer._engine.formats.safetensors.names import (
     unique_names,
 )
 from eformer._engine.formats.safetensors.read import read_manifest
-from eformer._engine.formats.write_format import Commit
 from eformer._engine.formats.zarr.index import INDEX as ZARR_INDEX
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.planned import process_record
-from eformer._engine.stores.base import SwapError
+from eformer._engine.stores.base import Change, SwapError
 from eformer._engine.stores.on_disk import on_disk
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
-    from eformer._engine.record.manifest import TreeEntry
+    from msgspec import UnsetType
+
+    from eformer._engine.record.manifest import CommitLog, TreeEntry
     from eformer._engine.record.planned import PlannedFile, Source
     from eformer._engine.stores.base import Kind, Store, Upload, Version
 
@@ -161,14 +162,12 @@ class _Index:
     def has_committed(self, save_id: str) -> bool:
         return self.manifest.has_committed(save_id)
 
-    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Commit:
+    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
         finals = self._final_names(tree, store, upload)
         moves = {file.name: final for file, final in zip(tree.files, finals, strict=True)}
         files = tuple(msgspec.structs.replace(file, name=moves[file.name]) for file in tree.files)
         manifest = self.manifest.with_tree(self.prefix, msgspec.structs.replace(tree, files=files))
-        log = upload.log(self.manifest, manifest, tree.save_id)
-        manifest = msgspec.structs.replace(manifest, log=log)
-        return Commit(moves, manifest.to_json(), tidy=partial(_tidy, manifest))
+        return Change(moves, partial(_encoded, manifest), manifest, tidy=partial(_tidy, manifest))
 
     def _final_names(self, tree: TreeEntry, store: Store, upload: Upload) -> list[str]:
         """Give plain names to a first save that is all there is. A name that a manifest ever gave is not given to
@@ -185,6 +184,10 @@ class _Index:
             names = [name + PRIVATE for name in names]
         finals = dict(zip(new, names, strict=True)) | {name: _free_name(store, upload, name) for name in kept}
         return [finals[file.name] for file in tree.files]
+
+
+def _encoded(manifest: Manifest, log: CommitLog | UnsetType) -> bytes:
+    return msgspec.structs.replace(manifest, log=log).to_json()
 
 
 def _free_name(store: Store, upload: Upload, planned: str) -> str:

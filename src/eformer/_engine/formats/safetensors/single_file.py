@@ -12,11 +12,10 @@ from eformer._engine.formats.safetensors.directory import FORMAT
 from eformer._engine.formats.safetensors.layout import header_of, own_nbytes, plan_files
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, is_marked
 from eformer._engine.formats.safetensors.read import read_manifest
-from eformer._engine.formats.write_format import Commit
 from eformer._engine.record.digests import stamp_digest
 from eformer._engine.record.manifest import DataFile, Manifest, encode_leaves
 from eformer._engine.record.planned import PlannedFile, leaf_entries
-from eformer._engine.stores.base import is_there
+from eformer._engine.stores.base import Change, NoIndex, is_there
 from eformer._engine.stores.on_disk import check_replaceable
 from eformer.errors import CorruptionError, FormatError
 
@@ -137,18 +136,13 @@ class SafetensorsFile:
         return any(tree.save_id == save_id for tree in trees.values())
 
 
-class _NoIndex:
+class _NoIndex(NoIndex, frozen=True):
     """The file itself is all there is to swap."""
 
-    version = None
-    save_ids = None
-    barred = ()
+    barred: tuple[str, ...] = ()
 
-    def has_committed(self, save_id: str) -> bool:
-        return False
-
-    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Commit:
-        return Commit({file.name: file.name for file in tree.files})
+    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
+        return Change({file.name: file.name for file in tree.files})
 
 
 def _is_named(store: Store, name: str) -> bool:

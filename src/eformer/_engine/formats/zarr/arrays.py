@@ -10,7 +10,6 @@ import msgspec
 
 from eformer._engine.formats.markers import ORBAX_TREE
 from eformer._engine.formats.safetensors.names import MANIFEST
-from eformer._engine.formats.write_format import Commit
 from eformer._engine.formats.zarr.index import FORMAT, INDEX, Index, Listed, read_index
 from eformer._engine.formats.zarr.layout import own_nbytes, plan_arrays
 from eformer._engine.formats.zarr.original_structure import parse_structure
@@ -22,7 +21,7 @@ from eformer._engine.record.planned import PlannedFile, data_files, leaf_entries
 from eformer._engine.record.process_records import ProcessRecord
 from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json
-from eformer._engine.stores.base import Replaced, is_there, require_short
+from eformer._engine.stores.base import Change, Replaced, is_there, read_whole, require_short
 from eformer._engine.stores.ocdbt import DatabaseUpload
 from eformer._engine.stores.on_disk import on_disk
 from eformer._engine.stores.removal import DATABASE_MARK
@@ -31,7 +30,7 @@ from eformer.errors import FormatError, StructureError
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
 
-    from eformer._engine.record.manifest import TreeEntry
+    from eformer._engine.record.manifest import CommitLog, TreeEntry
     from eformer._engine.record.options import SaveOptions
     from eformer._engine.record.planned import Source
     from eformer._engine.stores.base import Store, Upload, Version
@@ -185,7 +184,7 @@ class _ArraysIndex:
     def has_committed(self, save_id: str) -> bool:
         return self.manifest.has_committed(save_id)
 
-    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Commit:
+    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
         fmt = self.format
         if self.found is not None and not fmt.has_index:
             raise ValueError(
@@ -195,23 +194,26 @@ class _ArraysIndex:
         root, moves = self._final_places(index, store, upload)
         if not fmt.has_index:
             unmarked = [f"{array.path}/{ZARRAY}" for array in fmt.arrays.values()]
-            return Commit(moves, unmarked=unmarked)
+            return Change(moves, unmarked=unmarked)
         tree = msgspec.structs.replace(
             tree,
             raw_root=root or msgspec.UNSET,
             ocdbt=True if root and fmt.options.ocdbt else msgspec.UNSET,
         )
         manifest = self.manifest.with_tree(fmt.prefix, tree)
-        log = upload.log(self.manifest, manifest, tree.save_id)
-        manifest = msgspec.structs.replace(manifest, digest=Index().digest, log=log)
+        manifest = msgspec.structs.replace(manifest, digest=Index().digest)
         listed = list(fmt.arrays.values())
         if root:
             listed = [Listed(f"{root}/{array.path}", array.shape, array.dtype) for array in listed]
-        data = index.with_tree(fmt.prefix, listed, manifest).to_json()
+
+        def encoded(log: CommitLog | msgspec.UnsetType) -> bytes:
+            said = msgspec.structs.replace(manifest, log=log)
+            return index.with_tree(fmt.prefix, listed, said).to_json()
+
         tidy = None
         if not index.is_ours and fmt.prefix in index.prefixes:
             tidy = partial(_remove_structure, fmt.prefix)
-        return Commit(moves, data, tuple(self._replaced(index)), tidy=tidy)
+        return Change(moves, encoded, manifest, tuple(self._replaced(index)), tidy=tidy)
 
     def _of_others(self, store: Store) -> Index:
         """Make an index of the arrays that another program has put here: they stay a tree without a prefix, unless
@@ -304,13 +306,13 @@ def _is_of_others(store: Store, path: str) -> bool:
         return False
 
 
-def _remove_structure(prefix: str, _: Store, upload: Upload) -> None:
+def _remove_structure(prefix: str, store: Store, upload: Upload) -> None:
     """Remove the original's record of the structure of a tree that is gone."""
     name = f"{prefix}_structure.json"
     if not is_inside(name) or "/" in name:
         return
     try:
-        if parse_structure(upload.read(name, _MOST_STRUCTURE), name).prefix == prefix:
+        if parse_structure(read_whole(store, name, _MOST_STRUCTURE)[0], name).prefix == prefix:
             upload.remove([name])
     except (FileNotFoundError, FormatError, StructureError):  # it is something else
         pass
