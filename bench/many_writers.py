@@ -48,6 +48,7 @@ from eformer._engine.saving.record import new_tree, receipt_of_several
 from eformer._engine.saving.run import Save, write_tree
 from eformer._engine.saving.staging import Staging
 from eformer._engine.saving.write import write
+from eformer._engine.stores.base import update_file
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_files import LocalFiles
 from eformer._engine.stores.locate import store_at
@@ -379,14 +380,11 @@ def _check(case: Case, first: int, target: Any, leaf: int) -> None:
 def without_table(url: str) -> None:
     """Write the manifest as earlier versions did."""
     store = store_at(url)
-    data, entry = store.read(MANIFEST)
+    data, _ = store.read(MANIFEST)
     manifest = Manifest.from_json(data, url)
     tree = msgspec.structs.replace(manifest.trees[""], holdings=msgspec.UNSET)
     new = msgspec.structs.replace(manifest, trees={"": tree}).to_json()
-    upload = store.begin()
-    with upload.exclusive():
-        upload.swap(MANIFEST, new, entry.version)
-    upload.close()
+    update_file(store, MANIFEST, lambda _: new)
 
 
 # --------------------------------------------------------------------------------------------- report

@@ -42,16 +42,13 @@ TITLES = {
 }
 WAYS = {"in the page cache": False, "past it": True}
 
-_expect = LocalUpload.expect
+_passes_cache = LocalUpload.passes_cache
 
 
 def choose(passes: bool) -> None:
     """Let saves that follow pass the page cache by, or stay in it."""
 
-    def expect(upload: LocalUpload, _: int) -> None:
-        upload.passes_cache = passes
-
-    LocalUpload.expect = expect
+    LocalUpload.passes_cache = property(lambda _: passes)
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, float]:
@@ -141,7 +138,7 @@ def warm_load(place: Path, rounds: int) -> list[str]:
 
 def linked(place: Path, rounds: int, kind: str, leaves: int) -> list[str]:
     """Save steps of which all but one leaf is linked, with its files read again and trusted."""
-    LocalUpload.expect = _expect
+    LocalUpload.passes_cache = _passes_cache
     frozen = {f"w{n}": np.full(NBYTES // leaves // 4, n, np.float32) for n in range(leaves)}
     found: dict[str, list[tuple[float, float]]] = {"read again": [], "trusted": []}
     number = 0

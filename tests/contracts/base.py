@@ -17,7 +17,7 @@ class Contract:
     options = SaveOptions()
     # The store, and what can fail in the middle of a save: while data is written, and right before the commit.
     upload = LocalUpload
-    steps = ("put", "create"), ("sync",), ("publish",)
+    steps = ("put", "create"), ("sync",), ("_publish",)
 
     @pytest.fixture(autouse=True)
     def saved_so(self, monkeypatch):

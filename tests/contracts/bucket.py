@@ -17,7 +17,7 @@ from contracts.store import OTHER, ROOT, SAVE, StoreContract
 from eformer import checkpoint
 from eformer._engine.record.manifest import Manifest, TreeEntry
 from eformer._engine.stores import leases
-from eformer._engine.stores.base import Replaced, SwapError
+from eformer._engine.stores.base import Replaced, SwapError, publish
 from eformer._engine.stores.bucket import BucketUpload
 from eformer._engine.stores.checkpoints import has_unfinished
 from eformer._engine.stores.locate import store_at
@@ -25,6 +25,7 @@ from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import SupersededError
 from support.buckets import forget, objects, overwrite
 from support.buckets import leases as leases_of
+from support.commits import One, die_before_the_swap
 from support.trees import HOSTILE, assert_same
 
 SWEEPER = "5555555555555555"
@@ -67,18 +68,17 @@ class BucketStoreContract(StoreContract):
     def sweep(self, store, committed):
         manifest = manifest_of(*committed)
         with closing(store.begin(save_id=SWEEPER)) as upload:
-            upload.sweep(committed)
-            upload.log(manifest, manifest, SWEEPER)
-            upload.finish()
+            upload.commit(One(save_id=SWEEPER, before=manifest, after=manifest, sweeps=True))
 
     def test_what_is_replaced_goes_when_the_save_is_finished(self, store):
         old = self.publish(store, {"a/0": b"1"})
         with closing(store.begin(f"tree.{OTHER}", save_id=OTHER)) as upload:
             upload.put([("a/0", b"2")])
-            upload.sweep({SAVE})
-            upload.log(manifest_of(SAVE), manifest_of(OTHER), OTHER)
-            upload.publish({"": f"tree.{OTHER}"}, [Replaced(old, SAVE)], save_id=OTHER)
-            upload.finish()
+            before, after = manifest_of(SAVE), manifest_of(OTHER)
+            replaced = [Replaced(old, SAVE)]
+            upload.commit(
+                One({"": f"tree.{OTHER}"}, OTHER, replaced=replaced, before=before, after=after, sweeps=True)
+            )
         assert store.exists(f"{old}/a/0")  # readers may still need it
         self.patch.setattr(leases, "LEASE", -2.0)
         self.sweep(store, {OTHER})
@@ -98,8 +98,7 @@ class BucketStoreContract(StoreContract):
         self.publish(store, {"a/0": b"0"}, save_id=OTHER)
         upload = store.begin(ROOT, save_id=SAVE)
         upload.put([("a/0", b"1")])
-        upload.log(manifest_of(OTHER), manifest_of(SAVE), SAVE)
-        upload.publish({"": ROOT}, save_id=SAVE)
+        die_before_the_swap(upload, {"": ROOT}, before=manifest_of(OTHER), after=manifest_of(SAVE))
         self.kill(upload)
         self.sweep(store, {SAVE})
         assert self.held(store) == {ROOT: "directory"}
@@ -121,22 +120,26 @@ class BucketStoreContract(StoreContract):
         before = manifest_of(OTHER)
         self.patch.setattr(leases, "LEASE", -2.0)
         with closing(store.begin(save_id=SWEEPER)) as sweeper:
-            sweeper.sweep({OTHER})
-            log = sweeper.log(before, before, SWEEPER)
-            sweeper.finish()
+            logs = []
+
+            def index(log):
+                logs.append(log)
+                return b""
+
+            sweeper.commit(One(save_id=SWEEPER, index=index, before=before, after=before, sweeps=True))
+        (log,) = logs
         assert SAVE in log.dead
         assert not store.exists(f"{ROOT}/a/0")
         after = msgspec.structs.replace(before, log=log)
         with pytest.raises(SupersededError, match="save again"):
-            upload.log(after, after, SAVE)
+            upload.commit(One({"": ROOT}, before=after, after=after))
         upload.close()
 
     def test_large_files_are_sent_in_parts(self, store):
         chunks = [bytes([n]) * (7 * 2**20 + 1) for n in range(5)]
         with closing(store.begin(ROOT, save_id=SAVE)) as upload:
             upload.stream("a", sum(map(len, chunks)), iter(chunks))
-            upload.publish({"": ROOT}, save_id=SAVE)
-            upload.finish()
+            upload.commit(One({"": ROOT}))
         assert store.read(f"{ROOT}/a")[0] == b"".join(chunks)
 
     def test_a_large_file_with_its_final_name_appears_when_it_is_published(self, store):
@@ -146,7 +149,7 @@ class BucketStoreContract(StoreContract):
                 upload.stream("a", sum(map(len, chunks)), iter(chunks))
                 assert not store.exists("a")
                 if is_published:
-                    upload.publish({"a": "a"}, save_id="")
+                    publish(upload, ["a"])
             assert store.exists("a") == is_published
 
 

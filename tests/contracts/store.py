@@ -7,11 +7,12 @@ from contextlib import closing
 
 import pytest
 
-from eformer._engine.stores.base import Entry, Replaced, SwapError, read_whole
+from eformer._engine.stores.base import Entry, Replaced, read_whole, update_file
 from eformer._engine.stores.checkpoints import has_unfinished
 from eformer.errors import FormatError
+from support.commits import SAVE, One, die_before_the_swap
 
-SAVE, OTHER = "0123456789abcdef", "fedcba9876543210"
+OTHER = "fedcba9876543210"
 ROOT = f"tree.{SAVE}"
 
 OUTSIDE = ["../x", "/etc/passwd", "a/../../x", "", ".", "..", "a//b", "a\0b"]
@@ -29,7 +30,7 @@ class StoreContract:
     def sweep(self, store, committed):
         """Removes what dead saves have left."""
         with closing(store.begin()) as upload:
-            upload.sweep(committed)
+            upload.commit(One(save_ids=committed, sweeps=True))
 
     def held(self, store):
         """What is in a store, by name."""
@@ -47,13 +48,11 @@ class StoreContract:
         with closing(store.begin(root, save_id=save_id)) as upload:
             upload.put(sorted(files.items()))
             upload.sync()
-            with upload.exclusive():
-                upload.publish({"": root}, replaced, save_id=save_id)
-                upload.finish()
+            upload.commit(One({"": root}, save_id, replaced=replaced))
         return root
 
     def swap(self, store, name, data, expected=None):
-        with closing(store.begin()) as upload, upload.exclusive():
+        with closing(store.begin()) as upload:
             upload.swap(name, data, expected)
 
     def version(self, store, name):
@@ -139,10 +138,11 @@ class StoreContract:
         upload.sync()
         assert upload.names() == ["a", "b"]
         assert store.exists(f"{ROOT}/a/0") != self.hides_new_files
-        with upload.exclusive():
-            upload.publish({"": ROOT}, save_id=SAVE)
-            assert store.read(f"{ROOT}/b/0")[0] == b"123"
-            upload.finish()
+        seen = []
+        upload.commit(
+            One({"": ROOT}, while_committing=lambda place: seen.append(place.read(f"{ROOT}/b/0")[0]))
+        )
+        assert seen == [b"123"]
         upload.close()
         assert store.read(f"{ROOT}/a/0")[0] == b"1"
         assert not has_unfinished(store)
@@ -163,18 +163,17 @@ class StoreContract:
                 list(pool.map(lambda n: sink.write(bytes([n]) * 1000, 1000 * n), reversed(range(64))))
             sink.close()
             upload.sync()
-            upload.publish({"": ROOT}, save_id=SAVE)
-            upload.finish()
+            upload.commit(One({"": ROOT}))
         assert store.read(f"{ROOT}/a/0")[0] == b"".join(bytes([n]) * 1000 for n in range(64))
 
-    def test_what_is_withdrawn_is_gone(self, store):
+    def test_what_is_published_and_not_committed_is_gone(self, store):
         with closing(store.begin(ROOT, save_id=SAVE)) as upload:
             upload.put(
                 [("a/.zarray", b'{"shape":[1],"chunks":[1],"eformer":"%s"}' % SAVE.encode()), ("a/0", b"1")]
             )
             upload.sync()
-            upload.publish({"": ROOT}, save_id=SAVE)
-            upload.withdraw()
+            with pytest.raises(ZeroDivisionError):
+                upload.commit(One({"": ROOT}, index=lambda _: 1 / 0))
         assert not store.exists(f"{ROOT}/a/0")
 
     def test_a_file_is_linked_only_if_it_is_the_one_that_was_looked_at(self, store):
@@ -185,8 +184,7 @@ class StoreContract:
             assert upload.link("b/0", store, entry)
             assert not upload.link("b/1", store, Entry(name, 5, "1-2-3-4/5"))
             upload.sync()
-            upload.publish({"": other}, save_id=OTHER)
-            upload.finish()
+            upload.commit(One({"": other}, OTHER))
         assert store.kinds(f"{other}/b") == {"0": "file"}
         assert store.read(f"{other}/b/0")[0] == b"12345"
 
@@ -201,19 +199,8 @@ class StoreContract:
     def test_saves_that_swap_at_once_lose_none_of_each_others_work(self, store):
         self.swap(store, "index", b"")
 
-        def add(number):
-            with closing(store.begin()) as upload:
-                while True:
-                    with upload.exclusive():
-                        data, entry = store.read("index")
-                        try:
-                            upload.swap("index", data + bytes([number]), entry.version)
-                        except SwapError:
-                            continue
-                        return
-
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(add, range(40)))
+            list(pool.map(lambda n: update_file(store, "index", lambda data: data + bytes([n])), range(40)))
         assert sorted(store.read("index")[0]) == list(range(40))
 
     def test_files_are_removed_by_name(self, store):
@@ -238,7 +225,7 @@ class StoreContract:
             [("a/.zarray", b'{"shape":[1],"chunks":[1],"eformer":"%s"}' % SAVE.encode()), ("a/0", b"1")]
         )
         upload.sync()
-        upload.publish({"": ROOT}, replaced, save_id=SAVE)
+        die_before_the_swap(upload, {"": ROOT}, replaced=replaced)
         self.kill(upload)
 
     def test_a_dead_save_that_was_not_committed_is_undone(self, store):
@@ -259,13 +246,13 @@ class StoreContract:
     def test_without_knowing_what_was_committed_nothing_published_is_touched(self, store):
         self.dead(store)
         with closing(store.begin()) as upload:
-            upload.sweep(None)
+            upload.commit(One(save_ids=None, sweeps=True))
         assert store.read(f"{ROOT}/a/0")[0] == b"1"
 
     def test_an_upload_that_is_alive_is_not_swept(self, store):
         with closing(store.begin(ROOT, save_id=SAVE)) as alive:
             alive.put([("a/0", b"1")])
             alive.sync()
-            alive.publish({"": ROOT}, save_id=SAVE)
+            die_before_the_swap(alive, {"": ROOT})
             self.sweep(store, set())
             assert store.read(f"{ROOT}/a/0")[0] == b"1"

@@ -237,7 +237,7 @@ def test_arrays_of_a_save_that_died_are_no_checkpoint_and_go_with_the_next(tmp_p
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalUpload, "swap", die)
-        patch.setattr(LocalUpload, "withdraw", lambda upload: None)
+        patch.setattr(LocalUpload, "_withdraw", lambda upload: None)
         patch.setattr(LocalUpload, "close", LocalUpload.abandon)
         with pytest.raises(KeyboardInterrupt):
             arrays_save(weights, tmp_path)
@@ -464,7 +464,7 @@ def test_what_a_dead_save_left_is_removed_though_others_have_committed_since(tmp
     """Its lock may outlive it for a while; by then the index has forgotten it."""
     save({"a": np.ones(3)}, tmp_path, format="tensorstore")
     with monkeypatch.context() as patch:  # it dies right after its commit
-        patch.setattr(LocalUpload, "finish", lambda upload: None)
+        patch.setattr(LocalUpload, "_finish", lambda *_: None)
         patch.setattr(LocalUpload, "close", LocalUpload.abandon)
         save({"b": np.ones(3)}, tmp_path, format="tensorstore")
     (scratch,) = tmp_path.glob(".eformer-*.tmp")

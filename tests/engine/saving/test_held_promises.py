@@ -204,7 +204,7 @@ def test_a_dead_save_does_not_take_away_what_it_would_have_used_again(monkeypatc
     save(BASE, url, options=SaveOptions(reuse=True))
     with monkeypatch.context() as patch:
         patch.setattr(BucketUpload, "swap", lambda *_: 1 / 0)
-        patch.setattr(BucketUpload, "withdraw", lambda upload: None)
+        patch.setattr(BucketUpload, "_withdraw", lambda upload: None)
         patch.setattr(BucketUpload, "close", BucketUpload.abandon)
         with pytest.raises(ZeroDivisionError):
             save(CHANGED, url, options=SaveOptions(reuse=True))

@@ -179,7 +179,7 @@ def test_a_journal_that_is_no_small_file_is_none(tmp_path, what, monkeypatch):
 def test_a_journal_that_cannot_be_read_just_now_is_kept_for_the_next_save(tmp_path, monkeypatch):
     save(TREE, tmp_path, format="tensorstore")
     with monkeypatch.context() as patch:  # it dies right after its commit
-        patch.setattr(LocalUpload, "finish", lambda upload: None)
+        patch.setattr(LocalUpload, "_finish", lambda *_: None)
         patch.setattr(LocalUpload, "close", LocalUpload.abandon)
         save(NEXT, tmp_path, format="tensorstore")
 

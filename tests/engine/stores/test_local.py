@@ -248,7 +248,7 @@ def test_a_killed_writer_leaves_a_whole_file(tmp_path, wait):
 def passing(tmp_path, monkeypatch):
     monkeypatch.setattr(local_upload, "_WARM_PART", 0)
     upload = LocalUpload(tmp_path)
-    upload.expect(1)
+    upload.nbytes = 1
     yield upload.create("file", 0)
     upload.close()
 

@@ -13,6 +13,7 @@ import pytest
 
 from eformer import checkpoint
 from eformer._engine.stores import journal as journals
+from eformer._engine.stores.base import publish
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.journal import Journal
 from eformer._engine.stores.local import LocalStore
@@ -21,6 +22,7 @@ from eformer._engine.stores.removal import Described, Moved
 from eformer.checkpoint import Keep, Run, SaveOptions, convert, load, prune, save
 from eformer.errors import EformerError
 from eformer.pytree._serialization import save_to_file
+from support.commits import One
 from support.links import (
     DIRECTORIES,
     LAYOUTS,
@@ -330,7 +332,7 @@ def test_a_file_that_is_used_again_keeps_its_permissions_which_another_checkpoin
     upload = LocalUpload(tmp_path / "second")
     try:
         assert upload.link("file", first, first.read("file")[1])
-        upload.publish({"file": "file"}, save_id="f" * 16)
+        publish(upload, ["file"])
     finally:
         upload.close()
     assert (tmp_path / "second" / "file").read_text() == "first"
@@ -360,7 +362,7 @@ def test_a_new_file_that_is_swapped_for_a_link_does_not_pass_permissions_on(tmp_
         new.unlink()
         new.symlink_to(tmp_path / "secret")
         with pytest.raises(OSError, match=r"."):
-            upload.publish({"new": "file"}, save_id="f" * 16)
+            upload.commit(One({"new": "file"}))
     finally:
         upload.close()
     assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600

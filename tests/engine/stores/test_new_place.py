@@ -11,6 +11,7 @@ import pytest
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.local import LocalStore
 from eformer.checkpoint import load, save
+from support.commits import One
 
 TREE = {"w": np.arange(6.0)}
 
@@ -23,19 +24,19 @@ def upload_to(directory, data=b"x"):
 
 
 def publish(upload, index):
-    with upload.exclusive():
-        upload.publish({"file": "file"}, save_id="id")
-        upload.swap(index, b"{}", None)
+    upload.commit(One({"file": "file"}, name=index, index=lambda _: b"{}"))
     upload.close()
 
 
 def test_the_name_is_free_until_everything_is_there(tmp_path):
     upload = upload_to(tmp_path / "new")
-    with upload.exclusive():
-        upload.publish({"file": "file"}, save_id="id")
-        upload.swap("index", b"{}", None)
-        assert not (tmp_path / "new").exists()
-        assert (upload.place_of(LocalStore(tmp_path / "new")).path / "index").exists()
+    seen = []
+
+    def look(place):
+        seen.append((place.kinds(), (tmp_path / "new").exists()))
+
+    upload.commit(One({"file": "file"}, index=lambda _: b"{}", while_committing=look))
+    assert seen == [({"file": "file", "index": "file"}, False)]
     assert sorted(os.listdir(tmp_path / "new")) == ["file", "index"]
     upload.close()
     assert os.listdir(tmp_path) == ["new"]
@@ -70,15 +71,13 @@ def test_trees_that_are_saved_at_once_into_a_new_directory_are_all_there(tmp_pat
 
 
 def test_what_takes_the_name_meanwhile_is_not_replaced(tmp_path):
-    def publish_late():
-        with upload.exclusive():
-            upload.publish({"file": "file"}, save_id="id")
-            (tmp_path / "new").mkdir()
-            (tmp_path / "new" / "mine").touch()
+    def take_the_name(_):
+        (tmp_path / "new").mkdir()
+        (tmp_path / "new" / "mine").touch()
 
     upload = upload_to(tmp_path / "new")
     with pytest.raises(FileExistsError, match="already exists"):
-        publish_late()
+        upload.commit(One({"file": "file"}, while_committing=take_the_name))
     upload.close()
     assert os.listdir(tmp_path / "new") == ["mine"]
     assert os.listdir(tmp_path) == ["new"]

@@ -117,7 +117,9 @@ class Objects:
         except _RefusedError:
             raise FileNotFoundError(f"{self.path_to(key)} was replaced") from None
         except _PastEndError:
-            return b"", self.head(key)
+            found = self.head(key)
+        # If the object has been replaced by a longer one since, its beginning has to be read with its version.
+        return (b"", found) if found.nbytes <= start else self.read(key, start, nbytes, version)
 
     def head(self, key: str) -> Object:
         async def work() -> Object:
