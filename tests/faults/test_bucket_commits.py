@@ -128,7 +128,7 @@ def test_files_of_another_checkpoint_are_used_again_after_they_were_removed_here
 
 def test_a_save_that_fails_leaves_its_lease_only_if_a_request_may_still_arrive(url):
     with (
-        mock.patch.object(BucketUpload, "publish", mock.Mock(side_effect=RuntimeError("full"))),
+        mock.patch.object(BucketUpload, "_publish", mock.Mock(side_effect=RuntimeError("full"))),
         pytest.raises(RuntimeError, match="full"),
     ):
         save(tree(1), url)

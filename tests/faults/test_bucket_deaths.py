@@ -66,16 +66,16 @@ def data_last(self, files):
 
 def test_the_test_can_fail_an_index_before_its_data_is_torn(record_property):
     """Saves whose objects are put after the index: the checks above find them."""
-    put, finish = BucketUpload.put, BucketUpload.finish
+    put, finish = BucketUpload.put, BucketUpload._finish
 
-    def late(self):
+    def late(self, change):
         put(self, self.late)
-        finish(self)
+        finish(self, change)
 
     scene, torn = Scene.of(Layout("x", format="tensorstore"), "replace", new_url()), []
     with (
         mock.patch.object(BucketUpload, "put", data_last),
-        mock.patch.object(BucketUpload, "finish", late),
+        mock.patch.object(BucketUpload, "_finish", late),
         mock.patch.object(BucketUpload, "names", mock.Mock(return_value=["x"])),
     ):
         for at in scene.points(new_url(), 2):

@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 
 from eformer import checkpoint
-from eformer._engine.saving import commit, record
+from eformer._engine.saving import record
 from eformer._engine.stores import bucket, leases
 from eformer._engine.stores import objects as requests
 from eformer._engine.stores.bucket import BucketUpload
@@ -34,6 +34,8 @@ from support.trees import assert_same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from eformer._engine.stores.base import Commit
 
     Hook = Callable[[str, str], object]
 
@@ -385,17 +387,17 @@ def watched(
 ) -> Iterator[None]:
     """Call the hook of the thread that makes a request before it is sent, and another one when it begins to commit.
     Unless it `looks`, such a thread takes no save for dead."""
-    request, committing, look = Objects._request, commit._commit, Leases.look
+    request, committing, look = Objects._request, BucketUpload.commit, Leases.look
 
     def requested(self: Objects, operation: str, key: str, work: Any) -> Any:
         if hook := before.get(threading.current_thread()):
             hook(operation, key)
         return request(self, operation, key, work)
 
-    def committed(*args: Any) -> Any:
-        if begin := on_commit.get(threading.current_thread()):
+    def committed(self: BucketUpload, commit: Commit) -> None:
+        if commit.save_id and (begin := on_commit.get(threading.current_thread())):  # else it is no save
             begin()
-        return committing(*args)
+        committing(self, commit)
 
     def looked(self: Leases) -> None:
         if looks or threading.current_thread() not in on_commit:
@@ -403,7 +405,7 @@ def watched(
 
     with (
         mock.patch.object(Objects, "_request", requested),
-        mock.patch.object(commit, "_commit", committed),
+        mock.patch.object(BucketUpload, "commit", committed),
         mock.patch.object(Leases, "look", looked),
         mock.patch.object(Turn, "wait", mock.Mock()),  # as if they were of two processes
     ):

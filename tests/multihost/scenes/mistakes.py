@@ -210,7 +210,7 @@ def save_and_fail_at(path, rank, step):
     module, name = {
         "write": (LocalUpload, "sync"),
         "write arrays": (LocalUpload, "put"),
-        "seal": (LocalUpload, "publish"),
+        "seal": (LocalUpload, "_publish"),
         "seal arrays": (LocalUpload, "swap"),
         "place": (LocalStore, "begin"),
     }[step]
