@@ -157,6 +157,14 @@ class Calls:
         checkpoint.save_async(self.tree(), self.path)
         checkpoint.load(self.path)
 
+    def load_and_save(self) -> None:
+        """Save in a function that a load calls."""
+
+        def save(array: Any, name: str) -> Any:
+            return array if name != "jax" else checkpoint.save_async(self.tree(), self.path) and array
+
+        checkpoint.load(self.path, callback=save)
+
     def open(self) -> None:
         with checkpoint.open(self.path) as view:
             view["large"][10:20]

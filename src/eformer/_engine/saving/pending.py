@@ -29,6 +29,8 @@ class Pending:
     before the save has finished.
     """
 
+    was_asked = True  # until it is made: Python also finalizes an object whose making was interrupted
+
     def __init__(self, path: str) -> None:
         self.path = path
         self._future: futures.Future[str] = futures.Future()
@@ -75,7 +77,7 @@ class Pending:
 
     def complain(self) -> None:
         """Log the error of the save if it was never retrieved."""
-        if self._future.done() and not self.was_asked and (error := self._future.exception()):
+        if not self.was_asked and self._future.done() and (error := self._future.exception()):
             self.was_asked = True
             logger.error("saving to %s failed, and its error was never retrieved", self.path, exc_info=error)
 
