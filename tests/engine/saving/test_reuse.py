@@ -482,6 +482,19 @@ def test_every_piece_of_a_large_leaf_and_every_small_leaf_is_checked(tmp_path):
         check(tmp_path / f"{number}-next", many)
 
 
+def test_a_leaf_is_not_trusted_because_another_one_in_its_file_is_sound(tmp_path, caplog):
+    def model(b):
+        return {"m": {"a": np.ones(FROZEN // 4), "b": np.full(FROZEN // 8, b)}}
+
+    save(model(2), tmp_path / "a")
+    flip(largest(tmp_path / "a"), largest(tmp_path / "a").stat().st_size - 1)  # in b
+    save(model(3), tmp_path / "b", options=SaveOptions(reuse=tmp_path / "a"))
+    assert largest(tmp_path / "a").samefile(largest(tmp_path / "b"))
+    save(model(2), tmp_path / "c", options=SaveOptions(reuse=tmp_path / "a"))
+    check(tmp_path / "c", model(2))
+    assert "leaf 'm.b', have the digest" in caplog.text
+
+
 def test_leaves_without_elements_do_not_keep_a_file_from_being_linked(tmp_path, written):
     def with_empty(step):
         return {"frozen": {"w": jnp.ones(FROZEN // 4), "none": jnp.ones((0, 3))}, "lora": jnp.full(9, step)}
