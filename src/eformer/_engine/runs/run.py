@@ -148,6 +148,11 @@ class Run:
         self._last_done: int | None = None
         self._now = steady_clock()  # for retention by time
         self._told: set[str] = set()  # the warnings of retention that were logged
+        try:
+            self._signals.install()  # last: a run that could not be made handles no signals
+        except BaseException:
+            self._signals.close()
+            raise
 
     def __repr__(self) -> str:
         return f"<Run at {self.path}: {self.step} steps done>"
