@@ -111,7 +111,9 @@ def is_finalizer(frame: FrameType | None) -> bool:
 def is_closing(site: Site) -> bool:
     """Tell whether a site is between a run that was made and its block, or where a run is closed. There, Python leaves
     the handler of the run in place."""
-    return site[1].split()[1].startswith(("Run.__enter__", "Run.__exit__", "Signals.close", "Signals._put_back"))
+    return (
+        site[1].split()[1].startswith(("Run.__enter__", "Run.__exit__", "Signals.close", "Signals._put_back"))
+    )
 
 
 @dataclass

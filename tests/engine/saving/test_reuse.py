@@ -438,6 +438,15 @@ def test_a_damaged_file_is_written_anew(tmp_path, kind, caplog):
     assert "Checkpoints with the same file are damaged, too: a. Remove them" in caplog.text
 
 
+def test_a_file_whose_header_is_damaged_is_written_anew(tmp_path, caplog):
+    save(tree(0), tmp_path / "a")
+    flip(largest(tmp_path / "a"), 20)
+    save(tree(1), tmp_path / "b", options=SaveOptions(reuse=tmp_path / "a"))
+    check(tmp_path / "b", tree(1))
+    assert "is damaged, and its leaves are written anew: bytes 0 to " in caplog.text
+    assert "Checkpoints with the same file are damaged, too: a. Remove them" in caplog.text
+
+
 def test_a_damaged_file_is_replaced_by_a_save_to_the_same_path(tmp_path, kind, caplog):
     path = tmp_path / "a"
     save(tree(0), path)

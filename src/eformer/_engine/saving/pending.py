@@ -26,7 +26,8 @@ class Pending:
     """A save under way. Resolves to the path, as text, once the checkpoint is committed and durable.
 
     `result` raises the error of the save; an error that is never retrieved is logged. The interpreter does not exit
-    before the save has finished.
+    before the save has finished, unless a Ctrl-C ends its waiting: then the save is lost, and the checkpoint before it
+    stays.
     """
 
     was_asked = True  # until it is made: Python also finalizes an object whose making was interrupted

@@ -164,7 +164,9 @@ def _compare(file: Medium, pieces: Sequence[Stored]) -> None:
 
 def places_of(store: Store, entry: Entry, *, but: Store) -> list[str]:
     """List the directories beside this one, and itself, that have the same file, as the steps of a run do. Leave out
-    the directory of the store `but`."""
+    the directory of the store `but`. In a bucket no two have the same."""
+    if store.local_path() is None:
+        return []
     around, _ = store.parent()
     content = content_of(entry.version)
     with suppress(OSError):  # the directory may be entered, but not listed
