@@ -10,8 +10,6 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
-import jax
-
 from eformer._engine.formats.find import ReplacedError, reading, reread_all
 from eformer._engine.formats.process_records import ListedLeaf, ListedTree
 from eformer._engine.formats.quantized import dense_name
@@ -27,7 +25,6 @@ from eformer._engine.loading.contents import (
     renamed,
     spelled_alike,
 )
-from eformer._engine.loading.device_put import wait_for
 from eformer._engine.loading.fetch import check_sha256
 from eformer._engine.loading.pinned_stream import is_worth_streaming, stream
 from eformer._engine.loading.placement import accelerator_of, on_current_mesh, place_targets, processes_of
@@ -51,12 +48,15 @@ from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.pool import gc_paused
 from eformer._engine.tasks.progress import is_wanted, metered
+from eformer._engine.trees.devices import arrived
 from eformer._engine.trees.flatten import flatten, transient_in
 from eformer._engine.trees.unflatten import unflatten, unflatten_like
 from eformer.errors import FormatError, MismatchError, StructureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    import jax
 
     from eformer._engine.formats.found import Found
     from eformer._engine.loading.contents import Contents
@@ -693,10 +693,7 @@ def _finish(
 ) -> None:
     """Move the assembled arrays of a batch to `arrays`, through the caller's functions."""
     callback = request.callback
-    if jax.default_backend() != "cpu":  # arrays on CPUs are there when they are made
-        wait_for(
-            list(assembled.values())
-        )  # no program reads an array that is still on its way, see `Transfer`
+    arrived(list(assembled.values()))  # the caller's functions may run programs, see `Transfer`
     for target in batch:
         leaf = assembled.pop(target.name)
         leaf = called(target.transform, leaf) if target.transform else leaf
