@@ -110,6 +110,7 @@ def test_the_facts_of_a_local_path_are_a_dict_and_those_of_os(tmp_path):
         name: getattr(expected, f"st_{name}") for name in ("ctime", "mode", "uid", "gid")
     }
     assert (found.st_mtime_ns, found.st_ino) == (expected.st_mtime_ns, expected.st_ino)
+    assert tuple(found[number] for number in range(10)) == tuple(expected)
     assert pickle.loads(pickle.dumps(found)) == found
     for name in ("st_nothing", "mtime"):
         with pytest.raises(AttributeError, match=f"no attribute '{name}'"):

@@ -31,6 +31,8 @@ __all__ = ["GCSPath", "LocalPath", "MLUtilPath", "PathStat", "ePath", "ePathLike
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 _GCS_ADDRESS = re.compile(r"gs://([^/]+)/*(.*)", re.DOTALL)
 
+# The facts that os.stat_result has by number, too.
+_NUMBERED = ("mode", "ino", "dev", "nlink", "uid", "gid", "size", "atime", "mtime", "ctime")
 _STAT_NAMES = [name.removeprefix("st_") for name in dir(os.stat_result) if name.startswith("st_")]
 
 
@@ -73,14 +75,19 @@ ePath = MLUtilPath()  # noqa: N816  the documented name
 
 
 class PathStat(dict[str, Any]):
-    """Size, times and mode of a path, by key and by the attributes of `os.stat_result`.
+    """Size, times and mode of a path, by key, and by the attributes and numbers of `os.stat_result`.
 
     Example:
 
         >>> found = ePath(".").stat()
-        >>> found.get("mtime", 0) == found["mtime"] == found.st_mtime
+        >>> found.get("mtime", 0) == found["mtime"] == found.st_mtime and found[6] == found.st_size
         True
     """
+
+    def __missing__(self, key: object) -> int:
+        if isinstance(key, int) and key in range(len(_NUMBERED)):
+            return int(self[_NUMBERED[key]])  # whole seconds, as `os.stat_result` has them by number
+        raise KeyError(key)
 
     def __getattr__(self, name: str) -> Any:
         key = name.removeprefix("st_")

@@ -267,6 +267,17 @@ def test_prune_lists_other_files_before_it_asks(steps):
     assert found["other_files"] == {"step-9": ["notes.txt"]}
 
 
+def test_prune_lists_scores_whose_checkpoint_has_gone(steps):
+    (steps / "step-8.scores.json").write_text('{"digest": "0f", "metrics": {"loss": 1.0}}')
+    assert (
+        "remove  step-8.scores.json: its checkpoint has gone"
+        in run("prune", steps, "--keep", 2, "--dry-run").stdout
+    )
+    found = json.loads(run("prune", steps, "--keep", 2, "--yes", "--json").stdout)
+    assert found["scores"] == ["step-8.scores.json"]
+    assert not (steps / "step-8.scores.json").exists()
+
+
 def test_prune_takes_a_pattern_of_names(steps):
     for number in (1, 2):
         save({"w": 1}, steps / f"ema-{number}")

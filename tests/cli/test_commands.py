@@ -438,10 +438,7 @@ def test_a_conversion_of_a_quantised_model_needs_no_dequant(tmp_path):
     safetensors.numpy.save_file(leaves, tmp_path / "gptq.safetensors")
     refused = run("convert", tmp_path / "gptq.safetensors", tmp_path / "new", "--to", "safetensors", code=1)
     assert "gptq.safetensors is quantised" in refused.stderr
-    assert (
-        "pass --no-dequant (checkpoint.load, checkpoint.convert) for the leaves as they are stored"
-        in refused.stderr
-    )
+    assert "pass --no-dequant for the leaves as they are stored" in refused.stderr
     run("convert", tmp_path / "gptq.safetensors", tmp_path / "new", "--to", "safetensors", "--no-dequant")
     assert "a.qweight" in run("ls", tmp_path / "new").stdout
 

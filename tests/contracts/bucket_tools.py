@@ -57,6 +57,11 @@ def data_key(url):
     return max(found, key=lambda key: (len(found[key]), key))
 
 
+def tops(url):
+    """Return the names directly below a directory."""
+    return {key.removeprefix(around(f"{url}/x")[1]).partition("/")[0] for key in objects(f"{url}/x")}
+
+
 class BucketTools:
     """Of one process."""
 
@@ -317,11 +322,27 @@ class BucketTools:
         assert checkpoint.latest(url) == f"{url}/3"
         with pytest.raises(NotFoundError, match="another program wrote it"):
             checkpoint.prune(url, keep=1)
+        save(tree(), f"{url}/4")
         done = checkpoint.prune(url, keep=1, foreign=True)
-        assert done.removed == ("1", "2"), done
-        assert {key.removeprefix(around(f"{url}/x")[1]).partition("/")[0] for key in objects(f"{url}/x")} == {
-            "3"
-        }
+        assert done.removed == ("1", "2", "3"), done
+        assert tops(url) == {"4"}
+
+    def test_a_step_of_orbax_that_nobody_has_looked_at_is_not_the_only_one_that_stays(self, url, caplog):
+        for step in (1, 2, 3):
+            upload(DATA / "v0_standard", f"{url}/{step}")
+        assert checkpoint.prune(url, keep=1, foreign=True).removed == ()
+        assert (
+            "all of 1; 2; 3 stay: they would have to be copied to be looked at, as check=True" in caplog.text
+        )
+        save(tree(), f"{url}/0")
+        assert checkpoint.prune(url, keep=1, foreign=True).kept == ("0", "3")
+        upload(DATA / "v0_standard", f"{url}/2")
+        damage(f"{url}/3", around(f"{url}/3/x")[1] + "manifest.ocdbt")
+        with pytest.raises(CorruptionError, match="a checkpoint to keep"):
+            checkpoint.prune(url, keep=1, foreign=True, check=True)
+        assert tops(url) == {"0", "2", "3"}
+        upload(DATA / "v0_standard", f"{url}/3")
+        assert checkpoint.prune(url, keep=1, foreign=True, check=True).removed == ("0", "2")
 
     def test_a_full_disk_is_named(self, url, monkeypatch):
         upload(DATA / "v0_standard", url)

@@ -343,6 +343,19 @@ def test_a_step_that_is_held_or_saved_to_stays(kind):
     assert {key.partition("/")[0] for key in keys(run)} == {"step-3"}
 
 
+def test_a_step_that_a_save_has_begun_to_write_since_the_plan_stays():
+    run = new_url()
+    fill(run, "safetensors")
+    plan = plan_removal(run, 1)
+    upload = store_at(f"{run}/step-2").begin("", save_id="0123456789abcdef")
+    store_at(f"{run}/step-2").objects.write(
+        store_at(run).key_of("step-2/model.0123456789abcdef.safetensors"), b"new"
+    )
+    done = remove(plan)
+    assert (done.removed, [*done.left]) == (("step-1",), ["step-2"])
+    upload.close()
+
+
 @KINDS
 def test_a_step_at_the_root_of_a_bucket_that_is_held_stays(kind):
     name = "step-987654321"

@@ -154,6 +154,15 @@ def test_metrics_that_are_not_built_yet_do_not_stop_a_resume(make, train, tmp_pa
     assert_same(train(other), train(trained))
 
 
+def test_metrics_that_were_not_built_when_they_were_saved_do_not_stop_a_resume(tmp_path):
+    checkpoint.save(measured(0), tmp_path / "fresh")
+    other = train(measured(1))
+    report = checkpoint.load(tmp_path / "fresh", into=other, return_report=True)[1]
+    assert report.kept
+    assert all(name.startswith("metrics_variables") for name in report.kept)
+    np.testing.assert_array_equal(other.predict(X, verbose=0), measured(0).predict(X, verbose=0))
+
+
 def test_metrics_that_are_built_are_loaded(tmp_path):
     trained = train(measured(0))
     checkpoint.save({"model": trained}, tmp_path / "run")

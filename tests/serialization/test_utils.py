@@ -4,6 +4,7 @@ import logging
 from pathlib import Path, PurePosixPath
 
 import jax
+import jax.extend.backend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -221,6 +222,43 @@ def test_a_tensor_is_read_sharded_called_back_and_cast(tmp_path, mesh):
             utils.read_process_array("w", None, False, file, dtype="int32")
     with checkpoint.open(tmp_path / "x.safetensors") as view:
         assert isinstance(utils.read_process_array("w", None, False, view)[1], jax.Array)
+
+
+@pytest.fixture
+def waited(monkeypatch):
+    """Yields the arrays that are waited for: this process has an accelerator."""
+    found = []
+    monkeypatch.setattr(jax.extend.backend, "backends", lambda: dict.fromkeys(["cpu", "cuda"]))
+    monkeypatch.setattr(jax, "block_until_ready", found.append)
+    return found
+
+
+def test_no_program_runs_on_an_array_that_is_on_its_way(mesh, waited):
+    rows, seen = NamedSharding(mesh, P("x")), []
+
+    def see(x, *_):
+        seen.append(any(x is each for each in waited))
+        return x
+
+    tensors = {"w": np.ones((8, 4), np.float32)}
+    utils.read_process_array("w", {"w": see}, False, tensors, callback=see)
+    utils.read_process_array("w", {"w": rows}, False, tensors, callback=see)
+    assert seen == [True] * 3
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, mesh: utils.to_host(x, "bf16", mesh, False),
+        lambda x, mesh: utils.reshard(x, NamedSharding(mesh, P("x"))),
+        lambda x, mesh: utils.broadcast_tensor(x, 2**20, NamedSharding(mesh, P("x"))),
+    ],
+)
+def test_numpy_arrays_are_waited_for_on_their_device_and_those_of_the_caller_are_not(mesh, waited, call):
+    call(np.ones((8, 4), np.float32), mesh)
+    assert len(waited) == 1
+    call(waited[0], mesh)
+    assert len(waited) == 1
 
 
 def test_an_error_of_the_callers_function_is_not_swallowed():

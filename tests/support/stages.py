@@ -235,6 +235,7 @@ def names_of_docstrings() -> dict[str, Any]:
 
     for step in (100, 200, 300):
         checkpoint.save(_saved(step), f"run/step-{step}")
+    checkpoint.score("run", 300, {"eval.loss": 0.5})
     checkpoint.save(_saved(0), "pretrained")
     checkpoint.save({"params": {"lora": jnp.ones(2)}}, "lora")
     model = llama("hf/llama")

@@ -28,7 +28,7 @@ def prepare(tool: str, place: Path) -> Path:
     if tool == "prune":
         for number, step in enumerate(sorted(STEPS)):
             save(TREE, folder / step, format="tensorstore" if number == 1 else "safetensors")
-            (folder / f"{step}.scores.json").write_text("{}")
+            (folder / f"{step}.scores.json").write_text('{"digest": "", "metrics": {}}')
             save(TREE, folder / f"file-{number}.safetensors")
     elif not source.exists():
         save(TREE, source)

@@ -423,7 +423,8 @@ def prune(
 
     Those that any of the rules keeps stay, the newest, and the step that the run was resumed from. Entries that are not
     complete checkpoints, or that another program wrote, do not count and are left alone; what saves that died have left
-    is removed. Files in a checkpoint that are not part of it, such as notes, are listed before they are removed.
+    is removed. Files in a checkpoint that are not part of it, such as notes, are listed before they are removed; so are
+    scores whose checkpoint has gone.
 
     \b
     eformer prune ./run --keep 3 --dry-run
@@ -454,7 +455,7 @@ def prune(
                 click.secho(printable(f"leave   {name}: {plan.left[name]}"), fg="cyan", color=colours())
         what = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
     if as_json:
-        names = ("directory", "removed", "kept", "left", "other_files", "nbytes")
+        names = ("directory", "removed", "kept", "left", "other_files", "scores", "nbytes")
         print_json({name: getattr(plan, name) for name in names} | {"dry_run": dry_run})
     elif plan.removed and not dry_run:
         click.echo(f"removed {what}")
@@ -470,6 +471,8 @@ def _show_plan(plan: Pruned) -> None:
         click.secho(f"remove  {printable(name)}", fg="red", color=colours())
         for file in plan.other_files.get(name, ()):
             click.secho(printable(f"        with {file}, which is not part of it"), fg="red", color=colours())
+    for file in plan.scores:
+        click.secho(printable(f"remove  {file}: its checkpoint has gone"), fg="red", color=colours())
 
 
 @main.command()
@@ -479,8 +482,9 @@ def _show_plan(plan: Pruned) -> None:
 def steps(run: str, as_json: bool, **keep: Any) -> None:
     """List the steps of RUN: when and why each was saved, its size, and its metrics.
 
-    With rules, the steps that `prune` would remove by them are marked. Bytes that steps share, because leaves did not
-    change, are counted with the first of them.
+    With rules, those of the listed steps that `prune` would remove by them are marked. It also removes steps of the
+    same number by another name, such as run-2 beside step-2, which are not listed. Bytes that steps share, because
+    leaves did not change, are counted with the first of them.
 
     \b
     eformer steps ./run

@@ -38,7 +38,8 @@ def colours() -> bool | None:
 _OPTIONS = {
     "SaveOptions.max_shard_bytes ": "--max-shard-size ", "max_shard_bytes=": "--max-shard-size ",
     "allow_missing=True": "--allow-missing", "memory=": "--memory ", "prefix=": "--prefix", "dtype=": "--dtype",
-    "rename=": "--rename", "config=": "--config", "dequant=False": "--no-dequant", "foreign=True": "--foreign",
+    "rename=": "--rename", "config=": "--config", "foreign=True": "--foreign",
+    "dequant=False (checkpoint.load, checkpoint.convert)": "--no-dequant", "dequant=False": "--no-dequant",
     "pattern=": "--pattern ",
     "to=": "--to", "like=": "`like` in Python",
 }  # fmt: skip

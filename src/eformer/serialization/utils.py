@@ -19,7 +19,7 @@ from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, shar
 from eformer._engine.record.dtypes import dtype_from_name, floating_dtype, is_floating
 from eformer._engine.record.names import with_nearest
 from eformer._engine.tasks.memory import available_memory
-from eformer._engine.trees.devices import is_key, on_host, resharded
+from eformer._engine.trees.devices import arrived, is_key, on_host, resharded
 from eformer._engine.trees.key_paths import is_array_like, leaf_key_paths
 from eformer.paths import GCSPath
 
@@ -241,7 +241,7 @@ def read_process_array(
     functions = flatten_for_broadcast(shard_fns) if shard_fns else {}
     function = functions.get(key)
     if function is not None:
-        tensor = reshard(tensor, function) if isinstance(function, Sharding) else function(tensor)
+        tensor = arrived(reshard(tensor, function)) if isinstance(function, Sharding) else function(tensor)
     elif functions:
         mismatch = 1
         if not mismatch_allowed:
@@ -256,11 +256,15 @@ def read_process_array(
 
 
 def _as_array(x: Any) -> Any:
-    """Convert to a jax.Array, or to a numpy array if JAX would truncate it to 32 bits."""
-    if isinstance(x, (jax.Array, bool, int, float, complex)):  # Python's numbers have no fixed width
+    """Convert to a jax.Array, and wait until it is on its device; or to a numpy array, if JAX would truncate it to 32
+    bits."""
+    if isinstance(x, jax.Array):
         return jnp.asarray(x)
+    if isinstance(x, (bool, int, float, complex)):  # Python's numbers have no fixed width
+        return arrived(jnp.asarray(x))
     host = np.asarray(x)
-    return host if jax.dtypes.canonicalize_dtype(host.dtype) != host.dtype else jnp.asarray(host)
+    is_cut = jax.dtypes.canonicalize_dtype(host.dtype) != host.dtype
+    return host if is_cut else arrived(jnp.asarray(host))
 
 
 def _as_jax(x: Any) -> jax.Array:

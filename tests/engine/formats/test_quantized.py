@@ -47,6 +47,26 @@ LAYOUTS = {  # by the names of a method: its leaves, and the configuration that 
     ),
     "int8": ({"a.weight": block(np.int8), "a.scales": block(np.float32)}, {"quant_method": "int8"}),
     "int8 experts": ({"a.w1": block(np.int8), "a.w1_scale": block(np.float32)}, {"quant_method": "int8"}),
+    "bitsandbytes in bf16": (
+        {"a.weight": block(ml_dtypes.bfloat16), "a.weight.absmax": block(np.uint8), "a.weight.quant_map": block(np.float32)},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"},
+    ),
+    "bitsandbytes in f32": (
+        {"a.weight": block(np.float32), "a.weight.quant_state.bitsandbytes__nf4": block(np.uint8)},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    ),
+    "modelopt experts": ({"a.up": block(), "a.up_weight_scale": block(), "a.up_weight_scale_2": block(np.float32)}, FP8),
+    "llama experts": ({"a.up": block(), "a.up.weight_scale": block(np.float32)}, FP8),
+    "mistral": ({"a.weight": block(), "a.qscale_weight": block(np.float32)}, {"qformat_weight": "fp8_e4m3"}),
+    "torchao": (
+        {"a._weight_qdata": block(np.int8), "a._weight_scale": block(np.float32)},
+        {"quant_method": "torchao"},
+    ),
+    "exl2": (
+        {"a.q_weight": block(np.int32), "a.q_scale": block(np.int32), "a.q_scale_max": block(np.float16)},
+        {"quant_method": "exl2"},
+    ),
+    "nunchaku": ({"a.qweight": block(np.int8), "a.wscales": block(np.float32)}, {"method": "svdquant"}),
     "mlx": ({"a.weight": block(np.uint32), "a.scales": block(np.float16)}, {"bits": 4, "group_size": 64}),
 }  # fmt: skip
 
@@ -118,6 +138,88 @@ def test_the_configuration_of_modelopt_counts(tmp_path):
     path = model(tmp_path / "model", {"a.weight": block()}, config, "hf_quant_config.json")
     with pytest.raises(QuantizedError, match=r"is quantised: FP8 \(hf_quant_config.json\)"):
         load(path)
+
+
+EXPERTS = {"a.up": block(np.uint8), "a.up_weight_scale": block(), "a.up_weight_scale_2": block(np.float32)}
+
+
+@pytest.mark.parametrize(
+    "leaves", [EXPERTS, {"a.up": block(np.uint8), "a.up_scales": block(np.uint8)}], ids=["nvfp4", "mxfp4"]
+)
+def test_declared_experts_of_bytes_are_refused_and_their_scales_are_not(tmp_path, leaves):
+    path = model(
+        tmp_path / "model", {**leaves, **NORM}, {"quantization_config": {"quant_method": "modelopt"}}
+    )
+    for arguments in ({}, {"keys": "a.up"}, {"rename": {".*_scale(s|_2)?": None}}):
+        with pytest.raises(
+            QuantizedError, match=r"1 leaf is not .*: a\.up: uint8\[2, 4\], scales \w+\[2, 4\] in"
+        ):
+            load(path, **arguments)
+    assert load(path, keys="*_scale*")
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "dtype"),
+    [("marlin", "a.B", np.int32), ("vptq", "a.indices", np.int32), ("spqr", "a.dense_weights", np.int64),
+     ("quip", "a.Qidxs", np.int64), ("gptq", "a.qweight", np.int64), ("new", "a.bits", np.uint8)],
+)  # fmt: skip
+def test_integers_of_a_declared_method_that_is_not_known_are_refused(tmp_path, method, name, dtype):
+    leaves = {name: block(dtype), "a.perm_idx": block(np.int32), "a.steps": np.array(3), **NORM}
+    path = model(tmp_path / "model", leaves, {"quantization_config": {"quant_method": method}})
+    with pytest.raises(
+        QuantizedError, match=rf"quantised: {method} \(config.json\). 1 leaf is not .*: {name}: "
+    ):
+        load(path)
+    assert load(path, keys="norm")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quantization": {"num_codebooks": 8}},
+        {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}},
+        {"quantization_config": {"load_in_4bit": False, "load_in_8bit": False}},
+    ],
+)
+def test_a_configuration_without_a_method_declares_nothing(tmp_path, config):
+    path = model(tmp_path / "model", {"codes": block(np.int8), "a.weight": block(np.uint8)}, config)
+    assert load(path)
+
+
+def test_the_configuration_of_mistral_counts(tmp_path):
+    config = {"quantization": {"qformat_weight": "fp8_e4m3"}}
+    path = model(tmp_path / "model", {"a.weight": block()}, config, "params.json")
+    with pytest.raises(QuantizedError, match=r"is quantised: fp8_e4m3 \(params.json\)"):
+        load(path)
+
+
+@pytest.mark.parametrize(("text", "is_read"), [('{"quant_method": "fp8"}', True), ("{", False)])
+def test_a_declaration_in_the_header_counts(tmp_path, text, is_read):
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({"a.weight": block()}, path, {"quantization_config": text})
+    if not is_read:
+        assert load(path)
+        return
+    with pytest.raises(QuantizedError, match=r"is quantised: fp8 \(header\)"):
+        load(path)
+
+
+@pytest.mark.parametrize("config", [None, {"quantization_config": FP8}])
+def test_a_weight_is_refused_if_its_scales_are_missing_and_others_have_theirs(tmp_path, config):
+    leaves = {**LAYOUTS["fp8"][0], "b.weight": block(), "b.table": block(np.float32)}
+    path = model(tmp_path / "model", leaves, config)
+    with pytest.raises(QuantizedError, match=r"b.weight: float8_e4m3fn\[2, 4\], whose scales are missing"):
+        load(path, keys="b")
+    assert load(path, keys="b.table")
+
+
+def test_scales_may_lie_in_another_file_of_the_directory(tmp_path):
+    weight, scale = {"a.weight": block()}, {"a.weight_scale_inv": block(np.float32, 1, 1)}
+    safetensors.numpy.save_file(weight, tmp_path / "weights.safetensors")
+    safetensors.numpy.save_file(scale, tmp_path / "scales.safetensors")
+    with pytest.raises(QuantizedError, match=r"scales float32\[1, 1\] in a.weight_scale_inv"):
+        load(tmp_path, prefix="weights")
+    assert load(tmp_path, prefix="scales")
 
 
 @pytest.mark.parametrize(
@@ -270,6 +372,18 @@ def test_a_file_finds_the_configuration_beside_it_or_beside_the_link_to_it(tmp_p
     (snapshot / "config.json").write_text(json.dumps({"quantization_config": FP8}))
     with pytest.raises(QuantizedError, match="is quantised: fp8"):
         load(snapshot / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_link_to_a_file_finds_the_configuration_beside_the_file(tmp_path, name):
+    path = model(tmp_path / "model", {"a.codes": block(np.int16)}, {"quantization_config": FP8})
+    shutil.copy(SAMPLES / "torch" / "kinds.pt", path / "pytorch_model.bin")
+    links = tmp_path / "links"
+    links.mkdir()
+    (links / "config.json").write_text("{}")  # that of a link comes first, and says nothing
+    (links / name).symlink_to(path / name)
+    with pytest.raises(QuantizedError, match="is quantised: fp8"):
+        load(links / name)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"quantization_config": 3, "text_config": "x"}'])

@@ -4,6 +4,7 @@ import threading
 from types import SimpleNamespace
 
 import jax
+import jax.extend.backend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,6 +22,17 @@ from support.meshes import meshes
 from support.trees import Unregistered, assert_same
 
 # --------------------------------------------------------------------------------------------- results
+
+
+def test_callbacks_get_arrays_that_have_arrived_also_if_the_default_device_is_a_cpu(tmp_path, monkeypatch):
+    """The mesh may be one of accelerators."""
+    save({"w": jnp.ones(3), "v": jnp.ones(2)}, tmp_path)
+    waited, given = [], []
+    monkeypatch.setattr(jax.extend.backend, "backends", lambda: dict.fromkeys(["cpu", "cuda"]))
+    monkeypatch.setattr(jax, "block_until_ready", waited.extend)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    load(tmp_path, shardings=device, callback=lambda leaf, _: given.append(any(leaf is w for w in waited)))
+    assert given == [True, True]
 
 
 def test_the_record_comes_with_the_tree(tmp_path):

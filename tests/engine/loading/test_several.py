@@ -279,6 +279,24 @@ def test_files_without_names_are_refused(paths, tmp_path):
         load([*paths, tmp_path / "tree.eqx"], like=BOTH)
 
 
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [({"a", "b"}, "the path is of type set; expected a path, or a list of paths in an order"),
+     (None, "the path is of type NoneType; expected a path"), (3, "the path is of type int; expected a path"),
+     ([["a"], "b"], "an item of the list of paths is of type list; expected a path"), (["a", None], "NoneType")],
+)  # fmt: skip
+def test_only_paths_and_lists_of_paths_are_taken(path, problem):
+    with pytest.raises(TypeError, match=problem):
+        load(path)
+
+
+def test_a_leaf_that_a_rule_drops_from_both_is_reported_once(tmp_path):
+    for name in ("a", "b"):
+        save({"w": jnp.ones(1), name: 1}, tmp_path / name)
+    report = load([tmp_path / "a", tmp_path / "b"], rename={"w": None}, return_report=True)[1]
+    assert report.left_out == ("w",)
+
+
 def test_an_empty_list_is_refused():
     with pytest.raises(ValueError, match="an empty list of paths"):
         load([])

@@ -160,6 +160,31 @@ def test_a_newest_step_of_a_wrong_clock_costs_none_before_it(tmp_path, caplog):
     assert "the clock was wrong" in caplog.text
 
 
+# ---------------------------------------------------------------------------------- metrics and scores
+
+
+def test_nothing_is_removed_while_no_step_has_the_metric_which_is_told_once(tmp_path, caplog):
+    with Run(tmp_path, keep=[Keep(last=1), Keep(best=1, by="eval.loss")]) as run:
+        for number in (1, 2, 3):
+            run.save(number, tree(number), metrics={"loss": 0.5}).result()
+        assert names(tmp_path) == ["step-1", "step-2", "step-3"]
+        told = f"{tmp_path}: no step has the metric eval.loss; the steps have loss. Nothing is removed until"
+        assert caplog.text.count(told) == 1
+        checkpoint.score(tmp_path, 1, {"eval.loss": 0.1})
+        run.save(4, tree(4)).result()
+    assert names(tmp_path) == ["step-1", "step-4"]
+
+
+def test_a_run_removes_only_scores_that_eformer_wrote(tmp_path):
+    (tmp_path / "100.scores.json").write_text('{"accuracy": 0.93}')
+    with Run(tmp_path, keep=1) as run:
+        for number in (1, 2):
+            run.save(number, tree(number)).result()
+            if number == 1:
+                checkpoint.score(tmp_path, 1, {"loss": 0.1})
+    assert sorted(each.name for each in tmp_path.glob("*.json")) == ["100.scores.json", "run.json"]
+
+
 # ------------------------------------------------------------------- the step that it was resumed from
 
 

@@ -12,7 +12,9 @@ import pytest
 
 from eformer import checkpoint
 from eformer._engine.runs import signals as signals_module
+from eformer._engine.runs.retention import steady_clock
 from eformer.checkpoint import Run
+from support.interrupting import pressed_at
 
 TREE = {"w": np.ones(2)}
 
@@ -25,15 +27,31 @@ def several(monkeypatch):
 
 def test_several_processes_without_the_service_refuse_named_signals(several):
     with pytest.raises(ValueError, match=r"signals= of several processes need JAX's preemption service"):
-        signals_module.Signals([signal.SIGUSR1])
+        signals_module.Signals([signal.SIGUSR1]).install()
 
 
 def test_several_processes_without_the_service_warn_if_no_signal_is_named(several, caplog):
     before = signal.getsignal(signal.SIGTERM)
     told = signals_module.Signals(None)
+    told.install()
     assert "no signals: several processes need JAX's preemption service, which is off" in caplog.text
     assert signal.getsignal(signal.SIGTERM) == before
     assert not told.reached()
+
+
+@pytest.mark.parametrize("function", [steady_clock, signal._int_to_enum])
+def test_a_run_that_ctrl_c_keeps_from_being_made_handles_no_signals(tmp_path, function):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        pressed_at(function, lambda: Run(tmp_path))
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_run_that_cannot_handle_one_signal_handles_no_other(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(OSError, match="Invalid argument"):
+        Run(tmp_path, signals=[signal.SIGTERM, signal.SIGKILL])
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def in_thread(work):

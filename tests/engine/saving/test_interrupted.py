@@ -8,10 +8,11 @@ import threading
 import numpy as np
 import pytest
 
+from eformer._engine.saving.run import Save
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.turns import Turn, turns
-from eformer.checkpoint import Pending, load, save, save_async, wait
+from eformer.checkpoint import Pending, Run, load, save, save_async, wait
 from eformer.serialization import AsyncCheckpointManager
 from support.interrupting import pressed_at
 
@@ -78,3 +79,18 @@ def test_a_save_that_has_committed_says_so_by_its_checkpoint(path):
     with pytest.raises(KeyboardInterrupt):
         pressed_at(Turn.end, lambda: save(INTERRUPTED, path))
     assert load(path)["w"][0] == 2.0
+
+
+def test_a_save_in_a_function_that_a_run_calls_is_given_up_like_any_other(path, tmp_path):
+    turn = turns.take(store_at(path).key, "process 0")
+
+    def state():
+        pressed_at(Save.__init__, lambda: save_async(INTERRUPTED, path))
+
+    with Run(tmp_path / "steps", every=1) as run, pytest.raises(KeyboardInterrupt):
+        run.after(1, state)
+    turn.end()
+    wait()
+    assert load(path)["w"][0] == 1.0
+    save(NEW, path)
+    assert load(path)["w"][0] == 3.0

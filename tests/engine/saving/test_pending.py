@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer.checkpoint import load, save, save_async, wait
+from eformer.checkpoint import Pending, load, save, save_async, wait
 from eformer.serialization.async_manager import AsyncCheckpointManager
 from support.trees import assert_same
 
@@ -141,3 +141,7 @@ def test_the_function_of_a_save_may_wait_for_all_others(tmp_path):
     AsyncCheckpointManager().save_async(TREE, tmp_path, callback=callback)
     wait(60)
     assert waited.is_set()
+
+
+def test_a_pending_save_whose_making_was_interrupted_says_nothing():
+    Pending.__new__(Pending).complain()

@@ -438,6 +438,15 @@ def test_a_damaged_file_is_written_anew(tmp_path, kind, caplog):
     assert "Checkpoints with the same file are damaged, too: a. Remove them" in caplog.text
 
 
+def test_a_file_whose_header_is_damaged_is_written_anew(tmp_path, caplog):
+    save(tree(0), tmp_path / "a")
+    flip(largest(tmp_path / "a"), 20)
+    save(tree(1), tmp_path / "b", options=SaveOptions(reuse=tmp_path / "a"))
+    check(tmp_path / "b", tree(1))
+    assert "is damaged, and its leaves are written anew: bytes 0 to " in caplog.text
+    assert "Checkpoints with the same file are damaged, too: a. Remove them" in caplog.text
+
+
 def test_a_damaged_file_is_replaced_by_a_save_to_the_same_path(tmp_path, kind, caplog):
     path = tmp_path / "a"
     save(tree(0), path)
@@ -480,6 +489,19 @@ def test_every_piece_of_a_large_leaf_and_every_small_leaf_is_checked(tmp_path):
         flip(largest(tmp_path / f"{number}"), at)
         save(many, tmp_path / f"{number}-next", options=SaveOptions(reuse=tmp_path / f"{number}"))
         check(tmp_path / f"{number}-next", many)
+
+
+def test_a_leaf_is_not_trusted_because_another_one_in_its_file_is_sound(tmp_path, caplog):
+    def model(b):
+        return {"m": {"a": np.ones(FROZEN // 4), "b": np.full(FROZEN // 8, b)}}
+
+    save(model(2), tmp_path / "a")
+    flip(largest(tmp_path / "a"), largest(tmp_path / "a").stat().st_size - 1)  # in b
+    save(model(3), tmp_path / "b", options=SaveOptions(reuse=tmp_path / "a"))
+    assert largest(tmp_path / "a").samefile(largest(tmp_path / "b"))
+    save(model(2), tmp_path / "c", options=SaveOptions(reuse=tmp_path / "a"))
+    check(tmp_path / "c", model(2))
+    assert "leaf 'm.b', have the digest" in caplog.text
 
 
 def test_leaves_without_elements_do_not_keep_a_file_from_being_linked(tmp_path, written):

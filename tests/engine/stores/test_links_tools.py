@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from eformer.checkpoint import convert, load, prune, save
+from eformer.checkpoint import Run, convert, load, prune, save, steps
 from eformer.errors import NotFoundError
 from support.links import SCRATCH, TREE, contents, foreign_array
 from support.trees import assert_same
@@ -72,13 +72,29 @@ def test_a_step_that_took_the_name_of_another_is_not_pruned(tmp_path):
     assert (tmp_path / "step-1" / "thesis.txt").read_text() == "mine"
 
 
-def test_a_step_with_something_mounted_in_it_is_not_pruned(tmp_path, unchanged, mounted):
-    for step in (1, 2):
+def test_a_step_with_something_mounted_in_it_is_left_and_the_others_are_pruned(
+    tmp_path, unchanged, mounted, caplog
+):
+    for step in (1, 2, 3):
         save(TREE, tmp_path / "run" / f"step-{step}")
     mounted(unchanged, tmp_path / "run" / "step-1" / "data")
-    with pytest.raises(OSError, match="cross-device"):
-        prune(tmp_path / "run", keep=1)
+    done = prune(tmp_path / "run", keep=1)
+    assert (done.removed, done.kept) == (("step-2",), ("step-3",))
+    assert done.left["step-1"].startswith("it contains a mount point")
+    assert "run/step-1 stays: it contains a mount point" in caplog.text
     assert_same(load(tmp_path / "run" / "step-1"), TREE)
+
+
+def test_a_run_goes_on_removing_steps_beside_one_with_something_mounted_in_it(
+    tmp_path, unchanged, mounted, caplog
+):
+    with Run(tmp_path / "run", keep=1) as run:
+        run.save(1, TREE).result()
+        mounted(unchanged, tmp_path / "run" / "step-1" / "data")
+        for step in (2, 3, 4):
+            run.save(step, TREE).result()
+    assert [step.number for step in steps(tmp_path / "run")] == [1, 4]
+    assert caplog.text.count("run/step-1 stays: it contains a mount point") == 1
 
 
 # --------------------------------------------------------------------------------------------- convert

@@ -176,7 +176,25 @@ def test_a_url_that_became_the_end_of_a_path_is_refused(tmp_path, monkeypatch, s
     assert [str(path) for path in Path().rglob("*")] == ["s3:", "s3:/bucket"]
 
 
-@pytest.mark.parametrize("path", ["x:/y", "as3:/y", "a/step:1/s3", "s3/x", "s3:x/y", "s3:"])
+@pytest.mark.parametrize(
+    ("spell", "url"),
+    [
+        (os.path.abspath, "file:///tmp/x"),
+        (lambda url: Path(url).absolute(), "file:///tmp/x"),
+        (Path, "FILE:///x"),
+        (Path, "memory://"),
+        (Path, "s3://"),
+        (lambda url: Path(url).absolute(), "S3://"),
+    ],
+)
+def test_a_url_of_a_file_and_one_without_a_bucket_are_refused_as_well(tmp_path, monkeypatch, spell, url):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"is a URL without its second slash.* as text, '{url}', or rename"):
+        checkpoint.save(TREE, spell(url))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", ["x:/y", "as3:/y", "a/step:1/s3", "s3/x", "s3:x/y", "xs3:"])
 def test_other_names_with_colons_are_local_paths(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     checkpoint.save(TREE, path)

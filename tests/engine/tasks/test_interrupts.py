@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from eformer._engine.tasks import interrupts
-from eformer._engine.tasks.interrupts import check, held_back, uninterrupted
+from eformer._engine.tasks.interrupts import check, held_back, let_through, uninterrupted
 from eformer._engine.tasks.pool import run_all
 
 
@@ -65,6 +65,56 @@ def test_it_is_raised_at_the_end_of_the_outermost_block():
     with pytest.raises(KeyboardInterrupt):
         run(lambda: run(press), lambda: done.append("the rest"))
     assert done
+
+
+def test_a_call_inside_a_function_of_the_caller_holds_it_back_again():
+    done = []
+
+    def function():
+        run(press, lambda: done.append("the rest of the call"))
+        done.append("the rest of the function")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(lambda: let_through(function))
+    assert done == ["the rest of the call"]
+
+
+@pytest.mark.parametrize("inner", [run, let_through], ids=["call", "wait"])
+def test_after_a_call_or_a_wait_inside_it_a_function_of_the_caller_is_interrupted_at_once(inner):
+    done = []
+
+    def function():
+        inner(lambda: None)
+        press()
+        done.append("the rest")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(lambda: let_through(function))
+    assert done == []
+
+
+def test_one_that_a_function_of_the_caller_has_caught_does_not_hide_the_next():
+    def function():
+        with suppress(KeyboardInterrupt):
+            press()
+
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        run(lambda: let_through(function), press, check, lambda: done.append("the rest"))
+    assert done == []
+
+
+def test_a_block_inside_a_function_of_the_caller_that_loses_its_result_is_told():
+    told = []
+
+    def function():
+        with held_back() as block:
+            block.otherwise = lambda: told.append(True)
+            press()
+
+    with pytest.raises(KeyboardInterrupt):
+        run(lambda: let_through(function))
+    assert told == [True]
 
 
 @pytest.mark.parametrize(("work", "told"), [(press, [1]), (lambda: 1 / 0, []), (check, [])])

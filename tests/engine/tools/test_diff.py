@@ -119,6 +119,21 @@ def test_a_plain_value_that_became_an_array_is_shown_with_its_value(tmp_path):
     assert str(change) == "step: 100 -> int64[] = 100"
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "became"),
+    [(1.0, np.float32(np.nan), (1, 0)), (np.array(2), np.inf, (0, 1)), (np.float32(np.nan), 1.0, (0, 0)),
+     (3, np.array(-np.inf, ml_dtypes.bfloat16), (0, 1)), (1.0, np.array([np.nan]), (0, 0))],
+)  # fmt: skip
+def test_a_plain_number_and_an_array_without_axes_may_become_nan_as_each_other(
+    tmp_path, before, after, became
+):
+    before, after = (np.asarray(x) if isinstance(x, np.generic) else x for x in (before, after))
+    found = compared(tmp_path, {"a": 1, "loss": before}, {"a": 2, "loss": after})
+    (change,) = (change for change in found.changed if change.name == "loss")
+    assert (change.became_nan, change.became_inf) == became
+    assert found.changed[0] == change or not any(became)
+
+
 def test_leaves_that_became_nan_or_infinite_come_first_and_are_counted_in_the_headline(tmp_path):
     a = {"a": np.zeros(4), "b": np.zeros(4, "f4"), "gone": 1, "loss": 0.5}
     b = {"a": np.ones(4), "b": np.array([np.nan, np.nan, np.inf, 0], "f4"), "loss": float("nan")}

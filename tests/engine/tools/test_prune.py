@@ -13,13 +13,16 @@ import pytest
 import safetensors.numpy
 
 from eformer._engine.runs.steps import Step
+from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.directory import Directory
+from eformer._engine.stores.locate import store_at
 from eformer._engine.tools import prune as prune_module
 from eformer._engine.tools.prune import plan_removal, remove
-from eformer.checkpoint import Keep, load, prune, save, score
+from eformer.checkpoint import Keep, Run, load, prune, save, score, steps
 from eformer.errors import EformerError, NotFoundError
 
 ORBAX = Path(__file__).parents[2] / "compat" / "orbax"
+ORIGINAL = Path(__file__).parents[2] / "compat" / "data" / "checkpointer"
 
 
 @pytest.fixture
@@ -327,7 +330,93 @@ def test_targets_of_links_stay(run):
     assert load(run / "best")["w"][0] == 100
 
 
+# ---------------------------------------------------------------------------- files of other programs
+
+
+def scores_of_others(path):
+    """Write files of other programs that have the names of scores, and the scores of a step that has gone."""
+    (path / "100.scores.json").write_text('{"accuracy": 0.93}')
+    (path / "run-9.scores.json").write_text('{"digest": "", "metrics": {"x": 1.0}, "by": "me"}')
+    (path / "run-7.scores.json").write_text('{"digest": "0f", "metrics": {"loss": 1.0}}')
+    (path / "run-8.scores.json").mkdir()
+
+
+def test_only_scores_that_eformer_wrote_are_removed_and_they_are_listed(run):
+    scores_of_others(run)
+    assert prune(run, keep=4, dry_run=True).scores == ("run-7.scores.json",)
+    assert (run / "run-7.scores.json").exists()
+    assert prune(run, keep=4).scores == ("run-7.scores.json",)
+    left = sorted(name for name in os.listdir(run) if "scores" in name)
+    assert left == ["100.scores.json", "run-8.scores.json", "run-9.scores.json"]
+
+
+def test_a_run_in_a_bucket_removes_no_scores_of_others():
+    where = f"memory://prune-{os.getpid()}/scores"
+    content = b'{"accuracy": 0.93}'
+    store_at(where).objects.write(f"prune-{os.getpid()}/scores/100.scores.json", content)
+    with Run(where, keep=1) as run:
+        for step in (1, 2):
+            run.save(step, {"w": np.ones(3)}).result()
+    prune(where, keep=1)
+    assert read_whole(store_at(where), "100.scores.json")[0] == content
+
+
+def test_a_file_beside_a_directory_with_the_name_of_a_signature_stays(run):
+    (run / "run-90.eformer.sig").write_text("mine")
+    assert prune(run, keep=3).removed == ("run-90",)
+    assert (run / "run-90.eformer.sig").read_text() == "mine"
+
+
+def test_a_step_that_gets_files_after_its_removal_was_planned_stays(run):
+    (run / "run-90" / "plots").mkdir()
+    plan = plan_removal(run, 3)
+    (run / "run-90" / "plots" / "loss.png").write_bytes(b"png")
+    with pytest.raises(ValueError, match=r"run-90 has changed since .* it has new files: plots/loss.png"):
+        remove(plan)
+    assert (run / "run-90" / "plots" / "loss.png").exists()
+
+
+def test_files_of_the_original_are_part_of_its_checkpoint(tmp_path):
+    for step in (4, 5):
+        shutil.copytree(ORIGINAL / "run-5", tmp_path / f"run-{step}")
+    plan = prune(tmp_path, keep=1, foreign=True, dry_run=True)
+    assert (plan.removed, plan.other_files) == (("run-4",), {})
+
+
+def test_files_in_a_directory_called_like_that_of_leases_are_listed_on_a_disk(run):
+    (run / "run-90" / ".eformer-leases").mkdir()
+    (run / "run-90" / ".eformer-leases" / "mine").write_text("x")
+    assert prune(run, keep=3, dry_run=True).other_files == {"run-90": (".eformer-leases/mine",)}
+
+
+def test_only_digits_of_ascii_are_numbers_of_steps(run):
+    save({"w": 1}, run / "run-\u0663\u0663")
+    assert prune(run, keep=3).removed == ("run-90",)
+    assert steps(run)[-1].name == "run-1000"
+    assert (run / "run-\u0663\u0663").exists()
+
+
 # ----------------------------------------------------------------------------------------------- rules
+
+
+def test_a_metric_that_no_checkpoint_has_is_refused(run):
+    for step in (90, 100):
+        score(run, step, {"eval.loss": 0.1, "loss": 0.2})
+    for dry_run in (True, False):
+        with pytest.raises(
+            ValueError, match=r"no step has the metric eval.los; the steps have eval.loss; loss; nothing was"
+        ):
+            prune(run, keep=[Keep(best=2, by="eval.los"), Keep(last=1)], dry_run=dry_run)
+    assert plan_removal(run, Keep(best=2, by="eval.los")).removed == ()
+    assert prune(run, keep=Keep(best=2, by="eval.loss")).removed == ("run-200",)
+
+
+def test_a_series_without_the_metric_stays(run, caplog):
+    for step in (1, 2):
+        save({"w": 1}, run / f"step-{step}")
+    score(run, 200, {"loss": 0.1})
+    assert prune(run, keep=Keep(best=1, by="loss")).removed == ("run-90", "run-100")
+    assert "all of step-1; step-2 stay: no step has the metric loss; the steps have no metrics" in caplog.text
 
 
 def test_rules_are_a_union_and_the_newest_stays(run):

@@ -1,6 +1,7 @@
 """What a device does with host memory, and moves between shardings."""
 
 import jax
+import jax.extend.backend
 import numpy as np
 import pytest
 
@@ -12,6 +13,16 @@ def test_a_cpu_takes_aligned_memory_as_it_is():
     assert _device.takes_host_memory(
         jax.devices()[0]
     )  # if JAX changes this, loads need a copy more: look at _transfer
+
+
+@pytest.mark.parametrize("platforms", [["cpu"], ["cpu", "cuda"], ["cuda", "cpu"]])
+def test_arrays_are_waited_for_if_any_device_is_an_accelerator(monkeypatch, platforms):
+    """The default device may be a CPU, with a mesh of accelerators beside it."""
+    waited = []
+    monkeypatch.setattr(jax.extend.backend, "backends", lambda: dict.fromkeys(platforms))
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    assert _device.arrived("arrays") == "arrays"
+    assert waited == ([] if platforms == ["cpu"] else ["arrays"])
 
 
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto], ids=str)

@@ -134,6 +134,25 @@ def test_what_is_lacking_stays(tmp_path, register):
     np.testing.assert_array_equal(ema.average["more"], [0])
 
 
+def test_parts_that_start_anew_by_themselves_stop_no_load(tmp_path, register, monkeypatch):
+    register(update=Ema.set)
+    monkeypatch.setattr(modules._registered, "transient", lambda _: ("metrics",))
+    few, more = (
+        {"w": jnp.ones(3), "metrics": {"loss": 1.0}},
+        {"w": jnp.ones(3), "metrics": {"loss": 2.0, "mae": 3.0}},
+    )
+    for saved, like, kept, left_out in ((few, more, ("mae",), ()), (more, few, (), ("mae",))):
+        checkpoint.save({"ema": Ema(saved)}, tmp_path / "run")
+        ema = Ema(like)
+        report = checkpoint.load(tmp_path / "run", into={"ema": ema}, return_report=True)[1]
+        assert report.kept == tuple(f"ema.metrics.{name}" for name in kept)
+        assert report.left_out == tuple(f"ema.metrics.{name}" for name in left_out)
+        assert ema.average["metrics"] == like["metrics"] | {"loss": saved["metrics"]["loss"]}
+    with pytest.raises(MismatchError, match=r"missing leaf 'ema.v'") as caught:
+        checkpoint.load(tmp_path / "run", into={"ema": Ema({**few, "v": jnp.ones(1)})})
+    assert "metrics" not in str(caught.value.problems)
+
+
 def test_without_a_registration_the_error_names_the_leaf(tmp_path):
     with pytest.raises(Exception, match=r"leaf 'ema': a .*Ema cannot be stored"):
         checkpoint.save({"ema": Ema(average(1.0))}, tmp_path / "run")

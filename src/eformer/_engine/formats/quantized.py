@@ -2,14 +2,16 @@
 
 Leaves are quantised if they lie beside their scales under the names that the known methods use; and, if the
 configuration says that the model is quantised, if they have dtypes of quantised weights. Dtypes that masks and indexes
-have as well count under the names of weights alone. A plain cast to 8 bits, without configuration and scales, is not
-quantised: its leaves are the numbers.
+have as well count under the names of weights alone; if no leaf counts, under all names but those of masks and indexes.
+A plain cast to 8 bits, without configuration and scales, is not quantised: its leaves are the numbers.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,41 +22,54 @@ from eformer._engine.stores.base import read_whole
 from eformer.errors import FormatError, QuantizedError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.stores.base import Store
 
 logger = logging.getLogger("eformer")
 
-_CONFIG = "config.json"
-_MODELOPT_CONFIG = "hf_quant_config.json"
+_CONFIGS = ("config.json", "hf_quant_config.json", "params.json")  # of Hugging Face, ModelOpt, Mistral
 _MOST_CONFIG = 2**26  # bytes
-# In these configurations; the last one is by MLX and ModelOpt.
+# In these configurations; the last one is by MLX, ModelOpt and Mistral.
 _DECLARATIONS = ("quantization_config", "compression_config", "quantization")
+# One of these has a value in a declaration. Codecs have a "quantization" of audio, and a cache alone may be quantised.
+_METHODS = ("quant_method", "quant_algo", "qformat_weight", "mode", "method")
+_SIGNS = (*_METHODS, "bits", "w_bit", "load_in_4bit", "load_in_8bit", "format", "config_groups", "quant_type")
 _MOST_LEVELS = 8  # of configurations inside of others, such as "text_config"
 
 # Dtypes that no method packs weights into.
 _PLAIN = frozenset(["float16", "bfloat16", "float32", "float64", "complex64", "complex128", "bool", "int64"])
 # Dtypes that packed weights have, and in dense models masks and indexes.
 _OF_BUFFERS = frozenset(["uint8", "int32", "uint32", "uint64"])
+_BUFFER = re.compile(
+    r"[._](ids|idx|index(es)?|masks?|bias|bucket|positions?|offsets?|tracked|shape|lengths|steps?|count|ptr|seed|rng|"
+    r"key|map(ping)?|d2t|tid2eid)$"
+)
 _SCALES = ("float16", "bfloat16", "float32", "float64", "uint8", "float8_e8m0fnu", "float8_e4m3fn")
 
 # How names of weights end, and how those of their scales end instead, with the sizes of the weights' elements in bytes.
 _PARTNERS: tuple[tuple[str, tuple[str, ...], tuple[int, ...]], ...] = (
     (".weight", (".weight_scale_inv", ".weight_scale"), (1,)),  # fp8, nvfp4
-    (".weight", (".scale", ".scale_weight"), (1,)),  # DeepSeek, ComfyUI
-    (".weight", (".weight.absmax", ".SCB", ".weight_scales"), (1,)),  # bitsandbytes, EETQ
+    (".weight", (".scale", ".scale_weight", ".qscale_weight"), (1,)),  # DeepSeek, ComfyUI, Mistral
+    (".weight", (".SCB", ".weight_scales"), (1,)),  # bitsandbytes, EETQ
     (".weight", (".scales",), (1, 4)),  # int8, MLX
     ("_blocks", ("_scales",), (1,)),  # mxfp4
     (".weight_packed", (".weight_scale",), (1, 4)),  # compressed-tensors
-    (".qweight", (".scales",), (1, 2, 4)),  # GPTQ, AWQ
+    (".qweight", (".scales", ".wscales"), (1, 2, 4)),  # GPTQ, AWQ, Nunchaku
+    (".q_weight", (".q_scale_max",), (4,)),  # EXL2
     (".weight._data", (".weight._scale",), (1,)),  # quanto
     (".weight:qdata", (".weight:scale",), (1, 4)),  # torchao
+    ("._weight_qdata", ("._weight_scale",), (1, 4)),  # torchao
     (".W_q", (".scale", ".meta"), (1, 4)),  # HQQ
     (".codes", (".codebooks",), (1, 2)),  # AQLM
 )  # fmt: skip
-_ANY_PARTNERS = ("_scale_inv", "_scale")  # beside any leaf of 8-bit floats or int8, such as stacked experts
+# Beside leaves of any name, such as stacked experts: 8-bit floats and int8; if declared, masks' dtypes as well.
+_ANY_PARTNERS = ("_scale_inv", "_scale", "_scales", "_weight_scale_inv", "_weight_scale", ".weight_scale")
+_OTHER_SCALES = ("_weight_scale_2",)  # beside the scale of a leaf
+# Beside weights of bitsandbytes, which have any dtype: `bnb_4bit_quant_storage`. No dense model has these names.
+_STATES = (".absmax", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+_ENDS_OF_STATES = tuple(end.rpartition(".")[2] for end in _STATES)  # of names that are escaped
 _WEIGHTS = (*dict.fromkeys(end for end, _, _ in _PARTNERS), "weight", "weights")
 
 
@@ -86,22 +101,35 @@ def check_dequant(dequant: object) -> None:
         )
 
 
-def quantization_of(store: Store, tree: TreeEntry) -> Quantization | None:
+def quantization_of(
+    store: Store, tree: TreeEntry, *, also: Sequence[Store] = (), beside: Iterable[TreeEntry] = ()
+) -> Quantization | None:
     """Tell how a tree of another program is quantised, by its names, its dtypes and the configuration in `store`; None
-    if it is not. The configuration is read only if leaves can be quantised."""
-    suspects = {
-        name: entry for name, entry in tree.leaves.items() if entry.dtype not in _PLAIN and not entry.key
-    }
-    scales = _scales_of(suspects, tree.leaves)
-    weights = {name for name, entry in suspects.items() if _can_be_weight(name, entry)} - {*scales.values()}
-    if not scales and not weights:
+    if it is not. The configuration is read only if leaves can be quantised.
+
+    also    more directories that may have the configuration
+    beside  the trees of the checkpoint, which may hold the scales
+    """
+    suspects = _suspects(tree.leaves)
+    weights = [name for name, entry in suspects.items() if _can_be_weight(name, entry)]
+    integers = [name for name, entry in tree.leaves.items() if _can_be_packed(name, entry)]
+    spelled = _spelled(*(one for one in beside if one is not tree), tree) if suspects else {}
+    scales = _scales_of(suspects, spelled)
+    if not scales and not weights and not integers:
         return None
-    how = _declared(store)
-    if how is None and not scales:
+    how = _declared([store, *also], tree.raw_metadata)
+    if how is not None:
+        scales = _scales_of(suspects, spelled, is_declared=True)
+        are_scales = {*scales.values()} | {name for name in spelled if _is_scale(name, spelled)}
+        weights = [name for name in weights if f".{readable(name)}" not in are_scales]
+    lonely = _without_scales(suspects, scales)
+    chosen = [*scales, *lonely] if how is None else [*dict.fromkeys([*scales, *weights])] or integers
+    if not chosen:
         return None
-    chosen = scales if how is None else [name for name in suspects if name in weights or name in scales]
-    leaves = {name: _described(suspects[name], scales.get(name), tree.leaves) for name in chosen}
-    return Quantization(how or "weights of few bits beside their scales", leaves)
+    beside_them = {name: f", scales {spelled[dot].described} in {dot[1:]}" for name, dot in scales.items()}
+    beside_them |= dict.fromkeys(lonely, ", whose scales are missing")
+    described = {name: tree.leaves[name].described + beside_them.get(name, "") for name in chosen}
+    return Quantization(how or "weights of few bits beside their scales", described)
 
 
 def dense_name(name: str) -> str:
@@ -114,56 +142,102 @@ def dense_name(name: str) -> str:
     return dotted[1:]
 
 
-def _described(entry: LeafEntry, scale: str | None, leaves: Mapping[str, LeafEntry]) -> str:
-    beside = f", scales {leaves[scale].described} in {readable(scale)}" if scale else ""
-    return entry.described + beside
-
-
 # ---------------------------------------------------------------------------------------------- by names
 
 
-def _scales_of(suspects: Mapping[str, LeafEntry], leaves: Mapping[str, LeafEntry]) -> dict[str, str]:
-    """Return the names of the scales beside leaves, by the names of these."""
-    if not suspects:
-        return {}
-    spelled = {f".{readable(name)}": name for name, entry in leaves.items() if _can_be_scale(entry)}
+def _suspects(leaves: Mapping[str, LeafEntry]) -> dict[str, LeafEntry]:
+    """Return the leaves with dtypes of packed weights, and those beside the state of bitsandbytes."""
+    states = (readable(name) for name in leaves if name.endswith(_ENDS_OF_STATES))
+    stored = {name.removesuffix(end) for name in states for end in _STATES if name.endswith(end)}
+    return {
+        name: entry
+        for name, entry in leaves.items()
+        if not entry.key and (entry.dtype not in _PLAIN or (stored and readable(name) in stored))
+    }
+
+
+def _spelled(*trees: TreeEntry) -> dict[str, LeafEntry]:
+    """Return the leaves of trees, of which later ones win, by their names as people write them, after a dot."""
+    return {f".{readable(name)}": entry for tree in trees for name, entry in tree.leaves.items()}
+
+
+def _scales_of(
+    suspects: Mapping[str, LeafEntry], spelled: Mapping[str, LeafEntry], *, is_declared: bool = False
+) -> dict[str, str]:
+    """Return the names of the scales beside leaves, after a dot, by the names of these."""
     found = {}
     for name, entry in suspects.items():
-        for candidate in _candidates(f".{readable(name)}", entry.dtype):
-            if candidate in spelled:
-                found[name] = spelled[candidate]
+        for candidate in _candidates(f".{readable(name)}", entry.dtype, is_declared=is_declared):
+            if candidate in spelled and spelled[candidate].dtype in _SCALES:
+                found[name] = candidate
                 break
     return found
+
+
+def _without_scales(suspects: Mapping[str, LeafEntry], scales: Collection[str]) -> list[str]:
+    """Return the weights without scales that have the dtype of weights with scales."""
+    dtypes = {suspects[name].dtype for name in scales} - _OF_BUFFERS
+    return [
+        name
+        for name, entry in suspects.items()
+        if entry.dtype in dtypes and name not in scales and readable(name).endswith(".weight")
+    ]
 
 
 def _can_be_weight(name: str, entry: LeafEntry) -> bool:
     return entry.dtype not in _OF_BUFFERS or f".{readable(name)}".endswith(_WEIGHTS)
 
 
-def _can_be_scale(entry: LeafEntry) -> bool:
-    return entry.dtype in _SCALES
+def _can_be_packed(name: str, entry: LeafEntry) -> bool:
+    """Tell whether integers may be weights of a method whose names are not known here: dense models have few others."""
+    is_integer = entry.dtype in _OF_BUFFERS or entry.dtype == "int64"
+    return is_integer and bool(entry.shape) and not entry.key and not _BUFFER.search(f".{readable(name)}")
 
 
-def _candidates(name: str, dtype: str) -> Iterator[str]:
+def _is_scale(name: str, spelled: Collection[str]) -> bool:
+    ends = (*_ANY_PARTNERS, *_OTHER_SCALES)
+    return any(name.endswith(end) and name.removesuffix(end) in spelled for end in ends)
+
+
+def _candidates(name: str, dtype: str, *, is_declared: bool) -> Iterator[str]:
     itemsize = dtype_from_name(dtype).itemsize
     for end, others, sizes in _PARTNERS:
         if name.endswith(end) and itemsize in sizes:
             yield from (name.removesuffix(end) + other for other in others)
-    if itemsize == 1 and dtype not in _OF_BUFFERS:
+    yield from (name + end for end in _STATES)
+    if is_declared or (itemsize == 1 and dtype not in _OF_BUFFERS):
         yield from (name + end for end in _ANY_PARTNERS)
 
 
 # ------------------------------------------------------------------------------------- by configuration
 
 
-def _declared(store: Store) -> str | None:
-    """Say how the configuration beside the files declares the model to be quantised; None if it does not."""
-    for file in (_CONFIG, _MODELOPT_CONFIG):
-        for part in _parts_of(_read_config(store, file)):
+def _declared(stores: Sequence[Store], metadata: Mapping[str, Any]) -> str | None:
+    """Say how the header or a configuration declares the model to be quantised; None if none does."""
+    for origin, config in _configurations(stores, metadata):
+        for part in _parts_of(config):
             for name in _DECLARATIONS:
-                if isinstance(found := part.get(name), dict) and found:
-                    return f"{_method(found)} ({file})"
+                found = part.get(name)
+                if isinstance(found, dict) and any(found.get(sign) for sign in _SIGNS):
+                    return f"{_method(found)} ({origin})"
     return None
+
+
+def _configurations(
+    stores: Sequence[Store], metadata: Mapping[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "header", _in_header(metadata)
+    for store in stores:
+        for file in _CONFIGS:
+            yield file, _read_config(store, file)
+
+
+def _in_header(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name in metadata.keys() & _DECLARATIONS:
+        with suppress(TypeError, ValueError, RecursionError):  # the leaves may still tell
+            found[name] = json.loads(metadata[name])
+    return found
 
 
 def _parts_of(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -198,7 +272,7 @@ def _parsed(data: bytes, path: str) -> dict[str, Any]:
 def _method(config: Mapping[str, Any]) -> str:
     """Describe a declaration: its method, with the bits and the blocks that it gives."""
     known = config.get
-    method = known("quant_method") or known("quant_algo") or known("mode") or "an unnamed method"
+    method = next(filter(None, map(known, _METHODS)), "an unnamed method")
     bits = (
         known("bits")
         or known("w_bit")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.stores.base import Kind, Store
 
-STEP_NAME = re.compile(r"(?P<before>(?:step|run|checkpoint|ckpt)[-_]?)?(?P<number>\d{1,18})")
+STEP_NAME = re.compile(r"(?P<before>(?:step|run|checkpoint|ckpt)[-_]?)?(?P<number>[0-9]{1,18})")
 
 RUN_FILE = "run.json"  # in the directory of a run: which job writes it
 

@@ -116,26 +116,32 @@ class _Part:
     def move(self, memory: np.ndarray[Any, Any]) -> Transfer:
         """Put each box on every device that holds it; when the boxes have arrived, write them into the arrays there."""
         sent = [
-            (shard, there, region)
+            box
             for (number, region), array in zip(self.cut, self.targets[0].arrays, strict=True)
-            for shard, there in self.put_box(number, array)
+            for box in self.put_box(number, region, array)
         ]
-        return Transfer([there for _, there, _ in sent], partial(self.write, sent))
+        return Transfer([array for _, *arrays in sent for array in arrays], partial(self.write, sent))
 
-    def put_box(self, number: int, array: np.ndarray[Any, Any]) -> Iterator[tuple[_Shard, Any]]:
+    def put_box(
+        self, number: int, region: Region, array: np.ndarray[Any, Any]
+    ) -> Iterator[tuple[_Shard, Any, Any]]:
+        """Put a box, and where it begins in the array, which the program reads as well."""
         leaf = self.leaf
         part = array.view(bits_of(array.dtype))
         part.flags.writeable = False
         shards = [s for s, n in zip(leaf.shards, leaf.boxes.numbers, strict=True) if n == number]
+        count = len(shards)
+        start = np.array(region.inside(shards[0].region).start, np.int32)
+        both = [part] * count + [start] * count
         if leaf.target.sharding is None:
-            arrays = put_on_default([part])
+            arrays = put_on_default(both)
         else:
-            arrays = put_on([part] * len(shards), [shard.device for shard in shards])
-        return zip(shards, arrays, strict=True)
+            arrays = put_on(both, [shard.device for shard in shards] * 2)
+        return zip(shards, arrays[:count], arrays[count:], strict=True)
 
-    def write(self, sent: Sequence[tuple[_Shard, Any, Region]]) -> None:
-        for shard, there, region in sent:
-            shard.write(there, region)
+    def write(self, sent: Sequence[tuple[_Shard, Any, Any]]) -> None:
+        for shard, part, start in sent:
+            shard.write(part, start)
         self.leaf.arrived()
 
 
@@ -159,10 +165,9 @@ class _Shard:
         self.lock = threading.Lock()
         self.array: Any = None
 
-    def write(self, part: Any, region: Region) -> None:
-        """Write a part that has arrived on the device into the array, in place."""
-        update = self.updates[region.shape].result()
-        start = np.array(region.inside(self.region).start, np.int32)
+    def write(self, part: Any, start: Any) -> None:
+        """Write a part that has arrived on the device, as has its position, into the array, in place."""
+        update = self.updates[part.shape].result()
         with self.lock:
             if self.array is None:
                 self.array = self.begin.result()()
@@ -287,7 +292,7 @@ def _compiling(
             out_shardings=place,
         )
         new = described(part, bits, sharding=place)
-        return update.lower(whole, new, described((len(shape),), np.int32)).compile()
+        return update.lower(whole, new, described((len(shape),), np.int32, sharding=place)).compile()
 
     def run() -> None:
         try:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
-
-import jax
 
 from eformer._engine.formats.find import ReplacedError, reading, reread_all
 from eformer._engine.formats.process_records import ListedLeaf, ListedTree
@@ -26,7 +25,6 @@ from eformer._engine.loading.contents import (
     renamed,
     spelled_alike,
 )
-from eformer._engine.loading.device_put import wait_for
 from eformer._engine.loading.fetch import check_sha256
 from eformer._engine.loading.pinned_stream import is_worth_streaming, stream
 from eformer._engine.loading.placement import accelerator_of, on_current_mesh, place_targets, processes_of
@@ -50,12 +48,15 @@ from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.pool import gc_paused
 from eformer._engine.tasks.progress import is_wanted, metered
-from eformer._engine.trees.flatten import flatten, unbuilt_in
+from eformer._engine.trees.devices import arrived
+from eformer._engine.trees.flatten import flatten, transient_in
 from eformer._engine.trees.unflatten import unflatten, unflatten_like
 from eformer.errors import FormatError, MismatchError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    import jax
 
     from eformer._engine.formats.found import Found
     from eformer._engine.loading.contents import Contents
@@ -72,6 +73,7 @@ logger = logging.getLogger("eformer")
 
 T = TypeVar("T")
 Path = str | os.PathLike[str]
+_ONE_PATH = (str, bytes, os.PathLike)
 
 _MERGE_FIRST = (
     "rules apply to each checkpoint of a list alone: to stack leaves of several, load them without the rule and save "
@@ -325,7 +327,7 @@ def load_tree(
     request = replace(
         request,
         placement=on_current_mesh(request.placement, like),
-        unbuilt=unbuilt_in(request.like) if request.in_place else (),
+        transient=transient_in(request.like) if request.in_place else (),
         is_list=len(paths) > 1,
     )
     with (
@@ -341,12 +343,20 @@ def load_tree(
     return LoadedTree(_rebuild(loaded, request), loaded.entry, _report(loaded))
 
 
-def _paths(path: Path | Sequence[Path]) -> Sequence[Path]:
+def _paths(path: Any) -> Sequence[Path]:
     """Return the paths of the checkpoints to load from."""
-    if isinstance(path, (str, bytes, os.PathLike)):
-        return [path]
+    paths: list[Any] = [path]
+    if isinstance(path, _ONE_PATH):
+        return paths
+    if not isinstance(path, Iterable) or isinstance(path, (set, frozenset)):
+        kind = type(path).__name__
+        raise TypeError(f"the path is of type {kind}; expected a path, or a list of paths in an order")
     if not (paths := list(path)):
         raise ValueError("an empty list of paths: expected at least one checkpoint to load")
+    for each in paths:
+        if not isinstance(each, _ONE_PATH):
+            kind = type(each).__name__
+            raise TypeError(f"an item of the list of paths is of type {kind}; expected a path")
     return paths
 
 
@@ -392,7 +402,7 @@ def _load_found(
         for source in sources:
             with reading(source.found):
                 source.reader.require_unwritten()
-    return replace(loaded, dropped=[name for source in sources for name in source.dropped])
+    return replace(loaded, dropped=[*dict.fromkeys(name for source in sources for name in source.dropped)])
 
 
 def _opened(found: Found, request: Request, stack: ExitStack) -> _Source:
@@ -683,10 +693,7 @@ def _finish(
 ) -> None:
     """Move the assembled arrays of a batch to `arrays`, through the caller's functions."""
     callback = request.callback
-    if jax.default_backend() != "cpu":  # arrays on CPUs are there when they are made
-        wait_for(
-            list(assembled.values())
-        )  # no program reads an array that is still on its way, see `Transfer`
+    arrived(list(assembled.values()))  # the caller's functions may run programs, see `Transfer`
     for target in batch:
         leaf = assembled.pop(target.name)
         leaf = called(target.transform, leaf) if target.transform else leaf

@@ -47,6 +47,8 @@ _SLOTS = 4  # more of them have to be touched and locked for the first time, whi
 _READ_BYTES = 8 * 2**20  # larger than for other reads: with many threads, fewer tasks contend for their turn
 _WORTH_IT = 16 * 2**20
 
+_kept: list[Any] = []  # memory of slots that a device may still copy from, because of an error
+
 
 def is_worth_streaming(targets: Iterable[LeafTarget]) -> bool:
     """Tell whether the targets are large enough for the cost of locking memory."""
@@ -182,7 +184,7 @@ class _Stream:
         """Begin to move the targets, which have been read, to their devices, and hand the slot on."""
         slot.lock()
         # One at a time: each start of a transfer needs the interpreter lock, and many would only wait for each other.
-        with self.moving, self.settings():
+        with self.moving, self.settings(), slot.lost_on_error():
             slot.transfer = batch.move(slot.memory)
         self.slots.put(slot)
 
@@ -208,15 +210,36 @@ class _Slot:
 
     def __init__(self, memory: np.ndarray[Any, Any], device: Any, stack: ExitStack) -> None:
         self.memory, self.device, self.stack = memory, device, stack
-        self.is_locked = False
+        self.is_locked = self.is_lost = False
         self.transfer = Transfer(())
 
     def lock(self) -> None:
         """Lock the memory until the end of the load, unless it is locked."""
         if not self.is_locked:
             self.is_locked = True
-            self.stack.enter_context(page_locked(self.memory, self.device))
-            self.stack.callback(self.wait)  # before it is unlocked, also if the load fails
+            locked = ExitStack()
+            locked.enter_context(page_locked(self.memory, self.device))
+            self.stack.callback(self.unlock, locked)
+
+    def unlock(self, locked: ExitStack) -> None:
+        """Unlock the memory when it has been copied from, also if the load fails."""
+        try:
+            with self.lost_on_error():
+                self.wait()
+        finally:
+            if self.is_lost:
+                _kept.append((self.memory, locked))
+            else:
+                locked.close()
+
+    @contextmanager
+    def lost_on_error(self) -> Iterator[None]:
+        """Keep the memory locked for good after an error: copies from it may be under way that nobody can wait for."""
+        try:
+            yield
+        except BaseException:
+            self.is_lost = True
+            raise
 
     def wait(self) -> None:
         """Return when the memory has been copied from."""

@@ -62,7 +62,7 @@ class Request:
     reshape        accept a leaf of another shape than in `like` if it has as many elements
     threads        number of threads that read; None for one per core, 2 to 16
     sha256         function that returns the recorded SHA-256 of leaves, which are checked before the load
-    unbuilt        names of parts of `like` that get variables later: leaves of the checkpoint may be left out there
+    transient      names of parts of `like` that start anew by themselves: leaves may be left out there, or stay
     is_list        several checkpoints are loaded as one
     as_saved       read leaves with the sharding that they were saved with, then move them between the devices
     """
@@ -93,7 +93,7 @@ class Request:
     reshape: bool = False
     threads: int | None = None
     sha256: Callable[[TreeEntry], Mapping[str, str]] | None = None
-    unbuilt: tuple[str, ...] = ()
+    transient: tuple[str, ...] = ()
     is_list: bool = False
     as_saved: bool = False
 

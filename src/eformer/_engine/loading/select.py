@@ -133,8 +133,11 @@ def compare(
     names, values, like = (_without(mapping, code) for mapping in (names, values, like))
     missing = {name: leaf for name, leaf in like.items() if name not in names}
     unexpected = {name: None for name in names if name not in like}
-    refused = {name: None for name in unexpected if not _is_below(name, request.unbuilt)}
-    problems = list(_other_leaves(missing, refused, names, like, request))
+    lost, refused = (
+        {name: leaf for name, leaf in some.items() if not _is_below(name, request.transient)}
+        for some in (missing, unexpected)
+    )
+    problems = list(_other_leaves(lost, refused, names, like, request))
     common, values = _without(names, unexpected), _without(values, unexpected)
     cast = _cast_of(request)
     targets = _targets(contents, common, like, cast)
@@ -142,7 +145,7 @@ def compare(
     problems += _mismatches(targets, values, like, request)
     if problems:
         context = f"the checkpoint does not fit `{request.like_name}`"
-        raise MismatchError(problems, context, _advice(missing, refused, names, request))
+        raise MismatchError(problems, context, _advice(lost, refused, names, request))
     numbers = {target.name: target for target in _values_as_arrays(values, like, cast)}
     plain = {n: fitted(value, like[n], cast(like[n])) for n, value in values.items() if n not in numbers}
     targets += numbers.values()

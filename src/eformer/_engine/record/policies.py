@@ -201,6 +201,16 @@ def warnings_of(steps: Iterable[StepFacts], rules: Sequence[Keep], now: float = 
     return found
 
 
+def unknown_metrics(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> str | None:
+    """Say which metrics of the rules no step has, and which there are; None if a step has each of them. By such a rule
+    every step could go: its metric is misspelt, or not scored yet."""
+    there = {name for step in counted_steps(steps, rules) for name in step.metrics}
+    missing = sorted({rule.by for rule in rules if rule.by is not None} - there)
+    if not missing:
+        return None
+    return f"no step has the metric {few(missing)}; the steps have {few(sorted(there)) or 'no metrics'}"
+
+
 def _misdated(ordered: Sequence[StepFacts], now: float) -> list[str]:
     """Return the numbers of the steps whose times do not fit those of the steps around them, or lie in the future, by
     more than clocks of different machines differ."""

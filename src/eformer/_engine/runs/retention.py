@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -12,14 +13,16 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from eformer._engine.formats.indexes import INDEXES
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, base_name
 from eformer._engine.formats.steps import MARKS, remains_in
-from eformer._engine.record.policies import StepFacts, kept, needs_manifests, warnings_of
+from eformer._engine.record.policies import StepFacts, kept, needs_manifests, unknown_metrics, warnings_of
+from eformer._engine.record.values import parse_json
 from eformer._engine.runs.claims import resumed_from
-from eformer._engine.runs.steps import is_foreign, score_name, scored_step, steps
+from eformer._engine.runs.steps import Scores, found_of, is_foreign, score_name, scored_step, steps
 from eformer._engine.stores import checkpoints
 from eformer._engine.stores.base import read_whole, remove_files, update_file
 from eformer._engine.stores.checkpoints import identity_of, remove_checkpoint
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.on_disk import on_disk
+from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -56,11 +59,33 @@ def removable(
     stay: Collection[int | None] = (),
 ) -> list[S]:
     """Return the steps that no rule keeps, given the whole ones and their facts. These stay, too: the steps in `stay`,
-    the one that the run was resumed from, and those that a link in the run points to."""
+    the one that the run was resumed from, and those that a link in the run points to. All stay while no step has the
+    metric of a rule."""
+    if unknown_metrics(facts, rules):
+        return []
     keep = kept(facts, rules, stay={*stay, resumed_from(store)}, now=now)
     place = on_disk(store)
     linked = linked_in(Path(place)) if place is not None else set()
     return [step for step in sound if step.number not in keep and step.name not in linked]
+
+
+def seen_last(sound: Sequence[Step]) -> set[int]:
+    """Return the newest step that was looked at, which stays; all steps if there is none. A step of Orbax in a bucket
+    would have to be copied first: it may be damaged, and must not be the only one that stays."""
+    looked_at = [step.number for step in sound if not found_of(step).is_costly]
+    return set(looked_at[-1:] or (step.number for step in sound))
+
+
+def remove_step(store: Store, name: str, identity: Identity | None) -> str | None:
+    """Remove a step. Return why it stays, if it does. Raise FileNotFoundError if it is gone, and ValueError if it is
+    another one."""
+    try:
+        is_removed = remove_checkpoint(store, name, INDEXES, identity)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        return f"it contains a mount point, or lies in a lower layer of an overlay: {error}"
+    return None if is_removed else "a reader holds it, or a save to it is under way"
 
 
 def linked_in(where: Path) -> set[str]:
@@ -106,10 +131,13 @@ def remove_others(
         if kind not in told:
             logger.warning("%s: %s", path, warning)
         told.add(kind)
-    for step in removable(store, sound, facts, rules, now=now, stay=stay):
+    for step in removable(store, sound, facts, rules, now=now, stay={*stay, *seen_last(sound)}):
         try:
-            if remove_checkpoint(store, step.name, INDEXES, identities.get(step.name)):
+            if (why := remove_step(store, step.name, identities.get(step.name))) is None:
                 removed.append(step)
+            elif step.path not in told and on_disk(store) is not None:  # held steps of a bucket are no news
+                logger.warning("%s stays: %s", step.path, why)
+                told.add(step.path)
         except FileNotFoundError:  # somebody else has removed it
             continue
         except ValueError as error:  # another directory has taken its name
@@ -123,6 +151,8 @@ def _warnings(facts: Sequence[StepFacts], rules: Sequence[Keep], now: float) -> 
     """Return the warnings of retention. Do not blame the steps if the clock was set ahead since the run began: it may
     have been wrong then."""
     found = warnings_of(facts, rules, now)
+    if facts and (unknown := unknown_metrics(facts, rules)):
+        found["metric"] = f"{unknown}. Nothing is removed until a step has it"
     if "clock" in found and (hours := (time.time() - now) / 3600) > _MOST_HOURS_AHEAD:
         found["clock"] = (
             f"the clock was set ahead by {hours:,.1f} hours while the run was open. Keep(hours=) goes by the clock "
@@ -132,11 +162,30 @@ def _warnings(facts: Sequence[StepFacts], rules: Sequence[Keep], now: float) -> 
 
 
 def remove_orphaned_scores(store: Store, removed: Collection[str]) -> None:
-    """Remove the scores of steps that were removed, now or by somebody who died before he came to the scores."""
-    names = store.kinds()
+    """Remove the scores of steps that were removed, now or by a process that died before it came to the scores."""
+    remove_files(store, orphaned_scores(store, removed))
+
+
+class _OnlyScores(Scores, forbid_unknown_fields=True):
+    """The file as eformer writes it. Other programs may give theirs the same name."""
+
+
+def orphaned_scores(store: Store, removed: Collection[str] = ()) -> list[str]:
+    """List the scores that eformer wrote of steps that are not there, or were just removed."""
+    kinds = store.kinds()
     # Not what is listed alone: SeaweedFS lists directories for a while that are empty.
-    left = names.keys() - set(removed)
-    remove_files(store, [name for name in names if (step_of := scored_step(name)) and step_of not in left])
+    left = kinds.keys() - set(removed)
+    files = [name for name, kind in kinds.items() if kind == "file"]
+    orphaned = [name for name in files if (step_of := scored_step(name)) and step_of not in left]
+    return [name for name in orphaned if _are_scores(store, name)]
+
+
+def _are_scores(store: Store, name: str) -> bool:
+    try:
+        parse_json(read_whole(store, name)[0], _OnlyScores, name)
+    except (FileNotFoundError, FormatError):
+        return False
+    return True
 
 
 def set_aside(store: Store, step: str, why: str) -> None:

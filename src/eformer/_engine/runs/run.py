@@ -149,6 +149,11 @@ class Run:
         self._at_end = weakref.finalize(self, self._progress.warn_of_unsaved)  # of a run that nobody closes
         self._now = steady_clock()  # for retention by time
         self._told: set[str] = set()  # the warnings of retention that were logged
+        try:
+            self._signals.install()  # last: a run that could not be made handles no signals
+        except BaseException:
+            self._signals.close()
+            raise
 
     def __repr__(self) -> str:
         return f"<Run at {self.path}: {self.step} steps done>"

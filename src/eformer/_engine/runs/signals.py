@@ -49,9 +49,9 @@ class Signals:
         self._logged: threading.Event | None = None  # is set once the first signal is logged
         self._before: dict[signal.Signals, Any] = {}
         self._service = _has_service()
-        self._install()
 
-    def _install(self) -> None:
+    def install(self) -> None:
+        """Set the handlers. After an error or a Ctrl-C at any point of it, `close` puts those back that were there."""
         if self._wanted and not _hosts.is_alone() and not self._service:
             if self._is_optional:
                 logger.warning("no signals: several processes need JAX's preemption service, which is off")
@@ -67,7 +67,8 @@ class Signals:
             if self._service and one == signal.SIGTERM:
                 continue
             try:
-                self._before[one] = signal.signal(one, self._handle)
+                self._before[one] = signal.getsignal(one)
+                signal.signal(one, self._handle)
             except ValueError:  # not in the main thread
                 if not self._is_optional:
                     raise ValueError("signals= need the main thread: make the Run there") from None

@@ -26,8 +26,11 @@ class Pending:
     """A save under way. Resolves to the path, as text, once the checkpoint is committed and durable.
 
     `result` raises the error of the save; an error that is never retrieved is logged. The interpreter does not exit
-    before the save has finished.
+    before the save has finished, unless a Ctrl-C ends its waiting: then the save is lost, and the checkpoint before it
+    stays.
     """
+
+    was_asked = True  # until it is made: Python also finalizes an object whose making was interrupted
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -75,7 +78,7 @@ class Pending:
 
     def complain(self) -> None:
         """Log the error of the save if it was never retrieved."""
-        if self._future.done() and not self.was_asked and (error := self._future.exception()):
+        if not self.was_asked and self._future.done() and (error := self._future.exception()):
             self.was_asked = True
             logger.error("saving to %s failed, and its error was never retrieved", self.path, exc_info=error)
 

@@ -22,7 +22,7 @@ from eformer._engine.tasks.pool import run_all
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from eformer._engine.record.manifest import Extent, TreeEntry
@@ -34,8 +34,9 @@ _TRUSTED_SECONDS = 600.0
 _READ_BYTES = 4 * 2**20  # one read
 _TASK_BYTES = 64 * 2**20  # reads that share an open file and its memory
 
-# When this process last read a file and found it sound. A file that is written to has another content.
-_sound: dict[str, float] = {}
+# When this process last read a part of a file, which holds a leaf or a shard of one, and found it sound. A file that is
+# written to has another content. The other parts of the file may be damaged.
+_sound: dict[tuple[str, int], float] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,39 +69,41 @@ def find_damaged(
     if place is None:
         return {}
     _forget_old()
-    due = {number: entry for number, entry in entries.items() if content_of(entry.version) not in _sound}
-    pieces = _pieces(tree, due, leaves)
+    contents = {number: content_of(entry.version) for number, entry in entries.items()}
+    due = {
+        leaf: [e for e in extents if e.file in entries and (contents[e.file], e.offset) not in _sound]
+        for leaf, extents in leaves.items()
+    }
     damages: dict[int, str] = {}
     run_all(
         [
-            partial(_check, place, entry.name, task, partial(damages.setdefault, number))
-            for number, entry in due.items()
-            for task in _runs(pieces[number], _TASK_BYTES)
+            partial(_check, place, entries[number].name, task, partial(damages.setdefault, number))
+            for number, pieces in _pieces(tree, due).items()
+            for task in _runs(pieces, _TASK_BYTES)
         ],
         threads,
     )
-    for number, entry in due.items():
-        if number not in damages:
-            _sound[content_of(entry.version)] = time.monotonic()
+    now = time.monotonic()
+    read = [extent for extents in due.values() for extent in extents if extent.file not in damages]
+    _sound.update(((contents[extent.file], extent.offset), now) for extent in read)
     return damages
 
 
 def _forget_old() -> None:
     now = time.monotonic()
-    for content, then in list(_sound.items()):
+    for part, then in list(_sound.items()):
         if now - then > _TRUSTED_SECONDS:
-            _sound.pop(content, None)  # another save may have removed it
+            _sound.pop(part, None)  # another save may have removed it
 
 
-def _pieces(
-    tree: TreeEntry, numbers: Iterable[int], leaves: Mapping[str, Sequence[Extent]]
-) -> dict[int, list[Stored]]:
+def _pieces(tree: TreeEntry, leaves: Mapping[str, Sequence[Extent]]) -> dict[int, list[Stored]]:
     """List the pieces of the leaves in each file, in their order there, and the header of each."""
-    found = {number: list(_header_of(tree, number)) for number in numbers}
+    found: dict[int, list[Stored]] = {}
     for leaf, extents in leaves.items():
         for extent in extents:
-            if extent.file in found:
-                found[extent.file] += _pieces_of(tree, leaf, extent)
+            if extent.file not in found:
+                found[extent.file] = list(_header_of(tree, extent.file))
+            found[extent.file] += _pieces_of(tree, leaf, extent)
     for pieces in found.values():
         pieces.sort(key=lambda piece: piece.offset)
     return found
@@ -162,7 +165,9 @@ def _compare(file: Medium, pieces: Sequence[Stored]) -> None:
 
 def places_of(store: Store, entry: Entry, *, but: Store) -> list[str]:
     """List the directories beside this one, and itself, that have the same file, as the steps of a run do. Leave out
-    the directory of the store `but`."""
+    the directory of the store `but`. In a bucket no two have the same."""
+    if on_disk(store) is None:
+        return []
     around, _ = store.parent()
     content = content_of(entry.version)
     with suppress(OSError):  # the directory may be entered, but not listed

@@ -207,12 +207,17 @@ def _look(
 ) -> _Linkable | None:
     """Look at a file that holds these tensors; None if it cannot be kept. With `whole`, it may hold no others."""
     try:
+        header, entry = earlier.store.read(file.name, 0, file.header_nbytes)
+        digest, is_of_save = xxh3_128(header), bool(file.header) and entry.nbytes == file.nbytes
+        if is_of_save and digest != file.header:
+            problem = f"bytes 0 to {file.header_nbytes}, the header, have the digest {digest}, expected {file.header}"
+            _log_damage(earlier, entry, problem)
+            return None
         opened = open_header(earlier.store, file.name)
-        header, entry = earlier.store.read(file.name, 0, opened.header.start)
         save_id = save_of(opened.header.metadata)
         if not save_id:
             raise FormatError("it does not say which save wrote it")
-        if xxh3_128(header) != file.header or entry.nbytes != file.nbytes:
+        if not is_of_save:
             raise FormatError("it is not the file that was written")
         if other := tensors - opened.header.tensors.keys():
             raise FormatError(f"it has another name for the tensor {min(other)!r}")
@@ -231,25 +236,29 @@ def _unfit(
     leaves: Mapping[str, Sequence[Extent]],
     threads: int,
 ) -> Container[int]:
-    """Check files that are about to be linked. Return the damaged ones; log the checkpoints that share
-    them, except for the one that this save replaces."""
+    """Check files that are about to be linked. Return the damaged ones, and log each."""
     damages = find_damaged(earlier.store, earlier.tree, entries, leaves, threads)
     for number, problem in damages.items():
-        path = earlier.store.path_to(entries[number].name)
         if problem == GONE:
+            path = earlier.store.path_to(entries[number].name)
             logger.warning("reuse: cannot link %s, writing it again: it was removed", path)
-            continue
-        places = places_of(earlier.store, entries[number], but=earlier.to)
-        logger.error(
-            "reuse: %s is damaged, and its leaves are written anew: %s%s",
-            path,
-            problem,
-            f". Checkpoints with the same file are damaged, too: {few(places)}. Remove them, or restore the file from "
-            "a copy"
-            if places
-            else "",
-        )
+        else:
+            _log_damage(earlier, entries[number], problem)
     return damages
+
+
+def _log_damage(earlier: Earlier, entry: Entry, problem: str) -> None:
+    """Log the damage of a file, and the checkpoints that share it, except for the one that this save replaces."""
+    places = places_of(earlier.store, entry, but=earlier.to)
+    logger.error(
+        "reuse: %s is damaged, and its leaves are written anew: %s%s",
+        earlier.store.path_to(entry.name),
+        problem,
+        f". Checkpoints with the same file are damaged, too: {few(places)}. Remove them, or restore the file from a "
+        "copy"
+        if places
+        else "",
+    )
 
 
 def apart(sources: Sequence[Source]) -> list[list[Source]]:

@@ -21,10 +21,10 @@ from eformer._engine.saving.record import receipt_of_one, receipt_of_several
 from eformer._engine.saving.reuse import Kept, apart, find_earlier, keep_chunks, keep_files
 from eformer._engine.saving.staging import Staging
 from eformer._engine.saving.write import compute_sha256, write
-from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.pool import default_threads, gc_paused
 from eformer._engine.tasks.progress import is_wanted, metered
+from eformer._engine.tasks.turns import turns
 from eformer._engine.trees.copies import compile_copies
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Save:
     part            what this process adds to the metadata, such as its place in the data
     fence           is called right before the commit: if it raises, nothing is committed
     compared        what several processes compare with each other
-    before          is set when the save is over whose leaves this one may use again
+    before          the saves under way, when this one was called, to the place whose leaves it may use again
     whole_files     use a file again only if all leaves in it are unchanged, so that other programs can open it
     """
 
@@ -76,7 +76,7 @@ class Save:
     hosts: Hosts
     turn: Turn
     compared: Compared | None = None
-    before: threading.Event | None = None
+    before: Sequence[threading.Event] = ()
     whole_files: bool = False
     has_index: bool = True
     overwrite: bool = False
@@ -184,8 +184,7 @@ def _earlier(save: Save) -> Earlier | None:
     if save.kind == "safetensors" and save.hosts.count > 1:
         logger.warning("reuse: several processes write all leaves to safetensors files: %s", save.store.url)
         return None
-    if save.before:  # a save that was under way when this one was called
-        interrupts.wait(save.before.wait)
+    turns.wait(save.before)
     place = save.store.url if reuse is True else os.fspath(reuse)
     return find_earlier(place, save.prefix, save.kind, save.tree.block, to=save.store)
 

@@ -187,7 +187,7 @@ def _prepare(
     entry = new_tree(f"eformer {__version__}, jax {jax.__version__}", structure, recorded, values)
     host = hosts.name(hosts.index)
     interrupts.check()  # the last chance before others wait for this save
-    before = _save_to_await(options, store, host)
+    before = _saves_to_await(options, store, host)
     turn = turns.take(store.at(file).key if file else store.key, host, in_background=detach)
     return Save(store, file, prefix or "", format, sources, entry, options, hosts, turn, compared, before)
 
@@ -234,11 +234,11 @@ def _with_checked_reuse(options: SaveOptions, store: Store, file: str) -> SaveOp
     return dataclasses.replace(options, reuse=place)
 
 
-def _save_to_await(options: SaveOptions, store: Store, host: str) -> threading.Event | None:
-    """Return the save under way whose leaves this one may use again."""
+def _saves_to_await(options: SaveOptions, store: Store, host: str) -> list[threading.Event]:
+    """Return the saves under way to the place whose leaves this one may use again."""
     if not options.reuse:
-        return None
-    return turns.last(store.key if options.reuse is True else store_at(options.reuse).key, host)
+        return []
+    return turns.under_way(store.key if options.reuse is True else store_at(options.reuse).key, host)
 
 
 def _check_prefix(prefix: str | None) -> None:

@@ -88,6 +88,7 @@ def on_host(array: Any, region: Region) -> np.ndarray[Any, Any]:
         return array[region.slices]
     if isinstance(array, LazyArray):
         return array.read(region)
+    array.block_until_ready()  # a slice is a program, and a copy in host memory may still be on its way
     return staged(array if region.shape == array.shape else array[region.slices])
 
 

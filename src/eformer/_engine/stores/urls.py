@@ -28,8 +28,11 @@ _CLOUDS: dict[str, Cloud] = {
 }
 _WEB = ("https", "http")
 
-# pathlib turns s3://bucket into s3:/bucket, and os.path.abspath into /here/s3:/bucket: a local directory called "s3:".
-_CUT_URL = re.compile(rf"(?:^|/)((?:{'|'.join((*_CLOUDS, *_WEB, 'hf'))}):)/(?!/)", re.IGNORECASE)
+# pathlib turns s3://bucket into s3:/bucket and s3:// into s3:, and os.path.abspath into /here/s3:/bucket: a local
+# directory called "s3:".
+_CUT_URL = re.compile(
+    rf"(?:^|/)((?:{'|'.join((*_CLOUDS, *_WEB, 'hf', 'file'))}):)(?:/(?!/)|$)", re.IGNORECASE
+)
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CONTAINER = re.compile(r"\$?[A-Za-z0-9][A-Za-z0-9-]*")
@@ -77,9 +80,12 @@ def refuse_cut_url(path: str) -> None:
     """Raise ValueError for a local path that is a URL without one of its slashes, or ends in one."""
     if cut := _CUT_URL.search(path):
         url = shown(f"{cut[1]}//{path[cut.end() :]}")
+        written = url.replace("//", "/", 1)
+        if cut[1].lower() == "file:":
+            url = url.replace("//", "///", 1)  # its host is empty
         raise ValueError(
-            f"{path[: cut.start(1)]}{url.replace('//', '/', 1)} is a URL without its second slash, which pathlib.Path "
-            f"drops; pass the URL as text, {url!r}, or rename the directory {cut[1]!r} if it is local"
+            f"{path[: cut.start(1)]}{written} is a URL without its second slash, which pathlib.Path drops; pass the "
+            f"URL as text, {url!r}, or rename the directory {cut[1]!r} if it is local"
         )
 
 

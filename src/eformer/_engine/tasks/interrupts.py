@@ -43,18 +43,24 @@ class held_back:  # noqa: N801
     Hold SIGTERM and SIGHUP back if they raise KeyboardInterrupt, as in the command line. If it is raised although the
     block has ended well, the caller gets no result: then call `otherwise`, if the block has set it. Clearing up after
     a Ctrl-C is not interrupted by a second one.
+
+    A block inside another one leaves signals to it, and holds back those that it lets through to a function of the
+    caller.
     """
 
     def __init__(self) -> None:
         self.otherwise: Callable[[], object] | None = None
         self.lets_through = False
         self._before: dict[int, Callable[[int, Any], object]] = {}
+        self._around: held_back | None = None
         self._noted: int | None = None
         self._is_raised = self._is_over = False
 
     def __enter__(self) -> Self:
         global _outermost, _main
-        if _outermost is None and threading.current_thread() is threading.main_thread():
+        if (around := _here()) and around.lets_through:
+            self._around, around.lets_through = around, False
+        elif _outermost is None and threading.current_thread() is threading.main_thread():
             try:
                 # A signal that came before is raised by `signal`, which then sets nothing. None is raised afterwards.
                 for number, before in _handlers():
@@ -69,12 +75,18 @@ class held_back:  # noqa: N801
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         global _outermost
-        if not self._before:  # inside another block, which hands the signal on
+        if not self._before and not self._around:  # inside another block, which hands the signal on
             return
+        is_interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         try:
+            if self._around:
+                self._around.lets_through = True
+                if not is_interrupted:
+                    self._around.hand_on()
+                return
             _outermost = None
             self._put_back()
-            if self._noted and not (kind and issubclass(kind, KeyboardInterrupt)):
+            if self._noted and not is_interrupted:
                 self._before[self._noted](self._noted, sys._getframe())
         except BaseException:
             with held_back():
@@ -161,12 +173,15 @@ def let_through(call: Callable[[], T]) -> T:
     """
     if (block := _here()) is None:
         return call()
+    before, was_raised = block.lets_through, block._is_raised
     block.lets_through = True  # if it stays so by a Ctrl-C, that was the one which is raised
     try:
         check()
-        return call()
+        result = call()
+        block._is_raised = was_raised  # the call may have caught one, and the next one counts again
+        return result
     finally:
-        block.lets_through = False
+        block.lets_through = before
 
 
 def result_of(future: futures.Future[T], timeout: float | None = None) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING
 from eformer._engine.tasks import interrupts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Container, Iterator
+    from collections.abc import Collection, Container, Iterable, Iterator
 
 _PATIENCE = 60.0  # seconds
+_LOOK_AGAIN = 1.0  # seconds: a turn that ends by being collected wakes nobody
 
 _inside: ContextVar[tuple[threading.Event, ...]] = ContextVar("eformer_readers", default=())
 
@@ -26,29 +28,37 @@ class _Turns:
 
     def reset(self) -> None:
         self._lock = threading.Lock()
-        self._last: dict[tuple[str, str], threading.Event] = {}
+        self._under_way: dict[threading.Event, tuple[str, str]] = {}  # in the order of the calls
         self._in_background: dict[threading.Event, str] = {}
         self._readers: dict[threading.Event, Collection[str]] = {}
 
     def take(self, key: str, host: str, *, in_background: bool = False) -> Turn:
-        place = (key, host)
+        turn = Turn(self, key)
         with self._lock:
-            before = self._last.get(place)
-            after = self._last[place] = threading.Event()
+            turn.before = self.under_way(key, host)
+            self._under_way[turn.over] = (key, host)
             if in_background:
-                self._in_background[after] = key
-        inside = _inside.get()
-        return Turn(before, after, lambda: self._forget(place, after), lambda: self._readers_of(key, inside))
+                self._in_background[turn.over] = key
+        return turn
 
-    def last(self, key: str, host: str) -> threading.Event | None:
-        """Return the event that is set when the latest save to a place is over; None if none is under way."""
-        with self._lock:
-            return self._last.get((key, host))
+    def under_way(self, key: str, host: str) -> list[threading.Event]:
+        """Return the saves to a place that are not over, to `wait` for."""
+        return [over for over, place in self._under_way.copy().items() if place == (key, host)]
 
     def are_awaited(self, key: str) -> bool:
         """Tell whether a save to a place is under way."""
-        with self._lock:
-            return any(where == key for where, _ in self._last)
+        return any(where == key for where, _ in self._under_way.copy().values())
+
+    def wait(self, saves: Iterable[threading.Event]) -> None:
+        """Wait until these saves are over."""
+        for over in saves:
+            while over in self._under_way:
+                interrupts.wait(over.wait, _LOOK_AGAIN)
+
+    def forget(self, over: threading.Event) -> None:
+        """Remove a save. Take no lock: a finalizer calls this, in the middle of anything."""
+        self._in_background.pop(over, None)
+        self._under_way.pop(over, None)
 
     @property
     def has_background(self) -> bool:
@@ -60,10 +70,7 @@ class _Turns:
 
         Saves in the foreground are not waited for: this may be a function that one of them calls.
         """
-        with self._lock:
-            events = [event for event, key in self._in_background.items() if key in keys]
-        for event in events:
-            interrupts.wait(event.wait)
+        self.wait([over for over, key in self._in_background.copy().items() if key in keys])
 
     @contextmanager
     def held_back(self, keys: Collection[str]) -> Iterator[None]:
@@ -80,41 +87,32 @@ class _Turns:
                 self._readers.pop(event, None)
             event.set()
 
-    def _readers_of(self, key: str, inside: Collection[threading.Event]) -> list[threading.Event]:
+    def readers_of(self, key: str, inside: Collection[threading.Event]) -> list[threading.Event]:
         """Return the readers that hold saves to a place back, except for those `inside` which the save was called."""
         with self._lock:
             return [event for event, keys in self._readers.items() if key in keys and event not in inside]
 
-    def _forget(self, place: tuple[str, str], event: threading.Event) -> None:
-        with self._lock:
-            self._in_background.pop(event, None)
-            if self._last.get(place) is event:
-                del self._last[place]
-
 
 class Turn:
-    """A place in the queue of saves to one path."""
+    """A place in the queue of saves to one path. It ends when it is collected, if its save was stopped before it could
+    `end` it, as by the handler of a timer that raises."""
 
-    def __init__(
-        self,
-        before: threading.Event | None,
-        after: threading.Event,
-        forget: Callable[[], None],
-        readers: Callable[[], list[threading.Event]],
-    ) -> None:
-        self._before, self._after, self._forget, self._readers = before, after, forget, readers
+    def __init__(self, queue: _Turns, key: str) -> None:
+        self.over, self.before = threading.Event(), list[threading.Event]()
+        self._queue, self._key, self._inside = queue, key, _inside.get()
+        self._forget = weakref.finalize(self, queue.forget, self.over)
+        self._forget.atexit = False
 
     def wait(self) -> None:
         """Wait for the saves before this one, and for readers that hold it back: for these a while only, since they may
         wait for it themselves."""
-        if self._before:
-            interrupts.wait(self._before.wait)
-        for reader in self._readers():
+        self._queue.wait(self.before)
+        for reader in self._queue.readers_of(self._key, self._inside):
             interrupts.wait(reader.wait, _PATIENCE)
 
     def end(self) -> None:
         self._forget()
-        self._after.set()
+        self.over.set()
 
 
 turns = _Turns()

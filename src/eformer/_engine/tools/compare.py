@@ -81,17 +81,28 @@ def _digests(entry: LeafEntry) -> object:
     )
 
 
-def plain_became(before: LeafEntry | Plain, after: LeafEntry | Plain) -> tuple[int, int]:
-    """Return 1, 0 if a plain number that was finite became NaN, 0, 1 if it became infinite, else 0, 0."""
-    if not isinstance(before, Plain) or not isinstance(after, Plain):
-        return 0, 0
+def plain_became(
+    before: LeafEntry | Plain | np.generic, after: LeafEntry | Plain | np.generic
+) -> tuple[int, int]:
+    """Return 1, 0 if a number that was finite became NaN, 0, 1 if it became infinite, else 0, 0.
+
+    A number is a plain value, or the `number` of an array without axes; elements of a `LeafEntry` are not known.
+    """
+    was: Any
+    now: Any
     try:
-        was, now = before.value, after.value
+        was, now = (leaf.value if isinstance(leaf, Plain) else leaf for leaf in (before, after))
     except ValueError:  # only the repr was recorded
         return 0, 0
     if not isinstance(was, (int, float, complex, np.generic)) or _is_special(was) or not _is_special(now):
         return 0, 0
     return (1, 0) if np.isnan(now) else (0, 1)
+
+
+def number(array: Array) -> np.generic:
+    """Return the only element of an array, in a dtype of numpy that holds it exactly."""
+    found: np.generic = _numbers(array.reshape(1))[0]
+    return found
 
 
 def _is_special(value: Any) -> bool:

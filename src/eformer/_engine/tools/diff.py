@@ -17,6 +17,7 @@ from eformer._engine.tools.compare import (
     Plain,
     became_text,
     describe,
+    number,
     plain_became,
     recorded_difference,
 )
@@ -244,8 +245,6 @@ class _Pair:
 
     def change(self, name: str, before: Any, after: Any, values: Comparison | None) -> Change | None:
         what = describe(before), describe(after)
-        if isinstance(before, Plain) != isinstance(after, Plain):
-            what = self.with_value(self.a, name, before), self.with_value(self.b, name, after)
         if values is None:
             return self.recorded_change(name, before, after, what)
         if not values.differing and what[0] == what[1]:
@@ -263,14 +262,20 @@ class _Pair:
     def recorded_change(self, name: str, before: Any, after: Any, what: tuple[str, str]) -> Change | None:
         if not recorded_difference(before, after):
             return None
+        if isinstance(before, Plain) != isinstance(after, Plain):
+            before, of_before = self.with_value(self.a, name, before)
+            after, of_after = self.with_value(self.b, name, after)
+            what = of_before, of_after
         nan, inf = plain_became(before, after)
         return Change(self.label + name, *what, became_nan=nan, became_inf=inf)
 
-    def with_value(self, view: View | None, name: str, leaf: Any) -> str:
-        """Describe a leaf with its value, for a plain value that became an array without axes or the reverse."""
-        if view and isinstance(leaf, LeafEntry) and not leaf.shape:
-            return f"{describe(leaf)} = {view.read_all([name])[name]}"
-        return describe(leaf)
+    def with_value(self, view: View | None, name: str, leaf: Any) -> tuple[Any, str]:
+        """Return the number and the description of a leaf, for a plain value that became an array without axes or the
+        reverse."""
+        if not view or not isinstance(leaf, LeafEntry) or leaf.shape:
+            return leaf, describe(leaf)
+        array = view.read_all([name])[name]
+        return leaf if leaf.key else number(array), f"{describe(leaf)} = {array}"
 
     def compare_values(self, meter: Meter) -> Iterator[tuple[str, Comparison]]:
         assert not self.arrays() or (self.a and self.b)

@@ -31,14 +31,21 @@ from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
 from eformer._engine.formats.zarr.zarray import ZARRAY
 from eformer._engine.record.manifest import CommitLog
-from eformer._engine.record.policies import keep_from, warnings_of
+from eformer._engine.record.policies import keep_from, unknown_metrics, warnings_of
 from eformer._engine.record.signature import SIGNATURE, signature_name
 from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json
-from eformer._engine.runs.retention import facts_of, removable, remove_orphaned_scores
+from eformer._engine.runs.retention import (
+    facts_of,
+    orphaned_scores,
+    removable,
+    remove_orphaned_scores,
+    remove_step,
+    seen_last,
+)
 from eformer._engine.runs.steps import Step, found_of, is_foreign
 from eformer._engine.stores.base import is_there, read_whole, remove_files
-from eformer._engine.stores.checkpoints import identity_of, remove_checkpoint, sweep
+from eformer._engine.stores.checkpoints import identity_of, sweep
 from eformer._engine.stores.durable import SCRATCH
 from eformer._engine.stores.leases import LEASES, ids_in
 from eformer._engine.stores.locate import store_at
@@ -54,12 +61,15 @@ if TYPE_CHECKING:
 
     from eformer._engine.formats.found import Found
     from eformer._engine.record.manifest import Manifest
-    from eformer._engine.record.policies import Keep
+    from eformer._engine.record.policies import Keep, StepFacts
     from eformer._engine.stores.base import Identity, Kind, Store
 
 logger = logging.getLogger("eformer")
 
 CHECKPOINTER_FILE = "metadata.json"  # of the documented Checkpointer
+
+# Files of the original eFormer beside its arrays: one for a checkpoint, and one for each tree after its prefix.
+_OF_ORIGINAL, _STRUCTURE = "checkpoint_metadata.json", "_structure.json"
 
 # Files of a database, by their paths in its directory.
 _OF_DATABASES = (DATABASE_MANIFEST, "d/*", f"process-*/{DATABASE_MANIFEST}", "process-*/d/*")
@@ -86,6 +96,7 @@ class Pruned:
                   checkpoints, or another program wrote them; they stay
     other_files   by the name of a removed checkpoint: the files in it that are not part of it, such as notes, which are
                   removed with it
+    scores        the files of scores that are removed because their checkpoint has gone already
     nbytes        the bytes of the removed checkpoints
     """
 
@@ -95,8 +106,10 @@ class Pruned:
     left: dict[str, str]
     nbytes: int
     other_files: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    scores: tuple[str, ...] = ()
     sizes: dict[str, int] = field(default_factory=dict, repr=False)  # of `removed`, as were the identities
     identities: tuple[Identity, ...] = field(default=(), repr=False)
+    files: dict[str, frozenset[str]] = field(default_factory=dict, repr=False)  # of `removed`, too
 
 
 @uninterrupted
@@ -125,7 +138,11 @@ def prune(
     dry_run   delete nothing, only return the plan
 
     Files in a checkpoint's directory that are not part of it, such as notes, are removed with it; `other_files` of the
-    plan lists them, and so does the log before they are removed.
+    plan lists them, and the log names some before they are removed. If files are added after the plan was made, raise
+    ValueError. Raise ValueError as well if no checkpoint has the metric of a rule: it may be misspelt.
+
+    Checkpoints of Orbax in a bucket are looked at only by `check`, because that copies them. Without it, the newest
+    checkpoint of a series that was looked at stays beside them, and all stay if there is none.
 
     Example:
 
@@ -136,7 +153,7 @@ def prune(
         >>> prune("run", keep=[Keep(last=2), Keep(every=1000), Keep(best=3, by="eval.loss")])
         >>> prune("run", keep=2, pattern="step-*")
     """
-    plan = plan_removal(directory, keep, pattern=pattern, foreign=foreign)
+    plan = plan_removal(directory, keep, pattern=pattern, foreign=foreign, check=check, strict=True)
     if check:
         _require_sound(plan)
     if dry_run:
@@ -145,7 +162,11 @@ def prune(
         logger.warning(
             "%s/%s is removed with files that are not part of it: %s", plan.directory, name, few(files)
         )
-    return remove(plan)
+    done = remove(plan)
+    for name in plan.removed:
+        if name in done.left:
+            logger.warning("%s/%s stays: %s", plan.directory, name, done.left[name])
+    return done
 
 
 def plan_removal(
@@ -154,8 +175,14 @@ def plan_removal(
     *,
     pattern: str | None = None,
     foreign: bool = False,
+    check: bool = False,
+    strict: bool = False,
 ) -> Pruned:
-    """Decide which checkpoints to delete, and remember which files and directories they are."""
+    """Decide which checkpoints to delete, and remember which files and directories they are.
+
+    check    the caller verifies those that stay
+    strict   raise ValueError if no checkpoint has the metric of a rule; otherwise all stay
+    """
     if isinstance(keep, int) and keep < 1:
         raise ValueError(f"keep={keep}: at least one checkpoint must stay")
     if not (rules := keep_from(keep)):
@@ -169,20 +196,30 @@ def plan_removal(
     if not series:
         raise _nothing_to_prune(store, names, left)
     rules = tuple(replace(rule, foreign=True) for rule in rules)  # the rest is in `left`
-    others = {step.name: step for one in series for step in _others(store, one, rules)}
+    facts = [[facts_of(step, rules) for step in one] for one in series]
+    unknown = unknown_metrics((fact for one in facts for fact in one), rules)
+    if strict and unknown:
+        raise ValueError(
+            f"{store.url}: {unknown}; nothing was removed. Correct the rule, or score a step first"
+        )
+    chosen = (_others(store, *one, rules, check=check) for one in zip(series, facts, strict=True))
+    others = {step.name: step for several in chosen for step in several}
     found = [step.name for one in series for step in one]
     removed, stay = [n for n in found if n in others], [n for n in found if n not in others]
     identities = {name: known for name in removed if (known := _identity(store, name)) is not None}
     sizes = usage(store, [*identities])
+    files = {name: _files_in(others[name].path) for name in identities}
     return Pruned(
         store.url,
         (*identities,),
         (*stay,),
         left,
         sum(sizes.values()),
-        {name: files for name in identities if (files := _other_files(others[name]))},
+        {name: other for name in identities if (other := _other_files(others[name], files[name]))},
+        (*orphaned_scores(store),),
         sizes,
         (*identities.values(),),
+        files,
     )
 
 
@@ -203,7 +240,8 @@ class _Names:
                 f"pattern={pattern!r}: expected a name with one *, which stands for the number, such as 'ema-*'"
             )
         return cls(
-            pattern, re.compile(rf"(?P<before>{re.escape(before)})(?P<number>\d{{1,18}}){re.escape(after)}")
+            pattern,
+            re.compile(rf"(?P<before>{re.escape(before)})(?P<number>[0-9]{{1,18}}){re.escape(after)}"),
         )
 
     def match(self, name: str, kind: Kind) -> re.Match[str] | None:
@@ -232,24 +270,43 @@ def _identity(store: Store, name: str) -> Identity | None:
         return None
 
 
-def _others(store: Store, series: Sequence[Step], rules: Sequence[Keep]) -> list[Step]:
+def _others(
+    store: Store, series: Sequence[Step], facts: Sequence[StepFacts], rules: Sequence[Keep], *, check: bool
+) -> list[Step]:
     """Return the steps that no rule keeps."""
-    now, facts = time.time(), [facts_of(step, rules) for step in series]
-    for warning in warnings_of(facts, rules, now).values():
+    now = time.time()
+    found = removable(store, series, facts, rules, now=now)
+    warnings = [*warnings_of(facts, rules, now).values()]
+    if unknown := unknown_metrics(facts, rules):
+        warnings.append(f"all of {_names(series)} stay: {unknown}")
+    stay = set() if check else seen_last(series)
+    if found and stay.issuperset(step.number for step in series):
+        warnings.append(
+            f"all of {_names(series)} stay: they would have to be copied to be looked at, as check=True does"
+        )
+    for warning in warnings:
         logger.warning("%s: %s", store.url, warning)
-    return removable(store, series, facts, rules, now=now)
+    return [step for step in found if step.number not in stay]
 
 
-def _other_files(step: Step) -> tuple[str, ...]:
-    """List the files in the directory of a checkpoint that are not part of it."""
-    found = found_of(step)
+def _names(series: Sequence[Step]) -> str:
+    return few([step.name for step in series])
+
+
+def _files_in(path: str) -> frozenset[str]:
+    """List the files in a directory, at any depth; none if it is a file, or was removed meanwhile."""
     try:
-        there = store_at(step.path).sizes("", _ALL_DEPTHS)
-    except (FileNotFoundError, NotADirectoryError):  # removed meanwhile, or a file
-        return ()
+        return frozenset(store_at(path).sizes("", _ALL_DEPTHS))
+    except (FileNotFoundError, NotADirectoryError):
+        return frozenset()
+
+
+def _other_files(step: Step, there: Collection[str]) -> tuple[str, ...]:
+    """Return which files in the directory of a checkpoint are not part of it."""
+    found = found_of(step)
     is_of_orbax = found.manifest.format == orbax.FORMAT
     part = _files_of_orbax(there) if is_of_orbax else _files_of(found, there)
-    return tuple(sorted(there.keys() - part))
+    return tuple(sorted({*there} - part))
 
 
 def _files_of(found: Found, there: Collection[str]) -> set[str]:
@@ -259,6 +316,8 @@ def _files_of(found: Found, there: Collection[str]) -> set[str]:
     roots = [tree.root for tree in trees if tree.is_database]
     named = {MANIFEST, INDEX, SIGNATURE, *(f"{root}/{DATABASE_MARK}" for root in roots)}
     named |= {CHECKPOINTER_FILE} if _is_of_checkpointer(found) else set()
+    if found.manifest.format == ARRAYS and INDEX in there:
+        named |= {_OF_ORIGINAL, *(f"{prefix}{_STRUCTURE}" for prefix in found.trees)}
     saves = _saves_of(found.manifest)
     databases = [f"{glob.escape(root)}/{name}" for root in roots for name in _OF_DATABASES]
     return {
@@ -266,7 +325,7 @@ def _files_of(found: Found, there: Collection[str]) -> set[str]:
         for path in there
         if path in known
         or path in named
-        or _is_of_saves(path, saves)
+        or _is_of_saves(path, saves, has_leases=on_disk(found.store) is None)
         or _is_beside(path, known)
         or _matches(path, databases)
     }
@@ -278,10 +337,13 @@ def _saves_of(manifest: Manifest) -> set[str]:
     return {*(tree.save_id for tree in manifest.trees.values()), *log.done, *log.dead}
 
 
-def _is_of_saves(path: str, saves: Collection[str]) -> bool:
-    """Tell by its name whether one of these saves wrote a file, or it is the scratch or the lease of a save."""
+def _is_of_saves(path: str, saves: Collection[str], *, has_leases: bool) -> bool:
+    """Tell by its name whether one of these saves wrote a file, or it is the scratch or, in a bucket, the lease of a
+    save."""
     top = path.partition("/")[0]
-    return top == LEASES or SCRATCH.fullmatch(top) is not None or not ids_in({top}).isdisjoint(saves)
+    if has_leases and top == LEASES:
+        return True
+    return SCRATCH.fullmatch(top) is not None or not ids_in({top}).isdisjoint(saves)
 
 
 def _is_beside(path: str, known: Collection[str]) -> bool:
@@ -335,25 +397,42 @@ def _matches(path: str, patterns: Iterable[str]) -> bool:
 
 
 def remove(plan: Pruned) -> Pruned:
-    """Delete exactly the planned checkpoints, with their scores and signatures. Raise if one has been replaced since.
+    """Delete exactly the planned checkpoints, with their scores and signatures. Raise ValueError if one has been
+    replaced since, or has new files.
 
     Then sweep what saves that died have left: nobody has seen it, so nobody needs to be asked. Return what was done:
-    a checkpoint in a bucket that somebody holds stays.
+    a checkpoint in a bucket that somebody holds stays, and one with a mount point in it.
     """
-    store, held, removed = store_at(plan.directory), {}, []
+    store, held, removed = store_at(plan.directory), dict[str, str](), list[str]()
     there = store.kinds()
     try:
         for name, identity in zip(plan.removed, plan.identities, strict=True):
             with suppress(FileNotFoundError):  # the run has removed it
-                if not remove_checkpoint(store, name, INDEXES, identity):
-                    held[name] = "a reader holds it, or a save to it is under way"
+                _refuse_new_files(store, name, plan.files[name])
+                if why := remove_step(store, name, identity):
+                    held[name] = why
                     continue
             removed.append(name)
-            remove_files(store, [signature] if (signature := signature_name(name)) in there else [])
+            signature = signature_name(name)  # that of a directory lies in it
+            is_signed = there.get(name) == there.get(signature) == "file"
+            remove_files(store, [signature] if is_signed else [])
     finally:  # also what is left of a removal that failed
         _sweep(store, removed, () if on_disk(store) else plan.kept)
     nbytes = sum(plan.sizes[name] for name in removed)
     return replace(plan, removed=tuple(removed), left=plan.left | held, nbytes=nbytes)
+
+
+def _refuse_new_files(store: Store, name: str, planned: Collection[str]) -> None:
+    """Raise ValueError if there are files in a directory that its removal was not planned with. Those of a save that
+    has begun since do not count: its lease or its index tells of it."""
+    there = _files_in(store.path_to(name)).difference(planned)
+    saves = ids_in(path.partition("/")[0] for path in there)
+    new = [p for p in sorted(there) if not _is_of_saves(p, saves, has_leases=on_disk(store) is None)]
+    if new:
+        raise ValueError(
+            f"{store.path_to(name)} has changed since its removal was planned, and was not removed; it has new files: "
+            f"{few(new)}"
+        )
 
 
 def _sweep(store: Store, removed: Collection[str], known: Collection[str]) -> None:
@@ -422,6 +501,11 @@ def _problem(store: Store, step: Step, kind: Kind) -> str | None:
 
 def _require_sound(plan: Pruned) -> None:
     for name in plan.kept:
-        report = verify(store_at(plan.directory).path_to(name))
+        try:
+            report = verify(store_at(plan.directory).path_to(name))
+        except (FormatError, FileNotFoundError) as error:
+            raise CorruptionError(
+                f"nothing was removed, because a checkpoint to keep cannot be read: {name}: {error}"
+            ) from error
         if report.damages:
             raise CorruptionError(f"nothing was removed, because a checkpoint to keep is damaged: {report}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 logger = logging.getLogger("eformer")
+
+T = TypeVar("T")
 
 # XLA packs these into less than a byte, so numpy cannot view them.
 PACKED = {
@@ -91,6 +93,18 @@ def takes_host_memory(device: Any) -> bool:
     aligned.flags.writeable = False
     array = jax.device_put(aligned, device).block_until_ready()
     return bool(array.unsafe_buffer_pointer() == aligned.__array_interface__["data"][0])
+
+
+def arrived(arrays: T) -> T:
+    """Wait until arrays that were put on devices are there, and return them. Call this in the thread that then runs a
+    program on them: XLA may run it before all bytes of a transfer have arrived. Those on CPUs are there when they are
+    made, and are not waited for if this process has no other devices."""
+    import jax  # late, as above
+    from jax.extend import backend
+
+    if any(platform != "cpu" for platform in backend.backends()):
+        jax.block_until_ready(arrays)  # type: ignore[no-untyped-call]
+    return arrays
 
 
 @contextmanager

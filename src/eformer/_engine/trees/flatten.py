@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from eformer._engine.record.names import BARE_LEAF, escape, escape_siblings
 from eformer._engine.record.values import is_recorded, value_to_json
-from eformer._engine.trees.modules import is_module, states_of, unbuilt_of
+from eformer._engine.trees.modules import is_module, states_of, transient_of
 from eformer._engine.trees.nodes import Level, class_name, dataclass_level, is_namedtuple, is_node, take_apart
 from eformer.errors import StructureError
 
@@ -55,14 +55,14 @@ def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
     return leaves, structure
 
 
-def unbuilt_in(tree: Any) -> tuple[str, ...]:
-    """Name the parts of a tree to which modules add variables later: metrics of Keras, before the first batch."""
-    parts = [unbuilt_of(module) for module in _walk(tree, ())[2]]
+def transient_in(tree: Any) -> tuple[str, ...]:
+    """Name the parts of a tree that modules make and start anew by themselves: metrics of Keras."""
+    parts = [transient_of(module) for module in _walk(tree, ())[2]]
     if not any(parts):
         return ()
-    later = object()
-    leaves, _, _ = _walk(tree, [dict.fromkeys(names, later) for names in parts])
-    return tuple(name for name, leaf in leaves.items() if leaf is later)
+    part = object()
+    leaves, _, _ = _walk(tree, [dict.fromkeys(names, part) for names in parts])
+    return tuple(name for name, leaf in leaves.items() if leaf is part)
 
 
 def _walk(tree: Any, states: Sequence[Any]) -> tuple[dict[str, Any], Any, list[Any]]:

@@ -43,11 +43,9 @@ class Keras:
                 variable.assign(at(state, path))
         return modules
 
-    def unbuilt(self, model: Any) -> Sequence[str]:
-        """Name the metrics, if the first batch of training will make those that `compile` was given."""
-        compiled = (getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None))
-        is_built = all(getattr(part, "built", True) for part in compiled)
-        return () if is_built else ("metrics_variables",)
+    def transient(self, model: Any) -> Sequence[str]:
+        """Name the metrics: the first batch of training makes them, and each epoch starts them at zero."""
+        return ("metrics_variables",)
 
 
 def _variables(model: Any) -> dict[_Path, Any]:

@@ -41,8 +41,8 @@ class Framework(Protocol):
         """Return the modules with these states: the same objects, or new ones that leave the old ones unchanged."""
         ...
 
-    def unbuilt(self, module: Any) -> Sequence[str]:
-        """Name the parts of the state to which the module adds variables later, when it is used."""
+    def transient(self, module: Any) -> Sequence[str]:
+        """Name the parts of the state that the module makes and starts anew by itself, when it is used."""
         ...
 
 
@@ -64,7 +64,7 @@ class _Registered:
     def put(self, modules: Sequence[Any], states: Sequence[Any], *, in_place: bool) -> Sequence[Any]:
         return [self._put(module, state, in_place) for module, state in zip(modules, states, strict=True)]
 
-    def unbuilt(self, module: Any) -> Sequence[str]:
+    def transient(self, module: Any) -> Sequence[str]:
         return ()
 
     def _put(self, module: Any, state: Any, in_place: bool) -> Any:
@@ -132,11 +132,11 @@ def states_of(modules: Sequence[Any], depth: int = 0) -> list[Any]:
     return plain
 
 
-def unbuilt_of(module: Any) -> Sequence[str]:
-    """Name the parts of the state of a module to which it adds variables later, when it is used."""
+def transient_of(module: Any) -> Sequence[str]:
+    """Name the parts of the state of a module that it makes and starts anew by itself, when it is used."""
     kind: Any = type(module)
     framework = _framework_of(kind)
-    return framework.unbuilt(module) if framework else ()
+    return framework.transient(module) if framework else ()
 
 
 def with_leaves(tree: Any, leaves: Sequence[Any], *, in_place: bool) -> Any:

@@ -36,7 +36,7 @@ class Nnx:
     def take(self, modules: Sequence[Any]) -> Sequence[Any]:
         return [nested(values) for values in _values(_flat_states(modules))]
 
-    def unbuilt(self, module: Any) -> Sequence[str]:
+    def transient(self, module: Any) -> Sequence[str]:
         return ()
 
     def put(self, modules: Sequence[Any], states: Sequence[Any], *, in_place: bool) -> Sequence[Any]:

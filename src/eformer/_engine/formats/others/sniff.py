@@ -67,11 +67,11 @@ def in_file(store: Store, name: str) -> Found | None:
 
 
 def _with_configuration(found: Found, store: Store) -> Found:
-    """Let a model of PyTorch be quantised by the configuration in `store`, where the caller's path is. In a cache of
-    Hugging Face that is beside the link, not beside the file. Files of other formats may be by eformer, as stored."""
+    """Let a model of PyTorch be quantised by the configuration in `store`, where the caller's path is, or beside the
+    file. In a cache of Hugging Face it is beside the link. Files of other formats may be by eformer, as stored."""
     if found.manifest.format != torch.FORMAT:
         return found
-    return replace(found, find_quantized=partial(quantization_of, store))
+    return replace(found, find_quantized=partial(quantization_of, store, also=[found.store]))
 
 
 def _is_other(file: SingleFile, other: str) -> FormatError:

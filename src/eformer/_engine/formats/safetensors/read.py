@@ -39,7 +39,7 @@ from eformer._engine.stores.on_disk import resolved
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from eformer._engine.formats.read_format import Place
     from eformer._engine.stores.base import Store, Version
@@ -130,13 +130,13 @@ def read_manifest(store: Store) -> tuple[Manifest | None, Version | None]:
     return Manifest.from_json(data, store.path_to(MANIFEST)), entry.version
 
 
-def _foreign(
-    path: str, store: Store, groups: Mapping[str, Headers], config_store: Store | None = None
-) -> Found:
-    """Describe files of another program. `config_store` has the configuration of the model, if it is not `store`."""
+def _foreign(path: str, store: Store, groups: Mapping[str, Headers], places: Sequence[Store] = ()) -> Found:
+    """Describe files of another program. `places` may have the configuration of the model, the first one before others;
+    by default `store`."""
     trees = {prefix: tree_of(files) for prefix, files in groups.items()}
     versions = {name: file.version for files in groups.values() for name, file in files.items()}
-    quantized = partial(quantization_of, config_store or store)
+    first, *also = places or [store]
+    quantized = partial(quantization_of, first, also=also, beside=trees.values())
     manifest = Manifest(format=FOREIGN, trees=trees)
     return Found(path, store, manifest, trees, versions=versions, find_quantized=quantized)
 
@@ -175,7 +175,7 @@ def find_file(store: Store, name: str, link: tuple[Store, str] | None = None) ->
     whole = _in_checkpoint(store, name, opened) or next(by_shard, None)
     if whole:
         return whole
-    alone = _foreign(path, store, {"": {name: opened}}, places[0][0])
+    alone = _foreign(path, store, {"": {name: opened}}, [place for place, _ in places])
     return replace(alone, find_left_out=partial(other_shards, *places[0]))
 
 
