@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from eformer._engine.stores.base import Entry
-from eformer._engine.stores.directory import Directory, lock, unlock
+from eformer._engine.stores.directory import Directory, content_of, lock, unlock, version_of, walk
 from eformer._engine.stores.durable import (
     LARGE_WRITE,
     replaceable_mode,
@@ -33,7 +33,6 @@ from eformer._engine.stores.durable import (
     write_all,
     write_past_cache,
 )
-from eformer._engine.stores.inside import content_of, version_of, walk
 from eformer._engine.stores.journal import (
     DATA,
     JOURNAL,

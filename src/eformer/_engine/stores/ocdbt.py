@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from eformer._engine.record.names import is_text
-from eformer._engine.stores.inside import walk
+from eformer._engine.stores.directory import walk
 from eformer._engine.stores.local_upload import LocalUpload
 from eformer._engine.stores.ocdbt_nodes import require_bounded_nodes
 from eformer._engine.stores.removal import DATABASE_MARK
