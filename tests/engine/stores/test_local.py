@@ -14,7 +14,6 @@ import pytest
 
 from contracts.store import StoreContract
 from eformer._engine.stores import durable, local_upload
-from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.durable import replacing
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
@@ -70,7 +69,7 @@ def test_a_failure_leaves_the_old_file_and_no_trace(tmp_path, error):
 
 def test_data_is_synced_before_the_name_and_the_name_before_the_return(tmp_path, monkeypatch):
     events, sizes = [], []
-    fsync, replace = os.fsync, os.replace
+    fsync, rename = os.fsync, os.rename
 
     def spy_fsync(fd):
         kind = "directory" if is_directory(fd) else "data"
@@ -78,12 +77,12 @@ def test_data_is_synced_before_the_name_and_the_name_before_the_return(tmp_path,
         sizes.extend([os.fstat(fd).st_size] if kind == "data" else [])
         fsync(fd)
 
-    def spy_replace(source, target, **kwargs):
+    def spy_rename(source, target, **kwargs):
         events.append("rename")
-        replace(source, target, **kwargs)
+        rename(source, target, **kwargs)
 
     monkeypatch.setattr(os, "fsync", spy_fsync)
-    monkeypatch.setattr(os, "replace", spy_replace)
+    monkeypatch.setattr(os, "rename", spy_rename)
     write(tmp_path / "state", b"x")
     assert events == ["sync data", "rename", "sync directory"]
     assert sizes == [1]  # all of it had left Python's buffers
@@ -321,12 +320,3 @@ def test_files_that_are_held_stay_open_when_another_is_gone(tmp_path):
         memory = bytearray(4)
         files.read_into(0, memoryview(memory), 0)
     assert memory == b"held"
-
-
-def test_a_directory_lists_what_is_there_now_wherever_its_descriptor_stands(tmp_path):
-    """On btrfs a descriptor lists what was there when it was opened, or when it last stood at the beginning."""
-    with Directory.open(tmp_path) as directory:
-        (tmp_path / "new").write_bytes(b"")
-        for end in (2**31 - 1, 2**62):  # of a directory of tmpfs, of ext4
-            os.lseek(directory.descriptor, end, os.SEEK_SET)
-            assert directory.kinds() == {"new": "file"}

@@ -134,6 +134,6 @@ def test_a_tree_may_be_removed_by_two_at_once(tmp_path, monkeypatch, at):
         remove(name, **where)
 
     monkeypatch.setattr(f"eformer._engine.stores.directory.os.{at}", late)
-    with Directory.open(tmp_path) as place:
-        place.remove_tree("tree")
+    with Directory.open(tmp_path) as place, place.enter("tree") as tree:
+        place.remove_opened("tree", tree)
     assert not os.listdir(tmp_path)

@@ -419,6 +419,7 @@ def _remove_entry(folder: Directory, name: str) -> None:
         if hidden != name:
             folder.rename(name, folder, hidden)
         if folder.has_directory(hidden):
-            folder.remove_tree(hidden)
+            with folder.enter(hidden) as inner:
+                folder.remove_opened(hidden, inner)
         else:
             folder.unlink(hidden)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from eformer._engine.record.digests import DIGEST_DIGITS, xxh3_128
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.pieces import piece_sizes
-from eformer._engine.stores.inside import content_of
+from eformer._engine.stores.directory import content_of
 from eformer._engine.stores.medium import medium
 from eformer._engine.stores.on_disk import on_disk
 from eformer._engine.tasks.pool import run_all

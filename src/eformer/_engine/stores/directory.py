@@ -1,8 +1,8 @@
-"""Create, move and remove files in an open directory, without following links. Every change of a save goes through it.
+"""Open, list, create, move and remove files below an open directory. Every change of a save goes through here.
 
 Links in the path that the caller gives are followed once, when the directory is opened. After that, names are looked up
-relative to the descriptor, so a link below the directory, or a directory that is swapped meanwhile, cannot redirect an
-operation.
+relative to the descriptor, so a directory that is swapped meanwhile cannot redirect an operation. `Directory` follows
+no link and crosses no mount. Readers may cross mounts, and may follow a link that ends below the directory.
 """
 
 from __future__ import annotations
@@ -17,22 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from eformer._engine.record.names import is_inside
-from eformer._engine.stores.openat2 import (
-    BENEATH,
-    NO_LINKS,
-    NO_MAGIC_LINKS,
-    NO_OTHER_MOUNTS,
-    How,
-    is_missing,
-    openat2,
-)
+from eformer._engine.stores.openat2 import ON_THE_WAY, open_below
 from eformer._engine.tasks.interrupts import let_through
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-    from eformer._engine.stores.base import Kind
+    from eformer._engine.stores.base import Kind, Version
 
 logger = logging.getLogger("eformer")
 
@@ -43,11 +35,18 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 # Errors of a rename onto something that exists, and of a hard link on a file system without any.
 _IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+# Errors of a path with a link, without following it: openat2 raises the first, O_DIRECTORY with O_NOFOLLOW the second.
+_PERHAPS_A_LINK = {errno.ELOOP, errno.ENOTDIR}
+# Errors of paths that were never made.
+_NO_SUCH_PATH = {*_PERHAPS_A_LINK, errno.ENAMETOOLONG}
 
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FOLDER = _OPEN | os.O_NOFOLLOW
+# O_NONBLOCK: a pipe or a device is refused, not waited for. O_NOCTTY: nor does a terminal become that of the process.
+_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
-_MOST_DEPTH = 400  # of directories to remove; those written by eformer are never nested as deeply
+_MOST_DEPTH = 400  # of directories; those written by eformer are never nested as deeply
 
 
 class Directory:
@@ -76,20 +75,21 @@ class Directory:
         try:
             return cls(path, os.open(path, _OPEN))
         except PermissionError:  # perhaps files may be created in it, but not listed
-            if not hasattr(os, "O_PATH"):
-                raise
-            return cls(path, os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), can_be_read=False)
+            return cls(path, os.open(path, ON_THE_WAY), can_be_read=False)
 
-    def enter(self, path: str) -> Directory:
+    def enter(self, path: str, depth: int = 0) -> Directory:
         """Open a directory below this one, "a" or "a/b", without following links.
 
         Raise NotADirectoryError if one of the names is a link or anything else but a directory, and another OSError if
-        another file system, or another part of this one, is mounted on the way.
+        another file system, or another part of this one, is mounted on the way, or if this directory is nested more
+        deeply, by its `depth`, than those written by eformer.
         """
-        if not is_inside(path):
-            raise FormatError(f"{path[:200]!r} is not the name of a directory in {self.path}")
+        _require_inside(path, self._where, "directory")
+        if depth > _MOST_DEPTH:
+            raise OSError(errno.ELOOP, "Directories are nested too deeply", str(self.path))
         try:
-            return Directory(f"{self._where}/{path}", _open_below(self.descriptor, path))
+            descriptor = open_below(self.descriptor, path, _FOLDER, one_mount=True)
+            return Directory(f"{self._where}/{path}", descriptor)
         except OSError as error:
             code = errno.ENOTDIR if error.errno == errno.ELOOP else error.errno
             raise OSError(code, os.strerror(code or 0), str(self.path / path)) from error
@@ -133,44 +133,31 @@ class Directory:
         """List the entries, sorted by name, with their kinds. Links, pipes and devices are "other"."""
         if not self._can_be_read:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
-        kinds: dict[str, Kind] = {}
         # Opened again: btrfs lists what a directory had when it was opened, and threads would share the position.
-        descriptor = os.open(".", _OPEN, dir_fd=self.descriptor)
-        try:
-            with os.scandir(descriptor) as entries:
-                for entry in entries:
-                    is_file = entry.is_file(follow_symlinks=False)
-                    is_directory = not is_file and entry.is_dir(follow_symlinks=False)
-                    kinds[entry.name] = "file" if is_file else "directory" if is_directory else "other"
-        finally:
-            os.close(descriptor)
-        return dict(sorted(kinds.items()))
+        return kinds_of(_walk(os.open(".", _OPEN, dir_fd=self.descriptor), self._where, levels=1))
+
+    def open_file(self, name: str) -> int:
+        """Open an entry for reading, and never the target of a link. The caller closes the descriptor."""
+        return os.open(self._plain(name), _FILE, dir_fd=self.descriptor)
 
     def read(self, name: str, most: int) -> bytes:
         """Read a small regular file. Raise FormatError for anything else, and for more than `most` bytes."""
         return self.read_owned(name, most)[0]
 
     def read_owned(self, name: str, most: int) -> tuple[bytes, int]:
-        """Do the same, and return the number of the user whose file it is, too."""
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        """Read a small regular file, and return the number of the user whose file it is, too."""
+        path = self.path / name
         try:
-            descriptor = os.open(self._plain(name), flags, dir_fd=self.descriptor)
+            descriptor = self.open_file(name)
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
                 raise
-            raise FormatError(f"{self.path / name} is not a regular file") from error
-        try:
+            raise _not_regular(path) from error
+        with closed_at_end(_regular(descriptor, path)):
             status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise FormatError(f"{self.path / name} is not a regular file")
             if status.st_size > most:
-                raise FormatError(f"{self.path / name} has {status.st_size} bytes, more than {most}")
-            data = b""
-            while chunk := os.read(descriptor, status.st_size + 1):
-                data += chunk
-            return data, status.st_uid
-        finally:
-            os.close(descriptor)
+                raise FormatError(f"{path} has {status.st_size} bytes, more than {most}")
+            return read_range(descriptor, 0, status.st_size), status.st_uid
 
     def _plain(self, name: str) -> str:
         """Return the name; refuse one that could lead out of the directory."""
@@ -195,19 +182,15 @@ class Directory:
 
     def set_mode(self, name: str, mode: int) -> None:
         """Set the permissions of a file or directory, and never those of a link's target."""
-        flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            descriptor = os.open(self._plain(name), os.O_RDONLY | flags, dir_fd=self.descriptor)
+            descriptor = self.open_file(name)
             change: int | str = descriptor
         except PermissionError:  # the umask lets nobody read it
-            if not hasattr(os, "O_PATH"):
-                raise
-            descriptor = os.open(self._plain(name), os.O_PATH | flags, dir_fd=self.descriptor)
+            flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(name, flags, dir_fd=self.descriptor)
             change = f"/proc/self/fd/{descriptor}"  # which is not permitted for a link
-        try:
+        with closed_at_end(descriptor):
             os.chmod(change, mode)
-        finally:
-            os.close(descriptor)
 
     def link(self, name: str, target: Path | str, nbytes: int) -> None:
         """Hard-link a regular file into this directory. Refuse a file of another length."""
@@ -220,22 +203,9 @@ class Directory:
     # ---------------------------------------------------------------------------------------- move
 
     def rename(self, name: str, target: Directory, final: str) -> None:
-        """Move an entry to another name. A file or link of that name is replaced."""
-        os.rename(
-            self._plain(name),
-            self._plain(final),
-            src_dir_fd=self.descriptor,
-            dst_dir_fd=target.descriptor,
-        )
-
-    def replace(self, name: str, final: str) -> None:
-        """Replace a file by another one. A link is replaced itself; its target stays as it is."""
-        os.replace(
-            self._plain(name),
-            self._plain(final),
-            src_dir_fd=self.descriptor,
-            dst_dir_fd=self.descriptor,
-        )
+        """Move an entry to another name. A file of that name is replaced; of a link, the link and not its target."""
+        name, final = self._plain(name), self._plain(final)
+        os.rename(name, final, src_dir_fd=self.descriptor, dst_dir_fd=target.descriptor)
 
     def put(self, name: str, target: Directory, final: str) -> None:
         """Move an entry to a name that is free or an empty directory. Raise FileExistsError otherwise."""
@@ -252,13 +222,8 @@ class Directory:
     def _link_or_rename(self, name: str, target: Directory, final: str) -> None:
         """Move a file by a hard link, which never replaces anything; rename it on file systems without hard links."""
         try:
-            os.link(
-                self._plain(name),
-                self._plain(final),
-                src_dir_fd=self.descriptor,
-                dst_dir_fd=target.descriptor,
-                follow_symlinks=False,
-            )
+            here, there = self.descriptor, target.descriptor
+            os.link(name, self._plain(final), src_dir_fd=here, dst_dir_fd=there, follow_symlinks=False)
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
@@ -280,55 +245,38 @@ class Directory:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
                 raise
 
-    def remove_tree(self, name: str) -> None:
-        """Remove a directory and everything below it. Links are removed, not followed.
-
-        Raise OSError at a mount point, and at directories that are nested too deeply to be written by eformer;
-        everything that was not removed before stays. Another process may remove it at the same time.
-        """
-        with self.enter(name) as inner:
-            inner.empty()
-        with suppress(FileNotFoundError):
-            os.rmdir(name, dir_fd=self.descriptor)
-
     def remove_opened(self, name: str, inner: Directory) -> None:
         """Remove everything in an open directory, and the directory if it still has this name.
 
-        Whatever else has been given that name meanwhile stays.
+        Anything else that has been given that name meanwhile stays. Another process may remove the same at once.
         """
         inner.empty()
         self.remove_if_empty(name)
 
     def empty(self) -> None:
-        """Remove everything in the directory, as `remove_tree` does."""
-        self._empty(0)
+        """Remove everything in the directory. Links are removed, not followed.
 
-    def _empty(self, depth: int) -> None:
-        for name, kind in self.kinds().items():
+        Raise OSError at a mount point, and at directories that are nested too deeply to be written by eformer;
+        everything that was not removed before stays.
+        """
+        for folder, name, kind in self._contents():
             with suppress(FileNotFoundError):
-                if kind == "directory":
-                    with self.deeper(name, depth) as inner:
-                        inner._empty(depth + 1)
-                    os.rmdir(name, dir_fd=self.descriptor)
-                else:
-                    os.unlink(name, dir_fd=self.descriptor)
+                (os.rmdir if kind == "directory" else os.unlink)(name, dir_fd=folder.descriptor)
 
     def require_removable(self, name: str) -> None:
-        """Raise the error that `remove_tree` would raise because of the contents, before anything is removed."""
+        """Raise the error that the removal of a directory would raise because of its contents."""
         with self.enter(name) as inner:
-            inner._look_through(0)
+            for _ in inner._contents():
+                pass
 
-    def _look_through(self, depth: int) -> None:
+    def _contents(self, depth: int = 0) -> Iterator[tuple[Directory, str, Kind]]:
+        """List everything below: each entry with the open directory that it is in, and after its own contents."""
         for name, kind in self.kinds().items():
             if kind == "directory":
-                with self.deeper(name, depth) as inner:
-                    inner._look_through(depth + 1)
-
-    def deeper(self, name: str, depth: int) -> Directory:
-        """Open a directory in this one. Raise OSError if it is nested too deeply to be written by eformer."""
-        if depth > _MOST_DEPTH:
-            raise OSError(errno.ELOOP, "Directories are nested too deeply", str(self.path))
-        return self.enter(name)
+                # An error: another process has removed it.
+                with suppress(FileNotFoundError), self.enter(name, depth) as inner:
+                    yield from inner._contents(depth + 1)
+            yield self, name, kind
 
     # ------------------------------------------------------------------------------- sync and lock
 
@@ -362,45 +310,194 @@ class Directory:
             os.close(descriptor)
 
 
-# ------------------------------------------------------------------------------------------ openat2
+# ------------------------------------------------------------------------------------------- reading
 
 
-_RESOLVE = NO_OTHER_MOUNTS | NO_MAGIC_LINKS | NO_LINKS | BENEATH
-_HOW = How(_OPEN | os.O_NOFOLLOW, 0, _RESOLVE)
+def open_inside(directory: Path, name: str) -> int:
+    """Open the regular file `name` in or below this directory, to which the caller's path leads.
+
+    Refuse a name or a link that leads out, a pipe or a device; never wait for one. Of what is outside nothing is
+    opened, not even to refuse it.
+    """
+    with closed_at_end(open_base(directory)) as base:
+        return open_beneath(base, directory, name)
 
 
-def _open_below(descriptor: int, path: str) -> int:
-    """Open a directory below another, without following links or crossing a mount point."""
-    found = openat2(descriptor, path, _HOW)
-    if found >= 0:
-        return found
-    if is_missing(found):
-        return _step_by_step(descriptor, path)
-    raise OSError(-found, os.strerror(-found), path)
+def open_base(directory: Path | str) -> int:
+    """Open a directory, following links in its path, to open others below it. The caller closes it."""
+    return os.open(directory, ON_THE_WAY)
 
 
-def _step_by_step(descriptor: int, path: str) -> int:
-    """Do the same name by name, without openat2."""
-    mount, inner = _mount_of(descriptor), os.dup(descriptor)
-    for name in path.split("/"):
-        outer = inner
-        try:
-            inner = os.open(name, _OPEN | os.O_NOFOLLOW, dir_fd=outer)
-        finally:
-            os.close(outer)
-        if _mount_of(inner) != mount:
-            os.close(inner)
-            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), path)
-    return inner
+def open_beneath(base: int, directory: Path | str, name: str) -> int:
+    """Open the regular file `name` below `base`, this directory opened once: for loops over many files."""
+    _require_inside(name, directory, "file")
+    return _regular(_open(base, directory, name, _FILE), f"{directory}/{name}")
 
 
-def _mount_of(descriptor: int) -> object:
-    """Return an identity of the mount. The device would not do: a bind mount has that of the original."""
+def directory_inside(directory: Path, below: str) -> Path:
+    """Return the path of a directory below another, for a library that reads by path. Refuse links."""
+    _require_inside(below, directory, "directory")
+    path = directory / below
     try:
-        with open(f"/proc/self/fdinfo/{descriptor}", "rb") as file:
-            return next(line for line in file if line.startswith(b"mnt_id:"))
-    except (OSError, StopIteration):  # not Linux
-        return os.fstat(descriptor).st_dev
+        with closed_at_end(open_base(directory)) as base:
+            os.close(open_below(base, below, _FOLDER))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing") from None
+    except OSError as error:
+        if error.errno not in _NO_SUCH_PATH:
+            raise
+        raise FormatError(f"{path} is a link, or not a directory of the checkpoint") from error
+    return path
+
+
+def walk(directory: Path, below: str = "", levels: int = 0) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """List everything in a directory, or in one below it, by path; with `levels`, not more deeply than that.
+
+    Refuse a link at `below` that leads out. Other links are not followed, not even those that others put there
+    meanwhile. An entry has no path of its own, and is valid until the next. Raise FormatError if directories are nested
+    absurdly deep.
+    """
+    if not below:
+        yield from _walk(os.open(directory, _OPEN), directory, levels)
+        return
+    _require_inside(below, directory, "directory")
+    with closed_at_end(open_base(directory)) as base:
+        yield from _walk(_open(base, directory, below, _FOLDER), directory / below, levels)
+
+
+def _walk(top: int, where: Path | str, levels: int) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """List an open directory, which is closed at the end."""
+    with closed_at_end(top):
+        todo = [("", 0)]
+        while todo:
+            outer, depth = todo.pop()
+            if depth > _MOST_DEPTH:
+                raise FormatError(f"{where} has directories that are nested more than {_MOST_DEPTH} deep")
+            descriptor = _open(top, where, outer, _FOLDER, through_links=False) if outer else os.dup(top)
+            prefix, depth = f"{outer}/" if outer else "", depth + 1
+            try:
+                with os.scandir(descriptor) as entries:
+                    for entry in entries:
+                        yield prefix + entry.name, entry
+                        if depth != levels and entry.is_dir(follow_symlinks=False):
+                            todo.append((prefix + entry.name, depth))
+            finally:
+                os.close(descriptor)
+
+
+def kinds_of(entries: Iterable[tuple[str, os.DirEntry[str]]]) -> dict[str, Kind]:
+    """Return the kinds of entries, sorted by name. Links, pipes and devices are "other"."""
+    kinds: dict[str, Kind] = {}
+    for path, entry in entries:
+        is_file = entry.is_file(follow_symlinks=False)
+        is_directory = not is_file and entry.is_dir(follow_symlinks=False)
+        kinds[path] = "file" if is_file else "directory" if is_directory else "other"
+    return dict(sorted(kinds.items()))
+
+
+def _require_inside(name: str, directory: Path | str, kind: Kind) -> None:
+    if not is_inside(name):
+        raise FormatError(f"{name[:200]!r} is not the name of a {kind} in {directory}")
+
+
+def _open(base: int, directory: Path | str, name: str, flags: int, *, through_links: bool = True) -> int:
+    """Open a file or a directory below another; through links only if they end there, or at a blob of a cache."""
+    path = f"{directory}/{name}"
+    try:
+        try:
+            return open_below(base, name, flags)
+        except OSError as error:
+            if not through_links or error.errno not in _PERHAPS_A_LINK:
+                raise
+            real = os.path.realpath(directory)
+            end = os.path.realpath(f"{real}/{name}")
+            if end == f"{real}/{name}":
+                raise
+        return _open_end(base, real, end, flags)
+    except OSError as error:
+        raise _refusal(path, error) from error
+
+
+def _open_end(base: int, real: str, end: str, flags: int) -> int:
+    """Open the end of a link. Links that others put on the way meanwhile are not followed."""
+    if end.startswith(f"{real}/"):
+        return open_below(base, end.removeprefix(f"{real}/"), flags)
+    # The cache of Hugging Face keeps the files of snapshots/* in blobs/*.
+    (outer, name), snapshots = os.path.split(end), os.path.dirname(real)
+    if os.path.basename(snapshots) == "snapshots" and outer == f"{os.path.dirname(snapshots)}/blobs":
+        with closed_at_end(open_base(outer)) as blobs:
+            return open_below(blobs, name, flags)
+    raise OSError(errno.EXDEV, f"link to {end!r}, outside of the checkpoint")
+
+
+def _regular(descriptor: int, path: Path | str) -> int:
+    """Return the descriptor of a regular file; close anything else, and refuse it."""
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise _not_regular(path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _not_regular(path: Path | str) -> FormatError:
+    return FormatError(f"{path} is not a regular file")
+
+
+def _refusal(path: str, error: OSError) -> Exception:
+    """Return the error to raise: with the whole path, of which calls below a descriptor name only a part."""
+    if error.errno == errno.ENXIO:
+        return _not_regular(path)
+    if error.errno == errno.EXDEV:
+        return FormatError(f"{path} is a {error.strerror}")
+    if error.errno in _NO_SUCH_PATH:
+        return FormatError(f"{path[:300]} cannot be a file of the checkpoint: {error.strerror}")
+    return OSError(error.errno, error.strerror, path)
+
+
+@contextmanager
+def closed_at_end(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+# --------------------------------------------------------------------------------------------- bytes
+
+
+def read_into(descriptor: int, memory: memoryview, offset: int) -> int:
+    """Fill `memory` from `offset` on. Return how many bytes there were: fewer only at the end of the file."""
+    done = 0
+    while done < len(memory):
+        count = os.preadv(descriptor, [memory[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def read_range(descriptor: int, offset: int, nbytes: int) -> bytes:
+    """Read up to `nbytes` from `offset` on; fewer only at the end of the file."""
+    chunks = []
+    while nbytes > 0 and (chunk := os.pread(descriptor, nbytes, offset)):
+        chunks.append(chunk)
+        nbytes, offset = nbytes - len(chunk), offset + len(chunk)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def version_of(status: os.stat_result) -> Version:
+    """Return by what to know a file again, however its name and its inode are used later.
+
+    The part after the last slash changes with the number of its links, too; the part before it only with its content.
+    """
+    return f"{status.st_dev}-{status.st_ino}-{status.st_size}-{status.st_mtime_ns}/{status.st_ctime_ns}"
+
+
+def content_of(version: Version) -> str:
+    """Return the part of a version that does not change when the file is linked."""
+    return version.rpartition("/")[0]
 
 
 # -------------------------------------------------------------------------------------------- locks

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from eformer._engine.stores.directory import Directory, lock, try_lock, unlock
+from eformer._engine.stores.directory import Directory, closed_at_end, lock, try_lock, unlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,13 +55,13 @@ def replacing(path: str | os.PathLike[str], *, sweep: bool = False) -> Iterator[
 
 @contextmanager
 def replacing_in(directory: Directory, name: str) -> Iterator[IO[bytes]]:
-    """Do the same in an open directory."""
+    """Open a new file that takes the place of `name` in an open directory when the block ends well."""
     mode = replaceable_mode(directory, name)
     with _scratch_file(directory, mode) as (descriptor, scratch):
         with open(descriptor, "wb", closefd=False) as file:
             yield file
         os.fsync(descriptor)
-        directory.replace(scratch, name)
+        directory.rename(scratch, directory, name)
     directory.sync()
 
 
@@ -122,14 +122,10 @@ def sweep_files(directory: Directory) -> None:
 
 
 def _remove_if_dead(directory: Directory, name: str) -> None:
-    with suppress(OSError):  # its writer is alive and holds the lock, or has just removed it
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(name, flags, dir_fd=directory.descriptor)
-        try:
-            try_lock(descriptor)
-            directory.unlink(name)
-        finally:
-            os.close(descriptor)
+    # An error: its writer is alive and holds the lock, or has just removed it.
+    with suppress(OSError), closed_at_end(directory.open_file(name)) as descriptor:
+        try_lock(descriptor)
+        directory.unlink(name)
 
 
 # ---------------------------------------------------------------------------------------- directories

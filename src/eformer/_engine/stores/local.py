@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eformer._engine.stores.base import Entry
-from eformer._engine.stores.inside import listing, open_inside, read_range, version_of, walk
+from eformer._engine.stores.directory import kinds_of, open_inside, read_range, version_of, walk
 from eformer._engine.stores.local_files import LocalFiles
 from eformer._engine.stores.local_upload import LocalUpload
 from eformer._engine.tasks.pool import default_threads
@@ -67,27 +67,14 @@ class LocalStore:
     # --------------------------------------------------------------------------------------- look
 
     def kinds(self, below: str = "") -> dict[str, Kind]:
-        kinds: dict[str, Kind] = {}
-        with listing(self.path, below) as entries:
-            for entry in entries:
-                is_file = entry.is_file(follow_symlinks=False)
-                is_directory = not is_file and entry.is_dir(follow_symlinks=False)
-                kinds[entry.name] = "file" if is_file else "directory" if is_directory else "other"
-        return dict(sorted(kinds.items()))
+        return kinds_of(walk(self.path, below, levels=1))
 
     def sizes(self, below: str, depth: int = 1) -> dict[str, int]:
-        sizes: dict[str, int] = {}
-        todo = [("", 1)]
-        while todo:
-            inner, level = todo.pop()
-            with listing(self.path, f"{below}/{inner}" if below and inner else below or inner) as entries:
-                for entry in entries:
-                    path = f"{inner}/{entry.name}" if inner else entry.name
-                    if not entry.is_dir(follow_symlinks=False):
-                        sizes[path] = entry.stat(follow_symlinks=False).st_size
-                    elif level < depth:
-                        todo.append((path, level + 1))
-        return sizes
+        return {
+            path: entry.stat(follow_symlinks=False).st_size
+            for path, entry in walk(self.path, below, levels=depth)
+            if not entry.is_dir(follow_symlinks=False)
+        }
 
     def usage(self, names: Sequence[str]) -> dict[str, int]:
         seen: set[tuple[int, int]] = set()

@@ -7,12 +7,13 @@ import mmap
 import os
 import resource
 import weakref
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eformer._engine.stores.inside import (
+from eformer._engine.stores.directory import (
+    closed_at_end,
     content_of,
     open_base,
     open_beneath,
@@ -24,7 +25,8 @@ from eformer._engine.tasks.forks import Lock
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from eformer._engine.stores.base import Version
@@ -127,11 +129,8 @@ class LocalFiles:
         return None
 
     def _version(self, name: str) -> Version:
-        descriptor = open_inside(self.directory, name)
-        try:
+        with closed_at_end(open_inside(self.directory, name)) as descriptor:
             return version_of(os.fstat(descriptor))
-        finally:
-            os.close(descriptor)
 
     def close(self) -> None:
         while self.held:
@@ -142,17 +141,9 @@ class LocalFiles:
         _budget.give_back(self.budgeted)
         self.budgeted = 0
 
-    @contextmanager
-    def _descriptor(self, number: int) -> Iterator[int]:
+    def _descriptor(self, number: int) -> AbstractContextManager[int]:
         held = self.held.get(number)
-        if held is not None:
-            yield held
-            return
-        descriptor = self._open(number)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
+        return closed_at_end(self._open(number)) if held is None else nullcontext(held)
 
     def _open(self, number: int) -> int:
         name = self.names[number]

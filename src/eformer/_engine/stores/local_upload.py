@@ -24,7 +24,15 @@ import msgspec
 from msgspec import UNSET
 
 from eformer._engine.stores.base import Entry, tidy_up
-from eformer._engine.stores.directory import Directory, lock, unlock
+from eformer._engine.stores.directory import (
+    Directory,
+    content_of,
+    lock,
+    open_inside,
+    unlock,
+    version_of,
+    walk,
+)
 from eformer._engine.stores.durable import (
     LARGE_WRITE,
     make_directories,
@@ -37,7 +45,6 @@ from eformer._engine.stores.durable import (
     write_all,
     write_past_cache,
 )
-from eformer._engine.stores.inside import content_of, open_inside, version_of, walk
 from eformer._engine.stores.journal import (
     DATA,
     JOURNAL,

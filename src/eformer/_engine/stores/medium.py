@@ -9,7 +9,7 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from eformer._engine.stores.inside import open_inside
+from eformer._engine.stores.directory import closed_at_end, open_inside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,11 +62,8 @@ class Medium:
 @contextmanager
 def medium(directory: Path, name: str, most: int) -> Iterator[Medium]:
     """Open a file in or below a directory for reads of at most `most` bytes each."""
-    descriptor = open_inside(directory, name)
-    try:
+    with closed_at_end(open_inside(directory, name)) as descriptor:
         yield Medium(descriptor, most)
-    finally:
-        os.close(descriptor)
 
 
 def _rounded_up(nbytes: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from eformer._engine.record.names import is_text
-from eformer._engine.stores.inside import walk
+from eformer._engine.stores.directory import walk
 from eformer._engine.stores.local_upload import LocalUpload
 from eformer._engine.stores.ocdbt_nodes import require_bounded_nodes
 from eformer._engine.stores.removal import DATABASE_MARK

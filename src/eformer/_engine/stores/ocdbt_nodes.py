@@ -15,7 +15,7 @@ import zstandard
 from msgspec import Struct
 
 from eformer._engine.record.names import is_inside
-from eformer._engine.stores.inside import open_inside, read_range
+from eformer._engine.stores.directory import closed_at_end, open_inside, read_range
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
@@ -87,14 +87,11 @@ class _Walk:
         if not is_inside(reference.file):
             raise FormatError(f"{reference.file[:200]!r} is not a file of the database {self._directory}")
         try:
-            descriptor = open_inside(self._directory, reference.file)
+            with closed_at_end(open_inside(self._directory, reference.file)) as descriptor:
+                size = self._sizes[reference.file] = os.fstat(descriptor).st_size
+                data = read_range(descriptor, reference.offset, min(reference.nbytes, size))
         except FileNotFoundError:
             return None
-        try:
-            size = self._sizes[reference.file] = os.fstat(descriptor).st_size
-            data = read_range(descriptor, reference.offset, min(reference.nbytes, size))
-        finally:
-            os.close(descriptor)
         return self._decode(data, reference.file) if _is_sealed(data, kind) else None
 
     def _decode(self, data: bytes, file: str) -> _Fields:

@@ -1,4 +1,7 @@
-"""Open files and directories below an open directory by one system call, without leaving it (Linux 5.6)."""
+"""Open files and directories below an open directory, through no link.
+
+The system call openat2 (Linux 5.6) does so at once. Where it is missing, the path is opened name by name.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,19 @@ import ctypes
 import errno
 import os
 import sys
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NO_OTHER_MOUNTS = 0x01
-NO_MAGIC_LINKS = 0x02
-NO_LINKS = 0x04
-BENEATH = 0x08  # links, and names such as "..", may not lead above the directory
+# A directory that others are opened below. O_PATH: it need not be readable.
+ON_THE_WAY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 
+# What may not be on the way. _BENEATH: names such as "..", which would lead above the directory.
+_ONE_MOUNT, _NO_LINKS, _BENEATH = 0x01, 0x04, 0x08
 _OPENAT2 = 437  # the number of the system call, on every architecture
 _MISSING = {errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.E2BIG}  # some containers forbid it
-
-
-class How(ctypes.Structure):
-    """How to open: the flags of `os.open`, the mode of a new file, and what the way to it may not have."""
-
-    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
 
 
 def _load_syscall() -> Callable[..., int] | None:
@@ -37,23 +35,52 @@ def _load_syscall() -> Callable[..., int] | None:
 
 
 _syscall = _load_syscall() if sys.platform == "linux" else None
-_SIZE = ctypes.sizeof(How)
 
 
-def openat2(directory: int, path: str, how: How) -> int:
-    """Return a descriptor, or an error number below zero: -ENOSYS where there is no such call."""
+@cache
+def _how(flags: int, one_mount: bool) -> ctypes.Array[ctypes.c_uint64]:
+    """Return the struct open_how: the flags of `os.open`, the mode of a new file, and what may not be on the way."""
+    return (ctypes.c_uint64 * 3)(flags, 0, _NO_LINKS | _BENEATH | (_ONE_MOUNT if one_mount else 0))
+
+
+def open_below(base: int, path: str, flags: int, *, one_mount: bool = False) -> int:
+    """Open "a" or "a/b" below an open directory, with the flags of `os.open`.
+
+    Raise OSError: ELOOP or ENOTDIR at a link and, with `one_mount`, EXDEV where something is mounted on the way.
+    """
     if _syscall is None:
-        return -errno.ENOSYS
-    name = os.fsencode(path)
-    while True:
-        found = _syscall(_OPENAT2, directory, name, ctypes.byref(how), _SIZE)
-        if found >= 0:
-            return found
+        return _open_step_by_step(base, path, flags, one_mount)
+    name, how = os.fsencode(path), _how(flags, one_mount)
+    while (found := _syscall(_OPENAT2, base, name, how, ctypes.sizeof(how))) < 0:
         code = ctypes.get_errno()
+        if code in _MISSING:
+            return _open_step_by_step(base, path, flags, one_mount)
         if code != errno.EINTR:
-            return -code
+            raise OSError(code, os.strerror(code), path)
+    return found
 
 
-def is_missing(code: int) -> bool:
-    """Tell whether an error number of `openat2` means that the call does not exist here, or is forbidden."""
-    return -code in _MISSING
+def _open_step_by_step(base: int, path: str, flags: int, one_mount: bool) -> int:
+    """Open each name of the path in turn, without the system call."""
+    *outer, last = path.split("/")
+    mount = _mount_of(base) if one_mount else None
+    inner = os.dup(base)
+    try:
+        for name, how in (*((name, ON_THE_WAY) for name in outer), (last, flags)):
+            outside, inner = inner, os.open(name, how | os.O_NOFOLLOW, dir_fd=inner)
+            os.close(outside)
+            if one_mount and _mount_of(inner) != mount:
+                raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), path)
+    except BaseException:
+        os.close(inner)
+        raise
+    return inner
+
+
+def _mount_of(descriptor: int) -> object:
+    """Return an identity of the mount. The device would not do: a bind mount has that of the original."""
+    try:
+        with open(f"/proc/self/fdinfo/{descriptor}", "rb") as file:
+            return next(line for line in file if line.startswith(b"mnt_id:"))
+    except (OSError, StopIteration):  # not Linux
+        return os.fstat(descriptor).st_dev

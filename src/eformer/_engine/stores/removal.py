@@ -122,7 +122,7 @@ def _remove_marked(folder: Directory, mark: str, owner: int | None, depth: int) 
     else:
         for name, kind in kinds.items():
             if kind == "directory":
-                with folder.deeper(name, depth) as inner:
+                with folder.enter(name, depth) as inner:
                     _remove_marked(inner, mark, owner, depth + 1)
                 folder.remove_if_empty(name)
 
@@ -164,7 +164,7 @@ def _remove_described(folder: Directory, tree: _Tree, owner: int | None, depth: 
             if _is_of(owner, folder, name):
                 _remove_if_same(folder, name, kinds, inner)
         elif kinds.get(name) == "directory":
-            with folder.deeper(name, depth) as below:
+            with folder.enter(name, depth) as below:
                 _remove_described(below, inner, owner, depth + 1)
             folder.remove_if_empty(name)
 

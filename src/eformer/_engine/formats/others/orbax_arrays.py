@@ -16,7 +16,7 @@ from eformer._engine.record.check import MOST_EXPANSION
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.manifest import Coding, Extent, LeafEntry
 from eformer._engine.record.names import is_inside
-from eformer._engine.stores.inside import walk
+from eformer._engine.stores.directory import walk
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST, require_plain_files
 from eformer.errors import CorruptionError, FormatError
 

@@ -1,0 +1,67 @@
+"""Directories are listed, entered and walked below an open descriptor."""
+
+import os
+
+import pytest
+
+from eformer._engine.stores import openat2
+from eformer._engine.stores.directory import Directory, walk
+from eformer.errors import FormatError
+
+
+def test_a_directory_lists_what_is_there_now_wherever_its_descriptor_stands(tmp_path):
+    """On btrfs a descriptor lists what was there when it was opened, or when it last stood at the beginning."""
+    with Directory.open(tmp_path) as directory:
+        (tmp_path / "new").write_bytes(b"")
+        for end in (2**31 - 1, 2**62):  # of a directory of tmpfs, of ext4
+            os.lseek(directory.descriptor, end, os.SEEK_SET)
+            assert directory.kinds() == {"new": "file"}
+
+
+def nest(path, depth):
+    """Make directories one in another; the last has a file."""
+    path.mkdir()
+    descriptor = os.open(path, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("d", dir_fd=descriptor)
+        outer, descriptor = descriptor, os.open("d", os.O_RDONLY, dir_fd=descriptor)
+        os.close(outer)
+    os.close(os.open("file", os.O_CREAT, dir_fd=descriptor))
+    os.close(descriptor)
+
+
+def test_directories_that_are_nested_absurdly_deep_are_neither_read_nor_removed(tmp_path):
+    for depth in (400, 402):
+        nest(tmp_path / f"{depth}", depth)
+    before = len(os.listdir("/dev/fd"))
+    with Directory.open(tmp_path) as place, place.enter("402") as inner:
+        assert len(list(walk(tmp_path / "400"))) == 401
+        place.require_removable("400")
+        with pytest.raises(FormatError, match="nested more than 400 deep"):
+            list(walk(tmp_path / "402"))
+        with pytest.raises(OSError, match="nested too deeply"):
+            place.require_removable("402")
+        with pytest.raises(OSError, match="nested too deeply"):
+            inner.empty()
+    assert len(os.listdir("/dev/fd")) == before
+    os.system(f"rm -r {tmp_path / '402'}")
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3, 0])
+def test_a_walk_goes_as_deep_as_it_is_asked_to(tmp_path, levels):
+    (tmp_path / "top" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "top" / "a" / "b" / "file").touch()
+    expected = ["a", "a/b", "a/b/file"]
+    assert [path for path, _ in walk(tmp_path, "top", levels)] == expected[: levels or None]
+
+
+def test_without_the_system_call_no_descriptor_is_left_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(openat2, "_syscall", None)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    with Directory.open(tmp_path) as place:
+        before = len(os.listdir("/dev/fd"))
+        place.enter("a/b").close()
+        for path in ("a/absent", "absent/b"):
+            with pytest.raises(FileNotFoundError):
+                place.enter(path)
+        assert len(os.listdir("/dev/fd")) == before
