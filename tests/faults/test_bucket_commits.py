@@ -7,8 +7,7 @@ import pytest
 
 from eformer import checkpoint
 from eformer._engine.formats.safetensors import directory
-from eformer._engine.saving import commit
-from eformer._engine.stores import leases
+from eformer._engine.stores import bucket, leases
 from eformer._engine.stores.bucket import BucketUpload
 from eformer._engine.stores.objects import Objects
 from eformer.checkpoint import SaveOptions, load, save
@@ -53,7 +52,7 @@ def test_an_interrupt_around_the_put_of_the_index_removes_nothing_it_may_name(ur
 
 def test_an_interrupt_right_after_the_commit_removes_nothing(url):
     with (
-        mock.patch.object(commit, "_tidy_up", mock.Mock(side_effect=KeyboardInterrupt)),
+        mock.patch.object(bucket, "tidy_up", mock.Mock(side_effect=KeyboardInterrupt)),
         pytest.raises(KeyboardInterrupt),
     ):
         save(tree(1), url)

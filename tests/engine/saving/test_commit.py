@@ -169,16 +169,16 @@ assert os.waitpid(child, 0)[1] == 0
 go.set()
 pending.result()
 
-finish, children = LocalUpload.finish, []
+finish, children = LocalUpload._finish, []
 def fork_inside(*args):  # while the directory is locked
     children.append(os.fork())
     if children[-1] == 0:
         signal.pause()
     return finish(*args)
 
-LocalUpload.finish = fork_inside
+LocalUpload._finish = fork_inside
 save({"w": 3}, path)
-LocalUpload.finish = finish
+LocalUpload._finish = finish
 save({"w": 4}, path)
 assert load(path) == {"w": 4}
 os.kill(children[0], signal.SIGKILL)

@@ -407,7 +407,7 @@ def test_committed_remains_of_dead_saves_stay(tmp_path):
     code = (
         "import os, sys, numpy as np, eformer._engine.stores.local_upload as many\n"
         "from eformer.checkpoint import save\n"
-        "many.LocalUpload.finish = lambda *_, **__: os._exit(9)\n"
+        "many.LocalUpload._finish = lambda *_, **__: os._exit(9)\n"
         "save({'w': np.full(4, 7.0)}, sys.argv[1], format='tensorstore')"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "p")])

@@ -375,7 +375,7 @@ def test_a_save_that_fails_leaves_the_signature(directory, monkeypatch):
     def fail(*_, **__):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr("eformer._engine.stores.local_upload.LocalUpload.publish", fail)
+    monkeypatch.setattr("eformer._engine.stores.local_upload.LocalUpload._publish", fail)
     with pytest.raises(OSError, match="full"):
         save(tree(1.0), directory)
     assert same(load(directory, key=PUBLIC), tree())

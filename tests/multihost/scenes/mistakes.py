@@ -173,13 +173,13 @@ def interrupted(path, rank, version):
 
 def save_and_fail_after_the_seal(path):
     """The new manifest is in place; then the first process's disk fails."""
-    kept = LocalUpload.finish
+    kept = LocalUpload._finish
     if jax.process_index() == 0:
-        LocalUpload.finish = lambda *_: 1 / 0
+        LocalUpload._finish = lambda *_: 1 / 0
     try:
         save(tree(3), path, options=SaveOptions(timeout=20))
     finally:
-        LocalUpload.finish = kept
+        LocalUpload._finish = kept
 
 
 def save_what_cannot_be(path):

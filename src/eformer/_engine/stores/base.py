@@ -235,8 +235,7 @@ class Change(Struct, frozen=True):
     index      returns the next index, given what it has to say of saves; None: the new files are all there is
     manifest   what the next index says
     replaced   directories that are removed once the index is in place
-    unmarked   the files that describe new arrays without the mark of their save, by which a later save can tell them
-               from others
+    unmarked   the files that describe new arrays without the mark of their save, which identify them for a later save
     tidy       removes what the next index does not name any more, and updates indexes for other readers
     """
 

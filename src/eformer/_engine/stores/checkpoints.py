@@ -1,5 +1,4 @@
-"""Remove whole checkpoints, give them other names, hold them, and sweep what dead saves have left: on disks and in
-buckets."""
+"""Remove checkpoints, give them other names, hold them, and sweep the remains of dead saves, on disks and in buckets."""
 
 from __future__ import annotations
 

@@ -17,12 +17,13 @@ import os
 import re
 import threading
 from contextlib import contextmanager, suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 from msgspec import UNSET
 
+from eformer._engine.record.lazy import lazy_property
 from eformer._engine.stores.base import Entry, tidy_up
 from eformer._engine.stores.directory import (
     Directory,
@@ -154,7 +155,7 @@ class LocalUpload:
 
     # --------------------------------------------------------------------------------------- write
 
-    @cached_property
+    @lazy_property
     def passes_cache(self) -> bool:
         """Whether the files are written past the page cache. It is asked for when the first file is created."""
         return self.nbytes > 0 and self.nbytes > available_memory() * _WARM_PART
