@@ -211,13 +211,6 @@ def parse_zarray(data: bytes, origin: str) -> ZArray:
     return array
 
 
-def check_alike(found: bytes, expected: bytes, origin: str) -> None:
-    """Refuse a `.zarray` that does not describe the expected array."""
-    one, other = parse_zarray(found, origin), parse_zarray(expected, origin)
-    if (one.shape, one.chunks, one.dtype) != (other.shape, other.chunks, other.dtype) or one.compressor:
-        raise FormatError(f"{origin} describes {one}, expected {other}")
-
-
 def _problem(array: ZArray) -> str:
     if array.zarr_format != 2:
         return f"zarr_format is {array.zarr_format}, not 2"
