@@ -41,6 +41,10 @@ class BucketProcesses:
         assert checkpoint.verify(path).ok
         assert len(leases(path)) == 1  # of the save that was replaced
 
+    def test_the_manager_of_jax_commits_what_all_have_written(self, url, job):
+        play(job, "serialize_leaves", url, True, True)
+        assert checkpoint.verify(url).ok
+
     def test_many_saves_at_once_keep_all_prefixes(self, url, job):
         play(job, "save_many_at_once", url, 4)
         assert checkpoint.verify(url).ok

@@ -15,12 +15,12 @@ from eformer._engine.formats.others.sniff import FILE_READERS
 from eformer._engine.formats.safetensors.header import header_length, parse_header
 from eformer._engine.formats.zarr.index import Index
 from eformer._engine.formats.zarr.original_structure import parse_structure
-from eformer._engine.formats.zarr.zarray import parse_zarray
 from eformer._engine.record.holdings import holders
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.manifest import parse_structure as parse_tree
 from eformer._engine.record.signature import signed_files
 from eformer._engine.record.values import parse_json
+from eformer._engine.record.zarray import parse_zarray
 from eformer._engine.runs.steps import Scores
 from eformer._engine.stores.journal import Journal
 from eformer._engine.stores.keys import public_key
@@ -128,7 +128,7 @@ PARSERS: dict[str, Callable[[bytes], Any]] = {
     "zarr.json": node,
     "journal.json": lambda data: parse_json(data, Journal, "x"),
     "eformer.sig": lambda data: signed_files(data, _KEY, "x"),
-    ".zarray": lambda data: parse_zarray(data, "x"),
+    ".zarray": lambda data: parse_zarray(data, "x").require_readable("x"),
     "_structure.json": lambda data: parse_structure(data, "x"),
     "_CHECKPOINT_METADATA": orbax_checkpoint,
     "_METADATA": orbax_tree,

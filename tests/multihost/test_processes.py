@@ -416,6 +416,19 @@ def test_leaves_are_serialized_in_several_processes(four, tmp_path, with_manager
         assert verify(path).ok
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_any_process_is_raised_by_the_manager_of_the_first(two, tmp_path, rank):
+    path = tmp_path / "tensorstore"
+    succeed(two.run("save_tree", path, "sync", {}))
+    outcomes = two.run("serialize_and_fail_at", path, rank, "write arrays")
+    assert outcomes[rank].kind == "OSError"
+    assert outcomes[1 - rank].kind == "ProcessError"
+    assert f"process {rank}: OSError(28" in outcomes[1 - rank].text
+    assert no_scratch(path)
+    scenes.check(load(path))
+    succeed(two.run("serialize_leaves", path, True, True))
+
+
 @pytest.mark.parametrize("limit", [100_000, 10**9])
 def test_a_tensor_is_broadcast_bit_for_bit(two, limit):
     succeed(two.run("broadcast", limit))

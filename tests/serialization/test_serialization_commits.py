@@ -1,7 +1,9 @@
 """When a tree of arrays is committed: at once, or by a manager of JAX."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from contextlib import suppress
 
 import jax
@@ -11,6 +13,7 @@ import pytest
 from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
 
 from eformer import checkpoint
+from eformer.errors import FormatError
 from eformer.serialization.async_manager import AsyncCheckpointManager
 from eformer.serialization.serialization import tree_deserialize_leaves, tree_serialize_leaves
 from support.arrays import INDEX, index_of
@@ -82,6 +85,18 @@ def test_the_manager_of_jax_writes_the_smallest_trees(path, jax_manager, tree):
     assert_same(tree_deserialize_leaves(path, line(), jax_manager), tree)
 
 
+def test_a_managed_save_has_the_bytes_of_any_other(path, jax_manager):
+    tree = {"w": jnp.arange(100.0).reshape(10, 10), "n": np.arange(3), "bits": jnp.ones(3, jnp.int4)}
+    tree_serialize_leaves(path / "ours", tree, write_index=False)
+    tree_serialize_leaves(path / "theirs", tree, jax_manager, write_index=False)
+    jax_manager.wait_until_finished()
+    ours, theirs = (
+        {str(p.relative_to(path / by)): p.read_bytes() for p in (path / by).rglob("*") if p.is_file()}
+        for by in ("ours", "theirs")
+    )
+    assert theirs == ours
+
+
 def test_the_manager_of_ours_may_be_handed_over(path):
     manager = AsyncCheckpointManager().global_manager
     tree_serialize_leaves(path, {"w": jnp.ones(2)}, manager, prefix="m")
@@ -133,19 +148,18 @@ def test_an_error_of_a_managed_commit_callback_surfaces_when_one_waits(path):
     assert_same(tree_deserialize_leaves(path, line()), {"w": jnp.ones(2)})
 
 
-def test_a_commit_that_fails_surfaces_when_one_waits_and_leaves_the_tree_before(path, held):
+@pytest.mark.parametrize("report", ["wait_until_finished", "check_for_errors"])
+def test_a_save_that_fails_surfaces_when_one_asks_and_leaves_the_tree_before(path, held, report):
     tree_serialize_leaves(path, {"w": jnp.zeros(2)})
-    seen = []
+    index, seen = (path / INDEX).read_bytes(), []
     tree_serialize_leaves(path, {"w": jnp.ones(64)}, held, commit_callback=lambda: seen.append(1))
-
-    def cut_short():
-        (chunk,) = (p for p in path.rglob("0") if p.stat().st_size == 256)
-        chunk.write_bytes(b"cut short")
-
-    held.before = cut_short
-    with pytest.raises(ValueError, match="leaf 'w': TensorStore wrote 9 bytes"):
-        held.commit()
+    held.before = lambda: (path / INDEX).write_bytes(b"damaged")
+    held.gate.set()
+    held._thread.join()
+    with pytest.raises(FormatError, match=f"{INDEX} is not an index of arrays"):
+        getattr(held, report)()
     assert seen == []
+    (path / INDEX).write_bytes(index)
     assert_same(tree_deserialize_leaves(path, line()), {"w": jnp.zeros(2)})
     held.before = lambda: None
     tree_serialize_leaves(path, {"w": jnp.ones(3)}, held)
@@ -183,6 +197,19 @@ def test_after_a_managed_save_returns_arrays_may_be_donated_and_changed(path, he
     tree["numpy"][:] = 0
     held.commit()
     assert_same(jax.tree.map(np.array, tree_deserialize_leaves(path, line())), expected)
+
+
+def test_a_managed_save_that_failed_keeps_no_arrays(path):
+    manager, tree = GlobalAsyncCheckpointManager(60), {"w": jnp.ones(5000)}
+    kept = weakref.ref(tree["w"])
+    path.mkdir(parents=True)
+    (path / INDEX).write_bytes(b"damaged")
+    tree_serialize_leaves(path, tree, manager)
+    with pytest.raises(FormatError, match=f"{INDEX} is not an index of arrays"):
+        manager.wait_until_finished()
+    del tree
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_managed_save_replaces_the_one_before(path, jax_manager):

@@ -41,8 +41,9 @@ def tree_serialize_leaves(
 
     All prefixes of a directory share one index.
 
-    With JAX's `manager`, the manager writes the arrays: this function returns as soon as they may be changed, and
-    `manager.wait_until_finished` waits for the commit. `commit_callback()` is called once, after the commit.
+    With JAX's `manager`, this function returns as soon as the arrays may be donated or changed, and
+    `manager.wait_until_finished` waits for the commit and raises its error. The manager gets no arrays, but keeps its
+    saves in order. `commit_callback()` is called once, after the commit.
     `write_index=False` writes the arrays alone, without digests and structure.
 
     Example:
@@ -61,7 +62,7 @@ def tree_serialize_leaves(
         detach=manager is not None,
     )
     if manager is not None:
-        serialize_with(manager, save, pytree, commit_callback)
+        serialize_with(manager, save, commit_callback)
         return
     carry_out(save)
     if commit_callback is not None:

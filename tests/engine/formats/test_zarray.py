@@ -1,6 +1,5 @@
 """The arithmetic of chunks: nothing here touches a disk."""
 
-import json
 import math
 
 import numpy as np
@@ -8,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer._engine.formats.zarr.zarray import chunk_shape, chunks_of, count_chunks, parse_zarray, zarray
+from eformer._engine.formats.zarr.zarray import chunk_shape, chunks_of, count_chunks
 from eformer._engine.record.pieces import is_tiling
-from eformer.errors import FormatError
 
 # Long axes, or many of them: both would be millions of elements, and as many chunks.
 shapes = (st.lists(st.integers(1, 12), max_size=2) | st.lists(st.integers(1, 4), max_size=4)).map(tuple)
@@ -63,18 +61,3 @@ def test_chunks_are_as_equal_as_can_be():
 @pytest.mark.parametrize(("shape", "names"), [((), ["0"]), ((3,), ["0", "1"]), ((3, 2), ["0.0", "1.0"])])
 def test_chunks_are_named_by_their_place(shape, names):
     assert [name for name, _ in chunks_of(shape, (2, 2)[: len(shape)])] == names
-
-
-def test_what_is_written_is_read():
-    array = parse_zarray(zarray("bfloat16", (3, 4), (3, 4), "zstd"), "x")
-    assert (array.name_of_dtype, array.shape, array.chunks) == ("bfloat16", (3, 4), (3, 4))
-    assert array.compressor == {"id": "zstd", "level": 1}
-
-
-@given(st.dictionaries(st.sampled_from(["shape", "chunks", "dtype", "order", "zarr_format"]), st.none() | st.integers() | st.text() | st.lists(st.integers())))  # fmt: skip
-def test_a_description_is_understood_or_refused(changes):
-    described = json.loads(zarray("float32", (3, 4), (3, 4), None)) | changes
-    try:
-        parse_zarray(json.dumps(described).encode(), "here")
-    except FormatError as error:
-        assert "here" in str(error)  # noqa: PT017

@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from eformer import checkpoint
 from eformer._engine.processes import coordination
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
 from eformer.checkpoint import SaveOptions, load, save, save_async
+from eformer.serialization import tree_serialize_leaves
 from multihost.scenes.state import format_of, mesh, put, tree, whole
 
 
@@ -203,7 +207,20 @@ def save_but_one(path, rank):
 
 def save_and_fail_at(path, rank, step):
     """A disk fails in one process."""
+    with _disk_that_fails(rank, step):
+        save(tree(1), path, options=SaveOptions(timeout=20), **format_of(path))
 
+
+def serialize_and_fail_at(path, rank, step):
+    """A disk fails in one process while JAX's manager waits for the save."""
+    manager = GlobalAsyncCheckpointManager(20)
+    with _disk_that_fails(rank, step):
+        tree_serialize_leaves(path, tree(1), manager)
+        checkpoint.wait() if jax.process_index() else manager.wait_until_finished()
+
+
+@contextmanager
+def _disk_that_fails(rank, step):
     def broken(*_, **__):
         raise OSError(28, "No space left on device")
 
@@ -218,7 +235,7 @@ def save_and_fail_at(path, rank, step):
     if jax.process_index() == rank:
         setattr(module, name, broken)
     try:
-        save(tree(1), path, options=SaveOptions(timeout=20), **format_of(path))
+        yield
     finally:
         setattr(module, name, kept)
 

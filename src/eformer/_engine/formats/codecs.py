@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import zstandard
 
+from eformer._engine.record.zarray import parse_zarray
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -57,30 +58,20 @@ def _zstd_decompress(data: Buffer, nbytes: int) -> bytes:
 # ------------------------------------------------------------------------------- chunks of other programs
 
 
-class _Described(msgspec.Struct):
-    """The members of a `.zarray` that say how its chunks are encoded."""
-
-    dtype: str
-    order: str = "C"
-    compressor: dict[str, Any] | None = None
-    filters: Any = None
-
-
 def _zarr_decode(
     data: np.ndarray[Any, Any], shape: tuple[int, ...], itemsize: int, metadata: str
 ) -> np.ndarray[Any, Any]:
     """Decode a chunk with any compressor, order and byte order of zarr v2."""
-    described = msgspec.json.decode(metadata, type=_Described)
+    described, nbytes = parse_zarray(metadata, "its recorded .zarray"), itemsize * math.prod(shape)
     if described.filters:
         raise FormatError(f"filters are not supported: {str(described.filters)[:200]}")
-    codec, nbytes = str((described.compressor or {}).get("id", "")), itemsize * math.prod(shape)
-    if codec == "blosc":
+    if described.codec == "blosc":
         return _decoded_by_tensorstore(data, shape, nbytes, metadata)
-    chunk = np.frombuffer(_decompress(codec, data, nbytes), np.uint8)
+    chunk = np.frombuffer(_decompress(described.codec, data, nbytes), np.uint8)
     if len(chunk) != nbytes:
         raise FormatError(f"{len(chunk)} bytes, expected {nbytes}")
-    if described.dtype.startswith(">"):
-        chunk = chunk.view(described.dtype).byteswap().view(np.uint8)
+    if described.is_big_endian:
+        chunk = chunk.view(str(described.dtype)).byteswap().view(np.uint8)
     if described.order == "F":
         elements = chunk.view(f"V{itemsize}").reshape(shape, order="F")
         chunk = np.ascontiguousarray(elements).reshape(-1).view(np.uint8)

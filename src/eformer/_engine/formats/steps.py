@@ -14,7 +14,7 @@ from eformer._engine.formats.others.orbax_items import has_items
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, PRIVATE, SUFFIX
 from eformer._engine.formats.safetensors.plain_files import marked_file
 from eformer._engine.formats.zarr.index import INDEX
-from eformer._engine.formats.zarr.plain_arrays import discover, is_of_eformer
+from eformer._engine.formats.zarr.plain_arrays import array_at, discover
 from eformer._engine.stores.durable import SCRATCH
 from eformer._engine.stores.on_disk import on_disk
 from eformer._engine.stores.removal import DATABASE_MARK
@@ -229,4 +229,5 @@ def _has_files_of_ours(store: Store, kinds: Mapping[str, Kind]) -> bool:
     if marked_file(store) or any(store.is_file(f"{inner}/{DATABASE_MARK}") for inner in kinds):
         return True
     first = next(discover(store), None)
-    return first is not None and is_of_eformer(store, first)
+    array = first and array_at(store, first.path)
+    return bool(array and array.eformer)

@@ -1,4 +1,4 @@
-"""Remove checkpoints, give them other names, hold them, and sweep the remains of dead saves, on disks and in buckets."""
+"""Remove checkpoints, rename them, hold them, and sweep the remains of dead saves, on disks and in buckets."""
 
 from __future__ import annotations
 

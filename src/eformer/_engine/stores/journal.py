@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
+from eformer._engine.record.zarray import ZARRAY
 from eformer._engine.stores.directory import Directory, try_lock
 from eformer._engine.stores.durable import SCRATCH, sweep_files
-from eformer._engine.stores.removal import ZARRAY, Described, Moved, read_array, remove_moved
+from eformer._engine.stores.removal import Described, Moved, read_array, remove_moved
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _listed(place: Directory, path: str, shape: Sequence[int]) -> Described | No
     try:
         with place.enter(path) as folder:
             array = read_array(folder, folder.kinds())
-            if array is None or array.shape != list(shape):
+            if array is None or array.shape != tuple(shape):
                 return None
             return Described.at(folder, ZARRAY, f"{path}/{ZARRAY}")
     except OSError:

@@ -32,7 +32,6 @@ from eformer._engine.stores.directory import (
     open_inside,
     unlock,
     version_of,
-    walk,
 )
 from eformer._engine.stores.durable import (
     LARGE_WRITE,
@@ -232,9 +231,6 @@ class LocalUpload:
     def sync(self) -> None:
         files, self._unsynced = self._unsynced, []
         synced, self._synced = self._synced, []
-        self.sync_files(files, synced)
-
-    def sync_files(self, files: Sequence[str], synced: Sequence[str] = ()) -> None:
         if len(files) >= _FEW and _syncfs(self.data.descriptor):
             return
         folders: dict[str, list[str]] = {}
@@ -262,16 +258,6 @@ class LocalUpload:
 
     def is_published(self, name: str, final: str) -> bool:
         return _is_same(self.data.status(name), self.place.status(final))
-
-    def files(self, below: str = "") -> list[str]:
-        """List all files of the data, in and below a directory of it."""
-        try:
-            folder = self.folder(below)
-        except FileNotFoundError:
-            return []
-        with folder:
-            found = [path for path, entry in walk(folder.own_path) if not entry.is_dir(follow_symlinks=False)]
-        return [f"{below}/{path}" if below else path for path in found]
 
     # ------------------------------------------------------------------------------------- publish
 
@@ -390,27 +376,6 @@ class LocalUpload:
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
             self.place.unlink(name)
-
-    # ------------------------------------------------------------- files that another program writes
-
-    def read_new(self, name: str, most: int) -> bytes:
-        """Read a small new file."""
-        outer, _, plain = name.rpartition("/")
-        with self.folder(outer) as folder:
-            return folder.read(plain, most)
-
-    def sizes_of_new(self, path: str, names: Iterable[str]) -> dict[str, int]:
-        """Return the lengths of new files in a directory; 0 for one that is missing."""
-        with self.folder(path) as folder:
-            statuses = {name: folder.status(name) for name in names}
-        return {name: status.st_size if status else 0 for name, status in statuses.items()}
-
-    def rewrite(self, name: str, data: bytes) -> None:
-        """Replace a new file."""
-        outer, _, plain = name.rpartition("/")
-        with self.folder(outer) as folder:
-            folder.unlink(plain)
-        LocalUpload.put(self, [(name, data)])
 
     # ------------------------------------------------------------------------------------- the place
 

@@ -17,7 +17,7 @@ from eformer._engine.stores.removal import DATABASE_MARK
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from eformer._engine.stores.base import Change, Entry, Store
@@ -126,8 +126,15 @@ class DatabaseUpload(LocalUpload):
     def sync(self) -> None:
         assert self._database is not None
         self._database.finish()
-        written = self.files(self._branch)
-        self.sync_files([name for name in written if self._branch or not name.startswith(_BRANCH)])
+        self._unsynced = list(self._written())
+        super().sync()
+
+    def _written(self) -> Iterator[str]:
+        """List the files of this process's database, which TensorStore has written."""
+        with self.folder(self._branch) as folder:
+            for path, entry in walk(folder.own_path):
+                if not entry.is_dir(follow_symlinks=False) and (self._branch or not path.startswith(_BRANCH)):
+                    yield f"{self._branch}/{path}" if self._branch else path
 
     def _publish(self, change: Change, save_id: str) -> None:
         if change.moves:

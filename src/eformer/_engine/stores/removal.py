@@ -18,19 +18,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from eformer._engine.record.names import is_inside
-from eformer._engine.record.values import MALFORMED_JSON, json_decoder
+from eformer._engine.record.zarray import MOST_ZARRAY, ZARRAY, ZArray, parse_zarray
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from eformer._engine.stores.base import Kind
     from eformer._engine.stores.directory import Directory
 
 logger = logging.getLogger("eformer")
 
-ZARRAY = ".zarray"
 DATABASE_MARK = ".eformer"  # the file in a database that names its save
 
 PROCESS_RECORD = re.compile(r"\.eformer-\d+")  # of an array that several processes wrote
@@ -44,8 +43,6 @@ _OTHERS = {"tensorstore_index.json", "_METADATA", "_CHECKPOINT_METADATA"}
 _ELSE = {*_OTHERS, ZARRAY, DATABASE_MARK}  # also those of another array or database
 
 _MOST_MARK = 2**10  # bytes
-_MOST_ZARRAY = 2**20
-_MOST_AXES = 32
 _MOST_PARTS = 400  # of a path
 
 
@@ -181,36 +178,17 @@ def _remove_if_same(folder: Directory, name: str, kinds: Mapping[str, Kind], des
 # -------------------------------------------------------------------------------------------- arrays
 
 
-class Array(msgspec.Struct):
-    """The part of an array's description that identifies its chunk files and its save."""
-
-    shape: list[int]
-    chunks: list[int]
-    dimension_separator: str = "."
-    eformer: str = ""
-
-    def is_chunk(self, numbers: Sequence[str]) -> bool:
-        if len(self.shape) != len(self.chunks) or min(self.chunks, default=1) < 1:
-            return False
-        counts = [-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True)] or [1]
-        return len(numbers) == len(counts) and all(
-            number.isdecimal() and number == str(int(number)) and int(number) < count
-            for number, count in zip(numbers, counts, strict=True)
-        )
-
-
-def read_array(folder: Directory, kinds: Mapping[str, Kind]) -> Array | None:
+def read_array(folder: Directory, kinds: Mapping[str, Kind]) -> ZArray | None:
     """Read the description of an array by any program. Return None if the directory is not an array."""
     if kinds.get(ZARRAY) != "file":
         return None
     try:
-        array = json_decoder(Array).decode(folder.read(ZARRAY, _MOST_ZARRAY))
-    except (FileNotFoundError, FormatError, *MALFORMED_JSON):
+        return parse_zarray(folder.read(ZARRAY, MOST_ZARRAY), ZARRAY)
+    except (FileNotFoundError, FormatError):
         return None
-    return array if len(array.shape) <= _MOST_AXES else None
 
 
-def _remove_array(folder: Directory, array: Array, kinds: Mapping[str, Kind]) -> None:
+def _remove_array(folder: Directory, array: ZArray, kinds: Mapping[str, Kind]) -> None:
     _remove_chunks(folder, array, kinds, ())
     for name in _files(kinds):
         if PROCESS_RECORD.fullmatch(name):
@@ -219,7 +197,7 @@ def _remove_array(folder: Directory, array: Array, kinds: Mapping[str, Kind]) ->
 
 
 def _remove_chunks(
-    folder: Directory, array: Array, kinds: Mapping[str, Kind], outer: tuple[str, ...]
+    folder: Directory, array: ZArray, kinds: Mapping[str, Kind], outer: tuple[str, ...]
 ) -> None:
     """Remove the chunks, and their directories if the numbers in their names are separated by slashes."""
     is_nested = array.dimension_separator == "/"

@@ -29,12 +29,12 @@ from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SU
 from eformer._engine.formats.steps import MARKS, STEP_NAME, step_number
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
-from eformer._engine.formats.zarr.zarray import ZARRAY
 from eformer._engine.record.manifest import CommitLog
 from eformer._engine.record.policies import keep_from, unknown_metrics, warnings_of
 from eformer._engine.record.signature import SIGNATURE, signature_name
 from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json
+from eformer._engine.record.zarray import ZARRAY
 from eformer._engine.runs.retention import (
     facts_of,
     orphaned_scores,

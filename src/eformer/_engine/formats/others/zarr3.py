@@ -28,12 +28,13 @@ from eformer._engine.formats.zarr.attributes import (
     read_attributes,
     to_metadata,
 )
-from eformer._engine.formats.zarr.zarray import ZARRAY, count_chunks, parse_zarray
+from eformer._engine.formats.zarr.zarray import count_chunks
 from eformer._engine.record.dtypes import DTYPES
 from eformer._engine.record.manifest import DataFile, Manifest, foreign_tree
 from eformer._engine.record.names import BARE_LEAF, escape
 from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json
+from eformer._engine.record.zarray import ZARRAY, parse_zarray
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.on_disk import on_disk
 from eformer.errors import CorruptionError, FormatError
@@ -92,7 +93,7 @@ def by_description(place: Place) -> Found | None:
             return None
         return _describe(store, "zarr3", nodes, versions)
     data, entry = read_whole(store, ZARRAY)
-    parse_zarray(data, store.path_to(ZARRAY)).require_codecs(store.path_to(ZARRAY))
+    parse_zarray(data, store.path_to(ZARRAY)).require_readable(store.path_to(ZARRAY))
     attributes = read_attributes(store, [""]).get("", {})
     return _describe(store, "zarr", {"": _Node(2, "array", attributes)}, {ZARRAY: entry.version})
 

@@ -13,14 +13,13 @@ from eformer._engine.formats.safetensors.names import MANIFEST
 from eformer._engine.formats.zarr.index import FORMAT, INDEX, Index, Listed, read_index
 from eformer._engine.formats.zarr.layout import own_nbytes, plan_arrays
 from eformer._engine.formats.zarr.original_structure import parse_structure
-from eformer._engine.formats.zarr.plain_arrays import discover
-from eformer._engine.formats.zarr.zarray import ZARRAY
+from eformer._engine.formats.zarr.plain_arrays import array_at, discover
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.names import escape, is_inside, is_text
 from eformer._engine.record.planned import PlannedFile, data_files, leaf_entries
 from eformer._engine.record.process_records import ProcessRecord
 from eformer._engine.record.text import few
-from eformer._engine.record.values import parse_json
+from eformer._engine.record.zarray import ZARRAY
 from eformer._engine.stores.base import Change, Replaced, is_there, read_whole, require_short
 from eformer._engine.stores.ocdbt import DatabaseUpload
 from eformer._engine.stores.on_disk import on_disk
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Store, Upload, Version
 
 _MOST_STRUCTURE = 2**29  # bytes
-_MOST_ZARRAY = 2**20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +217,8 @@ class _ArraysIndex:
         """Make an index of the arrays that another program has put here: they stay a tree without a prefix, unless
         this save is one."""
         is_beside = self.format.has_index and self.format.prefix
-        found = [array for array in discover(store) if _is_of_others(store, array.path)] if is_beside else []
+        listed = discover(store) if is_beside else ()
+        found = [one for one in listed if (there := array_at(store, one.path)) and not there.eformer]
         for array in found:
             if not is_text(array.path):
                 raise FormatError(
@@ -287,23 +286,6 @@ def _not_told_apart(store: Store, names: set[str]) -> FileExistsError:
         f"{store.url} has {sorted(names)[:8]}; without an index nothing could tell which arrays are the new ones. Save "
         "to another directory, or with an index"
     )
-
-
-class _Described(msgspec.Struct):
-    """What a `.zarray` has to say to be one; `eformer` is the mark of a save of ours."""
-
-    shape: list[int]
-    chunks: list[int]
-    eformer: str = ""
-
-
-def _is_of_others(store: Store, path: str) -> bool:
-    """Tell whether a directory is an array without the mark of a save of ours."""
-    try:
-        data, _ = store.read(f"{path}/{ZARRAY}", 0, _MOST_ZARRAY)
-        return not parse_json(data, _Described, path).eformer
-    except (FileNotFoundError, FormatError):
-        return False
 
 
 def _remove_structure(prefix: str, store: Store, upload: Upload) -> None:

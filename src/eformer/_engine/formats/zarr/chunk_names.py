@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from eformer._engine.formats.zarr.attributes import convert_lenient, parse_lenient
-from eformer._engine.formats.zarr.zarray import ZARRAY
+from eformer._engine.record.zarray import ZARRAY, ChunkShape, Shape, chunk_counts, is_index, parse_zarray
 from eformer._engine.stores.base import read_whole
 from eformer.errors import FormatError
 
@@ -18,11 +17,9 @@ if TYPE_CHECKING:
 
 ZARR_JSON = "zarr.json"
 
-_INDEX = r"(?:0|[1-9]\d{0,18})"
-
 
 class _Grid(msgspec.Struct):
-    chunk_shape: list[int]
+    chunk_shape: ChunkShape
 
 
 class _ChunkGrid(msgspec.Struct):
@@ -34,14 +31,8 @@ class _Encoding(msgspec.Struct):
     configuration: dict[str, Any] = {}
 
 
-class _Zarr2(msgspec.Struct):
-    shape: list[int]
-    chunks: list[int]
-    dimension_separator: str = "."
-
-
 class _Zarr3(msgspec.Struct):
-    shape: list[int]
+    shape: Shape
     chunk_grid: _ChunkGrid
     chunk_key_encoding: _Encoding = msgspec.field(default_factory=_Encoding)
 
@@ -61,10 +52,7 @@ class ChunkNames:
         numbers = name.split(self.separator)
         if self.first and numbers.pop(0) != self.first:
             return False
-        return len(numbers) == len(self.counts) and all(
-            re.fullmatch(_INDEX, number) and int(number) < count
-            for number, count in zip(numbers, self.counts, strict=True)
-        )
+        return is_index(numbers, self.counts)
 
 
 def chunk_names(store: Store, path: str) -> ChunkNames | None:
@@ -73,7 +61,7 @@ def chunk_names(store: Store, path: str) -> ChunkNames | None:
     for name, parse in ((ZARRAY, _of_zarr2), (ZARR_JSON, _of_zarr3)):
         where = f"{path}/{name}" if path else name
         try:
-            return parse(parse_lenient(read_whole(store, where)[0], store.path_to(where)))
+            return parse(read_whole(store, where)[0], store.path_to(where))
         except FileNotFoundError:
             continue
         except (FormatError, OSError):
@@ -81,21 +69,15 @@ def chunk_names(store: Store, path: str) -> ChunkNames | None:
     return None
 
 
-def _of_zarr2(document: Any) -> ChunkNames:
-    array = convert_lenient(document, _Zarr2)
-    return ChunkNames(_counts(array.shape, array.chunks), array.dimension_separator or ".")
+def _of_zarr2(data: bytes, origin: str) -> ChunkNames:
+    array = parse_zarray(data, origin)
+    return ChunkNames(array.counts, array.dimension_separator)
 
 
-def _of_zarr3(document: Any) -> ChunkNames:
-    array = convert_lenient(document, _Zarr3)
-    counts = _counts(array.shape, array.chunk_grid.configuration.chunk_shape)
+def _of_zarr3(data: bytes, origin: str) -> ChunkNames:
+    array = convert_lenient(parse_lenient(data, origin), _Zarr3)
+    counts = chunk_counts(array.shape, array.chunk_grid.configuration.chunk_shape)
     encoding = array.chunk_key_encoding
     is_default = encoding.name == "default"
     separator = encoding.configuration.get("separator") or ("/" if is_default else ".")
     return ChunkNames(counts, str(separator), "c" if is_default else "")
-
-
-def _counts(shape: list[int], chunk: list[int]) -> tuple[int, ...]:
-    if len(shape) != len(chunk) or any(size < 1 for size in chunk):
-        raise FormatError("chunks that do not fit the shape")
-    return tuple(-(-size // part) for size, part in zip(shape, chunk, strict=True))

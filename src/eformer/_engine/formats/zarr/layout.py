@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from eformer._engine.formats.zarr.zarray import ZARRAY, chunk_shape, chunks_in, zarray
+from eformer._engine.formats.zarr.zarray import chunk_shape, chunks_in, zarray
 from eformer._engine.record.digests import NO_DIGEST
 from eformer._engine.record.manifest import Coding
 from eformer._engine.record.names import name_to_path
 from eformer._engine.record.planned import PlannedExtent, PlannedFile, no_digests
+from eformer._engine.record.zarray import ZARRAY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

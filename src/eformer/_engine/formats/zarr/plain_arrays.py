@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.nested_names import nested, parts_of_path
 from eformer._engine.formats.zarr.index import INDEX, Listed
-from eformer._engine.formats.zarr.zarray import ZARRAY, ZArray, chunks_of, count_chunks, parse_zarray
+from eformer._engine.formats.zarr.zarray import chunks_of, count_chunks
 from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry, foreign_tree
+from eformer._engine.record.zarray import MOST_ZARRAY, ZARRAY, ZArray, parse_zarray
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 _MOST_DEPTH = 100
 _CHECKPOINTS = {INDEX, ORBAX_TREE, ORBAX_CHECKPOINT}  # files at the top of another checkpoint
 _SAVE = re.compile(r".+\.[0-9a-f]{16}")  # a directory in which a save has put its arrays, or is putting them
-_MOST_DESCRIPTION = 2**20
 
 
 def discover(store: Store) -> Iterator[Listed]:
@@ -45,12 +45,11 @@ def discover(store: Store) -> Iterator[Listed]:
                 todo += [(f"{path}/{name}" if path else name, depth + 1) for name in reversed(below)]
 
 
-def is_of_eformer(store: Store, listed: Listed) -> bool:
-    """Tell whether a save of eformer wrote an array."""
-    name = f"{listed.path}/{ZARRAY}"
+def array_at(store: Store, path: str) -> ZArray | None:
+    """Read the description of an array by any program. Return None if there is none, or one that makes no sense."""
     with suppress(FileNotFoundError, FormatError):
-        return bool(parse_zarray(store.read(name, 0, _MOST_DESCRIPTION)[0], store.path_to(name)).eformer)
-    return False
+        return parse_zarray(store.read(f"{path}/{ZARRAY}", 0, MOST_ZARRAY)[0], path)
+    return None
 
 
 @dataclass(slots=True)
@@ -65,7 +64,7 @@ class _Arrays:
         path, name = listed.path, f"{listed.path}/{ZARRAY}"
         raw = self._description(name)
         array = parse_zarray(raw, self.store.path_to(name))
-        array.require_codecs(self.store.path_to(name))
+        array.require_readable(self.store.path_to(name))
         _check_listed(listed, array)
         if array.eformer:
             raise NotFoundError(
@@ -78,7 +77,7 @@ class _Arrays:
 
     def _description(self, name: str) -> bytes:
         try:
-            data, entry = self.store.read(name, 0, _MOST_DESCRIPTION)
+            data, entry = self.store.read(name, 0, MOST_ZARRAY)
         except FileNotFoundError:
             raise CorruptionError(f"{self.store.path_to(name)} is missing: there is no such array") from None
         self.versions[name] = entry.version

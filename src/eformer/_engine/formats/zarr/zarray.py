@@ -1,25 +1,18 @@
-"""Describe arrays of zarr v2: directories with a description, `.zarray`, and one file for each chunk."""
+"""Write the descriptions of arrays of zarr v2, and cut arrays into chunks, one file for each."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.record.manifest import Coding, Count
 from eformer._engine.record.regions import Region
-from eformer._engine.record.values import parse_json
-from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-ZARRAY = ".zarray"
 
 # The dtypes beyond those of numpy that TensorStore writes into `.zarray` by name.
 _BY_NAME = {
@@ -31,15 +24,6 @@ _NUMPY_NAMES = {
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
     "complex64", "complex128",
 }  # fmt: skip
-
-_NUMPY = re.compile(r"(?P<order>[<>|])(?P<kind>b(?=1$)|[iufc])(?P<size>\d{1,2})")
-_KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
-
-_COMPRESSORS = ("", "blosc", "bz2", "gzip", "zlib", "zstd")
-_MOST_AXES = 32  # the limit of TensorStore
-
-
-# ---------------------------------------------------------------------------------------------- write
 
 
 @lru_cache(1024)
@@ -131,104 +115,3 @@ def _place_of(number: int, shape: tuple[int, ...], chunk: tuple[int, ...]) -> tu
 
 def count_chunks(shape: tuple[int, ...], chunk: tuple[int, ...]) -> int:
     return math.prod(-(-s // c) for s, c in zip(shape, chunk, strict=True))
-
-
-# ----------------------------------------------------------------------------------------------- read
-
-
-class ZArray(msgspec.Struct, frozen=True):
-    """The contents of a `.zarray` by any program."""
-
-    shape: tuple[Count, ...]
-    chunks: tuple[Count, ...]
-    dtype: str
-    order: str = "C"
-    compressor: dict[str, Any] | None = None
-    filters: list[Any] | None = None
-    zarr_format: int = 2
-    dimension_separator: str = "."
-    eformer: str = ""
-
-    @property
-    def name_of_dtype(self) -> str:
-        """Return the name of its dtype in eformer."""
-        match = _NUMPY.fullmatch(self.dtype)
-        if not match:
-            return self.dtype
-        bits = "" if match["kind"] == "b" else str(8 * int(match["size"]))
-        return _KINDS[match["kind"]] + bits
-
-    def nbytes_of(self, shape: tuple[int, ...]) -> int:
-        return math.prod(shape) * dtype_from_name(self.name_of_dtype).itemsize
-
-    @property
-    def chunk_nbytes(self) -> int:
-        return self.nbytes_of(self.chunks)
-
-    def require_codecs(self, origin: str) -> None:
-        """Refuse filters and compressors that eformer does not decode: the array is not damaged."""
-        codec = (self.compressor or {}).get("id", "")
-        if not self.filters and codec in _COMPRESSORS:
-            return
-        what = f"compressed by {str(codec)[:40]!r}"
-        if self.filters:
-            names = [item.get("id") if isinstance(item, dict) else item for item in self.filters[:8]]
-            what = f"changed by the filters {str(names)[:200]}"
-        raise FormatError(
-            f"{origin} describes an array that is {what}, which eformer does not decode. It is not damaged: write it "
-            f"again without filters, for example with zstd. Known are {', '.join(filter(None, _COMPRESSORS))}"
-        )
-
-    def coding(self, box: tuple[int, ...], raw: str) -> Coding | None:
-        """Return how to decode a chunk into a box; None if its bytes begin with those of the box as they are."""
-        is_odd = (
-            (self.order != "C" and len(self.shape) > 1) or self.dtype.startswith(">") or bool(self.filters)
-        )
-        codec = (self.compressor or {}).get("id", "")
-        if is_odd or codec not in ("", "zstd"):
-            return Coding("zarr", self.chunks, raw)
-        if codec or not _is_prefix(box, self.chunks):
-            return Coding(codec, self.chunks)
-        return None
-
-
-def _is_prefix(box: tuple[int, ...], chunk: tuple[int, ...]) -> bool:
-    """Tell whether a box at the origin of a chunk is one run of bytes at its beginning."""
-    inner = itertools.dropwhile(lambda pair: pair[0] == 1, zip(box, chunk, strict=True))
-    return all(a == b for a, b in itertools.islice(inner, 1, None))
-
-
-def parse_zarray(data: bytes, origin: str) -> ZArray:
-    """Parse a `.zarray`. Refuse one that does not describe an array of zarr v2, or an impossible one."""
-    array = parse_json(data, ZArray, f"{origin} does not describe an array of zarr v2")
-    try:
-        dtype_from_name(array.name_of_dtype)
-    except FormatError as error:
-        raise FormatError(f"{origin}: {error}") from error
-    problem = _problem(array)
-    if problem:
-        raise FormatError(f"{origin} does not describe a valid array: {problem}")
-    return array
-
-
-def check_alike(found: bytes, expected: bytes, origin: str) -> None:
-    """Refuse a `.zarray` that does not describe the expected array."""
-    one, other = parse_zarray(found, origin), parse_zarray(expected, origin)
-    if (one.shape, one.chunks, one.dtype) != (other.shape, other.chunks, other.dtype) or one.compressor:
-        raise FormatError(f"{origin} describes {one}, expected {other}")
-
-
-def _problem(array: ZArray) -> str:
-    if array.zarr_format != 2:
-        return f"zarr_format is {array.zarr_format}, not 2"
-    if len(array.chunks) != len(array.shape) or len(array.shape) > _MOST_AXES:
-        return f"shape {list(array.shape)[:40]}, chunks {list(array.chunks)[:40]}"
-    if any(size == 0 for size in array.chunks):
-        return f"chunks {list(array.chunks)}"
-    itemsize = dtype_from_name(array.name_of_dtype).itemsize
-    for sizes in (array.shape, array.chunks):
-        if itemsize * math.prod(max(1, size) for size in sizes) >= 2**62:
-            return f"shape {list(array.shape)}, chunks {list(array.chunks)}"
-    if array.order not in ("C", "F") or array.dimension_separator not in (".", "/"):
-        return f"order {array.order!r}, dimension_separator {array.dimension_separator!r}"
-    return ""
