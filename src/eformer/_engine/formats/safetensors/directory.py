@@ -167,7 +167,8 @@ class _Index:
         moves = {file.name: final for file, final in zip(tree.files, finals, strict=True)}
         files = tuple(msgspec.structs.replace(file, name=moves[file.name]) for file in tree.files)
         manifest = self.manifest.with_tree(self.prefix, msgspec.structs.replace(tree, files=files))
-        return Change(moves, partial(_encoded, manifest), manifest, tidy=partial(_tidy, manifest))
+        after = _Next(manifest)
+        return Change(moves, after.to_json, manifest, tidy=after.tidy)
 
     def _final_names(self, tree: TreeEntry, store: Store, upload: Upload) -> list[str]:
         """Give plain names to a first save that is all there is. A name that a manifest ever gave is not given to
@@ -186,8 +187,18 @@ class _Index:
         return [finals[file.name] for file in tree.files]
 
 
-def _encoded(manifest: Manifest, log: CommitLog | UnsetType) -> bytes:
-    return msgspec.structs.replace(manifest, log=log).to_json()
+class _Next:
+    """The next manifest, which gets its log right before it is put in place."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+
+    def to_json(self, log: CommitLog | UnsetType) -> bytes:
+        self._manifest = msgspec.structs.replace(self._manifest, log=log)
+        return self._manifest.to_json()
+
+    def tidy(self, store: Store, upload: Upload) -> None:
+        _tidy(self._manifest, store, upload)
 
 
 def _free_name(store: Store, upload: Upload, planned: str) -> str:
