@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from eformer._engine.stores.directory import Directory
-from eformer._engine.stores.journal import sweep_unpublished
+from eformer._engine.stores.journal import sweep
 from eformer._engine.stores.local_upload import LocalUpload
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def appearing(path: Path) -> Iterator[Path]:
     """Yield a path for a new file or directory, which is at `path` when the block ends well and gone when it does
     not."""
     with Directory.open(path.parent) as place:
-        sweep_unpublished(place)  # remains of others that died
+        sweep(place)  # remains of others that died
     upload = LocalUpload(path.parent)
     try:
         yield upload.data.own_path / path.name

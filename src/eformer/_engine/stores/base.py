@@ -339,17 +339,6 @@ def tidy_up(change: Change, store: Store, upload: Upload, finish: Callable[[Chan
         logger.warning("%s is saved, but could not be tidied up: %s", store.url, error)
 
 
-def is_there(store: Store) -> bool:
-    """Tell whether a store is a directory: one that exists, or a prefix that objects have."""
-    try:
-        store.kinds()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except PermissionError:  # a directory that files may be created in, but that cannot be listed
-        return True
-    return True
-
-
 def require_short(store: Store, name: str) -> None:
     """Raise OSError if the path of a file would be too long for its store."""
     path = store.path_to(name)

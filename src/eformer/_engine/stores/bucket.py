@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import UNSET
 
 from eformer._engine.record.names import is_inside
-from eformer._engine.stores.base import Entry, SwapError, is_there, tidy_up
+from eformer._engine.stores.base import Entry, SwapError, tidy_up
 from eformer._engine.stores.cache import CachedFiles
 from eformer._engine.stores.leases import LEASES, Leases
 from eformer._engine.stores.objects import PART_BYTES
@@ -91,7 +91,10 @@ class BucketStore:
     def kind(self, name: str) -> Kind | None:
         if self.exists(name):
             return "file"
-        return "directory" if is_there(self.at(name)) else None
+        try:
+            return "directory" if self.at(name).kinds() else None
+        except FileNotFoundError:
+            return None
 
     def is_file(self, name: str) -> bool:
         return self.exists(name)

@@ -118,10 +118,11 @@ def sweep_files(directory: Directory) -> None:
     with suppress(OSError):  # the directory cannot be listed
         for name, kind in directory.kinds().items():
             if kind == "file" and SCRATCH.fullmatch(name):
-                _remove_if_dead(directory, name)
+                remove_if_dead(directory, name)
 
 
-def _remove_if_dead(directory: Directory, name: str) -> None:
+def remove_if_dead(directory: Directory, name: str) -> None:
+    """Remove a scratch file unless its writer is alive."""
     # An error: its writer is alive and holds the lock, or has just removed it.
     with suppress(OSError), closed_at_end(directory.open_file(name)) as descriptor:
         try_lock(descriptor)

@@ -16,7 +16,7 @@ import msgspec
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.record.zarray import ZARRAY
 from eformer._engine.stores.directory import Directory, try_lock
-from eformer._engine.stores.durable import SCRATCH, sweep_files
+from eformer._engine.stores.durable import SCRATCH, remove_if_dead
 from eformer._engine.stores.removal import Described, Moved, read_array, remove_moved
 from eformer.errors import FormatError
 
@@ -107,18 +107,19 @@ def _listed(place: Directory, path: str, shape: Sequence[int]) -> Described | No
 # --------------------------------------------------------------------------------------------- sweep
 
 
-def sweep_uploads(place: Directory, committed: Container[str]) -> None:
-    """Finish the saves in `committed` whose writers died, and undo all others."""
-    with suppress(OSError):  # the directory cannot be listed
-        for name in _scratch_names(place):
-            _sweep(place, name, committed)
+def sweep(place: Directory, committed: Container[str] | None = None) -> None:
+    """Remove the scratch files and directories of dead writers. Finish the saves in `committed`, and undo all others.
 
-
-def sweep_unpublished(place: Directory) -> None:
-    """Remove the scratch directories of dead writers that had published nothing: no index here knows of them."""
+    Without `committed` no index here knows of them: leave those that may have published something.
+    """
     with suppress(OSError):  # the directory cannot be listed
-        for name in _scratch_names(place):
-            _sweep(place, name, None, only_unpublished=True)
+        for name, kind in place.kinds().items():
+            if not SCRATCH.fullmatch(name):
+                continue
+            if kind == "file":
+                remove_if_dead(place, name)
+            elif kind == "directory":
+                _sweep(place, name, committed)
 
 
 def sweep_dead(place: Directory, name: str = "") -> None:
@@ -127,8 +128,7 @@ def sweep_dead(place: Directory, name: str = "") -> None:
     With a `name`, do so in that directory of `place`, which is removed, too, if it had nothing else.
     """
     if not name:
-        sweep_unpublished(place)
-        sweep_files(place)
+        sweep(place)
         return
     with suppress(OSError):  # it cannot be listed, or its save has just begun
         with place.enter(name) as inner:
@@ -138,16 +138,10 @@ def sweep_dead(place: Directory, name: str = "") -> None:
             place.remove_if_empty(name)
 
 
-def _scratch_names(place: Directory) -> list[str]:
-    return [name for name, kind in place.kinds().items() if kind == "directory" and SCRATCH.fullmatch(name)]
-
-
-def _sweep(
-    place: Directory, name: str, committed: Container[str] | None, *, only_unpublished: bool = False
-) -> None:
+def _sweep(place: Directory, name: str, committed: Container[str] | None) -> None:
     with suppress(OSError), place.enter(name) as scratch:  # unless its writer has just removed it
         try_lock(scratch.descriptor)  # raises if the writer is alive
-        if only_unpublished and scratch.status(JOURNAL):
+        if committed is None and scratch.status(JOURNAL):
             return
         if not is_scratch(scratch):
             logger.warning(

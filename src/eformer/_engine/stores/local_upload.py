@@ -39,7 +39,6 @@ from eformer._engine.stores.durable import (
     replaceable_mode,
     replacing_in,
     scratch_name,
-    sweep_files,
     sync_data,
     sync_directory,
     write_all,
@@ -53,8 +52,7 @@ from eformer._engine.stores.journal import (
     carry_out,
     make_journal,
     read_journal,
-    sweep_unpublished,
-    sweep_uploads,
+    sweep,
 )
 from eformer._engine.tasks.memory import available_memory
 from eformer._engine.tasks.pool import default_threads, run_all
@@ -312,14 +310,10 @@ class LocalUpload:
     def _sweep(self, committed: Container[str] | None) -> None:
         """Remove the remains of writers that died, while the index names the saves in `committed`; None if that is not
         known."""
-        if committed is None:
-            sweep_unpublished(self.place)
-        else:
-            sweep_uploads(self.place, committed)
-        sweep_files(self.place)
+        if not self.is_new:
+            sweep(self.place, committed)
         with suppress(OSError), Directory.open(self._directory.parent) as around:  # saves that made the place
-            sweep_unpublished(around)
-            sweep_files(around)
+            sweep(around)
 
     def _publish(self, change: Change, save_id: str) -> None:
         """Give new files and directories their final names."""

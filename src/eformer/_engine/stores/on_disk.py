@@ -22,6 +22,16 @@ def on_disk(store: Store) -> Path | None:
     return store.path if isinstance(store, LocalStore) else None
 
 
+def is_there(store: Store) -> bool:
+    """Tell whether a store is a directory: one that exists, or a prefix that objects have."""
+    if (place := on_disk(store)) is not None:
+        return place.is_dir()
+    try:
+        return bool(store.kinds())
+    except FileNotFoundError:
+        return False
+
+
 def resolved(store: Store, name: str = "") -> tuple[Store, str]:
     """Follow a link that the caller named. Return the store and the name of the file itself, or the store without links
     on the way to it."""

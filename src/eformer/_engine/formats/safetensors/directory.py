@@ -214,16 +214,17 @@ def _tidy(manifest: Manifest, store: Store, upload: Upload) -> None:
     if on_disk(store) is None:  # other saves may be under way, and the upload knows what may be removed
         _bring_up_to_date_without_locks(manifest, store, upload)
         return
-    bases = bring_up_to_date(store, upload, manifest)
+    there = store.kinds()
+    bases = bring_up_to_date(store, there, upload, manifest)
     named = {file.name for tree in manifest.trees.values() for file in tree.files}
-    upload.remove(_leftovers(store, store.kinds(), named, bases))
+    upload.remove(_leftovers(store, there, named, bases))
 
 
 def _bring_up_to_date_without_locks(manifest: Manifest, store: Store, upload: Upload) -> None:
     """Write the indexes for other readers until they are those of the manifest that is there afterwards."""
     while True:
         try:
-            bring_up_to_date(store, upload, manifest)
+            bring_up_to_date(store, store.kinds(), upload, manifest)
             is_written = True
         except SwapError:  # another save has written one
             is_written = False

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("eformer")
 
 
-def bring_up_to_date(store: Store, upload: Upload, manifest: Manifest) -> set[str]:
-    """Write or remove the index of every tree. Return the names that their files begin with."""
+def bring_up_to_date(store: Store, there: Mapping[str, Kind], upload: Upload, manifest: Manifest) -> set[str]:
+    """Write or remove the index of every tree, given the names that are `there`. Return the names that their files
+    begin with."""
     bases: set[str] = set()
-    there = store.kinds()
     for prefix, tree in sorted(manifest.trees.items()):  # the prefix "model" yields to no prefix at all
         if base_name(prefix) not in bases:
             _update(store, upload, there, base_name(prefix), tree)

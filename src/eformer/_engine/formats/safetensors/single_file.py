@@ -15,8 +15,8 @@ from eformer._engine.formats.safetensors.read import read_manifest
 from eformer._engine.record.digests import stamp_digest
 from eformer._engine.record.manifest import DataFile, Manifest, encode_leaves
 from eformer._engine.record.planned import PlannedFile, leaf_entries
-from eformer._engine.stores.base import Change, NoIndex, is_there
-from eformer._engine.stores.on_disk import check_replaceable
+from eformer._engine.stores.base import Change, NoIndex
+from eformer._engine.stores.on_disk import check_replaceable, is_there
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
