@@ -137,3 +137,16 @@ def test_a_tree_may_be_removed_by_two_at_once(tmp_path, monkeypatch, at):
     with Directory.open(tmp_path) as place, place.enter("tree") as tree:
         place.remove_opened("tree", tree)
     assert not os.listdir(tmp_path)
+
+
+def test_a_save_to_a_new_directory_lists_few_directories(tmp_path, monkeypatch):
+    save(TREE, tmp_path / "first")
+    listed, scandir = [], os.scandir
+
+    def noted(path):
+        listed.append(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", noted)
+    save(TREE, tmp_path / "second")
+    assert len(listed) <= 3

@@ -390,7 +390,11 @@ class LocalUpload:
     def _remove_scratch(self) -> None:
         for _ in range(2):  # a disk may fail once
             with suppress(OSError):  # left to the next save
-                self._around.remove_opened(self.token, self._folder)
+                for name in (DATA, NEW):  # after a commit they are empty or gone, and need no listing
+                    self._folder.remove_if_empty(name)
+                self._around.remove_if_empty(self.token)
+                if self._around.status(self.token) is not None:
+                    self._around.remove_opened(self.token, self._folder)
                 return
 
     def abandon(self) -> None:
