@@ -69,6 +69,16 @@ class Page:
             )
         )
 
+    def click(self, selector):
+        """Click an element, at once: it may be drawn anew at any time."""
+        self.until(
+            lambda: self.js(
+                "const found = document.querySelector(arguments[0]);"
+                "found?.dispatchEvent(new MouseEvent('click', {bubbles: true})); return Boolean(found);",
+                selector,
+            )
+        )
+
     def panel(self):
         return self.js("return document.getElementById('leaf').innerText")
 

@@ -158,12 +158,12 @@ def test_clicks_on_the_treemap_go_down_and_the_path_goes_up(page):
         return page.js("return [...document.querySelectorAll('.tile')].map((one) => one.dataset.path)")
 
     page.until(lambda: "params" in tiles())
-    page.browser.find_element("css selector", ".tile[data-path='params'] .label").click()
+    page.click(".tile[data-path='params'] .label")
     page.until(lambda: "params.embedding" in tiles() and "params" not in tiles())
-    page.browser.find_element("css selector", ".tile[data-path='params.embedding']").click()
+    page.click(".tile[data-path='params.embedding']")
     page.panel_shows("params.embedding")
     page.panel_shows("float32")
-    page.browser.find_element("css selector", ".crumbs button").click()
+    page.click(".crumbs button")
     page.until(lambda: "params" in tiles())
 
 
