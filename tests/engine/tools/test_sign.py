@@ -414,7 +414,10 @@ def test_a_run_resumes_from_a_signed_step_and_from_no_other(tmp_path):
         assert same(found.tree, tree(2.0))
         run.save(3, tree(3.0))
     assert same(load(tmp_path / "run" / "step-2", key=PUBLIC), tree(2.0))
-    for refuse in (checkpoint.Run(tmp_path / "run").resume, lambda key: load(tmp_path / "run", key=key)):
+    for refuse in (
+        checkpoint.Run(tmp_path / "run", signals=()).resume,
+        lambda key: load(tmp_path / "run", key=key),
+    ):
         with pytest.raises(SignatureError, match="step-3 is not signed"):
             refuse(key=PUBLIC)
     assert [each.number for each in checkpoint.steps(tmp_path / "run")] == [1, 2, 3]
@@ -432,13 +435,13 @@ def test_an_altered_step_is_skipped_as_a_damaged_one_is(tmp_path):
     flipped = bytearray(data.read_bytes())
     flipped[-1] ^= 1
     data.write_bytes(flipped)
-    found = checkpoint.Run(tmp_path / "run").resume(key=PUBLIC)
+    found = checkpoint.Run(tmp_path / "run", signals=()).resume(key=PUBLIC)
     assert found.step == 1
     assert "is not what was signed" in found.skipped[2]
 
 
 def test_near_steps_are_not_signed(tmp_path):
-    run = checkpoint.Run(tmp_path / "run", near=tmp_path / "near", near_every=1)
+    run = checkpoint.Run(tmp_path / "run", near=tmp_path / "near", near_every=1, signals=())
     with pytest.raises(ValueError, match="near steps are not signed"):
         run.resume(key=PUBLIC)
 
