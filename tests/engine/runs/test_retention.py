@@ -164,7 +164,7 @@ def test_a_newest_step_of_a_wrong_clock_costs_none_before_it(tmp_path, caplog):
 
 
 def test_nothing_is_removed_while_no_step_has_the_metric_which_is_told_once(tmp_path, caplog):
-    with Run(tmp_path, keep=[Keep(last=1), Keep(best=1, by="eval.loss")]) as run:
+    with Run(tmp_path, keep=Keep(best=1, by="eval.loss")) as run:
         for number in (1, 2, 3):
             run.save(number, tree(number), metrics={"loss": 0.5}).result()
         assert names(tmp_path) == ["step-1", "step-2", "step-3"]
@@ -173,6 +173,20 @@ def test_nothing_is_removed_while_no_step_has_the_metric_which_is_told_once(tmp_
         checkpoint.score(tmp_path, 1, {"eval.loss": 0.1})
         run.save(4, tree(4)).result()
     assert names(tmp_path) == ["step-1", "step-4"]
+
+
+def test_other_rules_are_applied_while_no_step_has_the_metric_of_one(tmp_path, caplog):
+    with Run(tmp_path, keep=[Keep(last=2), Keep(best=1, by="eval.loss")]) as run:
+        for number in (1, 2, 3):
+            run.save(number, tree(number)).result()
+        assert names(tmp_path) == ["step-2", "step-3"]
+        assert (
+            caplog.text.count("the steps have no metrics. That rule keeps nothing until a step has it") == 1
+        )
+        checkpoint.score(tmp_path, 2, {"eval.loss": 0.1})
+        for number in (4, 5):
+            run.save(number, tree(number)).result()
+    assert names(tmp_path) == ["step-2", "step-4", "step-5"]
 
 
 def test_a_run_removes_only_scores_that_eformer_wrote(tmp_path):

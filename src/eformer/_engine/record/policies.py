@@ -201,9 +201,15 @@ def warnings_of(steps: Iterable[StepFacts], rules: Sequence[Keep], now: float = 
     return found
 
 
+def can_remove(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> bool:
+    """Tell whether a rule can be applied. If all rules are about metrics that no step has, every step but the newest
+    would go: the metrics are misspelt, or not scored yet."""
+    there = {name for step in counted_steps(steps, rules) for name in step.metrics}
+    return any(rule.by is None or rule.by in there for rule in rules)
+
+
 def unknown_metrics(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> str | None:
-    """Say which metrics of the rules no step has, and which there are; None if a step has each of them. By such a rule
-    every step could go: its metric is misspelt, or not scored yet."""
+    """Say which metrics of the rules no step has, and which there are; None if a step has each of them."""
     there = {name for step in counted_steps(steps, rules) for name in step.metrics}
     missing = sorted({rule.by for rule in rules if rule.by is not None} - there)
     if not missing:

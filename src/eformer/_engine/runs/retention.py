@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from eformer._engine.formats.indexes import INDEXES
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, base_name
 from eformer._engine.formats.steps import MARKS, remains_in
-from eformer._engine.record.policies import StepFacts, kept, needs_manifests, unknown_metrics, warnings_of
+from eformer._engine.record.policies import (
+    StepFacts,
+    can_remove,
+    kept,
+    needs_manifests,
+    unknown_metrics,
+    warnings_of,
+)
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.claims import resumed_from
 from eformer._engine.runs.steps import Scores, found_of, is_foreign, score_name, scored_step, steps
@@ -59,9 +66,9 @@ def removable(
     stay: Collection[int | None] = (),
 ) -> list[S]:
     """Return the steps that no rule keeps, given the whole ones and their facts. These stay, too: the steps in `stay`,
-    the one that the run was resumed from, and those that a link in the run points to. All stay while no step has the
-    metric of a rule."""
-    if unknown_metrics(facts, rules):
+    the one that the run was resumed from, and those that a link in the run points to. All stay while no rule can be
+    applied."""
+    if not can_remove(facts, rules):
         return []
     keep = kept(facts, rules, stay={*stay, resumed_from(store)}, now=now)
     place = on_disk(store)
@@ -152,7 +159,8 @@ def _warnings(facts: Sequence[StepFacts], rules: Sequence[Keep], now: float) -> 
     have been wrong then."""
     found = warnings_of(facts, rules, now)
     if facts and (unknown := unknown_metrics(facts, rules)):
-        found["metric"] = f"{unknown}. Nothing is removed until a step has it"
+        until = "That rule keeps nothing" if can_remove(facts, rules) else "Nothing is removed"
+        found["metric"] = f"{unknown}. {until} until a step has it"
     if "clock" in found and (hours := (time.time() - now) / 3600) > _MOST_HOURS_AHEAD:
         found["clock"] = (
             f"the clock was set ahead by {hours:,.1f} hours while the run was open. Keep(hours=) goes by the clock "

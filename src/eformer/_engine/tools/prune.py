@@ -30,7 +30,7 @@ from eformer._engine.formats.steps import MARKS, STEP_NAME, step_number
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
 from eformer._engine.record.manifest import CommitLog
-from eformer._engine.record.policies import keep_from, unknown_metrics, warnings_of
+from eformer._engine.record.policies import can_remove, keep_from, unknown_metrics, warnings_of
 from eformer._engine.record.signature import SIGNATURE, signature_name
 from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json
@@ -277,8 +277,8 @@ def _others(
     now = time.time()
     found = removable(store, series, facts, rules, now=now)
     warnings = [*warnings_of(facts, rules, now).values()]
-    if unknown := unknown_metrics(facts, rules):
-        warnings.append(f"all of {_names(series)} stay: {unknown}")
+    if not can_remove(facts, rules):
+        warnings.append(f"all of {_names(series)} stay: {unknown_metrics(facts, rules)}")
     stay = set() if check else seen_last(series)
     if found and stay.issuperset(step.number for step in series):
         warnings.append(
