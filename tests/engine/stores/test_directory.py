@@ -5,7 +5,7 @@ import os
 import pytest
 
 from eformer._engine.stores import openat2
-from eformer._engine.stores.directory import Directory, walk
+from eformer._engine.stores.directory import Directory, open_inside, walk
 from eformer.errors import FormatError
 
 
@@ -45,6 +45,14 @@ def test_directories_that_are_nested_absurdly_deep_are_neither_read_nor_removed(
             inner.empty()
     assert len(os.listdir("/dev/fd")) == before
     os.system(f"rm -r {tmp_path / '402'}")
+
+
+def test_a_file_of_a_directory_that_is_missing_is_named_whole_and_a_bad_name_is_refused_first(tmp_path):
+    with pytest.raises(FileNotFoundError, match="gone/file'"):
+        open_inside(tmp_path / "gone", "file")
+    for name in ("..", "a/../file", ""):
+        with pytest.raises(FormatError, match="is not the name of a file"):
+            open_inside(tmp_path / "gone", name)
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3, 0])

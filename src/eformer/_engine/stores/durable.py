@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from eformer._engine.stores.directory import Directory, closed_at_end, lock, try_lock, unlock
+from eformer._engine.stores.directory import Closing, Directory, lock, try_lock, unlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -124,7 +124,7 @@ def sweep_files(directory: Directory) -> None:
 def remove_if_dead(directory: Directory, name: str) -> None:
     """Remove a scratch file unless its writer is alive."""
     # An error: its writer is alive and holds the lock, or has just removed it.
-    with suppress(OSError), closed_at_end(directory.open_file(name)) as descriptor:
+    with suppress(OSError), Closing(directory.open_file(name)) as descriptor:
         try_lock(descriptor)
         directory.unlink(name)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eformer._engine.stores.directory import (
-    closed_at_end,
+    Closing,
     content_of,
     open_base,
     open_beneath,
@@ -89,11 +89,8 @@ class LocalFiles:
         held = self.held.get(number)
         if held is not None:
             return read_into(held, memory, offset)
-        descriptor = self._open(number)
-        try:
+        with Closing(self._open(number)) as descriptor:
             return read_into(descriptor, memory, offset)
-        finally:
-            os.close(descriptor)
 
     def nbytes(self, number: int) -> int:
         with self._descriptor(number) as descriptor:
@@ -129,7 +126,7 @@ class LocalFiles:
         return None
 
     def _version(self, name: str) -> Version:
-        with closed_at_end(open_inside(self.directory, name)) as descriptor:
+        with Closing(open_inside(self.directory, name)) as descriptor:
             return version_of(os.fstat(descriptor))
 
     def close(self) -> None:
@@ -143,7 +140,7 @@ class LocalFiles:
 
     def _descriptor(self, number: int) -> AbstractContextManager[int]:
         held = self.held.get(number)
-        return closed_at_end(self._open(number)) if held is None else nullcontext(held)
+        return Closing(self._open(number)) if held is None else nullcontext(held)
 
     def _open(self, number: int) -> int:
         name = self.names[number]

@@ -9,7 +9,7 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from eformer._engine.stores.directory import closed_at_end, open_inside
+from eformer._engine.stores.directory import Closing, open_inside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,7 +62,7 @@ class Medium:
 @contextmanager
 def medium(directory: Path, name: str, most: int) -> Iterator[Medium]:
     """Open a file in or below a directory for reads of at most `most` bytes each."""
-    with closed_at_end(open_inside(directory, name)) as descriptor:
+    with Closing(open_inside(directory, name)) as descriptor:
         yield Medium(descriptor, most)
 
 

@@ -15,7 +15,7 @@ import zstandard
 from msgspec import Struct
 
 from eformer._engine.record.names import is_inside
-from eformer._engine.stores.directory import closed_at_end, open_inside, read_range
+from eformer._engine.stores.directory import Closing, open_inside, read_range
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class _Walk:
         if not is_inside(reference.file):
             raise FormatError(f"{reference.file[:200]!r} is not a file of the database {self._directory}")
         try:
-            with closed_at_end(open_inside(self._directory, reference.file)) as descriptor:
+            with Closing(open_inside(self._directory, reference.file)) as descriptor:
                 size = self._sizes[reference.file] = os.fstat(descriptor).st_size
                 data = read_range(descriptor, reference.offset, min(reference.nbytes, size))
         except FileNotFoundError:

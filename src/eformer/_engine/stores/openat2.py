@@ -1,7 +1,4 @@
-"""Open files and directories below an open directory, through no link.
-
-The system call openat2 (Linux 5.6) does so at once. Where it is missing, the path is opened name by name.
-"""
+"""Open files and directories below an open directory, through no link: by openat2 (Linux 5.6), or name by name."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ if TYPE_CHECKING:
 # A directory that others are opened below. O_PATH: it need not be readable.
 ON_THE_WAY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 
-# What may not be on the way. _BENEATH: names such as "..", which would lead above the directory.
-_ONE_MOUNT, _NO_LINKS, _BENEATH = 0x01, 0x04, 0x08
+_ONE_MOUNT, _NO_LINKS, _BENEATH = 0x01, 0x04, 0x08  # _BENEATH: names such as ".." do not lead above it
 _OPENAT2 = 437  # the number of the system call, on every architecture
 _MISSING = {errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.E2BIG}  # some containers forbid it
 
