@@ -132,7 +132,7 @@ def prune(
     holds or that are being saved to stay, too, and are in `left`.
 
     keep      how many checkpoints of each series stay, or rules as for `Run`, which are a union
-    pattern   count these names instead, files and directories: a name with one `*` for the number, such as "ema-*"
+    pattern   count these names instead, files and directories: a name with one `*` for the number, such as `ema-*`
     foreign   count checkpoints of other programs, too, such as steps of Orbax; `Keep(foreign=True)` says the same
     check     verify the checkpoints that stay first; if one is damaged, delete nothing
     dry_run   delete nothing, only return the plan
