@@ -410,7 +410,9 @@ def _read_settings(path: str) -> dict[str, Any]:
 @click.argument("directory", type=click.Path())
 @keep_options
 @click.option(
-    "--pattern", metavar="NAME", help="Count these names instead; one asterisk stands for the number. Quote it."
+    "--pattern",
+    metavar="NAME",
+    help="Count these names instead; one asterisk stands for the number. Quote it.",
 )
 @click.option("--check", is_flag=True, help="First verify the checkpoints to keep.")
 @click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")

@@ -13,9 +13,10 @@ from eformer._engine.formats.find import find, problem_of, reread
 from eformer._engine.formats.steps import step_number
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.steps import RUN_METADATA, Step, steps
-from eformer._engine.stores.base import read_whole, update_file
+from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.local_removal import identity_of, remove_checkpoint
 from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.on_disk import is_there
 from eformer.errors import EformerError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
@@ -103,8 +104,15 @@ def step_of(step: int, destination: str) -> int:
 
 
 def write_metadata(path: str, facts: Mapping[str, Any]) -> None:
-    """Write `metadata.json` of a checkpoint, whole or not at all."""
-    update_file(store_at(path), METADATA, lambda _: msgspec.json.encode(facts))
+    """Write `metadata.json` of a checkpoint, whole or not at all. What is there is not read."""
+    store = store_at(path)
+    if not is_there(store):
+        raise FileNotFoundError(f"{path} is gone, so its {METADATA} is not written")
+    upload = store.begin()
+    try:
+        upload.swap(METADATA, msgspec.json.encode(facts), None)
+    finally:
+        upload.close()
 
 
 def metadata_file(path: str) -> dict[str, Any] | None:

@@ -454,3 +454,20 @@ def test_files_of_pytorch_are_refused_by_their_scales(tmp_path, sample):
         ):
             call(path)
     assert load(path, dequant=False)["model"]["a"]["weight"].dtype == F8
+
+
+@pytest.mark.parametrize(
+    ("leaves", "config"),
+    [
+        ({"m.tokens_per_expert": np.arange(4)}, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+        ({"m._extra_state": np.zeros(8, np.uint8)}, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+        ({"m.codes": np.ones((64, 64), np.int64)}, {"num_codebooks": 8, "mode": "rvq"}),
+        ({"m.table": np.ones((64, 64), np.int64)}, {"bits": 16}),
+        ({"m.table": np.ones((64, 64), np.int64)}, {"quant_method": "none"}),
+        ({"m.table": np.ones((64, 64), np.int64)}, {"quant_method": "modelopt", "quant_algo": None}),
+    ],
+)
+def test_tables_and_counters_of_a_dense_model_are_no_packed_weights(tmp_path, leaves, config):
+    weights = {"m.q.weight": np.ones((64, 64), np.float32)}
+    path = model(tmp_path / "model", {**weights, **leaves}, {"quantization_config": config})
+    assert load(path)["m"]["q"]["weight"].shape == (64, 64)

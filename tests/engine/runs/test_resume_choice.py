@@ -1,8 +1,13 @@
 """Which step a run goes on from, and which steps the job may then save."""
 
+import gc
 import json
 import math
 import os
+import shutil
+import signal
+import threading
+import time
 from unittest.mock import Mock
 
 import numpy as np
@@ -11,6 +16,7 @@ import pytest
 from eformer import checkpoint
 from eformer._engine.runs import near as near_module
 from eformer._engine.runs import run as run_module
+from eformer._engine.saving import run as saving_run
 from eformer.checkpoint import Keep, Run
 from eformer.errors import CorruptionError, MismatchError, SupersededError
 
@@ -61,7 +67,7 @@ def test_newer_steps_are_refused_also_if_the_best_one_is_damaged(tmp_path):
     os.truncate(tmp_path / "step-15" / "model.safetensors", 5)
     with (
         Run(tmp_path, keep=BEST, signals=()) as run,
-        pytest.raises(ValueError, match=r"steps \[10\] after 5; pass"),
+        pytest.raises(ValueError, match=r"steps \[10\] after 5, and step 15 is damaged: .*; pass"),
     ):
         run.resume(like=tree(0), step="best")
     assert names(tmp_path) == ["step-10", "step-15", "step-5"]
@@ -118,11 +124,10 @@ def test_a_loop_that_counts_from_zero_after_a_resume_is_an_error(tmp_path, is_ne
     rules = {"near": tmp_path / "near", "near_every": 5} if is_near else {"every": 5}
     with Run(tmp_path / "run", signals=(), **rules) as run:
         run.resume(like=tree(0))
-        run.after(4, tree(4))  # it is not saved
         with pytest.raises(
-            ValueError, match=r"step 5 is before step 20, which .*: range\(run\.step, \.\.\.\)"
+            ValueError, match=r"step 1 is before step 20, which .*: range\(run\.step, \.\.\.\)"
         ):
-            run.after(5, tree(5))
+            run.after(1, tree(1))  # though it would not be saved
         run.save(20, tree(-20)).result()
         run.save(21, tree(21)).result()
     assert [checkpoint.load(step.path)["w"][0] for step in checkpoint.steps(tmp_path / "run")] == [
@@ -210,3 +215,53 @@ def test_a_run_that_nobody_closes_warns_of_its_unsaved_end(tmp_path, caplog):
     del run
     assert json.loads((tmp_path / "run.json").read_text())
     assert caplog.text == ""
+
+
+# ------------------------------------------------------------------------ found by a second look
+
+
+def test_the_best_step_is_found_though_the_manifest_of_another_is_damaged(tmp_path, caplog):
+    fill(tmp_path, 1, 2, 3, s1=3.0, s2=1.0, s3=2.0)
+    (tmp_path / "step-1" / "manifest.json").write_bytes(b"{")
+    assert resume_best(tmp_path).step == 2
+    assert "step 1 is left out" in caplog.text
+
+
+def test_a_second_resume_that_finds_nothing_begins_a_new_run(tmp_path):
+    fill(tmp_path, 100)
+    with Run(tmp_path, signals=()) as run:
+        run.resume(like=tree(0))
+        shutil.rmtree(tmp_path / "step-100")
+        assert run.resume(like=tree(0)) is None
+        run.save(1, tree(1)).result()
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_another_run_of_the_program_waits_for_the_save_of_the_one_before(tmp_path, monkeypatch):
+    may_write, write_tree = threading.Event(), saving_run.write_tree
+
+    def slow(team, meter):
+        may_write.wait(10)
+        return write_tree(team, meter)
+
+    monkeypatch.setattr(saving_run, "write_tree", slow)
+    first = Run(tmp_path, signals=())
+    pending = first.save(2, tree(2))
+    threading.Timer(0.05, may_write.set).start()
+    with Run(tmp_path, signals=()) as run:
+        assert run.resume(like=tree(0)).step == 2
+    assert pending.result()
+
+
+def test_a_run_that_was_collected_leaves_signals_to_the_program(tmp_path):
+    told = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: told.append(1))
+    try:
+        run = Run(tmp_path, signals=[signal.SIGUSR1])
+        del run
+        gc.collect()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0)  # a handler runs between two instructions
+        assert told == [1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -2,6 +2,7 @@
 
 import datetime as dt
 import json
+import math
 import shutil
 import time
 from pathlib import Path
@@ -166,9 +167,9 @@ def test_a_newest_step_of_a_wrong_clock_costs_none_before_it(tmp_path, caplog):
 def test_nothing_is_removed_while_no_step_has_the_metric_which_is_told_once(tmp_path, caplog):
     with Run(tmp_path, keep=Keep(best=1, by="eval.loss")) as run:
         for number in (1, 2, 3):
-            run.save(number, tree(number), metrics={"loss": 0.5}).result()
+            run.save(number, tree(number), metrics={"loss": 0.5, "eval.loss": math.nan}).result()
         assert names(tmp_path) == ["step-1", "step-2", "step-3"]
-        told = f"{tmp_path}: no step has the metric eval.loss; the steps have loss. Nothing is removed until"
+        told = f"{tmp_path}: no step has a number for the metric eval.loss; the steps have loss. Nothing is removed until"
         assert caplog.text.count(told) == 1
         checkpoint.score(tmp_path, 1, {"eval.loss": 0.1})
         run.save(4, tree(4)).result()

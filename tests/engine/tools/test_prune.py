@@ -404,7 +404,8 @@ def test_a_metric_that_no_checkpoint_has_is_refused(run):
         score(run, step, {"eval.loss": 0.1, "loss": 0.2})
     for dry_run in (True, False):
         with pytest.raises(
-            ValueError, match=r"no step has the metric eval.los; the steps have eval.loss; loss; nothing was"
+            ValueError,
+            match=r"no step has a number for the metric eval.los; the steps have eval.loss; loss; nothing was",
         ):
             prune(run, keep=[Keep(best=2, by="eval.los"), Keep(last=1)], dry_run=dry_run)
     assert plan_removal(run, Keep(best=2, by="eval.los")).removed == ()
@@ -416,7 +417,10 @@ def test_a_series_without_the_metric_stays(run, caplog):
         save({"w": 1}, run / f"step-{step}")
     score(run, 200, {"loss": 0.1})
     assert prune(run, keep=Keep(best=1, by="loss")).removed == ("run-90", "run-100")
-    assert "all of step-1; step-2 stay: no step has the metric loss; the steps have no metrics" in caplog.text
+    assert (
+        "all of step-1; step-2 stay: no step has a number for the metric loss; the steps have no metrics"
+        in caplog.text
+    )
 
 
 def test_rules_are_a_union_and_the_newest_stays(run):

@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
-_CONFIGS = ("config.json", "hf_quant_config.json", "params.json")  # of Hugging Face, ModelOpt, Mistral
+_ANYBODYS = "params.json"  # of Mistral, and of many programs that keep other things there
+_CONFIGS = ("config.json", "hf_quant_config.json", _ANYBODYS)  # of Hugging Face, ModelOpt, Mistral
 _MOST_CONFIG = 2**26  # bytes
 # In these configurations; the last one is by MLX, ModelOpt and Mistral.
 _DECLARATIONS = ("quantization_config", "compression_config", "quantization")
 # One of these has a value in a declaration. Codecs have a "quantization" of audio, and a cache alone may be quantised.
-_METHODS = ("quant_method", "quant_algo", "qformat_weight", "mode", "method")
+_METHODS = ("quant_method", "quant_algo", "qformat_weight", "method")
 _SIGNS = (*_METHODS, "bits", "w_bit", "load_in_4bit", "load_in_8bit", "format", "config_groups", "quant_type")
 _MOST_LEVELS = 8  # of configurations inside of others, such as "text_config"
 
@@ -44,8 +45,10 @@ _PLAIN = frozenset(["float16", "bfloat16", "float32", "float64", "complex64", "c
 _OF_BUFFERS = frozenset(["uint8", "int32", "uint32", "uint64"])
 _BUFFER = re.compile(
     r"[._](ids|idx|index(es)?|masks?|bias|bucket|positions?|offsets?|tracked|shape|lengths|steps?|count|ptr|seed|rng|"
-    r"key|map(ping)?|d2t|tid2eid)$"
+    r"key|map(ping)?|d2t|tid2eid|extra_state)$"
 )
+_LEAST_PART = 16  # a part so large of all bytes is packed weights
+_PLAIN_BITS = 16
 _SCALES = ("float16", "bfloat16", "float32", "float64", "uint8", "float8_e8m0fnu", "float8_e4m3fn")
 
 # How names of weights end, and how those of their scales end instead, with the sizes of the weights' elements in bytes.
@@ -112,7 +115,7 @@ def quantization_of(
     """
     suspects = _suspects(tree.leaves)
     weights = [name for name, entry in suspects.items() if _can_be_weight(name, entry)]
-    integers = [name for name, entry in tree.leaves.items() if _can_be_packed(name, entry)]
+    integers = _packed_in(tree)
     spelled = _spelled(*(one for one in beside if one is not tree), tree) if suspects else {}
     scales = _scales_of(suspects, spelled)
     if not scales and not weights and not integers:
@@ -188,8 +191,15 @@ def _can_be_weight(name: str, entry: LeafEntry) -> bool:
     return entry.dtype not in _OF_BUFFERS or f".{readable(name)}".endswith(_WEIGHTS)
 
 
+def _packed_in(tree: TreeEntry) -> list[str]:
+    """Return the integers that may be weights of a method whose names are not known here. In a dense model, tables and
+    counters are small beside the weights."""
+    found = {name: entry for name, entry in tree.leaves.items() if _can_be_packed(name, entry)}
+    is_large = sum(entry.nbytes for entry in found.values()) * _LEAST_PART >= tree.nbytes
+    return [*found] if is_large else []
+
+
 def _can_be_packed(name: str, entry: LeafEntry) -> bool:
-    """Tell whether integers may be weights of a method whose names are not known here: dense models have few others."""
     is_integer = entry.dtype in _OF_BUFFERS or entry.dtype == "int64"
     return is_integer and bool(entry.shape) and not entry.key and not _BUFFER.search(f".{readable(name)}")
 
@@ -218,9 +228,17 @@ def _declared(stores: Sequence[Store], metadata: Mapping[str, Any]) -> str | Non
         for part in _parts_of(config):
             for name in _DECLARATIONS:
                 found = part.get(name)
-                if isinstance(found, dict) and any(found.get(sign) for sign in _SIGNS):
+                if isinstance(found, dict) and _is_declaration(found):
                     return f"{_method(found)} ({origin})"
     return None
+
+
+def _is_declaration(config: Mapping[str, Any]) -> bool:
+    """Tell whether a configuration is one of packed weights. That of a cache alone has an algorithm of null."""
+    bits = config.get("bits")
+    if (isinstance(bits, (int, float)) and bits >= _PLAIN_BITS) or config.get("quant_algo", "") is None:
+        return False
+    return str(config.get("quant_method", "")) != "none" and any(config.get(sign) for sign in _SIGNS)
 
 
 def _configurations(
@@ -254,7 +272,8 @@ def _read_config(store: Store, file: str) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (FormatError, PermissionError) as error:  # the leaves may still tell
-        logger.warning("%s; whether it says that the model is quantised is not known", error)
+        if file != _ANYBODYS:
+            logger.warning("%s; whether it says that the model is quantised is not known", error)
         return {}
 
 

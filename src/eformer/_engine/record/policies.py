@@ -204,17 +204,23 @@ def warnings_of(steps: Iterable[StepFacts], rules: Sequence[Keep], now: float = 
 def can_remove(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> bool:
     """Tell whether a rule can be applied. If all rules are about metrics that no step has, every step but the newest
     would go: the metrics are misspelt, or not scored yet."""
-    there = {name for step in counted_steps(steps, rules) for name in step.metrics}
+    there = _metrics_of(steps, rules)
     return any(rule.by is None or rule.by in there for rule in rules)
 
 
 def unknown_metrics(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> str | None:
     """Say which metrics of the rules no step has, and which there are; None if a step has each of them."""
-    there = {name for step in counted_steps(steps, rules) for name in step.metrics}
+    there = _metrics_of(steps, rules)
     missing = sorted({rule.by for rule in rules if rule.by is not None} - there)
     if not missing:
         return None
-    return f"no step has the metric {few(missing)}; the steps have {few(sorted(there)) or 'no metrics'}"
+    return f"no step has a number for the metric {few(missing)}; the steps have {few(sorted(there)) or 'no metrics'}"
+
+
+def _metrics_of(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> set[str]:
+    """Return the names of the metrics of which a step has a number: NaN ranks nothing."""
+    counted = counted_steps(steps, rules)
+    return {name for step in counted for name, value in step.metrics.items() if _has_number(value)}
 
 
 def _misdated(ordered: Sequence[StepFacts], now: float) -> list[str]:

@@ -10,10 +10,12 @@ import secrets
 import time
 import types
 import weakref
+from collections.abc import Mapping
 from datetime import timedelta  # noqa: TC003
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import jax
+import msgspec
 
 from eformer._engine.formats.steps import checked_number, last_step_in, name_of_step, name_to_save
 from eformer._engine.loading.load import LoadArguments, load_tree, log_differences, request_from
@@ -31,14 +33,21 @@ from eformer._engine.runs.signals import Signals
 from eformer._engine.runs.steps import RUN_METADATA, Step, facts_of_run, steps
 from eformer._engine.runs.writer import Writer
 from eformer._engine.saving.metadata import metadata_to_json
-from eformer._engine.saving.pending import Pending
+from eformer._engine.saving.pending import Pending, wait_for_saves_below
 from eformer._engine.saving.run import Format, run_in_background
 from eformer._engine.saving.save import start
 from eformer._engine.stores.locate import absolute, store_at
 from eformer._engine.stores.store_options import remember
 from eformer._engine.tasks.callers import called
 from eformer._engine.tasks.interrupts import uninterrupted
-from eformer.errors import CorruptionError, NotFoundError, ProcessError, SupersededError, VersionError
+from eformer.errors import (
+    CorruptionError,
+    EformerError,
+    NotFoundError,
+    ProcessError,
+    SupersededError,
+    VersionError,
+)
 
 if TYPE_CHECKING:
     import signal
@@ -52,6 +61,7 @@ logger = logging.getLogger("eformer")
 
 _DEFAULT = SaveOptions()
 _LONG_WAIT = 1.0  # seconds
+_NONE: Mapping[int, str] = types.MappingProxyType({})
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, type(jax.jit(lambda: None)))
 
 
@@ -146,7 +156,8 @@ class Run:
         self._pending: Pending | None = None
         self._resumed_from: int | None = None
         self._progress = _Progress(self.path, has_rules=bool(self._every))
-        self._at_end = weakref.finalize(self, self._progress.warn_of_unsaved)  # of a run that nobody closes
+        # Of a run that nobody closes: its end is told, and its signals are given back.
+        self._at_end = weakref.finalize(self, _end, self._progress, self._signals)
         self._now = steady_clock()  # for retention by time
         self._told: set[str] = set()  # the warnings of retention that were logged
         try:
@@ -212,11 +223,15 @@ class Run:
             like=like, into=into, timeout=self._options.timeout, timeout_of="SaveOptions", **arguments
         )
         self._wait_for_last()  # it may be the newest step
+        wait_for_saves_below(self.path)  # of another Run of this program, which this one is about to end
         self._before_claim()
         self._claim()
         agreed = self._agreed_steps()
         if not agreed.steps:
             self._begin_near(0, agreed)
+            if self._resumed_from is not None:  # its steps were removed since
+                self._writer.note_resumed(None)
+            self.step, self._resumed_from, self._progress.saved = 0, None, None
             self._has_begun = True
             return None
         places = self._places(agreed, step)
@@ -333,16 +348,38 @@ class Run:
             raise ValueError(
                 "step='best' needs a rule of keep= that names a metric: Keep(best=1, by='eval.loss')"
             )
-        facts = [StepFacts(step.number, None, step.metrics) for step in self.steps if step.number in there]
-        if not (found := ranked(facts, rule)):
-            raise NotFoundError(f"{self.path}: no step has the metric {rule.by!r}")
+        by = rule
+
+        def best(_: Sequence[bytes]) -> bytes:
+            facts = [StepFacts(number, None, metrics) for number, metrics in self._metrics_of(there).items()]
+            return msgspec.json.encode(ranked(facts, by))
+
+        with _meeting(self._options.timeout) as hosts:  # scores may change: the first process looks, for all
+            found = msgspec.json.decode(hosts.meet(b"", best), type=list[int])
+        if not found:
+            raise NotFoundError(f"{self.path}: no step has a number for the metric {rule.by!r}")
         return found
 
-    def _refuse_newer(self, agreed: Agreed, number: int, skipped: Collection[int] = ()) -> None:
+    def _metrics_of(self, numbers: Sequence[int]) -> dict[int, Mapping[str, float]]:
+        """Return the metrics of the steps of these numbers whose manifests can be read."""
+        found: dict[int, Mapping[str, float]] = {}
+        for step in (step for step in self.steps if step.number in numbers):
+            try:
+                found[step.number] = step.metrics
+            except (EformerError, OSError) as error:
+                logger.warning("%s: step %d is left out: %s", self.path, step.number, error)
+        return found
+
+    def _refuse_newer(self, agreed: Agreed, number: int, skipped: Mapping[int, str] = _NONE) -> None:
         if newer := _after(agreed, number, skipped):
+            damaged = (
+                f", and {few([f'step {n} is damaged: {why}' for n, why in skipped.items()])}"
+                if skipped
+                else ""
+            )
             raise ValueError(
-                f"{self.path} has the steps {newer} after {number}; pass rewind=True to put them aside, or resume from "
-                "the newest"
+                f"{self.path} has the steps {newer} after {number}{damaged}; pass rewind=True to put them aside, or "
+                "resume from the newest"
             )
 
     def _load_first(self, places: Sequence[NearStep], request: Request, fallback: bool) -> _Found:
@@ -489,6 +526,9 @@ class Run:
         metadata   a dict of plain values, which `Step.metadata` gives back
         """
         step = checked_number(step)
+        self._refuse_earlier(
+            step
+        )  # at the first call: a loop that counts from zero shall not train for nothing
         self._progress.done = step
         why = self._why(step)
         if (
@@ -744,6 +784,11 @@ class _Found:
     skipped: dict[int, str]
     facts: Mapping[str, Any]
     report: LoadReport
+
+
+def _end(progress: _Progress, signals: Signals) -> None:
+    signals.abandon()
+    progress.warn_of_unsaved()
 
 
 def _after(agreed: Agreed, number: int, skipped: Collection[int]) -> list[int]:

@@ -76,7 +76,7 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         one = signal.Signals(number)
-        if os.getpid() != self._pid or self._is_second(one):
+        if os.getpid() != self._pid or self._is_closed or self._is_second(one):
             self._put_back(one)
             os.kill(os.getpid(), number)
             return
@@ -119,6 +119,10 @@ class Signals:
         unseen, self._unseen = self._unseen, None
         if unseen in put_back and put_back[unseen] is signal.SIG_DFL and not self._service:
             os.kill(os.getpid(), unseen)
+
+    def abandon(self) -> None:
+        """Let the next signal do what it would without a run. Any thread may call this."""
+        self._is_closed = True
 
     def _put_back(self, one: signal.Signals) -> Any:
         """Put back the handler that was there before; of runs that are closed already, the one before theirs."""

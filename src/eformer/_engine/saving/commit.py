@@ -55,13 +55,12 @@ class _Commit(Struct, frozen=True):
         return self.tree.save_id
 
     def read(self, store: Store) -> Index:
-        index = self.team.format.read_index(store)
-        interrupts.check()
-        if self.team.save.fence:
-            self.team.save.fence()
-        return index
+        return self.team.format.read_index(store)
 
     def change(self, index: Index, store: Store) -> Change:
+        interrupts.check()
+        if self.team.save.fence:  # not before it is known that the save is not committed yet
+            self.team.save.fence()
         change = index.commit(self.tree, store, self.upload)
         is_replaced = change.index is None or index.version is not None
 

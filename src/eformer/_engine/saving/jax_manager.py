@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from eformer._engine.saving.run import Save
+
+logger = logging.getLogger("eformer")
 
 
 def serialize_with(manager: Any, save: Save, callback: Callable[[], None] | None) -> None:
@@ -27,6 +30,9 @@ def serialize_with(manager: Any, save: Save, callback: Callable[[], None] | None
     def commit() -> None:
         try:
             carry_out(save)
+        except BaseException as error:  # which the manager raises when it is asked, and otherwise forgets
+            logger.error("saving to %s failed: %s", save.store.url, error)
+            raise
         finally:
             save.sources.clear()  # the manager keeps this function, and with it the arrays, until its next save
         if callback is not None:

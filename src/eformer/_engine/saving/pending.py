@@ -128,6 +128,14 @@ class Pending:
             afterwards()
 
 
+def wait_for_saves_below(path: str) -> None:
+    """Wait for the saves in the background of this process to paths in a directory, except for one that this is called
+    in. Their errors stay with them."""
+    below = [one for one in list(_started) if one.path.startswith(f"{path.rstrip('/')}/")]
+    others = [one for one in below if one._thread is not threading.current_thread()]
+    interrupts.wait_for_all([one._future for one in others])
+
+
 def _error_of(work: Callable[[], None]) -> BaseException | None:
     try:
         work()

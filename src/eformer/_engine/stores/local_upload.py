@@ -332,7 +332,8 @@ class LocalUpload:
                 source.rename(name or DATA, self.place, final)
             elif not self.is_published(name, final):
                 self._move_file(name, final)
-        self.place.sync()
+        if moves:
+            self.place.sync()
 
     def _write_journal(self, journal: Journal) -> None:
         _write_new(self._folder, JOURNAL, msgspec.json.encode(journal))

@@ -118,8 +118,9 @@ class Objects:
             raise FileNotFoundError(f"{self.path_to(key)} was replaced") from None
         except _PastEndError:
             found = self.head(key)
-        # If the object has been replaced by a longer one since, its beginning has to be read with its version.
-        return (b"", found) if found.nbytes <= start else self.read(key, start, nbytes, version)
+        if found.nbytes > start:  # it was replaced by a longer one since
+            return cast("tuple[Any, Object]", self._request("read", key, work))
+        return b"", found
 
     def head(self, key: str) -> Object:
         async def work() -> Object:
