@@ -7,10 +7,13 @@ import pytest
 
 from eformer import checkpoint
 from eformer._engine.formats.safetensors import directory
+from eformer._engine.formats.safetensors.names import MANIFEST
+from eformer._engine.runs.writer import Writer
 from eformer._engine.stores import bucket, leases
+from eformer._engine.stores.base import SwapError
 from eformer._engine.stores.bucket import BucketUpload
 from eformer._engine.stores.objects import Objects
-from eformer.checkpoint import SaveOptions, load, save
+from eformer.checkpoint import Run, SaveOptions, load, save
 from support.bucket_faults import EXPIRED, forget_all, new_url
 from support.buckets import leases as leases_of
 from support.buckets import objects
@@ -142,3 +145,24 @@ def test_a_save_that_fails_leaves_its_lease_only_if_a_request_may_still_arrive(u
     with mock.patch.object(leases, "LEASE", EXPIRED):
         save(tree(1), url)
     assert not leases_of(url)
+
+
+def test_after_a_lost_answer_a_committed_step_does_not_ask_for_its_writer_again(url):
+    """The network that lost the answer may fail again, and the step is in place."""
+    swap, told = BucketUpload.swap, []
+
+    def lost(self, name, data, expected):
+        swap(self, name, data, expected)
+        if name == MANIFEST and not told:
+            told.append(name)
+            raise SwapError
+
+    check = mock.Mock(side_effect=[None, OSError("the network is down")])
+    with (
+        mock.patch.object(BucketUpload, "swap", lost),
+        mock.patch.object(Writer, "check", check),
+        Run(url, signals=()) as run,
+    ):
+        run.save(1, tree(1)).result()
+    assert told
+    assert not leases_of(f"{url}/step-1")
