@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from unittest.mock import Mock
 
 import numpy as np
@@ -254,14 +253,13 @@ def test_another_run_of_the_program_waits_for_the_save_of_the_one_before(tmp_pat
 
 
 def test_a_run_that_was_collected_leaves_signals_to_the_program(tmp_path):
-    told = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: told.append(1))
+    told = threading.Event()
+    before = signal.signal(signal.SIGUSR1, lambda *_: told.set())
     try:
         run = Run(tmp_path, signals=[signal.SIGUSR1])
         del run
         gc.collect()
         os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(0)  # a handler runs between two instructions
-        assert told == [1]
+        assert told.wait(10)
     finally:
         signal.signal(signal.SIGUSR1, before)
