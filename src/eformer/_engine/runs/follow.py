@@ -49,9 +49,8 @@ def follow(
     since, told = time.monotonic(), set[str]()
     while True:
         for step in _newer(path, last):
-            if (
-                problem := _problem(step)
-            ) is None:  # read now: it may have gone while the one before was used
+            problem = _problem(step)  # read now: the step may have gone while the one before was used
+            if problem is None:
                 yield step
                 last, since = step.number, time.monotonic()
             elif step.path not in told and step.number in {there.number for there in _newer(path, last)}:
@@ -69,8 +68,8 @@ def _problem(step: Step) -> str | None:
         found_of(step)
     except VersionError:
         raise
-    except (EformerError, OSError) as error:
-        return str(error)
+    except (EformerError, OSError):  # `problem` tells it
+        pass
     return step.problem()
 
 

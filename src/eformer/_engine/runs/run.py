@@ -156,7 +156,7 @@ class Run:
         self._pending: Pending | None = None
         self._resumed_from: int | None = None
         self._progress = _Progress(self.path, has_rules=bool(self._every))
-        # Of a run that nobody closes: its end is told, and its signals are given back.
+        # Without `close`, a collected run still warns of an unsaved end, and leaves signals to the program.
         self._at_end = weakref.finalize(self, _end, self._progress, self._signals)
         self._now = steady_clock()  # for retention by time
         self._told: set[str] = set()  # the warnings of retention that were logged
@@ -348,11 +348,10 @@ class Run:
             raise ValueError(
                 "step='best' needs a rule of keep= that names a metric: Keep(best=1, by='eval.loss')"
             )
-        by = rule
 
         def best(_: Sequence[bytes]) -> bytes:
             facts = [StepFacts(number, None, metrics) for number, metrics in self._metrics_of(there).items()]
-            return msgspec.json.encode(ranked(facts, by))
+            return msgspec.json.encode(ranked(facts, rule))
 
         with _meeting(self._options.timeout) as hosts:  # scores may change: the first process looks, for all
             found = msgspec.json.decode(hosts.meet(b"", best), type=list[int])
@@ -372,11 +371,7 @@ class Run:
 
     def _refuse_newer(self, agreed: Agreed, number: int, skipped: Mapping[int, str] = _NONE) -> None:
         if newer := _after(agreed, number, skipped):
-            damaged = (
-                f", and {few([f'step {n} is damaged: {why}' for n, why in skipped.items()])}"
-                if skipped
-                else ""
-            )
+            damaged = "".join(f", and step {n} is damaged: {why}" for n, why in skipped.items())
             raise ValueError(
                 f"{self.path} has the steps {newer} after {number}{damaged}; pass rewind=True to put them aside, or "
                 "resume from the newest"
@@ -526,9 +521,8 @@ class Run:
         metadata   a dict of plain values, which `Step.metadata` gives back
         """
         step = checked_number(step)
-        self._refuse_earlier(
-            step
-        )  # at the first call: a loop that counts from zero shall not train for nothing
+        # Also if it is not saved: a loop that counts from zero is told at its first step.
+        self._refuse_earlier(step)
         self._progress.done = step
         why = self._why(step)
         if (

@@ -190,11 +190,11 @@ class Store(Protocol):
 
         `save_id` is in the names of all files; without one the names are those that the files will have.
 
-        `root` is the directory that the files will be in, unless `publish` moves them somewhere else; a store that
-        cannot rename writes there at once.
+        `root` is the directory that the files will be in, unless the commit moves them somewhere else; a bucket writes
+        there at once.
 
-        The upload makes the place; if it `is_first`, so that the place survives a crash even if somebody else has made
-        it.
+        The upload makes the place. If `is_first`, there is no checkpoint yet: the directory is synced as well, because
+        another program may have made it and died.
         """
 
 
@@ -211,7 +211,7 @@ class ReadOnly:
 
 
 class Index(Protocol):
-    """The index of a place, as it is before a commit. What it says of saves is None if that is not known."""
+    """The index of a place, as it is before a commit. `manifest` and `save_ids` are None if they are not known."""
 
     @property
     def version(self) -> Version | None:
@@ -229,7 +229,7 @@ class Index(Protocol):
 
 
 class Change(Struct, frozen=True):
-    """What a commit does: final names for new files and directories, and the next index.
+    """The effect of a commit: final names for new files and directories, and the next index.
 
     moves      final names by name; "" stands for the directory of all new files
     index      returns the next index, given what it has to say of saves; None: the new files are all there is
@@ -329,8 +329,8 @@ class Upload(Protocol):
 
 
 def tidy_up(change: Change, store: Store, upload: Upload, finish: Callable[[Change], None]) -> None:
-    """Remove what is not needed any more. The checkpoint is safe by now: what cannot be removed is left to the next
-    save."""
+    """Remove replaced files after a commit. The checkpoint is safe by now: an error is logged, and the next save
+    removes the rest."""
     try:
         finish(change)
         if change.tidy:

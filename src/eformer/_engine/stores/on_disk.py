@@ -1,4 +1,4 @@
-"""What only a directory of this machine has: a path, links, files that several names share."""
+"""Ask a store for the properties of a disk: a path, links, files that several names share."""
 
 from __future__ import annotations
 
