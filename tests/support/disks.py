@@ -33,7 +33,11 @@ class Mount:
     def __init__(self, source: str, place: Path, *options: str) -> None:
         self.source, self.place, self.options = source, place, options
         place.mkdir()
-        self.mount()
+        try:
+            self.mount()
+        except CannotMount:
+            place.rmdir()  # the next case of this process uses the same name
+            raise
 
     def mount(self) -> None:
         administer("mount", *self.options, self.source, str(self.place))
