@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from contracts.checkpoint import CheckpointContract, DirectoryContract, OnDisk, layouts, meshes, model
 from eformer import checkpoint
-from eformer._engine.stores import local_upload
+from eformer._engine.stores import new_files
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 from eformer.serialization.async_manager import AsyncCheckpointManager
@@ -256,14 +256,14 @@ def save_in_background(tree, path):
 
 @pytest.mark.parametrize("call", [save, save_in_background])
 def test_a_save_up_to_an_eighth_of_the_available_memory_is_warm_for_its_reader(tmp_path, monkeypatch, call):
-    passed, write = [], local_upload.write_past_cache
-    monkeypatch.setattr(local_upload, "write_past_cache", lambda *how: passed.append(1) or write(*how))
+    passed, write = [], new_files.write_past_cache
+    monkeypatch.setattr(new_files, "write_past_cache", lambda *how: passed.append(1) or write(*how))
     tree = {"w": np.arange(2**18)}
-    monkeypatch.setattr(local_upload, "available_memory", lambda: 8 * 2**21 + 8 * 1000)  # with the header
+    monkeypatch.setattr(new_files, "available_memory", lambda: 8 * 2**21 + 8 * 1000)  # with the header
     call(tree, tmp_path / "a")
     assert not passed
     assert is_in_memory(tmp_path / "a" / "model.safetensors")
-    monkeypatch.setattr(local_upload, "available_memory", lambda: 8 * 2**21)
+    monkeypatch.setattr(new_files, "available_memory", lambda: 8 * 2**21)
     call(tree, tmp_path / "b")
     assert len(passed) == 1
     assert_same(load(tmp_path / "b"), tree)

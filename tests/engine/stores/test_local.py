@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from contracts.store import StoreContract
-from eformer._engine.stores import durable, local_upload
+from eformer._engine.stores import durable, new_files
 from eformer._engine.stores.durable import replacing
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
@@ -245,7 +245,7 @@ def test_a_killed_writer_leaves_a_whole_file(tmp_path, wait):
 
 @pytest.fixture
 def passing(tmp_path, monkeypatch):
-    monkeypatch.setattr(local_upload, "_WARM_PART", 0)
+    monkeypatch.setattr(new_files, "_WARM_PART", 0)
     upload = LocalUpload(tmp_path)
     upload.nbytes = 1
     yield upload.create("file", 0)

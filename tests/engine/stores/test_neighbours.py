@@ -146,7 +146,7 @@ def test_a_name_for_scratch_that_was_guessed_is_not_used(tmp_path, precious, mon
         taken.symlink_to(precious)
     else:
         os.mkfifo(taken)
-    monkeypatch.setattr("eformer._engine.stores.local_upload.scratch_name", lambda: SCRATCH)
+    monkeypatch.setattr("eformer._engine.stores.scratch.scratch_name", lambda: SCRATCH)
     monkeypatch.setattr("eformer._engine.stores.durable.scratch_name", lambda: SCRATCH)
     with pytest.raises(FileExistsError):
         save(TREE, tmp_path / "run")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.journal import sweep
-from eformer._engine.stores.local_upload import LocalUpload
+from eformer._engine.stores.scratch import Scratch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,14 +20,15 @@ def appearing(path: Path) -> Iterator[Path]:
     not."""
     with Directory.open(path.parent) as place:
         sweep(place)  # remains of others that died
-    upload = LocalUpload(path.parent)
-    try:
-        yield upload.data.own_path / path.name
-        upload.data.put(path.name, upload.place, path.name)
+    with Scratch(path.parent) as scratch:
+        data, place, name = scratch.data, scratch.place, path.name
+        yield data.own_path / name
+        data.put(name, place, name)
         try:
-            upload.place.sync()
+            place.sync()
         except OSError:  # it may not survive a crash, so it is not to be seen
-            upload.take_back(path.name)
+            if place.has_directory(name):
+                place.rename(name, data, name)
+            else:
+                place.unlink(name)
             raise
-    finally:
-        upload.close()

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import errno
 import stat
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.durable import scratch_name
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
+from eformer._engine.stores.scratch import Scratch
+from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
     from pathlib import Path
 
-    from eformer._engine.stores.base import Identity
+    from eformer._engine.stores.base import Identity, Store
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+_MOST_DEPTH = 64  # of directories in a checkpoint that is linked
 
 
 def identity_of(path: Path) -> Identity:
@@ -38,17 +41,15 @@ def remove_checkpoint(directory: Path, name: str, identity: Identity) -> None:
     looked at again there: another that was given its name in the last moment goes back.
     """
     try:
-        upload = LocalUpload(directory)
+        scratch = Scratch(directory)
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise
         with Directory.open(directory) as place:  # the checkpoint itself is hidden, which takes no space
             _remove(place, name, identity, place, scratch_name())
         return
-    try:
-        _remove(upload.place, name, identity, upload.data, name)
-    finally:
-        upload.close()
+    with scratch:
+        _remove(scratch.place, name, identity, scratch.data, name)
 
 
 def _remove(place: Directory, name: str, identity: Identity, target: Directory, hidden: str) -> None:
@@ -104,11 +105,22 @@ def set_aside(directory: Path, name: str, why: str) -> str:
 @contextmanager
 def linked(directory: Path, name: str) -> Iterator[str]:
     """Link the files of a checkpoint into a hidden directory, which is removed at the end, and yield their path."""
-    upload = LocalUpload(directory)
-    try:
-        yield str(upload.linked(LocalStore(directory), name))
-    finally:
-        upload.close()
+    store = LocalStore(directory)
+    with closing(LocalUpload(directory)) as upload:
+        for file in _files(store, name, _MOST_DEPTH):
+            if not upload.link(file, store, store.read(file, 0, 0)[1]):
+                raise NotFoundError(f"{store.path_to(file)} cannot be linked")
+        yield str(upload.data.path / name)
+
+
+def _files(store: Store, below: str, depth: int) -> Iterator[str]:
+    """List the files of a directory, and of those in it."""
+    for name, kind in store.kinds(below).items():
+        path = f"{below}/{name}"
+        if kind == "file":
+            yield path
+        elif kind == "directory" and depth and not name.startswith("."):
+            yield from _files(store, path, depth - 1)
 
 
 def remove_file(directory: Path, name: str) -> None:

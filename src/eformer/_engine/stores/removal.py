@@ -94,39 +94,8 @@ def remove_moved(directory: Directory, moved: Moved, owner: int | None = None) -
     with top:
         if top.inode != moved.inode:
             return
-        if moved.mark:
-            _remove_marked(top, moved.mark, owner, 0)
-        else:
-            _remove_described(top, _by_directory(moved), owner, 0)
+        _remove(top, moved.mark, _by_directory(moved), owner, 0)
     directory.remove_if_empty(moved.name)
-
-
-# --------------------------------------------------------------------------------------------- which
-
-
-def _remove_marked(folder: Directory, mark: str, owner: int | None, depth: int) -> None:
-    """Remove all arrays and databases of one save, in and below a directory. Remove empty directories, too: they may be
-    left over from an array whose removal was interrupted."""
-    kinds = folder.kinds()
-    if not _OTHERS.isdisjoint(kinds):
-        logger.warning("%s was not removed: it is another checkpoint", folder.path)
-    elif _mark_of_database(folder, kinds) == mark:
-        if _is_of(owner, folder, DATABASE_MARK):
-            _remove_database(folder, kinds)
-    elif (array := read_array(folder, kinds)) and array.eformer == mark:
-        if _is_of(owner, folder, ZARRAY):
-            _remove_array(folder, array, kinds)
-    else:
-        for name, kind in kinds.items():
-            if kind == "directory":
-                with folder.enter(name, depth) as inner:
-                    _remove_marked(inner, mark, owner, depth + 1)
-                folder.remove_if_empty(name)
-
-
-def _is_of(owner: int | None, folder: Directory, name: str) -> bool:
-    status = folder.status(name)
-    return owner is None or (status is not None and status.st_uid == owner)
 
 
 _Tree = dict[str, "Described | _Tree"]
@@ -150,29 +119,44 @@ def _by_directory(moved: Moved) -> _Tree:
     return root
 
 
-def _remove_described(folder: Directory, tree: _Tree, owner: int | None, depth: int) -> None:
-    """Remove arrays and databases without a mark, and the directories above them that are empty then."""
+def _remove(folder: Directory, mark: str, described: _Tree, owner: int | None, depth: int) -> None:
+    """Remove the arrays and databases of one save, in and below a directory: those with its mark, or, if it has none,
+    those that are described. Remove empty directories, too: an interrupted removal may have left them."""
     kinds = folder.kinds()
     if not _OTHERS.isdisjoint(kinds):
         logger.warning("%s was not removed: it is another checkpoint", folder.path)
         return
-    for name, inner in tree.items():
-        if isinstance(inner, Described):
-            if _is_of(owner, folder, name):
-                _remove_if_same(folder, name, kinds, inner)
-        elif kinds.get(name) == "directory":
+    if _remove_here(folder, kinds, mark, described, owner) and mark:
+        return
+    for name, kind in kinds.items():
+        inner = described.get(name)
+        if kind == "directory" and (mark or isinstance(inner, dict)) and folder.has_directory(name):
             with folder.enter(name, depth) as below:
-                _remove_described(below, inner, owner, depth + 1)
+                _remove(below, mark, inner if isinstance(inner, dict) else {}, owner, depth + 1)
             folder.remove_if_empty(name)
 
 
-def _remove_if_same(folder: Directory, name: str, kinds: Mapping[str, Kind], described: Described) -> None:
-    if not described.is_same(folder.status(name)):
-        return
-    if name == DATABASE_MARK and _mark_of_database(folder, kinds) == "":
-        _remove_database(folder, kinds)
-    elif name == ZARRAY and (array := read_array(folder, kinds)) and not array.eformer:
+def _remove_here(
+    folder: Directory, kinds: Mapping[str, Kind], mark: str, described: _Tree, owner: int | None
+) -> bool:
+    """Return whether the directory itself is an array or a database of the save; remove that one, if it is meant."""
+    if _mark_of_database(folder, kinds) == mark:
+        if _is_meant(folder, DATABASE_MARK, mark, described, owner):
+            _remove_database(folder, kinds)
+        return True
+    if (array := read_array(folder, kinds)) is None or array.eformer != mark:
+        return False
+    if _is_meant(folder, ZARRAY, mark, described, owner):
         _remove_array(folder, array, kinds)
+    return True
+
+
+def _is_meant(folder: Directory, name: str, mark: str, described: _Tree, owner: int | None) -> bool:
+    """Tell whether the file that describes an array is of this user; and without a mark, the very file described."""
+    status, expected = folder.status(name), described.get(name)
+    if owner is not None and (status is None or status.st_uid != owner):
+        return False
+    return bool(mark) or (isinstance(expected, Described) and expected.is_same(status))
 
 
 # -------------------------------------------------------------------------------------------- arrays
