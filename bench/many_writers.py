@@ -30,7 +30,6 @@ import msgspec
 import numpy as np
 
 from eformer._engine.formats.find import find
-from eformer._engine.formats.safetensors.names import MANIFEST
 from eformer._engine.loading.contents import contents_of
 from eformer._engine.loading.load import _located
 from eformer._engine.loading.read import read
@@ -38,6 +37,7 @@ from eformer._engine.loading.request import Request
 from eformer._engine.loading.select import compare, select
 from eformer._engine.record.digests import Hasher
 from eformer._engine.record.holdings import Held, Holdings
+from eformer._engine.record.indexes import MANIFEST
 from eformer._engine.record.manifest import Manifest, Receipt, RecordedSharding, weight_of
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.planned import Source

@@ -7,7 +7,7 @@ import pytest
 
 from eformer import checkpoint
 from eformer._engine.formats.safetensors import directory
-from eformer._engine.formats.safetensors.names import MANIFEST
+from eformer._engine.record.indexes import MANIFEST
 from eformer._engine.runs.writer import Writer
 from eformer._engine.stores import bucket, leases
 from eformer._engine.stores.base import SwapError

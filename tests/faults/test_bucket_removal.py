@@ -362,12 +362,12 @@ def test_a_step_at_the_root_of_a_bucket_that_is_held_stays(kind):
     put(f"memory://{name}", 1, kind)
     store = store_at("memory://")
     with held(store, name) as path:
-        assert not remove_checkpoint(store, name, _indexes())
+        assert not remove_checkpoint(store, name)
         assert (load(path)["w"] == 1).all()
     upload = store_at(f"memory://{name}").begin("", save_id="0123456789abcdef")
-    assert not remove_checkpoint(store, name, _indexes())
+    assert not remove_checkpoint(store, name)
     upload.close()
-    assert remove_checkpoint(store, name, _indexes())
+    assert remove_checkpoint(store, name)
     assert not list(store.objects.list(f"{name}/"))
 
 
@@ -537,7 +537,7 @@ def test_a_sweep_whose_index_is_removed_by_another_one_does_nothing():
     put(f"{run}/step-1", 1, "safetensors")
     store, death = store_at(run), Deaths(8)
     with suppress(Died), hooked(death):
-        remove_checkpoint(store, "step-1", _indexes())
+        remove_checkpoint(store, "step-1")
     found, start = around(f"{run}/x")
     index = f"{start}step-1/manifest.json"
     assert b"gone" in bytes(found.read(index)[0])
@@ -549,7 +549,7 @@ def test_a_sweep_whose_index_is_removed_by_another_one_does_nothing():
         return look(claim)
 
     with passed(), mock.patch.object(_Claim, "look", looked):
-        sweep_checkpoint(store, "step-1", _indexes())
+        sweep_checkpoint(store, "step-1")
     with pytest.raises(NotFoundError):
         load(f"{run}/step-1")
 
@@ -559,11 +559,5 @@ def test_a_removal_makes_few_requests():
     fill(run, "safetensors", (1, 2))
     plan, counted = plan_removal(run, 1), Deaths(0)
     with hooked(counted):
-        remove_checkpoint(store_at(run), plan.removed[0], _indexes(), plan.identities[0])
+        remove_checkpoint(store_at(run), plan.removed[0], plan.identities[0])
     assert counted.count <= 14
-
-
-def _indexes():
-    from eformer._engine.formats.indexes import INDEXES
-
-    return INDEXES

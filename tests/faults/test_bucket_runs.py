@@ -14,8 +14,7 @@ import pytest
 
 from eformer import checkpoint
 from eformer._engine.formats.find import find
-from eformer._engine.formats.safetensors.names import MANIFEST
-from eformer._engine.formats.zarr.index import INDEX
+from eformer._engine.record.indexes import INDEX, MANIFEST
 from eformer._engine.stores.leases import LEASES
 from support.buckets import around
 from support.buckets import leases as leases_of

@@ -14,7 +14,6 @@ import numpy as np
 
 import eformer
 from eformer import checkpoint, pytree
-from eformer._engine.formats.indexes import INDEXES
 from eformer._engine.formats.msgpack import reader
 from eformer._engine.formats.msgpack.views import unpack
 from eformer._engine.formats.msgpack.writer import pack
@@ -230,7 +229,7 @@ class Doors:
 
     def remove(self, path: str) -> None:
         store, name = store_at(path).parent()
-        remove_checkpoint(store, name, INDEXES)
+        remove_checkpoint(store, name)
 
 
 READING = (

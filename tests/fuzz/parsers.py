@@ -13,9 +13,9 @@ from eformer._engine.formats.others.orbax_structure import build_structure
 from eformer._engine.formats.others.single_file import SingleFile
 from eformer._engine.formats.others.sniff import FILE_READERS
 from eformer._engine.formats.safetensors.header import header_length, parse_header
-from eformer._engine.formats.zarr.index import Index
 from eformer._engine.formats.zarr.original_structure import parse_structure
 from eformer._engine.record.holdings import holders
+from eformer._engine.record.indexes import Index
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.manifest import parse_structure as parse_tree
 from eformer._engine.record.signature import signed_files

@@ -14,12 +14,12 @@ import jax
 import numpy as np
 
 from eformer._engine.formats.safetensors.names import SUFFIX
-from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.plain_arrays import discover
 from eformer._engine.loading.load import load_tree
 from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import floating_dtype, raw_pieces
+from eformer._engine.record.indexes import INDEX
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.saving.pending import Pending, wait_for
 from eformer._engine.saving.run import carry_out, run_in_background

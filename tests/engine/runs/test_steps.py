@@ -11,7 +11,7 @@ from flax.serialization import to_bytes
 
 from eformer import checkpoint
 from eformer._engine.formats import find as find_module
-from eformer._engine.formats.zarr.index import INDEX
+from eformer._engine.record.indexes import INDEX
 from eformer.checkpoint import Keep, Run, latest, load, save, steps
 from eformer.errors import CorruptionError, NotFoundError, VersionError
 from support.damage import newer_version

@@ -514,10 +514,10 @@ def test_the_scratch_of_a_save_that_lives_is_left_alone(run):
 def test_steps_that_the_run_removes_meanwhile_are_passed_over(run, monkeypatch):
     identity = prune_module.identity_of
 
-    def late(store, name, indexes):
+    def late(store, name):
         if name == "run-90":
             shutil.rmtree(run / name)
-        return identity(store, name, indexes)
+        return identity(store, name)
 
     monkeypatch.setattr(prune_module, "identity_of", late)
     plan = plan_removal(run, 1)

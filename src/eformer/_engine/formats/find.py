@@ -21,7 +21,7 @@ from eformer._engine.formats.others import (
 from eformer._engine.formats.others import sniff as files
 from eformer._engine.formats.read_format import DirectoryReader, Place
 from eformer._engine.formats.safetensors import read as safetensors
-from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX
 from eformer._engine.formats.steps import (
     RUN_FILE,
     is_checkpoint,
@@ -31,7 +31,7 @@ from eformer._engine.formats.steps import (
     steps_from_last,
 )
 from eformer._engine.formats.zarr import read as arrays
-from eformer._engine.formats.zarr.index import INDEX
+from eformer._engine.record.indexes import INDEX, MANIFEST
 from eformer._engine.record.names import with_nearest
 from eformer._engine.record.signature import signature_name
 from eformer._engine.record.text import few

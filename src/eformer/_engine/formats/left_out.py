@@ -11,10 +11,9 @@ import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from eformer._engine.formats.safetensors.names import MANIFEST
 from eformer._engine.formats.zarr.chunk_names import chunk_names
-from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.record.digests import has_own_digest
+from eformer._engine.record.indexes import INDEX, MANIFEST
 from eformer._engine.record.signature import SIGNATURE
 from eformer._engine.record.zarray import ZARRAY
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST

@@ -8,13 +8,12 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex
 
-from eformer._engine.formats.indexes import has_mark
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.others.orbax_items import has_items
-from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, PRIVATE, SUFFIX
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, PRIVATE, SUFFIX
 from eformer._engine.formats.safetensors.plain_files import marked_file
-from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.plain_arrays import array_at, discover
+from eformer._engine.record.indexes import INDEX, INDEXES, MANIFEST, MOST_EMPTY, manifest_in
 from eformer._engine.stores.durable import SCRATCH
 from eformer._engine.stores.on_disk import on_disk
 from eformer._engine.stores.removal import DATABASE_MARK
@@ -231,3 +230,21 @@ def _has_files_of_ours(store: Store, kinds: Mapping[str, Kind]) -> bool:
     first = next(discover(store), None)
     array = first and array_at(store, first.path)
     return bool(array and array.eformer)
+
+
+def has_mark(store: Store, directory: str, mark: str) -> bool | None:
+    """Tell whether a file marks a directory as a checkpoint; None if it is there and says that there is none."""
+    name = f"{directory}/{mark}"
+    if on_disk(store) is not None or mark not in INDEXES:
+        return store.is_file(name)
+    try:
+        data, entry = store.read(name, 0, MOST_EMPTY)
+    except FileNotFoundError:
+        return False
+    manifest = manifest_in(mark, data) if entry.nbytes <= MOST_EMPTY else None
+    return None if manifest and manifest.is_empty else True
+
+
+def is_removed(store: Store, directory: str) -> bool:
+    """Tell whether the index of a directory says that there is no checkpoint."""
+    return any(has_mark(store, directory, mark) is None for mark in INDEXES)

@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from eformer._engine.formats.indexes import INDEXES
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, base_name
 from eformer._engine.formats.steps import MARKS, remains_in
 from eformer._engine.record.policies import (
@@ -87,7 +86,7 @@ def remove_step(store: Store, name: str, identity: Identity | None) -> str | Non
     """Remove a step. Return why it stays, if it does. Raise FileNotFoundError if it is gone, and ValueError if it is
     another one."""
     try:
-        is_removed = remove_checkpoint(store, name, INDEXES, identity)
+        is_removed = remove_checkpoint(store, name, identity)
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
@@ -109,7 +108,7 @@ def _identities(store: Store, there: Sequence[Step]) -> dict[str, Identity]:
     found: dict[str, Identity] = {}
     for step in there if on_disk(store) is not None else ():
         with suppress(FileNotFoundError):
-            found[step.name] = identity_of(store, step.name, INDEXES)
+            found[step.name] = identity_of(store, step.name)
     return found
 
 
@@ -214,7 +213,7 @@ def sweep(store: Store, known: Collection[str] = ()) -> None:
     whole there."""
     if on_disk(store) is None:
         for name in remains_in(store, known):
-            checkpoints.sweep(store, name, INDEXES)
+            checkpoints.sweep(store, name)
 
 
 def facts_of(step: Step, rules: Sequence[Keep]) -> StepFacts:

@@ -13,13 +13,7 @@ import msgspec
 from eformer._engine.formats.find import find
 from eformer._engine.formats.safetensors.header import open_header
 from eformer._engine.formats.safetensors.layout import plan_extents
-from eformer._engine.formats.safetensors.names import (
-    PRIVATE,
-    own_name,
-    region_name,
-    save_of,
-    tensor_names,
-)
+from eformer._engine.formats.safetensors.names import PRIVATE, own_name, region_name, save_of, tensor_names
 from eformer._engine.record.digests import DIGEST_DIGITS, xxh3_128
 from eformer._engine.record.names import readable
 from eformer._engine.record.regions import Region

@@ -13,8 +13,8 @@ from eformer._engine.formats.safetensors.directory import SafetensorsDirectory
 from eformer._engine.formats.safetensors.names import tensor_names
 from eformer._engine.formats.safetensors.single_file import SafetensorsFile
 from eformer._engine.formats.zarr.arrays import ZarrArrays
-from eformer._engine.formats.zarr.index import Listed
 from eformer._engine.formats.zarr.layout import array_path
+from eformer._engine.record.indexes import Listed
 from eformer._engine.saving.agreement import Team, gather
 from eformer._engine.saving.commit import commit
 from eformer._engine.saving.record import receipt_of_one, receipt_of_several

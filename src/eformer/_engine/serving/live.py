@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.formats.indexes import INDEXES
 from eformer._engine.formats.steps import name_of_step
 from eformer._engine.record.policies import StepFacts
 from eformer._engine.record.text import printable
@@ -237,7 +236,7 @@ class LiveRun:
 
 def identity_of(store: Store, name: str) -> Hashable:
     """Return what tells a checkpoint from another of the same name. Raise FileNotFoundError if it is not there."""
-    found = checkpoints.identity_of(store, name, INDEXES)
+    found = checkpoints.identity_of(store, name)
     if not found:
         raise FileNotFoundError(name)
     return found

@@ -37,8 +37,6 @@ Version = str
 
 Kind = Literal["file", "directory", "other"]
 
-MOST_EMPTY = 8192  # bytes of an index that says that there is no checkpoint
-
 _MOST_WHOLE = 2**29  # bytes
 
 
@@ -64,25 +62,6 @@ class Replaced(Struct, frozen=True):
 
 Identity = tuple[object, ...]
 """Tells a checkpoint from a later one of the same name."""
-
-
-class Indexes(Protocol):
-    """How the indexes of checkpoints look, for stores in which a removal begins by replacing them.
-
-    Of the two names, the one of checkpoints whose data are directories is looked at first.
-    """
-
-    @property
-    def of_directories(self) -> str: ...
-
-    @property
-    def of_files(self) -> str: ...
-
-    def parse(self, name: str, data: bytes) -> Manifest | None:
-        """Return what an index says; None if it cannot be read."""
-
-    def empty(self, name: str, log: CommitLog) -> bytes:
-        """Return an index that says that there is no checkpoint."""
 
 
 class SwapError(Exception):

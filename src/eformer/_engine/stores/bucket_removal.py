@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, structs
 
+from eformer._engine.record.indexes import INDEX, INDEXES, MANIFEST, MOST_EMPTY, empty_index, manifest_in
 from eformer._engine.record.manifest import CommitLog
 from eformer._engine.stores import leases
-from eformer._engine.stores.base import MOST_EMPTY, SwapError
+from eformer._engine.stores.base import SwapError
 from eformer._engine.stores.leases import LEASES, ids_in, is_hold, is_save, name_of, still_dead
 from eformer._engine.stores.swaps import read_if_there, swap_index
 from eformer._engine.tasks.deadline import clearing_up
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from eformer._engine.record.manifest import Manifest
-    from eformer._engine.stores.base import Identity, Indexes, Version
+    from eformer._engine.stores.base import Identity, Version
     from eformer._engine.stores.leases import Renewed
     from eformer._engine.stores.objects import Object, Objects
 
@@ -37,22 +38,22 @@ _CONTENTS = "contents"  # begins the name of the object that lists the data of a
 _MOST_AGE = 300.0  # seconds since the lease was put; it is renewed every minute
 
 
-def identity_of(objects: Objects, path: str, indexes: Indexes) -> Identity:
+def identity_of(objects: Objects, path: str) -> Identity:
     """Return the versions of the indexes of a directory, or the version of a file."""
-    versions = {name: objects.find(f"{path}/{name}") for name in (indexes.of_files, indexes.of_directories)}
+    versions = {name: objects.find(f"{path}/{name}") for name in INDEXES}
     found = {name: entry.version for name, entry in versions.items() if entry}
     if not found and (file := objects.find(path)):
         found = {"": file.version}
     return tuple(sorted(found.items()))
 
 
-def remove(objects: Objects, path: str, indexes: Indexes, identity: Identity | None) -> bool:
+def remove(objects: Objects, path: str, identity: Identity | None) -> bool:
     """Remove all objects of a checkpoint. Return False if somebody holds it, or a save to it is under way."""
     if (file := objects.find(path)) is not None:
         _require(identity in (None, (("", file.version),)), objects, path)
         objects.delete([path])
         return True
-    with _claimed(objects, path, indexes) as claim:
+    with _claimed(objects, path) as claim:
         there = claim.indexes_there()
         if identity is not None:
             _require(
@@ -66,15 +67,15 @@ def remove(objects: Objects, path: str, indexes: Indexes, identity: Identity | N
         return claim.remove_all(seen, there)
 
 
-def sweep(objects: Objects, path: str, indexes: Indexes) -> None:
+def sweep(objects: Objects, path: str) -> None:
     """Remove the objects of dead saves, unless there is a checkpoint, whose next save does that; and what is left of a
     removal that died."""
     now = dt.datetime.now(dt.UTC)
     if objects.is_unconditional:  # nobody can be barred
         return
-    if not _is_worth_a_look(Seen(path, now, tuple(objects.list(f"{path}/"))), indexes):
+    if not _is_worth_a_look(Seen(path, now, tuple(objects.list(f"{path}/")))):
         return
-    with _claimed(objects, path, indexes) as claim:
+    with _claimed(objects, path) as claim:
         there = claim.indexes_there()
         seen = claim.look()
         if not seen.is_held() and all(one.is_empty for one in there.values()):
@@ -120,9 +121,9 @@ def _require(is_same: bool, objects: Objects, path: str) -> None:
         )
 
 
-def _is_worth_a_look(seen: Seen, indexes: Indexes) -> bool:
+def _is_worth_a_look(seen: Seen) -> bool:
     """Tell whether there may be something to sweep, by the clock of this machine, which does not decide anything."""
-    names = {f"{seen.path}/{name}" for name in (indexes.of_directories, indexes.of_files)}
+    names = {f"{seen.path}/{name}" for name in INDEXES}
     has_index = any(one.key in names for one in seen.data)
     is_old = any(seen.is_old(one.key) for one in seen.entries if one.key in names or one in seen.leases)
     is_more = len(seen.data) > 1 or any(map(seen.is_late, seen.leases))
@@ -223,10 +224,10 @@ class _Emptied(Struct, frozen=True):
 
 
 @contextmanager
-def _claimed(objects: Objects, path: str, indexes: Indexes) -> Iterator[_Claim]:
+def _claimed(objects: Objects, path: str) -> Iterator[_Claim]:
     """Keep saves from committing, from now to the end."""
     with _kept_off(objects, path) as lease:
-        yield _Claim(objects, path, indexes, lease)
+        yield _Claim(objects, path, lease)
 
 
 @contextmanager
@@ -245,8 +246,8 @@ def _kept_off(objects: Objects, path: str) -> Iterator[Renewed]:
 class _Claim:
     """The right to remove the index of a directory, which is good for a few minutes, and shared with other removals."""
 
-    def __init__(self, objects: Objects, path: str, indexes: Indexes, lease: Renewed) -> None:
-        self._objects, self._path, self._indexes, self._lease = objects, path, indexes, lease
+    def __init__(self, objects: Objects, path: str, lease: Renewed) -> None:
+        self._objects, self._path, self._lease = objects, path, lease
 
     def look(self) -> Seen:
         now = self._objects.head(self._lease.key).modified
@@ -262,12 +263,12 @@ class _Claim:
         return seen.without(marks, ids_in(text.decode(errors="replace") for text in texts))
 
     def indexes_there(self) -> dict[str, _There]:
-        names = (self._indexes.of_directories, self._indexes.of_files)
+        names = INDEXES
         return {name: found for name in names if (found := self._read(name))}
 
     def _read(self, name: str) -> _There | None:
         found = read_if_there(self._objects, self._key(name))
-        return _There(*found, self._indexes.parse(name, found[0])) if found else None
+        return _There(*found, manifest_in(name, found[0])) if found else None
 
     def _key(self, name: str) -> str:
         return f"{self._path}/{name}"
@@ -303,10 +304,10 @@ class _Claim:
         """Name the indexes that are there, and those by which dead saves would commit; at least the one that readers
         look at first: what another program wrote has none of ours."""
         dead = self._wanted_by(seen, set(seen.expired()))
-        return {*there, *dead} or {self._indexes.of_directories}
+        return {*there, *dead} or {INDEX}
 
     def _wanted_by(self, seen: Seen, saves: set[str]) -> set[str]:
-        kinds = {self._indexes.of_directories: True, self._indexes.of_files: False}
+        kinds = {INDEX: True, MANIFEST: False}
         return {name for name, directories in kinds.items() if seen.saves_of(directories=directories) & saves}
 
     def _empty(
@@ -319,7 +320,7 @@ class _Claim:
             at = seen.now.isoformat(timespec="seconds")
             dead = still_dead(log.dead, seen.now) | dict.fromkeys(saves, at)
             barring = CommitLog(secrets.token_hex(8), log.done, dead, gone or log.gone)
-            data = self._indexes.empty(name, barring)
+            data = empty_index(name, barring)
             if len(data) > MOST_EMPTY:
                 return None
             version = before.version if before else None
@@ -358,7 +359,7 @@ class _Claim:
         for name in [*there] or sorted(self._wanted_by(seen, set(expired)))[:1]:
             before = there.get(name)
             log = before.log if before else CommitLog()
-            is_of_directories = name == self._indexes.of_directories
+            is_of_directories = name == INDEX
             dead = {*log.dead, *(seen.saves_of(directories=is_of_directories) & expired.keys())}
             doomed = self._doomed(name, seen, dead, is_gone=log.gone)
             if doomed and self._empty(name, before, seen, dead, gone=False) is None:

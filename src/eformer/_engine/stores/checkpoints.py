@@ -17,19 +17,19 @@ from eformer._engine.stores.on_disk import on_disk
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from eformer._engine.stores.base import Identity, Indexes, Store
+    from eformer._engine.stores.base import Identity, Store
 
 
-def identity_of(store: Store, name: str, indexes: Indexes) -> Identity:
+def identity_of(store: Store, name: str) -> Identity:
     """Return an identity that tells a checkpoint, a directory or a file, from a later one of the same name. Raise
     FileNotFoundError if it is gone."""
     if (place := on_disk(store)) is not None:
         return local_removal.identity_of(place / name)
     bucket = _bucket(store)
-    return bucket_removal.identity_of(bucket.objects, bucket.key_of(name), indexes)
+    return bucket_removal.identity_of(bucket.objects, bucket.key_of(name))
 
 
-def remove_checkpoint(store: Store, name: str, indexes: Indexes, identity: Identity | None = None) -> bool:
+def remove_checkpoint(store: Store, name: str, identity: Identity | None = None) -> bool:
     """Remove a directory or a file that is a checkpoint so that nobody ever sees a part of it.
 
     Return False if a reader holds it or a save to it is under way, which only a bucket tells. Raise FileNotFoundError
@@ -40,17 +40,17 @@ def remove_checkpoint(store: Store, name: str, indexes: Indexes, identity: Ident
         local_removal.remove_checkpoint(place, name, identity or now)
         return True
     bucket = _bucket(store)
-    return bucket_removal.remove(bucket.objects, bucket.key_of(name), indexes, identity)
+    return bucket_removal.remove(bucket.objects, bucket.key_of(name), identity)
 
 
-def sweep(store: Store, name: str, indexes: Indexes) -> None:
+def sweep(store: Store, name: str) -> None:
     """Remove what dead saves, and removals that died, have left in a directory; "" is the place itself."""
     if (place := on_disk(store)) is not None:
         with Directory.open(place) as directory:
             sweep_dead(directory, name)
     elif name:
         bucket = _bucket(store)
-        bucket_removal.sweep(bucket.objects, bucket.key_of(name), indexes)
+        bucket_removal.sweep(bucket.objects, bucket.key_of(name))
 
 
 def set_aside(store: Store, name: str, why: str, marks: Sequence[str]) -> str:

@@ -14,7 +14,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.formats.indexes import INDEXES, is_removed
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.others import orbax
 from eformer._engine.formats.others.orbax_aggregate import NAME as AGGREGATE
@@ -25,10 +24,10 @@ from eformer._engine.formats.others.orbax_metadata import (
     STRINGS,
     TREE_METADATA,
 )
-from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX, split_shard
-from eformer._engine.formats.steps import MARKS, STEP_NAME, step_number
-from eformer._engine.formats.zarr.index import INDEX
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, split_shard
+from eformer._engine.formats.steps import MARKS, STEP_NAME, is_removed, step_number
 from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
+from eformer._engine.record.indexes import INDEX, MANIFEST
 from eformer._engine.record.manifest import CommitLog
 from eformer._engine.record.policies import can_remove, keep_from, unknown_metrics, warnings_of
 from eformer._engine.record.signature import SIGNATURE, signature_name
@@ -265,7 +264,7 @@ def _nothing_to_prune(store: Store, names: _Names, left: Mapping[str, str]) -> N
 def _identity(store: Store, name: str) -> Identity | None:
     """Return the identity of a checkpoint; None if it has gone: the run removes steps, too."""
     try:
-        return identity_of(store, name, INDEXES)
+        return identity_of(store, name)
     except FileNotFoundError:
         return None
 
@@ -438,10 +437,10 @@ def _refuse_new_files(store: Store, name: str, planned: Collection[str]) -> None
 def _sweep(store: Store, removed: Collection[str], known: Collection[str]) -> None:
     """Sweep a run, and all directories in it that have the name of a step, except for steps that are known; and remove
     the scores of steps that have gone."""
-    sweep(store, "", INDEXES)
+    sweep(store, "")
     for name, kind in store.kinds().items():
         if kind == "directory" and name not in known and step_number(name) is not None:
-            sweep(store, name, INDEXES)
+            sweep(store, name)
     remove_orphaned_scores(store, removed)
 
 

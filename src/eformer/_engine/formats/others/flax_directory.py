@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.others import flax, orbax
 from eformer._engine.formats.others.single_file import open_single_file
-from eformer._engine.formats.safetensors.names import MANIFEST, SUFFIX
+from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.formats.steps import RUN_FILE
+from eformer._engine.record.indexes import MANIFEST
 from eformer._engine.stores.on_disk import on_disk
 from eformer.errors import FormatError
 

@@ -40,7 +40,8 @@ from eformer._engine.formats.others.orbax_metadata import (
     read_json_item,
 )
 from eformer._engine.formats.others.orbax_reader import read_tree
-from eformer._engine.formats.safetensors.names import MANIFEST, SUFFIX
+from eformer._engine.formats.safetensors.names import SUFFIX
+from eformer._engine.record.indexes import MANIFEST
 from eformer._engine.record.manifest import Manifest, foreign_tree
 from eformer._engine.record.values import value_to_json
 from eformer._engine.stores.directory import walk

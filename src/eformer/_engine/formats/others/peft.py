@@ -10,8 +10,9 @@ import msgspec
 
 from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.markers import PEFT_CONFIG
-from eformer._engine.formats.safetensors.names import MANIFEST, SUFFIX
+from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.formats.safetensors.read import find_file
+from eformer._engine.record.indexes import MANIFEST
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.values import parse_json, value_to_json
 from eformer._engine.stores.base import read_whole

@@ -11,7 +11,8 @@ from eformer._engine.formats.others import equinox, flax, gguf, keras_files, npz
 from eformer._engine.formats.others.single_file import open_single_file
 from eformer._engine.formats.others.unsupported import name_by_suffix, name_other_format
 from eformer._engine.formats.quantized import quantization_of
-from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX
+from eformer._engine.record.indexes import MANIFEST
 from eformer._engine.stores.on_disk import resolved
 from eformer.errors import FormatError
 

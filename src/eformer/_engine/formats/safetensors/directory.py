@@ -19,7 +19,6 @@ from eformer._engine.formats.safetensors.hf_index import bring_up_to_date, save_
 from eformer._engine.formats.safetensors.layout import header_of, own_nbytes, plan_files
 from eformer._engine.formats.safetensors.names import (
     INDEX_SUFFIX,
-    MANIFEST,
     PRIVATE,
     SUFFIX,
     base_name,
@@ -31,7 +30,8 @@ from eformer._engine.formats.safetensors.names import (
     unique_names,
 )
 from eformer._engine.formats.safetensors.read import read_manifest
-from eformer._engine.formats.zarr.index import INDEX as ZARR_INDEX
+from eformer._engine.record.indexes import INDEX as ZARR_INDEX
+from eformer._engine.record.indexes import MANIFEST, SAFETENSORS
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.planned import process_record
 from eformer._engine.stores.base import Change, SwapError
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from eformer._engine.record.planned import PlannedFile, Source
     from eformer._engine.stores.base import Kind, Store, Upload, Version
 
-FORMAT = "safetensors"
-
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsDirectory:
@@ -57,7 +55,7 @@ class SafetensorsDirectory:
     `tensors` has what each leaf of the tree is called in its file.
     """
 
-    name: ClassVar = FORMAT
+    name: ClassVar = SAFETENSORS
     keeps_records: ClassVar = True
     index_name: ClassVar = MANIFEST
 
@@ -135,7 +133,7 @@ class SafetensorsDirectory:
 
     def read_index(self, store: Store) -> _Index:
         manifest, version = read_manifest(store)
-        return _Index(self.prefix, manifest or Manifest(format=FORMAT), version)
+        return _Index(self.prefix, manifest or Manifest(format=SAFETENSORS), version)
 
     def is_committed(self, store: Store, save_id: str) -> bool:
         try:

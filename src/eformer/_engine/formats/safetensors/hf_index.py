@@ -11,12 +11,7 @@ import msgspec
 from msgspec import UNSET
 
 from eformer._engine.formats.safetensors.header import read_tensor_names
-from eformer._engine.formats.safetensors.names import (
-    INDEX_SUFFIX,
-    PRIVATE,
-    base_name,
-    plain_names,
-)
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, PRIVATE, base_name, plain_names
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.directory import Directory

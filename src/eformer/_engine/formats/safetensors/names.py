@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.regions import Region
 
-MANIFEST = "manifest.json"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 PRIVATE = ".private"  # for eformer alone: it holds more than the tree

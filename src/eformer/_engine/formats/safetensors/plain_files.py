@@ -10,14 +10,8 @@ import msgspec
 
 from eformer._engine.formats.nested_names import nested, parts_of_name
 from eformer._engine.formats.safetensors.header import Opened, dtype_of, open_header
-from eformer._engine.formats.safetensors.names import (
-    INDEX_SUFFIX,
-    MANIFEST,
-    SUFFIX,
-    is_marked,
-    shard_name,
-    split_shard,
-)
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, is_marked, shard_name, split_shard
+from eformer._engine.record.indexes import MANIFEST
 from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry, foreign_tree
 from eformer._engine.record.text import count, few
 from eformer._engine.record.values import parse_json

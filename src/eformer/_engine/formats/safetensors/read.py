@@ -14,13 +14,7 @@ from eformer._engine.formats.process_records import joined_trees
 from eformer._engine.formats.quantized import quantization_of
 from eformer._engine.formats.safetensors.header import Opened, open_header, parse_header, read_header
 from eformer._engine.formats.safetensors.hf_index import damaged_indexes
-from eformer._engine.formats.safetensors.names import (
-    INDEX_SUFFIX,
-    MANIFEST,
-    SUFFIX,
-    base_name,
-    is_marked,
-)
+from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, base_name, is_marked
 from eformer._engine.formats.safetensors.plain_files import (
     Headers,
     base_of_shard,
@@ -33,6 +27,7 @@ from eformer._engine.formats.safetensors.plain_files import (
     tree_of,
 )
 from eformer._engine.record.digests import check_own_digest, has_own_digest
+from eformer._engine.record.indexes import MANIFEST
 from eformer._engine.record.manifest import DataFile, Manifest, TreeEntry
 from eformer._engine.record.values import parse_json
 from eformer._engine.stores.on_disk import resolved

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from eformer._engine.formats.find import FOREIGN, find
-from eformer._engine.formats.safetensors.directory import FORMAT
 from eformer._engine.formats.safetensors.layout import header_of, own_nbytes, plan_files
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, is_marked
 from eformer._engine.formats.safetensors.read import read_manifest
 from eformer._engine.record.digests import stamp_digest
+from eformer._engine.record.indexes import SAFETENSORS
 from eformer._engine.record.manifest import DataFile, Manifest, encode_leaves
 from eformer._engine.record.planned import PlannedFile, leaf_entries
 from eformer._engine.stores.base import Change, NoIndex
@@ -36,7 +36,7 @@ class SafetensorsFile:
     The header has the manifest in it. Digests have a fixed width, so its length is known before they are.
     """
 
-    name: ClassVar = FORMAT
+    name: ClassVar = SAFETENSORS
     keeps_records: ClassVar = True
     header_needs_digests: ClassVar = True
 
@@ -73,7 +73,7 @@ class SafetensorsFile:
         tree = msgspec.structs.replace(
             self.tree, files=(DataFile("", data_nbytes),), raw_leaves=encode_leaves(leaves)
         )
-        manifest = Manifest(format=FORMAT).with_tree(self.prefix, tree)
+        manifest = Manifest(format=SAFETENSORS).with_tree(self.prefix, tree)
         text = msgspec.json.encode(manifest).decode()
         metadata = {"digest": manifest.digest, "format": "pt", "manifest": text}
         return stamp_digest(header_of(file, self.tensors, metadata))

@@ -1,13 +1,11 @@
-"""Read and write `tensorstore_index.json`: the directories of arrays and, for checkpoints by eformer, the manifest."""
+"""Read `tensorstore_index.json`, by eformer or by another program."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from eformer._engine.record.digests import check_own_digest, has_own_digest, stamp_digest
-from eformer._engine.record.manifest import Manifest
+from eformer._engine.record.digests import check_own_digest, has_own_digest
+from eformer._engine.record.indexes import FORMAT, INDEX, Index
 from eformer._engine.record.names import is_inside
 from eformer._engine.record.values import parse_json
 from eformer._engine.stores.base import read_whole
@@ -15,57 +13,6 @@ from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
     from eformer._engine.stores.base import Store, Version
-
-INDEX = "tensorstore_index.json"
-FORMAT = "tensorstore"
-VERSION = "2.0"
-
-
-class Listed(msgspec.Struct, frozen=True, gc=False):
-    """An array as the index lists it, for readers that do not know the manifest."""
-
-    path: str
-    shape: tuple[int, ...] | None = None
-    dtype: str | None = None
-
-
-class Index(msgspec.Struct, frozen=True, kw_only=True):
-    """The arrays that were saved without a prefix, those of each prefix, and the manifest of the trees by eformer.
-
-    If eformer wrote the file, `digest` is that of the whole file, and its first field.
-    """
-
-    digest: str = Manifest(format=FORMAT).digest
-    format: str = FORMAT
-    version: Any = VERSION
-    prefixes: dict[str, list[Listed]] = msgspec.field(default_factory=dict)
-    arrays: list[Listed] | msgspec.UnsetType = msgspec.UNSET
-    eformer: msgspec.Raw = msgspec.Raw(b"null")
-
-    @property
-    def is_ours(self) -> bool:
-        return bytes(self.eformer) != b"null"
-
-    def listed(self) -> dict[str, list[Listed]]:
-        """Return the arrays by prefix, "" for those without one."""
-        unprefixed = {"": self.arrays} if isinstance(self.arrays, list) else {}
-        return unprefixed | self.prefixes
-
-    def manifest(self, origin: str) -> Manifest:
-        if not self.is_ours:
-            return Manifest(format=FORMAT)
-        return msgspec.structs.replace(Manifest.parse(bytes(self.eformer), origin), digest=self.digest)
-
-    def with_tree(self, prefix: str, listed: list[Listed], manifest: Manifest) -> Index:
-        others = {p: arrays for p, arrays in self.prefixes.items() if p != prefix}
-        return Index(
-            prefixes=others | ({prefix: listed} if prefix else {}),
-            arrays=self.arrays if prefix else listed,
-            eformer=msgspec.Raw(msgspec.json.encode(manifest)),
-        )
-
-    def to_json(self) -> bytes:
-        return stamp_digest(msgspec.json.encode(self))
 
 
 def read_index(store: Store) -> tuple[Index | None, Version | None]:

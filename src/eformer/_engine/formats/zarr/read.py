@@ -11,9 +11,10 @@ from eformer._engine.formats.found import Found, Trees
 from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.process_records import joined_trees
 from eformer._engine.formats.zarr.attributes import read_attributes, to_metadata
-from eformer._engine.formats.zarr.index import INDEX, Listed, read_index
+from eformer._engine.formats.zarr.index import read_index
 from eformer._engine.formats.zarr.original_structure import OriginalStructure, parse_structure
 from eformer._engine.formats.zarr.plain_arrays import counted_from, discover, tree_of_arrays
+from eformer._engine.record.indexes import INDEX, Listed
 from eformer._engine.record.manifest import UNREADABLE, Manifest
 from eformer._engine.record.names import is_inside
 from eformer._engine.record.values import parse_json, value_to_json
