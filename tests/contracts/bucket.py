@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from contracts.checkpoint import CheckpointContract, DirectoryContract
-from contracts.store import OTHER, ROOT, SAVE, StoreContract
+from contracts.store import OTHER, ROOT, SAVE, SweptContract
 from eformer import checkpoint
 from eformer._engine.record.manifest import Manifest, TreeEntry
 from eformer._engine.stores import leases
@@ -42,7 +42,7 @@ def manifest_of(*save_ids):
     return Manifest(format="tensorstore", trees=trees)
 
 
-class BucketStoreContract(StoreContract):
+class BucketStoreContract(SweptContract):
     """Of the store alone."""
 
     hides_new_files = False

@@ -12,7 +12,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from contracts.store import StoreContract
+from contracts.store import SweptContract
 from eformer._engine.stores import durable, new_files
 from eformer._engine.stores.durable import replacing
 from eformer._engine.stores.local import LocalStore
@@ -303,7 +303,7 @@ def test_a_write_that_ends_early_goes_on(passing, tmp_path, monkeypatch):
 # ----------------------------------------------------------------------------------------------- store
 
 
-class TestStore(StoreContract):
+class TestStore(SweptContract):
     @pytest.fixture
     def store(self, tmp_path):
         return LocalStore(tmp_path)

@@ -77,9 +77,9 @@ class _Writer:
                     small, room = [], self.block
                 small.append(file)
                 room -= file.nbytes
-            elif self.upload.takes_whole_files or file.extents[0].coding:
+            elif self.upload.takes == "files" or file.extents[0].coding:
                 yield partial(self.put_whole, file)
-            elif self.upload.takes_streams:
+            elif self.upload.takes == "streams":
                 yield partial(self.stream, file)
             else:
                 yield from self.pieces_of(file)

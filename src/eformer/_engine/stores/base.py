@@ -37,6 +37,9 @@ Version = str
 
 Kind = Literal["file", "directory", "other"]
 
+Takes = Literal["ranges", "streams", "files"]
+"""How an upload takes large files."""
+
 _MOST_WHOLE = 2**29  # bytes
 
 
@@ -253,23 +256,23 @@ class Commit(Protocol):
 class Upload(Protocol):
     """The new files of one save. Nobody sees them before `commit`; without it `close` removes them.
 
-    token              by which another process joins
-    takes_whole_files  whether files can only be `put`, in one piece
-    takes_streams      whether large files are written from their beginning to their end, by `stream`
-    nbytes             how many bytes will be written in all, to be set before the first file is created: a save that is
-                       large beside the available memory does not stay in the page cache
+    token   by which another process joins
+    takes   how large files are written: in any order by `create`, from their beginning to their end by `stream`, or in
+            one piece by `put`
+    nbytes  how many bytes will be written in all, to be set before the first file is created: a save that is large
+            beside the available memory does not stay in the page cache
     """
 
     token: str
-    takes_whole_files: bool
-    takes_streams: bool
+    takes: Takes
     nbytes: int
 
     def announce(self) -> None:
         """Let other processes find the upload by its token."""
 
     def create(self, name: str, nbytes: int) -> Sink:
-        """Begin a file of known length. One that is not closed is removed with the upload."""
+        """Begin a file of known length, where `takes` is "ranges". One that is not closed is removed with the
+        upload."""
 
     def stream(self, name: str, nbytes: int, chunks: Iterable[Any]) -> None:
         """Write a file of known length from pieces of memory, in their order."""

@@ -13,7 +13,7 @@ import secrets
 import threading
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from msgspec import UNSET
@@ -36,14 +36,13 @@ if TYPE_CHECKING:
     from msgspec import UnsetType
 
     from eformer._engine.record.manifest import CommitLog
-    from eformer._engine.stores.base import Change, Commit, Files, Index, Kind, Store, Version
+    from eformer._engine.stores.base import Change, Commit, Files, Index, Kind, Store, Takes, Version
     from eformer._engine.stores.cache import Cache
     from eformer._engine.stores.objects import Objects, Stream
 
 _MOST_KEY = 1024  # bytes, on all of Amazon's, Google's and Microsoft's
 _NOT_IN_KEYS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # obstore refuses them
 _THREADS = 16  # they wait for the network most of the time
-_AHEAD = 8 * PART_BYTES  # bytes that wait to be sent
 _FEW = 8  # objects that are looked up one by one
 
 
@@ -191,8 +190,7 @@ class BucketUpload:
     Without one the names are final: then an object appears when it is published.
     """
 
-    takes_whole_files = False
-    takes_streams = True
+    takes: Takes = "streams"
 
     def __init__(self, objects: Objects, path: str, root: str, token: str, save_id: str) -> None:
         self.is_owner = not token
@@ -201,7 +199,6 @@ class BucketUpload:
         self._start = f"{path}/{root}/" if root else f"{path}/"
         self._new: set[str] = set()
         self.nbytes = 0  # there are no caches to spare
-        self._sinks: list[_Sink] = []
         self._has_asked = self._is_committed = False  # to replace the index; and it was
         self._is_closed = False
         self._is_shared = self._is_doubtful = False  # objects may arrive after this upload has ended
@@ -221,9 +218,8 @@ class BucketUpload:
 
     # --------------------------------------------------------------------------------------- write
 
-    def create(self, name: str, nbytes: int) -> _Sink:
-        self._sinks.append(_Sink(self, name, nbytes))
-        return self._sinks[-1]
+    def create(self, name: str, nbytes: int) -> NoReturn:
+        raise NotImplementedError("objects are sent from their beginning to their end; use stream")
 
     def stream(self, name: str, nbytes: int, chunks: Iterable[Any]) -> None:
         """Write a file from pieces in their order. Return when it is complete."""
@@ -370,8 +366,6 @@ class BucketUpload:
         self._is_closed = True
         if self._unpublished:
             self._unpublished.cancel()
-        for sink in self._sinks:
-            sink.give_up()
         try:
             if self.is_owner and self._leases:
                 with suppress(OSError), clearing_up():  # else it is left to the next save
@@ -431,69 +425,3 @@ class _Unpublished:
         for stream in self._large:
             stream.cancel()
         self._published.set()
-
-
-class _Sink:
-    """A file that is written in any order, and sent in its order."""
-
-    def __init__(self, upload: BucketUpload, name: str, nbytes: int) -> None:
-        self._nbytes, self._changed = nbytes, threading.Condition()
-        self._pieces: dict[int, bytes] = {}
-        self._next = self._waiting = 0
-        self._error: BaseException | None = None
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._work, args=(upload, name), daemon=True)
-        self._thread.start()
-
-    def _work(self, upload: BucketUpload, name: str) -> None:
-        try:
-            upload.stream(name, self._nbytes, self._in_order())
-        except BaseException as error:  # noqa: BLE001  raised by the next write
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-
-    def _in_order(self) -> Iterator[bytes]:
-        while self._next < self._nbytes:
-            with self._changed:
-                self._changed.wait_for(lambda: self._next in self._pieces or self._is_closed)
-                piece = self._pieces.pop(self._next, None)
-                if piece is None:
-                    raise InterruptedError("the file was given up before it was complete")
-                self._next += len(piece)
-                self._waiting -= len(piece)
-                self._changed.notify_all()
-            yield piece
-
-    def write(self, data: Any, offset: int) -> None:
-        with self._changed:
-            interrupts.wait(
-                lambda seconds: self._changed.wait_for(
-                    lambda: self._waiting < _AHEAD or self._error or offset == self._next, seconds
-                )
-            )
-            if self._error:
-                raise self._error
-            if len(data):
-                self._pieces[offset] = bytes(data)
-                self._waiting += len(data)
-            self._changed.notify_all()
-
-    def _has_ended(self, seconds: float | None) -> bool:
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def give_up(self) -> None:
-        """Return when nothing of the file is sent any more."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        self._thread.join()
-
-    def close(self) -> None:
-        with self._changed:
-            self._is_closed = not self._pieces and self._next < self._nbytes
-            self._changed.notify_all()
-        interrupts.wait(self._has_ended)
-        if self._error:
-            raise self._error

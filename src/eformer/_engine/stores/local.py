@@ -37,12 +37,12 @@ class LocalStore:
     """
 
     most_path_bytes = 4095
+    read_threads = default_threads()
     read_bytes = 4 * 2**20  # one system call's worth: enough for the disk, and still in the processor's cache
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.url = str(self.path)
-        self.read_threads = default_threads()
 
     @property
     def key(self) -> str:

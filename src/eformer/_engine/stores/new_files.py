@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from eformer._engine.stores.base import Entry, Store
+    from eformer._engine.stores.base import Entry, Store, Takes
 
 logger = logging.getLogger("eformer")
 
@@ -47,8 +47,7 @@ _WARM_PART = 1 / 8
 class NewFiles:
     """The new files in `data`. Those at its top get the permissions of the files that they will replace in `place`."""
 
-    takes_whole_files = False
-    takes_streams = False
+    takes: Takes = "ranges"
 
     def __init__(self, data: Directory, place: Directory) -> None:
         self.data, self.place = data, place

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from eformer._engine.stores.base import Change, Entry, Store
+    from eformer._engine.stores.base import Change, Entry, Store, Takes
     from eformer._engine.stores.directory import Directory
 
 DATABASE_MANIFEST = "manifest.ocdbt"
@@ -97,7 +97,7 @@ def list_arrays(directory: Path) -> list[str]:
 class DatabaseUpload(LocalUpload):
     """An upload of files as keys of a database. Each process writes its own; that of the first takes over the rest."""
 
-    takes_whole_files = True
+    takes: Takes = "files"
     _database: _Database | None = None
 
     def __init__(

@@ -148,7 +148,7 @@ def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
 
 def check() -> None:
     """Raise KeyboardInterrupt if there was a Ctrl-C, or if the work was given up."""
-    if block := _here():
+    if (block := _here()) and block._noted is not None:
         block.hand_on()
     if (event := given_up.get()) and event.is_set():
         raise KeyboardInterrupt("the call that began this work was interrupted")
