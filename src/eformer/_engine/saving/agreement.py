@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,13 +18,14 @@ from eformer._engine.processes.hosts import LostError
 from eformer._engine.record.digests import xxh3_128_of
 from eformer._engine.record.holdings import joined_holdings
 from eformer._engine.record.manifest import Receipt
+from eformer._engine.saving.commit import commit
 from eformer._engine.saving.staging import on_host
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import clearing_up
 from eformer.errors import MismatchError, ProcessError, ProcessTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import ExitStack
 
     import numpy as np
@@ -211,9 +213,50 @@ class Team:
             self.leaves = {source.name: source.entry() for source in save.sources}
         return self.upload
 
-    def meet(self, write: Callable[[], Receipt], commit: Callable[[Receipt], None]) -> None:
-        """Write in every process, then commit in the first. An error anywhere is an error everywhere."""
-        together(self.save.hosts, write, commit, self.is_committed)
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Tell the other processes of an error during the block, so that all of them fail."""
+        try:
+            yield
+        except BaseException as error:
+            first = self.save.hosts.fail(error, after_all=True)
+            # After an error, the first process removes the upload that all write to: then its error is the cause.
+            if first and isinstance(error, FileNotFoundError):
+                raise ProcessError(f"{_NOTHING}: {first}") from error
+            raise
+
+    def commit(self, receipt: Receipt) -> None:
+        """Commit the files of all processes in the first one. An error there is an error everywhere."""
+        if not self.is_several:
+            commit(self, receipt)
+            return
+        hosts = self.save.hosts
+        try:
+            hosts.meet(_encode(receipt), self._commit_all)
+        except _CommitError as error:
+            if isinstance(error.cause, FileNotFoundError):
+                error.cause.add_note("a process that times out waiting for the others removes its files")
+            raise error.cause from None
+        except (ProcessTimeoutError, LostError) as error:
+            if hosts.index:
+                error.add_note(
+                    "this process does not know whether the save was committed; inspect the directory"
+                )
+            raise
+        except ProcessError as error:
+            is_said = str(error).startswith((_IN_PLACE, _NOTHING))
+            raise ProcessError(str(error) if is_said else f"{_NOTHING}: {error}") from error
+        finally:
+            hosts.end()
+
+    def _commit_all(self, receipts: Sequence[bytes]) -> bytes:
+        whole = merged([_decode_receipt(receipt) for receipt in receipts])
+        try:
+            commit(self, whole)
+        except BaseException as error:
+            done = _IN_PLACE if self.is_committed() else _NOTHING
+            raise _CommitError(f"{done}: {self.save.hosts.name(0)}: {error!r}", error) from error
+        return b""
 
     def is_committed(self) -> bool:
         """Tell, after an error, whether the index names the save; True if that cannot be known."""
@@ -305,56 +348,6 @@ def _not_ours(source: Source) -> Source:
 
 
 # --------------------------------------------------------------------------------------------- commit
-
-
-def together(
-    hosts: Hosts,
-    write: Callable[[], Receipt],
-    commit: Callable[[Receipt], None],
-    is_committed: Callable[[], bool],
-) -> None:
-    """Write in every process, then commit all files in the first. An error anywhere is an error everywhere.
-
-    `is_committed` tells whether an error of the commit came before or after its point of no return.
-    """
-    if hosts.count == 1:
-        commit(write())
-        return
-    try:
-        receipt = write()
-    except BaseException as error:
-        first = hosts.fail(error, after_all=True)
-        # After an error, the first process removes the upload that all write to: then its error is the cause.
-        if first and isinstance(error, FileNotFoundError):
-            raise ProcessError(f"{_NOTHING}: {first}") from error
-        raise
-
-    def answer(messages: Sequence[bytes]) -> bytes:
-        whole = merged([_decode_receipt(message) for message in messages])
-        try:
-            commit(whole)
-        except BaseException as error:
-            raise _CommitError(
-                f"{_IN_PLACE if is_committed() else _NOTHING}: {hosts.name(0)}: {error!r}", error
-            ) from error
-        return b""
-
-    try:
-        hosts.meet(_encode(receipt), answer)
-    except _CommitError as error:
-        if isinstance(error.cause, FileNotFoundError):
-            error.cause.add_note("a process that times out waiting for the others removes its files")
-        raise error.cause from None
-    except (ProcessTimeoutError, LostError) as error:
-        if hosts.index:
-            error.add_note("this process does not know whether the save was committed; inspect the directory")
-        raise
-    except ProcessError as error:
-        is_said = str(error).startswith((_IN_PLACE, _NOTHING))
-        raise ProcessError(str(error) if is_said else f"{_NOTHING}: {error}") from error
-    finally:
-        hosts.end()
-
 
 _NOTHING = "the save failed, nothing was committed"
 _IN_PLACE = "the save failed after the new tree was put in place; it may not be on stable storage"

@@ -16,7 +16,6 @@ from eformer._engine.formats.zarr.arrays import ZarrArrays
 from eformer._engine.formats.zarr.layout import array_path
 from eformer._engine.record.indexes import Listed
 from eformer._engine.saving.agreement import Team, gather
-from eformer._engine.saving.commit import commit
 from eformer._engine.saving.record import receipt_of_one, receipt_of_several
 from eformer._engine.saving.reuse import Kept, apart, find_earlier, keep_chunks, keep_files
 from eformer._engine.saving.staging import Staging
@@ -111,7 +110,9 @@ def carry_out(save: Save, progress: Progress = None, meter: Meter | None = None)
         stack.enter_context(within(limit, f"SaveOptions(timeout={limit})"))
         meter = meter or stack.enter_context(_watched(save, progress))
         team = gather(save, stack)
-        team.meet(lambda: write_tree(team, meter), lambda receipt: commit(team, receipt))
+        with team.failing_together():
+            receipt = write_tree(team, meter)
+        team.commit(receipt)
 
 
 def run_in_background(save: Save, pending: Pending, after: Callable[[], None] | None = None) -> None:
