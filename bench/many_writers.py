@@ -43,8 +43,7 @@ from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
 from eformer._engine.saving.agreement import Compared, Team, gather, merged
-from eformer._engine.saving.commit import commit
-from eformer._engine.saving.record import new_tree, receipt_of_several
+from eformer._engine.saving.commit import commit, new_tree, receipt_of_several
 from eformer._engine.saving.run import Save, write_tree
 from eformer._engine.saving.staging import Staging
 from eformer._engine.saving.write import write

@@ -28,7 +28,7 @@ class Contract:
     @pytest.fixture(autouse=True)
     def small_pieces(self, monkeypatch):
         """So that small arrays have many digests, and reads begin and end inside of them."""
-        monkeypatch.setattr("eformer._engine.saving.record.PIECE_BYTES", 256)
+        monkeypatch.setattr("eformer._engine.saving.commit.PIECE_BYTES", 256)
 
     @pytest.fixture
     def path(self, tmp_path):

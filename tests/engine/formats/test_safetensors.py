@@ -336,7 +336,7 @@ def bytes_read(monkeypatch, call):
 
 
 def test_rows_are_read_exactly_and_columns_by_whole_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("eformer._engine.saving.record.PIECE_BYTES", 4096)
+    monkeypatch.setattr("eformer._engine.saving.commit.PIECE_BYTES", 4096)
     save({"w": np.zeros((1024, 1024), np.float32)}, tmp_path)  # a piece is one row
     view = checkpoint.open(tmp_path)
     assert bytes_read(monkeypatch, lambda: view["w"][10:20]) == 10 * 4096

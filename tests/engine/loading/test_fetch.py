@@ -82,7 +82,7 @@ def test_memory_that_is_given_is_used_as_long_as_it_lasts():
 @pytest.fixture
 def opened(tmp_path, monkeypatch):
     """A tree with a large leaf in several pieces and a small one, and its files."""
-    monkeypatch.setattr("eformer._engine.saving.record.PIECE_BYTES", 1024)
+    monkeypatch.setattr("eformer._engine.saving.commit.PIECE_BYTES", 1024)
     save({"large": np.arange(64 * 64, dtype=np.int32).reshape(64, 64), "small": np.arange(5)}, tmp_path)
     found = find(tmp_path)
     tree = found.tree(None)

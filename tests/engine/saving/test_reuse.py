@@ -145,7 +145,7 @@ def test_an_earlier_checkpoint_that_cannot_be_read_does_no_harm(tmp_path, kind, 
 
 def test_another_size_of_pieces_is_no_reason_to_mix_them(tmp_path, kind, monkeypatch):
     save(tree(0), tmp_path)
-    monkeypatch.setattr("eformer._engine.saving.record.PIECE_BYTES", 2**14)
+    monkeypatch.setattr("eformer._engine.saving.commit.PIECE_BYTES", 2**14)
     save(tree(1), tmp_path, options=SaveOptions(reuse=True))
     check(tmp_path, tree(1))
 

@@ -178,7 +178,7 @@ def test_leaves_on_a_mesh_count_once(tmp_path):
 
 
 def test_of_a_part_of_a_leaf_only_that_part_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr("eformer._engine.saving.record.PIECE_BYTES", 1000)
+    monkeypatch.setattr("eformer._engine.saving.commit.PIECE_BYTES", 1000)
     save({"a": np.ones((8, 250), np.float32)}, tmp_path)
     place = _load.place_targets
 

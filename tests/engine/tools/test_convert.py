@@ -220,7 +220,7 @@ def test_renamed_there_and_back(tmp_path):
 def test_large_leaves_are_transposed_box_by_box(tmp_path, monkeypatch):
     monkeypatch.setattr("eformer._engine.tools.convert._SMALL", 0)
     monkeypatch.setattr("eformer._engine.saving.staging._IN_ORDER_BYTES", 512)
-    monkeypatch.setattr("eformer._engine.saving.record.PIECE_BYTES", 128)
+    monkeypatch.setattr("eformer._engine.saving.commit.PIECE_BYTES", 128)
     state = {f"h.{i}": np.random.default_rng(i).standard_normal((33, 17)) for i in range(5)}
     save(state, tmp_path / "old")
     rules = [r"h%2E(\d) -> h | transpose | stack \1 2"]
@@ -483,7 +483,7 @@ def test_rules_from_an_editor_that_marks_its_files(source, tmp_path):
 def test_a_large_chunk_is_decoded_once(tmp_path, monkeypatch, target, rules):
     monkeypatch.setattr("eformer._engine.record.lazy_arrays._LARGE_CHUNKS", 1000)
     monkeypatch.setattr("eformer._engine.saving.staging._IN_ORDER_BYTES", 256)
-    monkeypatch.setattr("eformer._engine.saving.record.PIECE_BYTES", 128)
+    monkeypatch.setattr("eformer._engine.saving.commit.PIECE_BYTES", 128)
     tree = {f"l{i}": np.random.default_rng(i).standard_normal((6, 5, 7)) for i in range(3)}
     save(tree, tmp_path / "old", format="tensorstore", options=SaveOptions(compression="zstd"))
     decoded = []

@@ -21,7 +21,7 @@ ARRAY = np.arange(6 * 5 * 4, dtype=np.int16).reshape(6, 5, 4)
 def view(tmp_path_factory):
     path = tmp_path_factory.mktemp("view")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eformer._engine.saving.record.PIECE_BYTES", 16)
+        patch.setattr("eformer._engine.saving.commit.PIECE_BYTES", 16)
         save({"a": ARRAY, "b": {"c": jnp.float32(2.5)}, "n": 3, "t": "x"}, path, metadata={"step": 1})
     with checkpoint.open(path) as view:
         yield view

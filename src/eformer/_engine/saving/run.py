@@ -16,7 +16,7 @@ from eformer._engine.formats.zarr.arrays import ZarrArrays
 from eformer._engine.formats.zarr.layout import array_path
 from eformer._engine.record.indexes import Listed
 from eformer._engine.saving.agreement import Team, gather
-from eformer._engine.saving.record import receipt_of_one, receipt_of_several
+from eformer._engine.saving.commit import receipt_of_one, receipt_of_several
 from eformer._engine.saving.reuse import Kept, apart, find_earlier, keep_chunks, keep_files
 from eformer._engine.saving.staging import Staging
 from eformer._engine.saving.write import compute_sha256, write

@@ -13,9 +13,9 @@ from eformer._engine.formats.suffixes import refuse_other_suffix
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.dtypes import floating_dtype
 from eformer._engine.record.options import SaveOptions, options_from
+from eformer._engine.saving.commit import new_tree
 from eformer._engine.saving.metadata import metadata_to_json
 from eformer._engine.saving.pending import Pending
-from eformer._engine.saving.record import new_tree
 from eformer._engine.saving.run import Format, Save, carry_out, run_in_background, told_to_all
 from eformer._engine.saving.snapshot import snapshot
 from eformer._engine.stores.locate import absolute, locate, store_at
