@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 
 from eformer import checkpoint
-from eformer._engine.saving import record
+from eformer._engine.saving import commit as record
 from eformer._engine.stores import bucket, leases
 from eformer._engine.stores import objects as requests
 from eformer._engine.stores.bucket import BucketUpload

@@ -27,7 +27,7 @@ import ml_dtypes
 import numpy as np
 
 from eformer._engine.processes import hosts as _hosts
-from eformer._engine.saving import record as _record
+from eformer._engine.saving import commit as _record
 from eformer._engine.saving import write as _writing
 from eformer._engine.stores import new_files as many
 from eformer.checkpoint import SaveOptions, load, save

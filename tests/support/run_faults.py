@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 
 from eformer import checkpoint
-from eformer._engine.saving import record as _record
+from eformer._engine.saving import commit as _record
 from eformer._engine.saving import write as _writing
 from support.faults import NOTHING, Layout
 

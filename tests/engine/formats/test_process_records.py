@@ -12,7 +12,7 @@ from eformer._engine.formats.find import find
 from eformer._engine.record.holdings import Holdings, pack
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.regions import Region
-from eformer._engine.saving import record as _record
+from eformer._engine.saving import commit as _record
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_files import LocalFiles
 from eformer._engine.stores.objects import Objects

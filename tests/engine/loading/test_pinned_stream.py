@@ -18,7 +18,7 @@ from eformer import checkpoint
 from eformer._engine.loading import fetch, large_leaves, pinned_stream, placement, slot_split
 from eformer._engine.loading import load as load_module
 from eformer._engine.record.regions import Region
-from eformer._engine.saving import record as _record
+from eformer._engine.saving import commit as _record
 from eformer._engine.stores.local_files import LocalFiles
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError

@@ -14,7 +14,7 @@ import pytest
 
 from eformer import checkpoint
 from eformer._engine.record.manifest import Manifest
-from eformer._engine.saving import record
+from eformer._engine.saving import commit as record
 from eformer.checkpoint import Keep, Run, prune
 from support.commands import run as command
 from support.trees import assert_same

@@ -24,7 +24,7 @@ from eformer import checkpoint
 from eformer._engine.formats import find
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.saving import agreement as _commit
-from eformer._engine.saving import record as _record
+from eformer._engine.saving import commit as _record
 from eformer._engine.saving.run import carry_out
 from eformer._engine.saving.save import start
 from eformer._engine.stores.directory import Directory

@@ -369,8 +369,9 @@ def _can_be_read(found: Found, prefix: str) -> bool:
         return False
 
 
-# In this order: an index of arrays settles it, and files of Orbax may lie beside safetensors files.
+# In this order: a manifest or an index of arrays settles it, and files of Orbax may lie beside safetensors files.
 DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
+    safetensors.by_manifest,
     arrays.by_index,
     _by_steps,
     flax_directory.by_steps,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from eformer._engine.formats.read_format import Place
-    from eformer._engine.stores.base import Store, Version
+    from eformer._engine.stores.base import Entry, Store, Version
 
 FOREIGN = "safetensors, of another writer"
 
@@ -73,6 +73,19 @@ def by_base_name(store: Store, base: str) -> Found | None:
     return whole or _foreign(store.path_to(base), store, {"": shards_of(store, base, shards)})
 
 
+def by_manifest(place: Place) -> Found | None:
+    """Find the checkpoint that the manifest of a directory describes. Return None for a manifest of another program,
+    and for one without trees, beside which another format may have a checkpoint."""
+    try:
+        data, entry = place.store.read(MANIFEST, 0, _MOST_MANIFEST)
+    except (FileNotFoundError, FormatError):  # or it is a link or a directory
+        return None
+    if not has_own_digest(data):
+        return None
+    manifest = _parsed(place.store, data, entry)
+    return None if manifest.is_empty else _ours(place.store, manifest)
+
+
 def by_files(place: Place) -> Found | None:
     """Find the checkpoint of a directory that has a manifest or safetensors files."""
     is_one = MANIFEST in place.names or any(name.endswith(SUFFIX) for name in place.names)
@@ -87,6 +100,10 @@ def in_directory(store: Store, only: str | None = None) -> Found:
         read = {name for files in groups.values() for name in files}
         found = _foreign(store.url, store, groups)
         return replace(found, find_left_out=partial(left_out, store, read))
+    return _ours(store, manifest, only)
+
+
+def _ours(store: Store, manifest: Manifest, only: str | None = None) -> Found:
     trees, check = joined_trees(store, manifest.trees), partial(damaged_indexes, store, manifest)
     return Found(store.url, store, manifest, trees, only, check_beside=check)
 
@@ -120,9 +137,13 @@ def read_manifest(store: Store) -> tuple[Manifest | None, Version | None]:
                 f"{store.path_to(MANIFEST)} is damaged or was not written by eformer, but {ours} was"
             )
         return None, entry.version
+    return _parsed(store, data, entry), entry.version
+
+
+def _parsed(store: Store, data: bytes, entry: Entry) -> Manifest:
     if entry.nbytes > _MOST_MANIFEST:
         raise FormatError(f"{store.path_to(MANIFEST)} is {entry.nbytes} bytes long, too long for a manifest")
-    return Manifest.from_json(data, store.path_to(MANIFEST)), entry.version
+    return Manifest.from_json(data, store.path_to(MANIFEST))
 
 
 def _foreign(path: str, store: Store, groups: Mapping[str, Headers], places: Sequence[Store] = ()) -> Found:
