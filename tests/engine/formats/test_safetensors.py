@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from contracts.checkpoint import CheckpointContract, DirectoryContract, OnDisk, layouts, meshes, model
 from eformer import checkpoint
 from eformer._engine.stores import new_files
+from eformer._engine.stores.local import LocalStore
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 from eformer.serialization.async_manager import AsyncCheckpointManager
@@ -377,3 +378,18 @@ def test_shardings_on_abstract_meshes_say_nothing_about_devices(tmp_path):
     like = {"w": jax.ShapeDtypeStruct((8,), np.float32, sharding=abstract)}
     loaded = load(tmp_path, like=like, mesh=mesh, shardings=jax.sharding.PartitionSpec("x"))
     assert len(loaded["w"].addressable_shards) == 8
+
+
+def test_a_manifest_settles_which_format_a_directory_has(tmp_path, monkeypatch):
+    """No other index is looked for, and the directory is not listed."""
+    save({"w": np.arange(3.0)}, tmp_path)
+    asked = []
+    for call in ("read", "kinds", "kind", "is_file", "exists"):
+
+        def spy(store, name="", *more, call=getattr(LocalStore, call)):
+            asked.append(name)
+            return call(store, name, *more)
+
+        monkeypatch.setattr(LocalStore, call, spy)
+    assert load(tmp_path)["w"].tolist() == [0.0, 1.0, 2.0]
+    assert set(asked) == {"manifest.json"}
