@@ -374,12 +374,12 @@ class _Loaded:
 @dataclass(frozen=True, slots=True)
 class _Source:
     """A checkpoint to load from: its tree, its leaves under the names that the load uses, names that rules drop, and
-    the targets that it gives."""
+    the targets that it gives. Rules make leaves that `reader` reads."""
 
     found: Found
     entry: TreeEntry
     contents: Contents
-    reader: TreeReader
+    reader: TreeReader | None = None
     dropped: Sequence[str] = ()
     targets: list[LeafTarget] = field(default_factory=list)
 
@@ -400,8 +400,9 @@ def _load_found(
         else:
             loaded = _load_by_order(sources, request, like, hosts)
         for source in sources:
-            with reading(source.found):
-                source.reader.require_unwritten()
+            if source.reader is not None:
+                with reading(source.found):
+                    source.reader.require_unwritten()
     return replace(loaded, dropped=[*dict.fromkeys(name for source in sources for name in source.dropped)])
 
 
@@ -414,6 +415,8 @@ def _opened(found: Found, request: Request, stack: ExitStack) -> _Source:
     _require_stored(found, request)
     if paths := found.left_out(request.prefix):
         logger.warning("%s: not read, and may hold leaves: %s", found.path, few(paths))
+    if request.rename is None:
+        return _Source(found, entry, contents)
     reader = stack.enter_context(closing(TreeReader(found, entry, verify=request.verify)))
     return _Source(found, entry, contents, reader)
 
@@ -442,6 +445,7 @@ def _renamed(sources: Sequence[_Source], rules: Sequence[Rule]) -> list[_Source]
 
 def _renamed_one(source: _Source, rules: Sequence[Rule], *, is_alone: bool) -> tuple[Contents, Renamed]:
     """Apply the rules to the leaves of a checkpoint. An error names the checkpoint if it is one of several."""
+    assert source.reader
     try:
         return renamed(source.contents, rules, source.reader)
     except MismatchError as error:
@@ -657,7 +661,8 @@ def _fetch_and_assemble(
             if streamed:
                 assembled = stream(found, entry, streamed, threads, verify=request.verify, meter=meter)
             read(found, entry, others, threads, verify=request.verify, mmap=request.mmap, meter=meter)
-            read_computed(source.contents.computed, others, threads, meter)
+            if source.contents.computed:
+                read_computed(source.contents.computed, others, threads, meter)
         change_shapes(others)
         ends = is_last and start + size >= end
         if ends or request.broadcast:  # a broadcast needs all processes

@@ -32,6 +32,9 @@ def run_all(
     """
     if isinstance(tasks, Sized):
         threads = min(threads, len(tasks))
+    if threads <= 1:
+        _run_alone(tasks, on_error)
+        return
     work = _Work(tasks, on_error)
     helpers = [
         threading.Thread(target=copy_context().run, args=(work.help,), name="eformer-io")  # with its deadline
@@ -55,6 +58,18 @@ def run_all(
             work.fail(error)
     if work.error:
         raise work.error
+
+
+def _run_alone(tasks: Iterable[Callable[[], None]], on_error: Callable[[], None] | None) -> None:
+    try:
+        interrupts.check()
+        for task in tasks:
+            task()
+            interrupts.check()
+    except BaseException:
+        if on_error:
+            on_error()
+        raise
 
 
 @contextmanager
