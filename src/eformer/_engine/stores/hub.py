@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import unquote
 
-from eformer._engine.stores.base import Entry
 from eformer._engine.stores.listed import ListedStore, Listing
 from eformer._engine.stores.local_files import LocalFiles
 from eformer._engine.stores.virtual_files import UnchangingFiles
@@ -80,7 +79,8 @@ class _Model:
     def __init__(self, name: str, revision: str | None) -> None:
         self.name, self._revision = name, revision
         self._commit: str | None = None
-        self._listing: Listing[Entry] | None = None
+        self._listing: Listing | None = None
+        self.versions: dict[str, Version] = {}
         self._lock = Lock()
 
     @property
@@ -90,9 +90,8 @@ class _Model:
         return f"hf://{self.name}@{revision}" if revision else f"hf://{self.name}"
 
     @property
-    def listing(self) -> Listing[Entry]:
-        """The files of the commit that the revision was when it was first asked for, by whichever thread. The version
-        of each is a digest of its content."""
+    def listing(self) -> Listing:
+        """The files of the commit that the revision was when it was first asked for, by whichever thread."""
         with self._lock:
             if self._listing is None:
                 api = _library().HfApi()
@@ -101,8 +100,10 @@ class _Model:
                         info = api.model_info(self.name, revision=self._revision, timeout=_TIMEOUT)
                     self._commit = str(info.sha)
                 with self._explained("list its files", ""):
-                    found = list(api.list_repo_tree(self.name, recursive=True, revision=self._commit))
-                self._listing = Listing({file.name: file for file in map(_entry, found) if file})
+                    found = api.list_repo_tree(self.name, recursive=True, revision=self._commit)
+                    files = {entry.path: entry for entry in found if hasattr(entry, "size")}  # no directories
+                self.versions = {path: f.lfs.sha256 if f.lfs else f.blob_id for path, f in files.items()}
+                self._listing = Listing({path: file.size for path, file in files.items()})
             return self._listing
 
     def fetch(self, name: str, start: int, nbytes: int) -> bytes:
@@ -157,13 +158,6 @@ class _Model:
             raise OSError(f"{where}: to {operation} on the Hub failed: {text}") from None
 
 
-def _entry(found: Any) -> Entry | None:
-    """Return a file of a commit as it is listed; None for a directory."""
-    if not hasattr(found, "size"):
-        return None
-    return Entry(found.path, found.size, found.lfs.sha256 if found.lfs else found.blob_id)
-
-
 def _first_of(chunks: Iterable[bytes], skipped: int, nbytes: int) -> bytes:
     """Return some bytes of an answer, and read no more of it: a server may ignore ranges."""
     found = bytearray()
@@ -178,19 +172,23 @@ def _first_of(chunks: Iterable[bytes], skipped: int, nbytes: int) -> bytes:
 # ----------------------------------------------------------------------------------------------- store
 
 
-class HubStore(ListedStore[Entry]):
+class HubStore(ListedStore):
     """A directory of a model, at one commit."""
 
     read_bytes = 64 * 2**20  # of a file that is on this machine by then
     read_threads = 16
 
     def __init__(self, model: _Model, path: str) -> None:
-        self._model, self._path = model, path.strip("/")
+        self._model = model
+        self._enter(path.strip("/"))
+
+    def _enter(self, path: str) -> None:
+        model, self._path = self._model, path
         self.url = f"{model.url}/{self._path}" if self._path else model.url
         self.refusal = _refusal(self.url)
 
     @property
-    def listing(self) -> Listing[Entry]:
+    def listing(self) -> Listing:
         return self._model.listing
 
     @property
@@ -200,14 +198,11 @@ class HubStore(ListedStore[Entry]):
     def path_to(self, name: str) -> str:
         return f"{self.url}/{name}"
 
-    def version_of(self, file: Entry) -> Version:
-        return file.version
+    def _version(self, path: str) -> Version:
+        return self._model.versions[path]  # a digest of its content
 
     def open(self, names: Sequence[str], versions: Mapping[str, Version] | None = None) -> HubFiles:
-        return HubFiles(_HubFile(self._model, self.file(name)) for name in names)
-
-    def _at(self, path: str) -> HubStore:
-        return HubStore(self._model, path)
+        return HubFiles(_HubFile(self._model, self.inside(name)) for name in names)
 
 
 class HubFiles(UnchangingFiles):
@@ -220,7 +215,7 @@ class HubFiles(UnchangingFiles):
         return self._files[number].read_into(memory, offset)
 
     def nbytes(self, number: int) -> int:
-        return self._files[number].entry.nbytes
+        return self._files[number].nbytes
 
     def map(self, number: int) -> np.ndarray[Any, Any] | None:
         return self._files[number].on_this_machine().map(0)
@@ -233,20 +228,20 @@ class HubFiles(UnchangingFiles):
 class _HubFile:
     """A file that is read by ranged requests as long as little of it is wanted."""
 
-    def __init__(self, model: _Model, entry: Entry) -> None:
-        self.entry, self._model = entry, model
+    def __init__(self, model: _Model, name: str) -> None:
+        self._model, self._name, self.nbytes = model, name, model.listing.sizes[name]
         self._local: LocalFiles | None = None
         self._was_sought, self._asked = False, 0
         self._lock = Lock()
 
     def read_into(self, memory: memoryview, offset: int) -> int:
-        wanted = max(0, min(len(memory), self.entry.nbytes - offset))
+        wanted = max(0, min(len(memory), self.nbytes - offset))
         if not wanted:
             return 0
         local = self.on_this_machine() if self._is_worth_a_download(wanted) else self._local
         if local is not None:
             return local.read_into(0, memory, offset)
-        data = self._model.fetch(self.entry.name, offset, wanted)
+        data = self._model.fetch(self._name, offset, wanted)
         memory[: len(data)] = data
         return len(data)
 
@@ -255,27 +250,25 @@ class _HubFile:
             self._asked += wanted
             if not self._was_sought:
                 self._was_sought = True
-                if (path := self._model.downloaded(self.entry.name)) is not None:
+                if (path := self._model.downloaded(self._name)) is not None:
                     self._open(path)
         if self._local is not None:
             return False
-        part = 2 if self.entry.nbytes <= _SMALL_FILE else 8
-        return wanted >= _LARGE_READ or self._asked * part >= self.entry.nbytes
+        part = 2 if self.nbytes <= _SMALL_FILE else 8
+        return wanted >= _LARGE_READ or self._asked * part >= self.nbytes
 
     def on_this_machine(self) -> LocalFiles:
         """Return the file in the Hub's cache, after it is there."""
         with self._lock:
             if self._local is None:
-                self._open(self._model.download(self.entry.name))
+                self._open(self._model.download(self._name))
             assert self._local is not None
             return self._local
 
     def _open(self, path: Path) -> None:
         files = LocalFiles(path.parent, [path.name])
-        if files.nbytes(0) != self.entry.nbytes:
-            raise OSError(
-                f"{path} has {files.nbytes(0)} bytes, but {self.entry.nbytes} on the Hub; remove it"
-            )
+        if files.nbytes(0) != self.nbytes:
+            raise OSError(f"{path} has {files.nbytes(0)} bytes, but {self.nbytes} on the Hub; remove it")
         self._local = files
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ def look_at_signed(
     origin = store.path_to(name)
     for _ in range(_MOST_LOOKS):
         data = _read_signature(store, name)
-        found = SignedStore(store, Listing(_files_in(data, scope, verifier, origin)), scope)
+        found = SignedStore(store, _files_in(data, scope, verifier, origin), scope)
         with suppress(FileNotFoundError):  # a directory for scratch files has gone
             if not (damages := find_damages(found)) or _read_signature(store, name) == data:
                 return found, damages
@@ -163,28 +163,25 @@ def _buffer(local: threading.local) -> memoryview:
 # ---------------------------------------------------------------------------------------------- store
 
 
-class SignedStore(ListedStore[SignedFile]):
+class SignedStore(ListedStore):
     """The signed files of a directory, or one signed file of it."""
 
     read_bytes = 8 * PIECE_BYTES  # so that most pieces are read where they are wanted
     missing = "does not exist, or is not signed"
 
-    def __init__(
-        self,
-        store: Store,
-        files: Listing[SignedFile],
-        scope: str = "",
-        path: str = "",
-        alarms: list[AlteredError] | None = None,
-    ) -> None:
-        self._path, self._listing, self._store, self._scope = path, files, store, scope
-        self.alarms: list[AlteredError] = [] if alarms is None else alarms
-        self.url = store.path_to(path) if path else store.url
-        self.refusal = f"{self.url} is read with key=, and a signed checkpoint is not changed"
+    def __init__(self, store: Store, files: Mapping[str, SignedFile], scope: str = "") -> None:
+        self.files, self._store, self._scope = files, store, scope
+        self._listing = Listing({name: file.nbytes for name, file in files.items()})
+        self.alarms: list[AlteredError] = []
         self.read_threads = store.read_threads
+        self._enter("")
+
+    def _enter(self, path: str) -> None:
+        self._path, self.url = path, self._store.path_to(path) if path else self._store.url
+        self.refusal = f"{self.url} is read with key=, and a signed checkpoint is not changed"
 
     @property
-    def listing(self) -> Listing[SignedFile]:
+    def listing(self) -> Listing:
         return self._listing
 
     @property
@@ -192,15 +189,15 @@ class SignedStore(ListedStore[SignedFile]):
         return f"{self._store.key}/{self._path}" if self._path else self._store.key
 
     def path_to(self, name: str) -> str:
-        return self._store.path_to(self.inner(name))
+        return self._store.path_to(self._inner(name))
+
+    def path_of(self, file: SignedFile) -> str:
+        return self._store.path_to(file.name)
 
     def parent(self) -> tuple[Store, str]:
         if not self._path:
             raise SignatureError(f"what is around {self.url} is not signed")
         return super().parent()
-
-    def _at(self, path: str) -> SignedStore:
-        return SignedStore(self._store, self._listing, self._scope, path, self.alarms)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -222,9 +219,9 @@ class SignedStore(ListedStore[SignedFile]):
         damages = [
             Damage("", printable(name), 0, nbytes, "were added after it was signed")
             for name, nbytes in there.items()
-            if name not in self._listing.files
+            if name not in self.files
         ]
-        for name, file in self._listing.files.items():
+        for name, file in self.files.items():
             if there.get(name) != file.nbytes and (now := self._nbytes_now(name)) != file.nbytes:
                 gone = "are missing, and were signed"
                 problem = gone if now is None else f"are the whole file, and {file.nbytes} were signed"
@@ -235,11 +232,9 @@ class SignedStore(ListedStore[SignedFile]):
         """Find all differences: read every byte, on all cores."""
         damages = self.differences()
         lost = {damage.file for damage in damages}
-        sizes = {
-            name: file.nbytes for name, file in self._listing.files.items() if printable(name) not in lost
-        }
+        sizes = {name: size for name, size in self._listing.sizes.items() if printable(name) not in lost}
         for now in digest_files(self._store, sizes, meter):
-            file = self._listing.files[now.name]
+            file = self.files[now.name]
             for piece, (digest, signed) in enumerate(zip(now.sha256, file.sha256, strict=True)):
                 if digest != signed:
                     start = piece * PIECE_BYTES
@@ -251,7 +246,7 @@ class SignedStore(ListedStore[SignedFile]):
     @property
     def nbytes(self) -> int:
         """How many bytes were signed."""
-        return sum(file.nbytes for file in self._listing.files.values())
+        return sum(self._listing.sizes.values())
 
     def _nbytes_now(self, name: str) -> int | None:
         """Return the length of a file, perhaps through a link as in a cache of Hugging Face; None if it is gone."""
@@ -262,12 +257,13 @@ class SignedStore(ListedStore[SignedFile]):
 
     # ---------------------------------------------------------------------------------------- read
 
-    def version_of(self, file: SignedFile) -> Version:
-        return self._store.read(file.name, 0, 0)[1].version  # of what is read next, or the digests differ
+    def _version(self, path: str) -> Version:
+        return self._store.read(path, 0, 0)[1].version  # of what is read next, or the digests differ
 
     def open(self, names: Sequence[str], versions: Mapping[str, Version] | None = None) -> SignedFiles:
-        inner = {self.inner(name): version for name, version in (versions or {}).items()}
-        return SignedFiles(self, names, self._store.open([self.file(name).name for name in names], inner))
+        paths = [self.inside(name) for name in names]
+        inner = {self._inner(name): version for name, version in (versions or {}).items()}
+        return SignedFiles(self._store.open(paths, inner), [self.files[path] for path in paths], self)
 
 
 # ---------------------------------------------------------------------------------------------- files
@@ -290,9 +286,8 @@ class SignedFiles(UnchangingFiles):
     whatever the files have become since.
     """
 
-    def __init__(self, store: SignedStore, names: Sequence[str], files: Files) -> None:
-        self._store, self._names, self._files = store, names, files
-        self._signed = [store.file(name) for name in names]
+    def __init__(self, files: Files, signed: Sequence[SignedFile], store: SignedStore) -> None:
+        self._files, self._signed, self._store = files, signed, store
         self._pieces: OrderedDict[tuple[int, int], _Piece] = OrderedDict()
         self._most, self._lock = store.read_threads + 2, Lock()
 
@@ -333,7 +328,7 @@ class SignedFiles(UnchangingFiles):
             if isinstance(self._files, KeepsCopies) and self._files.forget(number, start, len(memory)):
                 continue  # a damaged copy is read again from its source
             error = AlteredError(
-                f"{self._store.path_to(self._names[number])} is not what was signed: the SHA-256 of its {len(memory)} "
+                f"{self._store.path_of(file)} is not what was signed: the SHA-256 of its {len(memory)} "
                 f"bytes from {start} on is {digest}, expected {file.sha256[piece]}"
             )
             self._store.alarms.append(error)
