@@ -24,9 +24,9 @@ def sealed(kind, body):
     return data + struct.pack("<I", crc32c(data))
 
 
-def write_bomb(directory, files):
+def write_bomb(directory, files, *, height=0):
     """Replace a database by one whose root has a table of so many files without names."""
-    node = sealed(_NODE, b"\0" + varint(files) + bytes(3 * files))
+    node = sealed(_NODE, bytes([height]) + varint(files) + bytes(3 * files))
     write_root(directory, node)
 
 
@@ -41,12 +41,14 @@ def write_root(directory, data, *, offset=0, name_length=3, nbytes=None):
 
 
 def inner_node(references):
-    """A node above others, which are in the same file at these offsets, of these lengths."""
+    """A node above others, which are in the same file at these offsets, of these lengths: at most 128."""
     count = len(references)
     table = b"\1" + varint(len(_FILE)) + b"\0" + _FILE
-    keys = bytes(max(0, count - 1) + 2 * count)
+    keys = bytes(max(0, count - 1)) + b"\1" * count + bytes(count) + bytes(range(count))
     places = [varint(number) for column in zip(*references, strict=True) for number in column]
-    return sealed(_NODE, b"\1" + table + varint(count) + keys + bytes(count) + b"".join(places))
+    return sealed(
+        _NODE, b"\1" + table + varint(count) + keys + bytes(count) + b"".join(places) + bytes(3 * count)
+    )
 
 
 def nested_nodes(depth):
@@ -56,6 +58,7 @@ def nested_nodes(depth):
     for number in range(depth, 0, -1):
         length = bytes(len(node) >> shift & 127 | (128 if shift < 28 else 0) for shift in range(0, 35, 7))
         start = b"\0\0" + b"\1" + table + b"\1" + length + b"\0"
-        body = start + node + b"\0" + varint((12 + len(start)) * number) + varint(len(node)) + bytes(10)
-        node = _NODE + struct.pack("<Q", 12 + len(body) + 4) + body + bytes(4)
+        body = start + node + b"\0" + varint((12 + len(start)) * number) + varint(len(node)) + bytes(3)
+        node = _NODE + struct.pack("<Q", 12 + len(body) + 4) + body
+        node += struct.pack("<I", crc32c(node))
     return node

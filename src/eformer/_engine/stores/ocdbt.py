@@ -78,6 +78,7 @@ def require_plain_files(directory: Path, *, is_database: bool = True) -> None:
         if _MANIFESTS.fullmatch(entry.name):
             manifests.append(path)
     if is_database:
+        _require_text(directory)
         require_bounded_nodes(directory, manifests)
 
 
