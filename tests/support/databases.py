@@ -1,5 +1,6 @@
 """Write OCDBT databases by the format's description, without TensorStore: hostile ones."""
 
+import os
 import struct
 
 import zstandard
@@ -24,19 +25,19 @@ def sealed(kind, body):
     return data + struct.pack("<I", crc32c(data))
 
 
-def write_bomb(directory, files, *, height=0):
+def write_bomb(directory, files, *, height=0, file=_FILE):
     """Replace a database by one whose root has a table of so many files without names."""
     node = sealed(_NODE, bytes([height]) + varint(files) + bytes(3 * files))
-    write_root(directory, node)
+    write_root(directory, node, file=file)
 
 
-def write_root(directory, data, *, offset=0, name_length=3, nbytes=None):
+def write_root(directory, data, *, offset=0, name_length=None, nbytes=None, file=_FILE):
     """Replace a database by one whose root begins at the offset of a file of these bytes."""
     config = bytes(16) + b"\0" + varint(100) + varint(2**23) + b"\4\0"
-    table = b"\1" + varint(name_length) + b"\0" + _FILE
+    table = b"\1" + varint(len(file) if name_length is None else name_length) + b"\0" + file
     place = varint(offset) + varint(len(data) if nbytes is None else nbytes)
     version = b"\1" + b"\1" + b"\0" + b"\0" + place + bytes(3) + bytes(8) + b"\0"
-    (directory / "d" / "x").write_bytes(data)
+    (directory / os.fsdecode(file)).write_bytes(data)
     (directory / "manifest.ocdbt").write_bytes(sealed(_MANIFEST, config + table + version))
 
 

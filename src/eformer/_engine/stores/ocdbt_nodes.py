@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
-from urllib.parse import unquote
+from urllib.parse import unquote_to_bytes
 
 import zstandard
 
@@ -23,15 +23,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _MANIFEST, _NODE = b"\x0c\xdb\x3a\x2a", b"\x0c\xdb\x20\xde"
-_HEADER = (
-    4 + 8 + 2
-)  # bytes: what it is, its length with all of this, the version, and whether it is compressed
+_HEADER = 4 + 8 + 2  # bytes: what it is, its length with all of this, its version, whether it is compressed
 _CHECKSUM = 4
 
 _MOST_DECODED = 2**24  # bytes of a node, of which TensorStore writes at most half
-_MOST_INNER = (
-    2**20
-)  # bytes of a node above others, which names 10,000 of them; parsed it takes 200 times as many
+_MOST_INNER = 2**20  # of a node above others, of which it names 10,000; parsed it takes 200 times as many
 _MOST_TIMES = 100  # as long as it is stored
 _MOST_READS = 4  # of the files: nodes may be referred to in several ways, but do not lie within each other
 
@@ -86,7 +82,7 @@ class _Walk:
     def _is_inner(self, above: str, location: str) -> bool:
         """Tell whether a node is there, and above others."""
         _, outer, file, offset, nbytes = location.split(":")
-        name = f"{above}/{unquote(outer)}{unquote(file)}".lstrip("/")
+        name = f"{above}/{os.fsdecode(unquote_to_bytes(outer + file))}".removeprefix("/")
         node = self._read(name, int(offset), int(nbytes), _NODE)
         return node is not None and node[:1] > b"\0"  # its height
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from eformer._engine.record.signature import (
@@ -288,30 +287,30 @@ class SignedFiles(UnchangingFiles):
 
     def __init__(self, files: Files, signed: Sequence[SignedFile], store: SignedStore) -> None:
         self._files, self._signed, self._store = files, signed, store
-        self._pieces: OrderedDict[tuple[int, int], _Piece] = OrderedDict()
-        self._most, self._lock = store.read_threads + 2, Lock()
+        self._piece = lru_cache(store.read_threads + 2)(lambda number, piece: _Piece())
+        self._lock = Lock()
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
-        stop = min(offset + len(memory), self._signed[number].nbytes)
-        for piece, start, end in _pieces_between(offset, stop):
+        nbytes = self._signed[number].nbytes
+        start, stop = offset, min(offset + len(memory), nbytes)
+        while start < stop:
+            piece = start // PIECE_BYTES
+            first, last = piece * PIECE_BYTES, min((piece + 1) * PIECE_BYTES, nbytes)
+            end = min(stop, last)
             wanted = memory[start - offset : end - offset]
-            first = piece * PIECE_BYTES
-            if start == first and end == min(first + PIECE_BYTES, self._signed[number].nbytes):
+            if (start, end) == (first, last):
                 self._read_checked(number, piece, wanted)
             else:
-                wanted[:] = self._kept(number, piece)[start - first : end - first]
+                wanted[:] = self._kept(number, piece, last - first)[start - first : end - first]
+            start = end
         return max(0, stop - offset)
 
-    def _kept(self, number: int, piece: int) -> memoryview:
+    def _kept(self, number: int, piece: int, nbytes: int) -> memoryview:
         """Return a piece that was checked, and keep it for the reads beside this one."""
         with self._lock:
-            found = self._pieces.setdefault((number, piece), _Piece())
-            self._pieces.move_to_end((number, piece))
-            if len(self._pieces) > self._most:
-                self._pieces.popitem(last=False)
+            found = self._piece(number, piece)
         with found.lock:
             if found.memory is None:
-                nbytes = min(PIECE_BYTES, self._signed[number].nbytes - piece * PIECE_BYTES)
                 memory = memoryview(bytearray(nbytes))
                 self._read_checked(number, piece, memory)
                 found.memory = memory
@@ -341,14 +340,5 @@ class SignedFiles(UnchangingFiles):
         self._files.hold(numbers)
 
     def close(self) -> None:
-        self._pieces.clear()
+        self._piece.cache_clear()
         self._files.close()
-
-
-def _pieces_between(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the pieces that a range of a file lies in: number, and beginning and end of the part that is wanted."""
-    while start < stop:
-        piece = start // PIECE_BYTES
-        end = min(stop, (piece + 1) * PIECE_BYTES)
-        yield piece, start, end
-        start = end
