@@ -236,17 +236,15 @@ class Cache:
     def _warnings(self) -> Iterator[None]:
         try:
             yield
-        except _CacheError as error:
-            self._warn(error.args[0])
         except FileNotFoundError as error:
             logger.debug("%s: %s", self.directory, error)  # removed meanwhile, by another process
         except OSError as error:
-            self._warn(error.strerror or str(error))
-
-    def _warn(self, why: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("the cache %s cannot be used, reading from the bucket: %s", self.directory, why)
+            if not self._has_warned:
+                self._has_warned = True
+                why = error.strerror or error
+                logger.warning(
+                    "the cache %s cannot be used, reading from the bucket: %s", self.directory, why
+                )
 
     def _open(self, key: str, nbytes: int | None) -> _Entry | None:
         self._require_own()
@@ -276,7 +274,7 @@ class Cache:
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
         status = os.stat(self.directory)
         if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
-            raise _CacheError("it belongs to another user, or everybody may write to it")
+            raise PermissionError("it belongs to another user, or everybody may write to it")
         self._was_seen = True
 
     def _length(self, descriptor: int, path: str, nbytes: int | None) -> int | None:
@@ -285,7 +283,7 @@ class Cache:
         status = os.fstat(descriptor)
         is_shared = status.st_nlink > 1  # a file from elsewhere, which must not be written
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or is_shared:
-            raise _CacheError(f"{path} is not a file of this user, or has a second name")
+            raise PermissionError(f"{path} is not a file of this user, or has a second name")
         header = os.pread(descriptor, _FIELDS.size + _DIGEST, 0)
         status = os.fstat(descriptor)  # again: another thread may have begun the file, its length first
         if not header.strip(b"\0"):
@@ -352,10 +350,6 @@ class Cache:
                     with suppress(FileNotFoundError):
                         status = entry.stat(follow_symlinks=False)
                         yield status.st_mtime_ns, status.st_blocks * 512, entry.path
-
-
-class _CacheError(Exception):
-    """Says why the cache cannot be used."""
 
 
 # --------------------------------------------------------------------------------------------- reading

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from copy import copy
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from eformer._engine.record.names import is_inside
 from eformer._engine.stores.base import Entry, ReadOnly
@@ -15,7 +15,7 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from eformer._engine.stores.base import Files, Kind, Store, Version
+    from eformer._engine.stores.base import Files, Kind, Version
 
 
 class Listing:
@@ -35,18 +35,12 @@ class ListedStore(ReadOnly, ABC):
     """A directory of listed files; `_path` leads to it from the top."""
 
     url: str
-    read_threads: int
-    read_bytes: int
     missing = "does not exist"
     _path: str
 
     @property
     @abstractmethod
     def listing(self) -> Listing: ...
-
-    @property
-    @abstractmethod
-    def key(self) -> str: ...
 
     @abstractmethod
     def path_to(self, name: str) -> str: ...
@@ -62,14 +56,14 @@ class ListedStore(ReadOnly, ABC):
     def _enter(self, path: str) -> None:
         """Become the store of a directory."""
 
-    def parent(self) -> tuple[Store, str]:
+    def parent(self) -> tuple[Self, str]:
         outer, _, name = self._path.rpartition("/")
         return self._at(outer), name
 
-    def at(self, below: str) -> Store:
+    def at(self, below: str) -> Self:
         return self._at(self._inner(below))
 
-    def _at(self, path: str) -> Store:
+    def _at(self, path: str) -> Self:
         other = copy(self)
         other._enter(path)
         return other

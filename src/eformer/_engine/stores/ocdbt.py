@@ -78,8 +78,7 @@ def require_plain_files(directory: Path, *, is_database: bool = True) -> None:
             raise FormatError(f"{directory / path} is not a regular file")
         if _MANIFESTS.fullmatch(entry.name):
             manifests.append(path)
-    if is_database:
-        _require_text(directory)
+    if is_database and is_text(str(directory)):  # TensorStore opens no others
         require_bounded_nodes(directory, manifests)
 
 

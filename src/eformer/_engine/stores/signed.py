@@ -11,7 +11,7 @@ import os
 import threading
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from eformer._engine.record.signature import (
     MOST_BYTES,
@@ -193,7 +193,7 @@ class SignedStore(ListedStore):
     def path_of(self, file: SignedFile) -> str:
         return self._store.path_to(file.name)
 
-    def parent(self) -> tuple[Store, str]:
+    def parent(self) -> tuple[Self, str]:
         if not self._path:
             raise SignatureError(f"what is around {self.url} is not signed")
         return super().parent()
