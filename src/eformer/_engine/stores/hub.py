@@ -180,10 +180,10 @@ class HubStore(ListedStore):
 
     def __init__(self, model: _Model, path: str) -> None:
         self._model = model
-        self._enter(path.strip("/"))
+        self._enter(path)
 
     def _enter(self, path: str) -> None:
-        model, self._path = self._model, path
+        model, self._path = self._model, path.strip("/")
         self.url = f"{model.url}/{self._path}" if self._path else model.url
         self.refusal = _refusal(self.url)
 
