@@ -212,9 +212,8 @@ def _copy_branches(whole: Directory, branches: Mapping[str, Directory]) -> None:
     target = _open(whole.path, _path_to(whole), context)
     for name, branch in branches.items():
         transaction = ts.Transaction(atomic=True)
-        source = _open(
-            branch.path, f"{_path_to(whole)}/{name}", context
-        )  # TensorStore only copies from below
+        # TensorStore only copies from below.
+        source = _open(branch.path, f"{_path_to(whole)}/{name}", context)
         try:
             source.experimental_copy_range_to(target.with_transaction(transaction)).result()
             transaction.commit_sync()

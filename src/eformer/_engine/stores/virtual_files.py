@@ -1,4 +1,4 @@
-"""Present parts of one file as files of their own: bytes that are scattered, or have to be decoded."""
+"""Files by number that are made of others: parts of one file, which are scattered or have to be decoded, and groups."""
 
 from __future__ import annotations
 
