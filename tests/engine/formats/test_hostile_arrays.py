@@ -180,6 +180,20 @@ def test_a_node_of_a_database_that_decodes_to_far_more_than_is_stored_is_refused
             call(database)
 
 
+@pytest.mark.parametrize("file", [b"d/\xff", b"d/a:b", b"d/a%41"], ids=ascii)
+def test_a_node_is_looked_at_whatever_its_file_is_called(database, file):
+    write_bomb(database / "m.ocdbt", 6_000_000, file=file)
+    with pytest.raises(FormatError, match=r"has a node of \d+ bytes that takes more than 16777216 to decode"):
+        load(database)
+
+
+def test_a_node_above_others_that_is_far_larger_than_any_is_refused(database):
+    """To look at the nodes below it would take hundreds of times as much memory."""
+    write_bomb(database / "m.ocdbt", 400_000, height=1)
+    with pytest.raises(FormatError, match=r"d/x has a node of \d+ bytes .*; at most 1048576 bytes"):
+        load(database)
+
+
 @pytest.mark.parametrize("odd", [{"offset": 2**63 + 5}, {"name_length": 2**63 + 5}], ids=str)
 def test_a_number_of_a_database_that_is_too_large_is_damage(database, odd):
     write_root(database / "m.ocdbt", inner_node([]), **odd)
@@ -188,13 +202,14 @@ def test_a_number_of_a_database_that_is_too_large_is_damage(database, odd):
 
 
 def test_a_node_is_looked_at_once_however_it_is_referred_to(database):
-    where, seen = database / "m.ocdbt", []
+    where, seen, places = database / "m.ocdbt", [], set()
     node = inner_node([(0, 10_000 + number) for number in range(100)])
     write_root(where, node + bytes(20_000), nbytes=len(node))
-    walk = _Walk(where, set())
+    walk = _Walk(where, places)
     decode, walk._decode = walk._decode, lambda data, file: seen.append(file) or decode(data, file)
     walk.look_through("manifest.ocdbt")
     assert seen == ["manifest.ocdbt", "d/x"]
+    assert len(places) == 101
 
 
 def test_nodes_within_each_other_are_refused(database):
@@ -207,7 +222,7 @@ def test_all_nodes_of_a_database_are_looked_at_that_its_last_version_has(tmp_pat
     config = {"max_decoded_node_bytes": 300, "compression": None}
     spec = {"driver": "ocdbt", "base": f"file://{tmp_path}/", "config": config}
     store = ts.KvStore.open(spec).result()
-    with ts.Transaction() as transaction:
+    with ts.Transaction(atomic=True) as transaction:
         for number in range(200):
             store.with_transaction(transaction)[f"a/{number}"] = bytes(200)
     seen = set()

@@ -408,13 +408,14 @@ def test_a_file_that_another_thread_begins_meanwhile_is_not_taken_for_damaged(ca
 
     def begun(descriptor, nbytes, offset):
         if not os.fstat(descriptor).st_size:
-            caches._begin(descriptor, BLOCK)
+            os.ftruncate(descriptor, caches._start(BLOCK) + BLOCK)
+            caches._write(descriptor, caches._header(BLOCK), 0)
             caches._Entry(descriptor, BLOCK).write(0, memoryview(data))
         return pread(descriptor, nbytes, offset)
 
     monkeypatch.setattr(caches.os, "pread", begun)
     with Cache(str(cache)).entry("key", BLOCK) as entry:
-        assert not caches._damaged(entry)
+        assert entry.is_sound()
 
 
 def test_two_processes_fill_the_cache_at_once(cache):

@@ -72,3 +72,14 @@ def test_files_of_two_kinds_are_counted_one_after_the_other():
     files.close()
     assert not first.is_open
     assert not then.is_open
+
+
+def test_virtual_files_follow_the_files_that_they_are_made_of():
+    real, joined = Named("a"), JoinedRanges("x", ((0, 1), (1, 1)))
+    files = VirtualFiles(real, [(1, joined), (0, joined)], 2)
+    files.hold([1, 2, 3])
+    assert sorted(real.held) == [0, 1, 1]
+    assert [files.nbytes(n) for n in (0, 1, 2)] == [0, 1, 2]
+    assert [files.map(n) for n in (1, 2)] == ["a1", None]
+    files.close()
+    assert not real.is_open

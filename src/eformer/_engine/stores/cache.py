@@ -18,7 +18,8 @@ import struct
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import xxhash
@@ -26,13 +27,15 @@ from msgspec import Struct
 
 from eformer._engine.stores.directory import read_into
 from eformer._engine.stores.local_paths import local_path
+from eformer._engine.stores.virtual_files import UnchangingFiles
 from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.pool import run_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from eformer._engine.stores.base import Version
+    from eformer._engine.stores.bucket import BucketFiles
 
 logger = logging.getLogger("eformer")
 
@@ -42,9 +45,8 @@ Cached = str | os.PathLike[str] | Literal[False] | None
 BLOCK = 2**20
 
 _MOST_BYTES = 100 * 10**9
-_BLOCKS_AT_ONCE = 16  # fetched by one request, to map an object
+_AT_ONCE = 8 * BLOCK  # fetched by one request, to map an object
 _THREADS = 16
-_TRIES = 3  # of opening a file, if damaged ones are removed
 _FREED = 0.9  # of the limit is left after a removal
 _LOOK_EVERY = 256 * 2**20  # bytes that are written between two looks at the size of the directory
 
@@ -59,23 +61,6 @@ _SUFFIX = ".blocks"
 _SAVE_ID = re.compile(r"\.([0-9a-f]{16})(?![0-9a-f])")
 
 _chosen: ContextVar[Cached] = ContextVar("eformer_cache", default=None)
-
-
-class Fetched(Protocol):
-    """Objects by number, read from their bucket."""
-
-    def fetch(self, number: int, offset: int, nbytes: int) -> tuple[Any, int]:
-        """Return a range of an object, and the length of all of it."""
-
-    def read_into(self, number: int, memory: memoryview, offset: int) -> int: ...
-
-    def nbytes(self, number: int) -> int: ...
-
-    def hold(self, numbers: Iterable[int]) -> None: ...
-
-    def rewritten(self) -> str | None: ...
-
-    def close(self) -> None: ...
 
 
 # ------------------------------------------------------------------------------------------- choosing
@@ -139,30 +124,48 @@ class _Entry(Struct, frozen=True):
     def start(self) -> int:
         return _start(self.nbytes)
 
-    def block_nbytes(self, number: int) -> int:
-        return min(BLOCK, self.nbytes - number * BLOCK)
+    def digests(self, blocks: range) -> list[bytes]:
+        nbytes = len(blocks) * _DIGEST
+        data = os.pread(self.descriptor, nbytes, _DIGESTS_AT + blocks.start * _DIGEST).ljust(nbytes, b"\0")
+        return [data[at : at + _DIGEST] for at in range(0, nbytes, _DIGEST)]
 
-    def digests(self, first: int, stop: int) -> list[bytes]:
-        nbytes = (stop - first) * _DIGEST
-        data = os.pread(self.descriptor, nbytes, _DIGESTS_AT + first * _DIGEST).ljust(nbytes, b"\0")
-        return [data[at : at + _DIGEST] for at in range(0, len(data), _DIGEST)]
+    def read_into(self, memory: memoryview, offset: int) -> list[int]:
+        """Fill memory from the blocks that are sound. Return the numbers of the others."""
+        stop = min(self.nbytes, offset + len(memory))
+        if offset >= stop:
+            return []
+        missing, blocks = [], _blocks(offset, stop - offset)
+        for block, digest in zip(blocks, self.digests(blocks), strict=True):
+            start, end = block * BLOCK, min((block + 1) * BLOCK, self.nbytes)
+            is_inside = offset <= start and end <= stop
+            part = memory[start - offset : end - offset] if is_inside else memoryview(bytearray(end - start))
+            if not self._read_block(block, part, digest):
+                missing.append(block)
+            elif not is_inside:
+                _copy(part, start, memory, offset)
+        return missing
 
-    def read_block(self, number: int, memory: memoryview, digest: bytes) -> bool:
+    def _read_block(self, number: int, memory: memoryview, digest: bytes) -> bool:
         """Fill memory with a block. Return False if it is not there, or damaged."""
         if digest == bytes(_DIGEST):
             return False
         found = read_into(self.descriptor, memory, self.start + number * BLOCK)
         return found == len(memory) and xxhash.xxh3_128_digest(memory) == digest
 
+    def is_sound(self) -> bool:
+        """Tell whether all blocks are there, and none is damaged."""
+        memory = memoryview(bytearray(BLOCK))
+        return not any(self.read_into(memory, offset) for offset in range(0, self.nbytes, BLOCK))
+
     def write(self, first: int, data: memoryview) -> None:
         """Write blocks that follow each other, then their digests."""
         _write(self.descriptor, data, self.start + first * BLOCK)
         digests = [xxhash.xxh3_128_digest(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
-        _write(self.descriptor, memoryview(b"".join(digests)), _DIGESTS_AT + first * _DIGEST)
+        _write(self.descriptor, b"".join(digests), _DIGESTS_AT + first * _DIGEST)
 
-    def forget(self, first: int, stop: int) -> None:
-        _write(self.descriptor, memoryview(bytes(_DIGEST)), _WHOLE_AT)
-        _write(self.descriptor, memoryview(bytes(_DIGEST * (stop - first))), _DIGESTS_AT + first * _DIGEST)
+    def forget(self, blocks: range) -> None:
+        _write(self.descriptor, bytes(_DIGEST), _WHOLE_AT)
+        _write(self.descriptor, bytes(_DIGEST * len(blocks)), _DIGESTS_AT + blocks.start * _DIGEST)
 
     # A file that was checked once, after it had reached the disk, is mapped from then on without reading it.
 
@@ -172,7 +175,11 @@ class _Entry(Struct, frozen=True):
 
     def set_whole(self) -> None:
         os.fsync(self.descriptor)
-        _write(self.descriptor, memoryview(_whole_mark(self.nbytes)), _WHOLE_AT)
+        _write(self.descriptor, _whole_mark(self.nbytes), _WHOLE_AT)
+
+    def map(self) -> np.ndarray[Any, Any]:
+        mapping = mmap.mmap(self.descriptor, 0, prot=mmap.PROT_READ)
+        return np.frombuffer(mapping, np.uint8)[self.start :]
 
 
 def _start(nbytes: int) -> int:
@@ -190,17 +197,10 @@ def _whole_mark(nbytes: int) -> bytes:
     return xxhash.xxh3_128_digest(_header(nbytes) + b"whole")
 
 
-def _write(descriptor: int, data: memoryview, offset: int) -> None:
+def _write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     while data:
         count = os.pwrite(descriptor, data, offset)
         data, offset = data[count:], offset + count
-
-
-def _begin(descriptor: int, nbytes: int) -> int:
-    """Give a new file its length, then its header."""
-    os.ftruncate(descriptor, _start(nbytes) + nbytes)
-    _write(descriptor, memoryview(_header(nbytes)), 0)
-    return nbytes
 
 
 class Cache:
@@ -236,49 +236,36 @@ class Cache:
     def _warnings(self) -> Iterator[None]:
         try:
             yield
-        except _CacheError as error:
-            self._warn(error.args[0])
         except FileNotFoundError as error:
             logger.debug("%s: %s", self.directory, error)  # removed meanwhile, by another process
         except OSError as error:
-            self._warn(error.strerror or str(error))
-
-    def _warn(self, why: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("the cache %s cannot be used, reading from the bucket: %s", self.directory, why)
+            if not self._has_warned:
+                self._has_warned = True
+                why = error.strerror or error
+                logger.warning(
+                    "the cache %s cannot be used, reading from the bucket: %s", self.directory, why
+                )
 
     def _open(self, key: str, nbytes: int | None) -> _Entry | None:
         self._require_own()
         if nbytes is not None and nbytes > self.limit:
             return None
-        path = self._path(key)
-        for _ in range(_TRIES):
-            with suppress(_DamagedError):
-                return self._open_once(path, nbytes)
-        return None
-
-    def _open_once(self, path: str, nbytes: int | None) -> _Entry | None:
-        create = 0 if nbytes is None else os.O_CREAT
+        path = os.path.join(self.directory, key + _SUFFIX)
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT if nbytes else 0)
         try:
-            descriptor = os.open(
-                path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | create, 0o600
-            )
+            descriptor = os.open(path, flags, 0o600)
         except FileNotFoundError:
-            self._was_seen = self._was_seen and not create  # else the directory is gone: make it again
+            self._was_seen = self._was_seen and not nbytes  # else the directory is gone: make it again
             return None
+        entry = None
         try:
-            found = self._checked(descriptor, path)
-            if found is None and nbytes is not None:
-                found = _begin(descriptor, nbytes)
-            if found is not None:
+            if (found := self._length(descriptor, path, nbytes)) is not None:
                 os.utime(descriptor)  # used now
-                return _Entry(descriptor, found)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-        return None
+                entry = _Entry(descriptor, found)
+            return entry
+        finally:
+            if entry is None:
+                os.close(descriptor)
 
     def _require_own(self) -> None:
         """Make the directory, or refuse one that others can write to."""
@@ -287,30 +274,31 @@ class Cache:
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
         status = os.stat(self.directory)
         if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
-            raise _CacheError("it belongs to another user, or everybody may write to it")
+            raise PermissionError("it belongs to another user, or everybody may write to it")
         self._was_seen = True
 
-    def _path(self, key: str) -> str:
-        return os.path.join(self.directory, key + _SUFFIX)
-
-    def _checked(self, descriptor: int, path: str) -> int | None:
-        """Return the length of the object whose file this is; None for a new file. Remove one that is damaged."""
+    def _length(self, descriptor: int, path: str, nbytes: int | None) -> int | None:
+        """Return the length of the object whose file this is. A new file gets `nbytes`. Return None if that is not
+        known, and for a file that is damaged, which is removed."""
         status = os.fstat(descriptor)
         is_shared = status.st_nlink > 1  # a file from elsewhere, which must not be written
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or is_shared:
-            raise _CacheError(f"{path} is not a file of this user, or has a second name")
+            raise PermissionError(f"{path} is not a file of this user, or has a second name")
         header = os.pread(descriptor, _FIELDS.size + _DIGEST, 0)
         status = os.fstat(descriptor)  # again: another thread may have begun the file, its length first
         if not header.strip(b"\0"):
-            return None
+            if nbytes:
+                os.ftruncate(descriptor, _start(nbytes) + nbytes)
+                _write(descriptor, _header(nbytes), 0)
+            return nbytes
         if len(header) == _FIELDS.size + _DIGEST:
-            nbytes = _FIELDS.unpack_from(header)[1]
-            if header == _header(nbytes) and status.st_size == _start(nbytes) + nbytes:
-                return int(nbytes)
+            found = int(_FIELDS.unpack_from(header)[1])
+            if header == _header(found) and status.st_size == _start(found) + found:
+                return found
         with self._lock, suppress(FileNotFoundError):
             if os.path.samestat(os.lstat(path), status):  # another thread may have put a new one there
                 os.unlink(path)
-        raise _DamagedError
+        return None
 
     # -------------------------------------------------------------------------------------- blocks
 
@@ -322,14 +310,6 @@ class Cache:
             if entry:
                 entry.write(first, data)
                 self._count(len(data))
-
-    def forget(self, key: str, first: int, stop: int) -> bool:
-        """Let blocks be fetched again. Return False if none of them was there."""
-        with self.entry(key) as entry:
-            if entry and any(digest.strip(b"\0") for digest in entry.digests(first, stop)):
-                entry.forget(first, stop)
-                return True
-        return False
 
     # --------------------------------------------------------------------------------------- limit
 
@@ -372,22 +352,19 @@ class Cache:
                         yield status.st_mtime_ns, status.st_blocks * 512, entry.path
 
 
-class _DamagedError(Exception):
-    """A file was damaged, and is removed."""
-
-
-class _CacheError(Exception):
-    """Says why the cache cannot be used."""
-
-
 # --------------------------------------------------------------------------------------------- reading
 
 
-class CachedFiles:
+class CachedFiles(UnchangingFiles):
     """Objects by number, read through a cache if they never change."""
 
     def __init__(
-        self, files: Fetched, cache: Cache, url: str, names: Sequence[str], versions: Mapping[str, Version]
+        self,
+        files: BucketFiles,
+        cache: Cache,
+        url: str,
+        names: Sequence[str],
+        versions: Mapping[str, Version],
     ) -> None:
         self._files, self._cache = files, cache
         self._keys = [key_of(url, name, versions.get(name)) for name in names]
@@ -396,30 +373,26 @@ class CachedFiles:
         key = self._keys[number]
         if key is None or not len(memory):
             return self._files.read_into(number, memory, offset)
-        done, missing = 0, list(range(offset // BLOCK, -(-(offset + len(memory)) // BLOCK)))
+        nbytes, missing = 0, [*_blocks(offset, len(memory))]
         with self._cache.entry(key) as entry:
             if entry:
-                done, missing = _read_blocks(entry, missing, memory, offset)
+                missing = entry.read_into(memory, offset)
+                nbytes = entry.nbytes
         for first, stop in _runs(missing):
-            data, nbytes = self._fetch(number, first, stop)
-            _copy(data, first * BLOCK, memory, offset)
-            done = _within(nbytes, memory, offset)
-        return done
-
-    def _fetch(self, number: int, first: int, stop: int) -> tuple[memoryview, int]:
-        """Fetch blocks, and keep them."""
-        key = self._keys[number]
-        data, nbytes = self._files.fetch(number, first * BLOCK, (stop - first) * BLOCK)
-        view = memoryview(data)
-        assert key is not None
-        self._cache.keep(key, nbytes, first, view)
-        return view, nbytes
+            data, nbytes = self._files.fetch(number, first * BLOCK, (stop - first) * BLOCK)
+            self._cache.keep(key, nbytes, first, memoryview(data))
+            _copy(memoryview(data), first * BLOCK, memory, offset)
+        return max(0, min(len(memory), nbytes - offset))
 
     def forget(self, number: int, offset: int, nbytes: int) -> bool:
         """Let a range be fetched again that is not what it should be. Return False if it was not in the cache."""
-        key = self._keys[number]
-        stop = -(-(offset + nbytes) // BLOCK)
-        return key is not None and self._cache.forget(key, offset // BLOCK, stop)
+        key, blocks = self._keys[number], _blocks(offset, nbytes)
+        if key is not None:
+            with self._cache.entry(key) as entry:
+                if entry and any(digest.strip(b"\0") for digest in entry.digests(blocks)):
+                    entry.forget(blocks)
+                    return True
+        return False
 
     def nbytes(self, number: int) -> int:
         """Ask the bucket, so that a missing object is noticed even if it is cached."""
@@ -432,65 +405,23 @@ class CachedFiles:
             return None
         with self._cache.entry(key) as entry:
             if entry and entry.is_whole:
-                return _mapped(entry)
+                return entry.map()
         nbytes = self._files.nbytes(number)
-        self._complete(number, nbytes)
+        run_all([partial(self._complete, number, at, nbytes) for at in range(0, nbytes, _AT_ONCE)], _THREADS)
         with self._cache.entry(key) as entry:
-            if entry and not _damaged(entry):
+            if entry and entry.is_sound():
                 entry.set_whole()
-                return _mapped(entry)
+                return entry.map()
         return None
 
-    def _complete(self, number: int, nbytes: int) -> None:
-        """Fetch what is not there, or damaged."""
-        key, blocks = self._keys[number], -(-nbytes // BLOCK)
-        assert key is not None
-        missing = list(range(blocks))
-        with self._cache.entry(key) as entry:
-            if entry:
-                missing = _damaged(entry)
-        runs = [
-            (at, min(stop, at + _BLOCKS_AT_ONCE))
-            for first, stop in _runs(missing)
-            for at in range(first, stop, _BLOCKS_AT_ONCE)
-        ]
-        run_all([partial(_call, self._fetch, number, *run) for run in runs], _THREADS)
-
-    def hold(self, numbers: Iterable[int]) -> None:
-        self._files.hold(numbers)
-
-    def rewritten(self) -> str | None:
-        return self._files.rewritten()
-
-    def close(self) -> None:
-        self._files.close()
+    def _complete(self, number: int, offset: int, nbytes: int) -> None:
+        """Fetch the blocks of a range that are not there, or damaged."""
+        self.read_into(number, memoryview(bytearray(min(_AT_ONCE, nbytes - offset))), offset)
 
 
-def _call(function: Any, *arguments: Any) -> None:
-    function(*arguments)
-
-
-def _within(nbytes: int, memory: memoryview, offset: int) -> int:
-    return max(0, min(len(memory), nbytes - offset))
-
-
-def _read_blocks(entry: _Entry, blocks: list[int], memory: memoryview, offset: int) -> tuple[int, list[int]]:
-    """Fill memory from the blocks that are sound. Return how many bytes there are in all, and the other blocks."""
-    blocks = [block for block in blocks if block * BLOCK < entry.nbytes]
-    missing = []
-    digests = entry.digests(blocks[0], blocks[-1] + 1) if blocks else []
-    for block, digest in zip(blocks, digests, strict=True):
-        start, nbytes = block * BLOCK, entry.block_nbytes(block)
-        if offset <= start and start + nbytes <= offset + len(memory):
-            is_sound = entry.read_block(block, memory[start - offset : start - offset + nbytes], digest)
-        else:
-            part = memoryview(bytearray(nbytes))
-            is_sound = entry.read_block(block, part, digest)
-            if is_sound:
-                _copy(part, start, memory, offset)
-        if not is_sound:
-            missing.append(block)
-    return _within(entry.nbytes, memory, offset), missing
+def _blocks(offset: int, nbytes: int) -> range:
+    """Return the numbers of the blocks that a range of an object lies in."""
+    return range(offset // BLOCK, -(-(offset + nbytes) // BLOCK))
 
 
 def _copy(data: memoryview, start: int, memory: memoryview, offset: int) -> None:
@@ -503,26 +434,6 @@ def _copy(data: memoryview, start: int, memory: memoryview, offset: int) -> None
 
 def _runs(blocks: list[int]) -> Iterator[tuple[int, int]]:
     """Join blocks that follow each other."""
-    at = 0
-    while at < len(blocks):
-        end = at + 1
-        while end < len(blocks) and blocks[end] == blocks[end - 1] + 1:
-            end += 1
-        yield blocks[at], blocks[end - 1] + 1
-        at = end
-
-
-def _damaged(entry: _Entry) -> list[int]:
-    """List the blocks that are not there, or damaged."""
-    count = -(-entry.nbytes // BLOCK)
-    memory = memoryview(bytearray(BLOCK))
-    return [
-        number
-        for number, digest in enumerate(entry.digests(0, count))
-        if not entry.read_block(number, memory[: entry.block_nbytes(number)], digest)
-    ]
-
-
-def _mapped(entry: _Entry) -> np.ndarray[Any, Any]:
-    mapping = mmap.mmap(entry.descriptor, 0, prot=mmap.PROT_READ)
-    return np.frombuffer(mapping, np.uint8)[entry.start :]
+    for _, run in groupby(enumerate(blocks), lambda each: each[1] - each[0]):
+        numbers = [block for _, block in run]
+        yield numbers[0], numbers[-1] + 1

@@ -15,22 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import unquote
 
-from msgspec import Struct
-
-from eformer._engine.record.names import is_inside
-from eformer._engine.stores.base import Entry, ReadOnly
+from eformer._engine.stores.listed import ListedStore, Listing
 from eformer._engine.stores.local_files import LocalFiles
+from eformer._engine.stores.virtual_files import UnchangingFiles
 from eformer._engine.tasks.extras import import_extra
 from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.interrupts import let_through
-from eformer.errors import FormatError, NotFoundError
+from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import numpy as np
 
-    from eformer._engine.stores.base import Kind, Version
+    from eformer._engine.stores.base import Version
 
 _URL = re.compile(
     r"hf://(?P<model>[^/@]+/[^/@]+)(@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?(/(?P<path>.*))?"
@@ -75,20 +73,14 @@ def _library(part: str = "") -> Any:
 # --------------------------------------------------------------------------------------------- requests
 
 
-class _File(Struct, frozen=True):
-    """A file of a commit; its version is a digest of its content."""
-
-    nbytes: int
-    version: Version
-
-
 class _Model:
     """The files of one commit of a model."""
 
     def __init__(self, name: str, revision: str | None) -> None:
         self.name, self._revision = name, revision
         self._commit: str | None = None
-        self._files: dict[str, _File] | None = None
+        self._listing: Listing | None = None
+        self.versions: dict[str, Version] = {}
         self._lock = Lock()
 
     @property
@@ -98,32 +90,26 @@ class _Model:
         return f"hf://{self.name}@{revision}" if revision else f"hf://{self.name}"
 
     @property
-    def commit(self) -> str:
-        """The commit that the revision was when it was first asked for, by whichever thread."""
+    def listing(self) -> Listing:
+        """The files of the commit that the revision was when it was first asked for, by whichever thread."""
         with self._lock:
-            if self._commit is None:
-                with self._explained("look it up", ""):
-                    info = _library().HfApi().model_info(self.name, revision=self._revision, timeout=_TIMEOUT)
-                self._commit = str(info.sha)
-            return self._commit
-
-    @property
-    def files(self) -> dict[str, _File]:
-        commit = self.commit
-        with self._lock, self._explained("list its files", ""):
-            if self._files is None:
-                found = _library().HfApi().list_repo_tree(self.name, recursive=True, revision=commit)
-                self._files = {
-                    entry.path: _File(entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id)
-                    for entry in found
-                    if hasattr(entry, "size")  # directories have none
-                }
-            return self._files
+            if self._listing is None:
+                api = _library().HfApi()
+                if self._commit is None:
+                    with self._explained("look it up", ""):
+                        info = api.model_info(self.name, revision=self._revision, timeout=_TIMEOUT)
+                    self._commit = str(info.sha)
+                with self._explained("list its files", ""):
+                    found = api.list_repo_tree(self.name, recursive=True, revision=self._commit)
+                    files = {entry.path: entry for entry in found if hasattr(entry, "size")}  # no directories
+                self.versions = {path: f.lfs.sha256 if f.lfs else f.blob_id for path, f in files.items()}
+                self._listing = Listing({path: file.size for path, file in files.items()})
+            return self._listing
 
     def fetch(self, name: str, start: int, nbytes: int) -> bytes:
         """Read a range of a file by a request of its own."""
         utils = _library(".utils")
-        url = _library().hf_hub_url(self.name, name, revision=self.commit)
+        url = _library().hf_hub_url(self.name, name, revision=self._commit)
         headers = {
             **utils.build_hf_headers(),
             "Range": f"bytes={start}-{start + nbytes - 1}",
@@ -138,13 +124,13 @@ class _Model:
 
     def downloaded(self, name: str) -> Path | None:
         """Return where the Hub's cache has a file already."""
-        found = _library().try_to_load_from_cache(self.name, name, revision=self.commit)
+        found = _library().try_to_load_from_cache(self.name, name, revision=self._commit)
         return Path(os.path.realpath(found)) if isinstance(found, str) else None
 
     def download(self, name: str) -> Path:
         """Return where a file is in the Hub's cache, after it is there."""
         with self._explained("download it", name):
-            download = partial(_library().hf_hub_download, self.name, name, revision=self.commit)
+            download = partial(_library().hf_hub_download, self.name, name, revision=self._commit)
             return Path(os.path.realpath(let_through(download)))
 
     @contextmanager
@@ -186,16 +172,24 @@ def _first_of(chunks: Iterable[bytes], skipped: int, nbytes: int) -> bytes:
 # ----------------------------------------------------------------------------------------------- store
 
 
-class HubStore(ReadOnly):
+class HubStore(ListedStore):
     """A directory of a model, at one commit."""
 
     read_bytes = 64 * 2**20  # of a file that is on this machine by then
     read_threads = 16
 
     def __init__(self, model: _Model, path: str) -> None:
-        self._model, self._path = model, path.strip("/")
+        self._model = model
+        self._enter(path)
+
+    def _enter(self, path: str) -> None:
+        model, self._path = self._model, path.strip("/")
         self.url = f"{model.url}/{self._path}" if self._path else model.url
         self.refusal = _refusal(self.url)
+
+    @property
+    def listing(self) -> Listing:
+        return self._model.listing
 
     @property
     def key(self) -> str:
@@ -204,96 +198,27 @@ class HubStore(ReadOnly):
     def path_to(self, name: str) -> str:
         return f"{self.url}/{name}"
 
-    def parent(self) -> tuple[HubStore, str]:
-        outer, _, name = self._path.rpartition("/")
-        return HubStore(self._model, outer), name
-
-    def at(self, below: str) -> HubStore:
-        return HubStore(self._model, f"{self._path}/{below}")
-
-    # ---------------------------------------------------------------------------------------- look
-
-    def kinds(self, below: str = "") -> dict[str, Kind]:
-        kinds: dict[str, Kind] = {}
-        for path in self._below(below):
-            name, slash, _ = path.partition("/")
-            kinds[name] = "directory" if slash else "file"
-        if not kinds:
-            raise FileNotFoundError(f"there are no files in {self.path_to(below) if below else self.url}")
-        return dict(sorted(kinds.items()))
-
-    def sizes(self, below: str, depth: int = 1) -> dict[str, int]:
-        found = self._below(below)
-        return {path: file.nbytes for path, file in found.items() if path.count("/") < depth}
-
-    def _below(self, below: str) -> dict[str, _File]:
-        """Return the files in and below a directory, by path from there."""
-        start = "".join(f"{part}/" for part in (self._path, below) if part)
-        files = self._model.files.items()
-        return {path.removeprefix(start): file for path, file in files if path.startswith(start)}
-
-    def kind(self, name: str) -> Kind | None:
-        if self.exists(name):
-            return "file"
-        return "directory" if self._below(name) else None
-
-    def is_file(self, name: str) -> bool:
-        return self.exists(name)
-
-    def exists(self, name: str) -> bool:
-        return self._inner(name) in self._model.files
-
-    def _inner(self, name: str) -> str:
-        return f"{self._path}/{name}" if self._path else name
-
-    # ---------------------------------------------------------------------------------------- read
-
-    def read(self, name: str, start: int = 0, nbytes: int | None = None) -> tuple[bytes, Entry]:
-        path, file = self._found(name)
-        wanted = max(0, file.nbytes - start if nbytes is None else min(nbytes, file.nbytes - start))
-        entry = Entry(name, file.nbytes, file.version)
-        if not wanted:
-            return b"", entry
-        files = HubFiles(self._model, [(path, file)])
-        try:
-            memory = bytearray(wanted)
-            found = files.read_into(0, memoryview(memory), start)
-            return bytes(memory[:found]), entry
-        finally:
-            files.close()
+    def _version(self, path: str) -> Version:
+        return self._model.versions[path]  # a digest of its content
 
     def open(self, names: Sequence[str], versions: Mapping[str, Version] | None = None) -> HubFiles:
-        return HubFiles(self._model, [self._found(name) for name in names])
-
-    def _found(self, name: str) -> tuple[str, _File]:
-        if not is_inside(name):
-            raise FormatError(f"{name[:200]!r} is not the name of a file in {self.url}")
-        path = self._inner(name)
-        if path not in self._model.files:
-            raise FileNotFoundError(f"{self.path_to(name)} does not exist")
-        return path, self._model.files[path]
+        return HubFiles(_HubFile(self._model, self.inside(name)) for name in names)
 
 
-class HubFiles:
-    """Files of one commit by number, which never change."""
+class HubFiles(UnchangingFiles):
+    """Files of one commit by number."""
 
-    def __init__(self, model: _Model, files: Sequence[tuple[str, _File]]) -> None:
-        self._files = [_HubFile(model, name, file) for name, file in files]
+    def __init__(self, files: Iterable[_HubFile]) -> None:
+        self._files = list(files)
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
         return self._files[number].read_into(memory, offset)
 
     def nbytes(self, number: int) -> int:
-        return self._files[number].file.nbytes
+        return self._files[number].nbytes
 
     def map(self, number: int) -> np.ndarray[Any, Any] | None:
         return self._files[number].on_this_machine().map(0)
-
-    def hold(self, numbers: Iterable[int]) -> None:
-        """Do nothing: a commit does not change."""
-
-    def rewritten(self) -> None:
-        """A commit does not change."""
 
     def close(self) -> None:
         for file in self._files:
@@ -303,14 +228,14 @@ class HubFiles:
 class _HubFile:
     """A file that is read by ranged requests as long as little of it is wanted."""
 
-    def __init__(self, model: _Model, name: str, file: _File) -> None:
-        self.file, self._model, self._name = file, model, name
+    def __init__(self, model: _Model, name: str) -> None:
+        self._model, self._name, self.nbytes = model, name, model.listing.sizes[name]
         self._local: LocalFiles | None = None
         self._was_sought, self._asked = False, 0
         self._lock = Lock()
 
     def read_into(self, memory: memoryview, offset: int) -> int:
-        wanted = max(0, min(len(memory), self.file.nbytes - offset))
+        wanted = max(0, min(len(memory), self.nbytes - offset))
         if not wanted:
             return 0
         local = self.on_this_machine() if self._is_worth_a_download(wanted) else self._local
@@ -329,8 +254,8 @@ class _HubFile:
                     self._open(path)
         if self._local is not None:
             return False
-        part = 2 if self.file.nbytes <= _SMALL_FILE else 8
-        return wanted >= _LARGE_READ or self._asked * part >= self.file.nbytes
+        part = 2 if self.nbytes <= _SMALL_FILE else 8
+        return wanted >= _LARGE_READ or self._asked * part >= self.nbytes
 
     def on_this_machine(self) -> LocalFiles:
         """Return the file in the Hub's cache, after it is there."""
@@ -342,8 +267,8 @@ class _HubFile:
 
     def _open(self, path: Path) -> None:
         files = LocalFiles(path.parent, [path.name])
-        if files.nbytes(0) != self.file.nbytes:
-            raise OSError(f"{path} has {files.nbytes(0)} bytes, but {self.file.nbytes} on the Hub; remove it")
+        if files.nbytes(0) != self.nbytes:
+            raise OSError(f"{path} has {files.nbytes(0)} bytes, but {self.nbytes} on the Hub; remove it")
         self._local = files
 
     def close(self) -> None:

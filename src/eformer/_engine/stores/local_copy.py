@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import shutil
 import tempfile
 import weakref
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from eformer._engine.record.names import is_inside
 from eformer._engine.record.text import count, size
-from eformer._engine.stores.directory import Closing
 from eformer._engine.tasks.pool import run_all
 from eformer.errors import FormatError
 
@@ -81,7 +79,6 @@ def _copy(files: Files, number: int, file: Path, start: int, nbytes: int) -> Non
     memory = memoryview(bytearray(nbytes))
     if files.read_into(number, memory, start) != nbytes:
         raise FileNotFoundError(f"{file.name} was replaced while it was copied")
-    with Closing(os.open(file, os.O_WRONLY)) as descriptor:
-        while memory:
-            written = os.pwrite(descriptor, memory, start)
-            memory, start = memory[written:], start + written
+    with file.open("r+b") as copy:
+        copy.seek(start)
+        copy.write(memory)

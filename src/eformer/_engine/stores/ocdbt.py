@@ -14,10 +14,11 @@ from eformer._engine.stores.directory import walk
 from eformer._engine.stores.local_upload import LocalUpload
 from eformer._engine.stores.ocdbt_nodes import require_bounded_nodes
 from eformer._engine.stores.removal import DATABASE_MARK
+from eformer._engine.stores.virtual_files import UnchangingFiles
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from eformer._engine.stores.base import Change, Entry, Store, Takes
@@ -77,7 +78,7 @@ def require_plain_files(directory: Path, *, is_database: bool = True) -> None:
             raise FormatError(f"{directory / path} is not a regular file")
         if _MANIFESTS.fullmatch(entry.name):
             manifests.append(path)
-    if is_database:
+    if is_database and is_text(str(directory)):  # TensorStore opens no others
         require_bounded_nodes(directory, manifests)
 
 
@@ -98,7 +99,8 @@ class DatabaseUpload(LocalUpload):
     """An upload of files as keys of a database. Each process writes its own; that of the first takes over the rest."""
 
     takes: Takes = "files"
-    _database: _Database | None = None
+    _home: Directory | None = None  # of the database of this process
+    _is_busy = False
 
     def __init__(
         self, directory: Path, token: str = "", *, mark: str, process: int = 0, is_first: bool = False
@@ -106,26 +108,50 @@ class DatabaseUpload(LocalUpload):
         _require_text(directory)
         super().__init__(directory, token, is_first=is_first)
         self._mark, self._branch = mark, f"{_BRANCH}{process}" if process else ""
+        self._values = threading.Lock()
         try:
-            self._database = _Database(self.made_folder(self._branch))
+            self._home = self.made_folder(self._branch)
+            self._database = _open(self._home.path, _path_to(self._home))
+            self._begin()
         except BaseException:
             self.close()
             raise
+
+    def _begin(self) -> None:
+        import tensorstore as ts
+
+        self._transaction = ts.Transaction()
+        self._waiting_bytes = self._waiting = 0
 
     def create(self, name: str, nbytes: int) -> NoReturn:
         raise NotImplementedError("a database only takes whole files; use put")
 
     def put(self, files: Sequence[tuple[str, bytes]]) -> None:
-        assert self._database is not None
         for name, data in files:
-            self._database.put(name, data)
+            with self._values:
+                self._database.with_transaction(self._transaction).write(name, data).result()
+                self._waiting_bytes, self._waiting = self._waiting_bytes + len(data), self._waiting + 1
+                if self._waiting_bytes >= _COMMIT_BYTES or self._waiting >= _COMMIT_KEYS:
+                    self._commit_values()
+
+    def _commit_values(self) -> None:
+        """Put all values into the files."""
+        assert self._home is not None
+        self._is_busy = True  # and stays so if this is interrupted
+        try:
+            self._transaction.commit_sync()
+        except ValueError as error:  # TensorStore does not raise OSError
+            self._is_busy = False
+            raise _told(error, self._home) from error
+        self._is_busy = False
+        self._begin()
 
     def link(self, name: str, source: Store, entry: Entry) -> bool:
         return False
 
     def sync(self) -> None:
-        assert self._database is not None
-        self._database.finish()
+        with self._values:
+            self._commit_values()
         self._unsynced = list(self._written())
         super().sync()
 
@@ -147,53 +173,10 @@ class DatabaseUpload(LocalUpload):
         super()._publish(msgspec.structs.replace(change, unmarked=described), save_id)
 
     def abandon(self) -> None:
-        if self._database is not None:
-            self._database.close()
+        # It stays open while TensorStore may still write to it: its number could be given to another directory.
+        if self._home is not None and not self._is_busy:
+            self._home.close()
         super().abandon()
-
-
-class _Database:
-    """A database that is being written, by any number of threads. It closes the directory in the end."""
-
-    def __init__(self, folder: Directory) -> None:
-        self._folder, self._is_busy = folder, False
-        self._store = _open(folder.path, _path_to(folder))
-        self._lock = threading.Lock()
-        self._begin()
-
-    def close(self) -> None:
-        """Close the directory, unless TensorStore may still write to it: its number could be given to another."""
-        if not self._is_busy:
-            self._folder.close()
-
-    def _begin(self) -> None:
-        import tensorstore as ts
-
-        self._transaction = ts.Transaction()
-        self._nbytes = self._keys = 0
-
-    def put(self, key: str, value: bytes) -> None:
-        with self._lock:
-            self._store.with_transaction(self._transaction).write(key, value).result()
-            self._nbytes, self._keys = self._nbytes + len(value), self._keys + 1
-            if self._nbytes >= _COMMIT_BYTES or self._keys >= _COMMIT_KEYS:
-                self._commit()
-                self._begin()
-
-    def _commit(self) -> None:
-        self._is_busy = True  # and stays so if this is interrupted
-        try:
-            self._transaction.commit_sync()
-        except ValueError as error:  # TensorStore does not raise OSError
-            self._is_busy = False
-            raise _told(error, self._folder) from error
-        self._is_busy = False
-
-    def finish(self) -> None:
-        """Commit all values, so that they are in the files."""
-        with self._lock:
-            self._commit()
-            self._begin()
 
 
 def _path_to(folder: Directory) -> str:
@@ -229,9 +212,8 @@ def _copy_branches(whole: Directory, branches: Mapping[str, Directory]) -> None:
     target = _open(whole.path, _path_to(whole), context)
     for name, branch in branches.items():
         transaction = ts.Transaction(atomic=True)
-        source = _open(
-            branch.path, f"{_path_to(whole)}/{name}", context
-        )  # TensorStore only copies from below
+        # TensorStore only copies from below.
+        source = _open(branch.path, f"{_path_to(whole)}/{name}", context)
         try:
             source.experimental_copy_range_to(target.with_transaction(transaction)).result()
             transaction.commit_sync()
@@ -240,17 +222,17 @@ def _copy_branches(whole: Directory, branches: Mapping[str, Directory]) -> None:
         branch.unlink(DATABASE_MANIFEST)
 
 
-class DatabaseFiles:
-    """The values of a database, read as files. `keep` is what the directory must not outlive."""
+class DatabaseFiles(UnchangingFiles):
+    """The values of a database, read as files. `keep` is what the directory must not outlive.
+
+    They are only replaced as a whole. None can be held: they are gone when a save replaces the database.
+    """
 
     def __init__(self, directory: Path, names: Sequence[str], keep: object = None) -> None:
         require_plain_files(directory)
         self._keep = keep
         self._store = _open(directory, os.path.realpath(directory))
         self.directory, self.names = directory, names
-
-    def hold(self, numbers: Iterable[int]) -> None:
-        """Do nothing: the values cannot be kept readable when a save replaces the database, and removes it."""
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
         value = self._read(number, offset, offset + len(memory))
@@ -259,12 +241,6 @@ class DatabaseFiles:
 
     def nbytes(self, number: int) -> int:
         return len(self._read(number, 0, None))
-
-    def map(self, number: int) -> None:
-        """Return None: values of a database cannot be mapped."""
-
-    def rewritten(self) -> None:
-        """Return None: values are only replaced as a whole."""
 
     def _read(self, number: int, start: int, stop: int | None) -> bytes:
         name = self.names[number]

@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import os
 import threading
-from bisect import bisect_left
-from collections import OrderedDict
 from contextlib import contextmanager, suppress
-from functools import partial
-from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Self
 
-from eformer._engine.record.names import is_inside
 from eformer._engine.record.signature import (
     MOST_BYTES,
     PIECE_BYTES,
@@ -29,7 +25,9 @@ from eformer._engine.record.signature import (
     signed_files,
 )
 from eformer._engine.record.text import few, printable
-from eformer._engine.stores.base import Entry, KeepsCopies, ReadOnly, read_whole
+from eformer._engine.stores.base import KeepsCopies, read_whole
+from eformer._engine.stores.listed import ListedStore, Listing
+from eformer._engine.stores.virtual_files import UnchangingFiles
 from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import SILENT
@@ -38,10 +36,8 @@ from eformer.errors import AlteredError, Damage, FormatError, SignatureError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    import numpy as np
-
     from eformer._engine.record.signature import Verifier
-    from eformer._engine.stores.base import Files, Kind, Store, Version
+    from eformer._engine.stores.base import Files, Store, Version
     from eformer._engine.tasks.progress import Meter
 
 _ALL_DEPTHS = 10**6
@@ -166,25 +162,26 @@ def _buffer(local: threading.local) -> memoryview:
 # ---------------------------------------------------------------------------------------------- store
 
 
-class SignedStore(ReadOnly):
+class SignedStore(ListedStore):
     """The signed files of a directory, or one signed file of it."""
 
     read_bytes = 8 * PIECE_BYTES  # so that most pieces are read where they are wanted
+    missing = "does not exist, or is not signed"
 
-    def __init__(
-        self,
-        store: Store,
-        files: Mapping[str, SignedFile],
-        scope: str = "",
-        path: str = "",
-        alarms: list[AlteredError] | None = None,
-    ) -> None:
-        self._store, self._files, self._scope, self._path = store, files, scope, path
-        self._alarms: list[AlteredError] = [] if alarms is None else alarms
-        self._names = list(files)  # sorted
-        self.url = store.path_to(path) if path else store.url
-        self.refusal = f"{self.url} is read with key=, and a signed checkpoint is not changed"
+    def __init__(self, store: Store, files: Mapping[str, SignedFile], scope: str = "") -> None:
+        self.files, self._store, self._scope = files, store, scope
+        self._listing = Listing({name: file.nbytes for name, file in files.items()})
+        self.alarms: list[AlteredError] = []
         self.read_threads = store.read_threads
+        self._enter("")
+
+    def _enter(self, path: str) -> None:
+        self._path, self.url = path, self._store.path_to(path) if path else self._store.url
+        self.refusal = f"{self.url} is read with key=, and a signed checkpoint is not changed"
+
+    @property
+    def listing(self) -> Listing:
+        return self._listing
 
     @property
     def key(self) -> str:
@@ -193,14 +190,13 @@ class SignedStore(ReadOnly):
     def path_to(self, name: str) -> str:
         return self._store.path_to(self._inner(name))
 
-    def parent(self) -> tuple[SignedStore, str]:
+    def path_of(self, file: SignedFile) -> str:
+        return self._store.path_to(file.name)
+
+    def parent(self) -> tuple[Self, str]:
         if not self._path:
             raise SignatureError(f"what is around {self.url} is not signed")
-        outer, _, name = self._path.rpartition("/")
-        return SignedStore(self._store, self._files, self._scope, outer, self._alarms), name
-
-    def at(self, below: str) -> SignedStore:
-        return SignedStore(self._store, self._files, self._scope, self._inner(below), self._alarms)
+        return super().parent()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -208,11 +204,11 @@ class SignedStore(ReadOnly):
         try:
             yield
         except Exception as error:
-            if self._alarms and not isinstance(error, AlteredError):
-                raise self._alarms[0] from error
+            if self.alarms and not isinstance(error, AlteredError):
+                raise self.alarms[0] from error
             raise
-        if self._alarms:
-            raise self._alarms[0]
+        if self.alarms:
+            raise self.alarms[0]
 
     # ---------------------------------------------------------------------------------------- look
 
@@ -222,9 +218,9 @@ class SignedStore(ReadOnly):
         damages = [
             Damage("", printable(name), 0, nbytes, "were added after it was signed")
             for name, nbytes in there.items()
-            if name not in self._files
+            if name not in self.files
         ]
-        for name, file in self._files.items():
+        for name, file in self.files.items():
             if there.get(name) != file.nbytes and (now := self._nbytes_now(name)) != file.nbytes:
                 gone = "are missing, and were signed"
                 problem = gone if now is None else f"are the whole file, and {file.nbytes} were signed"
@@ -235,9 +231,9 @@ class SignedStore(ReadOnly):
         """Find all differences: read every byte, on all cores."""
         damages = self.differences()
         lost = {damage.file for damage in damages}
-        sizes = {name: file.nbytes for name, file in self._files.items() if printable(name) not in lost}
+        sizes = {name: size for name, size in self._listing.sizes.items() if printable(name) not in lost}
         for now in digest_files(self._store, sizes, meter):
-            file = self._files[now.name]
+            file = self.files[now.name]
             for piece, (digest, signed) in enumerate(zip(now.sha256, file.sha256, strict=True)):
                 if digest != signed:
                     start = piece * PIECE_BYTES
@@ -249,7 +245,7 @@ class SignedStore(ReadOnly):
     @property
     def nbytes(self) -> int:
         """How many bytes were signed."""
-        return sum(file.nbytes for file in self._files.values())
+        return sum(self._listing.sizes.values())
 
     def _nbytes_now(self, name: str) -> int | None:
         """Return the length of a file, perhaps through a link as in a cache of Hugging Face; None if it is gone."""
@@ -258,67 +254,15 @@ class SignedStore(ReadOnly):
         except (OSError, FormatError):
             return None
 
-    def kinds(self, below: str = "") -> dict[str, Kind]:
-        kinds: dict[str, Kind] = {}
-        for path in self._below(below):
-            name, slash, _ = path.partition("/")
-            kinds[name] = "directory" if slash else "file"
-        if below and not kinds:
-            raise FileNotFoundError(f"there are no files in {self.path_to(below)}")
-        return dict(sorted(kinds.items()))
-
-    def sizes(self, below: str, depth: int = 1) -> dict[str, int]:
-        found = self._below(below)
-        return {path: file.nbytes for path, file in found.items() if path.count("/") < depth}
-
-    def kind(self, name: str) -> Kind | None:
-        if self.exists(name):
-            return "file"
-        return "directory" if self._below(name) else None
-
-    def is_file(self, name: str) -> bool:
-        return self.exists(name)
-
-    def exists(self, name: str) -> bool:
-        return self._inner(name) in self._files
-
-    def _below(self, below: str) -> dict[str, SignedFile]:
-        start = "".join(f"{part}/" for part in (self._path, below) if part)
-        names = islice(self._names, bisect_left(self._names, start), None)
-        found = takewhile(lambda name: name.startswith(start), names)
-        return {name.removeprefix(start): self._files[name] for name in found}
-
-    def _inner(self, name: str) -> str:
-        return f"{self._path}/{name}" if self._path else name
-
     # ---------------------------------------------------------------------------------------- read
 
-    def read(self, name: str, start: int = 0, nbytes: int | None = None) -> tuple[bytes, Entry]:
-        file = self._signed(name)
-        version = self._store.read(file.name, 0, 0)[1].version  # of what is read below, or the digests differ
-        rest = max(0, file.nbytes - start)
-        memory = memoryview(bytearray(rest if nbytes is None else min(nbytes, rest)))
-        if memory:
-            files = self.open([name])
-            try:
-                files.read_into(0, memory, start)
-            finally:
-                files.close()
-        return bytes(memory), Entry(name, file.nbytes, version)
+    def _version(self, path: str) -> Version:
+        return self._store.read(path, 0, 0)[1].version  # of what is read next, or the digests differ
 
     def open(self, names: Sequence[str], versions: Mapping[str, Version] | None = None) -> SignedFiles:
-        files = [self._signed(name) for name in names]
+        paths = [self.inside(name) for name in names]
         inner = {self._inner(name): version for name, version in (versions or {}).items()}
-        opened = self._store.open([file.name for file in files], inner)
-        return SignedFiles(opened, files, self._store.path_to, self.read_threads + 2, self._alarms)
-
-    def _signed(self, name: str) -> SignedFile:
-        if not is_inside(name):
-            raise FormatError(f"{name[:200]!r} is not the name of a file in {self.url}")
-        file = self._files.get(self._inner(name))
-        if file is None:
-            raise FileNotFoundError(f"{self.path_to(name)} does not exist, or is not signed")
-        return file
+        return SignedFiles(self._store.open(paths, inner), [self.files[path] for path in paths], self)
 
 
 # ---------------------------------------------------------------------------------------------- files
@@ -334,42 +278,39 @@ class _Piece:
         self.memory: memoryview | None = None
 
 
-class SignedFiles:
-    """Signed files by number. A few pieces are kept, since reads begin and end inside of them."""
+class SignedFiles(UnchangingFiles):
+    """Signed files by number. A few pieces are kept, since reads begin and end inside of them.
 
-    def __init__(
-        self,
-        files: Files,
-        signed: Sequence[SignedFile],
-        path_to: Callable[[str], str],
-        most_pieces: int,
-        alarms: list[AlteredError],
-    ) -> None:
-        self._files, self._signed, self._path_to, self._alarms = files, signed, path_to, alarms
-        self._pieces: OrderedDict[tuple[int, int], _Piece] = OrderedDict()
-        self._most, self._lock = most_pieces, Lock()
+    None is mapped: a mapped file can change after it was checked. None counts as rewritten: what was read was checked,
+    whatever the files have become since.
+    """
+
+    def __init__(self, files: Files, signed: Sequence[SignedFile], store: SignedStore) -> None:
+        self._files, self._signed, self._store = files, signed, store
+        self._piece = lru_cache(store.read_threads + 2)(lambda number, piece: _Piece())
+        self._lock = Lock()
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
-        stop = min(offset + len(memory), self._signed[number].nbytes)
-        for piece, start, end in _pieces_between(offset, stop):
+        nbytes = self._signed[number].nbytes
+        start, stop = offset, min(offset + len(memory), nbytes)
+        while start < stop:
+            piece = start // PIECE_BYTES
+            first, last = piece * PIECE_BYTES, min((piece + 1) * PIECE_BYTES, nbytes)
+            end = min(stop, last)
             wanted = memory[start - offset : end - offset]
-            first = piece * PIECE_BYTES
-            if start == first and end == min(first + PIECE_BYTES, self._signed[number].nbytes):
+            if (start, end) == (first, last):
                 self._read_checked(number, piece, wanted)
             else:
-                wanted[:] = self._kept(number, piece)[start - first : end - first]
+                wanted[:] = self._kept(number, piece, last - first)[start - first : end - first]
+            start = end
         return max(0, stop - offset)
 
-    def _kept(self, number: int, piece: int) -> memoryview:
+    def _kept(self, number: int, piece: int, nbytes: int) -> memoryview:
         """Return a piece that was checked, and keep it for the reads beside this one."""
         with self._lock:
-            found = self._pieces.setdefault((number, piece), _Piece())
-            self._pieces.move_to_end((number, piece))
-            if len(self._pieces) > self._most:
-                self._pieces.popitem(last=False)
+            found = self._piece(number, piece)
         with found.lock:
             if found.memory is None:
-                nbytes = min(PIECE_BYTES, self._signed[number].nbytes - piece * PIECE_BYTES)
                 memory = memoryview(bytearray(nbytes))
                 self._read_checked(number, piece, memory)
                 found.memory = memory
@@ -383,38 +324,21 @@ class SignedFiles:
             digest = digest_piece(memory[:found])
             if digest == file.sha256[piece] and found == len(memory):
                 return
-            if not (
-                isinstance(self._files, KeepsCopies) and self._files.forget(number, start, len(memory))
-            ):  # a damaged copy is read again from its source
-                error = AlteredError(
-                    f"{self._path_to(file.name)} is not what was signed: the SHA-256 of its {len(memory)} bytes from "
-                    f"{start} on is {digest}, expected {file.sha256[piece]}"
-                )
-                self._alarms.append(error)
-                raise error
+            if isinstance(self._files, KeepsCopies) and self._files.forget(number, start, len(memory)):
+                continue  # a damaged copy is read again from its source
+            error = AlteredError(
+                f"{self._store.path_of(file)} is not what was signed: the SHA-256 of its {len(memory)} "
+                f"bytes from {start} on is {digest}, expected {file.sha256[piece]}"
+            )
+            self._store.alarms.append(error)
+            raise error
 
     def nbytes(self, number: int) -> int:
         return self._signed[number].nbytes
 
-    def map(self, number: int) -> np.ndarray[Any, Any] | None:
-        """Map nothing: a mapped file can change after it was checked."""
-        return None
-
     def hold(self, numbers: Iterable[int]) -> None:
         self._files.hold(numbers)
 
-    def rewritten(self) -> None:
-        """What was read was checked, whatever the files have become since."""
-
     def close(self) -> None:
-        self._pieces.clear()
+        self._piece.cache_clear()
         self._files.close()
-
-
-def _pieces_between(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the pieces that a range of a file lies in: number, and beginning and end of the part that is wanted."""
-    while start < stop:
-        piece = start // PIECE_BYTES
-        end = min(stop, (piece + 1) * PIECE_BYTES)
-        yield piece, start, end
-        start = end

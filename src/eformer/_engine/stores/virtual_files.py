@@ -1,4 +1,4 @@
-"""Present parts of one file as files of their own: bytes that are scattered, or have to be decoded."""
+"""Files by number that are made of others: parts of one file, which are scattered or have to be decoded, and groups."""
 
 from __future__ import annotations
 
@@ -54,38 +54,20 @@ class JoinedRanges(Struct, frozen=True):
         return done
 
 
-class VirtualFiles:
-    """Files under their numbers, `count` of them, and after them virtual files, each made of the file of a number."""
-
-    def __init__(self, files: Files, parts: Sequence[tuple[int, VirtualFile]], count: int = 1) -> None:
-        self._files, self._parts, self._count = files, parts, count
-
-    def hold(self, numbers: Iterable[int]) -> None:
-        self._files.hold({self._real(number) for number in numbers})
-
-    def read_into(self, number: int, memory: memoryview, offset: int) -> int:
-        real = self._real(number)
-        if number < self._count:
-            return self._files.read_into(real, memory, offset)
-        read = partial(self._files.read_into, real)
-        return self._parts[number - self._count][1].read_into(read, memory, offset)
-
-    def nbytes(self, number: int) -> int:
-        is_real = number < self._count
-        return self._files.nbytes(number) if is_real else self._parts[number - self._count][1].nbytes
+class UnchangingFiles:
+    """The base of files by number that stay as they are while they are open, and have no memory to be mapped."""
 
     def map(self, number: int) -> np.ndarray[Any, Any] | None:
-        """Map a file itself; return None for virtual files, whose bytes are not in the file as they are."""
-        return self._files.map(number) if number < self._count else None
+        return None
+
+    def hold(self, numbers: Iterable[int]) -> None:
+        """Do nothing."""
 
     def rewritten(self) -> str | None:
-        return self._files.rewritten()
+        return None
 
     def close(self) -> None:
-        self._files.close()
-
-    def _real(self, number: int) -> int:
-        return number if number < self._count else self._parts[number - self._count][0]
+        """Do nothing."""
 
 
 class ChainedFiles:
@@ -120,3 +102,27 @@ class ChainedFiles:
 
     def _at(self, number: int) -> tuple[Files, int]:
         return (self._first, number) if number < self._count else (self._then, number - self._count)
+
+
+class VirtualFiles(ChainedFiles):
+    """Files under their numbers, `count` of them, and after them virtual files, each made of the file of a number."""
+
+    def __init__(self, files: Files, parts: Sequence[tuple[int, VirtualFile]], count: int = 1) -> None:
+        super().__init__(files, count, _Parts(files, parts))
+
+
+class _Parts(UnchangingFiles):
+    """Virtual files by number. They cannot be mapped: their bytes are not in a file as they are."""
+
+    def __init__(self, files: Files, parts: Sequence[tuple[int, VirtualFile]]) -> None:
+        self._files, self._parts = files, parts
+
+    def hold(self, numbers: Iterable[int]) -> None:
+        self._files.hold({self._parts[number][0] for number in numbers})
+
+    def read_into(self, number: int, memory: memoryview, offset: int) -> int:
+        real, part = self._parts[number]
+        return part.read_into(partial(self._files.read_into, real), memory, offset)
+
+    def nbytes(self, number: int) -> int:
+        return self._parts[number][1].nbytes

@@ -11,10 +11,11 @@ from msgspec import Struct
 from eformer._engine.formats.others.orbax_blosc import BloscChunks, blosc_chunks
 from eformer._engine.formats.zarr.zarray import chunks_of, count_chunks
 from eformer._engine.record.check import require_chunk_for
+from eformer._engine.stores.virtual_files import UnchangingFiles
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from eformer._engine.record.regions import Region
 
@@ -60,14 +61,14 @@ def _merged(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, 
     return chunk_shape
 
 
-class ChunkFiles:
-    """Chunks by number, as `Files`. Each read decodes a whole chunk, so a chunk should be read at once."""
+class ChunkFiles(UnchangingFiles):
+    """Chunks by number. Each read decodes a whole chunk, so a chunk should be read at once.
+
+    TensorStore opens files when it reads them, and replaces a chunk as a whole, so a read never mixes two.
+    """
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._chunks = chunks
-
-    def hold(self, numbers: Iterable[int]) -> None:
-        """Do nothing: TensorStore opens files when it reads them."""
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
         chunk = self._chunks[number]
@@ -81,13 +82,6 @@ class ChunkFiles:
 
     def nbytes(self, number: int) -> int:
         return self._chunks[number].nbytes
-
-    def map(self, number: int) -> None:
-        """Return None: a chunk has to be decoded."""
-
-    def rewritten(self) -> str | None:
-        """Return None: TensorStore replaces a chunk as a whole, so a read never mixes two."""
-        return None
 
     def close(self) -> None:
         self._chunks = ()
