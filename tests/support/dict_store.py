@@ -3,103 +3,79 @@
 import itertools
 import threading
 
-import numpy as np
 from msgspec import UNSET
 
-from eformer._engine.record.names import is_inside
-from eformer._engine.stores.base import Entry, SwapError, tidy_up
-from eformer.errors import FormatError
+from eformer._engine.stores.base import SwapError, tidy_up
+from eformer._engine.stores.listed import ListedStore, Listing
+from eformer._engine.stores.virtual_files import UnchangingFiles
 
-FILES = {}  # the bytes and the version of each file, by its whole name
+FILES = {}  # the bytes and the version of each file, by its path from the top
 LOCK = threading.RLock()
 numbers = map(str, itertools.count())
 
 
-class DictStore:
-    """All files whose names begin with a path."""
+class DictStore(ListedStore):
+    """The files in and below one directory. `ListedStore` derives the rest from `listing`."""
 
     read_threads, read_bytes, most_path_bytes = 4, 2**20, 2**20
 
     def __init__(self, url):
-        self.url = self.key = url.rstrip("/")
+        self._enter(url.removeprefix("dict://").strip("/"))
+
+    def _enter(self, path):
+        self._path, self.url = path, f"dict://{path}"
+        self.key = self.url
+
+    @property
+    def listing(self):
+        with LOCK:
+            return Listing({path: len(data) for path, (data, _) in FILES.items()})
+
+    def _version(self, path):
+        return FILES[path][1]
 
     def path_to(self, name):
-        return f"{self.url}/{name}" if name else self.url
-
-    def at(self, below):
-        return DictStore(self.path_to(below))
-
-    def parent(self):
-        outer, _, name = self.url.rpartition("/")
-        return DictStore(outer), name
-
-    def sizes(self, below, depth=1):
-        start = f"{self.path_to(below)}/"
-        with LOCK:
-            found = {
-                name.removeprefix(start): len(FILES[name][0]) for name in FILES if name.startswith(start)
-            }
-        return {name: nbytes for name, nbytes in sorted(found.items()) if name.count("/") < depth}
-
-    def kinds(self, below=""):
-        paths = [path.partition("/") for path in self.sizes(below, depth=1000)]
-        if not paths:
-            raise FileNotFoundError(f"there is nothing in {self.path_to(below)}")
-        return {name: "directory" if slash else "file" for name, slash, _ in paths}
-
-    def kind(self, name):
-        return "file" if self.exists(name) else "directory" if self.sizes(name, depth=1000) else None
-
-    def exists(self, name):
-        return self.path_to(name) in FILES
-
-    is_file = exists
-
-    def read(self, name, start=0, nbytes=None):
-        if not is_inside(name):
-            raise FormatError(f"{name!r} is not the name of a file in {self.url}")
-        if not self.exists(name):
-            raise FileNotFoundError(f"there is no {self.path_to(name)}")
-        data, version = FILES[self.path_to(name)]
-        return data[start : len(data) if nbytes is None else start + nbytes], Entry(name, len(data), version)
+        return f"{self.url}/{name}"
 
     def open(self, names, versions=None):
-        return DictFiles(self, names, versions or {})
+        return DictFiles(
+            self, [self.inside(name) for name in names], [(versions or {}).get(n) for n in names]
+        )
 
     def begin(self, root="", token="", *, save_id="", is_first=False):
         return DictUpload(self, f"{root}/" if root else "")
 
+    def version(self, name):
+        return FILES.get(self._inner(name), (b"", None))[1]
 
-class DictFiles:
+    def write(self, name, data):
+        FILES[self._inner(name)] = data, next(numbers)
+
+
+class DictFiles(UnchangingFiles):
     """Files by number."""
 
-    def __init__(self, store, names, versions):
-        self.store, self.names, self.versions, self.held = store, names, versions, {}
+    def __init__(self, store, paths, versions):
+        self.store, self.paths, self.versions, self.held = store, paths, versions, {}
 
-    def map(self, number):
-        if number not in self.held:
-            data, entry = self.store.read(self.names[number])
-            if self.versions.get(entry.name, entry.version) != entry.version:
-                raise FileNotFoundError(f"{self.store.path_to(entry.name)} was replaced")
-            return np.frombuffer(data, np.uint8)
-        return self.held[number]
-
-    def read_into(self, number, memory, offset):
-        found = self.map(number)[offset : offset + len(memory)]
-        memory[: len(found)] = found.data
-        return len(found)
-
-    def nbytes(self, number):
-        return len(self.map(number))
+    def data(self, number):
+        if number in self.held:
+            return self.held[number]
+        data, version = FILES.get(self.paths[number], (b"", "gone"))
+        if version == "gone" or self.versions[number] not in (None, version):
+            raise FileNotFoundError(f"dict://{self.paths[number]} was removed or replaced")
+        return data
 
     def hold(self, numbers):
-        self.held |= {number: self.map(number) for number in numbers}
+        self.held |= {number: self.data(number) for number in numbers}
 
-    def rewritten(self):
-        """No file is ever written to in place."""
+    def nbytes(self, number):
+        return len(self.data(number))
 
-    def close(self):
-        self.held.clear()
+    def read_into(self, number, memory, offset):
+        found = self.data(number)[offset : offset + len(memory)]
+        memory[: len(found)] = found
+        return len(found)
 
 
 class DictUpload:
@@ -114,7 +90,7 @@ class DictUpload:
         raise NotImplementedError("another process has another dict")
 
     def create(self, name, nbytes):
-        return DictSink(self, name, nbytes)
+        raise NotImplementedError("files are written from their beginning to their end; use stream")
 
     def stream(self, name, nbytes, chunks):
         self.put([(name, b"".join(chunks))])
@@ -123,7 +99,7 @@ class DictUpload:
         self.new |= {self.start + name: data for name, data in files}
 
     def link(self, name, source, entry):
-        if not isinstance(source, DictStore) or source.read(entry.name)[1] != entry:
+        if not isinstance(source, DictStore) or source.version(entry.name) != entry.version:
             return False
         if source.path_to(entry.name) != self.store.path_to(
             self.start + name
@@ -144,36 +120,25 @@ class DictUpload:
         with LOCK:
             index = commit.read(self.store)
             change = commit.change(index, self.store)
-            data = change.index and change.index(UNSET)  # the last call that can fail
-            FILES.update({self.store.path_to(name): (new, next(numbers)) for name, new in self.new.items()})
+            data = change.index and change.index(UNSET)  # nothing after it can fail
+            for name, new in self.new.items():
+                self.store.write(name, new)
             if data is not None:
                 self.swap(commit.name, data, index.version)
             tidy_up(change, self.store, self, lambda change: self.remove(change.gone(index)))
 
     def swap(self, name, data, expected):
         with LOCK:
-            if FILES.get(self.store.path_to(name), (b"", None))[1] != expected:
-                raise SwapError(f"{name} is not the one that was read")
-            FILES[self.store.path_to(name)] = data, next(numbers)
+            if self.store.version(name) != expected:
+                raise SwapError(f"{self.store.path_to(name)} is not the one that was read")
+            self.store.write(name, data)
 
     def remove(self, names):
+        """Remove files, and directories with all that is in them."""
         with LOCK:
             for name in names:
                 for path in [name, *(f"{name}/{inner}" for inner in self.store.sizes(name, depth=1000))]:
-                    FILES.pop(self.store.path_to(path), None)
+                    FILES.pop(self.store._inner(path), None)
 
     def close(self):
         self.new.clear()
-
-
-class DictSink:
-    """A new file that is written in any order."""
-
-    def __init__(self, upload, name, nbytes):
-        self.upload, self.name, self.data = upload, name, bytearray(nbytes)
-
-    def write(self, data, offset):
-        self.data[offset : offset + len(data)] = data
-
-    def close(self):
-        self.upload.put([(self.name, bytes(self.data))])

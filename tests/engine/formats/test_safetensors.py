@@ -385,11 +385,9 @@ def test_a_manifest_settles_which_format_a_directory_has(tmp_path, monkeypatch):
     save({"w": np.arange(3.0)}, tmp_path)
     asked = []
     for call in ("read", "kinds", "kind", "is_file", "exists"):
-
-        def spy(store, name="", *more, call=getattr(LocalStore, call)):
-            asked.append(name)
-            return call(store, name, *more)
-
-        monkeypatch.setattr(LocalStore, call, spy)
+        kept = getattr(LocalStore, call)
+        monkeypatch.setattr(
+            LocalStore, call, lambda s, name="", *more, kept=kept: asked.append(name) or kept(s, name, *more)
+        )
     assert load(tmp_path)["w"].tolist() == [0.0, 1.0, 2.0]
     assert set(asked) == {"manifest.json"}

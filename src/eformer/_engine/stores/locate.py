@@ -13,11 +13,19 @@ from eformer._engine.stores.on_disk import is_there
 from eformer._engine.stores.urls import is_bucket_url
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from eformer._engine.stores.base import Store
+
+
+STORES: dict[str, Callable[[str], Store]] = {}
+"""More stores, each made from a URL, by scheme."""
 
 
 def store_at(path: str | os.PathLike[str]) -> Store:
     """Return the store of a directory, which need not exist yet."""
+    if make := STORES.get(_scheme(path)):
+        return make(os.fspath(path))
     if is_bucket_url(os.fspath(path)):
         from eformer._engine.stores.clouds import bucket_at  # late: obstore is needed for buckets only
 
@@ -29,6 +37,10 @@ def store_at(path: str | os.PathLike[str]) -> Store:
     return LocalStore(local_path(path))
 
 
+def _scheme(path: str | os.PathLike[str]) -> str:
+    return os.fspath(path).partition("://")[0]
+
+
 def locate(path: str | os.PathLike[str]) -> tuple[Store, str]:
     """Return the store of a directory and ""; or, for anything else, the store it would be in and its name there."""
     store = store_at(path)
@@ -37,6 +49,8 @@ def locate(path: str | os.PathLike[str]) -> tuple[Store, str]:
 
 def absolute(path: str | os.PathLike[str]) -> str:
     """Return a path to save to that names the same place, whatever the current directory is later."""
+    if _scheme(path) in STORES:
+        return os.fspath(path)
     if is_hub_url(os.fspath(path)):
         refuse_to_write(os.fspath(path))
     return os.fspath(path) if is_bucket_url(os.fspath(path)) else str(local_path(path).absolute())
