@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 from copy import copy
 from itertools import islice, takewhile
@@ -31,30 +30,34 @@ class Listing:
         return {path.removeprefix(start): self.sizes[path] for path in found}
 
 
-class ListedStore(ReadOnly, ABC):
+class ListedStore(ReadOnly):
     """A directory of listed files; `_path` leads to it from the top."""
 
     url: str
     missing = "does not exist"
     _path: str
 
+    # A subclass has the methods below.
+
     @property
-    @abstractmethod
-    def listing(self) -> Listing: ...
+    def listing(self) -> Listing:
+        raise NotImplementedError
 
-    @abstractmethod
-    def path_to(self, name: str) -> str: ...
+    def path_to(self, name: str) -> str:
+        raise NotImplementedError
 
-    @abstractmethod
-    def open(self, names: Sequence[str], versions: Mapping[str, Version] | None = None) -> Files: ...
+    def open(self, names: Sequence[str], versions: Mapping[str, Version] | None = None) -> Files:
+        raise NotImplementedError
 
-    @abstractmethod
     def _version(self, path: str) -> Version:
         """Return the version of a listed file that the next read is of."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _enter(self, path: str) -> None:
         """Become the store of a directory."""
+        raise NotImplementedError
+
+    # --------------------------------------------------------------------------------------- derived
 
     def parent(self) -> tuple[Self, str]:
         outer, _, name = self._path.rpartition("/")
