@@ -36,7 +36,7 @@ def test_a_range_behind_the_end_is_empty(server):
 
 
 def test_an_object_of_any_length_is_written(server):
-    store_at("s3://answers/x").objects.write("a", b"12")
+    store_at("s3://answers/x").objects.put("a", b"12")
     assert server.objects == {"a": b"12"}
 
 

@@ -64,6 +64,7 @@ def _client(cloud: str, url: str, bucket: str, settings: Settings) -> Any:
     from obstore import exceptions, store
 
     hide = Redactor({*settings.secrets, *(str(value) for _, value in (*settings.config, *settings.client))})
+    provider = _provider(url, settings.login)
     try:
         return getattr(store, STORES[cloud])(
             bucket,
@@ -73,7 +74,7 @@ def _client(cloud: str, url: str, bucket: str, settings: Settings) -> Any:
                 "max_retries": settings.retries,
                 "retry_timeout": timedelta(seconds=min(_RETRY, settings.timeout)),
             },
-            credential_provider=_provider(url, settings.login),
+            credential_provider=provider,
         )
     except exceptions.UnknownConfigurationKeyError as error:
         raise TypeError(f"{url}: {_first_line(hide, error)} {known(cloud)}") from None

@@ -141,13 +141,9 @@ class Objects:
     # --------------------------------------------------------------------------------------- write
 
     def put(self, key: str, data: Any) -> None:
-        """Write a small object, or replace it."""
-        self._request("write", key, lambda: self._put(key, data, use_multipart=False))
-
-    def write(self, key: str, data: bytes) -> None:
         """Write an object of any length, or replace it."""
         if len(data) <= PART_BYTES:
-            self.put(key, data)
+            self._request("write", key, lambda: self._put(key, data, use_multipart=False))
         else:
             self.stream(key, [data]).wait()
 
@@ -193,7 +189,11 @@ class Objects:
 
     def put_if(self, key: str, data: bytes, expected: Version | None) -> bool:
         """Write an object on the condition of a version. Return False if the server refused."""
-        mode: Any = "create" if expected is None else _update(expected, unquoted=self.compares_unquoted)
+        mode: Any = "create"
+        if expected is not None:
+            etag, _, number = expected.partition("\n")
+            condition = {"e_tag": etag.strip('"') if self.compares_unquoted else etag, "version": number}
+            mode = {name: value for name, value in condition.items() if value}
         try:
             self._request("write", key, lambda: self._put(key, data, mode=mode, use_multipart=False))
         except _RefusedError:
@@ -396,10 +396,3 @@ def _submit(work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
 def _object(meta: Any) -> Object:
     version = "\n".join((meta.get("e_tag") or "", meta.get("version") or ""))
     return Object(meta["path"], meta["size"], version, meta["last_modified"])
-
-
-def _update(version: Version, *, unquoted: bool) -> dict[str, str]:
-    """Return the condition that an object is still of this version."""
-    etag, _, number = version.partition("\n")
-    found = {"e_tag": etag.strip('"') if unquoted else etag, "version": number}
-    return {name: value for name, value in found.items() if value}

@@ -49,27 +49,14 @@ _OF_ALL = (
     "single_writer",
     "timeout",
 )
-OWN_OPTIONS = sorted({*_OF_ALL, *(name for names in _OF_ONE.values() for name in names)})
-CLIENT_OPTIONS = (
-    "allow_invalid_certificates",
-    "connect_timeout",
-    "default_content_type",
-    "default_headers",
-    "http1_only",
-    "http2_keep_alive_interval",
-    "http2_keep_alive_timeout",
-    "http2_keep_alive_while_idle",
-    "http2_only",
-    "pool_idle_timeout",
-    "pool_max_idle_per_host",
-    "proxy_ca_certificate",
-    "proxy_excludes",
-    "proxy_url",
-    "randomize_addresses",
-    "read_timeout",
-    "root_certificate",
-    "user_agent",
+_OWN_OPTIONS = sorted({*_OF_ALL, *(name for names in _OF_ONE.values() for name in names)})
+_CLIENT_OPTIONS = (
+    "allow_invalid_certificates, connect_timeout, default_content_type, default_headers, http1_only, "
+    "http2_keep_alive_interval, http2_keep_alive_timeout, http2_keep_alive_while_idle, http2_only, pool_idle_timeout, "
+    "pool_max_idle_per_host, proxy_ca_certificate, proxy_excludes, proxy_url, randomize_addresses, read_timeout, "
+    "root_certificate, user_agent"
 )
+_CLIENT = _CLIENT_OPTIONS.split(", ")
 _VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST")
 _AWS = "https://s3.{region}.amazonaws.com"
 _KEYS = ("access_key_id", "secret_access_key", "session_token", "token")
@@ -87,8 +74,8 @@ _NOBODY = "none"  # a token that is sent as it is: without one obstore asks the 
 @cache
 def is_for(cloud: str, name: str) -> bool:
     """Tell whether an option is one of this cloud. obstore is asked for those that it alone knows; it sends nothing."""
-    if name in OWN_OPTIONS or name in CLIENT_OPTIONS:
-        return name in (*_OF_ALL, *CLIENT_OPTIONS, *_OF_ONE[cloud])
+    if name in _OWN_OPTIONS or name in _CLIENT:
+        return name in (*_OF_ALL, *_CLIENT, *_OF_ONE[cloud])
     from obstore import exceptions, store  # late: it is needed for buckets only
 
     try:
@@ -110,7 +97,7 @@ def require_known(url: str, names: Iterable[str]) -> None:
 def known(*clouds: str) -> str:
     """Name the options, for messages."""
     return (
-        f"Store options are {', '.join(OWN_OPTIONS)}; those of obstore's client, {', '.join(CLIENT_OPTIONS)}; and "
+        f"Store options are {', '.join(_OWN_OPTIONS)}; those of obstore's client, {_CLIENT_OPTIONS}; and "
         f"those of its {' and '.join(STORES[cloud] for cloud in clouds)}."
     )
 
@@ -160,10 +147,10 @@ def settings_of(address: Address, options: Mapping[str, Any], environ: Mapping[s
     decide = {"s3": _s3, "gcs": _gcs, "azure": _azure}[address.cloud]
     config, login, endpoint = decide(address, options, environ)
     config = {name: value for name, value in config.items() if value not in ("", None)}
-    others = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
+    others = {name: value for name, value in options.items() if name not in _OWN_OPTIONS}
     if isinstance(login, Keys):
         others = {name: value for name, value in others.items() if name not in _KEYS}
-    client = {name: others.pop(name) for name in CLIENT_OPTIONS if name in others}
+    client = {name: others.pop(name) for name in _CLIENT if name in others}
     if _must_allow_http(address, endpoint, options, environ):
         client["allow_http"] = True
     relevant = {name: value for name, value in environ.items() if name.startswith(_VARIABLES)}
@@ -347,18 +334,19 @@ def _first(*values: Any) -> str:
     return next((str(value) for value in values if value), "")
 
 
+_TRUE = ("true", "1", "yes", "on")
+
+
 def is_true(text: str) -> bool:
-    return text.strip().lower() in ("true", "1", "yes", "on")
+    return text.strip().lower() in _TRUE
 
 
 def _flag(options: Mapping[str, Any], name: str) -> bool:
     """Return an option that is true or false; from a command line it comes as text."""
-    value = options.get(name, False)
-    if isinstance(value, bool):
-        return value
-    if str(value).strip().lower() not in ("true", "1", "yes", "on", "false", "0", "no", "off"):
+    value = str(options.get(name, False)).strip().lower()
+    if value not in (*_TRUE, "false", "0", "no", "off"):
         raise ValueError(f"the store option {name} is true or false")
-    return is_true(str(value))
+    return value in _TRUE
 
 
 def _positive(options: Mapping[str, Any], name: str, default: float, least: float = 1e-3) -> float:
@@ -419,8 +407,7 @@ def _is_loopback(endpoint: str) -> bool:
 
 def _items(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Return settings as a value that can be compared. Headers are the only ones that have several values."""
-    plain = {
-        name: tuple(sorted(value.items())) if isinstance(value, dict) else value
-        for name, value in values.items()
-    }
-    return tuple(sorted(plain.items()))
+    return tuple(
+        (name, tuple(sorted(value.items())) if isinstance(value, dict) else value)
+        for name, value in sorted(values.items())
+    )
