@@ -138,20 +138,54 @@ class Settings:
         return f"<Settings: {', '.join(names)}>"  # without values
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class _Asked:
+    """The address of a bucket, the options of the caller, and the environment."""
+
+    address: Address
+    options: Mapping[str, Any]
+    environ: Mapping[str, str]
+
+    def choose(self, option: str, of_url: str, variables: Iterable[str], otherwise: str = "") -> str:
+        """Choose a value. Options win over the URL, and the URL over the environment."""
+        values = (self.options.get(option), of_url, *map(self.environ.get, variables), otherwise)
+        return next((str(value) for value in values if value), "")
+
+    def has(self, *variables: str) -> bool:
+        return any(map(self.environ.get, variables))
+
+    def is_true(self, variable: str) -> bool:
+        return is_true(self.environ.get(variable, ""))
+
+    def flag(self, name: str) -> bool:
+        """Return an option that is true or false; from a command line it comes as text."""
+        value = str(self.options.get(name, False))
+        if not is_true(value) and value.strip().lower() not in ("false", "0", "no", "off"):
+            raise ValueError(f"the store option {name} is true or false")
+        return is_true(value)
+
+    def number(self, name: str, default: float, least: float = 1e-3) -> float:
+        try:
+            value = float(self.options.get(name, default))
+        except (TypeError, ValueError):
+            value = -1.0
+        if not least <= value < 1e9:
+            raise ValueError(f"the store option {name} is a number, at least {least:g}")
+        return value
+
+
 def settings_of(address: Address, options: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     """Return the settings for a bucket. Options win over the URL, and the URL over the environment."""
     for cloud, names in _OF_ONE.items():
-        for name in names:
-            if name in options and address.cloud != cloud:
-                raise ValueError(f"{address.url}: the store option {name} is for {cloud} only")
-    decide = {"s3": _s3, "gcs": _gcs, "azure": _azure}[address.cloud]
-    config, login, endpoint = decide(address, options, environ)
-    config = {name: value for name, value in config.items() if value not in ("", None)}
-    others = {name: value for name, value in options.items() if name not in _OWN_OPTIONS}
-    if isinstance(login, Keys):
-        others = {name: value for name, value in others.items() if name not in _KEYS}
+        if cloud != address.cloud and (wrong := [name for name in names if name in options]):
+            raise ValueError(f"{address.url}: the store option {wrong[0]} is for {cloud} only")
+    asked = _Asked(address, options, environ)
+    decided, login, endpoint = {"s3": _s3, "gcs": _gcs, "azure": _azure}[address.cloud](asked)
+    config = {name: value for name, value in decided.items() if value not in ("", None)}
+    unused = (*_OWN_OPTIONS, *(_KEYS if isinstance(login, Keys) else ()))
+    others = {name: value for name, value in options.items() if name not in unused}
     client = {name: others.pop(name) for name in _CLIENT if name in others}
-    if _must_allow_http(address, endpoint, options, environ):
+    if _must_allow_http(asked, endpoint):
         client["allow_http"] = True
     relevant = {name: value for name, value in environ.items() if name.startswith(_VARIABLES)}
     login = options.get("credential_provider", login)
@@ -162,11 +196,11 @@ def settings_of(address: Address, options: Mapping[str, Any], environ: Mapping[s
         config=_items({**config, **others}),
         client=_items(client),
         login=login,
-        timeout=_positive(options, "timeout", TIMEOUT),
-        retries=int(_positive(options, "retries", RETRIES, least=0)),
+        timeout=asked.number("timeout", TIMEOUT),
+        retries=int(asked.number("retries", RETRIES, least=0)),
         endpoint=endpoint,
         is_own=not endpoint or f".{_host(endpoint)}".endswith(_OWN_SERVERS[address.cloud]),
-        single_writer=_flag(options, "single_writer"),
+        single_writer=asked.flag("single_writer"),
         secrets=frozenset(secrets - {""}),
         environment=_items(relevant),
     )
@@ -178,75 +212,69 @@ _Decided = tuple[dict[str, Any], "Keys | OfBoto3 | OfGoogleAuth | None", str]
 # ------------------------------------------------------------------------------------------------ AWS
 
 
-def _s3(address: Address, options: Mapping[str, Any], environ: Mapping[str, str]) -> _Decided:
-    profile = read_profile(str(options.get("profile", "")), environ)
-    in_environ = environ.get("AWS_REGION"), environ.get("AWS_DEFAULT_REGION")
-    region = _first(options.get("region"), address.region, *in_environ, profile.region)
-    given = _first(options.get("endpoint"), address.endpoint, _aws_endpoint(environ, profile.endpoint))
-    endpoint = _checked(address, given.replace("{region}", region or "us-east-1"))
+def _s3(asked: _Asked) -> _Decided:
+    address, options = asked.address, asked.options
+    profile = read_profile(str(options.get("profile", "")), asked.environ)
+    region = asked.choose("region", address.region, ("AWS_REGION", "AWS_DEFAULT_REGION"), profile.region)
+    variables: tuple[str, ...] = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    if is_ignored := asked.is_true("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS"):
+        variables = ()
+    endpoint = asked.choose("endpoint", address.endpoint, variables, _AWS if is_ignored else profile.endpoint)
+    endpoint = _checked(address, endpoint.replace("{region}", region or "us-east-1"))
     unsigned: bool | None = None
     if "signed_payload" in options:
-        unsigned = not _flag(options, "signed_payload")
-    elif "AWS_UNSIGNED_PAYLOAD" not in environ and "unsigned_payload" not in options:
+        unsigned = not asked.flag("signed_payload")
+    elif "AWS_UNSIGNED_PAYLOAD" not in asked.environ and "unsigned_payload" not in options:
         unsigned = not endpoint.startswith("http://") or _is_loopback(endpoint)
     config = {
         "region": region,
         "aws_endpoint_url_s3": endpoint,  # which wins over all others in obstore
         "unsigned_payload": unsigned,
-        "skip_signature": _flag(options, "anonymous") or None,
+        "skip_signature": asked.flag("anonymous") or None,
     }
-    return config, _aws_login(options, environ, profile), endpoint
+    return config, _aws_login(asked, profile), endpoint
 
 
-def _aws_login(
-    options: Mapping[str, Any], environ: Mapping[str, str], profile: Profile
-) -> Keys | OfBoto3 | None:
+def _aws_login(asked: _Asked, profile: Profile) -> Keys | OfBoto3 | None:
     """Choose credentials in the order of AWS's own clients; None leaves them to obstore."""
-    if _flag(options, "anonymous"):
+    options = asked.options
+    if asked.flag("anonymous"):
         return None
     if "access_key_id" in options:
         if "secret_access_key" not in options:
             raise ValueError("the store option access_key_id needs secret_access_key")
-        token = _first(options.get("session_token"), options.get("token"))
-        return Keys(str(options["access_key_id"]), str(options["secret_access_key"]), token)
-    in_environ = environ.get("AWS_ACCESS_KEY_ID") or environ.get("AWS_WEB_IDENTITY_TOKEN_FILE")
-    if not options.get("profile") and (in_environ or is_true(environ.get("AWS_SKIP_SIGNATURE", ""))):
+        token = options.get("session_token") or options.get("token") or ""
+        return Keys(str(options["access_key_id"]), str(options["secret_access_key"]), str(token))
+    in_environ = asked.has("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")
+    if not options.get("profile") and (in_environ or asked.is_true("AWS_SKIP_SIGNATURE")):
         return None
     return profile.login
-
-
-def _aws_endpoint(environ: Mapping[str, str], of_profile: str) -> str:
-    if is_true(environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "")):
-        return _AWS
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    return _first(*map(environ.get, names), of_profile)
 
 
 # --------------------------------------------------------------------------------------------- Google
 
 
-def _gcs(address: Address, options: Mapping[str, Any], environ: Mapping[str, str]) -> _Decided:
-    emulator = "" if address.endpoint or "endpoint" in options else _emulator(environ)
-    given = options.get("endpoint"), address.endpoint, emulator, environ.get("GOOGLE_BASE_URL")
-    endpoint = _checked(address, _first(*given))
-    config, login = _google_login(options, environ, is_emulated=bool(emulator))
+def _gcs(asked: _Asked) -> _Decided:
+    address, options = asked.address, asked.options
+    emulator = "" if address.endpoint or "endpoint" in options else _emulator(asked.environ)
+    endpoint = emulator or asked.choose("endpoint", address.endpoint, ["GOOGLE_BASE_URL"])
+    endpoint = _checked(address, endpoint)
+    config, login = _google_login(asked, is_emulated=bool(emulator))
     return {"base_url": endpoint, **config}, login, endpoint
 
 
-def _google_login(
-    options: Mapping[str, Any], environ: Mapping[str, str], *, is_emulated: bool
-) -> tuple[dict[str, Any], OfGoogleAuth | None]:
+def _google_login(asked: _Asked, *, is_emulated: bool) -> tuple[dict[str, Any], OfGoogleAuth | None]:
     """Choose credentials, and return settings of obstore that name them."""
-    if any(name in options for name in _GOOGLE):
+    if any(name in asked.options for name in _GOOGLE):
         return {}, None
-    if "credentials_path" in options:
-        return _google_file(str(options["credentials_path"]))
-    if _flag(options, "anonymous") or is_emulated or is_true(environ.get("GOOGLE_SKIP_SIGNATURE", "")):
+    if "credentials_path" in asked.options:
+        return _google_file(str(asked.options["credentials_path"]))
+    if asked.flag("anonymous") or is_emulated or asked.is_true("GOOGLE_SKIP_SIGNATURE"):
         return {"skip_signature": True, "bearer_token": _NOBODY}, None
-    names = ("SERVICE_ACCOUNT", "SERVICE_ACCOUNT_PATH", "SERVICE_ACCOUNT_KEY", "BEARER_TOKEN")
-    if any(environ.get(f"GOOGLE_{name}") for name in names):
+    files = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY")
+    if asked.has(*files, "GOOGLE_BEARER_TOKEN"):
         return {}, None
-    path = environ.get("GOOGLE_APPLICATION_CREDENTIALS") or _default_credentials(environ)
+    path = asked.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or _default_credentials(asked.environ)
     return _google_file(path) if path else ({}, None)
 
 
@@ -279,14 +307,14 @@ def _google_file(path: str) -> tuple[dict[str, Any], OfGoogleAuth | None]:
 # ---------------------------------------------------------------------------------------------- Azure
 
 
-def _azure(address: Address, options: Mapping[str, Any], environ: Mapping[str, str]) -> _Decided:
-    told = _connection(
-        _first(options.get("connection_string"), environ.get("AZURE_STORAGE_CONNECTION_STRING"))
+def _azure(asked: _Asked) -> _Decided:
+    address, options = asked.address, asked.options
+    told = _connection(asked.choose("connection_string", "", ["AZURE_STORAGE_CONNECTION_STRING"]))
+    variables = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
+    account = asked.choose("account_name", address.account, variables, told.get("account_name", ""))
+    is_emulated = "use_emulator" in told or is_true(
+        str(options.get("use_emulator", asked.environ.get("AZURE_STORAGE_USE_EMULATOR", "")))
     )
-    in_environ = environ.get("AZURE_STORAGE_ACCOUNT_NAME"), environ.get("AZURE_STORAGE_ACCOUNT")
-    account = _first(options.get("account_name"), address.account, *in_environ, told.get("account_name"))
-    is_emulated = is_true(str(options.get("use_emulator", environ.get("AZURE_STORAGE_USE_EMULATOR", ""))))
-    is_emulated = is_emulated or "use_emulator" in told
     if not account and not is_emulated:
         raise ValueError(
             f"{address.url}: the name of the storage account is needed; use "
@@ -296,15 +324,15 @@ def _azure(address: Address, options: Mapping[str, Any], environ: Mapping[str, s
     config: dict[str, Any] = {"account_name": account}
     if told.get("account_name", account) == account:  # else they are those of another account
         config |= told
-    if not told and "AZURE_STORAGE_ACCOUNT_KEY" not in environ:
-        config["account_key"] = environ.get("AZURE_STORAGE_KEY")
-    variables = environ.get("AZURE_STORAGE_ENDPOINT"), environ.get("AZURE_ENDPOINT")
+    if not told and "AZURE_STORAGE_ACCOUNT_KEY" not in asked.environ:
+        config["account_key"] = asked.environ.get("AZURE_STORAGE_KEY")
+    variables = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
     endpoint = _checked(
-        address, _first(options.get("endpoint"), address.endpoint, *variables, config.get("endpoint"))
+        address, asked.choose("endpoint", address.endpoint, variables, config.get("endpoint", ""))
     )
     config |= {
         "endpoint": endpoint,
-        "skip_signature": _flag(options, "anonymous") or None,
+        "skip_signature": asked.flag("anonymous") or None,
         "use_emulator": is_emulated or None,
     }
     return config, None, endpoint or ("http://127.0.0.1:10000" if is_emulated else "")
@@ -329,34 +357,8 @@ def _connection(text: str) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------- values
 
 
-def _first(*values: Any) -> str:
-    """Return the first value that is given."""
-    return next((str(value) for value in values if value), "")
-
-
-_TRUE = ("true", "1", "yes", "on")
-
-
 def is_true(text: str) -> bool:
-    return text.strip().lower() in _TRUE
-
-
-def _flag(options: Mapping[str, Any], name: str) -> bool:
-    """Return an option that is true or false; from a command line it comes as text."""
-    value = str(options.get(name, False)).strip().lower()
-    if value not in (*_TRUE, "false", "0", "no", "off"):
-        raise ValueError(f"the store option {name} is true or false")
-    return value in _TRUE
-
-
-def _positive(options: Mapping[str, Any], name: str, default: float, least: float = 1e-3) -> float:
-    try:
-        value = float(options.get(name, default))
-    except (TypeError, ValueError):
-        value = -1.0
-    if not least <= value < 1e9:
-        raise ValueError(f"the store option {name} is a number, at least {least:g}")
-    return value
+    return text.strip().lower() in ("true", "1", "yes", "on")
 
 
 def _checked(address: Address, endpoint: str) -> str:
@@ -376,19 +378,17 @@ def _checked(address: Address, endpoint: str) -> str:
     return endpoint
 
 
-def _must_allow_http(
-    address: Address, endpoint: str, options: Mapping[str, Any], environ: Mapping[str, str]
-) -> bool:
+def _must_allow_http(asked: _Asked, endpoint: str) -> bool:
     """Tell whether the endpoint is one without encryption. Raise ValueError if nobody has allowed that."""
     if not endpoint.startswith("http://"):
         return False
-    variable = _ALLOW_HTTP[address.cloud]
-    is_emulator = address.cloud == "gcs" and endpoint == _emulator(environ)
-    is_allowed = _flag(options, "allow_http") or is_true(environ.get(variable, ""))
+    variable = _ALLOW_HTTP[asked.address.cloud]
+    is_emulator = asked.address.cloud == "gcs" and endpoint == _emulator(asked.environ)
+    is_allowed = asked.flag("allow_http") or asked.is_true(variable)
     if is_emulator or is_allowed or _is_loopback(endpoint):
         return True
     raise ValueError(
-        f"{address.url}: the endpoint http://{_host(endpoint)} is not encrypted; use https, or allow it by "
+        f"{asked.address.url}: the endpoint http://{_host(endpoint)} is not encrypted; use https, or allow it by "
         f"{variable}=true or the store option allow_http"
     )
 
