@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from eformer import checkpoint
 from eformer._engine.stores.locate import store_at
@@ -33,6 +34,20 @@ def test_a_range_behind_the_end_is_empty(server):
         data, found = objects.read("a", start, nbytes)
         assert (bytes(data), found.nbytes) == (b"", 3)
     assert bytes(objects.read("a", 1, 9)[0]) == b"23"
+
+
+def test_an_object_that_is_replaced_all_the_time_is_read(monkeypatch):
+    """By a longer one after the range was found to be behind its end, and then by a short one again."""
+    objects = store_at("memory://objects").objects
+    objects.put("a", b"123")
+    now = objects.head("a")
+
+    def head(key):
+        monkeypatch.undo()
+        return structs.replace(now, nbytes=9)
+
+    monkeypatch.setattr(objects, "head", head)
+    assert objects.read("a", 5, 2) == (b"", now)
 
 
 def test_an_object_of_any_length_is_written(server):

@@ -34,17 +34,13 @@ def objects_at(address: Address, url: str) -> Objects:
     if address.cloud == "memory":
         with _making:
             return _memory()
-    settings = _settings(address, url)
-    with _making:  # one client, however many threads ask for it first
-        return _objects(address.cloud, address.url, address.bucket, settings)
-
-
-def _settings(address: Address, url: str) -> Settings:
     try:
-        return settings_of(address, options_of(url, address.cloud), os.environ)
+        settings = settings_of(address, options_of(url, address.cloud), os.environ)
     except ValueError as error:
         text = str(error)
         raise ValueError(text if address.url in text else f"{address.url}: {text}") from None
+    with _making:  # one client, however many threads ask for it first
+        return _objects(address.cloud, address.url, address.bucket, settings)
 
 
 @lru_cache(64)

@@ -90,11 +90,7 @@ class Objects:
     # ---------------------------------------------------------------------------------------- read
 
     def read(
-        self,
-        key: str,
-        start: int = 0,
-        nbytes: int | None = None,
-        version: Version | None = None,
+        self, key: str, start: int = 0, nbytes: int | None = None, version: Version | None = None
     ) -> tuple[Any, Object]:
         """Read a range of an object, to its end at most. Raise FileNotFoundError if it is gone, or not this version."""
         options: dict[str, Any] = {"if_match": version.partition("\n")[0]} if version else {}
@@ -107,15 +103,15 @@ class Objects:
 
         if nbytes == 0:
             return b"", self.head(key)
-        try:
-            return self._request("read", key, work)
-        except _RefusedError:
-            raise FileNotFoundError(f"{self.path_to(key)} was replaced") from None
-        except _PastEndError:
-            found = self.head(key)
-        if found.nbytes > start:  # it was replaced by a longer one since
-            return self._request("read", key, work)
-        return b"", found
+        while True:
+            try:
+                return self._request("read", key, work)
+            except _RefusedError:
+                raise FileNotFoundError(f"{self.path_to(key)} was replaced") from None
+            except _PastEndError:
+                found = self.head(key)
+            if found.nbytes <= start:  # else it was replaced by a longer one since
+                return b"", found
 
     def head(self, key: str) -> Object:
         return _object(self._request("look up", key, lambda: self._client.head_async(key)))
@@ -128,9 +124,8 @@ class Objects:
 
     def list(self, below: str) -> Iterator[Object]:
         """List all objects whose keys begin with `below`, a directory."""
-        yield from map(
-            _object, self._request("list", below, lambda: self._client.list(below).collect_async())
-        )
+        found = self._request("list", below, lambda: self._client.list(below).collect_async())
+        yield from map(_object, found)
 
     def children(self, below: str) -> tuple[Sequence[str], Sequence[Object]]:
         """List one level: the names of directories, and the objects."""
@@ -262,40 +257,33 @@ class _Request:
     def slow(self) -> TimeoutError:
         over = f"; {why} is over" if (why := told()) else ""
         return TimeoutError(
-            f"{self._where}: the server has not answered a request to {self._to} for {self._took():.1f} s{over}"
+            f"{self._where}: the server has not answered a request to {self._to} for {self._took()}{over}"
         )
 
-    def _took(self) -> float:
-        return time.monotonic() - self._began
+    def _took(self) -> str:
+        return f"{time.monotonic() - self._began:.1f} s"
 
     @contextmanager
     def explained(self) -> Iterator[None]:
         """Raise an error of this package, or a built-in one, for one of obstore's."""
-        try:
-            yield
-        except Exception as error:
-            explanation = self._explanation(error)
-            if explanation is None:
-                raise
-            raise explanation from None
-
-    def _explanation(self, error: Exception) -> Exception | None:
         from obstore import exceptions
 
-        text, where = self._hide(str(error).partition("\n\nDebug source")[0]), self._where
-        if isinstance(error, FileNotFoundError):
-            return FileNotFoundError(f"{where} does not exist")
-        if isinstance(error, (exceptions.AlreadyExistsError, exceptions.PreconditionError)):
-            return _RefusedError(where)
-        if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
-            return PermissionError(f"{where}: the server refuses to {self._to}: {text}")
-        if not isinstance(error, exceptions.BaseError):
-            return None
-        if self._operation == "read" and _PAST_END.search(text):
-            return _PastEndError(where)
-        if any(sign in str(error) for sign in _SLOW):
-            return self.slow()
-        return OSError(f"{where}: to {self._to} failed after {self._took():.1f} s: {text}")
+        where = self._where
+        try:
+            yield
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{where} does not exist") from None
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+            raise _RefusedError(where) from None
+        except exceptions.BaseError as error:
+            text = self._hide(str(error).partition("\n\nDebug source")[0])
+            if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
+                raise PermissionError(f"{where}: the server refuses to {self._to}: {text}") from None
+            if self._operation == "read" and _PAST_END.search(text):
+                raise _PastEndError(where) from None
+            if any(sign in str(error) for sign in _SLOW):
+                raise self.slow() from None
+            raise OSError(f"{where}: to {self._to} failed after {self._took()}: {text}") from None
 
 
 class Stream:
@@ -388,9 +376,6 @@ def _submit(work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
             "a request was made in the thread that carries out requests, which would wait for itself"
         )
     return asyncio.run_coroutine_threadsafe(work(), _loop().loop)
-
-
-# ------------------------------------------------------------------------------------------ versions
 
 
 def _object(meta: Any) -> Object:

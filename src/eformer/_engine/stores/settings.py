@@ -185,7 +185,7 @@ def settings_of(address: Address, options: Mapping[str, Any], environ: Mapping[s
     unused = (*_OWN_OPTIONS, *(_KEYS if isinstance(login, Keys) else ()))
     others = {name: value for name, value in options.items() if name not in unused}
     client = {name: others.pop(name) for name in _CLIENT if name in others}
-    if _must_allow_http(asked, endpoint):
+    if endpoint.startswith("http://"):  # which is allowed, see `_endpoint`
         client["allow_http"] = True
     relevant = {name: value for name, value in environ.items() if name.startswith(_VARIABLES)}
     login = options.get("credential_provider", login)
@@ -219,8 +219,8 @@ def _s3(asked: _Asked) -> _Decided:
     variables: tuple[str, ...] = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     if is_ignored := asked.is_true("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS"):
         variables = ()
-    endpoint = asked.choose("endpoint", address.endpoint, variables, _AWS if is_ignored else profile.endpoint)
-    endpoint = _checked(address, endpoint.replace("{region}", region or "us-east-1"))
+    otherwise = _AWS if is_ignored else profile.endpoint
+    endpoint = _endpoint(asked, address.endpoint, variables, otherwise, region or "us-east-1")
     unsigned: bool | None = None
     if "signed_payload" in options:
         unsigned = not asked.flag("signed_payload")
@@ -257,8 +257,7 @@ def _aws_login(asked: _Asked, profile: Profile) -> Keys | OfBoto3 | None:
 def _gcs(asked: _Asked) -> _Decided:
     address, options = asked.address, asked.options
     emulator = "" if address.endpoint or "endpoint" in options else _emulator(asked.environ)
-    endpoint = emulator or asked.choose("endpoint", address.endpoint, ["GOOGLE_BASE_URL"])
-    endpoint = _checked(address, endpoint)
+    endpoint = _endpoint(asked, address.endpoint or emulator, ["GOOGLE_BASE_URL"])
     config, login = _google_login(asked, is_emulated=bool(emulator))
     return {"base_url": endpoint, **config}, login, endpoint
 
@@ -327,9 +326,7 @@ def _azure(asked: _Asked) -> _Decided:
     if not told and "AZURE_STORAGE_ACCOUNT_KEY" not in asked.environ:
         config["account_key"] = asked.environ.get("AZURE_STORAGE_KEY")
     variables = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
-    endpoint = _checked(
-        address, asked.choose("endpoint", address.endpoint, variables, config.get("endpoint", ""))
-    )
+    endpoint = _endpoint(asked, address.endpoint, variables, config.get("endpoint", ""))
     config |= {
         "endpoint": endpoint,
         "skip_signature": asked.flag("anonymous") or None,
@@ -361,35 +358,30 @@ def is_true(text: str) -> bool:
     return text.strip().lower() in ("true", "1", "yes", "on")
 
 
-def _checked(address: Address, endpoint: str) -> str:
-    """Refuse an endpoint without its scheme, and one that carries secrets. Neither is shown."""
-    endpoint = endpoint.rstrip("/")
-    if not endpoint:
-        return ""
+def _endpoint(
+    asked: _Asked, of_url: str, variables: Iterable[str], otherwise: str = "", region: str = ""
+) -> str:
+    """Choose the address of the server. Refuse one without its scheme, and one that carries secrets; neither is shown.
+    Refuse one without encryption, unless it is on this machine or was allowed."""
+    url, variable = asked.address.url, _ALLOW_HTTP[asked.address.cloud]
+    endpoint = asked.choose("endpoint", of_url, variables, otherwise).replace("{region}", region).rstrip("/")
     try:
         parts = urlsplit(endpoint)
         is_sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.username is None
     except ValueError:
         is_sound = False
-    if not is_sound or "?" in endpoint or "#" in endpoint:
+    if endpoint and (not is_sound or "?" in endpoint or "#" in endpoint):
         raise ValueError(
-            f"{address.url}: the endpoint has to look like https://host or https://host:port, without credentials"
+            f"{url}: the endpoint has to look like https://host or https://host:port, without credentials"
         )
-    return endpoint
-
-
-def _must_allow_http(asked: _Asked, endpoint: str) -> bool:
-    """Tell whether the endpoint is one without encryption. Raise ValueError if nobody has allowed that."""
-    if not endpoint.startswith("http://"):
-        return False
-    variable = _ALLOW_HTTP[asked.address.cloud]
+    if not endpoint.startswith("http://") or _is_loopback(endpoint):
+        return endpoint
     is_emulator = asked.address.cloud == "gcs" and endpoint == _emulator(asked.environ)
-    is_allowed = asked.flag("allow_http") or asked.is_true(variable)
-    if is_emulator or is_allowed or _is_loopback(endpoint):
-        return True
+    if is_emulator or asked.flag("allow_http") or asked.is_true(variable):
+        return endpoint
     raise ValueError(
-        f"{asked.address.url}: the endpoint http://{_host(endpoint)} is not encrypted; use https, or allow it by "
-        f"{variable}=true or the store option allow_http"
+        f"{url}: the endpoint http://{_host(endpoint)} is not encrypted; use https, or allow it by {variable}=true or "
+        "the store option allow_http"
     )
 
 
