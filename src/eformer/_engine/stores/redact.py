@@ -51,9 +51,6 @@ class Redactor:
         longest_first = sorted(map(re.escape, spelled), key=len, reverse=True)
         self._known = re.compile("|".join(longest_first)) if longest_first else None
 
-    def __repr__(self) -> str:
-        return "<Redactor>"
-
     def __call__(self, text: str) -> str:
         if self._known:
             text = self._known.sub("...", text)

@@ -133,10 +133,6 @@ class Settings:
     secrets: frozenset[str] = frozenset()
     environment: tuple[tuple[str, str], ...] = ()
 
-    def __repr__(self) -> str:
-        names = [name for name, _ in (*self.config, *self.client)]
-        return f"<Settings: {', '.join(names)}>"  # without values
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _Asked:
@@ -150,9 +146,6 @@ class _Asked:
         """Choose a value. Options win over the URL, and the URL over the environment."""
         values = (self.options.get(option), of_url, *map(self.environ.get, variables), otherwise)
         return next((str(value) for value in values if value), "")
-
-    def has(self, *variables: str) -> bool:
-        return any(map(self.environ.get, variables))
 
     def is_true(self, variable: str) -> bool:
         return is_true(self.environ.get(variable, ""))
@@ -245,7 +238,7 @@ def _aws_login(asked: _Asked, profile: Profile) -> Keys | OfBoto3 | None:
             raise ValueError("the store option access_key_id needs secret_access_key")
         token = options.get("session_token") or options.get("token") or ""
         return Keys(str(options["access_key_id"]), str(options["secret_access_key"]), str(token))
-    in_environ = asked.has("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")
+    in_environ = any(map(asked.environ.get, ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")))
     if not options.get("profile") and (in_environ or asked.is_true("AWS_SKIP_SIGNATURE")):
         return None
     return profile.login
@@ -270,8 +263,8 @@ def _google_login(asked: _Asked, *, is_emulated: bool) -> tuple[dict[str, Any], 
         return _google_file(str(asked.options["credentials_path"]))
     if asked.flag("anonymous") or is_emulated or asked.is_true("GOOGLE_SKIP_SIGNATURE"):
         return {"skip_signature": True, "bearer_token": _NOBODY}, None
-    files = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY")
-    if asked.has(*files, "GOOGLE_BEARER_TOKEN"):
+    names = ("SERVICE_ACCOUNT", "SERVICE_ACCOUNT_PATH", "SERVICE_ACCOUNT_KEY", "BEARER_TOKEN")
+    if any(asked.environ.get(f"GOOGLE_{name}") for name in names):
         return {}, None
     path = asked.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or _default_credentials(asked.environ)
     return _google_file(path) if path else ({}, None)
