@@ -352,7 +352,7 @@ def is_true(text: str) -> bool:
 
 
 def _endpoint(
-    asked: _Asked, of_url: str, variables: Iterable[str], otherwise: str = "", region: str = ""
+    asked: _Asked, of_url: str, variables: Iterable[str], otherwise: str = "", region: str = "{region}"
 ) -> str:
     """Choose the address of the server. Refuse one without its scheme, and one that carries secrets; neither is shown.
     Refuse one without encryption, unless it is on this machine or was allowed."""
@@ -367,10 +367,9 @@ def _endpoint(
         raise ValueError(
             f"{url}: the endpoint has to look like https://host or https://host:port, without credentials"
         )
-    if not endpoint.startswith("http://") or _is_loopback(endpoint):
+    if not endpoint.startswith("http://") or asked.flag("allow_http") or asked.is_true(variable):
         return endpoint
-    is_emulator = asked.address.cloud == "gcs" and endpoint == _emulator(asked.environ)
-    if is_emulator or asked.flag("allow_http") or asked.is_true(variable):
+    if _is_loopback(endpoint) or (asked.address.cloud == "gcs" and endpoint == _emulator(asked.environ)):
         return endpoint
     raise ValueError(
         f"{url}: the endpoint http://{_host(endpoint)} is not encrypted; use https, or allow it by {variable}=true or "

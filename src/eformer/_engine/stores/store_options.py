@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self
 
 from eformer._engine.stores.settings import is_for, require_known
@@ -101,7 +100,10 @@ def _plain(url: str) -> str:
 
 def _beginnings(url: str) -> Iterator[str]:
     """Yield "", "s3:", "s3://bucket", "s3://bucket/a", ..."""
-    scheme, _, rest = url.partition("://")
     yield ""
+    scheme, _, rest = url.partition("://")
     yield f"{scheme}:"
-    yield from accumulate(rest.strip("/").split("/"), "{}/{}".format, initial=f"{scheme}:/")
+    start = f"{scheme}:/"
+    for part in rest.strip("/").split("/"):
+        start = f"{start}/{part}"
+        yield start
