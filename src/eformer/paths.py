@@ -15,7 +15,7 @@ from pathlib import PosixPath, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from eformer._engine.stores.durable import replacing
-from eformer._engine.stores.local_paths import path_of_file_url
+from eformer._engine.stores.urls import path_of_file_url
 from eformer._engine.tasks.interrupts import uninterrupted
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ class GCSPath:
 
     def write_bytes(self, data: ReadableBuffer) -> int:
         content = bytes(memoryview(data))  # bytes(3) would be three zeros
-        self._objects().write(self._object, content)
+        self._objects().put(self._object, content)
         return len(content)
 
     def write_text(self, data: str, encoding: str = "utf-8", errors: str = "strict") -> int:

@@ -21,10 +21,10 @@ def test_a_quoted_etag_is_always_refused(url, fresh):
     fresh.put("a", b"one")
     version = fresh.head("a").version
     assert '"' in version
-    assert not fresh.swap("a", b"two", version)
-    assert fresh.use_unquoted_etags()
-    assert fresh.swap("a", b"two", version)
-    assert not fresh.swap("a", b"three", version)
+    assert not fresh.put_if("a", b"two", version)
+    fresh.compares_unquoted = True
+    assert fresh.put_if("a", b"two", version)
+    assert not fresh.put_if("a", b"three", version)
     fresh.delete(["a"])
 
 

@@ -35,14 +35,14 @@ def tree(number):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupt_around_the_put_of_the_index_removes_nothing_it_may_name(url, when):
     save(tree(1), url)
-    swap = Objects.swap
+    put_if = Objects.put_if
 
     def interrupted(self, *args):
         if when == "after":
-            swap(self, *args)
+            put_if(self, *args)
         raise KeyboardInterrupt
 
-    with mock.patch.object(Objects, "swap", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(Objects, "put_if", interrupted), pytest.raises(KeyboardInterrupt):
         save(tree(2), url)
     assert load(url)["n"] == (2 if when == "after" else 1)
     assert checkpoint.verify(url).ok
@@ -64,19 +64,19 @@ def test_an_interrupt_right_after_the_commit_removes_nothing(url):
 
 def test_a_refused_save_that_cannot_look_again_is_not_told_that_it_is_committed(url):
     save(tree(1), url)
-    swap = Objects.swap
+    put_if = Objects.put_if
     broken = mock.patch.object(
         directory, "read_manifest", mock.Mock(side_effect=OSError("the network is down"))
     )
 
     def refused(self, *args):
-        with mock.patch.object(Objects, "swap", swap):
+        with mock.patch.object(Objects, "put_if", put_if):
             save(tree(2), url, prefix="other")
         broken.start()
-        return swap(self, *args)
+        return put_if(self, *args)
 
     with (
-        mock.patch.object(Objects, "swap", refused),
+        mock.patch.object(Objects, "put_if", refused),
         mock.patch("eformer._engine.tasks.turns.Turn.wait"),
         pytest.raises(OSError, match="network is down"),
     ):

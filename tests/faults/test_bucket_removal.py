@@ -348,7 +348,7 @@ def test_a_step_that_a_save_has_begun_to_write_since_the_plan_stays():
     fill(run, "safetensors")
     plan = plan_removal(run, 1)
     upload = store_at(f"{run}/step-2").begin("", save_id="0123456789abcdef")
-    store_at(f"{run}/step-2").objects.write(
+    store_at(f"{run}/step-2").objects.put(
         store_at(run).key_of("step-2/model.0123456789abcdef.safetensors"), b"new"
     )
     done = remove(plan)

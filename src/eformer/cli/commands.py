@@ -531,7 +531,7 @@ def demo(directory: str | None) -> None:
     """
     import tempfile
 
-    from eformer._engine.stores.local_paths import local_path
+    from eformer._engine.stores.urls import local_path
     from eformer.demo import run  # late: it imports jax, which takes a second
 
     if directory is not None:

@@ -21,8 +21,8 @@ from eformer._engine.formats.msgpack.writer import can_pack as _can_pack
 from eformer._engine.formats.msgpack.writer import pack as _pack
 from eformer._engine.record.signature import signature_name as _signature_name
 from eformer._engine.stores.durable import replacing as _replacing
-from eformer._engine.stores.local_paths import is_file_url as _is_file_url
-from eformer._engine.stores.local_paths import local_path as _local_path
+from eformer._engine.stores.urls import is_file_url as _is_file_url
+from eformer._engine.stores.urls import local_path as _local_path
 from eformer._engine.tasks.interrupts import check as _check
 from eformer._engine.tasks.interrupts import uninterrupted as _uninterrupted
 from eformer._engine.trees.state_dicts import (

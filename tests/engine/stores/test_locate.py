@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer._engine.stores.locate import local_path
+from eformer._engine.stores.urls import local_path
 from eformer.checkpoint import SaveOptions
 from eformer.pytree._serialization import load_from_file, save_to_file
 from eformer.serialization.async_manager import AsyncCheckpointManager

@@ -2,9 +2,13 @@
 
 import numpy as np
 import pytest
+from msgspec import structs
+from obstore.store import MemoryStore
 
 from eformer import checkpoint
+from eformer._engine.stores import swaps
 from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.objects import Objects
 from support.object_server import credentials, serving
 
 
@@ -35,8 +39,42 @@ def test_a_range_behind_the_end_is_empty(server):
     assert bytes(objects.read("a", 1, 9)[0]) == b"23"
 
 
+def test_an_object_that_is_replaced_all_the_time_is_read(monkeypatch):
+    """By a longer one after the range was found to be behind its end, and then by a short one again."""
+    objects = store_at("memory://objects").objects
+    objects.put("a", b"123")
+    now = objects.head("a")
+
+    def head(key):
+        monkeypatch.undo()
+        return structs.replace(now, nbytes=9)
+
+    monkeypatch.setattr(objects, "head", head)
+    assert objects.read("a", 5, 2) == (b"", now)
+
+
+def test_a_refusal_after_many_errors_is_not_taken_for_success(monkeypatch):
+    objects = Objects(MemoryStore(), "memory:/")
+    objects.put("index", b"one")
+    outcomes = iter(
+        [OSError("lost")] * 7 + [False]
+    )  # then the server is asked without quotes around the ETag
+
+    def answered(key, data, _):
+        if isinstance(outcome := next(outcomes, True), OSError):
+            raise outcome
+        if outcome:
+            objects.put(key, data)
+        return outcome
+
+    monkeypatch.setattr(objects, "put_if", answered)
+    monkeypatch.setattr(swaps.time, "sleep", lambda _: None)
+    swaps.swap_index(objects, "index", b"two", objects.head("index").version)
+    assert bytes(objects.read("index")[0]) == b"two"
+
+
 def test_an_object_of_any_length_is_written(server):
-    store_at("s3://answers/x").objects.write("a", b"12")
+    store_at("s3://answers/x").objects.put("a", b"12")
     assert server.objects == {"a": b"12"}
 
 

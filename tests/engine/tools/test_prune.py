@@ -353,7 +353,7 @@ def test_only_scores_that_eformer_wrote_are_removed_and_they_are_listed(run):
 def test_a_run_in_a_bucket_removes_no_scores_of_others():
     where = f"memory://prune-{os.getpid()}/scores"
     content = b'{"accuracy": 0.93}'
-    store_at(where).objects.write(f"prune-{os.getpid()}/scores/100.scores.json", content)
+    store_at(where).objects.put(f"prune-{os.getpid()}/scores/100.scores.json", content)
     with Run(where, keep=1) as run:
         for step in (1, 2):
             run.save(step, {"w": np.ones(3)}).result()

@@ -19,8 +19,8 @@ from eformer._engine.reports.reading import Measured, measure, recorded_change_o
 from eformer._engine.reports.timeline import alarms, run_facts
 from eformer._engine.runs.steps import path_of_step
 from eformer._engine.stores.durable import replacing
-from eformer._engine.stores.local_paths import local_path
 from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.urls import local_path
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._version import __version__
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import configparser
 import os
-from typing import TYPE_CHECKING
-
-from msgspec import Struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,25 +14,48 @@ if TYPE_CHECKING:
 _NEEDS_BOTO3 = ("role_arn", "sso_session", "sso_start_url", "login_session", "web_identity_token_file")
 
 
-class Profile(Struct, frozen=True):
-    """A profile: its settings, and why its credentials need boto3, if they do."""
+@dataclass(frozen=True, slots=True, repr=False)
+class Keys:
+    """Credentials of AWS that do not change. They are given by a function, so that no token of the environment is
+    added to them."""
 
-    name: str
-    region: str = ""
-    endpoint: str = ""
-    access_key: str = ""
-    secret_key: str = ""
+    access_key: str
+    secret_key: str
     token: str = ""
-    needs_boto3: str = ""
 
-    def __repr__(self) -> str:
-        return f"Profile({self.name!r})"
+    def __call__(self) -> dict[str, Any]:
+        return {
+            "access_key_id": self.access_key,
+            "secret_access_key": self.secret_key,
+            "token": self.token or None,
+            "expires_at": None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class OfBoto3:
+    """Credentials of a profile that boto3 has to get; `why` is the setting that makes it so."""
+
+    profile: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Profile:
+    """The settings of a profile."""
+
+    region: str
+    endpoint: str
+    login: Keys | OfBoto3 | None
 
 
 def read_profile(name: str, environ: Mapping[str, str]) -> Profile:
     """Return a profile by its name; "" for that of AWS_PROFILE, or the default one, which need not exist."""
-    config = _read("AWS_CONFIG_FILE", "config", environ)
-    credentials = _read("AWS_SHARED_CREDENTIALS_FILE", "credentials", environ)
+    places = (
+        _path("AWS_CONFIG_FILE", "config", environ),
+        _path("AWS_SHARED_CREDENTIALS_FILE", "credentials", environ),
+    )
+    config, credentials = map(_read, places)
     asked = name or environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE") or ""
     chosen = asked or "default"
     sections = [config.get(f"profile {chosen}"), credentials.get(chosen)]
@@ -41,28 +63,18 @@ def read_profile(name: str, environ: Mapping[str, str]) -> Profile:
         sections.insert(0, config.get("default"))
     found = [section for section in sections if section is not None]
     if asked and not found:
-        raise ValueError(
-            f"AWS profile {asked!r} is neither in {_file('AWS_CONFIG_FILE', 'config', environ)} nor in "
-            f"{_file('AWS_SHARED_CREDENTIALS_FILE', 'credentials', environ)}"
-        )
+        raise ValueError(f"AWS profile {asked!r} is neither in {places[0]} nor in {places[1]}")
     values = {key: value for section in found for key, value in section.items()}
-    return _profile(chosen, values, config)
+    return Profile(values.get("region", ""), _endpoint(values, config), _login(chosen, values))
 
 
-def _profile(name: str, values: Mapping[str, str], config: Mapping[str, Mapping[str, str]]) -> Profile:
-    has_keys = bool(values.get("aws_access_key_id") and values.get("aws_secret_access_key"))
-    needs = [key for key in _NEEDS_BOTO3 if values.get(key)]
-    if not has_keys and values.get("credential_process"):
-        needs.append("credential_process")
-    return Profile(
-        name=name,
-        region=values.get("region", ""),
-        endpoint=_endpoint(values, config),
-        access_key=values.get("aws_access_key_id", "") if has_keys else "",
-        secret_key=values.get("aws_secret_access_key", "") if has_keys else "",
-        token=values.get("aws_session_token", "") if has_keys else "",
-        needs_boto3=needs[0] if needs else "",
-    )
+def _login(name: str, values: Mapping[str, str]) -> Keys | OfBoto3 | None:
+    access_key, secret_key = values.get("aws_access_key_id", ""), values.get("aws_secret_access_key", "")
+    has_keys = bool(access_key and secret_key)
+    for setting in _NEEDS_BOTO3 if has_keys else (*_NEEDS_BOTO3, "credential_process"):
+        if values.get(setting):
+            return OfBoto3(name, setting)
+    return Keys(access_key, secret_key, values.get("aws_session_token", "")) if has_keys else None
 
 
 def _endpoint(values: Mapping[str, str], config: Mapping[str, Mapping[str, str]]) -> str:
@@ -75,15 +87,14 @@ def _endpoint(values: Mapping[str, str], config: Mapping[str, Mapping[str, str]]
     return values.get("endpoint_url", "")
 
 
-def _file(variable: str, name: str, environ: Mapping[str, str]) -> str:
+def _path(variable: str, name: str, environ: Mapping[str, str]) -> str:
     home = environ.get("HOME") or os.path.expanduser("~")
     given = environ.get(variable) or os.path.join(home, ".aws", name)
     return os.path.join(home, given[2:]) if given.startswith("~/") else given
 
 
-def _read(variable: str, name: str, environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
+def _read(path: str) -> dict[str, dict[str, str]]:
     """Read a file of profiles by section; none if it does not exist."""
-    path = _file(variable, name, environ)
     parser = configparser.RawConfigParser(default_section="\0", strict=False)
     try:
         with open(path, encoding="utf-8") as file:

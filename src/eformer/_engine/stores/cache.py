@@ -26,7 +26,7 @@ import xxhash
 from msgspec import Struct
 
 from eformer._engine.stores.directory import read_into
-from eformer._engine.stores.local_paths import local_path
+from eformer._engine.stores.urls import local_path
 from eformer._engine.stores.virtual_files import UnchangingFiles
 from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.pool import run_all

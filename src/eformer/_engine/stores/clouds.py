@@ -5,19 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
+from eformer._engine.stores.aws_profiles import OfBoto3
 from eformer._engine.stores.bucket import BucketStore
-from eformer._engine.stores.known_options import STORES, is_for, known
 from eformer._engine.stores.objects import Objects
 from eformer._engine.stores.redact import Redactor
-from eformer._engine.stores.settings import (
-    OfBoto3,
-    OfGoogleAuth,
-    Settings,
-    settings_of,
-)
+from eformer._engine.stores.settings import STORES, OfGoogleAuth, Settings, known, settings_of
 from eformer._engine.stores.store_options import options_of
 from eformer._engine.stores.urls import Address, parse_url
 from eformer._engine.tasks.forks import Lock
@@ -39,17 +34,13 @@ def objects_at(address: Address, url: str) -> Objects:
     if address.cloud == "memory":
         with _making:
             return _memory()
-    settings = _settings(address, url)
-    with _making:  # one client, however many threads ask for it first
-        return _objects(address.cloud, address.url, address.bucket, settings)
-
-
-def _settings(address: Address, url: str) -> Settings:
     try:
-        return settings_of(address, options_of(url, partial(is_for, address.cloud)), os.environ)
+        settings = settings_of(address, options_of(url, address.cloud), os.environ)
     except ValueError as error:
         text = str(error)
         raise ValueError(text if address.url in text else f"{address.url}: {text}") from None
+    with _making:  # one client, however many threads ask for it first
+        return _objects(address.cloud, address.url, address.bucket, settings)
 
 
 @lru_cache(64)
@@ -69,15 +60,20 @@ def _client(cloud: str, url: str, bucket: str, settings: Settings) -> Any:
     from obstore import exceptions, store
 
     hide = Redactor({*settings.secrets, *(str(value) for _, value in (*settings.config, *settings.client))})
-    how: dict[str, Any] = {"config": dict(settings.config)}
-    if (provider := _provider(url, settings.login)) is not None:
-        how["credential_provider"] = provider
+    provider = _provider(url, settings.login)
     try:
         return getattr(store, STORES[cloud])(
-            bucket, client_options=_client_options(settings), retry_config=_retry_config(settings), **how
+            bucket,
+            config=dict(settings.config),
+            client_options=_client_options(settings),
+            retry_config={
+                "max_retries": settings.retries,
+                "retry_timeout": timedelta(seconds=min(_RETRY, settings.timeout)),
+            },
+            credential_provider=provider,
         )
     except exceptions.UnknownConfigurationKeyError as error:
-        raise TypeError(f"{url}: {_first_line(hide, error)} {known([cloud])}") from None
+        raise TypeError(f"{url}: {_first_line(hide, error)} {known(cloud)}") from None
     except (exceptions.BaseError, ValueError, TypeError) as error:
         raise ValueError(f"{url}: obstore does not accept the settings: {_first_line(hide, error)}") from None
 
@@ -87,21 +83,9 @@ def _first_line(hide: Redactor, error: Exception) -> str:
 
 
 def _client_options(settings: Settings) -> dict[str, Any]:
-    given = dict(settings.client)
-    if "default_headers" in given:
-        given["default_headers"] = dict(given["default_headers"])
-    limits = {
-        "timeout": timedelta(seconds=min(_REQUEST, settings.timeout)),
-        "connect_timeout": timedelta(seconds=min(_CONNECT, settings.timeout)),
-    }
-    return {**limits, **given}
-
-
-def _retry_config(settings: Settings) -> dict[str, Any]:
-    return {
-        "max_retries": settings.retries,
-        "retry_timeout": timedelta(seconds=min(_RETRY, settings.timeout)),
-    }
+    given = {name: dict(value) if isinstance(value, tuple) else value for name, value in settings.client}
+    limits = {"timeout": _REQUEST, "connect_timeout": _CONNECT}
+    return {name: timedelta(seconds=min(most, settings.timeout)) for name, most in limits.items()} | given
 
 
 def _provider(url: str, login: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from eformer._engine.stores.local_paths import local_path
+from eformer._engine.stores.urls import local_path
 from eformer._engine.tasks.extras import import_extra
 from eformer.errors import SignatureError
 

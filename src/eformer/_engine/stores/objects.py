@@ -10,15 +10,14 @@ import re
 import threading
 import time
 from concurrent.futures import CancelledError, Future, InvalidStateError
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
-from functools import cache
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from msgspec import Struct
 
-from eformer._engine.stores.probe import honours_conditions
 from eformer._engine.stores.redact import Redactor
+from eformer._engine.stores.swaps import honours_conditions
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import time_left, told
 from eformer._engine.tasks.forks import Lock
@@ -26,9 +25,11 @@ from eformer._engine.tasks.pool import cancelled_with_others
 
 if TYPE_CHECKING:
     import datetime as dt
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 
     from eformer._engine.stores.base import Version
+
+T = TypeVar("T")
 
 PART_BYTES = 16 * 2**20
 _PARTS_AT_ONCE = 8
@@ -78,7 +79,7 @@ class Objects:
         self.is_unconditional = is_alone and not is_trusted
         self._has_conditions: bool | None = True if is_trusted else None  # None: not known yet
         self._probing = Lock()
-        self._unquoted = False  # whether the server compares ETags without their quotes
+        self.compares_unquoted = False  # whether the server compares ETags without their quotes, as Ceph does
 
     def __repr__(self) -> str:
         return f"<objects of {self.url}>"
@@ -89,46 +90,31 @@ class Objects:
     # ---------------------------------------------------------------------------------------- read
 
     def read(
-        self,
-        key: str,
-        start: int = 0,
-        nbytes: int | None = None,
-        version: Version | None = None,
+        self, key: str, start: int = 0, nbytes: int | None = None, version: Version | None = None
     ) -> tuple[Any, Object]:
         """Read a range of an object, to its end at most. Raise FileNotFoundError if it is gone, or not this version."""
+        options: dict[str, Any] = {"if_match": version.partition("\n")[0]} if version else {}
+        if nbytes or start:
+            options["range"] = (start, start + nbytes) if nbytes else {"offset": start}
 
         async def work() -> tuple[Any, Object]:
-            import obstore
-
-            options: Any = {}
-            if nbytes:
-                options["range"] = (start, start + nbytes)
-            elif start:
-                options["range"] = {"offset": start}
-            if version:
-                options["if_match"] = _etag(version)
-            found = await obstore.get_async(self._client, key, options=options)
+            found = await self._client.get_async(key, options=options)
             return await found.bytes_async(), _object(found.meta)
 
         if nbytes == 0:
             return b"", self.head(key)
-        try:
-            return cast("tuple[Any, Object]", self._request("read", key, work))
-        except _RefusedError:
-            raise FileNotFoundError(f"{self.path_to(key)} was replaced") from None
-        except _PastEndError:
-            found = self.head(key)
-        if found.nbytes > start:  # it was replaced by a longer one since
-            return cast("tuple[Any, Object]", self._request("read", key, work))
-        return b"", found
+        while True:
+            try:
+                return self._request("read", key, work)
+            except _RefusedError:
+                raise FileNotFoundError(f"{self.path_to(key)} was replaced") from None
+            except _PastEndError:
+                found = self.head(key)
+            if found.nbytes <= start:  # else it was replaced by a longer one since
+                return b"", found
 
     def head(self, key: str) -> Object:
-        async def work() -> Object:
-            import obstore
-
-            return _object(await obstore.head_async(self._client, key))
-
-        return cast("Object", self._request("look up", key, work))
+        return _object(self._request("look up", key, lambda: self._client.head_async(key)))
 
     def find(self, key: str) -> Object | None:
         try:
@@ -138,50 +124,33 @@ class Objects:
 
     def list(self, below: str) -> Iterator[Object]:
         """List all objects whose keys begin with `below`, a directory."""
-
-        async def work() -> list[Object]:
-            import obstore
-
-            found = [part async for part in obstore.list(self._client, below)]
-            return [_object(meta) for part in found for meta in part]
-
-        yield from self._request("list", below, work)
+        found = self._request("list", below, lambda: self._client.list(below).collect_async())
+        yield from map(_object, found)
 
     def children(self, below: str) -> tuple[Sequence[str], Sequence[Object]]:
         """List one level: the names of directories, and the objects."""
-
-        async def work() -> tuple[Sequence[str], Sequence[Object]]:
-            import obstore
-
-            found = await obstore.list_with_delimiter_async(self._client, below)
-            names = [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
-            return names, [_object(meta) for meta in found["objects"]]
-
-        return cast("tuple[Sequence[str], Sequence[Object]]", self._request("list", below, work))
+        found = self._request("list", below, lambda: self._client.list_with_delimiter_async(below))
+        names = [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
+        return names, [_object(meta) for meta in found["objects"]]
 
     # --------------------------------------------------------------------------------------- write
 
     def put(self, key: str, data: Any) -> None:
-        """Write a small object, or replace it."""
-        self._request("write", key, lambda: self._put(key, data, use_multipart=False))
-
-    def write(self, key: str, data: bytes) -> None:
         """Write an object of any length, or replace it."""
         if len(data) <= PART_BYTES:
-            self.put(key, data)
+            self._request("write", key, lambda: self._put(key, data, use_multipart=False))
         else:
             self.stream(key, [data]).wait()
 
     def put_all(self, files: Sequence[tuple[str, bytes]]) -> None:
         """Write many small objects."""
+        slots = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(key: str, data: bytes) -> None:
+            async with slots:
+                await self._put(key, data, use_multipart=False)
 
         async def work() -> None:
-            slots = asyncio.Semaphore(_AT_ONCE)
-
-            async def one(key: str, data: bytes) -> None:
-                async with slots:
-                    await self._put(key, data, use_multipart=False)
-
             await asyncio.gather(*(one(key, data) for key, data in files))
 
         if files:
@@ -193,24 +162,12 @@ class Objects:
         Nobody sees it before the last piece is there. The memory is not copied, and used until it is sent. The pieces
         are asked for in a thread of its own: in the threads of obstore they would hold up other requests.
         """
-
-        began = time.monotonic()
-
-        def send(pieces: Iterator[Any]) -> None:
-            import obstore
-
-            try:
-                obstore.put(self._client, key, pieces, chunk_size=PART_BYTES, max_concurrency=_PARTS_AT_ONCE)
-            except Exception as error:  # noqa: BLE001  all of them are explained
-                raise self._explained(error, "upload", key, began) from None
-
-        _check_process()
-        return Stream(send, chunks, lambda: self._slow("upload", key, began))
+        _loop()  # refuse a forked process
+        send = partial(self._client.put, key, chunk_size=PART_BYTES, max_concurrency=_PARTS_AT_ONCE)
+        return Stream(_Request("upload", self.path_to(key), self._hide), send, chunks)
 
     async def _put(self, key: str, data: Any, **how: Any) -> None:
-        import obstore
-
-        await obstore.put_async(self._client, key, data, **how)
+        await self._client.put_async(key, data, **how)
 
     def require_conditions(self, unused_key: str) -> None:
         """Raise ValueError if saves could overwrite each other here. The server is asked once."""
@@ -225,42 +182,21 @@ class Objects:
                 "if nobody else saves here at the same time, give the store option single_writer=True"
             )
 
-    def swap(self, key: str, data: bytes, expected: Version | None) -> bool:
-        """Replace an object if it is still the version that is expected; None: if there is none.
-
-        Return False if it is not. An error leaves it open whether the object was replaced.
-        """
-        if not self.is_unconditional:
-            return self.put_if(key, data, expected)
-        found = self.find(key)
-        if (found.version if found else None) != expected:
-            return False
-        self.put(key, data)
-        if bytes(self.read(key)[0]) != data:
-            raise OSError(f"{self.path_to(key)} is not what was written: somebody else saves here, too")
-        return True
-
     def put_if(self, key: str, data: bytes, expected: Version | None) -> bool:
         """Write an object on the condition of a version. Return False if the server refused."""
-        mode: Any = "create" if expected is None else _update(expected, unquoted=self._unquoted)
+        mode: Any = "create"
+        if expected is not None:
+            etag, _, number = expected.partition("\n")
+            condition = {"e_tag": etag.strip('"') if self.compares_unquoted else etag, "version": number}
+            mode = {name: value for name, value in condition.items() if value}
         try:
             self._request("write", key, lambda: self._put(key, data, mode=mode, use_multipart=False))
         except _RefusedError:
             return False
         return True
 
-    def use_unquoted_etags(self) -> bool:
-        """Compare ETags without quotes from now on, as Ceph wants it. Return False if that was so already."""
-        was, self._unquoted = self._unquoted, True
-        return not was
-
     def copy(self, key: str, final: str) -> None:
-        async def work() -> None:
-            import obstore
-
-            await obstore.copy_async(self._client, key, final)
-
-        self._request("copy", key, work)
+        self._request("copy", key, lambda: self._client.copy_async(key, final))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects, if they are there."""
@@ -268,98 +204,105 @@ class Objects:
         for start in range(0, len(doomed), _KEYS_A_DELETE):
             some = doomed[start : start + _KEYS_A_DELETE]
             try:
-                self._request("delete", some[0], lambda some=some: self._delete(some))  # type: ignore[misc]
+                self._request("delete", some[0], partial(self._delete, some))
             except FileNotFoundError:  # Google's and Azure's raise for the first that is gone
                 for key in some:
-                    self._delete_one(key)
+                    with suppress(FileNotFoundError):
+                        self._request("delete", key, partial(self._delete, [key]))
 
     async def _delete(self, keys: Sequence[str]) -> None:
-        import obstore
-
-        await obstore.delete_async(self._client, keys)
-
-    def _delete_one(self, key: str) -> None:
-        with suppress(FileNotFoundError):
-            self._request("delete", key, lambda: self._delete([key]))
+        await self._client.delete_async(keys)
 
     # ------------------------------------------------------------------------------------- requests
 
     def path_to(self, key: str) -> str:
         return f"{self.url}/{key}"
 
-    def _request(self, operation: str, key: str, work: Callable[[], Awaitable[Any]]) -> Any:
+    def _request(self, operation: str, key: str, work: Callable[[], Awaitable[T]]) -> T:
         """Carry out a request in the thread of the event loop, and wait for it."""
-        began, limit = time.monotonic(), time_left(self._timeout)
+        request, limit = _Request(operation, self.path_to(key), self._hide), time_left(self._timeout)
         if limit == 0:
-            raise self._slow(operation, key, began)
-        future = _submit(work)
+            raise request.slow()
+
+        async def ask() -> T:
+            with request.explained():
+                return await work()
+
+        return request.result_of(_submit(ask), limit)
+
+
+class _Request:
+    """A request that was begun: the wait for its end, and its errors."""
+
+    def __init__(self, operation: str, where: str, hide: Redactor) -> None:
+        self._operation, self._where, self._hide = operation, where, hide
+        self._to = "look it up" if operation == "look up" else f"{operation} it"
+        self._began = time.monotonic()
+
+    def result_of(self, future: Future[T], limit: float | None) -> T:
+        """Wait for the result, `limit` seconds at most. Cancel the request if nobody waits for it any more."""
         try:
             with cancelled_with_others(future.cancel):
                 return interrupts.result_of(future, limit)
-        except FutureTimeoutError:
-            future.cancel()
-            raise self._slow(operation, key, began) from None
+        except TimeoutError:
+            if future.cancel():
+                raise self.slow() from None
+            return future.result()  # or raise the error of the request itself
         except CancelledError:
-            raise InterruptedError(f"{self.path_to(key)}: the {operation} was given up") from None
-        except BaseException as error:
+            raise InterruptedError(f"{self._where}: the {self._operation} was given up") from None
+        except BaseException:
             future.cancel()
-            raised = self._explained(error, operation, key, began)
-            if raised is error:
-                raise
-            raise raised from None
+            raise
 
-    def _slow(self, operation: str, key: str, began: float) -> TimeoutError:
-        took, why = time.monotonic() - began, told()
-        over = f"; {why} is over" if why else ""
+    def slow(self) -> TimeoutError:
+        over = f"; {why} is over" if (why := told()) else ""
         return TimeoutError(
-            f"{self.path_to(key)}: the server has not answered a request to {_to(operation)} for {took:.1f} s{over}"
+            f"{self._where}: the server has not answered a request to {self._to} for {self._took()}{over}"
         )
 
-    def _explained(self, error: BaseException, operation: str, key: str, began: float) -> BaseException:
-        """Return an error of this package, or a built-in one, for one of obstore's."""
+    def _took(self) -> str:
+        return f"{time.monotonic() - self._began:.1f} s"
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise an error of this package, or a built-in one, for one of obstore's."""
         from obstore import exceptions
 
-        text, where = self._hide(str(error).partition("\n\nDebug source")[0]), self.path_to(key)
-        if isinstance(error, FileNotFoundError):
-            return FileNotFoundError(f"{where} does not exist")
-        if isinstance(error, (exceptions.AlreadyExistsError, exceptions.PreconditionError)):
-            return _RefusedError(where)
-        if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
-            return PermissionError(f"{where}: the server refuses to {_to(operation)}: {text}")
-        if isinstance(error, exceptions.BaseError):
-            if operation == "read" and _PAST_END.search(text):
-                return _PastEndError(where)
+        where = self._where
+        try:
+            yield
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{where} does not exist") from None
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+            raise _RefusedError(where) from None
+        except exceptions.BaseError as error:
+            text = self._hide(str(error).partition("\n\nDebug source")[0])
+            if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
+                raise PermissionError(f"{where}: the server refuses to {self._to}: {text}") from None
+            if self._operation == "read" and _PAST_END.search(text):
+                raise _PastEndError(where) from None
             if any(sign in str(error) for sign in _SLOW):
-                return self._slow(operation, key, began)
-            took = time.monotonic() - began
-            return OSError(f"{where}: to {_to(operation)} failed after {took:.1f} s: {text}")
-        return error
-
-
-def _to(operation: str) -> str:
-    return "look it up" if operation == "look up" else f"{operation} it"
+                raise self.slow() from None
+            raise OSError(f"{where}: to {self._to} failed after {self._took()}: {text}") from None
 
 
 class Stream:
     """An object on its way, sent by a thread of its own."""
 
     def __init__(
-        self, send: Callable[[Iterator[Any]], None], chunks: Iterable[Any], slow: Callable[[], TimeoutError]
+        self, request: _Request, send: Callable[[Iterator[Any]], object], chunks: Iterable[Any]
     ) -> None:
-        self._future: Future[None] = Future()
-        self._slow = slow
+        self._request, self._future = request, Future[None]()
         threading.Thread(
             target=self._carry_out, args=(send, self._checked(chunks)), name="eformer-upload", daemon=True
         ).start()
 
-    def _carry_out(self, send: Callable[[Iterator[Any]], None], chunks: Iterator[Any]) -> None:
-        error: BaseException | None = None
-        try:
-            send(chunks)
-        except BaseException as raised:  # noqa: BLE001  raised by who waits
-            error = raised
+    def _carry_out(self, send: Callable[[Iterator[Any]], object], chunks: Iterator[Any]) -> None:
         with suppress(InvalidStateError):  # cancelled
-            if error:
+            try:
+                with self._request.explained():
+                    send(chunks)
+            except BaseException as error:  # noqa: BLE001  raised by `wait`
                 self._future.set_exception(error)
             else:
                 self._future.set_result(None)
@@ -375,19 +318,7 @@ class Stream:
 
     def wait(self) -> None:
         """Return when the object is there."""
-        with cancelled_with_others(self.cancel):
-            try:
-                interrupts.result_of(self._future, time_left())
-            except FutureTimeoutError:
-                if self._future.done():  # the error is that of the upload
-                    raise
-                self.cancel()
-                raise self._slow() from None
-            except CancelledError:
-                raise InterruptedError("the upload was given up") from None
-            except BaseException:
-                self.cancel()
-                raise
+        self._request.result_of(self._future, time_left())
 
     def on_end(self, call: Callable[[], object]) -> None:
         self._future.add_done_callback(lambda _: call())
@@ -422,51 +353,31 @@ class _Loop:
         self.thread.start()
 
 
-@cache
+_started = cache(_Loop)
+
+
 def _loop() -> _Loop:
-    return _Loop()
-
-
-def _check_process() -> _Loop:
-    loop = _loop()
-    if loop.pid != os.getpid():
+    if _started().pid != os.getpid():
         raise RuntimeError(
             "this process was forked from one that had used a bucket, and obstore does not survive that; start "
             "processes by 'spawn' or 'forkserver', or use buckets in the children only"
         )
-    return loop
+    return _started()
 
 
 def is_thread_of_requests() -> bool:
     """Tell whether this is the thread of the event loop: it gets here if it collects garbage."""
-    return threading.current_thread() is _check_process().thread
+    return threading.current_thread() is _loop().thread
 
 
-def _submit(work: Callable[[], Awaitable[Any]]) -> Future[Any]:
-    async def awaited() -> Any:
-        return await work()
-
+def _submit(work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
     if is_thread_of_requests():
         raise RuntimeError(
             "a request was made in the thread that carries out requests, which would wait for itself"
         )
-    return asyncio.run_coroutine_threadsafe(awaited(), _check_process().loop)
-
-
-# ------------------------------------------------------------------------------------------ versions
+    return asyncio.run_coroutine_threadsafe(work(), _loop().loop)
 
 
 def _object(meta: Any) -> Object:
     version = "\n".join((meta.get("e_tag") or "", meta.get("version") or ""))
     return Object(meta["path"], meta["size"], version, meta["last_modified"])
-
-
-def _etag(version: Version) -> str:
-    return version.partition("\n")[0]
-
-
-def _update(version: Version, *, unquoted: bool) -> dict[str, str]:
-    """Return the condition that an object is still of this version."""
-    etag, _, number = version.partition("\n")
-    found = {"e_tag": etag.strip('"') if unquoted else etag, "version": number}
-    return {name: value for name, value in found.items() if value}

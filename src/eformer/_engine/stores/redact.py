@@ -13,7 +13,9 @@ _LEAST = 6  # characters: shorter ones are no secrets, and occur in other words
 _SECRET_NAME = re.compile(
     r"key|secret|token|sas|password|signature|connection_string|headers|proxy_url", re.IGNORECASE
 )
-_PLAIN_NAME = re.compile(r"_(file|path|uri|url|enabled|id)$|skip_signature", re.IGNORECASE)
+_PLAIN_NAME = re.compile(
+    r"_(file|path|uri|enabled)$|(?<!proxy)_url$|(?<!key)_id$|skip_signature", re.IGNORECASE
+)
 
 _PATTERNS = (
     (re.compile(r"\?[^\s\"'<>]*"), "?..."),  # the query of a URL may carry a signature
@@ -33,19 +35,12 @@ _PATTERNS = (
 
 def secrets_among(settings: Mapping[str, object]) -> set[str]:
     """Return the values of settings or variables whose names say that they are secret."""
-    found: set[str] = set()
-    for name, value in settings.items():
-        if name.lower() != "proxy_url" and _PLAIN_NAME.search(name) and not name.lower().endswith("key_id"):
-            continue
-        if _SECRET_NAME.search(name):
-            found |= _values(value)
-    return found
-
-
-def _values(value: object) -> set[str]:
-    if isinstance(value, dict):
-        return {str(inner) for inner in value.values()}
-    return {str(value)}
+    return {
+        str(text)
+        for name, value in settings.items()
+        if _SECRET_NAME.search(name) and not _PLAIN_NAME.search(name)
+        for text in (value.values() if isinstance(value, dict) else [value])
+    }
 
 
 class Redactor:
@@ -55,9 +50,6 @@ class Redactor:
         spelled = {form for secret in secrets for form in _spellings(secret) if len(form) >= _LEAST}
         longest_first = sorted(map(re.escape, spelled), key=len, reverse=True)
         self._known = re.compile("|".join(longest_first)) if longest_first else None
-
-    def __repr__(self) -> str:
-        return "<Redactor>"
 
     def __call__(self, text: str) -> str:
         if self._known:

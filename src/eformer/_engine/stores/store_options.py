@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
-from eformer._engine.stores.known_options import require_known
+from eformer._engine.stores.settings import is_for, require_known
 from eformer._engine.stores.urls import is_bucket_url, refuse_cut_url
 from eformer._engine.tasks.forks import Lock
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
 _lock = Lock()
 _given: dict[str, list[dict[str, Any]]] = {}  # by the beginning of a URL; the last one counts most
@@ -82,15 +82,15 @@ def remember(path: str | os.PathLike[str], options: Mapping[str, Any] | None) ->
         _remembered[_plain(str(path))] = dict(options)
 
 
-def options_of(url: str, is_for: Callable[[str], bool] = lambda _: True) -> dict[str, Any]:
-    """Return the options for a URL; of those for all buckets only the ones that are for its cloud."""
+def options_of(url: str, cloud: str = "") -> dict[str, Any]:
+    """Return the options for a URL; of those for all buckets only the ones that are for its cloud, if that is given."""
     with _lock:
         return {
             name: value
             for start in _beginnings(url)
             for options in (*_given.get(start, ()), _remembered.get(start, {}))
             for name, value in options.items()
-            if start or is_for(name)
+            if start or not cloud or is_for(cloud, name)
         }
 
 

@@ -1,18 +1,17 @@
-"""Parse the URLs of buckets: which cloud, which bucket, which path in it.
+"""Understand paths as people write them: URLs of buckets, file:// URLs, and local paths with "~".
 
-Nothing here repeats a query, a fragment or a user name of a URL: they may carry secrets.
+Nothing here repeats a query, a fragment or a user name of the URL of a bucket: they may carry secrets.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from typing import TYPE_CHECKING, Literal, NoReturn
-from urllib.parse import unquote, urlsplit
+from pathlib import Path
+from typing import Literal
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from msgspec import Struct
-
-if TYPE_CHECKING:
-    from urllib.parse import SplitResult
 
 Cloud = Literal["s3", "gcs", "azure", "memory"]
 
@@ -37,16 +36,35 @@ _CUT_URL = re.compile(
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CONTAINER = re.compile(r"\$?[A-Za-z0-9][A-Za-z0-9-]*")
 _REGION = r"[a-z]{2}(?:-[a-z]+)+-\d+"
-_S3 = re.compile(
-    rf"(?:(?P<bucket>.+)\.)?(?P<host>s3(?:-fips)?(?:[.-](?:dualstack\.)?(?P<region>{_REGION}))?\.amazonaws\.com(?:\.cn)?)"
-)
-_R2 = re.compile(
-    r"(?:(?P<bucket>.+)\.)?(?P<host>[0-9a-f]{32}(?:\.(?:eu|fedramp))?\.r2\.cloudflarestorage\.com)"
-)
-_GCS = re.compile(r"(?:(?P<bucket>.+)\.)?storage\.googleapis\.com|storage\.cloud\.google\.com")
-_AZURE = re.compile(
+_AZURE = (
     r"(?P<account>[a-z0-9-]+)\.(?:blob|dfs)\."
     r"(?P<suffix>core\.windows\.net|core\.chinacloudapi\.cn|core\.usgovcloudapi\.net)"
+)
+_AZURE_ENDPOINT = "https://{account}.blob.{suffix}"
+_FIRST = r"(?:(?P<bucket>.+)\.)?"  # else the bucket is the first part of the path
+
+# Hosts of https URLs, the endpoints that they name, and the region of those that name none. The first match counts.
+_HOSTS: tuple[tuple[Cloud, str, str, str], ...] = (
+    ("s3", rf"{_FIRST}s3\.amazonaws\.com", "https://s3.{{region}}.amazonaws.com", ""),
+    (
+        "s3",
+        rf"{_FIRST}(?P<host>s3(?:-fips)?(?:[.-](?:dualstack\.)?(?P<region>{_REGION}))?\.amazonaws\.com(?:\.cn)?)",
+        "https://{host}",
+        "",
+    ),
+    (
+        "s3",
+        rf"{_FIRST}(?P<host>[0-9a-f]{{32}}(?:\.(?:eu|fedramp))?\.r2\.cloudflarestorage\.com)",
+        "https://{host}",
+        "auto",
+    ),
+    (
+        "gcs",
+        rf"{_FIRST}storage\.googleapis\.com|storage\.cloud\.google\.com",
+        "https://storage.googleapis.com",
+        "",
+    ),
+    ("azure", _AZURE, _AZURE_ENDPOINT, ""),
 )
 
 
@@ -106,7 +124,10 @@ def parse_url(url: str) -> Address:
     if _CLOUDS[scheme] == "azure":
         return _azure(scheme, host, path)
     if not _BUCKET.fullmatch(host):
-        _refuse_bucket(url)
+        raise ValueError(
+            f"{scheme}://... does not name a bucket: expected {scheme}://bucket/path, with letters, digits, '.', '_' "
+            "and '-' in the name of the bucket, and without credentials"
+        )
     return Address(_CLOUDS[scheme], f"{scheme}://{host}", host, path)
 
 
@@ -126,18 +147,10 @@ def _checked_path(path: str, url: str) -> str:
     return path
 
 
-def _refuse_bucket(url: str) -> NoReturn:
-    scheme = url.partition("://")[0]
-    raise ValueError(
-        f"{scheme}://... does not name a bucket: expected {scheme}://bucket/path, with letters, digits, '.', '_' and "
-        "'-' in the name of the bucket, and without credentials"
-    )
-
-
 def _azure(scheme: str, host: str, path: str) -> Address:
     """Understand az://container and abfss://container@account.dfs.core.windows.net."""
     container, has_account, server = host.partition("@")
-    found = _AZURE.fullmatch(server)
+    found = re.fullmatch(_AZURE, server)
     if not _CONTAINER.fullmatch(container) or (has_account and (scheme == "az" or found is None)):
         raise ValueError(
             f"{scheme}://... does not name a container: expected az://container/path, "
@@ -145,58 +158,80 @@ def _azure(scheme: str, host: str, path: str) -> Address:
         )
     if found is None:
         return Address("azure", f"{scheme}://{container}", container, path)
-    return Address(
-        "azure", f"{scheme}://{host}", container, path, _azure_endpoint(found), account=found["account"]
-    )
-
-
-def _azure_endpoint(found: re.Match[str]) -> str:
-    return f"https://{found['account']}.blob.{found['suffix']}"
-
-
-# -------------------------------------------------------------------------------------------- https
+    named = found.groupdict()
+    endpoint = _AZURE_ENDPOINT.format(**named)
+    return Address("azure", f"{scheme}://{host}", container, path, endpoint, account=named["account"])
 
 
 def _web(url: str) -> Address:
     """Understand the https URLs of the clouds: the bucket is in the name of the host, or the first part of the path."""
     parts = urlsplit(url)
     host = parts.hostname or ""
-    for cloud, pattern in (("s3", _S3), ("s3", _R2), ("gcs", _GCS), ("azure", _AZURE)):
-        if found := pattern.fullmatch(host):
-            return _in_cloud(cloud, found, parts, url)  # type: ignore[arg-type]
-    raise ValueError(
-        f"{shown(url)}: {host} is not a server of Amazon S3, Cloudflare R2, Google Cloud Storage or Azure; for another "
-        "server with the interface of S3 use s3://bucket/path, and its address as AWS_ENDPOINT_URL or as the store "
-        "option endpoint"
-    )
-
-
-def _in_cloud(cloud: Cloud, found: re.Match[str], parts: SplitResult, url: str) -> Address:
+    for cloud, pattern, endpoint, region in _HOSTS:  # noqa: B007
+        if found := re.fullmatch(pattern, host):
+            break
+    else:
+        raise ValueError(
+            f"{shown(url)}: {host} is not a server of Amazon S3, Cloudflare R2, Google Cloud Storage or Azure; for "
+            "another server with the interface of S3 use s3://bucket/path, and its address as AWS_ENDPOINT_URL or as "
+            "the store option endpoint"
+        )
     if parts.scheme != "https" or parts.username is not None or parts.port not in (None, 443):
         raise ValueError(f"{shown(url)}: expected https, and neither a port nor a user name")
-    named = found.groupdict()
-    bucket, path = named.get("bucket") or "", unquote(parts.path).strip("/")
-    outer = f"https://{parts.hostname}"
+    named = found.groupdict("")
+    bucket, path, outer = named.get("bucket", ""), unquote(parts.path).strip("/"), f"https://{host}"
     if not bucket:
         bucket, _, path = path.partition("/")
         outer = f"{outer}/{bucket}"
     if not (_CONTAINER if cloud == "azure" else _BUCKET).fullmatch(bucket):
-        raise ValueError(f"https://{parts.hostname}/...: expected the name of a bucket after the host")
+        raise ValueError(f"https://{host}/...: expected the name of a bucket after the host")
     return Address(
         cloud,
         outer,
         bucket,
         _checked_path(path, url),
-        _endpoint(cloud, found),
-        named.get("region") or ("auto" if found.re is _R2 else ""),
-        named.get("account") or "",
+        endpoint.format(**named),
+        named.get("region") or region,
+        named.get("account", ""),
     )
 
 
-def _endpoint(cloud: Cloud, found: re.Match[str]) -> str:
-    if cloud == "azure":
-        return _azure_endpoint(found)
-    if cloud == "gcs":
-        return "https://storage.googleapis.com"
-    host = found["host"]
-    return "https://s3.{region}.amazonaws.com" if host == "s3.amazonaws.com" else f"https://{host}"
+# ------------------------------------------------------------------------------------------- local
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path of this machine, for a path that may begin with "~" or be a file:// URL.
+
+    Refuse any other URL, which would quietly name a directory of this machine.
+    """
+    text = os.fspath(path)
+    if not text:
+        raise ValueError("the path is empty")
+    if is_file_url(text):
+        return Path(path_of_file_url(text))
+    if is_bucket_url(text):
+        raise ValueError(f"{path} is in a bucket, and this works in local directories only; copy it first")
+    if "://" in text:
+        raise ValueError(
+            f"{path} is a URL of a kind that is not known here; buckets are s3://, gs:// and az://, local files are "
+            "file:// or a path"
+        )
+    refuse_cut_url(text)
+    found = Path(with_home(text))
+    return found.absolute() if text.startswith("./~") else found  # pathlib drops the dot, and "~" is a home
+
+
+def with_home(path: str) -> str:
+    """Return a path with its leading "~" or "~user" replaced as a shell does: a name that is not a user stays."""
+    return os.path.expanduser(path)  # pathlib raises for a name that is not a user
+
+
+def is_file_url(path: str) -> bool:
+    return path.startswith("file:/")  # pathlib turns file:///x into file:/x, which is refused later
+
+
+def path_of_file_url(url: str) -> str:
+    """Return the absolute path of this machine that a file:// URL names, decoded as RFC 8089 says."""
+    if not url.startswith(("file:///", "file://localhost/")):
+        raise ValueError(f"{url!r} is not a local path: expected file:///absolute/path")
+    return os.fsdecode(unquote_to_bytes(url.removeprefix("file://").removeprefix("localhost")))
