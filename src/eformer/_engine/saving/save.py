@@ -151,45 +151,40 @@ def start(
     options = options_from(options)
     hosts = hosts or _hosts.current("saves", options.processes, options.timeout)
     with told_to_all(hosts):
-        if not write_index and format != "tensorstore":
-            raise ValueError(
-                f"write_index=False is for the format 'tensorstore'; {format} needs its manifest"
-            )
+        _check_format(format, options, write_index=write_index)
         remember(path, options.store_options)
         tree = first(tree) if first else tree
-        save = _prepare(tree, path, prefix, format, metadata, options, hosts, detach)
-        return dataclasses.replace(save, has_index=write_index, overwrite=overwrite)
-
-
-def _prepare(
-    tree: Any,
-    path: str | os.PathLike[str],
-    prefix: str | None,
-    format: Format,  # noqa: A002
-    metadata: Mapping[str, Any] | None,
-    options: SaveOptions,
-    hosts: Hosts,
-    detach: bool,
-) -> Save:
-    """Do all that looks at the caller's objects; afterwards the save depends on none of them."""
-    _check_format(format, options)
-    store, file = place_of(path, format)
-    if hosts.count > 1 and file:
-        raise ValueError(f"{store.path_to(file)}: several processes save to a directory, not to one file")
-    _check_prefix(prefix)
-    options = _with_checked_reuse(options, store, file)
-    if options.dtype is not None:
-        options = dataclasses.replace(options, dtype=floating_dtype(options.dtype))
-    recorded = metadata_to_json(metadata)
-    with gc_paused():
-        leaves, structure = flatten(tree)
-        sources, values, compared = snapshot(leaves, options, hosts, detach=detach)
-    entry = new_tree(f"eformer {__version__}, jax {jax.__version__}", structure, recorded, values)
-    host = hosts.name(hosts.index)
-    interrupts.check()  # the last chance before others wait for this save
-    before = _saves_to_await(options, store, host)
-    turn = turns.take(store.at(file).key if file else store.key, host, in_background=detach)
-    return Save(store, file, prefix or "", format, sources, entry, options, hosts, turn, compared, before)
+        store, file = place_of(path, format)
+        if hosts.count > 1 and file:
+            raise ValueError(f"{store.path_to(file)}: several processes save to a directory, not to one file")
+        _check_prefix(prefix)
+        options = _with_checked_reuse(options, store, file)
+        if options.dtype is not None:
+            options = dataclasses.replace(options, dtype=floating_dtype(options.dtype))
+        recorded = metadata_to_json(metadata)
+        with gc_paused():
+            leaves, structure = flatten(tree)
+            sources, values, compared = snapshot(leaves, options, hosts, detach=detach)
+        entry = new_tree(f"eformer {__version__}, jax {jax.__version__}", structure, recorded, values)
+        host = hosts.name(hosts.index)
+        interrupts.check()  # the last chance before others wait for this save
+        before = _saves_to_await(options, store, host)
+        turn = turns.take(store.at(file).key if file else store.key, host, in_background=detach)
+        return Save(
+            store,
+            file,
+            prefix or "",
+            format,
+            sources,
+            entry,
+            options,
+            hosts,
+            turn,
+            compared,
+            before,
+            has_index=write_index,
+            overwrite=overwrite,
+        )
 
 
 def place_of(path: str | os.PathLike[str], format: Format) -> tuple[Store, str]:  # noqa: A002
@@ -207,7 +202,9 @@ def refuse_swapped(tree: Any, path: Any, call: str) -> None:
         raise TypeError(f"{call}: the arguments are swapped; the path is {tree!r}")
 
 
-def _check_format(format: str, options: SaveOptions) -> None:  # noqa: A002
+def _check_format(format: str, options: SaveOptions, *, write_index: bool) -> None:  # noqa: A002
+    if not write_index and format != "tensorstore":
+        raise ValueError(f"write_index=False is for the format 'tensorstore'; {format} needs its manifest")
     if format not in get_args(Format):
         raise ValueError(f"unknown format {format!r}; this version writes {get_args(Format)}")
     if format != "tensorstore":
