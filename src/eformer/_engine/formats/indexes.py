@@ -13,7 +13,7 @@ from eformer._engine.formats.zarr.index import INDEX, Index
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.values import parse_json
 from eformer._engine.stores.base import MOST_EMPTY
-from eformer._engine.stores.on_disk import on_disk
+from eformer._engine.stores.local import on_disk
 from eformer.errors import EformerError
 
 if TYPE_CHECKING:

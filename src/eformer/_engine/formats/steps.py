@@ -16,7 +16,7 @@ from eformer._engine.formats.safetensors.plain_files import marked_file
 from eformer._engine.formats.zarr.index import INDEX
 from eformer._engine.formats.zarr.plain_arrays import array_at, discover
 from eformer._engine.stores.durable import SCRATCH
-from eformer._engine.stores.on_disk import on_disk
+from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.removal import DATABASE_MARK
 from eformer._engine.tasks.pool import run_all
 from eformer.errors import EformerError

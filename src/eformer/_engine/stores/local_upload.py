@@ -30,6 +30,8 @@ from eformer._engine.stores.directory import (
     content_of,
     lock,
     open_inside,
+    remove_opened,
+    set_mode,
     unlock,
     version_of,
 )
@@ -183,7 +185,7 @@ class LocalUpload:
             if (target := _path_of(source, entry.name)) is None:
                 return False
             with self.made_folder(outer) as folder:
-                folder.link(plain, target, entry.nbytes)
+                folder.link(plain, target)
                 _require_same(folder, plain, entry)
         except (
             OSError,
@@ -345,7 +347,7 @@ class LocalUpload:
     def _move_file(self, name: str, final: str) -> None:
         mode, status = replaceable_mode(self.place, final), self.data.status(name)
         if mode is not None and status and status.st_nlink == 1:  # else another checkpoint has the file, too
-            self.data.set_mode(name, mode)
+            set_mode(self.data, name, mode)
         if self.place.status(final) is None:  # what is replaced is not ours to withdraw
             self._published.append(final)
         self.data.rename(name, self.place, final)
@@ -395,7 +397,7 @@ class LocalUpload:
                     self._folder.remove_if_empty(name)
                 self._around.remove_if_empty(self.token)
                 if self._around.status(self.token) is not None:
-                    self._around.remove_opened(self.token, self._folder)
+                    remove_opened(self._around, self.token, self._folder)
                 return
 
     def abandon(self) -> None:
@@ -420,7 +422,7 @@ def _make_parent(directory: Path) -> None:
 
 def _path_of(store: Store, name: str) -> Path | None:
     """Return the path of a file of this machine, which does not lead out of its store; None for any other file."""
-    from eformer._engine.stores.on_disk import on_disk  # late: a store makes uploads
+    from eformer._engine.stores.local import on_disk  # late: a store makes uploads
 
     if (place := on_disk(store)) is not None:
         os.close(open_inside(place, name))

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from eformer._engine.stores.cache import current_cache
 from eformer._engine.stores.hub import hub_at, is_hub_url, refuse_to_write
-from eformer._engine.stores.local import LocalStore
+from eformer._engine.stores.local import LocalStore, is_there
 from eformer._engine.stores.local_paths import local_path
-from eformer._engine.stores.on_disk import is_there
 from eformer._engine.stores.urls import is_bucket_url
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from eformer._engine.formats.others.orbax_aggregate import is_aggregate_in
 from eformer._engine.formats.safetensors.names import MANIFEST, SUFFIX
 from eformer._engine.formats.steps import step_number
 from eformer._engine.record.manifest import Manifest
+from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.local_copy import copy_of
-from eformer._engine.stores.on_disk import on_disk
 from eformer._engine.tasks.forks import Lock
 from eformer.errors import EformerError, NotFoundError
 

@@ -12,7 +12,7 @@ from eformer._engine.formats.others.single_file import open_single_file
 from eformer._engine.formats.others.unsupported import name_by_suffix, name_other_format
 from eformer._engine.formats.quantized import quantization_of
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, MANIFEST, SUFFIX
-from eformer._engine.stores.on_disk import resolved
+from eformer._engine.stores.local import resolved
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
