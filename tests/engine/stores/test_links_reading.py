@@ -178,7 +178,7 @@ def test_a_database_is_not_read_through_a_link_above_it(tmp_path, watch):
     (run / root).rename(tmp_path / "outside" / root)
     (run / "way").symlink_to(tmp_path / "outside")
     opens = watch(tmp_path / "outside")
-    with pytest.raises(FormatError, match="cannot be a file or directory of the checkpoint"):
+    with pytest.raises(FormatError, match="is a link, or not a directory"):
         directory_inside(run, f"way/{root}")
     assert opens.seen() == []
 
@@ -242,7 +242,7 @@ def test_pipes_sockets_loops_and_impossible_paths_are_refused_at_once(tmp_path, 
     os.symlink("loop", "loop")
     (tmp_path / "file").write_text("")
     for name in ("loop", "loop/x", "file/x", "a/" + "x" * 300):
-        with pytest.raises(FormatError, match="cannot be a file or directory of the checkpoint"):
+        with pytest.raises(FormatError, match="cannot be a file"):
             open_inside(tmp_path, name)
 
 

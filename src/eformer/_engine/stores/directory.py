@@ -311,9 +311,18 @@ def open_beneath(base: int, directory: Path | str, name: str, *, through_links: 
 
 def directory_inside(directory: Path, below: str) -> Path:
     """Return the path of a directory below another, for a library that reads by path. Refuse links."""
-    with Closing(os.open(directory, ON_THE_WAY)) as base:
-        os.close(_open(base, directory, below, _FOLDER, through_links=False))
-    return directory / below
+    _require_inside(below, directory, "directory")
+    path = directory / below
+    try:
+        with Closing(os.open(directory, ON_THE_WAY)) as base:
+            os.close(open_below(base, below, _FOLDER))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing") from None
+    except OSError as error:
+        if error.errno not in _NO_SUCH_PATH:
+            raise
+        raise FormatError(f"{path} is a link, or not a directory of the checkpoint") from error
+    return path
 
 
 def walk(directory: Path, below: str = "", levels: int = 0) -> Iterator[tuple[str, os.DirEntry[str]]]:
@@ -410,7 +419,7 @@ def _refusal(path: str, error: OSError) -> Exception:
     if error.errno == errno.EXDEV:
         return FormatError(f"{path} is a {error.strerror}")
     if error.errno in _NO_SUCH_PATH:
-        return FormatError(f"{path[:300]} cannot be a file or directory of the checkpoint: {error.strerror}")
+        return FormatError(f"{path[:300]} cannot be a file of the checkpoint: {error.strerror}")
     return OSError(error.errno, error.strerror, path)
 
 

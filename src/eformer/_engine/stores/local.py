@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -176,8 +176,7 @@ def appearing(path: Path) -> Iterator[Path]:
     not."""
     with Directory.open(path.parent) as place:
         sweep(place)  # remains of others that died
-    upload = LocalUpload(path.parent)
-    try:
+    with closing(LocalUpload(path.parent)) as upload:
         yield own_path(upload.data) / path.name
         upload.data.put(path.name, upload.place, path.name)
         try:
@@ -185,5 +184,3 @@ def appearing(path: Path) -> Iterator[Path]:
         except OSError:  # it may not survive a crash, so it is not to be seen
             upload.take_back(path.name)
             raise
-    finally:
-        upload.close()
