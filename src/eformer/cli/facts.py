@@ -16,8 +16,8 @@ from eformer._engine.formats.steps import last_step_in
 from eformer._engine.record.manifest import encode_leaves
 from eformer._engine.record.names import readable_names, resolve
 from eformer._engine.record.values import value_from_json
+from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.locate import store_at
-from eformer._engine.stores.on_disk import on_disk
 from eformer.errors import CorruptionError, EformerError, MismatchError
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from eformer._engine.formats.steps import step_number
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.steps import RUN_METADATA, Step, steps
 from eformer._engine.stores.base import read_whole
+from eformer._engine.stores.local import is_there
 from eformer._engine.stores.local_removal import identity_of, remove_checkpoint
 from eformer._engine.stores.locate import store_at
-from eformer._engine.stores.on_disk import is_there
 from eformer.errors import EformerError, FormatError, NotFoundError
 
 if TYPE_CHECKING:

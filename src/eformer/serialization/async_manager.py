@@ -24,8 +24,8 @@ from eformer._engine.record.options import SaveOptions
 from eformer._engine.saving.pending import Pending, wait_for
 from eformer._engine.saving.run import carry_out, run_in_background
 from eformer._engine.saving.save import refuse_swapped, start
+from eformer._engine.stores.local import is_there
 from eformer._engine.stores.locate import store_at
-from eformer._engine.stores.on_disk import is_there
 from eformer._engine.stores.store_options import remember
 from eformer._engine.stores.urls import (
     is_bucket_url,

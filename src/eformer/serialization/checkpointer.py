@@ -27,9 +27,9 @@ from eformer._engine.record.options import SaveOptions
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.steps import steps
 from eformer._engine.saving.run import told_to_all
+from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.local_removal import remove_file
 from eformer._engine.stores.locate import absolute, store_at
-from eformer._engine.stores.on_disk import on_disk
 from eformer._engine.tasks.forks import renew_in_children
 from eformer._engine.tasks.interrupts import uninterrupted, wait_for_all
 from eformer.errors import NotFoundError

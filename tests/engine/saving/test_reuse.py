@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import jax
@@ -18,10 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
 from eformer._engine.saving import recheck
-from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.local import LocalStore
+from eformer._engine.stores.local_files import Medium, medium
 from eformer._engine.stores.local_upload import LocalUpload
-from eformer._engine.stores.medium import Medium, medium
 from eformer.checkpoint import SaveOptions, load, save, save_async
 from eformer.errors import NotFoundError
 from support.damage import flip
@@ -389,9 +389,12 @@ def test_a_manifest_that_names_a_file_elsewhere_gets_it_not(tmp_path, caplog):
 
 def test_a_link_that_is_not_what_it_should_be_is_removed(tmp_path):
     (tmp_path / "file").write_bytes(b"123")
-    with Directory.open(tmp_path) as place, pytest.raises(ValueError, match="not a regular file of 4 bytes"):
-        place.link("other", tmp_path / "file", 4)
-    assert not (tmp_path / "other").exists()
+    store = LocalStore(tmp_path)
+    entry = store.read("file")[1]
+    (tmp_path / "file").write_bytes(b"1234")
+    with closing(LocalUpload(tmp_path / "new")) as upload:
+        assert not upload.link("other", store, entry)
+        assert upload.names() == []
 
 
 # ------------------------------------------------------------------------------------------ other file systems

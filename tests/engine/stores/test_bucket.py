@@ -23,8 +23,8 @@ from contracts.bucket_tools import BucketTools
 from eformer import checkpoint
 from eformer._engine.stores import objects as requests
 from eformer._engine.stores.checkpoints import has_unfinished, held
+from eformer._engine.stores.local import usage
 from eformer._engine.stores.locate import store_at
-from eformer._engine.stores.on_disk import usage
 from eformer.checkpoint import SaveOptions
 from support.bucket_faults import hooked
 from support.buckets import objects

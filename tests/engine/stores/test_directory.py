@@ -4,18 +4,24 @@ import os
 
 import pytest
 
-from eformer._engine.stores import openat2
-from eformer._engine.stores.directory import Directory, open_inside, walk
+from eformer._engine.stores import directory
+from eformer._engine.stores.directory import (
+    Directory,
+    open_inside,
+    remove_opened,
+    require_removable,
+    walk,
+)
 from eformer.errors import FormatError
 
 
 def test_a_directory_lists_what_is_there_now_wherever_its_descriptor_stands(tmp_path):
     """On btrfs a descriptor lists what was there when it was opened, or when it last stood at the beginning."""
-    with Directory.open(tmp_path) as directory:
+    with Directory.open(tmp_path) as place:
         (tmp_path / "new").write_bytes(b"")
         for end in (2**31 - 1, 2**62):  # of a directory of tmpfs, of ext4
-            os.lseek(directory.descriptor, end, os.SEEK_SET)
-            assert directory.kinds() == {"new": "file"}
+            os.lseek(place.descriptor, end, os.SEEK_SET)
+            assert place.kinds() == {"new": "file"}
 
 
 def nest(path, depth):
@@ -36,13 +42,13 @@ def test_directories_that_are_nested_absurdly_deep_are_neither_read_nor_removed(
     before = len(os.listdir("/dev/fd"))
     with Directory.open(tmp_path) as place, place.enter("402") as inner:
         assert len(list(walk(tmp_path / "400"))) == 401
-        place.require_removable("400")
+        require_removable(place, "400")
         with pytest.raises(FormatError, match="nested more than 400 deep"):
             list(walk(tmp_path / "402"))
         with pytest.raises(OSError, match="nested too deeply"):
-            place.require_removable("402")
+            require_removable(place, "402")
         with pytest.raises(OSError, match="nested too deeply"):
-            inner.empty()
+            remove_opened(place, "402", inner)
     assert len(os.listdir("/dev/fd")) == before
     os.system(f"rm -r {tmp_path / '402'}")
 
@@ -64,7 +70,7 @@ def test_a_walk_goes_as_deep_as_it_is_asked_to(tmp_path, levels):
 
 
 def test_without_the_system_call_no_descriptor_is_left_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(openat2, "_syscall", None)
+    monkeypatch.setattr(directory, "_syscall", None)
     (tmp_path / "a" / "b").mkdir(parents=True)
     with Directory.open(tmp_path) as place:
         before = len(os.listdir("/dev/fd"))

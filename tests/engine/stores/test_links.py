@@ -11,7 +11,7 @@ import pytest
 
 from eformer import checkpoint
 from eformer._engine.record.digests import stamp_digest, xxh3_128
-from eformer._engine.stores.directory import Directory
+from eformer._engine.stores.directory import Directory, remove_opened
 from eformer._engine.stores.local_upload import LocalUpload
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import EformerError, FormatError
@@ -156,7 +156,7 @@ def test_a_directory_that_is_swapped_during_a_save(tmp_path, outside, layout):
 @pytest.mark.parametrize("has_openat2", [True, False])
 def test_what_is_mounted_there_is_not_swept(tmp_path, unchanged, mounted, layout, has_openat2, monkeypatch):
     if not has_openat2:
-        monkeypatch.setattr("eformer._engine.stores.openat2._syscall", None)
+        monkeypatch.setattr("eformer._engine.stores.directory._syscall", None)
     run = save_as(layout, TREE, tmp_path)
     mounted(unchanged, run / SCRATCH / "x")
     assert_same(load(save_as(layout, NEXT, tmp_path)), NEXT)
@@ -292,7 +292,7 @@ def test_a_path_of_the_callers_may_lead_through_links(tmp_path):
 
 
 def test_without_openat2_directories_are_entered_step_by_step(tmp_path, unchanged, monkeypatch):
-    monkeypatch.setattr("eformer._engine.stores.openat2._syscall", None)
+    monkeypatch.setattr("eformer._engine.stores.directory._syscall", None)
     (tmp_path / "link").symlink_to(unchanged)
     with Directory.open(tmp_path) as place:
         before = len(os.listdir("/dev/fd"))
@@ -328,7 +328,7 @@ def test_a_tree_is_removed_with_its_links_and_without_what_they_lead_to(tmp_path
     (tmp_path / "tree" / "inner" / "link").symlink_to(unchanged / "0")
     os.mkfifo(tmp_path / "tree" / "pipe")
     with Directory.open(tmp_path) as place, place.enter("tree") as tree:
-        place.remove_opened("tree", tree)
+        remove_opened(place, "tree", tree)
     assert not (tmp_path / "tree").exists()
 
 
@@ -352,7 +352,7 @@ def test_chunks_are_read_through_links_inside_and_not_through_others(
     tmp_path, outside, has_openat2, monkeypatch
 ):
     if not has_openat2:
-        monkeypatch.setattr("eformer._engine.stores.openat2._syscall", None)
+        monkeypatch.setattr("eformer._engine.stores.directory._syscall", None)
     run = tmp_path / "run"
     save({"a": {"w": np.arange(4)}}, run, format="tensorstore")
     chunk = run / "a" / "w" / "0"

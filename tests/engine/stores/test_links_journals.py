@@ -187,7 +187,7 @@ def test_a_journal_that_cannot_be_read_just_now_is_kept_for_the_next_save(tmp_pa
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Directory, "read_owned", fail)
+        patch.setattr(Directory, "read", fail)
         save(TREE, tmp_path, format="tensorstore", prefix="other")
     save(TREE, tmp_path, format="tensorstore", prefix="other")
     assert not (tmp_path / "a").exists()

@@ -24,7 +24,7 @@ COMPAT = Path(__file__).parents[2] / "compat"
 @pytest.fixture
 def has_openat2(request, monkeypatch):
     if not request.param:
-        monkeypatch.setattr("eformer._engine.stores.openat2._syscall", None)
+        monkeypatch.setattr("eformer._engine.stores.directory._syscall", None)
     return request.param
 
 

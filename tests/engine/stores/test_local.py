@@ -67,6 +67,22 @@ def test_a_failure_leaves_the_old_file_and_no_trace(tmp_path, error):
     assert os.listdir(tmp_path) == ["state"]
 
 
+def test_a_new_file_that_is_swept_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    swept, lock = [], durable.lock
+
+    def lock_late(descriptor):
+        if not swept:
+            swept.extend(tmp_path.iterdir())
+            swept[0].unlink()
+        lock(descriptor)
+
+    monkeypatch.setattr(durable, "lock", lock_late)
+    with replacing(tmp_path / "state") as file:
+        file.write(b"new")
+    assert (tmp_path / "state").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["state"]
+
+
 def test_data_is_synced_before_the_name_and_the_name_before_the_return(tmp_path, monkeypatch):
     events, sizes = [], []
     fsync, rename = os.fsync, os.rename

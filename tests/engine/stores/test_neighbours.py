@@ -13,8 +13,9 @@ import pytest
 
 from eformer import checkpoint
 from eformer._engine.stores import journal as journals
+from eformer._engine.stores import local_removal
 from eformer._engine.stores.base import publish
-from eformer._engine.stores.directory import Directory
+from eformer._engine.stores.directory import Directory, set_mode
 from eformer._engine.stores.journal import Journal
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
@@ -198,7 +199,7 @@ def test_a_directory_that_takes_the_name_of_a_step_in_the_last_moment_goes_back(
 ):
     if disk == "full":
         full()
-    inside, look = run / "precious", Directory.require_removable
+    inside, look = run / "precious", local_removal.require_removable
     precious.rename(inside)
     act = once(lambda: swap(run / "step-1", inside, run / "away"))
 
@@ -206,7 +207,7 @@ def test_a_directory_that_takes_the_name_of_a_step_in_the_last_moment_goes_back(
         look(place, name)
         act()
 
-    monkeypatch.setattr(Directory, "require_removable", look_late)
+    monkeypatch.setattr(local_removal, "require_removable", look_late)
     with pytest.raises(ValueError, match="has changed since its removal was planned"):
         prune(run, keep=1)
     assert whole(run / "step-1")
@@ -344,9 +345,9 @@ def test_permissions_are_not_set_through_a_link(tmp_path):
     (tmp_path / "link").symlink_to("file")
     with Directory.open(tmp_path) as place:
         with pytest.raises(OSError, match=r"."):
-            place.set_mode("link", 0o666)
+            set_mode(place, "link", 0o666)
         assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
-        place.set_mode("file", 0o640)
+        set_mode(place, "file", 0o640)
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
 
 

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from eformer._engine.stores.directory import Directory
+from eformer._engine.stores.directory import Directory, remove_opened
 from eformer._engine.stores.local import LocalStore
 from eformer.checkpoint import load, save
 from support.commits import One
@@ -135,7 +135,7 @@ def test_a_tree_may_be_removed_by_two_at_once(tmp_path, monkeypatch, at):
 
     monkeypatch.setattr(f"eformer._engine.stores.directory.os.{at}", late)
     with Directory.open(tmp_path) as place, place.enter("tree") as tree:
-        place.remove_opened("tree", tree)
+        remove_opened(place, "tree", tree)
     assert not os.listdir(tmp_path)
 
 

@@ -35,8 +35,8 @@ from eformer._engine.record.indexes import INDEX, MANIFEST
 from eformer._engine.record.names import with_nearest
 from eformer._engine.record.signature import signature_name
 from eformer._engine.record.text import few
+from eformer._engine.stores.local import is_there, on_disk, resolved
 from eformer._engine.stores.locate import locate, store_at
-from eformer._engine.stores.on_disk import is_there, on_disk, resolved
 from eformer._engine.stores.signed import SignedStore, claimed_signer, scope_of, signed_store
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.turns import turns

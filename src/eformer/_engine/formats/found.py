@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from eformer._engine.record.names import with_nearest
 from eformer._engine.stores.directory import directory_inside
+from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.local_copy import copy_of
 from eformer._engine.stores.ocdbt import DatabaseFiles
-from eformer._engine.stores.on_disk import on_disk
 from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:

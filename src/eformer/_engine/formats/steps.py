@@ -15,7 +15,7 @@ from eformer._engine.formats.safetensors.plain_files import marked_file
 from eformer._engine.formats.zarr.plain_arrays import array_at, discover
 from eformer._engine.record.indexes import INDEX, INDEXES, MANIFEST, MOST_EMPTY, manifest_in
 from eformer._engine.stores.durable import SCRATCH
-from eformer._engine.stores.on_disk import on_disk
+from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.removal import DATABASE_MARK
 from eformer._engine.tasks.pool import run_all
 from eformer.errors import EformerError

@@ -17,8 +17,8 @@ from eformer._engine.reports.reading import Room, TooLargeError, compared, recor
 from eformer._engine.runs.claims import resumed_from
 from eformer._engine.runs.retention import facts_of
 from eformer._engine.runs.steps import steps
+from eformer._engine.stores.local import usage
 from eformer._engine.stores.locate import store_at
-from eformer._engine.stores.on_disk import usage
 from eformer._engine.tasks.progress import metered
 from eformer._engine.tools.compare import plain_became
 from eformer._engine.tools.prune import plan_removal

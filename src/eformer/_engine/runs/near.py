@@ -34,10 +34,10 @@ from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.run import carry_out
 from eformer._engine.saving.save import start
 from eformer._engine.stores.base import read_whole, update_file
-from eformer._engine.stores.directory import Directory
+from eformer._engine.stores.directory import Directory, remove_opened
 from eformer._engine.stores.durable import scratch_name
+from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.locate import absolute, store_at
-from eformer._engine.stores.on_disk import on_disk
 from eformer._engine.trees.copies import compile_copies
 from eformer.errors import CorruptionError, FormatError, NotFoundError, ProcessError
 
@@ -420,6 +420,6 @@ def _remove_entry(folder: Directory, name: str) -> None:
             folder.rename(name, folder, hidden)
         if folder.has_directory(hidden):
             with folder.enter(hidden) as inner:
-                folder.remove_opened(hidden, inner)
+                remove_opened(folder, hidden, inner)
         else:
             folder.unlink(hidden)

@@ -26,8 +26,8 @@ from eformer._engine.runs.steps import Scores, found_of, is_foreign, score_name,
 from eformer._engine.stores import checkpoints
 from eformer._engine.stores.base import read_whole, remove_files, update_file
 from eformer._engine.stores.checkpoints import identity_of, remove_checkpoint
+from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.locate import store_at
-from eformer._engine.stores.on_disk import on_disk
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from eformer._engine.record.digests import DIGEST_DIGITS, xxh3_128
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.pieces import piece_sizes
 from eformer._engine.stores.directory import content_of
-from eformer._engine.stores.medium import medium
-from eformer._engine.stores.on_disk import on_disk
+from eformer._engine.stores.local import on_disk
+from eformer._engine.stores.local_files import medium
 from eformer._engine.tasks.pool import run_all
 from eformer.errors import FormatError
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.manifest import Extent, TreeEntry
     from eformer._engine.stores.base import Entry, Store
-    from eformer._engine.stores.medium import Medium
+    from eformer._engine.stores.local_files import Medium
 
 GONE = ""
 _TRUSTED_SECONDS = 600.0

@@ -18,8 +18,8 @@ from eformer._engine.saving.metadata import metadata_to_json
 from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.run import Format, Save, carry_out, run_in_background, told_to_all
 from eformer._engine.saving.snapshot import snapshot
+from eformer._engine.stores.local import resolved
 from eformer._engine.stores.locate import absolute, locate, store_at
-from eformer._engine.stores.on_disk import resolved
 from eformer._engine.stores.store_options import remember
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import within

@@ -22,8 +22,8 @@ from eformer._engine.runs.claims import resumed_from
 from eformer._engine.runs.retention import removable
 from eformer._engine.runs.steps import is_foreign, steps
 from eformer._engine.stores import checkpoints
+from eformer._engine.stores.local import on_disk, usage
 from eformer._engine.stores.locate import store_at
-from eformer._engine.stores.on_disk import on_disk, usage
 from eformer.errors import EformerError, NotFoundError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from eformer._engine.stores.durable import SCRATCH
 from eformer._engine.stores.journal import sweep_dead
 from eformer._engine.stores.leases import LEASES
 from eformer._engine.stores.leases import held as held_in_bucket
-from eformer._engine.stores.on_disk import on_disk
+from eformer._engine.stores.local import on_disk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

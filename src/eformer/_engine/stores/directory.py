@@ -7,22 +7,24 @@ no link and crosses no mount. Readers may cross mounts, and may follow a link th
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
 import os
 import stat
+import sys
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from eformer._engine.record.names import is_inside
-from eformer._engine.stores.openat2 import ON_THE_WAY, open_below
 from eformer._engine.tasks.interrupts import let_through
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from eformer._engine.stores.base import Kind, Version
 
@@ -40,10 +42,12 @@ _PERHAPS_A_LINK = {errno.ELOOP, errno.ENOTDIR}
 # Errors of paths that were never made.
 _NO_SUCH_PATH = {*_PERHAPS_A_LINK, errno.ENAMETOOLONG}
 
+# A directory that others are opened below. O_PATH: it need not be readable.
+ON_THE_WAY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FOLDER = _OPEN | os.O_NOFOLLOW
 # O_NONBLOCK: a pipe or a device is refused, not waited for. O_NOCTTY: nor does a terminal become that of the process.
-_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
+FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _MOST_DEPTH = 400  # of directories; those written by eformer are never nested as deeply
@@ -61,13 +65,6 @@ class Directory:
     def path(self) -> Path:
         """Return the path by which it was opened, for messages and for reading."""
         return Path(self._where)
-
-    @property
-    def own_path(self) -> Path:
-        """Return a path that leads to this very directory, whatever is given its name meanwhile; where the system has
-        none, the path by which it was opened. It must not be used when the directory is closed."""
-        path = Path(f"/proc/self/fd/{self.descriptor}")
-        return path if path.is_dir() else self.path
 
     @classmethod
     def open(cls, path: Path) -> Directory:
@@ -107,22 +104,11 @@ class Directory:
 
     # ---------------------------------------------------------------------------------------- look
 
-    @property
-    def inode(self) -> int:
-        return os.fstat(self.descriptor).st_ino
-
     def status(self, name: str) -> os.stat_result | None:
         """Return the status of an entry; of the link itself if it is one. Return None if it does not exist."""
         try:
-            return os.stat(self._plain(name), dir_fd=self.descriptor, follow_symlinks=False)
+            return os.stat(_plain(name, self._where), dir_fd=self.descriptor, follow_symlinks=False)
         except FileNotFoundError:
-            return None
-
-    def target(self, name: str) -> os.stat_result | None:
-        """Return the status of the target of a link, without opening it; None if it has none."""
-        try:
-            return os.stat(self._plain(name), dir_fd=self.descriptor)
-        except OSError:
             return None
 
     def has_directory(self, name: str) -> bool:
@@ -136,147 +122,75 @@ class Directory:
         # Opened again: btrfs lists what a directory had when it was opened, and threads would share the position.
         return kinds_of(_walk(os.open(".", _OPEN, dir_fd=self.descriptor), self._where, levels=1))
 
-    def open_file(self, name: str) -> int:
-        """Open an entry for reading, and never the target of a link. The caller closes the descriptor."""
-        return os.open(self._plain(name), _FILE, dir_fd=self.descriptor)
+    def read(self, name: str, most: int) -> tuple[bytes, int]:
+        """Read a small file. Return its bytes, and the number of the user whose file it is.
 
-    def read(self, name: str, most: int) -> bytes:
-        """Read a small regular file. Raise FormatError for anything else, and for more than `most` bytes."""
-        return self.read_owned(name, most)[0]
-
-    def read_owned(self, name: str, most: int) -> tuple[bytes, int]:
-        """Read a small regular file, and return the number of the user whose file it is, too."""
-        path = self.path / name
-        try:
-            descriptor = self.open_file(name)
-        except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
-                raise
-            raise _not_regular(path) from error
-        with Closing(_regular(descriptor, path)):
+        Raise FormatError for anything but a regular file, and for more than `most` bytes.
+        """
+        with Closing(open_beneath(self.descriptor, self._where, name, through_links=False)) as descriptor:
             status = os.fstat(descriptor)
             if status.st_size > most:
-                raise FormatError(f"{path} has {status.st_size} bytes, more than {most}")
+                raise FormatError(f"{self.path / name} has {status.st_size} bytes, more than {most}")
             return read_range(descriptor, 0, status.st_size), status.st_uid
-
-    def _plain(self, name: str) -> str:
-        """Return the name; refuse one that could lead out of the directory."""
-        if "/" in name or name in ("", "..") or "\0" in name:
-            raise FormatError(f"{name[:200]!r} is not the name of a file in {self.path}")
-        return name
 
     # -------------------------------------------------------------------------------------- create
 
     def create(self, name: str, flags: int = os.O_WRONLY) -> int:
         """Create a file and return its descriptor. Raise FileExistsError if the name is taken."""
-        return os.open(self._plain(name), flags | _CREATE, 0o666, dir_fd=self.descriptor)
+        return os.open(_plain(name, self._where), flags | _CREATE, 0o666, dir_fd=self.descriptor)
 
     def make(self, name: str, *, usable: bool = False) -> None:
         """Make a directory; a `usable` one can be entered and written to by its owner, whatever the umask says."""
         try:
-            os.mkdir(self._plain(name), dir_fd=self.descriptor)
+            os.mkdir(_plain(name, self._where), dir_fd=self.descriptor)
         except OSError as error:  # which names no more than the name
             raise OSError(error.errno, error.strerror, str(self.path / name)) from error
         if usable and (status := self.status(name)) and status.st_mode & 0o700 != 0o700:
-            self.set_mode(name, stat.S_IMODE(status.st_mode) | 0o700)
+            set_mode(self, name, stat.S_IMODE(status.st_mode) | 0o700)
 
-    def set_mode(self, name: str, mode: int) -> None:
-        """Set the permissions of a file or directory, and never those of a link's target."""
-        try:
-            descriptor = self.open_file(name)
-            change: int | str = descriptor
-        except PermissionError:  # the umask lets nobody read it
-            flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(name, flags, dir_fd=self.descriptor)
-            change = f"/proc/self/fd/{descriptor}"  # which is not permitted for a link
-        with Closing(descriptor):
-            os.chmod(change, mode)
-
-    def link(self, name: str, target: Path | str, nbytes: int) -> None:
-        """Hard-link a regular file into this directory. Refuse a file of another length."""
-        os.link(target, self._plain(name), dst_dir_fd=self.descriptor, follow_symlinks=False)
-        status = self.status(name)
-        if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
-            self.unlink(name)
-            raise FormatError(f"{target} is not a regular file of {nbytes} bytes")
+    def link(self, name: str, target: Path | str) -> None:
+        """Hard-link a file into this directory. The caller compares it with the file that it has looked at."""
+        os.link(target, _plain(name, self._where), dst_dir_fd=self.descriptor, follow_symlinks=False)
 
     # ---------------------------------------------------------------------------------------- move
 
     def rename(self, name: str, target: Directory, final: str) -> None:
         """Move an entry to another name. A file of that name is replaced; of a link, the link and not its target."""
-        name, final = self._plain(name), self._plain(final)
+        name, final = _plain(name, self._where), _plain(final, self._where)
         os.rename(name, final, src_dir_fd=self.descriptor, dst_dir_fd=target.descriptor)
 
     def put(self, name: str, target: Directory, final: str) -> None:
         """Move an entry to a name that is free or an empty directory. Raise FileExistsError otherwise."""
+        name, final = _plain(name, self._where), _plain(final, self._where)
         try:
-            if self.has_directory(name):
-                self.rename(name, target, final)
-            else:
-                self._link_or_rename(name, target, final)
+            if not self.has_directory(name):
+                here, there = self.descriptor, target.descriptor
+                try:  # which never replaces anything
+                    return os.link(name, final, src_dir_fd=here, dst_dir_fd=there, follow_symlinks=False)
+                except OSError as error:
+                    if error.errno not in _NO_LINKS:
+                        raise
+                if target.status(final) is not None:
+                    raise FileExistsError(errno.EEXIST, "already exists")
+            self.rename(name, target, final)
         except OSError as error:
             if error.errno not in _IN_THE_WAY:
                 raise
             raise FileExistsError(f"{target.path / final} already exists; choose another path") from error
-
-    def _link_or_rename(self, name: str, target: Directory, final: str) -> None:
-        """Move a file by a hard link, which never replaces anything; rename it on file systems without hard links."""
-        try:
-            here, there = self.descriptor, target.descriptor
-            os.link(name, self._plain(final), src_dir_fd=here, dst_dir_fd=there, follow_symlinks=False)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            if target.status(final) is not None:
-                raise FileExistsError(errno.EEXIST, "already exists", str(target.path / final)) from error
-            self.rename(name, target, final)
 
     # -------------------------------------------------------------------------------------- remove
 
     def unlink(self, name: str) -> None:
         """Remove a file, or a link itself, if it exists."""
         with suppress(FileNotFoundError):
-            os.unlink(self._plain(name), dir_fd=self.descriptor)
+            os.unlink(_plain(name, self._where), dir_fd=self.descriptor)
 
     def remove_if_empty(self, name: str) -> None:
         try:
-            os.rmdir(self._plain(name), dir_fd=self.descriptor)
+            os.rmdir(_plain(name, self._where), dir_fd=self.descriptor)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
                 raise
-
-    def remove_opened(self, name: str, inner: Directory) -> None:
-        """Remove everything in an open directory, and the directory if it still has this name.
-
-        Anything else that has been given that name meanwhile stays. Another process may remove the same at once.
-        """
-        inner.empty()
-        self.remove_if_empty(name)
-
-    def empty(self) -> None:
-        """Remove everything in the directory. Links are removed, not followed.
-
-        Raise OSError at a mount point, and at directories that are nested too deeply to be written by eformer;
-        everything that was not removed before stays.
-        """
-        for folder, name, kind in self._contents():
-            with suppress(FileNotFoundError):
-                (os.rmdir if kind == "directory" else os.unlink)(name, dir_fd=folder.descriptor)
-
-    def require_removable(self, name: str) -> None:
-        """Raise the error that the removal of a directory would raise because of its contents."""
-        with self.enter(name) as inner:
-            for _ in inner._contents():
-                pass
-
-    def _contents(self, depth: int = 0) -> Iterator[tuple[Directory, str, Kind]]:
-        """List everything below: each entry with the open directory that it is in, and after its own contents."""
-        for name, kind in self.kinds().items():
-            if kind == "directory":
-                # An error: another process has removed it.
-                with suppress(FileNotFoundError), self.enter(name, depth) as inner:
-                    yield from inner._contents(depth + 1)
-            yield self, name, kind
 
     # ------------------------------------------------------------------------------- sync and lock
 
@@ -299,15 +213,74 @@ class Directory:
         if not self._can_be_read:  # it cannot be locked, nor hold more than single files, which need no lock
             yield
             return
-        descriptor = os.open(".", _OPEN, dir_fd=self.descriptor)  # locks belong to open files, not to callers
-        try:
-            lock(descriptor)
-            if not os.path.samestat(os.stat(self.path), os.fstat(descriptor)):
-                raise FileNotFoundError(errno.ENOENT, "Directory was moved or replaced", str(self.path))
-            yield
-        finally:
-            unlock(descriptor)
-            os.close(descriptor)
+        # Opened again: locks belong to open files, not to callers.
+        with Closing(os.open(".", _OPEN, dir_fd=self.descriptor)) as descriptor:
+            try:
+                lock(descriptor)
+                if not os.path.samestat(os.stat(self.path), os.fstat(descriptor)):
+                    raise FileNotFoundError(errno.ENOENT, "Directory was moved or replaced", str(self.path))
+                yield
+            finally:
+                unlock(descriptor)
+
+
+def own_path(directory: Directory) -> Path:
+    """Return a path that leads to this very directory, whatever is given its name meanwhile; where the system has none,
+    the path by which it was opened. It must not be used when the directory is closed."""
+    path = Path(f"/proc/self/fd/{directory.descriptor}")
+    return path if path.is_dir() else directory.path
+
+
+def set_mode(directory: Directory, name: str, mode: int) -> None:
+    """Set the permissions of a file or directory, and never those of a link's target."""
+    name, folder = _plain(name, directory.path), directory.descriptor
+    try:
+        with Closing(os.open(name, FILE, dir_fd=folder)) as descriptor:
+            os.chmod(descriptor, mode)
+    except PermissionError:  # the umask lets nobody read it
+        flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
+        with Closing(os.open(name, flags, dir_fd=folder)) as descriptor:
+            os.chmod(f"/proc/self/fd/{descriptor}", mode)  # which is not permitted for a link
+
+
+def _plain(name: str, directory: Path | str) -> str:
+    """Return the name; refuse one that could lead out of the directory."""
+    if "/" in name or name in ("", "..") or "\0" in name:
+        raise FormatError(f"{name[:200]!r} is not the name of a file in {directory}")
+    return name
+
+
+# ----------------------------------------------------------------------------------- remove everything
+
+
+def remove_opened(directory: Directory, name: str, inner: Directory) -> None:
+    """Remove everything in an open directory, and the directory if it still has this name. Links are not followed.
+
+    Raise OSError at a mount point, and at directories that are nested too deeply to be written by eformer; everything
+    that was not removed before stays. Anything else that has been given that name meanwhile stays. Another process may
+    remove the same at once.
+    """
+    for folder, entry, kind in _contents(inner):
+        with suppress(FileNotFoundError):
+            (os.rmdir if kind == "directory" else os.unlink)(entry, dir_fd=folder.descriptor)
+    directory.remove_if_empty(name)
+
+
+def require_removable(directory: Directory, name: str) -> None:
+    """Raise the error that the removal of a directory would raise because of its contents."""
+    with directory.enter(name) as inner:
+        for _ in _contents(inner):
+            pass
+
+
+def _contents(directory: Directory, depth: int = 0) -> Iterator[tuple[Directory, str, Kind]]:
+    """List everything below: each entry with the open directory that it is in, and after its own contents."""
+    for name, kind in directory.kinds().items():
+        if kind == "directory":
+            # An error: another process has removed it.
+            with suppress(FileNotFoundError), directory.enter(name, depth) as inner:
+                yield from _contents(inner, depth + 1)
+        yield directory, name, kind
 
 
 # ------------------------------------------------------------------------------------------- reading
@@ -323,23 +296,17 @@ def open_inside(directory: Path, name: str) -> int:
     if "/" not in name:
         path = f"{directory}/{name}"
         try:
-            return _regular(os.open(path, _FILE), path)
+            return _regular(os.open(path, FILE), path)
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG):  # a link, a socket
                 raise
-    with Closing(open_base(directory)) as base:
+    with Closing(os.open(directory, ON_THE_WAY)) as base:
         return open_beneath(base, directory, name)
 
 
-def open_base(directory: Path | str) -> int:
-    """Open a directory, following links in its path, to open others below it. The caller closes it."""
-    return os.open(directory, ON_THE_WAY)
-
-
-def open_beneath(base: int, directory: Path | str, name: str) -> int:
+def open_beneath(base: int, directory: Path | str, name: str, *, through_links: bool = True) -> int:
     """Open the regular file `name` below `base`, this directory opened once: for loops over many files."""
-    _require_inside(name, directory, "file")
-    return _regular(_open(base, directory, name, _FILE), f"{directory}/{name}")
+    return _regular(_open(base, directory, name, FILE, through_links=through_links), f"{directory}/{name}")
 
 
 def directory_inside(directory: Path, below: str) -> Path:
@@ -347,7 +314,7 @@ def directory_inside(directory: Path, below: str) -> Path:
     _require_inside(below, directory, "directory")
     path = directory / below
     try:
-        with Closing(open_base(directory)) as base:
+        with Closing(os.open(directory, ON_THE_WAY)) as base:
             os.close(open_below(base, below, _FOLDER))
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing") from None
@@ -368,8 +335,7 @@ def walk(directory: Path, below: str = "", levels: int = 0) -> Iterator[tuple[st
     if not below:
         yield from _walk(os.open(directory, _OPEN), directory, levels)
         return
-    _require_inside(below, directory, "directory")
-    with Closing(open_base(directory)) as base:
+    with Closing(os.open(directory, ON_THE_WAY)) as base:
         yield from _walk(_open(base, directory, below, _FOLDER), directory / below, levels)
 
 
@@ -407,7 +373,7 @@ def _require_inside(name: str, directory: Path | str, kind: Kind) -> None:
 
 def _open(base: int, directory: Path | str, name: str, flags: int, *, through_links: bool = True) -> int:
     """Open a file or a directory below another; through links only if they end there, or at a blob of a cache."""
-    path = f"{directory}/{name}"
+    _require_inside(name, directory, "directory" if flags == _FOLDER else "file")
     try:
         try:
             return open_below(base, name, flags)
@@ -420,7 +386,7 @@ def _open(base: int, directory: Path | str, name: str, flags: int, *, through_li
                 raise
         return _open_end(base, real, end, flags)
     except OSError as error:
-        raise _refusal(path, error) from error
+        raise _refusal(f"{directory}/{name}", error) from error
 
 
 def _open_end(base: int, real: str, end: str, flags: int) -> int:
@@ -430,7 +396,7 @@ def _open_end(base: int, real: str, end: str, flags: int) -> int:
     # The cache of Hugging Face keeps the files of snapshots/* in blobs/*.
     (outer, name), snapshots = os.path.split(end), os.path.dirname(real)
     if os.path.basename(snapshots) == "snapshots" and outer == f"{os.path.dirname(snapshots)}/blobs":
-        with Closing(open_base(outer)) as blobs:
+        with Closing(os.open(outer, ON_THE_WAY)) as blobs:
             return open_below(blobs, name, flags)
     raise OSError(errno.EXDEV, f"link to {end!r}, outside of the checkpoint")
 
@@ -439,21 +405,17 @@ def _regular(descriptor: int, path: Path | str) -> int:
     """Return the descriptor of a regular file; close anything else, and refuse it."""
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise _not_regular(path)
+            raise FormatError(f"{path} is not a regular file")
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def _not_regular(path: Path | str) -> FormatError:
-    return FormatError(f"{path} is not a regular file")
-
-
 def _refusal(path: str, error: OSError) -> Exception:
     """Return the error to raise: with the whole path, of which calls below a descriptor name only a part."""
     if error.errno == errno.ENXIO:
-        return _not_regular(path)
+        return FormatError(f"{path} is not a regular file")
     if error.errno == errno.EXDEV:
         return FormatError(f"{path} is a {error.strerror}")
     if error.errno in _NO_SUCH_PATH:
@@ -472,6 +434,75 @@ class Closing:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
+
+
+# ------------------------------------------------------------------------------------------- openat2
+
+_ONE_MOUNT, _THROUGH_NO_LINK, _BENEATH = 0x01, 0x04, 0x08  # _BENEATH: names such as ".." do not lead above it
+_OPENAT2 = 437  # the number of the system call (Linux 5.6), on every architecture
+_MISSING = {errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.E2BIG}  # some containers forbid it
+
+
+def function_of_libc(name: str, *arguments: Any) -> Callable[..., int] | None:
+    """Return a function of the C library, with the types of its arguments; None if it has none of this name."""
+    try:
+        function: Callable[..., int] = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = arguments  # type: ignore[attr-defined]
+    return function
+
+
+_ARGUMENTS = (ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t)
+_syscall = function_of_libc("syscall", *_ARGUMENTS) if sys.platform == "linux" else None
+
+
+@cache
+def _how(flags: int, one_mount: bool) -> ctypes.Array[ctypes.c_uint64]:
+    """Return the struct open_how: the flags of `os.open`, the mode of a new file, and what may not be on the way."""
+    return (ctypes.c_uint64 * 3)(flags, 0, _THROUGH_NO_LINK | _BENEATH | (_ONE_MOUNT if one_mount else 0))
+
+
+def open_below(base: int, path: str, flags: int, *, one_mount: bool = False) -> int:
+    """Open "a" or "a/b" below an open directory, with the flags of `os.open`, through no link.
+
+    Raise OSError: ELOOP or ENOTDIR at a link and, with `one_mount`, EXDEV where something is mounted on the way.
+    """
+    name, how = os.fsencode(path), _how(flags, one_mount)
+    while _syscall:
+        if (found := _syscall(_OPENAT2, base, name, how, ctypes.sizeof(how))) >= 0:
+            return found
+        if (code := ctypes.get_errno()) in _MISSING:
+            break
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code), path)
+    return _open_step_by_step(base, path, flags, one_mount)
+
+
+def _open_step_by_step(base: int, path: str, flags: int, one_mount: bool) -> int:
+    """Open each name of the path in turn, without the system call."""
+    *outer, last = path.split("/")
+    mount = _mount_of(base) if one_mount else None
+    inner = os.dup(base)
+    try:
+        for name, how in (*((name, ON_THE_WAY) for name in outer), (last, flags)):
+            outside, inner = inner, os.open(name, how | os.O_NOFOLLOW, dir_fd=inner)
+            os.close(outside)
+            if one_mount and _mount_of(inner) != mount:
+                raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), path)
+    except BaseException:
+        os.close(inner)
+        raise
+    return inner
+
+
+def _mount_of(descriptor: int) -> object:
+    """Return an identity of the mount. The device would not do: a bind mount has that of the original."""
+    try:
+        with open(f"/proc/self/fdinfo/{descriptor}", "rb") as file:
+            return next(line for line in file if line.startswith(b"mnt_id:"))
+    except (OSError, StopIteration):  # not Linux
+        return os.fstat(descriptor).st_dev
 
 
 # --------------------------------------------------------------------------------------------- bytes

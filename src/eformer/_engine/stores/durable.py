@@ -13,10 +13,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from eformer._engine.stores.directory import Closing, Directory, lock, try_lock, unlock
+from eformer._engine.stores.directory import (
+    FILE,
+    Closing,
+    Directory,
+    function_of_libc,
+    lock,
+    try_lock,
+    unlock,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 logger = logging.getLogger("eformer")
 
@@ -24,6 +32,10 @@ SCRATCH = re.compile(r"\.eformer-[0-9a-f]{16}\.tmp")
 
 LARGE_WRITE = 2**18  # bytes
 
+_sync_file_range = function_of_libc(
+    "sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
+)
+_START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
 _RWF_DONTCACHE = 0x80  # Linux 6.14; os has no name for it yet
 _NO_SUCH_FLAG = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
@@ -48,20 +60,36 @@ def replacing(path: str | os.PathLike[str], *, sweep: bool = False) -> Iterator[
     make_directories(final.parent)
     with Directory.open(final.parent) as directory:
         if sweep:
-            sweep_files(directory)
+            _sweep_files(directory)
         with replacing_in(directory, final.name) as file:
             yield file
 
 
 @contextmanager
 def replacing_in(directory: Directory, name: str) -> Iterator[IO[bytes]]:
-    """Open a new file that takes the place of `name` in an open directory when the block ends well."""
-    mode = replaceable_mode(directory, name)
-    with _scratch_file(directory, mode) as (descriptor, scratch):
-        with open(descriptor, "wb", closefd=False) as file:
-            yield file
-        os.fsync(descriptor)
-        directory.rename(scratch, directory, name)
+    """Open a new file that takes the place of `name` in an open directory when the block ends well.
+
+    It has a scratch name until then, and is locked, so that a later writer can tell whether this one is alive.
+    """
+    mode, is_done = replaceable_mode(directory, name), False
+    while not is_done:
+        scratch = scratch_name()
+        with Closing(directory.create(scratch, os.O_RDWR)) as descriptor:
+            try:
+                lock(descriptor)
+                if os.fstat(descriptor).st_nlink == 0:
+                    continue  # swept between its creation and the lock
+                if mode is not None:
+                    os.fchmod(descriptor, mode)
+                with open(descriptor, "wb", closefd=False) as file:
+                    yield file
+                os.fsync(descriptor)
+                directory.rename(scratch, directory, name)
+                is_done = True
+            finally:
+                with suppress(OSError):
+                    directory.unlink(scratch)
+                unlock(descriptor)
     directory.sync()
 
 
@@ -74,46 +102,17 @@ def replaceable_mode(directory: Directory, name: str) -> int | None:
     status = directory.status(name)
     if status is None:
         return None
-    is_link = stat.S_ISLNK(status.st_mode)
-    target = directory.target(name) if is_link else status
-    if target is not None and not stat.S_ISREG(target.st_mode):  # a directory, a pipe, /dev/null
+    if is_link := stat.S_ISLNK(status.st_mode):
+        try:
+            status = os.stat(name, dir_fd=directory.descriptor)
+        except OSError:  # it leads nowhere
+            return None
+    if not stat.S_ISREG(status.st_mode):  # a directory, a pipe, /dev/null
         raise OSError(errno.EINVAL, "Not a regular file", str(directory.path / name))
-    if is_link or status.st_uid != os.geteuid():
-        return None
-    return status.st_mode & 0o777
+    return None if is_link or status.st_uid != os.geteuid() else status.st_mode & 0o777
 
 
-@contextmanager
-def _scratch_file(directory: Directory, mode: int | None) -> Iterator[tuple[int, str]]:
-    """Create a file under a scratch name, locked while its writer lives; remove it at the end if it is still there."""
-    descriptor, name = -1, ""
-    while descriptor < 0:
-        name = scratch_name()
-        descriptor = directory.create(name, os.O_RDWR)
-        try:
-            lock(descriptor)
-            if mode is not None:
-                os.fchmod(descriptor, mode)
-            if os.fstat(descriptor).st_nlink == 0:  # swept between its creation and the lock
-                os.close(descriptor)
-                descriptor = -1
-        except BaseException:
-            os.close(descriptor)
-            with suppress(OSError):
-                directory.unlink(name)
-            raise
-    try:
-        yield descriptor, name
-    finally:
-        try:
-            with suppress(OSError):
-                directory.unlink(name)
-        finally:
-            unlock(descriptor)
-            os.close(descriptor)
-
-
-def sweep_files(directory: Directory) -> None:
+def _sweep_files(directory: Directory) -> None:
     """Remove the scratch files of writers that died. A file that cannot be removed is left for the next time."""
     with suppress(OSError):  # the directory cannot be listed
         for name, kind in directory.kinds().items():
@@ -124,7 +123,7 @@ def sweep_files(directory: Directory) -> None:
 def remove_if_dead(directory: Directory, name: str) -> None:
     """Remove a scratch file unless its writer is alive."""
     # An error: its writer is alive and holds the lock, or has just removed it.
-    with suppress(OSError), Closing(directory.open_file(name)) as descriptor:
+    with suppress(OSError), Closing(os.open(name, FILE, dir_fd=directory.descriptor)) as descriptor:
         try_lock(descriptor)
         directory.unlink(name)
 
@@ -155,8 +154,9 @@ def write_all(descriptor: int, data: Any, offset: int) -> None:
     while view:
         written = os.pwrite(descriptor, view, offset)
         view, offset = view[written:], offset + written
-    if nbytes >= LARGE_WRITE:
-        _start_writeback(descriptor, start, nbytes)
+    if nbytes >= LARGE_WRITE and _sync_file_range:
+        # So that the sync at the end finds little to do. A hint: that sync reports errors.
+        _sync_file_range(descriptor, start, nbytes, _START_WRITEBACK)
 
 
 def write_past_cache(descriptor: int, data: Any, offset: int) -> bool:
@@ -180,22 +180,3 @@ def write_past_cache(descriptor: int, data: Any, offset: int) -> bool:
 def sync_data(descriptor: int) -> None:
     """Put the bytes of a file on stable storage, and its length."""
     (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)
-
-
-def _load_sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    try:
-        function = ctypes.CDLL(None).sync_file_range
-    except (OSError, AttributeError):  # not Linux
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return function
-
-
-_sync_file_range = _load_sync_file_range()
-_START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
-
-
-def _start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
-    """Let the disk begin, so that the sync at the end finds little to do. A hint: that sync reports errors."""
-    if _sync_file_range:
-        _sync_file_range(descriptor, offset, nbytes, _START_WRITEBACK)

@@ -15,7 +15,7 @@ import msgspec
 
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.record.zarray import ZARRAY
-from eformer._engine.stores.directory import Directory, try_lock
+from eformer._engine.stores.directory import Directory, remove_opened, try_lock
 from eformer._engine.stores.durable import SCRATCH, remove_if_dead
 from eformer._engine.stores.removal import Described, Moved, read_array, remove_moved
 from eformer.errors import FormatError
@@ -83,7 +83,7 @@ def _replaced(place: Directory, replaced: Replaced) -> Moved | None:
     them."""
     try:
         with place.enter(replaced.name) as top:
-            inode = top.inode
+            inode = os.fstat(top.descriptor).st_ino
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -151,7 +151,7 @@ def _sweep(place: Directory, name: str, committed: Container[str] | None) -> Non
             return
         journal, owner = read_journal(scratch)
         carry_out(place, journal, committed, owner)
-        place.remove_opened(name, scratch)
+        remove_opened(place, name, scratch)
 
 
 def is_scratch(folder: Directory) -> bool:
@@ -166,7 +166,7 @@ def is_scratch(folder: Directory) -> bool:
 def read_journal(scratch: Directory) -> tuple[Journal | None, int | None]:
     """Read the journal, and return the number of the user who wrote it; None for one whom this process may trust."""
     try:
-        data, owner = scratch.read_owned(JOURNAL, _MOST_JOURNAL)
+        data, owner = scratch.read(JOURNAL, _MOST_JOURNAL)
         return json_decoder(Journal).decode(data), None if owner in (0, os.geteuid()) else owner
     except (FileNotFoundError, FormatError, *MALFORMED_JSON):  # it died before it had one: nothing was moved
         return None, None

@@ -1,32 +1,38 @@
-"""Checkpoints in directories of this machine: read without leaving them."""
+"""Checkpoints in directories of this machine: read without leaving them, and asked for what only a disk has."""
 
 from __future__ import annotations
 
 import os
 import stat
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eformer._engine.stores.base import Entry
-from eformer._engine.stores.directory import kinds_of, open_inside, read_range, version_of, walk
+from eformer._engine.stores.directory import (
+    Closing,
+    Directory,
+    kinds_of,
+    open_inside,
+    own_path,
+    read_range,
+    version_of,
+    walk,
+)
+from eformer._engine.stores.durable import replaceable_mode
+from eformer._engine.stores.journal import sweep
 from eformer._engine.stores.local_files import LocalFiles
 from eformer._engine.stores.local_upload import LocalUpload
+from eformer._engine.stores.scratch import Scratch
 from eformer._engine.tasks.pool import default_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from eformer._engine.stores.base import Kind, Version
+    from eformer._engine.stores.base import Kind, Store, Version
 
 
-def _statuses(top: Path) -> Iterator[os.stat_result]:
-    """Return the status of a file, or of everything in a directory."""
-    if not top.is_dir():
-        yield top.lstat()
-        return
-    for _, entry in walk(top):
-        yield entry.stat(follow_symlinks=False)
+_ALL_DEPTHS = 1000
 
 
 class LocalStore:
@@ -57,13 +63,6 @@ class LocalStore:
     def at(self, below: str) -> LocalStore:
         return LocalStore(self.path / below)
 
-    def resolve(self, name: str) -> tuple[LocalStore, str]:
-        """Follow links. Return the place and the name of the file itself; without a name, the place itself and ""."""
-        if not name:
-            return LocalStore(self.key), ""
-        real = Path(os.path.realpath(self.path / name))
-        return LocalStore(real.parent), real.name
-
     # --------------------------------------------------------------------------------------- look
 
     def kinds(self, below: str = "") -> dict[str, Kind]:
@@ -75,21 +74,6 @@ class LocalStore:
             for path, entry in walk(self.path, below, levels=depth)
             if not entry.is_dir(follow_symlinks=False)
         }
-
-    def usage(self, names: Sequence[str]) -> dict[str, int]:
-        seen: set[tuple[int, int]] = set()
-        return {name: self._usage(self.path / name, seen) for name in names}
-
-    def _usage(self, top: Path, seen: set[tuple[int, int]]) -> int:
-        """Count the bytes of files that were not `seen` yet, and add them to those."""
-        nbytes = 0
-        with suppress(FileNotFoundError):  # somebody removes them
-            for status in _statuses(top):
-                identity = (status.st_dev, status.st_ino)
-                if stat.S_ISREG(status.st_mode) and identity not in seen:
-                    seen.add(identity)
-                    nbytes += status.st_size
-        return nbytes
 
     def kind(self, name: str) -> Kind | None:
         try:
@@ -107,14 +91,11 @@ class LocalStore:
     # --------------------------------------------------------------------------------------- read
 
     def read(self, name: str, start: int = 0, nbytes: int | None = None) -> tuple[bytes, Entry]:
-        descriptor = open_inside(self.path, name)
-        try:
+        with Closing(open_inside(self.path, name)) as descriptor:
             status = os.fstat(descriptor)
             rest = status.st_size - start
             data = read_range(descriptor, start, rest if nbytes is None else min(nbytes, rest))
             return data, Entry(name, status.st_size, version_of(status))
-        finally:
-            os.close(descriptor)
 
     def open(self, names: Sequence[str], versions: Mapping[str, Version] | None = None) -> LocalFiles:
         return LocalFiles(self.path, names, versions)
@@ -125,3 +106,86 @@ class LocalStore:
         self, root: str = "", token: str = "", *, save_id: str = "", is_first: bool = False
     ) -> LocalUpload:
         return LocalUpload(self.path, token, is_first=is_first)
+
+
+# ------------------------------------------------------------------------------- the properties of a disk
+
+
+def on_disk(store: Store) -> Path | None:
+    """Return the path of a store that is a directory of this machine; None for any other."""
+    return store.path if isinstance(store, LocalStore) else None
+
+
+def is_there(store: Store) -> bool:
+    """Tell whether a store is a directory: one that exists, or a prefix that objects have."""
+    if (place := on_disk(store)) is not None:
+        return place.is_dir()
+    try:
+        return bool(store.kinds())
+    except FileNotFoundError:
+        return False
+
+
+def resolved(store: Store, name: str = "") -> tuple[Store, str]:
+    """Follow a link that the caller named. Return the store and the name of the file itself, or the store without links
+    on the way to it."""
+    if (place := on_disk(store)) is None:
+        return store, name
+    real = Path(os.path.realpath(place / name))
+    return (LocalStore(real.parent), real.name) if name else (LocalStore(real), "")
+
+
+def check_replaceable(store: Store, name: str) -> None:
+    """Raise OSError if something is there that a file cannot replace: a directory, a pipe, a device."""
+    if (place := on_disk(store)) is not None:
+        with Directory.open(place) as directory:
+            replaceable_mode(directory, name)
+
+
+def usage(store: Store, names: Sequence[str]) -> dict[str, int]:
+    """Return how many bytes each file takes, and each directory with all that is in it. A file with several names
+    counts for the first of them."""
+    found = dict.fromkeys(names, 0)
+    if (place := on_disk(store)) is None:
+        for path, nbytes in store.sizes("", _ALL_DEPTHS).items():
+            if (top := path.partition("/")[0]) in found:
+                found[top] += nbytes
+        return found
+    seen = set()
+    for name in names:
+        with suppress(FileNotFoundError):  # somebody removes it
+            for status in _statuses(place / name):
+                identity = (status.st_dev, status.st_ino)
+                if stat.S_ISREG(status.st_mode) and identity not in seen:
+                    seen.add(identity)
+                    found[name] += status.st_size
+    return found
+
+
+def _statuses(top: Path) -> Iterator[os.stat_result]:
+    """Return the status of a file, or of everything in a directory."""
+    if not top.is_dir():
+        yield top.lstat()
+        return
+    for _, entry in walk(top):
+        yield entry.stat(follow_symlinks=False)
+
+
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """Yield a path for a new file or directory, which is at `path` when the block ends well and gone when it does
+    not."""
+    with Directory.open(path.parent) as place:
+        sweep(place)  # remains of others that died
+    with Scratch(path.parent) as scratch:
+        data, place, name = scratch.data, scratch.place, path.name
+        yield own_path(data) / name
+        data.put(name, place, name)
+        try:
+            place.sync()
+        except OSError:  # it may not survive a crash, so it is not to be seen
+            if place.has_directory(name):
+                place.rename(name, data, name)
+            else:
+                place.unlink(name)
+            raise

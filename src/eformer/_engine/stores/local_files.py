@@ -1,21 +1,23 @@
-"""Read files of a local directory by number, within a budget of open descriptors."""
+"""Read files of a local directory: by number, within a budget of open descriptors, or past the page cache."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import mmap
 import os
 import resource
 import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from eformer._engine.stores.directory import (
+    ON_THE_WAY,
     Closing,
     content_of,
-    open_base,
     open_beneath,
     open_inside,
     read_into,
@@ -25,7 +27,7 @@ from eformer._engine.tasks.forks import Lock
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -86,10 +88,7 @@ class LocalFiles:
             self.held[number] = self._open(number)
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
-        held = self.held.get(number)
-        if held is not None:
-            return read_into(held, memory, offset)
-        with Closing(self._open(number)) as descriptor:
+        with self._descriptor(number) as descriptor:
             return read_into(descriptor, memory, offset)
 
     def nbytes(self, number: int) -> int:
@@ -104,9 +103,8 @@ class LocalFiles:
                 mapping = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
             except (OSError, ValueError) as error:  # a file system without memory maps
                 _budget.give_back(1)
-                logger.debug(
-                    "%s cannot be mapped and is read instead: %s", self.directory / self.names[number], error
-                )
+                path = self.directory / self.names[number]
+                logger.debug("%s cannot be mapped and is read instead: %s", path, error)
                 return None
             weakref.finalize(mapping, _budget.give_back, 1)  # a mapping has a descriptor of its own
             return np.frombuffer(mapping, np.uint8)
@@ -117,17 +115,16 @@ class LocalFiles:
                 continue
             held = self.held.get(number)
             try:
-                now = self._version(name) if held is None else version_of(os.fstat(held))
+                with (
+                    Closing(open_inside(self.directory, name)) if held is None else nullcontext(held) as file
+                ):
+                    now = version_of(os.fstat(file))
             except (FileNotFoundError, FormatError):
                 return name
             # A held file that was replaced as a whole has the same content; only its number of links has changed.
             if content_of(now) != content_of(self.versions[name]):
                 return name
         return None
-
-    def _version(self, name: str) -> Version:
-        with Closing(open_inside(self.directory, name)) as descriptor:
-            return version_of(os.fstat(descriptor))
 
     def close(self) -> None:
         while self.held:
@@ -157,5 +154,62 @@ class LocalFiles:
         """Open the directory when the first file below it is read."""
         with self.opening:
             if self.base < 0:
-                self.base = open_base(self.real)
+                self.base = os.open(self.real, ON_THE_WAY)
             return self.base
+
+
+# ------------------------------------------------------------------------------------ past the page cache
+
+_UNIT = 4096  # bytes: offsets, lengths and addresses of a read past the cache are multiples
+_DIRECT = getattr(os, "O_DIRECT", 0)  # 0: not Linux, where reads go through the cache
+
+
+class Medium:
+    """A file that is read from its disk. The page cache is not used, and keeps the pages that it has.
+
+    A file system without O_DIRECT is read through the cache.
+    """
+
+    def __init__(self, descriptor: int, most: int) -> None:
+        self._descriptor = descriptor
+        self._memory = memoryview(mmap.mmap(-1, _rounded_up(most) + _UNIT))  # at the address of a page
+        self._set_direct(_DIRECT)
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Return bytes of the file, fewer at its end. They are valid until the next read."""
+        start = offset % _UNIT
+        wanted = _rounded_up(start + nbytes)
+        done = 0
+        while done < wanted and (count := self._read_into(self._memory[done:wanted], offset - start + done)):
+            done += count
+            if count % _UNIT:  # the end of the file
+                break
+        return self._memory[start : min(start + nbytes, done)]
+
+    def _read_into(self, memory: memoryview, offset: int) -> int:
+        try:
+            return os.preadv(self._descriptor, [memory], offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._set_direct(0)  # the file system accepts the flag, and refuses the read
+            return os.preadv(self._descriptor, [memory], offset)
+
+    def _set_direct(self, flag: int) -> None:
+        try:
+            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~_DIRECT
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | flag)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+
+
+@contextmanager
+def medium(directory: Path, name: str, most: int) -> Iterator[Medium]:
+    """Open a file in or below a directory for reads of at most `most` bytes each."""
+    with Closing(open_inside(directory, name)) as descriptor:
+        yield Medium(descriptor, most)
+
+
+def _rounded_up(nbytes: int) -> int:
+    return -(-nbytes // _UNIT) * _UNIT

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import stat
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from eformer._engine.stores.directory import Directory
+from eformer._engine.stores.directory import Directory, remove_opened, require_removable
 from eformer._engine.stores.durable import scratch_name
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
@@ -15,7 +16,6 @@ from eformer._engine.stores.scratch import Scratch
 from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -58,7 +58,7 @@ def _remove(place: Directory, name: str, identity: Identity, target: Directory, 
     if status is None or _identity(status) != identity:
         raise _changed(place, name)
     if stat.S_ISDIR(status.st_mode):
-        place.require_removable(name)
+        require_removable(place, name)
     place.rename(name, target, hidden)
     place.sync()
     with suppress(FileNotFoundError):  # a save sweeps it at the same time
@@ -80,9 +80,9 @@ def _remove_same(target: Directory, hidden: str, planned: os.stat_result) -> boo
     except NotADirectoryError:
         return False
     with inner:
-        if inner.inode != planned.st_ino:
+        if os.fstat(inner.descriptor).st_ino != planned.st_ino:
             return False
-        target.remove_opened(hidden, inner)
+        remove_opened(target, hidden, inner)
     return True
 
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET
 
 from eformer._engine.stores.base import tidy_up
-from eformer._engine.stores.directory import Directory
+from eformer._engine.stores.directory import Directory, set_mode
 from eformer._engine.stores.durable import replaceable_mode, replacing_in
 from eformer._engine.stores.journal import DATA, JOURNAL, carry_out, make_journal, sweep
 from eformer._engine.stores.new_files import NewFiles, sync_file, write_new
@@ -107,7 +107,7 @@ class LocalUpload(NewFiles):
     def _move_file(self, name: str, final: str) -> None:
         mode, status = replaceable_mode(self.place, final), self.data.status(name)
         if mode is not None and status and status.st_nlink == 1:  # else another checkpoint has the file, too
-            self.data.set_mode(name, mode)
+            set_mode(self.data, name, mode)
         if self.place.status(final) is None:  # what is replaced is not ours to withdraw
             self._published.append(final)
         self.data.rename(name, self.place, final)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from eformer._engine.stores.cache import current_cache
 from eformer._engine.stores.hub import hub_at, is_hub_url, refuse_to_write
-from eformer._engine.stores.local import LocalStore
-from eformer._engine.stores.on_disk import is_there
+from eformer._engine.stores.local import LocalStore, is_there
 from eformer._engine.stores.urls import is_bucket_url, local_path
 
 if TYPE_CHECKING:

@@ -88,7 +88,7 @@ class NewFiles:
             if (target := _path_of(source, entry.name)) is None:
                 return False
             with self.made_folder(outer) as folder:
-                folder.link(plain, target, entry.nbytes)
+                folder.link(plain, target)
                 _require_same(folder, plain, entry)
         except (OSError, FormatError) as error:  # no links between these places; or it was just removed
             logger.warning("reuse: cannot link %s, writing it again: %s", source.path_to(entry.name), error)
@@ -156,7 +156,7 @@ class NewFiles:
 
 def _path_of(store: Store, name: str) -> Path | None:
     """Return the path of a file of this machine, which does not lead out of its store; None for any other file."""
-    from eformer._engine.stores.on_disk import on_disk  # late: a store makes uploads
+    from eformer._engine.stores.local import on_disk  # late: a store makes uploads
 
     if (place := on_disk(store)) is not None:
         os.close(open_inside(place, name))

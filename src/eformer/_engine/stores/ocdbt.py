@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from eformer._engine.record.names import is_text
-from eformer._engine.stores.directory import walk
+from eformer._engine.stores.directory import own_path, walk
 from eformer._engine.stores.local_upload import LocalUpload
 from eformer._engine.stores.ocdbt_nodes import require_bounded_nodes
 from eformer._engine.stores.removal import DATABASE_MARK
@@ -158,7 +158,7 @@ class DatabaseUpload(LocalUpload):
     def _written(self) -> Iterator[str]:
         """List the files of this process's database, which TensorStore has written."""
         with self.folder(self._branch) as folder:
-            for path, entry in walk(folder.own_path):
+            for path, entry in walk(own_path(folder)):
                 if not entry.is_dir(follow_symlinks=False) and (self._branch or not path.startswith(_BRANCH)):
                     yield f"{self._branch}/{path}" if self._branch else path
 
@@ -180,13 +180,13 @@ class DatabaseUpload(LocalUpload):
 
 
 def _path_to(folder: Directory) -> str:
-    own = folder.own_path
+    own = own_path(folder)
     return os.path.realpath(own) if own == folder.path else str(own)
 
 
 def _told(error: ValueError, folder: Directory) -> OSError:
     """Return what TensorStore says, with the path of the directory instead of its number."""
-    return OSError(str(error).replace(str(folder.own_path), str(folder.path)))
+    return OSError(str(error).replace(str(own_path(folder)), str(folder.path)))
 
 
 def _join_branches(whole: Directory) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
 import stat
 from typing import TYPE_CHECKING
@@ -22,7 +23,6 @@ from eformer._engine.record.zarray import MOST_ZARRAY, ZARRAY, ZArray, parse_zar
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Mapping
 
     from eformer._engine.stores.base import Kind
@@ -92,7 +92,7 @@ def remove_moved(directory: Directory, moved: Moved, owner: int | None = None) -
         logger.warning("%s was not removed: it is a mount point", directory.path / moved.name)
         return
     with top:
-        if top.inode != moved.inode:
+        if os.fstat(top.descriptor).st_ino != moved.inode:
             return
         _remove(top, moved.mark, _by_directory(moved), owner, 0)
     directory.remove_if_empty(moved.name)
@@ -167,7 +167,7 @@ def read_array(folder: Directory, kinds: Mapping[str, Kind]) -> ZArray | None:
     if kinds.get(ZARRAY) != "file":
         return None
     try:
-        return parse_zarray(folder.read(ZARRAY, MOST_ZARRAY), ZARRAY)
+        return parse_zarray(folder.read(ZARRAY, MOST_ZARRAY)[0], ZARRAY)
     except (FileNotFoundError, FormatError):
         return None
 
@@ -208,7 +208,7 @@ def _mark_of_database(folder: Directory, kinds: Mapping[str, Kind]) -> str | Non
     if kinds.get(DATABASE_MARK) != "file" or ZARRAY in kinds:
         return None
     try:
-        return folder.read(DATABASE_MARK, _MOST_MARK).decode(errors="replace")
+        return folder.read(DATABASE_MARK, _MOST_MARK)[0].decode(errors="replace")
     except (FileNotFoundError, FormatError):
         return None
 

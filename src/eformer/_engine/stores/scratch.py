@@ -14,7 +14,7 @@ import os
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Self
 
-from eformer._engine.stores.directory import Directory, lock, unlock
+from eformer._engine.stores.directory import Directory, lock, remove_opened, unlock
 from eformer._engine.stores.durable import make_directories, scratch_name, sync_directory
 from eformer._engine.stores.journal import DATA, NEW
 
@@ -111,7 +111,7 @@ class Scratch:
                     self.folder.remove_if_empty(name)
                 self.around.remove_if_empty(self.token)
                 if self.around.status(self.token) is not None:
-                    self.around.remove_opened(self.token, self.folder)
+                    remove_opened(self.around, self.token, self.folder)
                 return
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from eformer._engine.saving.commit import new_tree
 from eformer._engine.saving.run import Save, carry_out
 from eformer._engine.saving.staging import Staging
 from eformer._engine.stores.durable import replacing
-from eformer._engine.stores.on_disk import on_disk
+from eformer._engine.stores.local import on_disk
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.memory import resident_bytes
 from eformer._engine.tasks.pool import default_threads

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from eformer._engine.record.text import size
-from eformer._engine.stores.appearing import appearing
 from eformer._engine.stores.base import publish
 from eformer._engine.stores.durable import make_directories
-from eformer._engine.stores.local import LocalStore
+from eformer._engine.stores.local import LocalStore, appearing, on_disk
 from eformer._engine.stores.locate import store_at
-from eformer._engine.stores.on_disk import on_disk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

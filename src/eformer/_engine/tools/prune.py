@@ -47,9 +47,9 @@ from eformer._engine.stores.base import read_whole, remove_files
 from eformer._engine.stores.checkpoints import identity_of, sweep
 from eformer._engine.stores.durable import SCRATCH
 from eformer._engine.stores.leases import LEASES, ids_in
+from eformer._engine.stores.local import is_there, on_disk, usage
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST
-from eformer._engine.stores.on_disk import is_there, on_disk, usage
 from eformer._engine.stores.removal import DATABASE_MARK, PROCESS_RECORD
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tools.verify import verify

@@ -24,8 +24,8 @@ from eformer._engine.record.text import count, few, glance
 from eformer._engine.runs.steps import path_of_step, steps
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
+from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.locate import locate, store_at
-from eformer._engine.stores.on_disk import on_disk
 from eformer._engine.stores.signed import look_at_signed
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.pool import run_all

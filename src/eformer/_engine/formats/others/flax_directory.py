@@ -17,7 +17,7 @@ from eformer._engine.formats.others.single_file import open_single_file
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.formats.steps import RUN_FILE
 from eformer._engine.record.indexes import MANIFEST
-from eformer._engine.stores.on_disk import on_disk
+from eformer._engine.stores.local import on_disk
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:

@@ -45,8 +45,7 @@ from eformer._engine.record.indexes import MANIFEST
 from eformer._engine.record.manifest import Manifest, foreign_tree
 from eformer._engine.record.values import value_to_json
 from eformer._engine.stores.directory import walk
-from eformer._engine.stores.local import LocalStore
-from eformer._engine.stores.on_disk import on_disk
+from eformer._engine.stores.local import LocalStore, on_disk
 from eformer.errors import FormatError, NotFoundError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from eformer._engine.formats.others.unsupported import name_by_suffix, name_othe
 from eformer._engine.formats.quantized import quantization_of
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX
 from eformer._engine.record.indexes import MANIFEST
-from eformer._engine.stores.on_disk import resolved
+from eformer._engine.stores.local import resolved
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:

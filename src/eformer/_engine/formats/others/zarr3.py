@@ -36,7 +36,7 @@ from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json
 from eformer._engine.record.zarray import ZARRAY, parse_zarray
 from eformer._engine.stores.base import read_whole
-from eformer._engine.stores.on_disk import on_disk
+from eformer._engine.stores.local import on_disk
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:

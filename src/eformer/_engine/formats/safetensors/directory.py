@@ -35,7 +35,7 @@ from eformer._engine.record.indexes import MANIFEST, SAFETENSORS
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.planned import process_record
 from eformer._engine.stores.base import Change, SwapError
-from eformer._engine.stores.on_disk import on_disk
+from eformer._engine.stores.local import on_disk
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:

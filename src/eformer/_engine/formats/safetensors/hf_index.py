@@ -15,7 +15,7 @@ from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, PRIVATE, bas
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.directory import Directory
-from eformer._engine.stores.on_disk import on_disk
+from eformer._engine.stores.local import on_disk
 from eformer._engine.tasks.pool import run_all
 from eformer.errors import Damage, FormatError
 

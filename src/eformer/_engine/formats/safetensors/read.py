@@ -30,7 +30,7 @@ from eformer._engine.record.digests import check_own_digest, has_own_digest
 from eformer._engine.record.indexes import MANIFEST
 from eformer._engine.record.manifest import DataFile, Manifest, TreeEntry
 from eformer._engine.record.values import parse_json
-from eformer._engine.stores.on_disk import resolved
+from eformer._engine.stores.local import resolved
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:

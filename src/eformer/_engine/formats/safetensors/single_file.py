@@ -16,7 +16,7 @@ from eformer._engine.record.indexes import SAFETENSORS
 from eformer._engine.record.manifest import DataFile, Manifest, encode_leaves
 from eformer._engine.record.planned import PlannedFile, leaf_entries
 from eformer._engine.stores.base import Change, NoIndex
-from eformer._engine.stores.on_disk import check_replaceable, is_there
+from eformer._engine.stores.local import check_replaceable, is_there
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:

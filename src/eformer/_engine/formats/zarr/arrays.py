@@ -21,8 +21,8 @@ from eformer._engine.record.process_records import ProcessRecord
 from eformer._engine.record.text import few
 from eformer._engine.record.zarray import ZARRAY
 from eformer._engine.stores.base import Change, Replaced, read_whole, require_short
+from eformer._engine.stores.local import is_there, on_disk
 from eformer._engine.stores.ocdbt import DatabaseUpload
-from eformer._engine.stores.on_disk import is_there, on_disk
 from eformer._engine.stores.removal import DATABASE_MARK
 from eformer.errors import FormatError, StructureError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eformer._engine.stores.medium import medium
+from eformer._engine.stores.local_files import medium
 from eformer.errors import FormatError
 
 DATA = random.Random(1).randbytes(50_001)
