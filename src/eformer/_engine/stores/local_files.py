@@ -88,6 +88,8 @@ class LocalFiles:
             self.held[number] = self._open(number)
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
+        if (held := self.held.get(number)) is not None:  # thousands of times: hence no objects
+            return read_into(held, memory, offset)
         with self._descriptor(number) as descriptor:
             return read_into(descriptor, memory, offset)
 

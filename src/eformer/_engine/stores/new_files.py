@@ -5,14 +5,22 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import re
+import sys
 import threading
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from eformer._engine.record.lazy import lazy_property
-from eformer._engine.stores.directory import Directory, content_of, open_inside, version_of
+from eformer._engine.stores.directory import (
+    FILE,
+    Closing,
+    Directory,
+    content_of,
+    function_of_libc,
+    open_inside,
+    version_of,
+)
 from eformer._engine.stores.durable import (
     LARGE_WRITE,
     replaceable_mode,
@@ -25,7 +33,7 @@ from eformer._engine.tasks.pool import default_threads, run_all
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from eformer._engine.stores.base import Entry, Store, Takes
@@ -262,40 +270,32 @@ def write_new(directory: Directory, name: str, data: bytes) -> None:
 
 
 def sync_file(directory: Directory, name: str) -> None:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(name, flags, dir_fd=directory.descriptor)
-    try:
+    with Closing(os.open(name, FILE, dir_fd=directory.descriptor)) as descriptor:
         sync_data(descriptor)
-    finally:
-        os.close(descriptor)
 
 
-def _libc() -> Callable[[int], int] | None:
-    try:
-        release = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
-        if release < (5, 8):  # which does not say when something could not be written
-            return None
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.syncfs.argtypes = [ctypes.c_int]
-        libc.fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    except (OSError, AttributeError):  # not Linux
-        return None
-
-    def syncfs(descriptor: int) -> int:
-        status = (ctypes.c_long * 32)()
-        if libc.fstatfs(descriptor, status) or status[0] & 0xFFFFFFFF not in _SYNCED_BY_SYNCFS:
-            return 0
-        if libc.syncfs(descriptor):
-            error = ctypes.get_errno()
-            raise OSError(error, os.strerror(error))
-        return 1
-
-    return syncfs
+_fstatfs = function_of_libc("fstatfs", ctypes.c_int, ctypes.c_void_p)
+_sync_all = function_of_libc("syncfs", ctypes.c_int)
 
 
-_syncfs_of_linux = _libc()
+def _reports_errors_of_syncfs() -> bool:
+    """Tell whether this is Linux 5.8 or later; before, syncfs does not say when something could not be written."""
+    release = os.uname().release.replace("-", ".").split(".")
+    return sys.platform == "linux" and [int(part) for part in release[:2] if part.isdecimal()] >= [5, 8]
+
+
+_IS_RELIABLE = _reports_errors_of_syncfs()
 
 
 def _syncfs(descriptor: int) -> bool:
-    """Writes the whole file system, if it is of a kind that does: for many files much faster than each alone."""
-    return bool(_syncfs_of_linux and _syncfs_of_linux(descriptor))
+    """Flush the whole file system, which is much faster than each of many files alone. Return False if it is not of a
+    kind that does so and reports errors."""
+    if not (_IS_RELIABLE and _fstatfs and _sync_all):
+        return False
+    status = (ctypes.c_long * 32)()
+    if _fstatfs(descriptor, status) or status[0] & 0xFFFFFFFF not in _SYNCED_BY_SYNCFS:
+        return False
+    if _sync_all(descriptor):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return True
