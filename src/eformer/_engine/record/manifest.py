@@ -387,6 +387,15 @@ class Manifest(Struct, frozen=True, kw_only=True):
         """The ids of the saves that wrote the trees."""
         return {tree.save_id for tree in self.trees.values()}
 
+    def names(self) -> set[str]:
+        """Return what it names at the top of its directory: the directories of trees, and files."""
+        trees = self.trees.values()
+        return {
+            name
+            for tree in trees
+            for name in ([tree.root] if tree.root else [one.name for one in tree.files])
+        }
+
     @property
     def barred(self) -> Container[str]:
         """The saves and files that no later version may name."""

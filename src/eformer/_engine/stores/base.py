@@ -228,6 +228,13 @@ class Change(Struct, frozen=True):
     unmarked: Sequence[str] | None = None
     tidy: Callable[[Store, Upload], None] | None = None
 
+    def gone(self, index: Index) -> set[str]:
+        """Return the names of `replaced`, and those that `index`, the one before, has and the next one has not."""
+        gone = {one.name for one in self.replaced}
+        if index.manifest is not None and self.manifest is not None:
+            gone |= index.manifest.names() - self.manifest.names()
+        return gone
+
 
 class Commit(Protocol):
     """A commit, as an upload carries it out. In the order of calls: `read`, `change`, after an error `is_done`."""
