@@ -87,15 +87,15 @@ def test_a_refused_save_that_cannot_look_again_is_not_told_that_it_is_committed(
 
 def test_what_is_replaced_keeps_its_lease_when_its_own_save_ends_late(url):
     """The save that wrote it has committed and is not yet over when another one replaces it."""
-    end = leases.Leases.end
+    end = leases.Renewed.end
 
     def replaced_first(self):
-        with mock.patch.object(leases.Leases, "end", end):
+        with mock.patch.object(leases.Renewed, "end", end):
             save(tree(2), url)
         end(self)
 
     with (
-        mock.patch.object(leases.Leases, "end", replaced_first),
+        mock.patch.object(leases.Renewed, "end", replaced_first),
         mock.patch("eformer._engine.tasks.turns.Turn.wait"),
     ):
         save(tree(1), url)

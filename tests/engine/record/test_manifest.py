@@ -210,3 +210,13 @@ def test_what_is_quickly_found_valid_is_valid(shape, dtype, off, block, key):
     entry, tree = a_leaf(extent, dtype=dtype, shape=shape, key=key), a_tree({}, block=block)
     if is_plain(entry, extent, [1000], block):
         check_leaf("w", entry, tree)
+
+
+def test_a_manifest_names_directories_of_trees_and_the_files_of_trees_without_one():
+    files = (DataFile("a.safetensors", 1), DataFile("b.safetensors", 1))
+    beside = msgspec.structs.replace(a_tree({}), files=files)
+    below = msgspec.structs.replace(beside, raw_root="tree.1")
+    manifest = Manifest(format="x").with_tree("", beside)
+    assert manifest.names() == {"a.safetensors", "b.safetensors"}
+    assert manifest.with_tree("", below).names() == {"tree.1"}
+    assert Manifest(format="x", trees={"": beside, "ema": below}).names() == {*manifest.names(), "tree.1"}

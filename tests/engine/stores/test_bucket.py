@@ -123,6 +123,15 @@ def test_a_lease_that_is_collected_in_the_thread_of_requests_does_not_hang(url):
     assert has_unfinished(store_at(url))  # it runs out
 
 
+def test_a_hold_whose_lease_cannot_be_removed_ends_without_an_error(url, monkeypatch):
+    def lost(*_):
+        raise OSError("the network is down")
+
+    with held(store_at(url).parent()[0], "x"):
+        monkeypatch.setattr(requests.Objects, "delete", lost)
+    assert has_unfinished(store_at(url))  # it runs out
+
+
 def test_a_request_in_the_thread_of_requests_is_refused(url):
     async def asked():
         store_at(url).exists("x")

@@ -229,8 +229,11 @@ class Change(Struct, frozen=True):
     tidy: Callable[[Store, Upload], None] | None = None
 
     def gone(self, index: Index) -> set[str]:
-        """Return the names of `replaced`, and those that `index`, the one before, has and the next one has not."""
-        gone = {one.name for one in self.replaced}
+        """Return the names of `replaced`, and those that `index`, the one before, has and the next one has not.
+
+        Directories of other programs are not among them: they may hold more than the arrays that were replaced.
+        """
+        gone = {one.name for one in self.replaced if one.mark}
         if index.manifest is not None and self.manifest is not None:
             gone |= index.manifest.names() - self.manifest.names()
         return gone

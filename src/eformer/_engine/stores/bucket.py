@@ -11,9 +11,9 @@ import os
 import re
 import secrets
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 from msgspec import UNSET
@@ -21,7 +21,7 @@ from msgspec import UNSET
 from eformer._engine.record.names import is_inside
 from eformer._engine.stores.base import Entry, SwapError, tidy_up
 from eformer._engine.stores.cache import CachedFiles
-from eformer._engine.stores.leases import LEASES, Leases
+from eformer._engine.stores.leases import LEASES, Leases, require_conditions
 from eformer._engine.stores.objects import PART_BYTES
 from eformer._engine.stores.swaps import swap_index
 from eformer._engine.tasks import interrupts
@@ -31,12 +31,12 @@ from eformer._engine.tasks.pool import cancelled_with_others, run_all
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from msgspec import UnsetType
 
     from eformer._engine.record.manifest import CommitLog
-    from eformer._engine.stores.base import Change, Commit, Files, Index, Kind, Store, Takes, Version
+    from eformer._engine.stores.base import Change, Commit, Files, Kind, Store, Takes, Version
     from eformer._engine.stores.cache import Cache
     from eformer._engine.stores.objects import Objects, Stream
 
@@ -54,12 +54,8 @@ class BucketStore:
 
     def __init__(self, objects: Objects, path: str, cache: Cache | None = None) -> None:
         self.objects, self._path, self.cache = objects, path.strip("/"), cache
-        self.url = objects.path_to(self._path) if self._path else objects.url
+        self.url = self.key = objects.path_to(self._path) if self._path else objects.url
         self.most_path_bytes = len(self.url.encode()) - len(self._path.encode()) + _MOST_KEY
-
-    @property
-    def key(self) -> str:
-        return self.url
 
     def path_to(self, name: str) -> str:
         return f"{self.url}/{name}"
@@ -95,11 +91,10 @@ class BucketStore:
         except FileNotFoundError:
             return None
 
-    def is_file(self, name: str) -> bool:
-        return self.exists(name)
-
     def exists(self, name: str) -> bool:
         return self.objects.find(f"{self._path}/{name}") is not None
+
+    is_file = exists
 
     # ---------------------------------------------------------------------------------------- read
 
@@ -193,28 +188,26 @@ class BucketUpload:
     takes: Takes = "streams"
 
     def __init__(self, objects: Objects, path: str, root: str, token: str, save_id: str) -> None:
-        self.is_owner = not token
         self.token = token or save_id or secrets.token_hex(8)
         self._objects, self._path = objects, path
         self._start = f"{path}/{root}/" if root else f"{path}/"
         self._new: set[str] = set()
         self.nbytes = 0  # there are no caches to spare
-        self._has_asked = self._is_committed = False  # to replace the index; and it was
-        self._is_closed = False
-        self._is_shared = self._is_doubtful = False  # objects may arrive after this upload has ended
-        is_final = not save_id and self.is_owner
-        self._unpublished = _Unpublished(objects) if is_final else None
-        self._leases = Leases(objects, path, self.token) if save_id else None
-        if self.is_owner:
-            objects.require_conditions(f"{path}/{LEASES}/{secrets.token_hex(8)}")
-        if self._leases and self.is_owner:
-            self._leases.begin()
-        elif self._leases:
-            self._leases.join()
+        self._stage: Literal["open", "asked", "committed", "closed"] = "open"  # asked: to replace the index
+        self._is_doubtful = False  # objects may arrive after this upload has ended
+        self._unpublished = None if token or save_id else _Unpublished(objects)
+        self._leases: Leases | None = None
+        if not token:
+            require_conditions(objects, path)
+        elif save_id:
+            objects.head(f"{path}/{LEASES}/{token}")  # raises if the save is not there
+        if save_id and not token:  # the first process has the lease for all
+            self._leases = Leases(objects, path, self.token)
+            self._leases.lease.begin()
 
     def announce(self) -> None:
         """Note that other processes put objects, too. The lease is there already."""
-        self._is_shared = True
+        self._is_doubtful = True
 
     # --------------------------------------------------------------------------------------- write
 
@@ -230,18 +223,15 @@ class BucketUpload:
         elif self._unpublished:
             self._unpublished.send(key, chunks)
         else:
-            with self._doubted():
-                self._objects.stream(key, chunks).wait()
+            self._send(lambda: self._objects.stream(key, chunks).wait())
 
     def put(self, files: Sequence[tuple[str, bytes]]) -> None:
         objects = [(self._start + name, data) for name, data in files]
         self._new.update(key for key, _ in objects)
-        if self._unpublished is None:
-            with self._doubted():
-                self._objects.put_all(objects)
-            return
-        for key, data in objects:
-            self._unpublished.keep(key, data)
+        if self._unpublished:
+            self._unpublished.small += objects
+        else:
+            self._send(lambda: self._objects.put_all(objects))
 
     def link(self, name: str, source: Store, entry: Entry) -> bool:
         """Name the object again if it has its final name already; else let the server copy it."""
@@ -253,17 +243,15 @@ class BucketUpload:
                 return False
             if key != final:
                 self._new.add(final)
-                with self._doubted():
-                    self._objects.copy(key, final)
+                self._send(lambda: self._objects.copy(key, final))
         except OSError:
             return False
         return True
 
-    @contextmanager
-    def _doubted(self) -> Iterator[None]:
-        """Remember an object that may still arrive after an error."""
+    def _send(self, put: Callable[[], None]) -> None:
+        """Put objects. Remember that they may still arrive after an error."""
         try:
-            yield
+            put()
         except BaseException:
             self._is_doubtful = True
             raise
@@ -301,7 +289,9 @@ class BucketUpload:
             if self._leases and commit.sweeps:
                 self._leases.look()  # for dead saves: the commit bars them, and `_finish` removes them
             change = commit.change(index, store)
-            log = self._log(index, change)
+            log: CommitLog | UnsetType = UNSET
+            if self._leases and index.manifest and change.manifest:
+                log = self._leases.log(index.manifest, change.manifest)
             self._publish(change)
             if change.index is None:
                 return change
@@ -309,48 +299,38 @@ class BucketUpload:
                 self.swap(commit.name, change.index(log), index.version)
                 return change
 
-    def _log(self, index: Index, change: Change) -> CommitLog | UnsetType:
-        """Return what the next index has to say of saves. Raise SupersededError if another save has taken this one for
-        dead."""
-        if not self._leases or index.manifest is None or change.manifest is None:
-            return UNSET
-        return self._leases.log(index.manifest, change.manifest)
-
     def _publish(self, change: Change) -> None:
         """Make sure that all objects are there, and let those appear that have waited."""
         for name, final in change.moves.items():
             if (self._start + name).rstrip("/") != f"{self._path}/{final}":
                 raise AssertionError(f"objects cannot be renamed: {name!r} to {final!r}")
-        kept = [name for name, final in change.moves.items() if name and self.is_published(name, final)]
-        run_all([partial(self._require, name) for name in kept], _THREADS if len(kept) >= _THREADS else 1)
         if self._unpublished:
             self._unpublished.publish()
         if self._leases:
+            kept = [name for name, final in change.moves.items() if name and self.is_published(name, final)]
+            require = [partial(self._leases.require, self._start + name) for name in kept]
+            run_all(require, _THREADS if len(kept) >= _THREADS else 1)
             self._leases.retire()
 
-    def _require(self, name: str) -> None:
-        """Raise if an object is gone that this upload did not put: of another process, or of an earlier save."""
-        if self._leases and self._objects.find(self._start + name) is None:
-            raise self._leases.superseded()
-
     def swap(self, name: str, data: bytes, expected: Version | None) -> None:
-        self._has_asked = True  # first of all: this may be interrupted anywhere
+        if self._stage == "open":
+            self._stage = "asked"  # first of all: this may be interrupted anywhere
         swap_index(self._objects, f"{self._path}/{name}", data, expected)
 
     def _withdraw(self) -> None:
-        """Remove the new objects, unless a request to name them may still arrive. Then the next save removes them, once
-        its index makes sure that this one fails."""
-        if not self._has_asked and self._leases:
-            self._remove_new(self._leases)
+        """Remove the new objects of this upload, copies with the names of other saves included, and those of other
+        processes.
 
-    def _remove_new(self, leases: Leases) -> None:
-        """Remove what this upload has put, and what other processes have: copies have the names of other saves."""
-        leases.remove_own()
-        self._objects.delete(self._new)
+        Keep them all if a request to name them may still arrive. Then the next save removes them, once its index makes
+        sure that this one fails.
+        """
+        if self._leases and self._stage == "open":
+            self._leases.remove_own()
+            self._objects.delete(self._new)
 
     def _finish(self, change: Change) -> None:
         """Remove what is dead, and the arrays of another program that the index stops naming."""
-        self._is_committed = True
+        self._stage = "committed"
         if self._leases:
             self._leases.finish()
         for replaced in (one for one in change.replaced if not one.mark):
@@ -361,30 +341,27 @@ class BucketUpload:
         self._objects.delete(f"{self._path}/{name}" for name in names)
 
     def close(self) -> None:
-        if self._is_closed:
+        if self._stage == "closed":
             return
-        self._is_closed = True
-        if self._unpublished:
-            self._unpublished.cancel()
         try:
-            if self.is_owner and self._leases:
-                with suppress(OSError), clearing_up():  # else it is left to the next save
-                    self._clear_up(self._leases)
+            with suppress(OSError), clearing_up():  # else it is left to the next save
+                self._clear_up()
         finally:
+            self._stage = "closed"
             self.abandon()
 
-    def _clear_up(self, leases: Leases) -> None:
-        if self._is_committed:
-            leases.end()
-        elif not self._has_asked:
-            self._remove_new(leases)
-            if not (self._is_shared or self._is_doubtful):
-                leases.end()
+    def _clear_up(self) -> None:
+        if self._unpublished:
+            self._unpublished.cancel()
+        self._withdraw()
+        is_over = self._stage == "committed" or (self._stage == "open" and not self._is_doubtful)
+        if self._leases and is_over:
+            self._leases.lease.end()
 
     def abandon(self) -> None:
         """Let go of the upload as a process does that dies."""
         if self._leases:
-            self._leases.stop()
+            self._leases.lease.stop()
 
 
 class _Unpublished:
@@ -392,12 +369,9 @@ class _Unpublished:
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
-        self._small: list[tuple[str, bytes]] = []
+        self.small: list[tuple[str, bytes]] = []
         self._large: list[Stream] = []
         self._published = threading.Event()
-
-    def keep(self, key: str, data: bytes) -> None:
-        self._small.append((key, data))
 
     def send(self, key: str, chunks: Iterable[Any]) -> None:
         """Send an object, except for its end."""
@@ -419,7 +393,7 @@ class _Unpublished:
         self._published.set()
         for stream in self._large:
             stream.wait()
-        self._objects.put_all(self._small)
+        self._objects.put_all(self.small)
 
     def cancel(self) -> None:
         for stream in self._large:

@@ -10,14 +10,14 @@ from eformer._engine.stores.bucket import BucketStore
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.durable import SCRATCH
 from eformer._engine.stores.journal import sweep_dead
-from eformer._engine.stores.leases import LEASES
-from eformer._engine.stores.leases import held as held_in_bucket
+from eformer._engine.stores.leases import LEASES, leased
 from eformer._engine.stores.local import on_disk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from eformer._engine.stores.base import Identity, Store
+    from eformer._engine.stores.objects import Objects
 
 
 def identity_of(store: Store, name: str) -> Identity:
@@ -25,8 +25,7 @@ def identity_of(store: Store, name: str) -> Identity:
     FileNotFoundError if it is gone."""
     if (place := on_disk(store)) is not None:
         return local_removal.identity_of(place / name)
-    bucket = _bucket(store)
-    return bucket_removal.identity_of(bucket.objects, bucket.key_of(name))
+    return bucket_removal.identity_of(*_bucket(store, name))
 
 
 def remove_checkpoint(store: Store, name: str, identity: Identity | None = None) -> bool:
@@ -39,8 +38,7 @@ def remove_checkpoint(store: Store, name: str, identity: Identity | None = None)
         now = local_removal.identity_of(place / name)  # raises if it is gone
         local_removal.remove_checkpoint(place, name, identity or now)
         return True
-    bucket = _bucket(store)
-    return bucket_removal.remove(bucket.objects, bucket.key_of(name), identity)
+    return bucket_removal.remove(*_bucket(store, name), identity)
 
 
 def sweep(store: Store, name: str) -> None:
@@ -49,8 +47,7 @@ def sweep(store: Store, name: str) -> None:
         with Directory.open(place) as directory:
             sweep_dead(directory, name)
     elif name:
-        bucket = _bucket(store)
-        bucket_removal.sweep(bucket.objects, bucket.key_of(name))
+        bucket_removal.sweep(*_bucket(store, name))
 
 
 def set_aside(store: Store, name: str, why: str, marks: Sequence[str]) -> str:
@@ -60,8 +57,7 @@ def set_aside(store: Store, name: str, why: str, marks: Sequence[str]) -> str:
     """
     if (place := on_disk(store)) is not None:
         return local_removal.set_aside(place, name, why)
-    bucket = _bucket(store)
-    return f"{name}.{bucket_removal.set_aside(bucket.objects, bucket.key_of(name), why, marks)}"
+    return f"{name}.{bucket_removal.set_aside(*_bucket(store, name), why, marks)}"
 
 
 @contextmanager
@@ -75,9 +71,8 @@ def held(store: Store, name: str) -> Iterator[str]:
         with local_removal.linked(place, name) as path:
             yield path
     else:
-        bucket = _bucket(store)
-        with held_in_bucket(bucket.objects, bucket.key_of(name), store.path_to(name)) as path:
-            yield path
+        with leased(*_bucket(store, name), "hold"):
+            yield store.path_to(name)
 
 
 def has_unfinished(store: Store) -> bool:
@@ -88,8 +83,9 @@ def has_unfinished(store: Store) -> bool:
     return bool(store.sizes(LEASES))  # SeaweedFS goes on listing directories that are empty
 
 
-def _bucket(store: Store) -> BucketStore:
+def _bucket(store: Store, name: str) -> tuple[Objects, str]:
+    """Return the objects of a bucket, and the key of a directory or a file there."""
     if not isinstance(store, BucketStore):
         store.begin()  # raises: it can only be read
         raise AssertionError(f"{store.url} is neither a disk nor a bucket")
-    return store
+    return store.objects, store.key_of(name)

@@ -15,11 +15,12 @@ import secrets
 import threading
 import time
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from eformer._engine.record.manifest import CommitLog
 from eformer._engine.stores.objects import is_thread_of_requests
 from eformer._engine.tasks import interrupts
+from eformer._engine.tasks.deadline import clearing_up
 from eformer.errors import SupersededError
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ _MOST_AGE = 24 * 3600.0  # of a save
 DEAD_FOR = dt.timedelta(hours=48)  # twice as long as a save may take: then nobody can commit it any more
 _DONE = 64
 
-_HOLD = "hold-"  # begins the name of a reader's lease
-_REMOVAL = "removal-"  # and that of somebody who removes the index
 _PAUSE = 0.5  # seconds
 
 _ID = re.compile(r"\.([0-9a-f]{16})(?![0-9a-f])")
@@ -88,7 +87,8 @@ class Renewed:
 
 
 class Leases:
-    """The leases of a directory, seen from one save.
+    """The leases of a directory, seen from one save. In the order of calls: `look`, `log`, `require`, `retire`, and
+    `finish` once the index is in place.
 
     The lease of a save is called by its id. That of what another save replaces is called by both ids: whoever removes
     one has seen it run out, and never removes one that is newer.
@@ -97,7 +97,7 @@ class Leases:
     def __init__(self, objects: Objects, path: str, own: str) -> None:
         self._objects, self._path, self._own = objects, path, own
         self._began = _now()
-        self._lease = Renewed(objects, self._key(own))
+        self.lease = Renewed(objects, self._key(own))
         self._now: dt.datetime | None = None  # of the server
         self._expired: dict[str, list[str]] = {}  # saves, and their leases
         self._replaced: set[str] = set()
@@ -106,48 +106,27 @@ class Leases:
     def _key(self, name: str) -> str:
         return f"{self._path}/{LEASES}/{name}"
 
-    # ----------------------------------------------------------------------------------------- own
-
-    def begin(self) -> None:
-        self._lease.begin()
-
-    def join(self) -> None:
-        """Raise FileNotFoundError if the save is not there."""
-        self._objects.head(self._lease.key)
-
-    def stop(self) -> None:
-        self._lease.stop()
-
-    def end(self) -> None:
-        self._lease.end()
-
-    # -------------------------------------------------------------------------------------- commit
-
     def look(self) -> None:
         """Find the saves all of whose leases have run out."""
         leases: dict[str, list[Object]] = {}
         for entry in self._list():
-            if not (is_hold(entry) or is_removal(entry)):
+            if kind_of(entry) in ("save", "replaced"):
                 leases.setdefault(name_of(entry).partition(".")[0], []).append(entry)
-        self._expired, self._now = {}, None
-        if leases.keys() - {self._own}:
-            self._now = self._lease.renew()
-            late = self._now - dt.timedelta(seconds=LEASE)
-            self._expired = {
-                save_id: [entry.key for entry in entries]
-                for save_id, entries in leases.items()
-                if save_id != self._own and all(entry.modified < late for entry in entries)
-            }
+        leases.pop(self._own, None)
+        self._now = now = self.lease.renew() if leases else None
+        self._expired = {
+            save_id: [entry.key for entry in entries]
+            for save_id, entries in leases.items()
+            if now and all(is_late(entry, now) for entry in entries)
+        }
 
     def _list(self) -> list[Object]:
         """List the leases. Whoever removes the index is waited for: the removal has no condition."""
         while True:
-            entries = list(self._objects.list(f"{self._path}/{LEASES}/"))
-            removals = [entry for entry in entries if is_removal(entry)]
-            if not removals:
-                return entries
-            late = self._lease.renew() - dt.timedelta(seconds=LEASE)
-            if all(entry.modified < late for entry in removals):
+            entries = list(self._objects.list(self._key("")))
+            removals = [entry for entry in entries if kind_of(entry) == "removal"]
+            now = self.lease.renew() if removals else None
+            if now is None or all(is_late(entry, now) for entry in removals):
                 return entries
             time.sleep(_PAUSE)
             interrupts.check()
@@ -157,38 +136,33 @@ class Leases:
 
         Raise SupersededError if this save is dead, or would name something that is.
         """
-        said, was, named = before.log or CommitLog(), set(_names(before)), set(_names(after))
+        said, was, named = before.log or CommitLog(), before.names(), after.names()
         self._refuse_dead(said, named - was)
         if self._objects.is_unconditional:  # nobody can be barred: only what was replaced may go
             self._expired = {i: leases for i, leases in self._expired.items() if i in said.done}
         self._replaced = ids_in(was - named)
         self._dead = set(self._expired) - ids_in(named)
         if partly := set(self._expired) - self._dead:
-            self._dead |= {name for name in self._files() if ids_in({name}) & partly and name not in named}
-        dead = {**said.dead, **{name: self._time() for name in self._dead}}
-        return CommitLog(secrets.token_hex(8), (self._own, *said.done)[:_DONE], self._still_dead(dead))
+            files = map(name_of, self._objects.children(self._path)[1])
+            self._dead |= {name for name in files if ids_in({name}) & partly and name not in named}
+        return next_log(said, self._dead, self._now, done=(self._own, *said.done)[:_DONE])
 
     def _refuse_dead(self, said: CommitLog, new: set[str]) -> None:
         """Raise if the index bars what this save would make it name, itself or what it has kept of others; or may have
         barred it so long ago that it does not say so any more."""
         if said.dead.keys() & {self._own, *new, *ids_in(new)} or _age(self._began) > _MOST_AGE:
-            raise self.superseded()
+            raise self._superseded()
 
-    def superseded(self) -> SupersededError:
+    def require(self, key: str) -> None:
+        """Raise if an object is gone that this save did not put: of another process, or of an earlier save."""
+        if self._objects.find(key) is None:
+            raise self._superseded()
+
+    def _superseded(self) -> SupersededError:
         return SupersededError(
             f"{self._objects.path_to(self._path)}: this save took so long that another one has removed its files, or "
             "those that it uses again; save again"
         )
-
-    def _files(self) -> set[str]:
-        return {found.key.rpartition("/")[2] for found in self._objects.children(self._path)[1]}
-
-    def _time(self) -> str:
-        assert self._now
-        return self._now.isoformat(timespec="seconds")
-
-    def _still_dead(self, dead: dict[str, str]) -> dict[str, str]:
-        return dead if self._now is None else still_dead(dead, self._now)
 
     def retire(self) -> None:
         """Give what is replaced a lease, from which on it stays for a while."""
@@ -210,27 +184,34 @@ class Leases:
         directories that they are in."""
         if not dead:
             return
-        directories, objects = self._objects.children(self._path)
+        directories, files = self._objects.children(self._path)
         for name in directories:
             if ids_in({name}) & dead:
                 yield from (found.key for found in self._objects.list(f"{self._path}/{name}/"))
-        for found in objects:
-            name = found.key.rpartition("/")[2]
-            if name in dead or ids_in({name}) & dead:
-                yield found.key
+        yield from (file.key for file in files if {name_of(file), *ids_in({name_of(file)})} & dead)
 
 
-def _names(manifest: Manifest) -> Iterator[str]:
-    """List what a manifest names at the top of its directory: the directories of arrays, and files."""
-    for tree in manifest.trees.values():
-        if tree.root:
-            yield tree.root
-        else:
-            yield from (file.name for file in tree.files)
+# ------------------------------------------------------------------------------------------------ dead
 
 
 def ids_in(names: Iterable[str]) -> set[str]:
     return {found for name in names for found in _ID.findall(name)}
+
+
+def next_log(
+    said: CommitLog,
+    dead: Iterable[str],
+    now: dt.datetime | None,
+    *,
+    done: tuple[str, ...],
+    gone: bool = False,
+) -> CommitLog:
+    """Return what the next index says of saves: it bars the `dead`, too, and leaves out saves that were barred so long
+    ago that they are over. Without a time, no save is dead now."""
+    barred = said.dead
+    if now is not None:
+        barred = still_dead(said.dead, now) | dict.fromkeys(dead, now.isoformat(timespec="seconds"))
+    return CommitLog(secrets.token_hex(8), done, barred, gone)
 
 
 def still_dead(dead: dict[str, str], now: dt.datetime) -> dict[str, str]:
@@ -254,37 +235,40 @@ def _age(began: tuple[float, float]) -> float:
     return max(now - then for now, then in zip(_now(), began, strict=True))
 
 
-# --------------------------------------------------------------------------------------------- holding
+# --------------------------------------------------------------------------------------------- leases
+
+
+def require_conditions(objects: Objects, path: str) -> None:
+    """Raise if the server does not honour conditions."""
+    objects.require_conditions(f"{path}/{LEASES}/{secrets.token_hex(8)}")
 
 
 @contextmanager
-def held(objects: Objects, path: str, url: str) -> Iterator[str]:
-    """Keep a checkpoint from being removed."""
-    lease = Renewed(objects, f"{path}/{LEASES}/{_HOLD}{secrets.token_hex(8)}")
+def leased(objects: Objects, path: str, kind: Literal["hold", "removal"]) -> Iterator[Renewed]:
+    """Keep a checkpoint from being removed, or saves from committing while the index is."""
+    lease = Renewed(objects, f"{path}/{LEASES}/{kind}-{secrets.token_hex(8)}")
     lease.begin()
     try:
-        yield url
+        yield lease
     finally:
-        lease.end()
+        with suppress(OSError), clearing_up():  # else it runs out
+            lease.end()
 
 
-def removing(objects: Objects, path: str) -> Renewed:
-    """Return a lease, not yet put, that keeps saves from committing while the index is removed."""
-    return Renewed(objects, f"{path}/{LEASES}/{_REMOVAL}{secrets.token_hex(8)}")
+def name_of(entry: Object) -> str:
+    return entry.key.rpartition("/")[2]
 
 
-def name_of(lease: Object) -> str:
-    return lease.key.rpartition("/")[2]
+def is_late(lease: Object, now: dt.datetime) -> bool:
+    """Tell whether a lease has run out."""
+    return lease.modified < now - dt.timedelta(seconds=LEASE)
 
 
-def is_hold(lease: Object) -> bool:
-    return name_of(lease).startswith(_HOLD)
-
-
-def is_removal(lease: Object) -> bool:
-    return name_of(lease).startswith(_REMOVAL)
-
-
-def is_save(lease: Object) -> bool:
-    """Tell whether this is the lease of a save, and not of what another one has replaced."""
-    return not (is_hold(lease) or is_removal(lease) or "." in name_of(lease))
+def kind_of(lease: Object) -> Literal["save", "replaced", "hold", "removal"]:
+    """Tell whose lease this is: of a save, of what another save has replaced, of a reader, or of a removal."""
+    name = name_of(lease)
+    if name.startswith("hold-"):
+        return "hold"
+    if name.startswith("removal-"):
+        return "removal"
+    return "replaced" if "." in name else "save"
