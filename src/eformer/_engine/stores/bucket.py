@@ -24,6 +24,7 @@ from eformer._engine.stores.cache import CachedFiles
 from eformer._engine.stores.leases import LEASES, Leases, require_conditions
 from eformer._engine.stores.objects import PART_BYTES
 from eformer._engine.stores.swaps import swap_index
+from eformer._engine.stores.virtual_files import UnchangingFiles
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import clearing_up, time_left
 from eformer._engine.tasks.forks import Lock
@@ -121,8 +122,8 @@ class BucketStore:
         return BucketUpload(self.objects, self._path, root, token, save_id)
 
 
-class BucketFiles:
-    """Objects by number. A range is one request."""
+class BucketFiles(UnchangingFiles):
+    """Objects by number. A range is one request. What a save replaces stays for a while by itself."""
 
     def __init__(
         self, objects: Objects, names: Sequence[str], keys: Sequence[str], versions: Mapping[str, Version]
@@ -165,15 +166,6 @@ class BucketFiles:
             f"{self._objects.path_to(self._keys[number])} is not a file of this machine, which mmap=True needs; pass "
             "cache= with a directory, or set EFORMER_CACHE"
         )
-
-    def hold(self, numbers: Iterable[int]) -> None:
-        """Do nothing: what a save replaces stays for a while by itself."""
-
-    def rewritten(self) -> None:
-        """Objects are replaced as a whole."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 # --------------------------------------------------------------------------------------------- writing
