@@ -367,7 +367,8 @@ def kinds_of(entries: Iterable[tuple[str, os.DirEntry[str]]]) -> dict[str, Kind]
 
 
 def _require_inside(name: str, directory: Path | str, kind: Kind) -> None:
-    if not is_inside(name):
+    is_within = is_inside(name) if "/" in name else name not in ("", ".", "..") and "\0" not in name
+    if not is_within:
         raise FormatError(f"{name[:200]!r} is not the name of a {kind} in {directory}")
 
 
