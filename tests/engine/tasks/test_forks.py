@@ -34,7 +34,7 @@ def test_locks_of_modules_and_classes_are_renewed_in_children():
     plain = {name for name, value in shared() if isinstance(value, LOCKS) and not isinstance(value, Lock)}
     renewed = {name for name, value in shared() if isinstance(value, Lock)}
     assert [name for name in plain if not name.endswith(tuple(ALLOWED))] == []
-    assert "eformer._engine.saving.write.Countdown._lock" in renewed
+    assert "eformer._engine.tasks.pool.Countdown._lock" in renewed
     assert "eformer._engine.stores.local_files._budget._lock" in renewed
 
 

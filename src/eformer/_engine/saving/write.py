@@ -13,8 +13,7 @@ from eformer._engine.record.digests import sha256_of, xxh3_128
 from eformer._engine.record.dtypes import pack_nibbles
 from eformer._engine.record.pieces import bounding, joined, piece_sizes, pieces, shifted
 from eformer._engine.saving.staging import released
-from eformer._engine.tasks.forks import Lock
-from eformer._engine.tasks.pool import run_all
+from eformer._engine.tasks.pool import Countdown, run_all
 from eformer._engine.tasks.progress import SILENT
 
 if TYPE_CHECKING:
@@ -296,37 +295,6 @@ def _write_run(
         sink.write(data, offset)  # right after its digests, while it is in the cache
     finally:
         lease.count_down(len(run))
-
-
-class Countdown:
-    """Calls a function when a number of tasks is done."""
-
-    _lock = Lock()
-
-    def __init__(self, end: Callable[[], None], count: int = 1) -> None:
-        self._end, self._count = end, count
-
-    def after(self, task: Callable[[], None]) -> Callable[[], None]:
-        """Return the task, counted: if it fails, the end is never reached."""
-        with self._lock:
-            self._count += 1
-
-        def counted() -> None:
-            task()
-            self.count_down()
-
-        return counted
-
-    def close(self) -> None:
-        """Count down for the one who made it: no more tasks will come."""
-        self.count_down()
-
-    def count_down(self, count: int = 1) -> None:
-        with self._lock:
-            self._count -= count
-            is_last = self._count == 0
-        if is_last:
-            self._end()
 
 
 # ------------------------------------------------------------------------------------------- digests

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from eformer._engine.tasks import interrupts
+from eformer._engine.tasks.forks import Lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -86,22 +87,38 @@ def cancelled_with_others(cancel: Callable[[], object]) -> Iterator[None]:
         work.forget(cancel)
 
 
+class Countdown:
+    """Calls a function when a number of tasks is done. If one fails, that is never reached."""
+
+    _lock = Lock()
+
+    def __init__(self, end: Callable[[], None], count: int = 1) -> None:
+        self._end, self._count = end, count
+
+    def after(self, task: Callable[[], None]) -> Callable[[], None]:
+        """Return one more task, counted. The maker closes the countdown when no more will come."""
+        with self._lock:
+            self._count += 1
+        return partial(self.carry_out, task)
+
+    def carry_out(self, task: Callable[[], None]) -> None:
+        task()
+        self.count_down()
+
+    def count_down(self, count: int = 1) -> None:
+        with self._lock:
+            self._count -= count
+            is_last = self._count == 0
+        if is_last:
+            self._end()
+
+    close = count_down
+
+
 def in_turn(tasks: Sequence[Callable[[], None]], end: Callable[[], None]) -> list[Callable[[], None]]:
     """Wrap the tasks so that the one that finishes last calls `end`. Without tasks, `end` is the only one."""
-    if not tasks:
-        return [end]
-    left, lock = len(tasks), threading.Lock()
-
-    def carry_out(task: Callable[[], None]) -> None:
-        nonlocal left
-        task()
-        with lock:
-            left -= 1
-            is_last = left == 0
-        if is_last:
-            end()
-
-    return [partial(carry_out, task) for task in tasks]
+    countdown = Countdown(end, len(tasks))
+    return [partial(countdown.carry_out, task) for task in tasks] or [end]
 
 
 _VERY_MANY = 10_000
