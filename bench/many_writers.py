@@ -31,7 +31,7 @@ import numpy as np
 
 from eformer._engine.formats.find import find
 from eformer._engine.loading.contents import contents_of
-from eformer._engine.loading.load import _located
+from eformer._engine.loading.load import _located, _Source
 from eformer._engine.loading.read import read
 from eformer._engine.loading.request import Request
 from eformer._engine.loading.select import compare, select
@@ -359,7 +359,7 @@ def load(case: Case, url: str, first: int) -> Measured:
         targets = compare(contents, select(contents, keys), Request(), None).targets
         for target in targets if boxes else ():
             target.regions = [boxes[number[target.name] % 3]]
-        entry = _located(found, entry, targets)
+        entry = _located(_Source(found, entry, contents, targets=targets)).entry
         read(found, entry, targets, found.store.read_threads, verify=True)
         took = time.perf_counter() - began
     for target in targets:

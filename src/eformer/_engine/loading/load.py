@@ -335,11 +335,8 @@ def load_tree(
         _processes(request, like) as hosts,
         caching(request.cache),
     ):
-        loaded = reread_all(
-            paths,
-            lambda found: _load_found([*map(see, found)] if see else found, request, like, hosts),
-            request.key,
-        )
+        load = _Load(request, like, hosts)
+        loaded = reread_all(paths, lambda found: load.load([*map(see, found)] if see else found), request.key)
     return LoadedTree(_rebuild(loaded, request), loaded.entry, _report(loaded))
 
 
@@ -384,41 +381,238 @@ class _Source:
     targets: list[LeafTarget] = field(default_factory=list)
 
 
-def _load_found(
-    all_found: Sequence[Found], request: Request, like: Mapping[str, Any] | None, hosts: Hosts
-) -> _Loaded:
-    """Load the arrays of one checkpoint, by name, or in the order of `like` if they have no names; or the arrays of
-    several checkpoints, as if they were one."""
-    with ExitStack() as stack:
-        sources = [_opened(found, request, stack) for found in all_found]
-        if request.root is not None:
-            sources = _below(sources, request.root)
-        if request.rename is not None:
-            sources = _renamed(sources, request.rename)
-        if like is None or request.rename is not None or all(source.found.has_names for source in sources):
-            loaded = _load_arrays(_spelled_alike(sources, like), request, like, hosts)
-        else:
-            loaded = _load_by_order(sources, request, like, hosts)
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A load of what `request` asks for. `like` has the leaves of its tree by name; `hosts` are the processes whose
+    devices the leaves go to."""
+
+    request: Request
+    like: Mapping[str, Any] | None
+    hosts: Hosts
+
+    def load(self, all_found: Sequence[Found]) -> _Loaded:
+        """Load the arrays of one checkpoint, by name, or in the order of `like` if they have no names; or the arrays of
+        several checkpoints, as if they were one."""
+        with ExitStack() as stack:
+            sources = [self._opened(found, stack) for found in all_found]
+            if self.request.root is not None:
+                sources = _below(sources, self.request.root)
+            if self.request.rename is not None:
+                sources = _renamed(sources, self.request.rename)
+            if (
+                self.like is None
+                or self.request.rename is not None
+                or all(s.found.has_names for s in sources)
+            ):
+                loaded = self._load_arrays(_spelled_alike(sources, self.like))
+            else:
+                loaded = self._load_by_order(sources)
+            for source in sources:
+                if source.reader is not None:
+                    with reading(source.found):
+                        source.reader.require_unwritten()
+        return replace(
+            loaded, dropped=[*dict.fromkeys(name for source in sources for name in source.dropped)]
+        )
+
+    def _opened(self, found: Found, stack: ExitStack) -> _Source:
+        """Read the record of the tree to load, and warn of files beside it that are not read."""
+        with reading(found):
+            needs_all = self.request.rename is not None or self.request.sha256 is not None
+            entry = found.tree(self.request.prefix) if needs_all else found.listed(self.request.prefix)
+            contents = contents_of(entry)
+        self._require_stored(found)
+        if paths := found.left_out(self.request.prefix):
+            logger.warning("%s: not read, and may hold leaves: %s", found.path, few(paths))
+        if self.request.rename is None:
+            return _Source(found, entry, contents)
+        reader = stack.enter_context(closing(TreeReader(found, entry, verify=self.request.verify)))
+        return _Source(found, entry, contents, reader)
+
+    def _require_stored(self, found: Found) -> None:
+        """Refuse to load leaves of kinds that eformer does not store, unless others are asked for."""
+        if not found.refused or self.request.partial:
+            return
+        asked = found.refused if self.request.keys is None else resolve(self.request.keys, found.refused)[0]
+        if asked:
+            leaves = few([f"leaf {name!r}: {found.refused[name]}" for name in asked])
+            raise FormatError(
+                f"{found.path} has leaves of kinds that eformer does not store: {leaves}. Load the others with keys=, "
+                "or with like= and partial=True; or write them as plain arrays first, such as the model before it was "
+                "quantised, or dequantize() or to_dense() of tensors of PyTorch"
+            )
+
+    def _require_numbers(self, source: _Source, names: Collection[str], given: Collection[str]) -> None:
+        """Refuse quantised leaves among `names`, unless they are asked for as they are stored. All checkpoints of the
+        load have the leaves `given`."""
+        if self.request.dequant is False:
+            return
+        with reading(source.found):
+            quantized = source.found.find_quantized(source.entry)
+        if quantized is None:
+            return
+        if self.request.partial and self.like is not None:
+            names = self._not_left_out(names, given, self.like)
+        taken = {id(stored) for name in names for stored in source.contents.stored(name)}
+        leaves = source.entry.leaves
+        quantized.refuse(source.found.path, {name for name in quantized.leaves if id(leaves[name]) in taken})
+
+    def _not_left_out(
+        self, names: Collection[str], given: Collection[str], like: Mapping[str, Any]
+    ) -> Collection[str]:
+        """Return the names of leaves that a partial load takes, or that are in the place of arrays which `like` keeps:
+        the weights before they were quantised."""
+        missing = (name for name, leaf in like.items() if name not in given and hasattr(leaf, "shape"))
+        kept = {readable(name).removesuffix(".value") for name in missing}
+        if (
+            kept and self.request.rename is not None
+        ):  # for the names of the dense model: any leaf may be the one
+            return names
+        return [name for name in names if name in like or dense_name(name) in kept]
+
+    def _load_by_order(self, sources: Sequence[_Source]) -> _Loaded:
+        """Load a file that stores one array after another, without names."""
+        if self.request.partial or len(sources) > 1:
+            nameless = next(source.found.path for source in sources if not source.found.has_names)
+            why = "partial=True needs" if len(sources) == 1 else "a load of several checkpoints needs"
+            raise ValueError(f"{nameless} has no names of leaves, which {why}")
+        assert self.like is not None
+        (source,) = sources
+        contents, expected = by_order(source.contents, self.like, self.request.cast)
+        loaded = replace(self, like=expected)._load_arrays([replace(source, contents=contents)])
+        return replace(loaded, arrays=completed(loaded.arrays, self.like))
+
+    def _load_arrays(self, sources: Sequence[_Source]) -> _Loaded:
+        """Load the arrays of one tree: select and place, then plan, fetch and assemble."""
+        with gc_paused():
+            contents = merged([source.contents for source in sources])
+            selection, sources = self._selected(sources, contents)
+            place_targets(selection.targets, contents, self.request)
+            sources = [_located(source) for source in sources]
+        return _Loaded(sources[0].entry, contents, selection, self._fetched(sources))
+
+    def _selected(
+        self, sources: Sequence[_Source], contents: Contents
+    ) -> tuple[Selection, Sequence[_Source]]:
+        """Choose the leaves to load, and which checkpoint gives each. Refuse leaves that cannot be given as asked."""
+        self._require_trees(sources, contents)
+        names = select(contents, self.request.keys, is_list=self.request.is_list)
+        owned = self._owned(sources, names)
+        for source, own in zip(sources, owned, strict=True):
+            self._require_numbers(source, own, names)
+        selection = compare(contents, names, self.request, self.like)
+        _require_classes(contents, self.request)
+        return selection, [
+            replace(source, targets=[target for target in selection.targets if target.name in own])
+            for source, own in zip(sources, owned, strict=True)
+        ]
+
+    def _fetched(self, sources: Sequence[_Source]) -> dict[str, Any]:
+        total = sum(map(_nbytes, sources)) if is_wanted(self.request.progress) else 0
+        saves = " ".join(source.entry.save_id for source in sources)
+        arrays: dict[str, Any] = {}
+        with metered(self.request.progress, total, "loading") as meter:
+            for number, source in enumerate(sources, 1):
+                is_last = number == len(sources)
+                self._fetch_and_assemble(source, arrays, meter, f"{saves} {number}", is_last=is_last)
+        return arrays
+
+    def _owned(self, sources: Sequence[_Source], names: Mapping[str, None]) -> list[Collection[str]]:
+        """Return the names of the leaves that each checkpoint gives. Refuse leaves that several of them could give."""
+        if len(sources) == 1:
+            return [names]
+        holders: dict[str, list[_Source]] = {name: [] for name in names}
         for source in sources:
-            if source.reader is not None:
-                with reading(source.found):
-                    source.reader.require_unwritten()
-    return replace(loaded, dropped=[*dict.fromkeys(name for source in sources for name in source.dropped)])
+            functions = set(source.contents.functions)  # left to the code: no checkpoint holds them
+            for name in source.contents.names:
+                if name in names and name not in functions:
+                    holders[name].append(source)
+        several = {
+            n: held for n, held in holders.items() if len(held) > 1 and (self.like is None or n in self.like)
+        }
+        _require_whole_stacks(several)
+        problems = [
+            f"leaf {name!r} is in {' and in '.join(source.found.path for source in held)}"
+            for name, held in several.items()
+        ]
+        if problems and self.request.duplicates is None:
+            advice = 'duplicates="last" takes each from the last checkpoint that has it'
+            raise MismatchError(problems, "several checkpoints hold the same leaves", advice)
+        return [{name for name, held in holders.items() if held and held[-1] is source} for source in sources]
 
+    def _require_trees(self, sources: Sequence[_Source], contents: Contents) -> None:
+        """Refuse a checkpoint that is one array, without a name, beside checkpoints of trees."""
+        if self.request.partial or self.request.keys is not None or len(contents.names) == 1:
+            return
+        bare = [source.found.path for source in sources if BARE_LEAF in source.contents.names]
+        if bare:
+            raise StructureError(
+                f"{bare[0]} holds a single array, which has no name and cannot be merged with the trees of other "
+                'checkpoints; pass rename={"%": "name"} to name it, or load it alone'
+            )
 
-def _opened(found: Found, request: Request, stack: ExitStack) -> _Source:
-    """Read the record of the tree to load, and warn of files beside it that are not read."""
-    with reading(found):
-        needs_all = request.rename is not None or request.sha256 is not None
-        entry = found.tree(request.prefix) if needs_all else found.listed(request.prefix)
-        contents = contents_of(entry)
-    _require_stored(found, request)
-    if paths := found.left_out(request.prefix):
-        logger.warning("%s: not read, and may hold leaves: %s", found.path, few(paths))
-    if request.rename is None:
-        return _Source(found, entry, contents)
-    reader = stack.enter_context(closing(TreeReader(found, entry, verify=request.verify)))
-    return _Source(found, entry, contents, reader)
+    def _fetch_and_assemble(
+        self, source: _Source, arrays: dict[str, Any], meter: Meter, step: str, *, is_last: bool
+    ) -> None:
+        """Read the targets of a source into `arrays` and hand them to the caller's functions, batch by batch. The
+        processes agree on the `step`; with the last source they end their work together."""
+        found, entry, targets = source.found, source.entry, source.targets
+        threads = self.request.threads or found.store.read_threads
+        if self.request.sha256 is not None:
+            with reading(found):
+                check_sha256(found, entry, self.request.sha256(entry), threads)
+        end = max(1, len(targets))
+        size = self.request.batch or end
+        for start in range(0, end, size):
+            batch = targets[start : start + size]
+            streamed, others = self._split(batch)
+            assembled: dict[str, Any] = {}
+            with reading(found):
+                if streamed:
+                    assembled = stream(
+                        found, entry, streamed, threads, verify=self.request.verify, meter=meter
+                    )
+                read(
+                    found,
+                    entry,
+                    others,
+                    threads,
+                    verify=self.request.verify,
+                    mmap=self.request.mmap,
+                    meter=meter,
+                )
+                if source.contents.computed:
+                    read_computed(source.contents.computed, others, threads, meter)
+            change_shapes(others)
+            ends = is_last and start + size >= end
+            if ends or self.request.broadcast:  # a broadcast needs all processes
+                _agree(self.hosts, f"{step} {start}", is_last=ends)
+            with gc_paused():
+                assembled |= assemble(others)
+            self._finish(batch, assembled, arrays)
+
+    def _split(self, targets: list[LeafTarget]) -> tuple[list[LeafTarget], list[LeafTarget]]:
+        """Split targets into those to stream to accelerators and the others, which are read into host memory first.
+
+        A broadcast streams nothing: all processes have to read all of a batch before the first array of it moves.
+        """
+        if self.request.broadcast:
+            return [], targets
+        streamed = [target for target in targets if _can_be_streamed(target)]
+        if not is_worth_streaming(streamed):
+            return [], targets
+        return streamed, [target for target in targets if not _can_be_streamed(target)]
+
+    def _finish(self, batch: list[LeafTarget], assembled: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """Move the assembled arrays of a batch to `arrays`, through the caller's functions."""
+        callback = self.request.callback
+        arrived(list(assembled.values()))  # the caller's functions may run programs, see `Transfer`
+        for target in batch:
+            leaf = assembled.pop(target.name)
+            leaf = called(target.transform, leaf) if target.transform else leaf
+            leaf = called(callback, leaf, target.name) if callback else leaf
+            arrays[target.name] = leaf if target.like_scalar is None else as_scalar(leaf, target.like_scalar)
+            target.arrays = ()  # memory that the caller's functions release is freed at once
 
 
 def _below(sources: Sequence[_Source], root: str) -> list[_Source]:
@@ -462,120 +656,6 @@ def _spelled_alike(sources: Sequence[_Source], like: Mapping[str, Any] | None) -
     return [replace(source, contents=contents) for source, contents in zip(sources, alike, strict=True)]
 
 
-def _require_stored(found: Found, request: Request) -> None:
-    """Refuse to load leaves of kinds that eformer does not store, unless others are asked for."""
-    if not found.refused or request.partial:
-        return
-    asked = found.refused if request.keys is None else resolve(request.keys, found.refused)[0]
-    if asked:
-        leaves = few([f"leaf {name!r}: {found.refused[name]}" for name in asked])
-        raise FormatError(
-            f"{found.path} has leaves of kinds that eformer does not store: {leaves}. Load the others with keys=, or "
-            "with like= and partial=True; or write them as plain arrays first, such as the model before it was "
-            "quantised, or dequantize() or to_dense() of tensors of PyTorch"
-        )
-
-
-def _require_numbers(
-    source: _Source,
-    names: Collection[str],
-    request: Request,
-    like: Mapping[str, Any] | None,
-    given: Collection[str],
-) -> None:
-    """Refuse quantised leaves among `names`, unless they are asked for as they are stored. All checkpoints of the load
-    have the leaves `given`."""
-    if request.dequant is False:
-        return
-    with reading(source.found):
-        quantized = source.found.find_quantized(source.entry)
-    if quantized is None:
-        return
-    if request.partial and like is not None:
-        names = _not_left_out(names, request, like, given)
-    taken = {id(stored) for name in names for stored in source.contents.stored(name)}
-    leaves = source.entry.leaves
-    quantized.refuse(source.found.path, {name for name in quantized.leaves if id(leaves[name]) in taken})
-
-
-def _not_left_out(
-    names: Collection[str], request: Request, like: Mapping[str, Any], given: Collection[str]
-) -> Collection[str]:
-    """Return the names of leaves that a partial load takes, or that are in the place of arrays which `like` keeps: the
-    weights before they were quantised."""
-    missing = (name for name, leaf in like.items() if name not in given and hasattr(leaf, "shape"))
-    kept = {readable(name).removesuffix(".value") for name in missing}
-    if kept and request.rename is not None:  # for the names of the dense model: any leaf may be the one
-        return names
-    return [name for name in names if name in like or dense_name(name) in kept]
-
-
-def _load_by_order(
-    sources: Sequence[_Source], request: Request, like: Mapping[str, Any], hosts: Hosts
-) -> _Loaded:
-    """Load a file that stores one array after another, without names."""
-    if request.partial or len(sources) > 1:
-        nameless = next(source.found.path for source in sources if not source.found.has_names)
-        why = "partial=True needs" if len(sources) == 1 else "a load of several checkpoints needs"
-        raise ValueError(f"{nameless} has no names of leaves, which {why}")
-    (source,) = sources
-    contents, expected = by_order(source.contents, like, request.cast)
-    loaded = _load_arrays([replace(source, contents=contents)], request, expected, hosts)
-    return replace(loaded, arrays=completed(loaded.arrays, like))
-
-
-def _load_arrays(
-    sources: Sequence[_Source], request: Request, like: Mapping[str, Any] | None, hosts: Hosts
-) -> _Loaded:
-    """Load the arrays of one tree: select, compare, place, then plan, fetch and assemble."""
-    with gc_paused():
-        contents = merged([source.contents for source in sources])
-        _require_trees(sources, contents, request)
-        names = select(contents, request.keys, is_list=request.is_list)
-        owned = _owned(sources, names, request, like)
-        for source, own in zip(sources, owned, strict=True):
-            _require_numbers(source, own, request, like, names)
-        selection = compare(contents, names, request, like)
-        _require_classes(contents, request)
-        place_targets(selection.targets, contents, request)
-        sources = [
-            _with_targets(source, [target for target in selection.targets if target.name in own])
-            for source, own in zip(sources, owned, strict=True)
-        ]
-    total = sum(map(_nbytes, sources)) if is_wanted(request.progress) else 0
-    saves = " ".join(source.entry.save_id for source in sources)
-    arrays: dict[str, Any] = {}
-    with metered(request.progress, total, "loading") as meter:
-        for number, source in enumerate(sources, 1):
-            step = f"{saves} {number}"
-            _fetch_and_assemble(source, arrays, request, hosts, meter, step, is_last=number == len(sources))
-    return _Loaded(sources[0].entry, contents, selection, arrays)
-
-
-def _owned(
-    sources: Sequence[_Source], names: Mapping[str, None], request: Request, like: Mapping[str, Any] | None
-) -> list[Collection[str]]:
-    """Return the names of the leaves that each checkpoint gives. Refuse leaves that several of them could give."""
-    if len(sources) == 1:
-        return [names]
-    holders: dict[str, list[_Source]] = {name: [] for name in names}
-    for source in sources:
-        functions = set(source.contents.functions)  # left to the code: no checkpoint holds them
-        for name in source.contents.names:
-            if name in names and name not in functions:
-                holders[name].append(source)
-    several = {n: held for n, held in holders.items() if len(held) > 1 and (like is None or n in like)}
-    _require_whole_stacks(several)
-    problems = [
-        f"leaf {name!r} is in {' and in '.join(source.found.path for source in held)}"
-        for name, held in several.items()
-    ]
-    if problems and request.duplicates is None:
-        advice = 'duplicates="last" takes each from the last checkpoint that has it'
-        raise MismatchError(problems, "several checkpoints hold the same leaves", advice)
-    return [{name for name, held in holders.items() if held and held[-1] is source} for source in sources]
-
-
 def _require_whole_stacks(several: Mapping[str, Sequence[_Source]]) -> None:
     """Refuse a leaf that rules stack of the leaves of the last checkpoint, and that has another shape in one before.
 
@@ -598,91 +678,24 @@ def _parts_of(name: str, source: _Source) -> str:
     return f"{few([*map(repr, names)])} in {source.found.path}"
 
 
-def _require_trees(sources: Sequence[_Source], contents: Contents, request: Request) -> None:
-    """Refuse a checkpoint that is one array, without a name, beside checkpoints of trees."""
-    if request.partial or request.keys is not None or len(contents.names) == 1:
-        return
-    bare = [source.found.path for source in sources if BARE_LEAF in source.contents.names]
-    if bare:
-        raise StructureError(
-            f"{bare[0]} holds a single array, which has no name and cannot be merged with the trees of other "
-            'checkpoints; pass rename={"%": "name"} to name it, or load it alone'
-        )
-
-
-def _with_targets(source: _Source, targets: list[LeafTarget]) -> _Source:
-    """Return the source with its targets, and with a record that says where their boxes are."""
-    if source.found.is_part:
-        require_boxes(targets)
-    return replace(source, entry=_located(source.found, source.entry, targets), targets=targets)
-
-
-def _located(found: Found, entry: TreeEntry, targets: list[LeafTarget]) -> TreeEntry:
+def _located(source: _Source) -> _Source:
     """Read where the boxes of the targets are, if several processes wrote the tree: each has recorded its own."""
+    found, entry, targets = source.found, source.entry, source.targets
+    if found.is_part:
+        require_boxes(targets)
     if not isinstance(entry, ListedTree):
-        return entry
+        return source
     listed = {target.entry.stored_name: target for target in targets if isinstance(target.entry, ListedLeaf)}
     with reading(found):
         tree = entry.locate({name: target.regions for name, target in listed.items()})
     for name, target in listed.items():
         target.entry = tree.leaves[name]
-    return tree
+    return replace(source, entry=tree)
 
 
 def _nbytes(source: _Source) -> int:
     computed = nbytes_computed(source.contents.computed, source.targets)
     return nbytes_read(source.entry, source.targets) + computed
-
-
-def _fetch_and_assemble(
-    source: _Source,
-    arrays: dict[str, Any],
-    request: Request,
-    hosts: Hosts,
-    meter: Meter,
-    step: str,
-    *,
-    is_last: bool,
-) -> None:
-    """Read the targets of a source into `arrays` and hand them to the caller's functions, batch by batch. The processes
-    agree on the `step`; with the last source they end their work together."""
-    found, entry, targets = source.found, source.entry, source.targets
-    threads = request.threads or found.store.read_threads
-    if request.sha256 is not None:
-        with reading(found):
-            check_sha256(found, entry, request.sha256(entry), threads)
-    end = max(1, len(targets))
-    size = request.batch or end
-    for start in range(0, end, size):
-        batch = targets[start : start + size]
-        streamed, others = _split(batch, request)
-        assembled: dict[str, Any] = {}
-        with reading(found):
-            if streamed:
-                assembled = stream(found, entry, streamed, threads, verify=request.verify, meter=meter)
-            read(found, entry, others, threads, verify=request.verify, mmap=request.mmap, meter=meter)
-            if source.contents.computed:
-                read_computed(source.contents.computed, others, threads, meter)
-        change_shapes(others)
-        ends = is_last and start + size >= end
-        if ends or request.broadcast:  # a broadcast needs all processes
-            _agree(hosts, f"{step} {start}", is_last=ends)
-        with gc_paused():
-            assembled |= assemble(others)
-        _finish(batch, assembled, arrays, request)
-
-
-def _split(targets: list[LeafTarget], request: Request) -> tuple[list[LeafTarget], list[LeafTarget]]:
-    """Split targets into those to stream to accelerators and the others, which are read into host memory first.
-
-    A broadcast streams nothing: all processes have to read all of a batch before the first array of it moves.
-    """
-    if request.broadcast:
-        return [], targets
-    streamed = [target for target in targets if _can_be_streamed(target)]
-    if not is_worth_streaming(streamed):
-        return [], targets
-    return streamed, [target for target in targets if not _can_be_streamed(target)]
 
 
 def _can_be_streamed(target: LeafTarget) -> bool:
@@ -691,20 +704,6 @@ def _can_be_streamed(target: LeafTarget) -> bool:
         return False
     is_as_stored = target.new_shape is None and target.read_sharding is None
     return is_as_stored and accelerator_of(target) is not None
-
-
-def _finish(
-    batch: list[LeafTarget], assembled: dict[str, Any], arrays: dict[str, Any], request: Request
-) -> None:
-    """Move the assembled arrays of a batch to `arrays`, through the caller's functions."""
-    callback = request.callback
-    arrived(list(assembled.values()))  # the caller's functions may run programs, see `Transfer`
-    for target in batch:
-        leaf = assembled.pop(target.name)
-        leaf = called(target.transform, leaf) if target.transform else leaf
-        leaf = called(callback, leaf, target.name) if callback else leaf
-        arrays[target.name] = leaf if target.like_scalar is None else as_scalar(leaf, target.like_scalar)
-        target.arrays = ()  # memory that the caller's functions release is freed at once
 
 
 def _rebuild(loaded: _Loaded, request: Request) -> Any:
