@@ -111,12 +111,11 @@
       summary.against && item.change ? `change: ${eformer.changeText(item.change)}` : null];
 
     // Draw a tile, and those inside of it where there is room. Tiles that hold others are only frames.
-    const tiles = (placed, into) => {
-      const { item, x, y, w, h: high } = placed;
+    const tiles = ({ item, x, y, w, h: high }, into, depth = 0) => {
       if (w < 3 || high < 3) return;
-      const isFrame = item.children?.length > 0 && w > 44 && high > 46;
-      const made = h(`button.tile${isFrame ? ".frame" : ""}`, { type: "button", "data-tip": tips.length, "data-path": item.path, "data-kind": item.kind, "data-bytes": item.nbytes,
-        "aria-label": words(item).filter(Boolean).join(", ") + { group: ". Opens", leaf: ". Shows the leaf", rest: item.path === null ? "" : ". Opens the group" }[item.kind],
+      const isFrame = depth < 3 && item.kids.length > 0 && w > 44 && high > 46;
+      const made = h(`button.tile${isFrame ? ".frame" : ""}`, { type: "button", "data-tip": tips.length, "data-path": item.kind === "rest" && item.path === shown.path ? null : item.path, "data-kind": item.kind, "data-bytes": item.nbytes,
+        "aria-label": words(item).filter(Boolean).join(", ") + { group: ". Opens", leaf: ". Shows the leaf", rest: item.path === shown.path ? "" : ". Opens the group" }[item.kind],
         style: { left: `${x}px`, top: `${y}px`, width: `${w - 2}px`, height: `${high - 2}px` } });
       tips.push(words(item));
       if (!isFrame) paint(made, item);
@@ -128,30 +127,27 @@
         made.append(label);
       }
       into.push(made);
-      if (isFrame) for (const small of squarified(withRest(item.children, item.rest, item.path), { x: x + 3, y: y + 20, w: w - 6, h: high - 23 })) tiles(small, into);
+      if (isFrame) for (const small of squarified(source.largest(item, 24), { x: x + 3, y: y + 20, w: w - 6, h: high - 23 })) tiles(small, into, depth + 1);
     };
-
-    // The rows that are left out are one tile, so that areas add up. In a frame it opens the group that has them.
-    const withRest = (items, rest, path = null) => rest.count
-      ? [...items, { path, name: `${count(rest.count)} more`, kind: "rest", nbytes: rest.nbytes, dtype: "", change: rest.change ?? null }] : items;
 
     const draw = () => {
       if (!shown) return;
-      const items = withRest(shown.items, shown.rest), made = [];
+      const made = [], above = [];
       tips = [];
-      for (const placed of squarified(items, { x: 0, y: 0, w: map.clientWidth + 2, h: map.clientHeight + 2 })) tiles(placed, made);
+      for (const placed of squarified(source.largest(shown, 240), { x: 0, y: 0, w: map.clientWidth + 2, h: map.clientHeight + 2 })) tiles(placed, made);
       map.replaceChildren(...made);
       if (!made.length) map.append(h("p.muted.empty", "No bytes here."));
-      crumbs.replaceChildren(...shown.above.map((one, n) => {
+      for (let up = shown; up; up = up.parent) above.unshift(up);
+      crumbs.replaceChildren(...above.map((one, n) => {
         const text = n ? eformer.visible(eformer.label(one.name)) : "all";
-        const last = n === shown.above.length - 1;
+        const last = n === above.length - 1;
         return h("span", n ? h("span.muted", { "aria-hidden": "true" }, " › ") : null,
           last ? h("b", { "aria-current": "location" }, h("bdi", text))
             : h("button.link", { type: "button", onclick: () => zoom(one.path) }, h("bdi", text)));
       }), h("span.muted", ` ${bytes(shown.nbytes)}`));
     };
-    const zoom = async (path, { focus = false } = {}) => {
-      shown = await source.treemap(path);
+    const zoom = (path, { focus = false } = {}) => {
+      shown = source.find(path, "group");
       draw();
       if (focus) map.querySelector("button")?.focus();
     };
@@ -164,8 +160,8 @@
       else { zoom(path, { focus: event.detail === 0 }); onGroup(path); }
     });
     map.addEventListener("keydown", (event) => {
-      if ((event.key === "Escape" || event.key === "Backspace") && shown?.above.length > 1) {
-        zoom(shown.above.at(-2).path, { focus: true });
+      if ((event.key === "Escape" || event.key === "Backspace") && shown?.parent) {
+        zoom(shown.parent.path, { focus: true });
         event.preventDefault();
         event.stopPropagation();
       }

@@ -21,12 +21,12 @@ from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from eformer._engine.serving.requests import RefusedError, Site, admitted, as_error
+from eformer._engine.pages.requests import RefusedError, Site, admitted, as_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from eformer._engine.serving.requests import Answer, Request
+    from eformer._engine.pages.requests import Answer, Request
 
 logger = logging.getLogger("eformer.serve")
 

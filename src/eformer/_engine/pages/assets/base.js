@@ -1,37 +1,31 @@
 // Helpers of all pages: numbers and names as text, elements, the theme.
 //
-// A page is drawn by `eformer.start(source)`. A source answers these questions, each with a promise; a page never looks
-// at its data otherwise. `embeddedSource` (embedded.js) has the data in the page.
+// A page is drawn by `eformer.start(source)`; a page never looks at its data otherwise. The source of a checkpoint has its
+// data in the page or from a server (source.js, live.js):
 //
-//   summary()                -> {kind: "checkpoint", title, path, format, writer, saved_at, leaves, values, params,
-//                                nbytes, files, dtypes: [{dtype, leaves, nbytes, params}], metadata: {name: text},
-//                                verification: {state, text}, health: {nan, inf, zero}, has_values (or "on demand"), left_out, notes,
-//                                signed_by, made_by, made_at, against?: {title, path, saved_at, format},
-//                                run?: {title, href, steps: [number], against: number or null}}
-//   children(path, {offset, limit, sort, descending})
-//                            -> {total, rows: [row]}; sort is "" for the order of the tree, "name", "params",
-//                               "nbytes", "dtype", "std" or "change"
-//   search(query, {offset, limit, sort, descending})
-//                            -> {total, rows: [row]}; leaves whose names contain the query, or match it as a glob
-//   leaf(path)               -> {path, dtype, shape, nbytes, params, value, boxes, sharding: {spec: [[axis]], mesh:
-//                                [[axis, size]]}, statistics: {size, min, max, mean, std, zeros, nan, posinf, neginf,
-//                                magnitudes, histogram: {low, high, scale, counts, below, above}}, problem, damaged,
-//                                checked, change: {status, what, relative, largest, share, unlike, from_zero, became_nan,
-//                                became_inf}}
-//   treemap(path)            -> {path, above: [{path, name}], nbytes, items: [{path, name, kind, nbytes, leaves, dtype,
-//                                change, count?, children: [the same, three levels deep], rest}], rest: {count, nbytes,
-//                                change?}}; the bytes of a group are those of its children and of its rest
-//   locate(path, kind, {sort, descending})
-//                            -> [index, ...]: the place of a row among the children of each group above it
-//   changes()                -> {counts: {same, changed, added, removed, unknown, became}, became: [{path, ...change}],
-//                                added: [{path, what, nbytes}], removed, largest: [{path, ...change}], state: [the same, of
-//                                optimizers], heatmaps: [{stack, before, after, became, rows, more_rows, columns,
-//                                cells: [[row, column, relative, why, became]]}]}
+//   summary    {kind: "checkpoint", title, path, format, writer, saved_at, leaves, values, params, nbytes, files,
+//              dtypes: [{dtype, leaves, nbytes, params}], metadata: {name: text}, verification: {state, text},
+//              health: {nan, inf, zero}, has_values (or "on demand"), left_out, notes, signed_by, made_by, made_at,
+//              against?: {title, path, saved_at, format}, run?: {title, href, steps: [number], against: number or null}}
+//   changes    null, or {counts: {same, changed, added, removed, unknown, became}, became: [{path, ...change}],
+//              added: [{path, what, nbytes}], removed, largest: [{path, ...change}], state: [the same, of optimizers],
+//              heatmaps: [{stack, before, after, became, rows, more_rows, columns, cells: [[row, column, relative, why,
+//              became]]}]}
+//   root       the row of all leaves. A row is {path, name, kind: "group" | "leaf", parent, kids: [row], leaves, params,
+//              nbytes, dtype, dtypes? (of a group), count? (of layers that are folded), special, damaged, shape?, value?,
+//              problem?, change: null or {status, relative}}
+//   children(row, {sort, descending}), search(query, {sort, descending})
+//              -> [row]; sort is "" for the order of the tree, "name", "params", "nbytes", "dtype", "std" or "change".
+//              A search finds leaves whose names contain the query, or match it as a glob
+//   find(path, kind)     -> row
+//   largest(row, most)   -> the largest rows below a group, and one of the kind "rest" for all others
+//   statistics(row)      -> null, or those of a leaf that was read, as below
+//   leaf(path) -> a promise of {path, dtype, shape, nbytes, params, value, boxes, sharding: {spec: [[axis]], mesh: [[axis,
+//              size]]}, statistics: {size, min, max, mean, std, zeros, nan, posinf, neginf, magnitudes, histogram: {low,
+//              high, scale, counts, below, above}}, problem, damaged, checked, change: {status, what, relative, largest,
+//              share, unlike, from_zero, became_nan, became_inf}}
 //
-//   row: {path, name, kind: "group" | "leaf", leaves, params, nbytes, dtype, shape?, value?, std?, bins?, special?,
-//         count? (of layers that are folded into a group), damaged, change?: {status, relative}}
-//
-// A path is that of folding.py: escaped parts joined by dots; "" is the root.
+// A path is that of record/outline.py: escaped parts joined by dots; "" is the root.
 "use strict";
 const eformer = {};
 (() => {
@@ -83,7 +77,7 @@ const eformer = {};
     const code = c.charCodeAt(0);
     return code < 256 ? `\\x${code.toString(16).padStart(2, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`;
   });
-  // The parts of a path as people write them: see record/names.py and reports/folding.py.
+  // The parts of a path as people write them: see record/names.py and record/outline.py.
   eformer.label = (part) => part.split(".").map((one) => {
     if (one.startsWith("%*")) return unescape(one.slice(2)).replace(/(\d+)-(\d+)/, "$1–$2");
     if (one === "%=") return "(itself)";

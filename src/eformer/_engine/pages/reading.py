@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from eformer._engine.pages.changes import Change, measured_change, recorded_change
+from eformer._engine.pages.statistics import Collector, has_statistics
 from eformer._engine.record.lazy_arrays import StoredLeaf
 from eformer._engine.record.pieces import pieces
 from eformer._engine.record.text import printable, size
-from eformer._engine.reports.changes import Change, measured_change, recorded_change
-from eformer._engine.reports.statistics import Collector, has_statistics
 from eformer._engine.tasks.memory import resident_bytes
 from eformer._engine.tasks.pool import default_threads, run_all
 from eformer._engine.tasks.progress import metered
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from eformer._engine.reports.contents import Contents, Leaf
-    from eformer._engine.reports.statistics import Statistics
+    from eformer._engine.pages.contents import Contents, Leaf
+    from eformer._engine.pages.statistics import Statistics
     from eformer._engine.tasks.progress import Meter, Progress
     from eformer._engine.tools.view import View
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.reports.changes import rounded
+from eformer._engine.pages.changes import rounded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from eformer._engine.pages.changes import Change
+    from eformer._engine.pages.contents import Contents, Leaf
+    from eformer._engine.pages.reading import Measured
+    from eformer._engine.pages.statistics import Histogram, Statistics
     from eformer._engine.record.manifest import RecordedSharding
-    from eformer._engine.reports.changes import Change
-    from eformer._engine.reports.contents import Contents, Leaf
-    from eformer._engine.reports.reading import Measured
-    from eformer._engine.reports.statistics import Histogram, Statistics
 
 Json = dict[str, Any]
 
@@ -93,28 +93,26 @@ def _number(value: float | None, digits: int) -> Any:
 
 def columns(contents: Contents, measured: Mapping[str, Measured], changes: Mapping[str, Change]) -> Json:
     """Return the tree and the leaves in columns: a tenth of the size of one object for each leaf."""
-    order = [row.leaf for row in contents.rows if row.leaf >= 0]
-    leaves = [contents.leaves[number] for number in order]
-    parts = _Table()
-    kinds = _Table()
-    shardings = _Table()
-    rows = contents.rows
-    found: Json = {
-        "up": [row.parent for row in rows],
-        "part": [parts.number(row.part) for row in rows],
-        "is_leaf": _runs([row.leaf >= 0 for row in rows]),
+    leaves = [contents.leaves[row.leaf] for row in contents.rows if row.leaf >= 0]
+    some = [measured.get(leaf.path) for leaf in leaves]
+    parts, kinds, shardings = _Table(), _Table(), _Table()
+    return {
+        "depth": [row.depth for row in contents.rows],
+        "part": [parts.number(row.part) for row in contents.rows],
         "kind": [kinds.number(_kind(leaf, shardings)) for leaf in leaves],
         "values": {n: leaf.value for n, leaf in enumerate(leaves) if leaf.value is not None},
-        "statistics": _statistics_columns([measured.get(leaf.path) for leaf in leaves]),
+        "statistics": _statistics_columns(
+            [statistics_facts(one.statistics) if one else None for one in some]
+        ),
+        "problems": {
+            n: [one.problem, int(one.is_damaged)] for n, one in enumerate(some) if one and one.problem
+        },
+        "checked": _runs([bool(one and one.is_checked) for one in some]),
+        "changes": _change_columns([changes[leaf.path] for leaf in leaves]) if changes else None,
+        "parts": parts.entries,
+        "kinds": kinds.entries,
+        "shardings": shardings.entries,
     }
-    some = [measured.get(leaf.path) for leaf in leaves]
-    found["problems"] = {
-        n: [one.problem, int(one.is_damaged)] for n, one in enumerate(some) if one and one.problem
-    }
-    found["checked"] = _runs([bool(one and one.is_checked) for one in some])
-    if changes:
-        found["changes"] = _change_columns([changes[leaf.path] for leaf in leaves])
-    return found | {"parts": parts.entries, "kinds": kinds.entries, "shardings": shardings.entries}
 
 
 class _Table:
@@ -156,18 +154,22 @@ def _runs(flags: Sequence[bool]) -> list[int]:
     return lengths
 
 
-def _statistics_columns(measured: Sequence[Measured | None]) -> Json | None:
-    some = [statistics_facts(one.statistics) if one else None for one in measured]
-    if not any(some):
+def _statistics_columns(facts: Sequence[Json | None]) -> Json | None:
+    """Return the statistics of the leaves that have some, in their order, and which these are."""
+    some = [one for one in facts if one]
+    if not some:
         return None
-    found: Json = {name: [one and one[name] for one in some] for name in ("min", "max", "mean", "std")}
-    for name in ("zeros", "nan", "posinf", "neginf"):
-        found[name] = {n: one[name] for n, one in enumerate(some) if one and one[name]}
-    found["magnitudes"] = [n for n, one in enumerate(some) if one and one["magnitudes"]]
-    histograms = [one and one["histogram"] for one in some]
-    found["bins"] = [_packed(one["counts"]) if one else "" for one in histograms]
-    found["axes"] = {n: axis for n, one in enumerate(some) if one and (axis := _axis(one))}
-    return found
+    return {
+        "of": _runs([one is not None for one in facts]),
+        **{name: [one[name] for one in some] for name in ("min", "max", "mean", "std")},
+        **{
+            name: {n: one[name] for n, one in enumerate(some) if one[name]}
+            for name in ("zeros", "nan", "posinf", "neginf")
+        },
+        "magnitudes": [n for n, one in enumerate(some) if one["magnitudes"]],
+        "bins": [_packed(one["histogram"]["counts"]) if one["histogram"] else "" for one in some],
+        "axes": {n: axis for n, one in enumerate(some) if (axis := _axis(one))},
+    }
 
 
 def _axis(found: Json) -> list[Any] | None:

@@ -10,9 +10,9 @@ from contextlib import suppress
 
 import pytest
 
-from eformer._engine.serving import server as http_server
-from eformer._engine.serving.requests import Answer, RefusedError
-from eformer._engine.serving.server import Server
+from eformer._engine.pages import server as http_server
+from eformer._engine.pages.requests import Answer, RefusedError
+from eformer._engine.pages.server import Server
 
 TOKEN = "s3cret"
 

@@ -13,10 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 STYLES = ("report.css",)
-SCRIPTS = {
-    "checkpoint": ("base.js", "embedded.js", "charts.js", "tree.js", "report.js"),
-    "run": ("base.js", "embedded.js", "charts.js", "tree.js", "report.js", "run.js"),
-}
+_SCRIPTS = ("base.js", "source.js", "charts.js", "tree.js", "report.js")
+SCRIPTS = {"checkpoint": _SCRIPTS, "run": (*_SCRIPTS, "run.js")}
 
 MARK = b'<meta name="generator" content="eformer">'  # in every page
 

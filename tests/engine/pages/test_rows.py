@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
+from eformer._engine.pages.rows import MOST_ROWS, Options, Rows, label
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eformer import checkpoint
-from eformer._engine.reports.contents import contents_of
-from eformer._engine.reports.reading import measure_one
-from eformer._engine.reports.report import changes_of
-from eformer._engine.serving.rows import MOST_ROWS, Options, Rows, label
+from eformer._engine.pages.contents import contents_of
+from eformer._engine.pages.reading import measure_one
+from eformer._engine.pages.report import changes_of
 
 
 def leaf(*shape, dtype=np.float32):

@@ -14,7 +14,7 @@ from eformer._engine.tools.compare import became_text, describe, plain_became, r
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from eformer._engine.reports.contents import Leaf
+    from eformer._engine.pages.contents import Leaf
     from eformer._engine.tools.compare import Comparison
 
 _MOST_LARGEST = 10
@@ -151,7 +151,7 @@ _RANKS = {"same": 0, "unknown": 1, "changed": 2, "added": 3}
 
 def weight(change: Change | None) -> tuple[int, float]:
     """Return a key that orders changes from the weakest: same, not read, changed by so much, added, changed beyond
-    measure, from zero, and became NaN or infinite. `weight` of embedded.js gives the same order."""
+    measure, from zero, and became NaN or infinite. `weight` of source.js gives the same order."""
     if change is None:
         return -1, 0.0
     if change.became:
@@ -159,23 +159,6 @@ def weight(change: Change | None) -> tuple[int, float]:
     if change.status == "changed" and (change.relative is None or change.relative == math.inf):
         return 4 if change.relative is None else 5, 0.0
     return _RANKS[change.status], change.relative or 0.0
-
-
-def combined(changes: Iterable[Change]) -> Change:
-    """Return the change of a group: the status of its leaves, and the strongest change among them.
-
-    The status of leaves that differ in it is "unknown" if any was not read, else "changed".
-    """
-    some = list(changes)
-    statuses = {change.status for change in some} or {"same"}
-    is_unknown = "unknown" in statuses
-    strongest = max(some, key=weight, default=SAME)
-    return Change(
-        statuses.pop() if len(statuses) == 1 else "unknown" if is_unknown else "changed",
-        relative=None if is_unknown else strongest.relative,
-        became_nan=sum(change.became_nan for change in some),
-        became_inf=sum(change.became_inf for change in some),
-    )
 
 
 def heatmaps(leaves: Iterable[tuple[str, int, Change]]) -> list[dict[str, Any]]:

@@ -3,10 +3,15 @@
 (() => {
   const { h, bytes, count, many, number, percent } = eformer;
 
-  eformer.start = (source) => (source.kind === "run" ? eformer.drawRun(source) : drawCheckpoint(source)).catch(eformer.fail);
+  eformer.start = async (coming) => {
+    try {
+      const source = await coming;
+      await (source.kind === "run" ? eformer.drawRun(source) : drawCheckpoint(source));
+    } catch (error) { eformer.fail(error); }
+  };
 
   const drawCheckpoint = async (source) => {
-    const summary = await source.summary();
+    const { summary, changes } = source;
     const app = document.getElementById("app");
     const panel = h("aside.panel", { id: "leaf", tabindex: "-1", "aria-label": "Selected leaf", "aria-live": "polite" });
     let waiting = 0;
@@ -16,17 +21,16 @@
       const leaf = await source.leaf(path);
       clearTimeout(waiting);
       panel.replaceChildren(...leafPanel(leaf, summary));
-      tree.note(leaf);
+      tree.draw();
     };
     const showGroup = (row) => { panel.replaceChildren(...groupPanel(row, summary)); };
     const tree = eformer.tree(source, summary, { onSelect: (row) => row.kind === "leaf" ? showLeaf(row.path) : showGroup(row) });
     const goTo = async (path) => {
-      await tree.reveal(path, "leaf");
+      tree.reveal(path, "leaf");
       await showLeaf(path);
       section.scrollIntoView({ block: "nearest", behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
     };
     const map = eformer.treemap(source, summary, { onLeaf: goTo, onGroup: (path) => tree.reveal(path, "group", { select: false }) });
-    const changes = summary.against ? await source.changes() : null;
 
     const section = h("section.browse", { "aria-labelledby": "leaves-title" },
       h("div.bar", h("h2", { id: "leaves-title" }, "Leaves"), tree.status, h("label.search", tree.input, h("kbd", { "aria-hidden": "true" }, "/"))),
@@ -45,7 +49,8 @@
         footer(summary)));
     app.removeAttribute("aria-busy");
     panel.replaceChildren(h("p.muted.empty", "Select a leaf to see its values and its sharding."));
-    await Promise.all([map.zoom(""), tree.start()]);
+    map.zoom("");
+    tree.start();
     await first(source, summary, changes, tree, showLeaf);
     document.addEventListener("keydown", (event) => {
       if (event.key === "/" && !event.target.closest("input, select, textarea")) { tree.input.focus(); tree.input.select(); event.preventDefault(); }
@@ -56,10 +61,10 @@
   // Begin with the leaf that people look for first: a damaged one, one that became NaN, the one that changed most, the largest.
   const first = async (source, summary, changes, tree, showLeaf) => {
     if (summary.has_values === "on demand") return;  // the largest may take long to read
-    const { rows } = await source.search("", { limit: 1, sort: "nbytes", descending: true });
-    const path = summary.verification.damaged?.[0] ?? changes?.became[0]?.path ?? changes?.largest[0]?.path ?? rows[0]?.path;
+    const [largest] = source.search("", { sort: "nbytes", descending: true });
+    const path = summary.verification.damaged?.[0] ?? changes?.became[0]?.path ?? changes?.largest[0]?.path ?? largest?.path;
     if (path === undefined) return;
-    await tree.reveal(path, "leaf");
+    tree.reveal(path, "leaf");
     await showLeaf(path);
   };
 
@@ -187,7 +192,7 @@
 
   const groupPanel = (row, summary) => [h("h3.leaf-name", eformer.name(eformer.label(row.path))),
     facts([row.count ? ["alike", many(row.count, "layer")] : null, ["leaves", count(row.leaves)], ["parameters", count(row.params)],
-      ["size", `${bytes(row.nbytes)}, ${percent(row.nbytes / Math.max(1, summary.nbytes))} of all`], ["dtypes", h("span.mono", eformer.visible(row.dtype))],
+      ["size", `${bytes(row.nbytes)}, ${percent(row.nbytes / Math.max(1, summary.nbytes))} of all`], ["dtypes", h("span.mono", eformer.visible([...row.dtypes.keys()].filter(Boolean).join(", ")))],
       row.special ? ["NaN or Inf", count(row.special), "warn"] : null, row.damaged ? ["damage", "has damaged leaves", "bad"] : null,
       row.change ? ["largest change", eformer.changeText(row.change)] : null])];
 

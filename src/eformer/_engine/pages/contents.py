@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Self
 from eformer._engine.formats.find import look_at, signer_of
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.names import escape
+from eformer._engine.record.outline import tree_rows
 from eformer._engine.record.text import few, printable, shortened
 from eformer._engine.record.values import value_from_json
-from eformer._engine.reports.folding import leaf_path, tree_rows
 from eformer._engine.tools.compare import Plain
 from eformer._engine.tools.view import open as open_view
 from eformer._engine.tools.view import open_incomplete
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.formats.found import Found
     from eformer._engine.record.manifest import LeafEntry, RecordedSharding, TreeEntry
-    from eformer._engine.reports.folding import TreeRow
+    from eformer._engine.record.outline import TreeRow
     from eformer._engine.tools.view import View
 
 TREE = "%@"  # before a prefix, where there are several trees; no escaped name begins with it
@@ -240,7 +240,7 @@ def _listed(facts: _Facts, views: dict[str, View], problems: dict[str, str], sta
         for prefix, view in views.items()
         for leaf in _leaves(view.tree, prefix, "" if is_one else f"{TREE}{escape(prefix)}")
     ]
-    rows = tree_rows((leaf.path, leaf.kind) for leaf in leaves)
+    rows = tree_rows([(leaf.path, leaf.kind) for leaf in leaves])
     return Contents(
         facts.path,
         facts.format,
@@ -292,12 +292,3 @@ def _value_text(recorded: Any) -> str:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else repr(value)
-
-
-def row_paths(rows: list[TreeRow]) -> list[str]:
-    """Return the path of each row; of a leaf, the path of the leaf."""
-    paths: list[str] = []
-    for row in rows:
-        above = paths[row.parent] if row.parent > 0 else ""
-        paths.append(f"{above}.{row.part}" if above else row.part)
-    return [leaf_path(path) if row.leaf >= 0 else path for row, path in zip(rows, paths, strict=True)]

@@ -9,11 +9,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from eformer._engine.pages.changes import SAME, is_of_optimizer, rounded
+from eformer._engine.pages.contents import contents_of
+from eformer._engine.pages.reading import Room, TooLargeError, compared, recorded_change_of
 from eformer._engine.record.policies import counted_steps, kept_by
 from eformer._engine.record.text import count, printable, size
-from eformer._engine.reports.changes import SAME, is_of_optimizer, rounded
-from eformer._engine.reports.contents import contents_of
-from eformer._engine.reports.reading import Room, TooLargeError, compared, recorded_change_of
 from eformer._engine.runs.claims import resumed_from
 from eformer._engine.runs.retention import facts_of
 from eformer._engine.runs.steps import steps
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Sequence
 
+    from eformer._engine.pages.contents import Contents, Leaf
     from eformer._engine.record.policies import Keep, StepFacts
-    from eformer._engine.reports.contents import Contents, Leaf
     from eformer._engine.runs.steps import Step
     from eformer._engine.tasks.progress import Progress
 

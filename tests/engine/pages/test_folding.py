@@ -1,11 +1,11 @@
 """The rows of a tree."""
 
+from eformer._engine.pages.folding import tree_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eformer._engine.pages.contents import row_paths
 from eformer._engine.record.names import escape, join_name
-from eformer._engine.reports.contents import row_paths
-from eformer._engine.reports.folding import tree_rows
 from support.trees import keys
 
 

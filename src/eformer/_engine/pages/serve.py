@@ -7,14 +7,14 @@ import secrets
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
-from eformer._engine.serving.pages import Pages
-from eformer._engine.serving.server import Server
+from eformer._engine.pages.addresses import Pages
+from eformer._engine.pages.server import Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from eformer._engine.pages.requests import Site
     from eformer._engine.record.policies import Keep
-    from eformer._engine.serving.requests import Site
 
 
 def serve(

@@ -15,9 +15,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer import checkpoint
-from eformer._engine.reports import page
-from eformer._engine.reports.contents import contents_of
-from eformer._engine.reports.reading import measure
+from eformer._engine.pages import page
+from eformer._engine.pages.contents import contents_of
+from eformer._engine.pages.reading import measure
 from eformer._engine.stores import local_files
 from eformer.checkpoint import SaveOptions
 from support.damage import flip
@@ -337,7 +337,7 @@ def test_checkpoints_of_other_programs_have_reports(sample):
 
 _UNDER_A_LIMIT = """
 import resource, sys, threading
-from eformer._engine.reports.report import report
+from eformer._engine.pages.report import report
 path, other, memory = sys.argv[1:]
 threading.stack_size(2**18)  # what threads may use as stacks counts, whether they do or not
 resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer._engine.serving.requests import RefusedError, Site, admitted
+from eformer._engine.pages.requests import RefusedError, Site, admitted
 
 TOKEN = "s3cret-token_0123456789"
 HERE = Site("127.0.0.1", 8090, TOKEN)

@@ -7,20 +7,19 @@ from collections import OrderedDict
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.reports.changes import overview
-from eformer._engine.reports.contents import contents_of
-from eformer._engine.reports.facts import leaf_facts
-from eformer._engine.reports.reading import measure_one
-from eformer._engine.reports.report import changes_of, made, removed_from
-from eformer._engine.serving.requests import RefusedError
-from eformer._engine.serving.rows import Rows
+from eformer._engine.pages.changes import overview
+from eformer._engine.pages.contents import contents_of
+from eformer._engine.pages.facts import columns, leaf_facts
+from eformer._engine.pages.reading import measure_one
+from eformer._engine.pages.report import changes_of, made, removed_from
+from eformer._engine.pages.requests import RefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
-    from eformer._engine.reports.contents import Leaf
-    from eformer._engine.reports.reading import Measured
-    from eformer._engine.serving.requests import Request
+    from eformer._engine.pages.contents import Leaf
+    from eformer._engine.pages.reading import Measured
+    from eformer._engine.pages.requests import Request
 
 Json = dict[str, Any]
 Place = tuple[str, "Hashable"]  # a path, and what tells a checkpoint from another one at the same path
@@ -28,6 +27,7 @@ Place = tuple[str, "Hashable"]  # a path, and what tells a checkpoint from anoth
 MOST_OPEN = 3  # checkpoints; a tree keeps up to 256 files open, and programs may have 1024
 MOST_LEAVES = 300_000  # of all that are open, but for the last
 MOST_READERS = 2  # leaves that are read at once; each takes up to three boxes of 16 MiB
+_MOST_MEASURED = 5000  # leaves whose statistics are kept
 _PATIENCE = 0.25  # seconds between two looks whether the client is still there
 
 
@@ -36,7 +36,7 @@ class GoneError(Exception):
 
 
 class OpenCheckpoint:
-    """A checkpoint that is open, perhaps to be compared with another: its rows, and the leaves that were read."""
+    """A checkpoint that is open, perhaps to be compared with another, and the leaves of it that were read."""
 
     def __init__(self, path: str, readers: threading.Semaphore, against: str | None = None) -> None:
         with ExitStack() as stack:
@@ -44,7 +44,8 @@ class OpenCheckpoint:
             self._other = stack.enter_context(contents_of(against)) if against is not None else None
             self._changes = changes_of(self._contents, self._other, {}) if self._other else {}
             self._stack = stack.pop_all()
-        self._rows = Rows(self._contents, self._changes)
+        self._measured: dict[str, Measured] = {}
+        self._columns: Json | None = None
         about = {"against": self._other.brief()} if self._other else {}
         self._summary = (
             self._contents.summary()
@@ -76,6 +77,13 @@ class OpenCheckpoint:
     def summary(self) -> Json:
         return self._summary | made()
 
+    def columns(self) -> Json:
+        """Return the tree and the leaves, with everything that is known of them by now."""
+        with self._lock:
+            if self._columns is None:
+                self._columns = columns(self._contents, self._measured, self._changes)
+            return self._columns
+
     def changes(self) -> Json | None:
         """Return what changed since the other checkpoint, as far as the records and the leaves that were read tell.
 
@@ -83,15 +91,8 @@ class OpenCheckpoint:
         """
         if self._other is None:
             return None
-        with self.rows() as rows:
-            found = self._changes | rows.measured_changes()
-        return overview(self._contents.leaves, removed_from(self._contents, self._other), found)
-
-    @contextmanager
-    def rows(self) -> Iterator[Rows]:
-        """Lend the rows to one thread at a time."""
         with self._lock:
-            yield self._rows
+            return overview(self._contents.leaves, removed_from(self._contents, self._other), self._changes)
 
     def leaf(self, path: str, has_gone: Callable[[], bool]) -> Json | None:
         """Describe a leaf; read it first, unless it was read before. None if there is no such leaf.
@@ -100,13 +101,21 @@ class OpenCheckpoint:
         """
         if (leaf := self._contents.by_path.get(path)) is None:
             return None
-        with self.rows() as rows:
-            measured = rows.measured(path)
+        measured = self._measured.get(path)
         if measured is None and leaf.entry:
             measured = self._measure(leaf, has_gone)
-            with self.rows() as rows:
-                rows.note(path, measured)
-        return leaf_facts(leaf, measured, (measured and measured.change) or self._changes.get(path))
+            self._note(path, measured)
+        return leaf_facts(leaf, measured, self._changes.get(path))
+
+    def _note(self, path: str, measured: Measured) -> None:
+        """Remember what reading a leaf has shown."""
+        with self._lock:
+            self._measured[path] = measured
+            if len(self._measured) > _MOST_MEASURED:
+                del self._measured[next(iter(self._measured))]
+            if measured.change:
+                self._changes[path] = measured.change
+            self._columns = None
 
     def _measure(self, leaf: Leaf, has_gone: Callable[[], bool]) -> Measured:
         def go_on() -> None:

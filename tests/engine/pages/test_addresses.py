@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
+from eformer._engine.pages import checkpoints, live
+from eformer._engine.pages.addresses import Pages
+from eformer._engine.pages.requests import RefusedError, Request
 from eformer._engine.record.policies import Keep
-from eformer._engine.serving import checkpoints, live
-from eformer._engine.serving.pages import Pages
-from eformer._engine.serving.requests import RefusedError, Request
 from eformer.errors import FormatError, NotFoundError
 
 SAMPLES = Path(__file__).parents[2] / "compat" / "data"

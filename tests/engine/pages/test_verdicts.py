@@ -8,15 +8,15 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from eformer._engine.pages.rows import Options
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eformer import checkpoint
-from eformer._engine.reports.contents import contents_of
-from eformer._engine.reports.reading import measure
-from eformer._engine.reports.report import changes_of
-from eformer._engine.serving.checkpoints import OpenCheckpoint
-from eformer._engine.serving.rows import Options
+from eformer._engine.pages.checkpoints import OpenCheckpoint
+from eformer._engine.pages.contents import contents_of
+from eformer._engine.pages.reading import measure
+from eformer._engine.pages.report import changes_of
 
 NAN = np.float32(np.nan)
 OTHER_NAN = np.array([0x7FC00001], np.uint32).view(np.float32)[0]

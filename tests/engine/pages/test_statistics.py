@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer._engine.reports import statistics
-from eformer._engine.reports.statistics import Collector
+from eformer._engine.pages import statistics
+from eformer._engine.pages.statistics import Collector
 from support.trees import DTYPES, arrays
 
 

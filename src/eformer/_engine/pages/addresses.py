@@ -3,8 +3,7 @@
 /                         the run, or the checkpoint
 /run.json                 the steps of the run, as they are now
 /step/100/                one step, with ?against=50 beside another; below it, and below / for a checkpoint alone:
-    summary.json   children.json?path=   search.json?query=   leaf.json?path=   treemap.json?path=   locate.json?path=
-    changes.json
+    summary.json   columns.json   changes.json   leaf.json?path=
 /report.css /run.js /checkpoint.js
 """
 
@@ -18,22 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.find import find
 from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, steps_in
+from eformer._engine.pages.checkpoints import Checkpoints, OpenCheckpoint, leaf_of
+from eformer._engine.pages.live import LiveRun, identity_of
+from eformer._engine.pages.page import SCRIPTS, STYLES, asset
+from eformer._engine.pages.report import made
+from eformer._engine.pages.requests import WITH_SLASH, Answer, RefusedError, Request, as_error, as_json
+from eformer._engine.pages.timeline import rule_text
 from eformer._engine.record.text import printable
-from eformer._engine.reports.page import SCRIPTS, STYLES, asset
-from eformer._engine.reports.report import made
-from eformer._engine.reports.timeline import rule_text
-from eformer._engine.serving.checkpoints import Checkpoints, OpenCheckpoint, leaf_of
-from eformer._engine.serving.live import LiveRun, identity_of
-from eformer._engine.serving.requests import WITH_SLASH, Answer, RefusedError, Request, as_error, as_json
-from eformer._engine.serving.rows import Options, Rows
 from eformer._engine.stores.locate import store_at
 from eformer.errors import EformerError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from eformer._engine.pages.checkpoints import Place
     from eformer._engine.record.policies import Keep
-    from eformer._engine.serving.checkpoints import Place
 
 Question = Callable[[OpenCheckpoint, Request], Any]
 
@@ -88,9 +86,9 @@ class Pages:
                 self._place(int(number))
                 return _shell("checkpoint", f"step {int(number)} · {self.title}", "../../")
             case ("step", number, name) if self._run and _is_number(number) and name in _QUESTIONS:
-                return self._facts(_QUESTIONS[name], request, int(number))
+                return self._facts(name, request, int(number))
             case (name,) if not self._run and name in _QUESTIONS:
-                return self._facts(_QUESTIONS[name], request, None)
+                return self._facts(name, request, None)
         raise RefusedError(404, "there is no such page")
 
     def _news(self, run: LiveRun, known: str) -> Answer:
@@ -104,12 +102,12 @@ class Pages:
         }
         return as_json(about | news.as_json() | made(), etag=etag)
 
-    def _facts(self, question: Question, request: Request, number: int | None) -> Answer:
+    def _facts(self, name: str, request: Request, number: int | None) -> Answer:
         other = self._other(request)
         places = self._places(number, other)
         with self._checkpoints.opened(*places) as checkpoint:
-            found = question(checkpoint, request)
-            if question is _summary and self._run and number is not None:
+            found = _QUESTIONS[name](checkpoint, request)
+            if name == "summary.json" and self._run and number is not None:
                 found["run"] = self._about_run(self._run, number, other)
         if isinstance(found, dict) and found.get("damaged") and self._places(number, other) != places:
             raise NotFoundError("this checkpoint was replaced while it was read; open the page again")
@@ -158,36 +156,11 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 18
 
 
-def _rows(answer: Callable[[Rows, Request], Any]) -> Question:
-    def asked(checkpoint: OpenCheckpoint, request: Request) -> Any:
-        with checkpoint.rows() as rows:
-            return answer(rows, request)
-
-    return asked
-
-
-def _path(request: Request) -> str:
-    return request.parameters.get("path", "")
-
-
-def _summary(checkpoint: OpenCheckpoint, _: Request) -> dict[str, Any]:
-    return checkpoint.summary()
-
-
 _QUESTIONS: dict[str, Question] = {
-    "summary.json": _summary,
+    "summary.json": lambda checkpoint, _: checkpoint.summary(),
+    "columns.json": lambda checkpoint, _: checkpoint.columns(),
     "changes.json": lambda checkpoint, _: checkpoint.changes(),
     "leaf.json": leaf_of,
-    "children.json": _rows(lambda rows, asked: rows.children(_path(asked), Options(asked.parameters))),
-    "treemap.json": _rows(lambda rows, asked: rows.treemap(_path(asked))),
-    "locate.json": _rows(
-        lambda rows, asked: rows.locate(
-            _path(asked), asked.parameters.get("kind", ""), Options(asked.parameters)
-        )
-    ),
-    "search.json": _rows(
-        lambda rows, asked: rows.search(asked.parameters.get("query", ""), Options(asked.parameters))
-    ),
 }
 
 
@@ -200,6 +173,6 @@ def _shell(kind: str, title: str, up: str) -> Answer:
 @cache
 def _file(name: str) -> Answer:
     stem, _, suffix = name.rpartition(".")
-    names = STYLES if suffix == "css" else (*SCRIPTS[stem], "remote.js")
+    names = STYLES if suffix == "css" else (*SCRIPTS[stem], "live.js")
     body = "\n".join(map(asset, names)).encode()
     return Answer(body, _KINDS[suffix], etag=f'"{hashlib.sha256(body).hexdigest()[:32]}"')

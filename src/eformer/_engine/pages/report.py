@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.steps import is_run
+from eformer._engine.pages.changes import Change, overview
+from eformer._engine.pages.contents import contents_of
+from eformer._engine.pages.facts import columns
+from eformer._engine.pages.page import MARK, page
+from eformer._engine.pages.reading import Measured, measure, recorded_change_of
+from eformer._engine.pages.timeline import alarms, run_facts
 from eformer._engine.record.policies import keep_from
 from eformer._engine.record.text import count, few
-from eformer._engine.reports.changes import Change, overview
-from eformer._engine.reports.contents import contents_of
-from eformer._engine.reports.facts import columns
-from eformer._engine.reports.page import MARK, page
-from eformer._engine.reports.reading import Measured, measure, recorded_change_of
-from eformer._engine.reports.timeline import alarms, run_facts
 from eformer._engine.runs.steps import path_of_step
 from eformer._engine.stores.durable import replacing
 from eformer._engine.stores.local_paths import local_path
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from eformer._engine.pages.contents import Contents, Leaf
     from eformer._engine.record.policies import Keep
-    from eformer._engine.reports.contents import Contents, Leaf
     from eformer._engine.tasks.progress import Progress
 
 

@@ -1,4 +1,4 @@
-// A source that asks the server of `eformer serve`: see base.js for what it answers. Comes last, and starts the page.
+// Sources that ask the server of `eformer serve`: see base.js for what they have. Comes last, and starts the page.
 "use strict";
 (() => {
   const POLL = 2000, SOON = 400;  // milliseconds
@@ -28,23 +28,15 @@
     return never;
   };
 
-  const checkpointSource = () => {
+  const checkpointSource = async () => {
+    const [summary, leaves, against] = await Promise.all(["summary", "columns", "changes"].map((name) => ask(name)));
     let reading = new AbortController();
-    return {
-      kind: "checkpoint",
-      summary: () => ask("summary"),
-      children: (path, options = {}) => ask("children", { path, ...options }),
-      search: (query, options = {}) => ask("search", { query, ...options }),
-      treemap: (path) => ask("treemap", { path }),
-      locate: (path, kind, options = {}) => ask("locate", { path, kind, ...options }),
-      changes: () => ask("changes"),
-      // Whoever selects another leaf does not wait for this one any more: the server stops reading it.
-      leaf: (path) => {
-        reading.abort();
-        reading = new AbortController();
-        return ask("leaf", { path }, { signal: reading.signal });
-      },
-    };
+    // Whoever selects another leaf does not wait for this one any more: the server stops reading it.
+    return eformer.checkpointSource({ summary, leaves, against }, (path) => {
+      reading.abort();
+      reading = new AbortController();
+      return ask("leaf", { path }, { signal: reading.signal });
+    });
   };
 
   // The run is asked for again and again; it is sent only if it is another than before.
@@ -78,6 +70,6 @@
     };
   };
 
-  eformer.remoteSource = { run: runSource, checkpoint: checkpointSource };
-  eformer.start(eformer.remoteSource[document.documentElement.dataset.kind]());
+  const sources = { run: runSource, checkpoint: checkpointSource };
+  eformer.start(sources[document.documentElement.dataset.kind]());
 })();

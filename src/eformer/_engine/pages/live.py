@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.steps import name_of_step
+from eformer._engine.pages.timeline import reasons
 from eformer._engine.record.policies import StepFacts
 from eformer._engine.record.text import printable
-from eformer._engine.reports.timeline import reasons
 from eformer._engine.runs.claims import resumed_from
 from eformer._engine.runs.retention import removable
 from eformer._engine.runs.steps import is_foreign, steps
