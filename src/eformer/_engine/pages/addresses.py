@@ -111,7 +111,7 @@ class Pages:
                 found["run"] = self._about_run(self._run, number, other)
         if isinstance(found, dict) and found.get("damaged") and self._places(number, other) != places:
             raise NotFoundError("this checkpoint was replaced while it was read; open the page again")
-        return as_json(found)
+        return found if isinstance(found, Answer) else as_json(found)
 
     def _about_run(self, run: LiveRun, number: int, other: int | None) -> dict[str, Any]:
         """Return what the page of a step shows of its run: a way back, and the steps that it can be compared with."""

@@ -12,14 +12,14 @@ from eformer._engine.pages.contents import contents_of
 from eformer._engine.pages.facts import columns, leaf_facts
 from eformer._engine.pages.reading import measure_one
 from eformer._engine.pages.report import changes_of, made, removed_from
-from eformer._engine.pages.requests import RefusedError
+from eformer._engine.pages.requests import RefusedError, as_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
     from eformer._engine.pages.contents import Leaf
     from eformer._engine.pages.reading import Measured
-    from eformer._engine.pages.requests import Request
+    from eformer._engine.pages.requests import Answer, Request
 
 Json = dict[str, Any]
 Place = tuple[str, "Hashable"]  # a path, and what tells a checkpoint from another one at the same path
@@ -45,7 +45,7 @@ class OpenCheckpoint:
             self._changes = changes_of(self._contents, self._other, {}) if self._other else {}
             self._stack = stack.pop_all()
         self._measured: dict[str, Measured] = {}
-        self._columns: Json | None = None
+        self._columns: Answer | None = None
         about = {"against": self._other.brief()} if self._other else {}
         self._summary = (
             self._contents.summary()
@@ -77,11 +77,11 @@ class OpenCheckpoint:
     def summary(self) -> Json:
         return self._summary | made()
 
-    def columns(self) -> Json:
+    def columns(self) -> Answer:
         """Return the tree and the leaves, with everything that is known of them by now."""
         with self._lock:
             if self._columns is None:
-                self._columns = columns(self._contents, self._measured, self._changes)
+                self._columns = as_json(columns(self._contents, self._measured, self._changes))
             return self._columns
 
     def changes(self) -> Json | None:

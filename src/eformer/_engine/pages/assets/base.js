@@ -78,7 +78,7 @@ const eformer = {};
     return code < 256 ? `\\x${code.toString(16).padStart(2, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`;
   });
   // The parts of a path as people write them: see record/names.py and record/outline.py.
-  eformer.label = (part) => part.split(".").map((one) => {
+  eformer.label = (part) => !part.includes("%") ? part : part.split(".").map((one) => {
     if (one.startsWith("%*")) return unescape(one.slice(2)).replace(/(\d+)-(\d+)/, "$1–$2");
     if (one === "%=") return "(itself)";
     if (one === "%") return "(the only leaf)";

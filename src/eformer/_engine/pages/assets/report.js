@@ -192,7 +192,7 @@
 
   const groupPanel = (row, summary) => [h("h3.leaf-name", eformer.name(eformer.label(row.path))),
     facts([row.count ? ["alike", many(row.count, "layer")] : null, ["leaves", count(row.leaves)], ["parameters", count(row.params)],
-      ["size", `${bytes(row.nbytes)}, ${percent(row.nbytes / Math.max(1, summary.nbytes))} of all`], ["dtypes", h("span.mono", eformer.visible([...row.dtypes.keys()].filter(Boolean).join(", ")))],
+      ["size", `${bytes(row.nbytes)}, ${percent(row.nbytes / Math.max(1, summary.nbytes))} of all`], ["dtypes", h("span.mono", eformer.visible(row.dtypes.filter(Boolean).join(", ")))],
       row.special ? ["NaN or Inf", count(row.special), "warn"] : null, row.damaged ? ["damage", "has damaged leaves", "bad"] : null,
       row.change ? ["largest change", eformer.changeText(row.change)] : null])];
 

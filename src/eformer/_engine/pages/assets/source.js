@@ -18,131 +18,179 @@
     return counts;
   };
   const flags = (lengths) => lengths.flatMap((length, n) => Array(length).fill(n % 2 === 1));
-  const specials = (found, n) => (found.nan[n] ?? 0) + (found.posinf[n] ?? 0) + (found.neginf[n] ?? 0);
 
   // `read` asks for a leaf that has to be read first; a page that is a file has what there is to know in its data.
+  //
+  // There may be hundreds of thousands of leaves, so a row is made when it is looked at. Rows come in the order of a walk:
+  // the leaves below a row are some that follow each other, and their bytes are a difference of two running sums.
   eformer.checkpointSource = ({ summary, leaves, against }, read = null) => {
-    const { statistics } = leaves;
-    const isChecked = flags(leaves.checked), isMeasured = flags(statistics?.of ?? []);
-    const changeOf = changes(leaves.changes);
-    const groups = new Map(), byPath = new Map(), nodes = [];
-
-    let leaf = 0, measured = 0;  // so many were made
-    const asLeaf = (node) => {
-      const n = node.leaf = leaf++;
-      const [dtype, shape, nbytes, params] = leaves.kinds[leaves.kind[n]];
-      const [problem, damaged] = leaves.problems[n] ?? [null, 0];
-      node.at = isMeasured[n] ? measured++ : -1;
-      Object.assign(node, { kind: "leaf", path: eformer.leafPath(node.path), dtype, shape, nbytes, params, problem, damaged: damaged === 1,
-        leaves: 1, value: leaves.values[n], special: node.at < 0 ? 0 : specials(statistics, node.at), change: changeOf(n) });
-      byPath.set(node.path, node);
+    const { depth, kinds, problems, statistics: columns } = leaves;
+    const isLeaf = (n) => n > 0 && !(depth[n + 1] > depth[n]);  // every group but the root has rows
+    const firsts = sums(depth.length, isLeaf);  // how many leaves come before a row
+    const ends = new Int32Array(depth.length);  // the first row that is not below a row
+    for (let n = ends.length - 1; n >= 0; n--) {
+      let end = n + 1;
+      while (end < ends.length && depth[end] > depth[n]) end = ends[end];
+      ends[n] = end;
+    }
+    const all = leaves.kind.length;
+    const nbytes = sums(all, (n) => kinds[leaves.kind[n]][2]), params = sums(all, (n) => kinds[leaves.kind[n]][3]);
+    const isChecked = flags(leaves.checked), isMeasured = flags(columns?.of ?? []), places = sums(all, (n) => isMeasured[n]);
+    const changed = leaves.changes && changes(leaves.changes);
+    const found = new Map();  // the statistics of leaves by their numbers, from the columns or as they were read
+    const specialOf = (n) => {
+      const at = places[n], one = found.get(n);
+      if (one) return one.nan + one.posinf + one.neginf;
+      return isMeasured[n] ? (columns.nan[at] ?? 0) + (columns.posinf[at] ?? 0) + (columns.neginf[at] ?? 0) : 0;
     };
-    const above = [];  // the last row of every depth
-    leaves.depth.forEach((depth, n) => {
-      const part = leaves.parts[leaves.part[n]], parent = depth ? above[depth - 1] : null;
-      const node = { kind: "group", path: parent?.path ? `${parent.path}.${part}` : part, name: part, parent, kids: [] };
-      parent?.kids.push(node);
-      nodes.push(above[depth] = node);
-      if (depth && !(leaves.depth[n + 1] > depth)) asLeaf(node);  // every group but the root has rows
-      else groups.set(node.path, node);
-    });
-    // Add up what is below a group.
-    const total = (group) => {
-      Object.assign(group, { leaves: 0, params: 0, nbytes: 0, special: 0, damaged: false, change: null });
-      const dtypes = new Map();
-      const add = (nbytes, dtype) => dtypes.set(dtype, (dtypes.get(dtype) ?? 0) + nbytes);
-      for (const kid of group.kids) {
-        for (const name of ["leaves", "params", "nbytes", "special"]) group[name] += kid[name];
-        group.damaged ||= kid.damaged;
-        if (kid.change) group.change = sum(group.change, kid.change);
-        if (kid.dtypes) kid.dtypes.forEach(add); else add(kid.nbytes, kid.dtype);
+    let special, damaged;
+    const addUp = () => {
+      special = sums(all, specialOf);
+      damaged = sums(all, (n) => problems[n]?.[1] === 1);
+    };
+    addUp();
+
+    class Row {
+      constructor(n, parent) {
+        this.n = n;
+        this.parent = parent;
+        this.kind = isLeaf(n) ? "leaf" : "group";
+        this.name = leaves.parts[leaves.part[n]];
+        this.path = parent?.path ? `${parent.path}.${this.name}` : this.name;
+        [this.from, this.to] = [firsts[n], firsts[ends[n]]];
+        this.below = this.combined = null;
+        if (this.kind === "leaf") [this.path, this.shape, this.value] = [eformer.leafPath(this.path), kinds[leaves.kind[this.from]][1], leaves.values[this.from]];
       }
-      group.dtypes = dtypes;
-      group.dtype = [...dtypes].reduce((most, one) => one[1] > most[1] ? one : most, ["", -1])[0];
-      if (eformer.isFolded(group.name)) group.count = group.kids.length;
+      get kids() {
+        if (this.below) return this.below;
+        this.below = [];
+        for (let n = this.n + 1; n < ends[this.n]; n = ends[n]) this.below.push(new Row(n, this));
+        return this.below;
+      }
+      get count() { return eformer.isFolded(this.name) ? this.kids.length : undefined; }
+      get leaves() { return this.to - this.from; }
+      get nbytes() { return nbytes[this.to] - nbytes[this.from]; }
+      get params() { return params[this.to] - params[this.from]; }
+      get special() { return special[this.to] - special[this.from]; }
+      get damaged() { return damaged[this.to] > damaged[this.from]; }
+      get problem() { return this.kind === "leaf" ? problems[this.from]?.[0] ?? null : null; }
+      get dtypes() {  // with their bytes, the most first
+        const all = new Map();
+        for (let n = this.from; n < this.to; n++) { const [dtype, , size] = kinds[leaves.kind[n]]; all.set(dtype, (all.get(dtype) ?? 0) + size); }
+        return [...all].sort((a, b) => b[1] - a[1]).map(([dtype]) => dtype);
+      }
+      get dtype() { return this.kind === "leaf" ? kinds[leaves.kind[this.from]][0] : this.dtypes[0]; }
+      get change() {
+        if (!changed) return null;
+        return this.kind === "leaf" ? changed[this.from] : this.combined ??= combined(changed.slice(this.from, this.to));
+      }
+    }
+    const root = new Row(0, null);
+    const everyLeaf = (row = root) => row.kind === "leaf" ? [row] : row.kids.flatMap(everyLeaf);
+    // Groups above a leaf have a path that its own begins with, but for the parts that only rows have.
+    const find = (path, kind, row = root) => {
+      if (row.path === path && row.kind === kind) return row;
+      const above = kind === "leaf" ? eformer.leafPath(row.path) : row.path;
+      if (row.kind === "leaf" || (above && path !== above && !path.startsWith(`${above}.`))) return undefined;
+      for (const kid of row.kids) { const found = find(path, kind, kid); if (found) return found; }
+      return undefined;
     };
-    for (let n = nodes.length - 1; n >= 0; n--) if (nodes[n].kind === "group") total(nodes[n]);
 
-    const statisticsOf = (node) => {
-      if (node.statistics === undefined) node.statistics = node.at >= 0 ? fromColumns(node, node.at) : null;
-      return node.statistics;
+    const statistics = ({ kind, from: n }) => {
+      if (kind === "leaf" && isMeasured[n] && !found.has(n)) found.set(n, fromColumns(places[n], kinds[leaves.kind[n]][3]));
+      return kind === "leaf" && found.get(n) || null;
     };
-    const fromColumns = ({ params }, n) => {
-      const { min, max, mean, std, bins, axes, magnitudes } = statistics;
+    const fromColumns = (n, size) => {
+      const { min, max, mean, std, bins, axes, magnitudes } = columns;
       const [low, high, log, below, above] = axes[n] ?? [min[n], max[n], 0, 0, 0];
-      const found = { size: params, min: min[n], max: max[n], mean: mean[n], std: std[n], magnitudes: magnitudes.includes(n),
+      const made = { size, min: min[n], max: max[n], mean: mean[n], std: std[n], magnitudes: magnitudes.includes(n),
         histogram: bins[n] ? { low, high, scale: log ? "log" : "linear", counts: unpacked(bins[n]), below, above } : null };
-      for (const name of ["zeros", "nan", "posinf", "neginf"]) found[name] = statistics[name][n] ?? 0;
-      return found;
+      for (const name of ["zeros", "nan", "posinf", "neginf"]) made[name] = columns[name][n] ?? 0;
+      return made;
+    };
+    // A leaf was read: the rows above it say from now on what was found.
+    const note = (row, leaf) => {
+      const n = row.from;
+      found.set(n, leaf.statistics);
+      if (leaf.problem) problems[n] = [leaf.problem, Number(leaf.damaged)];
+      if (changed) changed[n] = leaf.change;
+      addUp();
+      for (let up = row; up; up = up.parent) up.combined = null;
     };
 
     const keys = {
       name: labelOf,
-      params: (node) => node.params,
-      nbytes: (node) => node.nbytes,
-      dtype: (node) => node.dtype,
-      std: (node) => node.kind === "leaf" && statisticsOf(node)?.std || 0,
-      change: (node) => weight(node.change),
+      params: (row) => row.params,
+      nbytes: (row) => row.nbytes,
+      dtype: (row) => row.dtype,
+      std: (row) => statistics(row)?.std ?? 0,
+      change: (row) => weight(row.change),
     };
     const sorted = (list, { sort = "", descending = false } = {}) => {
       if (!(sort in keys)) return list;
-      const key = new Map(list.map((node) => [node, keys[sort](node)])), sign = descending ? -1 : 1;
+      const key = new Map(list.map((row) => [row, keys[sort](row)])), sign = descending ? -1 : 1;
       return [...list].sort((a, b) => sign * compare(key.get(a), key.get(b)));
     };
 
     return {
-      kind: "checkpoint", summary, changes: against ?? null, root: nodes[0], statistics: statisticsOf,
-      find: (path, kind) => (kind === "leaf" ? byPath : groups).get(path),
-      children: (node, order) => sorted(node.kids, order),
-      search: (query, order) => sorted([...byPath.values()].filter(matcher(query)), order),
+      kind: "checkpoint", summary, changes: against ?? null, root, find, statistics,
+      children: (row, order) => sorted(row.kids, order),
+      search: (query, order) => sorted(everyLeaf().filter(matcher(query)), order),
       // The largest rows below a group, and one for all others together, so that bytes add up.
-      largest(node, most) {
-        node.bySize ??= node.kids.filter((kid) => kid.nbytes > 0).sort((a, b) => b.nbytes - a.nbytes);
-        const shown = node.bySize.slice(0, most), rest = node.bySize.slice(most);
-        if (rest.length) shown.push({ kind: "rest", path: node.path, name: `${eformer.count(rest.length)} more`, dtype: "", kids: [],
-          nbytes: rest.reduce((all, kid) => all + kid.nbytes, 0), change: rest.reduce((all, kid) => kid.change ? sum(all, kid.change) : all, null) });
-        return shown;
+      largest(row, most) {
+        row.bySize ??= row.kids.filter((kid) => kid.nbytes > 0).sort((a, b) => b.nbytes - a.nbytes);
+        const rest = row.bySize.slice(most);
+        return rest.length === 0 ? row.bySize : [...row.bySize.slice(0, most), { kind: "rest", path: row.path, name: `${eformer.count(rest.length)} more`,
+          kids: [], dtype: "", nbytes: rest.reduce((total, one) => total + one.nbytes, 0), change: changed && combined(rest.map((one) => one.change)) }];
       },
       async leaf(path) {
-        const node = byPath.get(path);
-        if (!node) return null;
-        if (read) {  // and the rows above it say from now on what was found
-          const found = await read(path);
-          const { statistics, problem, damaged, change } = found;
-          Object.assign(node, { statistics, problem, damaged, change, special: statistics ? statistics.nan + statistics.posinf + statistics.neginf : 0 });
-          for (let up = node.parent; up; up = up.parent) total(up);
-          return found;
+        const row = find(path, "leaf");
+        if (!row) return null;
+        if (read) {
+          const leaf = await read(path);
+          note(row, leaf);
+          return leaf;
         }
-        const { dtype, shape, nbytes, params, problem, damaged, change, leaf: n } = node;
-        const [, , , , sharding, boxes] = leaves.kinds[leaves.kind[n]];
-        return { path, dtype, shape, nbytes, params, boxes, value: node.value ?? null, problem, damaged, checked: isChecked[n], change,
-          sharding: sharding === null ? null : leaves.shardings[sharding], statistics: problem ? null : statisticsOf(node) };
+        const { from: n, value = null, problem, damaged, change } = row;
+        const [dtype, shape, nbytes, params, sharding, boxes] = kinds[leaves.kind[n]];
+        return { path, dtype, shape, nbytes, params, boxes, value, problem, damaged, checked: isChecked[n], change,
+          sharding: sharding === null ? null : leaves.shardings[sharding], statistics: problem ? null : statistics(row) };
       },
     };
   };
 
-  // Return a function that tells how a leaf changed. It is called for all leaves, in their order.
+  // Sums of so many numbers: the n-th is that of all before it.
+  const sums = (count, of) => {
+    const made = new Float64Array(count + 1);
+    for (let n = 0; n < count; n++) made[n + 1] = made[n] + Number(of(n));
+    return made;
+  };
+
+  // Return how each leaf changed.
   const changes = (columns) => {
     const statuses = { s: "same", c: "changed", a: "added", u: "unknown" };
     let changed = 0;
-    return (n) => {
-      if (!columns) return null;
-      const found = { status: statuses[columns.status[n]] };
+    return Array.from(columns.status, (letter, n) => {
+      const found = { status: statuses[letter] };
       for (const name of ["what", "unlike", "from_zero", "became_nan", "became_inf"]) if (n in columns[name]) found[name] = columns[name][n];
-      if (found.status !== "changed") return found;
+      if (letter !== "c") return found;
       for (const name of ["relative", "largest", "share"]) found[name] = columns[name][changed];
       changed++;
       return withoutZeros(found);
-    };
+    });
   };
   // The change of a group: the status of its leaves, "unknown" if they differ in it and any was not read, and the strongest.
-  const sum = (before, change) => {
-    const status = !before || before.status === change.status ? change.status
-      : [before.status, change.status].includes("unknown") ? "unknown" : "changed";
-    const larger = !before || heavier(weight(change), weight(before)) > 0 ? change : before;
-    const found = status === "unknown" ? { status } : { status, relative: larger.relative, from_zero: larger.from_zero };
-    for (const name of ["became_nan", "became_inf"]) found[name] = (before?.[name] ?? 0) + (change[name] ?? 0);
-    return withoutZeros(found);
+  const combined = (some) => {
+    let status = some[0]?.status ?? "same", strongest = some[0] ?? {}, heaviest = weight(some[0]), became_nan = 0, became_inf = 0;
+    for (const change of some) {
+      if (change.status !== status) status = [status, change.status].includes("unknown") ? "unknown" : "changed";
+      const heavy = weight(change);
+      if (heavier(heavy, heaviest) > 0) [strongest, heaviest] = [change, heavy];
+      became_nan += change.became_nan ?? 0;
+      became_inf += change.became_inf ?? 0;
+    }
+    const { relative, from_zero } = status === "unknown" ? {} : strongest;
+    return withoutZeros({ status, relative, from_zero, became_nan, became_inf });
   };
   // As `as_json` of changes.py: a relative change of 0 says that a leaf changed in its bits or its dtype alone.
   const withoutZeros = (change) => Object.fromEntries(Object.entries(change).filter(([name, value]) => value
@@ -160,15 +208,15 @@
   const collator = new Intl.Collator("en", { numeric: true });
   const compare = (a, b) => typeof a === "string" ? collator.compare(a, b) : Array.isArray(a) ? heavier(a, b) : a - b;
 
-  const labelOf = (node) => node.label ??= eformer.label(node.path);
+  const labelOf = (row) => row.label ??= eformer.label(row.path);
   // Match names that contain the query, or match it if it is a glob; letters count alike in both cases.
   const matcher = (query) => {
     const text = query.trim().toLowerCase();
     const pattern = /[*?[]/.test(text) ? globPattern(text) : null;
     const matches = pattern ? (name) => pattern.test(name) : (name) => name.includes(text);
-    return (node) => {
-      node.folded ??= labelOf(node).toLowerCase();
-      return matches(node.folded) || matches(node.path.toLowerCase());
+    return (row) => {
+      row.names ??= [...new Set([labelOf(row), row.path])].map((name) => name.toLowerCase());
+      return row.names.some(matches);
     };
   };
   const globPattern = (glob) => {

@@ -101,7 +101,7 @@
         return made;
       },
       dtype: (row) => {
-        const [first = "", ...more] = row.dtypes ? [...row.dtypes.keys()].filter(Boolean).map(eformer.visible) : [eformer.visible(row.dtype)];
+        const [first = "", ...more] = row.dtypes.filter(Boolean).map(eformer.visible);
         return h("span.mono", { title: [first, ...more].join(", ") }, row.value !== undefined ? "value" : first + (more.length ? ` +${more.length}` : ""));
       },
       shape: (row) => row.shape && row.value === undefined ? h("span.mono", eformer.shape(row.shape)) : h("span.muted", row.kind === "group" ? eformer.many(row.leaves, "leaf", "leaves") : ""),
