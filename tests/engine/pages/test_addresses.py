@@ -15,6 +15,7 @@ from eformer._engine.pages.addresses import Pages
 from eformer._engine.pages.requests import RefusedError, Request
 from eformer._engine.record.policies import Keep
 from eformer.errors import FormatError, NotFoundError
+from support.columns import leaf_paths, numbers_of, statistics_of, verdicts_in
 
 SAMPLES = Path(__file__).parents[2] / "compat" / "data"
 
@@ -123,7 +124,7 @@ def test_a_step_that_retention_removes_is_a_plain_message(run):
     pages = Pages(str(run))
     assert ask(pages, "step/2/summary.json")[0] == 200
     shutil.rmtree(run / "step-2")
-    for name in ("summary.json", "children.json", "leaf.json", "treemap.json", ""):
+    for name in ("summary.json", "columns.json", "leaf.json", "changes.json", ""):
         status, found = ask(pages, f"step/2/{name}", path="params.w")
         assert status == 404
         assert found["error"].startswith("step 2 is not there: it was removed")
@@ -154,8 +155,7 @@ def test_a_directory_without_steps_is_a_run_that_begins_later(tmp_path):
 
 def test_a_leaf_is_read_and_checked_when_it_is_asked_for(run):
     pages = Pages(str(run))
-    row = ask(pages, "step/1/children.json", path="params")[1]["rows"][1]
-    assert (row["path"], "std" in row) == ("params.w", False)
+    assert ask(pages, "step/1/columns.json")[1]["statistics"] is None
     status, leaf = ask(pages, "step/1/leaf.json", path="params.w")
     assert (status, leaf["checked"], leaf["statistics"]["min"], leaf["statistics"]["max"]) == (
         200,
@@ -163,18 +163,22 @@ def test_a_leaf_is_read_and_checked_when_it_is_asked_for(run):
         1,
         12,
     )
-    row = ask(pages, "step/1/children.json", path="params")[1]["rows"][1]
-    assert row["std"] == leaf["statistics"]["std"]
+    columns = ask(pages, "step/1/columns.json")[1]
+    assert statistics_of(columns, "params.w", ["std"]) == {"std": leaf["statistics"]["std"]}
+    assert statistics_of(columns, "params.b") is None
 
 
-def test_a_leaf_with_a_flipped_bit_is_damaged_and_so_are_the_rows_above_it(run):
+def test_a_leaf_with_a_flipped_bit_is_damaged_and_so_says_every_page_from_then_on(run):
     mark = np.float32(12).tobytes()
     data = next(file for file in (run / "step-1").glob("*.safetensors") if mark in file.read_bytes())
     data.write_bytes(data.read_bytes().replace(mark, np.float32(13).tobytes()))
     pages = Pages(str(run))
     assert ask(pages, "step/1/leaf.json", path="params.w")[1]["damaged"] is True
     assert ask(pages, "step/1/leaf.json", path="params.b")[1]["damaged"] is False
-    assert ask(pages, "step/1/children.json", path="")[1]["rows"][0]["damaged"] is True
+    columns = ask(pages, "step/1/columns.json")[1]
+    ((number, (problem, is_damaged)),) = columns["problems"].items()
+    assert (int(number), is_damaged) == (numbers_of(columns)["params.w"], 1)
+    assert "params.w" in problem
 
 
 def test_nobody_reads_on_for_a_client_that_has_gone(run):
@@ -269,10 +273,10 @@ def test_a_run_in_a_bucket_is_served_too():
 @pytest.mark.parametrize("sample", ["msgpack_arrays.msgpack", "pytree_basic", "gathered_bf16.safetensors"])
 def test_checkpoints_of_other_programs_are_served_too(sample):
     pages = Pages(str(SAMPLES / sample))
-    leaves = ask(pages, "search.json", query="")[1]["rows"]
+    leaves = leaf_paths(ask(pages, "columns.json")[1])
     assert leaves
-    for leaf in leaves:
-        assert ask(pages, "leaf.json", path=leaf["path"])[1]["problem"] is None
+    for path in leaves:
+        assert ask(pages, "leaf.json", path=path)[1]["problem"] is None
 
 
 def test_a_run_that_takes_long_to_read_is_shown_as_far_as_it_is_known(run, monkeypatch):
@@ -326,11 +330,13 @@ def test_a_step_beside_another_says_what_changed_before_anything_is_read(run):
     assert (summary["run"]["steps"], summary["run"]["against"]) == ([2, 1], 1)
     changes = ask(pages, "step/3/changes.json", against=1)[1]
     assert changes["counts"] == {"same": 1, "unknown": 1, "changed": 1, "removed": 0}
-    rows = ask(pages, "step/3/children.json", path="params", against=1, sort="change")[1]["rows"]
-    assert [(row["path"], row["change"]["status"]) for row in rows] == [
-        ("params.b", "same"),
-        ("params.w", "unknown"),
-    ]
+    verdicts = verdicts_in(ask(pages, "step/3/columns.json", against=1)[1])
+    assert {path: status for path, (status, *_) in verdicts.items()} == {
+        "params.b": "same",
+        "params.w": "unknown",
+        "step": "changed",
+    }
+    assert ask(pages, "step/3/columns.json")[1]["changes"] is None
     assert ask(pages, "step/3/changes.json") == (200, None)
     assert "against" not in ask(pages, "step/3/summary.json")[1]
 
@@ -339,8 +345,9 @@ def test_a_leaf_that_is_selected_is_compared_and_its_row_shows_it(run):
     pages = Pages(str(run))
     change = ask(pages, "step/3/leaf.json", path="params.w", against=1)[1]["change"]
     assert (change["status"], change["largest"], change["share"]) == ("changed", 2.0, 1.0)
-    (row,) = ask(pages, "step/3/search.json", query="params.w", against=1)[1]["rows"]
-    assert row["change"]["relative"] == change["relative"] > 0
+    columns = ask(pages, "step/3/columns.json", against=1)[1]
+    assert verdicts_in(columns)["params.w"] == ("changed", 0, 0)
+    assert change["relative"] in columns["changes"]["relative"]
     assert ask(pages, "step/3/leaf.json", path="params.w")[1]["change"] is None
     assert ask(pages, "step/3/leaf.json", path="step", against=1)[1]["change"]["what"] == "1 → 3"
 

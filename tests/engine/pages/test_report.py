@@ -20,6 +20,7 @@ from eformer._engine.pages.contents import contents_of
 from eformer._engine.pages.reading import measure
 from eformer._engine.stores import local_files
 from eformer.checkpoint import SaveOptions
+from support.columns import numbers_of, statistics_of
 from support.damage import flip
 from support.trees import HOSTILE
 
@@ -34,22 +35,11 @@ def tree():
 
 
 def leaves(found):
-    """The leaves of a report by their paths, each with its place in the columns."""
-    columns = found.data["leaves"]
-    paths, numbers = {}, []
-    flags = [bool(n % 2) for n, length in enumerate(columns["is_leaf"]) for _ in range(length)]
-    for up, part, is_leaf in zip(columns["up"], columns["part"], flags, strict=True):
-        above = numbers[up] if up > 0 else ""
-        numbers.append(f"{above}.{columns['parts'][part]}" if above else columns["parts"][part])
-        if is_leaf:
-            name = ".".join(one for one in numbers[-1].split(".") if not one.startswith(("%*", "%=")))
-            paths[name] = len(paths)
-    return paths
+    return numbers_of(found.data["leaves"])
 
 
 def statistics(found, path):
-    columns, n = found.data["leaves"]["statistics"], leaves(found)[path]
-    return {name: columns[name][n] for name in ("min", "max", "mean", "std")}
+    return statistics_of(found.data["leaves"], path)
 
 
 def test_a_report_has_the_leaves_with_their_statistics(tmp_path, tree):

@@ -1,5 +1,6 @@
 """`diff`, a report and the server give one verdict on each leaf."""
 
+import json
 import tempfile
 import threading
 from pathlib import Path
@@ -8,7 +9,6 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from eformer._engine.pages.rows import Options
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +17,7 @@ from eformer._engine.pages.checkpoints import OpenCheckpoint
 from eformer._engine.pages.contents import contents_of
 from eformer._engine.pages.reading import measure
 from eformer._engine.pages.report import changes_of
+from support.columns import leaf_paths, verdicts_in
 
 NAN = np.float32(np.nan)
 OTHER_NAN = np.array([0x7FC00001], np.uint32).view(np.float32)[0]
@@ -39,15 +40,12 @@ def _verdict(change):
 
 
 def by_server(before, after):
-    """Read every leaf; the panel and the row of a leaf, and the overview, must say the same."""
+    """Read every leaf; the panel of a leaf, the columns and the overview must say the same."""
     opened = OpenCheckpoint(str(after), threading.Semaphore(), str(before))
     try:
-        with opened.rows() as rows:
-            paths = [row["path"] for row in rows.search("", Options({"limit": "1000"}))["rows"]]
+        paths = leaf_paths(json.loads(opened.columns().body))
         found = {path: _verdict(opened.leaf(path, lambda: False)["change"]) for path in paths}
-        with opened.rows() as rows:
-            drawn = rows.search("", Options({"limit": "1000"}))["rows"]
-        assert {row["path"]: _verdict(row["change"]) for row in drawn} == found
+        assert verdicts_in(json.loads(opened.columns().body)) == found
         counts = opened.changes()["counts"]
         assert counts.get("changed", 0) == sum(status == "changed" for status, _, _ in found.values())
         assert counts.get("became", 0) == sum(nan + inf > 0 for _, nan, inf in found.values())
@@ -140,3 +138,64 @@ def test_a_tree_beside_other_trees_is_compared_with_the_tree_of_its_prefix(tmp_p
     assert checkpoint.diff(tmp_path / "a", tmp_path / "b").added == {"[opt] m": "float64[3]"}
     assert by_report(tmp_path / "a", tmp_path / "b") == {"%@model.w": SAME, "%@opt.m": ("added", 0, 0)}
     assert by_server(tmp_path / "a", tmp_path / "b") == by_report(tmp_path / "a", tmp_path / "b")
+
+
+# ----------------------------------------------------------------------------------------- against numpy
+
+FLOATS = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"]
+WHOLE = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+FEW_BITS = ["int4", "uint4", "bool"]
+DTYPES = [*FLOATS, *WHOLE, *FEW_BITS, "complex64", "complex128"]
+EDGES = [0.0, -0.0, 1.0, np.nan, np.inf, -np.inf, 1e-40, 3e38]
+WHOLE_EDGES = [0, 1, 2**53 - 1, 2**53, 2**53 + 1, 2**63 - 1, 2**64 - 1]
+
+
+def elements(rng, dtype):
+    """Return a few elements of any bits that a dtype has, with values at the edges."""
+    if dtype.name in FEW_BITS:
+        return rng.integers(0, 8, 6).astype(dtype)
+    found = rng.integers(0, 256, 6 * dtype.itemsize, np.uint8).view(dtype)
+    with np.errstate(all="ignore"):
+        if dtype.name in WHOLE:
+            found[:2] = rng.choice(np.array(WHOLE_EDGES, np.uint64), 2).view(np.int64).astype(dtype)
+        else:
+            found[:2] = rng.choice(EDGES, 2).astype(dtype)
+    return found
+
+
+def altered(rng, before):
+    """Return the same elements, or others, or with another bit or sign, or in another dtype."""
+    after, dtype = before.copy(), before.dtype
+    match rng.choice(["same", "others", "bit", "sign", "dtype"]):
+        case "others":
+            after = elements(rng, dtype)
+        case "bit" if dtype.name not in FEW_BITS:
+            after.view(np.uint8)[rng.integers(after.nbytes)] ^= 1 << rng.integers(8)
+        case "sign" if dtype.name in FLOATS or dtype.kind == "c":
+            after[:3] = -after[:3]
+        case "dtype":
+            with np.errstate(all="ignore"):
+                after = before.astype("complex128" if dtype.kind == "c" else rng.choice(["f8", "c16", "f2"]))
+    return after
+
+
+def by_numpy(before, after):
+    """Bits decide within one dtype; another dtype is a change. Complex numbers hold all that is finite or not."""
+    if before.dtype == after.dtype and before.tobytes() == after.tobytes():
+        return SAME
+    with np.errstate(all="ignore"):
+        was, now = before.astype(np.complex128), after.astype(np.complex128)
+    became = np.isfinite(was) & ~np.isfinite(now)
+    return "changed", int(np.sum(became & np.isnan(now))), int(np.sum(became & ~np.isnan(now)))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_diff_report_and_server_say_of_200_pairs_of_leaves_what_numpy_says(seed, tmp_path):
+    rng = np.random.default_rng(seed)
+    before = {f"leaf_{n}": elements(rng, np.dtype(DTYPES[n % len(DTYPES)])) for n in range(200)}
+    after = {name: altered(rng, leaf) for name, leaf in before.items()}
+    checkpoint.save(before, tmp_path / "a")
+    checkpoint.save(after, tmp_path / "b", format="tensorstore")
+    expected = {name: by_numpy(before[name], after[name]) for name in before}
+    assert {status for status, *_ in expected.values()} == {"same", "changed"}
+    assert verdicts(tmp_path / "a", tmp_path / "b") == expected

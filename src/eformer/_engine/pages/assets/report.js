@@ -5,7 +5,7 @@
 
   eformer.start = async (coming) => {
     try {
-      const source = await coming;
+      const source = eformer.source = await coming;
       await (source.kind === "run" ? eformer.drawRun(source) : drawCheckpoint(source));
     } catch (error) { eformer.fail(error); }
   };
