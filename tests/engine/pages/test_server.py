@@ -1,5 +1,6 @@
 """HTTP as it is spoken with browsers and with anything else that connects: limits, headers, and what is refused."""
 
+import gzip
 import http.client
 import json
 import logging
@@ -61,6 +62,15 @@ def test_every_answer_has_the_headers_that_keep_it_in_its_page(server):
         assert answer.headers["Referrer-Policy"] == "no-referrer"
         assert answer.headers["Cache-Control"] == "no-store"
         assert "Server" not in answer.headers
+
+
+def test_a_large_answer_is_compressed_for_clients_that_take_it():
+    with started(lambda _: Answer(b"columns" * 10**5)) as server:
+        answer, body = get(server, f"/{TOKEN}/a", Accept_Encoding="gzip, br")
+        assert (answer.headers["Content-Encoding"], gzip.decompress(body)) == ("gzip", b"columns" * 10**5)
+        answer, body = get(server, f"/{TOKEN}/a")
+        assert (answer.headers["Content-Encoding"], body) == (None, b"columns" * 10**5)
+        server.shutdown()
 
 
 def test_head_has_the_headers_of_get_and_no_body(server):

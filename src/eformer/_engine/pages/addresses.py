@@ -19,7 +19,7 @@ from eformer._engine.formats.find import find
 from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, steps_in
 from eformer._engine.pages.checkpoints import Checkpoints, OpenCheckpoint, leaf_of
 from eformer._engine.pages.live import LiveRun, identity_of
-from eformer._engine.pages.page import SCRIPTS, STYLES, asset
+from eformer._engine.pages.page import SCRIPTS, STYLES, asset, joined
 from eformer._engine.pages.report import made
 from eformer._engine.pages.requests import WITH_SLASH, Answer, RefusedError, Request, as_error, as_json
 from eformer._engine.pages.timeline import rule_text
@@ -174,5 +174,5 @@ def _shell(kind: str, title: str, up: str) -> Answer:
 def _file(name: str) -> Answer:
     stem, _, suffix = name.rpartition(".")
     names = STYLES if suffix == "css" else (*SCRIPTS[stem], "live.js")
-    body = "\n".join(map(asset, names)).encode()
+    body = joined(names).encode()
     return Answer(body, _KINDS[suffix], etag=f'"{hashlib.sha256(body).hexdigest()[:32]}"')

@@ -23,33 +23,32 @@ _ESCAPES = {character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2
 
 
 def page(data: dict[str, Any]) -> str:
-    """Return the page of a report, given its data: those of a checkpoint or of a run."""
-    start = "eformer.start(eformer.embeddedSource(eformer.embeddedData()));"
-    return render(data["kind"], data["title"], [*SCRIPTS[data["kind"]]], start, embedded_json(data))
+    """Return the page of a report, given its data: those of a checkpoint or of a run.
 
-
-def render(kind: str, title: str, scripts: Sequence[str], start: str, data: str | None = None) -> str:
-    """Return a page with these scripts of the package, which ends by running `start`.
-
-    Only these styles and scripts may run, by their hashes, and nothing may be loaded from anywhere.
+    Only its own style and script may run, by their hashes, and nothing may be loaded from anywhere.
     """
-    style = "\n".join(map(asset, STYLES))
-    code = "\n".join([*map(asset, scripts), start])
+    style = joined(STYLES)
+    code = joined(SCRIPTS[data["kind"]]) + "\neformer.start(eformer.embeddedSource(eformer.embeddedData()));"
     allowed = f"style-src {_hash(style)}; script-src {_hash(code)}"
     policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
     return asset("page.html").format(
         policy=policy,
-        kind=kind,
-        title=html.escape(title),
+        kind=data["kind"],
+        title=html.escape(data["title"]),
         style=style,
         code=code,
-        data="" if data is None else f'<script type="application/json" id="data">{data}</script>',
+        data=embedded_json(data),
     )
 
 
 def asset(name: str) -> str:
     """Return the text of a file of the package."""
     return resources.files(__package__).joinpath("assets", name).read_text("utf-8")
+
+
+def joined(names: Sequence[str]) -> str:
+    """Return the text of several files of the package."""
+    return "\n".join(map(asset, names))
 
 
 def embedded_json(data: Any) -> str:

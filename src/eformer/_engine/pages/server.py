@@ -7,6 +7,7 @@ limit for the time of a whole request, for its length, and for the number of con
 
 from __future__ import annotations
 
+import gzip
 import io
 import logging
 import select
@@ -34,6 +35,7 @@ MOST_CONNECTIONS = 64  # each has a thread
 MOST_REQUEST = 32 * 2**10  # bytes of a request line and its headers
 REQUEST_SECONDS = 20.0  # to send a request, counted from the end of the one before
 ANSWER_SECONDS = 30.0  # to take an answer
+_COMPRESSED = 2**18  # bytes of an answer that is compressed: the columns of large trees, on slow networks
 
 _HEADERS = {
     "Content-Security-Policy": (
@@ -167,10 +169,12 @@ class _Connection(BaseHTTPRequestHandler):
         return bool(events.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
 
     def _send(self, answer: Answer) -> None:
-        headers = {
-            **_HEADERS,
+        body, headers = answer.body, dict(_HEADERS)
+        if len(body) > _COMPRESSED and "gzip" in self.headers.get("Accept-Encoding", ""):
+            body, headers["Content-Encoding"] = gzip.compress(body, 1), "gzip"
+        headers |= {
             "Content-Type": f"{answer.kind}; charset=utf-8",
-            "Content-Length": str(len(answer.body)),
+            "Content-Length": str(len(body)),
             "Date": self.date_time_string(),
             "Connection": "close" if self.close_connection else "keep-alive",
         }
@@ -184,7 +188,7 @@ class _Connection(BaseHTTPRequestHandler):
         lines += [f"{name}: {value}" for name, value in headers.items()]
         head = "\r\n".join([*lines, "", ""]).encode("ascii")
         self.connection.settimeout(ANSWER_SECONDS)  # for all of it
-        self.connection.sendall(head if self.command == "HEAD" else head + answer.body)
+        self.connection.sendall(head if self.command == "HEAD" else head + body)
         logger.debug("%s %s", self.command, answer.status)  # without the path, which has the token
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
