@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.find import find
 from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, steps_in
-from eformer._engine.pages.checkpoints import Checkpoints, OpenCheckpoint, leaf_of
+from eformer._engine.pages.checkpoints import Checkpoints, OpenCheckpoint
 from eformer._engine.pages.live import LiveRun, identity_of
 from eformer._engine.pages.page import SCRIPTS, STYLES, asset, joined
 from eformer._engine.pages.report import made
@@ -160,7 +160,7 @@ _QUESTIONS: dict[str, Question] = {
     "summary.json": lambda checkpoint, _: checkpoint.summary(),
     "columns.json": lambda checkpoint, _: checkpoint.columns(),
     "changes.json": lambda checkpoint, _: checkpoint.changes(),
-    "leaf.json": leaf_of,
+    "leaf.json": lambda checkpoint, asked: checkpoint.leaf(asked.parameters.get("path", ""), asked.has_gone),
 }
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.pages.contents import Leaf
     from eformer._engine.pages.reading import Measured
-    from eformer._engine.pages.requests import Answer, Request
+    from eformer._engine.pages.requests import Answer
 
 Json = dict[str, Any]
 Place = tuple[str, "Hashable"]  # a path, and what tells a checkpoint from another one at the same path
@@ -29,10 +29,6 @@ MOST_LEAVES = 300_000  # of all that are open, but for the last
 MOST_READERS = 2  # leaves that are read at once; each takes up to three boxes of 16 MiB
 _MOST_MEASURED = 5000  # leaves whose statistics are kept
 _PATIENCE = 0.25  # seconds between two looks whether the client is still there
-
-
-class GoneError(Exception):
-    """The client has gone: nobody waits for the answer."""
 
 
 class OpenCheckpoint:
@@ -97,7 +93,7 @@ class OpenCheckpoint:
     def leaf(self, path: str, has_gone: Callable[[], bool]) -> Json | None:
         """Describe a leaf; read it first, unless it was read before. None if there is no such leaf.
 
-        Raise GoneError as soon as nobody waits for it any more.
+        Raise RefusedError as soon as nobody waits for it any more.
         """
         if (leaf := self._contents.by_path.get(path)) is None:
             return None
@@ -120,7 +116,7 @@ class OpenCheckpoint:
     def _measure(self, leaf: Leaf, has_gone: Callable[[], bool]) -> Measured:
         def go_on() -> None:
             if has_gone():
-                raise GoneError
+                raise RefusedError(408, "nobody waits for this leaf")
 
         while not self._readers.acquire(timeout=_PATIENCE):
             go_on()
@@ -181,10 +177,3 @@ class Checkpoints:
         return sum(one.opened for one in there) > MOST_OPEN or (
             len(there) > 1 and sum(one.leaves for one in there) > MOST_LEAVES
         )
-
-
-def leaf_of(checkpoint: OpenCheckpoint, request: Request) -> Json | None:
-    try:
-        return checkpoint.leaf(request.parameters.get("path", ""), request.has_gone)
-    except GoneError:
-        raise RefusedError(408, "nobody waits for this leaf") from None

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Self
 from eformer._engine.formats.find import look_at, signer_of
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.names import escape
-from eformer._engine.record.outline import tree_rows
 from eformer._engine.record.text import few, printable, shortened
 from eformer._engine.record.values import value_from_json
 from eformer._engine.tools.compare import Plain
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
     from eformer._engine.formats.found import Found
     from eformer._engine.record.manifest import LeafEntry, RecordedSharding, TreeEntry
-    from eformer._engine.record.outline import TreeRow
     from eformer._engine.tools.view import View
 
 TREE = "%@"  # before a prefix, where there are several trees; no escaped name begins with it
@@ -76,7 +74,7 @@ class Leaf:
 
 @dataclass
 class Contents:
-    """The leaves of a checkpoint and the rows of its tree, with the facts that stand above them.
+    """The leaves of a checkpoint, with the facts that stand above them.
 
     is_one   whether the checkpoint has one tree, or one was asked for: then paths have no prefix
 
@@ -86,7 +84,6 @@ class Contents:
     path: str
     format: str
     leaves: list[Leaf]
-    rows: list[TreeRow]
     trees: dict[str, TreeEntry]
     views: dict[str, View]
     left_out: tuple[str, ...] = ()
@@ -240,12 +237,10 @@ def _listed(facts: _Facts, views: dict[str, View], problems: dict[str, str], sta
         for prefix, view in views.items()
         for leaf in _leaves(view.tree, prefix, "" if is_one else f"{TREE}{escape(prefix)}")
     ]
-    rows = tree_rows([(leaf.path, leaf.kind) for leaf in leaves])
     return Contents(
         facts.path,
         facts.format,
         leaves,
-        rows,
         {prefix: view.tree for prefix, view in views.items()},
         views,
         facts.left_out,

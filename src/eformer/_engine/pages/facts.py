@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.pages.changes import rounded
+from eformer._engine.record.outline import tree_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -93,12 +94,13 @@ def _number(value: float | None, digits: int) -> Any:
 
 def columns(contents: Contents, measured: Mapping[str, Measured], changes: Mapping[str, Change]) -> Json:
     """Return the tree and the leaves in columns: a tenth of the size of one object for each leaf."""
-    leaves = [contents.leaves[row.leaf] for row in contents.rows if row.leaf >= 0]
+    rows = tree_rows([(leaf.path, leaf.kind) for leaf in contents.leaves])
+    leaves = [contents.leaves[row.leaf] for row in rows if row.leaf >= 0]
     some = [measured.get(leaf.path) for leaf in leaves]
     parts, kinds, shardings = _Table(), _Table(), _Table()
     return {
-        "depth": [row.depth for row in contents.rows],
-        "part": [parts.number(row.part) for row in contents.rows],
+        "depth": [row.depth for row in rows],
+        "part": [parts.number(row.part) for row in rows],
         "kind": [kinds.number(_kind(leaf, shardings)) for leaf in leaves],
         "values": {n: leaf.value for n, leaf in enumerate(leaves) if leaf.value is not None},
         "statistics": _statistics_columns(

@@ -19,7 +19,6 @@ Array = np.ndarray[Any, Any]
 BINS = 40
 _CHUNK = 2**16  # elements that are widened at once: they stay in the cache
 _FEW = 2**13  # elements that are cheaper to sort than to count
-_KEYS = 2**16
 _NARROW = 8.0  # a mean that is so many times the deviation is far from zero
 _BEYOND = 10.0  # a range is clipped if it is so many times as wide as that of nearly all elements
 _DECADES = 1000.0  # positive elements whose central part spans more than this have a logarithmic axis
@@ -82,6 +81,34 @@ class Collector:
         return self._counts.result()
 
 
+class _Tally:
+    """Count whole numbers of at most 16 bits: a few are kept as they are, more are counted in a table."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
+        self.dense: Array | None = None
+        self.few: list[Array] = []
+
+    def add(self, keys: Array) -> None:
+        if self.dense is None and sum(map(len, self.few)) + len(keys) <= _FEW:
+            self.few.append(keys.copy())
+            return
+        if self.dense is None:
+            self.dense = np.zeros(2 ** (8 * self.dtype.itemsize), np.int64)
+        self.dense += np.bincount(keys, minlength=len(self.dense))
+
+    def counts(self) -> tuple[Array, Array]:
+        """Return the different numbers, and how often each came."""
+        row = np.concatenate([np.empty(0, self.dtype), *self.few])
+        if self.dense is None:
+            keys, counts = np.unique(row, return_counts=True)
+            return keys, counts
+        self.few = []
+        self.add(row)
+        (found,) = self.dense.nonzero()
+        return found.astype(self.dtype), self.dense[found]
+
+
 # -------------------------------------------------------------------------------------------- narrow
 
 
@@ -90,35 +117,13 @@ class _PatternCounts:
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self.dtype = dtype
-        self.bits = np.dtype(f"u{dtype.itemsize}")
-        self.dense: Array | None = None
-        self.few: list[Array] = []
+        self.tally = _Tally(np.dtype(f"u{dtype.itemsize}"))
 
     def add(self, row: Array) -> None:
-        bits = row.view(self.bits)
-        if self.dense is None and sum(map(len, self.few)) + len(bits) <= _FEW:
-            self.few.append(bits.copy())
-            return
-        self._count(bits)
-
-    def _count(self, bits: Array) -> None:
-        if self.dense is None:
-            self.dense = np.zeros(2 ** (8 * self.bits.itemsize), np.int64)
-        self.dense += np.bincount(bits, minlength=len(self.dense))
-
-    def _distinct(self) -> tuple[Array, Array]:
-        if self.dense is None:
-            row = np.concatenate(self.few) if self.few else np.empty(0, self.bits)
-            patterns, counts = np.unique(row, return_counts=True)
-            return patterns, counts
-        for bits in self.few:
-            self._count(bits)
-        self.few = []
-        (patterns,) = self.dense.nonzero()
-        return patterns.astype(self.bits), self.dense[patterns]
+        self.tally.add(row.view(self.tally.dtype))
 
     def result(self) -> Statistics:
-        patterns, counts = self._distinct()
+        patterns, counts = self.tally.counts()
         values = patterns.view(self.dtype).astype(np.float64)
         finite = np.isfinite(values)
         points, weights = values[finite], counts[finite]
@@ -146,8 +151,7 @@ class _WideCounts:
         self.size = self.zeros = self.nans = self.above = self.below = 0
         self.moments = _Moments()
         self.centre: float | None = None
-        self.dense: Array | None = None
-        self.few: list[Array] = []
+        self.tally = _Tally(np.dtype(np.uint16))
 
     def add(self, row: Array) -> None:
         self.size += len(row)
@@ -164,26 +168,11 @@ class _WideCounts:
             self.moments.add(wide, ends.min(), ends.max())
             if self.centre is None:
                 self.centre = self.moments.far_centre()
-            self._add_keys(_keys(wide - self.centre if self.centre else wide))
-
-    def _add_keys(self, keys: Array) -> None:
-        if self.dense is None and sum(map(len, self.few)) + len(keys) <= _FEW:
-            self.few.append(keys)
-            return
-        if self.dense is None:
-            self.dense = np.zeros(_KEYS, np.int64)
-        self.dense += np.bincount(keys, minlength=_KEYS)
+            self.tally.add(_keys(wide - self.centre if self.centre else wide))
 
     def _points(self) -> tuple[Array, Array]:
         """Return the values that stand for the buckets, and the number of elements in each."""
-        if self.dense is None:
-            keys, counts = np.unique(np.concatenate(self.few or [np.empty(0, np.uint16)]), return_counts=True)
-        else:
-            few, self.few = self.few, []
-            for some in few:
-                self._add_keys(some)
-            (keys,) = self.dense.nonzero()
-            counts = self.dense[keys]
+        keys, counts = self.tally.counts()
         points = (keys.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
         if self.dtype.kind not in "iu":  # the middle of the bucket; whole numbers are the edge itself
             points *= 1 + 2.0**-8
