@@ -281,8 +281,8 @@ def test_checkpoints_of_other_programs_are_served_too(sample):
 
 def test_a_run_that_takes_long_to_read_is_shown_as_far_as_it_is_known(run, monkeypatch):
     is_allowed = threading.Event()
-    real = live._read_step
-    monkeypatch.setattr(live, "_read_step", lambda *given: is_allowed.wait(30) and real(*given))
+    real = live.read_step
+    monkeypatch.setattr(live, "read_step", lambda *given: is_allowed.wait(30) and real(*given))
     monkeypatch.setattr(live, "_PATIENCE", 0.01)
     pages = Pages(str(run))
     facts = until(pages, lambda facts: facts["steps"], lambda pages: ask(pages, "run.json")[1])

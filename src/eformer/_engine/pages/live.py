@@ -7,20 +7,19 @@ newest first; a few of the others are read again at every look, because a file m
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.steps import name_of_step
-from eformer._engine.pages.timeline import reasons
+from eformer._engine.pages.timeline import News, SeenStep, read_step, reasons
 from eformer._engine.record.policies import StepFacts
 from eformer._engine.record.text import printable
 from eformer._engine.runs.claims import resumed_from
 from eformer._engine.runs.retention import removable
-from eformer._engine.runs.steps import is_foreign, steps
+from eformer._engine.runs.steps import steps
 from eformer._engine.stores import checkpoints
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.on_disk import on_disk, usage
@@ -44,72 +43,6 @@ _SECONDS_BETWEEN_NEWS = 0.3  # while many steps are read
 _READ_AGAIN = 20  # steps at every look
 _PATIENCE = 0.5  # seconds that whoever asks waits for the first look to be complete
 _REST = 10  # times as long as a look takes: a run of thousands of steps must not slow down the training
-
-
-@dataclass(frozen=True, slots=True)
-class LiveStep:
-    """A step as it was seen last. Everything but its number is unknown until it is read."""
-
-    number: int
-    name: str
-    identity: Hashable
-    is_read: bool = False
-    saved_at: str | None = None
-    timestamp: float | None = None
-    why: str = ""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    is_foreign: bool = False
-    problem: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class News:
-    """The steps of a run at one moment. `version` is another for every change."""
-
-    version: int = 0
-    steps: tuple[LiveStep, ...] = ()
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    removed: Collection[str] = ()
-    reasons: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    problem: str | None = None
-    is_complete: bool = False
-
-    def as_json(self) -> Json:
-        """Return what `source.run()` of a page returns, but for the title and the rules."""
-        return {
-            "steps": [self._step(step) for step in self.steps],
-            "metrics": list(dict.fromkeys(name for step in self.steps for name in step.metrics)),
-            "nbytes": sum(self.sizes.get(step.name, 0) for step in self.steps) if self.is_complete else None,
-            "has_values": False,
-            "is_complete": self.is_complete,
-            "notes": self._notes(),
-        }
-
-    def _step(self, step: LiveStep) -> Json:
-        return {
-            "number": step.number,
-            "name": printable(step.name),
-            "nbytes": self.sizes.get(step.name),
-            "saved_at": step.saved_at,
-            "why": step.why,
-            "metrics": {name: _finite(value) for name, value in step.metrics.items()},
-            "problem": step.problem,
-            "is_removed": step.name in self.removed,
-            "kept_by": self.reasons.get(step.number, ()),
-            "change": None,
-        }
-
-    def _notes(self) -> list[str]:
-        if self.problem:
-            return [self.problem]
-        if self.is_complete:
-            return []
-        read = sum(step.is_read for step in self.steps)
-        return [f"reading the steps: {read:,} of {len(self.steps):,}"]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 class LiveRun:
@@ -181,26 +114,26 @@ class LiveRun:
         self._measure_sizes([*seen])
         self._tell(is_complete=True)
 
-    def _merged(self, there: Mapping[str, Step]) -> dict[str, LiveStep]:
+    def _merged(self, there: Mapping[str, Step]) -> dict[str, SeenStep]:
         """Return the steps that are there: as they were read before, unless they are others now."""
         before = {(step.name, step.identity): step for step in self._news.steps}
         found = {}
         for name, step in there.items():
             with suppress(FileNotFoundError):  # removed meanwhile
                 identity = identity_of(self.store, name)
-                found[name] = before.get((name, identity)) or LiveStep(step.number, name, identity)
+                found[name] = before.get((name, identity)) or SeenStep(step.number, name, identity)
         return found
 
-    def _read(self, there: Mapping[str, Step], seen: dict[str, LiveStep]) -> None:
+    def _read(self, there: Mapping[str, Step], seen: dict[str, SeenStep]) -> None:
         told = time.monotonic()
         for name in self._to_read(seen):
-            seen[name] = _read_step(there[name], seen[name])
+            seen[name] = read_step(there[name], seen[name])
             if time.monotonic() - told > _SECONDS_BETWEEN_NEWS:
                 self._tell(steps=tuple(seen.values()))
                 told = time.monotonic()
         self._tell(steps=tuple(seen.values()), **self._retention(seen.values()))
 
-    def _to_read(self, seen: Mapping[str, LiveStep]) -> list[str]:
+    def _to_read(self, seen: Mapping[str, SeenStep]) -> list[str]:
         """List the steps that were never read, the newest first, and a few others, in turn."""
         names = [*seen]
         start = self._again % max(1, len(names))
@@ -208,7 +141,7 @@ class LiveRun:
         self._again = start + _READ_AGAIN
         return [name for name in reversed(names) if not seen[name].is_read] + again
 
-    def _retention(self, seen: Collection[LiveStep]) -> Json:
+    def _retention(self, seen: Collection[SeenStep]) -> Json:
         """Return what the rules would remove, as `prune` does: sound steps alone that no link points to; and why the
         others stay."""
         sound = [step for step in seen if step.is_read and step.problem is None]
@@ -240,22 +173,3 @@ def identity_of(store: Store, name: str) -> Hashable:
     if not found:
         raise FileNotFoundError(name)
     return found
-
-
-def _read_step(step: Step, seen: LiveStep) -> LiveStep:
-    try:
-        if problem := step.problem():
-            return replace(seen, is_read=True, problem=printable(problem), metrics={}, why="", saved_at=None)
-        saved_at = step.saved_at
-        return replace(
-            seen,
-            is_read=True,
-            saved_at=saved_at.isoformat() if saved_at else None,
-            timestamp=saved_at.timestamp() if saved_at else None,
-            why=step.why,
-            metrics=dict(step.metrics),
-            is_foreign=is_foreign(step),
-            problem=None,
-        )
-    except (EformerError, OSError) as error:  # removed or replaced meanwhile: the next look sees it
-        return replace(seen, is_read=True, problem=printable(str(error)))

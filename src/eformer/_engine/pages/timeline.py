@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.pages.changes import SAME, is_of_optimizer, rounded
@@ -16,7 +16,7 @@ from eformer._engine.record.policies import counted_steps, kept_by
 from eformer._engine.record.text import count, printable, size
 from eformer._engine.runs.claims import resumed_from
 from eformer._engine.runs.retention import facts_of
-from eformer._engine.runs.steps import steps
+from eformer._engine.runs.steps import is_foreign, steps
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.on_disk import usage
 from eformer._engine.tasks.progress import metered
@@ -26,11 +26,12 @@ from eformer.errors import EformerError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
     from eformer._engine.pages.contents import Contents, Leaf
     from eformer._engine.record.policies import Keep, StepFacts
     from eformer._engine.runs.steps import Step
+    from eformer._engine.stores.base import Store
     from eformer._engine.tasks.progress import Progress
 
 Json = dict[str, Any]
@@ -40,32 +41,122 @@ MOST_READ = 32 * 10**9  # bytes of steps that are read for the norms of their ch
 _MOST_ALARMS = 20  # notes
 
 
+@dataclass(frozen=True, slots=True)
+class SeenStep:
+    """A step as it was seen last. Everything but its number is unknown until it is read."""
+
+    number: int
+    name: str
+    identity: Hashable = None
+    is_read: bool = False
+    saved_at: str | None = None
+    timestamp: float | None = None
+    why: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    is_foreign: bool = False
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """The steps of a run at one moment. `version` is another for every change."""
+
+    version: int = 0
+    steps: tuple[SeenStep, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    removed: Collection[str] = ()
+    reasons: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    problem: str | None = None
+    is_complete: bool = False
+
+    def as_json(self) -> Json:
+        """Return what `source.run()` of a page returns, but for the title and the rules."""
+        return {
+            "steps": [self._step(step) for step in self.steps],
+            "metrics": list(dict.fromkeys(name for step in self.steps for name in step.metrics)),
+            "nbytes": sum(self.sizes.get(step.name, 0) for step in self.steps) if self.is_complete else None,
+            "has_values": False,
+            "is_complete": self.is_complete,
+            "notes": self._notes(),
+        }
+
+    def _step(self, step: SeenStep) -> Json:
+        return {
+            "number": step.number,
+            "name": printable(step.name),
+            "nbytes": self.sizes.get(step.name),
+            "saved_at": step.saved_at,
+            "why": step.why,
+            "metrics": {name: _finite(value) for name, value in step.metrics.items()},
+            "problem": step.problem,
+            "is_removed": step.name in self.removed,
+            "kept_by": [*self.reasons.get(step.number, ())],
+            "change": None,
+        }
+
+    def _notes(self) -> list[str]:
+        if self.problem:
+            return [self.problem]
+        if self.is_complete:
+            return []
+        read = sum(step.is_read for step in self.steps)
+        return [f"reading the steps: {read:,} of {len(self.steps):,}"]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def read_step(step: Step, seen: SeenStep) -> SeenStep:
+    """Read what a page shows of a step."""
+    try:
+        if problem := step.problem():
+            return replace(seen, is_read=True, problem=printable(problem), metrics={}, why="", saved_at=None)
+        saved_at = step.saved_at
+        return replace(
+            seen,
+            is_read=True,
+            saved_at=saved_at.isoformat() if saved_at else None,
+            timestamp=saved_at.timestamp() if saved_at else None,
+            why=step.why,
+            metrics=dict(step.metrics),
+            is_foreign=is_foreign(step),
+            problem=None,
+        )
+    except (EformerError, OSError) as error:  # removed or replaced meanwhile: the next look sees it
+        return replace(seen, is_read=True, problem=printable(str(error)))
+
+
 def step_facts(run: str | os.PathLike[str], rules: Sequence[Keep] = ()) -> list[Json]:
     """Describe the steps of a run. Bytes that several steps share count for the first of them."""
-    found = steps(run)
-    removed = plan_removal(run, rules).removed if rules and found else ()
-    store = store_at(run)
-    sizes, resumed = usage(store, [step.name for step in found]), resumed_from(store)
-    return [
-        _step_facts(step, sizes[step.name], step.name in removed)
-        | {"is_resumed_from": step.number == resumed}
-        for step in found
-    ]
+    found, store = steps(run), store_at(run)
+    removed, sizes, resumed = _removed(run, found, rules), _sizes(store, found), resumed_from(store)
+    facts = []
+    for step in found:
+        problem = step.problem()
+        is_sound = problem is None
+        facts.append(
+            {
+                "number": step.number,
+                "path": step.path,
+                "nbytes": sizes[step.name],
+                "saved_at": step.saved_at.isoformat() if is_sound and step.saved_at else None,
+                "why": step.why if is_sound else "",
+                "metrics": step.metrics if is_sound else {},
+                "problem": problem,
+                "is_removed": step.name in removed,
+                "is_resumed_from": step.number == resumed,
+            }
+        )
+    return facts
 
 
-def _step_facts(step: Step, nbytes: int, is_removed: bool) -> Json:
-    problem = step.problem()
-    is_sound = problem is None
-    return {
-        "number": step.number,
-        "path": step.path,
-        "nbytes": nbytes,
-        "saved_at": step.saved_at.isoformat() if is_sound and step.saved_at else None,
-        "why": step.why if is_sound else "",
-        "metrics": step.metrics if is_sound else {},
-        "problem": problem,
-        "is_removed": is_removed,
-    }
+def _removed(run: str | os.PathLike[str], found: Sequence[Step], rules: Sequence[Keep]) -> Collection[str]:
+    return plan_removal(run, rules).removed if rules and found else ()
+
+
+def _sizes(store: Store, found: Sequence[Step]) -> Mapping[str, int]:
+    return usage(store, [step.name for step in found])
 
 
 def run_facts(
@@ -80,40 +171,32 @@ def run_facts(
 
     With `values`, consecutive steps are compared, the newest first, until `MOST_READ` bytes were read.
     """
-    url = store_at(run).url
-    there = step_facts(run, rules)
-    reasons = _reasons(run, rules)
-    changes = dict(_changes(there, memory, progress)) if values else {}
-    unread = sum(step["problem"] is None for step in there) - 1 - len(changes)
-    shown = [_for_page(step, reasons, changes) for step in there]
-    notes = alarms(shown)
+    store, found = store_at(run), steps(run)
+    seen = tuple(read_step(step, SeenStep(step.number, step.name)) for step in found)
+    sound = [step for step, one in zip(found, seen, strict=True) if one.problem is None]
+    news = News(
+        steps=seen,
+        sizes=_sizes(store, found),
+        removed=_removed(run, found, rules),
+        reasons=reasons([facts_of(step, rules) for step in sound], rules, resumed_from(store)),
+        is_complete=True,
+    )
+    facts = news.as_json()
+    changes = dict(_changes(sound, memory, progress)) if values else {}
+    facts["steps"] = [step | {"change": changes.get(step["number"])} for step in facts["steps"]]
+    notes = alarms(facts["steps"])
+    unread = len(sound) - 1 - len(changes)
     if values and unread > 0:
         notes.append(
             f"{count(unread, 'step')} not compared with the one before: that would read more than {size(MOST_READ)}"
         )
-    return {
-        "title": printable(url.rstrip("/").rpartition("/")[2] or url),
-        "path": printable(url),
-        "steps": shown,
-        "metrics": list(dict.fromkeys(name for step in there for name in step["metrics"])),
+    return facts | {
+        "title": printable(store.url.rstrip("/").rpartition("/")[2] or store.url),
+        "path": printable(store.url),
         "rules": list(map(rule_text, rules)),
-        "nbytes": sum(step["nbytes"] for step in there),
         "has_values": values,
         "notes": notes,
     }
-
-
-def _for_page(step: Json, reasons: dict[int, list[str]], changes: dict[int, Json]) -> Json:
-    name = step["path"].rpartition("/")[2]
-    metrics = {name: value if math.isfinite(value) else None for name, value in step["metrics"].items()}
-    problem = printable(step["problem"]) if step["problem"] else None
-    return {name_: value for name_, value in step.items() if name_ not in ("path", "is_resumed_from")} | {
-        "name": printable(name),
-        "metrics": metrics,
-        "problem": problem,
-        "kept_by": reasons.get(step["number"], []),
-        "change": changes.get(step["number"]),
-    }  # fmt: skip
 
 
 def alarms(shown: Sequence[Json]) -> list[str]:
@@ -154,11 +237,6 @@ def rule_text(rule: Keep) -> str:
     return printable(", ".join(parts))
 
 
-def _reasons(run: str | os.PathLike[str], rules: Sequence[Keep]) -> dict[int, list[str]]:
-    sound = [step for step in steps(run) if step.problem() is None] if rules else []
-    return reasons([facts_of(step, rules) for step in sound], rules, resumed_from(store_at(run)))
-
-
 def reasons(sound: Sequence[StepFacts], rules: Sequence[Keep], resumed: int | None) -> dict[int, list[str]]:
     """Return why each step stays, in words: the rules that keep it, "the newest", "resumed from" or "of another
     program"."""
@@ -181,9 +259,8 @@ def reasons(sound: Sequence[StepFacts], rules: Sequence[Keep], resumed: int | No
 # -------------------------------------------------------------------------------------------- change
 
 
-def _changes(there: Sequence[Json], memory: int | None, progress: Progress) -> Iterator[tuple[int, Json]]:
+def _changes(sound: Sequence[Step], memory: int | None, progress: Progress) -> Iterator[tuple[int, Json]]:
     """Yield the norm of the change of each step since the one before, the newest first."""
-    sound = [step for step in there if step["problem"] is None]
     pairs = list(zip(sound[1:], sound[:-1], strict=True))[::-1]
     if not pairs:
         return
@@ -195,7 +272,7 @@ def _changes(there: Sequence[Json], memory: int | None, progress: Progress) -> I
             if read > MOST_READ:
                 return
             try:
-                with contents_of(step["path"]) as new, contents_of(before["path"]) as old:
+                with contents_of(step.path) as new, contents_of(before.path) as old:
                     change, nbytes = _change(new, old, known, room)
             except (
                 EformerError,
@@ -205,7 +282,7 @@ def _changes(there: Sequence[Json], memory: int | None, progress: Progress) -> I
                 change, nbytes = {"problem": "could not be read"}, 0
             read += nbytes
             meter.add(1)
-            yield step["number"], change
+            yield step.number, change
 
 
 @dataclass(frozen=True, slots=True)
