@@ -76,20 +76,20 @@ class Leaf:
 class Contents:
     """The leaves of a checkpoint, with the facts that stand above them.
 
-    is_one   whether the checkpoint has one tree, or one was asked for: then paths have no prefix
+    prefixes   the trees that were asked for: all, or one
+    problems   why trees cannot be read, or not as a whole
 
     Close it, or use it as a context manager: it keeps the files of the checkpoint open.
     """
 
     path: str
     format: str
-    leaves: list[Leaf]
-    trees: dict[str, TreeEntry]
-    views: dict[str, View]
+    prefixes: list[str]
     left_out: tuple[str, ...] = ()
     signed_by: str | None = None
+    leaves: list[Leaf] = field(default_factory=list)
+    views: dict[str, View] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
-    is_one: bool = True
     stack: ExitStack = field(default_factory=ExitStack, repr=False)
 
     def __enter__(self) -> Self:
@@ -97,6 +97,15 @@ class Contents:
 
     def __exit__(self, *_: object) -> None:
         self.stack.close()
+
+    @property
+    def is_one(self) -> bool:
+        """Tell whether paths have no prefix, because there is one tree, or one was asked for."""
+        return len(self.prefixes) == 1
+
+    @property
+    def trees(self) -> dict[str, TreeEntry]:
+        return {prefix: view.tree for prefix, view in self.views.items()}
 
     @lazy_property
     def by_path(self) -> dict[str, Leaf]:
@@ -181,22 +190,30 @@ class Contents:
 
 def contents_of(path: str | os.PathLike[str], prefix: str | None = None) -> Contents:
     """Open the checkpoint at `path` and list its leaves; with a prefix those of one tree."""
-    facts = look_at(path, lambda found: _facts(found, prefix))
-    stack = ExitStack()
-    views: dict[str, View] = {}
-    problems: dict[str, str] = {}
-    try:
-        for each in facts.prefixes:
+    contents = look_at(path, lambda found: _contents(found, prefix))
+    with ExitStack() as stack:
+        for each in contents.prefixes:
             try:
-                views[each] = stack.enter_context(_view(path, each, problems))
+                view = stack.enter_context(_view(path, each, contents.problems))
             except (EformerError, OSError) as error:
-                problems[each] = str(error)
-        if problems and not views:
-            raise_again(path, facts.prefixes[0])
-        return _listed(facts, views, problems, stack)
-    except BaseException:
-        stack.close()
-        raise
+                contents.problems[each] = str(error)
+                continue
+            contents.views[each] = view
+            contents.leaves += _leaves(view.tree, each, "" if contents.is_one else f"{TREE}{escape(each)}")
+        if contents.problems and not contents.views:
+            raise_again(path, contents.prefixes[0])
+        contents.stack = stack.pop_all()
+    return contents
+
+
+def _contents(found: Found, prefix: str | None) -> Contents:
+    """Return what there is to know before the trees are opened."""
+    prefixes = [prefix] if prefix is not None else [found.only] if found.only else list(found.trees)
+    if prefix is not None or not prefixes:
+        found.listed(prefix)  # which raises, if there is none
+    return Contents(
+        str(found.path), found.manifest.format, prefixes, found.left_out(prefix), signer_of(found)
+    )
 
 
 def _view(path: str | os.PathLike[str], prefix: str, problems: dict[str, str]) -> View:
@@ -212,43 +229,6 @@ def _view(path: str | os.PathLike[str], prefix: str, problems: dict[str, str]) -
 def raise_again(path: str | os.PathLike[str], prefix: str) -> None:
     """Raise the error of opening a tree that cannot be opened."""
     open_view(path, prefix=prefix).close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    path: str
-    format: str
-    prefixes: list[str]
-    left_out: tuple[str, ...]
-    signed_by: str | None
-
-
-def _facts(found: Found, prefix: str | None) -> _Facts:
-    prefixes = [prefix] if prefix is not None else [found.only] if found.only else list(found.trees)
-    if prefix is not None or not prefixes:
-        found.listed(prefix)  # which raises, if there is none
-    return _Facts(str(found.path), found.manifest.format, prefixes, found.left_out(prefix), signer_of(found))
-
-
-def _listed(facts: _Facts, views: dict[str, View], problems: dict[str, str], stack: ExitStack) -> Contents:
-    is_one = len(facts.prefixes) == 1
-    leaves = [
-        leaf
-        for prefix, view in views.items()
-        for leaf in _leaves(view.tree, prefix, "" if is_one else f"{TREE}{escape(prefix)}")
-    ]
-    return Contents(
-        facts.path,
-        facts.format,
-        leaves,
-        {prefix: view.tree for prefix, view in views.items()},
-        views,
-        facts.left_out,
-        facts.signed_by,
-        problems,
-        is_one,
-        stack,
-    )
 
 
 def _leaves(tree: TreeEntry, prefix: str, above: str) -> list[Leaf]:

@@ -131,8 +131,8 @@ def recorded_change_of(contents: Contents, leaf: Leaf, other: Contents | None) -
     if other is None:
         return None
     beside = other.counterpart(leaf, contents)
-    trees = [contents.trees[leaf.prefix], *([other.trees[beside.prefix]] if beside else [])]
-    return recorded_change(leaf, beside, have_digests=all(tree.has_digests for tree in trees))
+    views = [contents.views[leaf.prefix], *([other.views[beside.prefix]] if beside else [])]
+    return recorded_change(leaf, beside, have_digests=all(view.tree.has_digests for view in views))
 
 
 def _tasks(
