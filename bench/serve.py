@@ -165,21 +165,11 @@ def measure_leaves(path: Path, rounds: int) -> None:
         table = Table(client, rounds)
         summary = json.loads(table.row("the summary: first", "summary.json", first=True))
         table.row("the summary: again", "summary.json")
-        table.row("the first rows", "children.json?path=")
-        folded = quote("params.layers.%*0-" + str(summary["leaves"] // 40 - 1))
-        table.row("200 folded layers", f"children.json?path={folded}")
-        flat = "children.json?path=state&offset="
-        table.row("200 rows of the flat group, each another page", lambda n: f"{flat}{200 * n}")
-        table.row("the flat group by name: first", f"{flat}0&sort=name", first=True)
-        table.row("the flat group by name: the next pages", lambda n: f"{flat}{200 * n}&sort=name")
-        table.row("a search: first", "search.json?query=kernel", first=True)
-        table.row("a search, each another", lambda n: f"search.json?query=layers.{n}1")
-        table.row("a search by pattern, each another", lambda n: f"search.json?query=*.{n}*.kernel")
-        table.row("the treemap", "treemap.json?path=")
-        leaf = json.loads(client.get("search.json?query=kernel&limit=50")[1])["rows"]
-        table.row(
-            "a leaf with its values, each another", lambda n: f"leaf.json?path={quote(leaf[n]['path'])}"
-        )
+        columns = json.loads(table.row("the columns: first", "columns.json", first=True))
+        table.row("the columns: again", "columns.json")
+        paths = [f"params.layers.{n}.q.kernel" for n in range(rounds)]
+        table.row("a leaf with its values, each another", lambda n: f"leaf.json?path={quote(paths[n])}")
+        assert len(columns["kind"]) == summary["leaves"]
         draw(client, "the page, until it is drawn", table)
         print(f"\nPeak memory of the server: {client.peak() / 1e6:,.0f} MB. {summary['leaves']:,} leaves.\n")
 

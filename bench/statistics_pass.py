@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import ml_dtypes
 import numpy as np
 
-from eformer._engine.reports.statistics import Collector
+from eformer._engine.pages.statistics import Collector
 from eformer._engine.tools.compare import Comparison
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from eformer._engine.serving import live
-from eformer._engine.serving.pages import Pages
-from eformer._engine.serving.server import Server
+from eformer._engine.pages import live
+from eformer._engine.pages.addresses import Pages
+from eformer._engine.pages.server import Server
 from support import browser as support
 
 

@@ -34,6 +34,15 @@ class Page:
             f"const done = arguments[arguments.length - 1]; Promise.resolve({expression}).then(done, (e) => done(String(e)));"
         )
 
+    def rows(self, expression):
+        """Return facts about the rows that an expression with `source` and `root` gives."""
+        return self.js(
+            "const { source } = eformer, { root } = source;"
+            f"return {expression}.map((row) => ({{ path: row.path, name: row.name, kind: row.kind, leaves: row.leaves, params: row.params,"
+            " nbytes: row.nbytes, dtypes: row.dtypes, count: row.count, shape: row.shape, value: row.value, special: row.special,"
+            " damaged: row.damaged, problem: row.problem, change: row.change, std: source.statistics(row)?.std }));"
+        )
+
     def until(self, is_so, seconds=15):
         """Wait until something is so; return what it is."""
         end = time.monotonic() + seconds

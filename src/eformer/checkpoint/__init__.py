@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from eformer._engine.loading.dry_run import dry_run as dry_run
     from eformer._engine.loading.load import load as load
     from eformer._engine.loading.report import LoadReport as LoadReport
+    from eformer._engine.pages.report import HtmlReport as HtmlReport
+    from eformer._engine.pages.report import report as report
     from eformer._engine.record.manifest import Manifest as Manifest
     from eformer._engine.record.options import SaveOptions as SaveOptions
     from eformer._engine.record.policies import Every as Every
     from eformer._engine.record.policies import Keep as Keep
-    from eformer._engine.reports.report import HtmlReport as HtmlReport
-    from eformer._engine.reports.report import report as report
     from eformer._engine.runs.follow import follow as follow
     from eformer._engine.runs.follow import score as score
     from eformer._engine.runs.run import Resumed as Resumed
@@ -73,7 +73,7 @@ _HOME = {
     "Diff": "tools.diff",
     "DryRun": "loading.dry_run",
     "Every": "record.policies",
-    "HtmlReport": "reports.report",
+    "HtmlReport": "pages.report",
     "Keep": "record.policies",
     "LoadReport": "loading.report",
     "Manifest": "record.manifest",
@@ -97,7 +97,7 @@ _HOME = {
     "prune": "tools.prune",
     "register_module": "trees.modules",
     "register_node": "trees.nodes",
-    "report": "reports.report",
+    "report": "pages.report",
     "save": "saving.save",
     "save_async": "saving.save",
     "score": "runs.follow",

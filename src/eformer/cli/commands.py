@@ -492,8 +492,8 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
     eformer steps ./run
     eformer steps ./run --keep 3
     """
+    from eformer._engine.pages.timeline import step_facts
     from eformer._engine.record.text import size
-    from eformer._engine.reports.timeline import step_facts
 
     found = step_facts(run, rules_from(**keep))
     if as_json:

@@ -48,8 +48,8 @@ def report(
     eformer report model.safetensors --no-values
     eformer report ./run --keep 3
     """
-    from eformer._engine.reports.report import became_in, check_replaceable, damage_in
-    from eformer._engine.reports.report import report as make
+    from eformer._engine.pages.report import became_in, check_replaceable, damage_in
+    from eformer._engine.pages.report import report as make
 
     if as_json and output:
         raise click.UsageError("--json prints to standard output; leave out --output")

@@ -3,8 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer._engine.record.outline import LeafLine, OutlineNode, outline
+from eformer._engine.record.names import escape, join_name
+from eformer._engine.record.outline import LeafLine, OutlineNode, outline, tree_rows
 from eformer._engine.record.text import bar, count, shortened, size
+from support.columns import paths_of
+from support.trees import keys
 
 
 def labels(node: OutlineNode):
@@ -76,6 +79,74 @@ def test_nothing_is_lost(found):
     root = outline([LeafLine(".".join(parts), "x", 3) for parts in found])
     assert root.leaves == len(found)
     assert root.nbytes == 3 * len(found)
+
+
+def shown(names):
+    rows = tree_rows([(name, "f4") for name in names])
+    return [path for path, _ in paths_of([row.depth for row in rows], [row.part for row in rows])]
+
+
+@given(st.sets(st.lists(keys, min_size=1, max_size=4).map(lambda parts: join_name(map(escape, parts)))))
+def test_every_leaf_has_one_row_with_its_own_path(names):
+    names = sorted(names)
+    rows = tree_rows([(name, "f4") for name in names])
+    paths = paths_of([row.depth for row in rows], [row.part for row in rows])
+    leaves = [(row.leaf, path) for row, (path, is_leaf) in zip(rows, paths, strict=True) if is_leaf]
+    assert sorted(leaves) == list(enumerate(names))
+    assert all(is_leaf == (row.leaf >= 0) for row, (_, is_leaf) in zip(rows, paths, strict=True))
+
+
+def test_layers_that_are_alike_come_below_one_row_in_the_order_of_their_numbers():
+    names = [f"layers.{n}.{part}" for n in (10, 9, 8, 11) for part in ("a", "b")]
+    assert shown(names)[1:4] == ["layers.%*8-11", "layers.%*8-11.8", "layers.8.a"]
+
+
+def test_layers_of_other_kinds_stay_apart():
+    kinds = {
+        "h.0.a": "f4[2]",
+        "h.0.b": "f4",
+        "h.1.a": "f4[3]",
+        "h.1.b": "f4",
+        "h.2.a": "f4[2]",
+        "h.2.b": "f4",
+    }
+    rows = tree_rows(list(kinds.items()))
+    assert not any(row.part.startswith("%*") for row in rows)
+
+
+def test_a_leaf_that_is_also_a_module_is_shown_in_it():
+    assert shown(["a", "a.b"]) == ["", "a", "a", "a.b"]
+
+
+def test_chains_are_one_row():
+    assert shown(["a.b.c.w", "a.b.c.v"]) == ["", "a.b.c", "a.b.c.w", "a.b.c.v"]
+
+
+def test_a_bare_leaf_and_deep_names_are_rows():
+    assert shown(["%"]) == ["", "%"]
+    deep = ".".join("x" * 300)
+    assert shown([deep])[-1] == deep
+
+
+def test_a_number_beside_an_escape_counts_and_one_that_is_an_escape_does_not():
+    names = [f"layer%20{n}.{part}" for n in range(3) for part in "ab"]
+    assert shown(names)[1] == "%*layer%200-2"
+    assert [child.label for child in outline(lines(*names)).children] == ["layer 0-2"]
+    escapes = ("a%2E.x", "a%2E.y", "a%2F.x", "a%2F.y", "a%30.x", "a%30.y")
+    assert not any("%*" in path for path in shown(escapes))
+
+
+def test_a_leaf_that_is_also_a_module_is_a_line_of_its_own():
+    (module,) = outline(lines("a", "a.b")).children
+    assert labels(module) == [("(itself)", 1, []), ("b", 1, [])]
+    assert module.nbytes == 16
+
+
+def test_folds_inside_of_folds_keep_their_counts():
+    names = [f"block.{n}.experts.{m}.w" for n in range(3) for m in range(4)]
+    (block,) = outline(lines(*names)).children
+    assert labels(block) == [("0-2.experts", 3, [("0-3.w", 4, [])])]
+    assert block.leaves == 12
 
 
 @given(st.integers(0, 10**18))

@@ -1,20 +1,175 @@
-"""Fold a tree of leaves for display: nested modules, with repeated ones shown once. Pure."""
+"""Arrange the names of leaves as a tree to look at: in order, chains joined, repeated modules folded. Pure.
+
+A row has a path: the escaped parts of a name, joined by dots. Two kinds of parts never occur in names: `%*0-31` is a
+row for the siblings 0 to 31, which are alike and come below it, and `%=` is the leaf that has the name of a module.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from eformer._engine.record.names import split_name, unescape
 from eformer._engine.record.text import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-_T = TypeVar("_T")
+FOLD = "%*"
+ITSELF = "%="
 
-_DEEPEST = 64  # levels of modules; deeper parts stay one name, which keeps the recursion bounded
+_DEEPEST = 64  # levels of modules; deeper parts stay one name, which bounds the recursion
+
+# What stands before the first number of a part, the number, and the rest. Digits of escapes are no numbers.
+_NUMBERED = re.compile(
+    r"((?>(?:%(?:[0-9A-F]{2}|uD[89A-F][0-9A-F]{2}|#\d+)|\d{10,}|\D)*))(\d{1,9})(.*)", re.DOTALL
+)
+
+
+@dataclass(slots=True)
+class _Node:
+    """A leaf, a module, or a fold.
+
+    leaf    the number of the leaf in the order that was given; -1 for a module
+    alike   equal for nodes that are alike below their own names
+    """
+
+    part: str
+    leaf: int = -1
+    kind: Hashable = None
+    children: list[_Node] = field(default_factory=list)
+    alike: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Arranger:
+    """Put children in order, fold those that are alike, and join chains.
+
+    fewest        siblings that are folded
+    with_leaves   whether leaves are folded, too
+    """
+
+    fewest: int
+    with_leaves: bool
+    shapes: dict[object, int] = field(default_factory=dict)
+
+    def arrange(self, node: _Node) -> None:
+        if node.children and node.leaf >= 0:
+            node.children.insert(0, _Node(ITSELF, node.leaf, node.kind))
+            node.leaf = -1
+        for child in node.children:
+            self.arrange(child)
+        # Sorted, because leaves that are spread over shards come in another order in every layer.
+        below = tuple(sorted((child.part, child.alike) for child in node.children))
+        shape = (node.kind if node.leaf >= 0 else None, below)
+        node.alike = self.shapes.setdefault(shape, len(self.shapes))
+        node.children = [_joined(one) for run in _runs(node.children) for one in self._fold(run)]
+
+    def _fold(self, run: Sequence[_Node]) -> Sequence[_Node]:
+        if len(run) < self.fewest or not (self.with_leaves or run[0].children):
+            return run
+        first, last = (_NUMBERED.fullmatch(node.part) for node in (run[0], run[-1]))
+        assert first
+        assert last
+        part = f"{FOLD}{first[1]}{first[2]}-{last[2]}{first[3]}"
+        return [_Node(part, children=[_joined(node) for node in run])]
+
+
+def _arranged(leaves: Iterable[tuple[str, Hashable]], *, fewest: int, with_leaves: bool) -> _Node:
+    """Return the root of the tree of these leaves. Each has a name, and a kind that is equal for leaves that are
+    alike."""
+    root = _Node("")
+    inner: dict[tuple[str, ...], _Node] = {(): root}
+    for number, (name, kind) in enumerate(leaves):
+        parts = split_name(name) if name else ()
+        if len(parts) > _DEEPEST:
+            parts = (*parts[:_DEEPEST], ".".join(parts[_DEEPEST:]))
+        node = _node_at(inner, parts)
+        node.leaf, node.kind = number, kind
+    _Arranger(fewest, with_leaves).arrange(root)
+    return root
+
+
+def _node_at(inner: dict[tuple[str, ...], _Node], parts: tuple[str, ...]) -> _Node:
+    known = len(parts)
+    while parts[:known] not in inner:
+        known -= 1
+    node = inner[parts[:known]]
+    for depth in range(known, len(parts)):
+        child = _Node(parts[depth])
+        node.children.append(child)
+        inner[parts[: depth + 1]] = node = child
+    return node
+
+
+def _runs(nodes: Iterable[_Node]) -> Iterator[list[_Node]]:
+    """Yield nodes whose numbers follow each other and that are alike together, and every other node alone.
+
+    Numbered nodes come in the order of their numbers, at the place of the first: alphabetically, 10 comes before 2.
+    """
+    groups: dict[str | tuple[str, str], list[tuple[int, _Node]]] = {}
+    for node in nodes:
+        match = _NUMBERED.fullmatch(node.part)
+        ends = (match[1], match[3]) if match else node.part
+        groups.setdefault(ends, []).append((int(match[2]) if match else 0, node))
+    for group in groups.values():
+        group.sort(key=lambda one: one[0])
+        start = 0
+        for end in range(1, len(group) + 1):
+            if end == len(group) or not _follows(group[end - 1], group[end]):
+                yield [node for _, node in group[start:end]]
+                start = end
+
+
+def _follows(before: tuple[int, _Node], after: tuple[int, _Node]) -> bool:
+    return after[0] == before[0] + 1 and after[1].alike == before[1].alike
+
+
+def _joined(node: _Node) -> _Node:
+    """Join a module that has one child with it."""
+    if len(node.children) != 1 or node.leaf >= 0:
+        return node
+    (only,) = node.children
+    if node.part.startswith(FOLD) or only.part == ITSELF:
+        return node
+    return replace(only, part=f"{node.part}.{only.part}", alike=node.alike)
+
+
+# --------------------------------------------------------------------------------------------- pages
+
+
+@dataclass(frozen=True, slots=True)
+class TreeRow:
+    """A row of the tree, in the order of a depth-first walk.
+
+    depth   how many rows are above it; 0 for the root, which is the first row
+    part    the rest of its path after that of the row above it
+    leaf    the number of the leaf in the order that was given; -1 for a group
+    """
+
+    depth: int
+    part: str
+    leaf: int = -1
+
+
+def tree_rows(leaves: Sequence[tuple[str, Hashable]]) -> list[TreeRow]:
+    """Return the rows of a page, which can be unfolded: only modules are folded, three or more of a kind."""
+    root = _arranged(leaves, fewest=3, with_leaves=False)
+    if root.leaf >= 0:
+        root = _Node("", children=[replace(root, part=leaves[root.leaf][0])])
+    return list(_walk(root))
+
+
+def _walk(root: _Node) -> Iterator[TreeRow]:
+    left = [(0, root)]
+    while left:
+        depth, node = left.pop()
+        yield TreeRow(depth, node.part, node.leaf)
+        left += [(depth + 1, child) for child in reversed(node.children)]
+
+
+# ------------------------------------------------------------------------------------- text and HTML
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +190,6 @@ class OutlineNode:
     children: list[OutlineNode] = field(default_factory=list)
     count: int = 1
 
-    def lines(self) -> Iterator[LeafLine]:
-        if self.line:
-            yield self.line
-        for child in self.children:
-            yield from child.lines()
-
     @property
     def nbytes(self) -> int:
         """Return the bytes of all nodes that this one stands for."""
@@ -55,80 +204,25 @@ class OutlineNode:
         return self.count * (1 if self.line else sum(child.leaves for child in self.children))
 
 
-def outline(lines: Iterable[LeafLine]) -> OutlineNode:
-    """Build the folded tree of these leaves, and return its root."""
-    root = OutlineNode("")
-    inner: dict[tuple[str, ...], OutlineNode] = {(): root}
-    for line in lines:
-        parts = split_name(line.name) if line.name else ()
-        parts = (*parts[:_DEEPEST], ".".join(parts[_DEEPEST:])) if len(parts) > _DEEPEST else parts
-        for depth in range(len(parts)):
-            here = parts[: depth + 1]
-            if here not in inner:
-                inner[here] = OutlineNode(printable(unescape(here[-1])))
-                inner[here[:-1]].children.append(inner[here])
-        inner[parts].line = line
-    return _fold(root)
+def outline(lines: Sequence[LeafLine]) -> OutlineNode:
+    """Return the root of the tree of these leaves in which everything that repeats is shown once."""
+    root = _arranged(((line.name, (line.what, line.nbytes)) for line in lines), fewest=2, with_leaves=True)
+    return _shown(root, lines)
 
 
-def _fold(node: OutlineNode) -> OutlineNode:
-    """Fold the children, innermost first; merge a module that has one child with that child."""
-    children = _merge_runs([_fold(child) for child in node.children])
-    if len(children) == 1 and node.label and not node.line and children[0].count == 1:
-        (only,) = children
-        return OutlineNode(f"{node.label}.{only.label}", only.line, only.children)
-    return OutlineNode(node.label, node.line, children)
+def _shown(node: _Node, lines: Sequence[LeafLine]) -> OutlineNode:
+    above, _, last = node.part.rpartition(".")
+    if not last.startswith(FOLD):
+        line = lines[node.leaf] if node.leaf >= 0 else None
+        return OutlineNode(_label(node.part), line, [_shown(child, lines) for child in node.children])
+    if above:
+        return OutlineNode(_label(above), children=[_shown(replace(node, part=last), lines)])
+    first = node.children[0]
+    _, dot, joined = first.part.partition(".")
+    found = _shown(replace(first, part=last[len(FOLD) :] + dot + joined), lines)
+    found.count = len(node.children)
+    return found
 
 
-def _merge_runs(nodes: Sequence[OutlineNode]) -> list[OutlineNode]:
-    """Merge consecutive nodes that differ in one number into one node, labelled with the range."""
-    runs: list[list[OutlineNode]] = []
-    for node in in_number_order(nodes, lambda node: node.label):
-        if runs and _follows(runs[-1][-1], node):
-            runs[-1].append(node)
-        else:
-            runs.append([node])
-    return [run[0] if len(run) == 1 else _merge(run) for run in runs]
-
-
-NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
-
-
-def in_number_order(nodes: Iterable[_T], label: Callable[[_T], str]) -> list[_T]:
-    """Sort numbered nodes by number, at the place of the first: alphabetically, 10 comes before 2."""
-    groups: dict[str | tuple[str, str], list[tuple[int, int, _T]]] = {}
-    for position, node in enumerate(nodes):
-        name = label(node)
-        match = NUMBER.search(name)
-        kind = (name[: match.start()], name[match.end() :]) if match else name
-        groups.setdefault(kind, []).append((int(match[0]) if match else 0, position, node))
-    return [node for group in groups.values() for _, _, node in sorted(group, key=lambda item: item[:2])]
-
-
-def _follows(before: OutlineNode, node: OutlineNode) -> bool:
-    """Tell whether the label has the next number and the contents are the same."""
-    a, b = NUMBER.search(before.label), NUMBER.search(node.label)
-    if not a or not b:
-        return False
-    is_next = int(b[0]) == int(a[0]) + 1
-    same = (before.label[: a.start()], before.label[a.end() :]) == (
-        node.label[: b.start()],
-        node.label[b.end() :],
-    )
-    return is_next and same and _shape_of(before) == _shape_of(node)
-
-
-def _shape_of(node: OutlineNode) -> object:
-    """Return everything but the label, for comparing two nodes. The order of the children does not count: if layers are
-    spread over shards, each may have another."""
-    inside = [(child.label, child.count, _shape_of(child)) for child in node.children]
-    return node.line and (node.line.what, node.line.nbytes), sorted(inside, key=lambda child: child[0])
-
-
-def _merge(run: Sequence[OutlineNode]) -> OutlineNode:
-    first, last = run[0], run[-1]
-    match, end = NUMBER.search(first.label), NUMBER.search(last.label)
-    assert match
-    assert end
-    label = f"{first.label[: match.start()]}{match[0]}-{end[0]}{first.label[match.end() :]}"
-    return OutlineNode(label, first.line, first.children, len(run))
+def _label(part: str) -> str:
+    return ".".join("(itself)" if one == ITSELF else printable(unescape(one)) for one in part.split("."))

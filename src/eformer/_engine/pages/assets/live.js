@@ -1,0 +1,75 @@
+// Sources that ask the server of `eformer serve`: see base.js for what they have. Comes last, and starts the page.
+"use strict";
+(() => {
+  const POLL = 2000, SOON = 400;  // milliseconds
+  const gone = "The server does not answer. Is `eformer serve` still running?";
+  const never = new Promise(() => {});
+
+  const notice = eformer.h("p.failed", { role: "alert", hidden: true });
+  document.body.prepend(notice);
+  const complain = (text) => {
+    notice.textContent = eformer.visible(text);
+    notice.hidden = false;
+    document.getElementById("app").removeAttribute("aria-busy");
+  };
+
+  // Ask for facts. An answer that says why there are none is shown, and whoever waits for them waits for ever.
+  const against = new URLSearchParams(location.search).get("against") ?? undefined;
+  const ask = async (name, parameters = {}, options = {}) => {
+    const query = new URLSearchParams(Object.entries({ ...parameters, against }).filter(([, value]) => value !== undefined));
+    try {
+      const answer = await fetch(`${name}.json?${query}`, { cache: "no-cache", ...options });
+      const found = await answer.json();
+      if (answer.ok) { notice.hidden = true; return found; }
+      complain(found.error);
+    } catch (error) {
+      if (error.name !== "AbortError") complain(gone);
+    }
+    return never;
+  };
+
+  const checkpointSource = async () => {
+    const [summary, leaves, against] = await Promise.all(["summary", "columns", "changes"].map((name) => ask(name)));
+    let reading = new AbortController();
+    // Whoever selects another leaf does not wait for this one any more: the server stops reading it.
+    return eformer.checkpointSource({ summary, leaves, against }, (path) => {
+      reading.abort();
+      reading = new AbortController();
+      return ask("leaf", { path }, { signal: reading.signal });
+    });
+  };
+
+  // The run is asked for again and again; it is sent only if it is another than before.
+  const runSource = () => {
+    let known = "";
+    const look = async () => {
+      try {
+        const answer = await fetch("run.json", { cache: "no-store", headers: known ? { "If-None-Match": known } : {} });
+        notice.hidden = true;
+        if (!answer.ok) return null;
+        known = answer.headers.get("ETag");
+        return await answer.json();
+      } catch {
+        complain(gone);
+        return null;
+      }
+    };
+    const waitFor = (run, drawing) => Math.max(run && !run.is_complete ? SOON : POLL, 4 * drawing) * (document.hidden ? 5 : 1);
+    return {
+      kind: "run",
+      run: async () => await look() ?? never,
+      stepLink: (step) => `step/${step.number}/`,
+      follow(draw) {
+        const again = async () => {
+          const run = await look(), start = performance.now();
+          if (run) draw(run);
+          setTimeout(again, waitFor(run, performance.now() - start));
+        };
+        setTimeout(again, SOON);
+      },
+    };
+  };
+
+  const sources = { run: runSource, checkpoint: checkpointSource };
+  eformer.start(sources[document.documentElement.dataset.kind]());
+})();

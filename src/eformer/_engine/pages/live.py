@@ -1,0 +1,175 @@
+"""Follow a run while it trains: its steps, as they are now, for pages that ask again and again.
+
+A thread looks at the run for as long as somebody asks. A step is read when it is new or another one than before, the
+newest first; a few of the others are read again at every look, because a file may be damaged at any time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from eformer._engine.formats.steps import name_of_step
+from eformer._engine.pages.timeline import News, SeenStep, read_step, reasons
+from eformer._engine.record.policies import StepFacts
+from eformer._engine.record.text import printable
+from eformer._engine.runs.claims import resumed_from
+from eformer._engine.runs.retention import removable
+from eformer._engine.runs.steps import steps
+from eformer._engine.stores import checkpoints
+from eformer._engine.stores.local import on_disk, usage
+from eformer._engine.stores.locate import store_at
+from eformer.errors import EformerError, NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Hashable, Mapping, Sequence
+
+    from eformer._engine.record.policies import Keep
+    from eformer._engine.runs.steps import Step
+    from eformer._engine.stores.base import Store
+
+logger = logging.getLogger("eformer.serve")
+
+Json = dict[str, Any]
+
+_SECONDS_BETWEEN = 1.0  # two looks at a directory
+_SECONDS_BETWEEN_FAR = 10.0  # two looks at a bucket, which cost money
+_SECONDS_UNASKED = 30.0  # after which the thread ends
+_SECONDS_BETWEEN_NEWS = 0.3  # while many steps are read
+_READ_AGAIN = 20  # steps at every look
+_PATIENCE = 0.5  # seconds that whoever asks waits for the first look to be complete
+_REST = 10  # times as long as a look takes: a run of thousands of steps must not slow down the training
+
+
+class LiveRun:
+    """The steps of a run, followed by a thread while somebody asks for them."""
+
+    def __init__(self, path: str, rules: Sequence[Keep] = ()) -> None:
+        self.path, self.store, self.rules = path, store_at(path), rules
+        self._between = _SECONDS_BETWEEN if on_disk(self.store) else _SECONDS_BETWEEN_FAR
+        self._news = News()
+        self._changed = threading.Condition()
+        self._follower: threading.Thread | None = None
+        self._asked = 0.0
+        self._again = 0
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        """Let the thread end."""
+        self._closed.set()
+
+    def news(self) -> News:
+        """Return the steps as they are known now. Only the first calls wait, for the first look."""
+        with self._changed:
+            self._asked = time.monotonic()
+            if self._follower is None:
+                self._follower = threading.Thread(target=self._follow, name="eformer-serve", daemon=True)
+                self._follower.start()
+            self._changed.wait_for(lambda: self._news.is_complete, _PATIENCE)
+            return self._news
+
+    def place(self, number: int) -> tuple[str, Hashable]:
+        """Return the path of a step and what tells it from another of the same number. Raise NotFoundError if it is not
+        there any more."""
+        known = next((step.name for step in self._news.steps if step.number == number), None)
+        name = known or name_of_step(self.store, number)
+        try:
+            return self.store.path_to(name), identity_of(self.store, name)
+        except FileNotFoundError:
+            raise NotFoundError(
+                f"step {number} is not there: it was removed by the rules of the run or by hand, or never saved"
+            ) from None
+
+    # ------------------------------------------------------------------------------------------ follow
+
+    def _follow(self) -> None:
+        while True:
+            start = time.monotonic()
+            try:
+                self._look()
+            except Exception:
+                logger.exception("the run cannot be followed")
+                self._tell(problem="the run cannot be followed; the terminal of `eformer serve` says why")
+            rest = max(self._between, _REST * (time.monotonic() - start))
+            with self._changed:
+                if time.monotonic() - self._asked > _SECONDS_UNASKED:
+                    self._follower = None
+                    return
+            if self._closed.wait(rest):
+                return
+
+    def _look(self) -> None:
+        try:
+            there = {step.name: step for step in steps(self.path)}
+        except (EformerError, OSError) as error:
+            self._tell(steps=(), problem=printable(str(error)), is_complete=True)
+            return
+        seen = self._merged(there)
+        self._tell(steps=tuple(seen.values()), problem=None)
+        self._read(there, seen)
+        self._measure_sizes([*seen])
+        self._tell(is_complete=True)
+
+    def _merged(self, there: Mapping[str, Step]) -> dict[str, SeenStep]:
+        """Return the steps that are there: as they were read before, unless they are others now."""
+        before = {(step.name, step.identity): step for step in self._news.steps}
+        found = {}
+        for name, step in there.items():
+            with suppress(FileNotFoundError):  # removed meanwhile
+                identity = identity_of(self.store, name)
+                found[name] = before.get((name, identity)) or SeenStep(step.number, name, identity)
+        return found
+
+    def _read(self, there: Mapping[str, Step], seen: dict[str, SeenStep]) -> None:
+        told = time.monotonic()
+        for name in self._to_read(seen):
+            seen[name] = read_step(there[name], seen[name])
+            if time.monotonic() - told > _SECONDS_BETWEEN_NEWS:
+                self._tell(steps=tuple(seen.values()))
+                told = time.monotonic()
+        self._tell(steps=tuple(seen.values()), **self._retention(seen.values()))
+
+    def _to_read(self, seen: Mapping[str, SeenStep]) -> list[str]:
+        """List the steps that were never read, the newest first, and a few others, in turn."""
+        names = [*seen]
+        start = self._again % max(1, len(names))
+        again = [name for name in (names[start:] + names[:start])[:_READ_AGAIN] if seen[name].is_read]
+        self._again = start + _READ_AGAIN
+        return [name for name in reversed(names) if not seen[name].is_read] + again
+
+    def _retention(self, seen: Collection[SeenStep]) -> Json:
+        """Return what the rules would remove, as `prune` does: sound steps alone that no link points to; and why the
+        others stay."""
+        sound = [step for step in seen if step.is_read and step.problem is None]
+        if not self.rules or not sound:
+            return {}
+        facts = [StepFacts(step.number, step.timestamp, step.metrics, step.is_foreign) for step in sound]
+        removed = removable(self.store, sound, facts, self.rules, now=time.time())
+        return {
+            "removed": frozenset(step.name for step in removed),
+            "reasons": reasons(facts, self.rules, resumed_from(self.store)),
+        }
+
+    def _measure_sizes(self, names: Sequence[str]) -> None:
+        if set(names) != self._news.sizes.keys():
+            with suppress(OSError):
+                self._tell(sizes=usage(self.store, names))
+
+    def _tell(self, **changes: Any) -> None:
+        with self._changed:
+            news = replace(self._news, **changes)
+            if news != self._news or not news.version:
+                self._news = replace(news, version=self._news.version + 1)
+                self._changed.notify_all()
+
+
+def identity_of(store: Store, name: str) -> Hashable:
+    """Return what tells a checkpoint from another of the same name. Raise FileNotFoundError if it is not there."""
+    found = checkpoints.identity_of(store, name)
+    if not found:
+        raise FileNotFoundError(name)
+    return found

@@ -1,0 +1,270 @@
+"""Read the values of a checkpoint once, in bounded memory, and measure each leaf, beside those of another if there is
+one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from eformer._engine.pages.changes import Change, measured_change, recorded_change
+from eformer._engine.pages.statistics import Collector, has_statistics
+from eformer._engine.record.lazy_arrays import StoredLeaf
+from eformer._engine.record.pieces import pieces
+from eformer._engine.record.text import printable, size
+from eformer._engine.tasks.memory import resident_bytes
+from eformer._engine.tasks.pool import default_threads, run_all
+from eformer._engine.tasks.progress import metered
+from eformer._engine.tools.compare import Comparison
+from eformer.errors import EformerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy as np
+
+    from eformer._engine.pages.contents import Contents, Leaf
+    from eformer._engine.pages.statistics import Statistics
+    from eformer._engine.tasks.progress import Meter, Progress
+    from eformer._engine.tools.view import View
+
+_DEFAULT_MEMORY = 10**9  # bytes
+_LEAST = 64 * 10**6  # bytes beside what the program takes
+_WORKING = 8 * 2**20  # bytes of a thread beside its boxes
+_BOX_BYTES = 16 * 2**20
+_LEAST_BOX = 2**18
+_BATCH = 2048  # leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What reading a leaf has shown.
+
+    problem      why it could not be read; damage, if its bytes do not match their digest
+    is_checked   whether every byte was compared with its digest
+    """
+
+    statistics: Statistics | None = None
+    change: Change | None = None
+    problem: str | None = None
+    is_damaged: bool = False
+    is_checked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much may be in memory at once: threads, and the bytes of one box of each."""
+
+    threads: int
+    box: int
+
+    @classmethod
+    def within(cls, memory: int | None, *, sides: int = 1) -> Room:
+        """Share out `memory`, the most bytes that the program takes; None for 1 GB more than it takes now.
+
+        A box is in memory several times at worst: as bytes, as elements, as a part that is being widened, and in what
+        the allocator keeps of the ones before.
+        """
+        taken = resident_bytes()
+        free = _DEFAULT_MEMORY if memory is None else memory - taken
+        if free < _LEAST:
+            raise ValueError(
+                f"memory={size(memory or 0)} is not enough: the program itself takes {size(taken)}; allow at least "
+                f"{size(taken + _LEAST)}"
+            )
+        threads = max(1, min(default_threads(), free // _LEAST))
+        share = free // threads - _WORKING
+        return cls(threads, max(_LEAST_BOX, min(_BOX_BYTES, share // (5 * sides))))
+
+
+def measure(
+    contents: Contents,
+    other: Contents | None = None,
+    *,
+    memory: int | None = None,
+    progress: Progress = None,
+) -> dict[str, Measured]:
+    """Read every array once, and return what was found by the paths of the leaves.
+
+    Bytes are checked against their digests where there are any. A leaf that is damaged is described as such, and the
+    others are measured. Arrays of `other` are read only where the record does not say that they are the same.
+    """
+    room = Room.within(memory, sides=1 if other is None else 2)
+    pairs = [_Pair(contents, leaf, other) for leaf in contents.leaves if leaf.entry]
+    found: dict[str, Measured] = {}
+    with metered(progress, contents.nbytes, "reading") as meter:
+        run_all(list(_tasks(pairs, room, found, meter)), room.threads)
+    return found
+
+
+class _Pair:
+    """A leaf, and the leaf of the same name in the other checkpoint that it is compared with."""
+
+    def __init__(self, contents: Contents, leaf: Leaf, other: Contents | None) -> None:
+        assert leaf.entry
+        self.leaf, self.entry = leaf, leaf.entry
+        self.view: View = contents.views[leaf.prefix]
+        self.other = other.counterpart(leaf, contents) if other else None
+        self.other_view = other.views[self.other.prefix] if other and self.other else None
+        self.change = recorded_change_of(contents, leaf, other)
+        self.dtype = StoredLeaf(self.view, leaf.name, self.entry).dtype
+        self.is_compared = other is not None and self.change is None
+
+    @property
+    def nbytes(self) -> int:
+        other = self.other.entry if self.other else None
+        return max(self.entry.nbytes, other.nbytes if other and self.is_compared else 0)
+
+    def collector(self) -> Collector | None:
+        return Collector(self.dtype) if has_statistics(self.dtype) and not self.entry.key else None
+
+    def done(self, collector: Collector | None, comparison: Comparison | None) -> Measured:
+        change = self.change
+        if comparison and self.other:
+            change = measured_change(self.leaf, self.other, comparison)
+        statistics = collector.result() if collector else None
+        return Measured(statistics, change, is_checked=self.view.tree.has_digests)
+
+
+def recorded_change_of(contents: Contents, leaf: Leaf, other: Contents | None) -> Change | None:
+    """Return how a leaf differs from that of the other checkpoint, as far as the records tell."""
+    if other is None:
+        return None
+    beside = other.counterpart(leaf, contents)
+    views = [contents.views[leaf.prefix], *([other.views[beside.prefix]] if beside else [])]
+    return recorded_change(leaf, beside, have_digests=all(view.tree.has_digests for view in views))
+
+
+def _tasks(
+    pairs: Sequence[_Pair], room: Room, found: dict[str, Measured], meter: Meter
+) -> Iterator[Callable[[], None]]:
+    """Yield tasks, the largest leaves first: each reads one leaf box by box, or many small ones at once."""
+    large = [pair for pair in pairs if not _is_small(pair, room)]
+    for pair in sorted(large, key=lambda pair: -pair.nbytes):
+        yield partial(_measure_large, pair, room, found, meter)
+    for batch in _batches([pair for pair in pairs if _is_small(pair, room)], room.box):
+        yield partial(_measure_batch, batch, room, found, meter)
+
+
+def _is_small(pair: _Pair, room: Room) -> bool:
+    stored = StoredLeaf(pair.view, pair.leaf.name, pair.entry)
+    elements = stored.dtype.itemsize * max(1, pair.leaf.params)
+    return max(pair.nbytes, elements, stored.decoded_nbytes) <= room.box // 4
+
+
+def _batches(pairs: Sequence[_Pair], most: int) -> Iterator[list[_Pair]]:
+    """Group leaves of the same trees that fit into one box together."""
+    batch: list[_Pair] = []
+    nbytes = 0
+    for pair in pairs:
+        is_other = bool(batch) and (pair.view, pair.other_view) != (batch[0].view, batch[0].other_view)
+        if batch and (nbytes + pair.nbytes > most or len(batch) == _BATCH or is_other):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(pair)
+        nbytes += pair.nbytes
+    if batch:
+        yield batch
+
+
+_READ_ERRORS = (EformerError, OSError)
+
+
+def _measure_batch(batch: Sequence[_Pair], room: Room, found: dict[str, Measured], meter: Meter) -> None:
+    try:
+        arrays = batch[0].view.read_all([pair.leaf.name for pair in batch])
+        others: dict[str, np.ndarray[Any, Any]] = {}
+        if compared := [pair.other.name for pair in batch if pair.is_compared and pair.other]:
+            assert batch[0].other_view
+            others = batch[0].other_view.read_all(compared)
+    except _READ_ERRORS:  # of one of them: find out which
+        for pair in batch:
+            _measure_large(pair, room, found, meter)
+        return
+    for pair in batch:
+        other = others[pair.other.name] if pair.is_compared and pair.other else None
+        found[pair.leaf.path] = _measured(pair, [(arrays[pair.leaf.name], other)])
+        meter.add(pair.entry.nbytes)
+
+
+def _measured(pair: _Pair, boxes: Any) -> Measured:
+    collector = pair.collector()
+    comparison = Comparison() if pair.is_compared else None
+    for box, other in boxes:
+        if collector:
+            collector.add(box)
+        if comparison:
+            comparison.add(other, box)
+        del box, other  # the next ones are read in their place
+    return pair.done(collector, comparison)
+
+
+def _measure_large(pair: _Pair, room: Room, found: dict[str, Measured], meter: Meter) -> None:
+    found[pair.leaf.path] = _measured_by_boxes(pair, _boxes(pair, room))
+    meter.add(pair.entry.nbytes)
+
+
+def _measured_by_boxes(pair: _Pair, boxes: Iterator[tuple[Any, Any]]) -> Measured:
+    try:
+        return _measured(pair, boxes)
+    except TooLargeError as error:
+        return Measured(problem=str(error))
+    except _READ_ERRORS as error:
+        return Measured(problem=printable(str(error)), is_damaged=True)
+
+
+def measure_one(
+    contents: Contents, leaf: Leaf, other: Contents | None = None, *, before_box: Callable[[], None]
+) -> Measured:
+    """Read one array, box by box, and compare it with that of the other checkpoint. `before_box` is called before each
+    box, and may raise to give up."""
+
+    def watched() -> Iterator[tuple[Any, Any]]:
+        before_box()
+        for box in _boxes(pair, Room(1, _BOX_BYTES)):
+            yield box
+            before_box()
+
+    pair = _Pair(contents, leaf, other)
+    return _measured_by_boxes(pair, watched())
+
+
+class TooLargeError(Exception):
+    """A leaf needs more memory than is allowed."""
+
+
+def _boxes(pair: _Pair, room: Room) -> Iterator[tuple[Any, Any]]:
+    one = _stored(pair.view, pair.leaf, room)
+    other = _stored(pair.other_view, pair.other, room) if pair.is_compared else None
+    itemsize = max(one.dtype.itemsize, other.dtype.itemsize if other else 0)
+    for box in pieces(one.shape, itemsize, room.box):
+        yield one.read(box), other.read(box) if other else None
+    one.forget()
+
+
+def _stored(view: View | None, leaf: Leaf | None, room: Room) -> StoredLeaf:
+    assert view
+    assert leaf
+    assert leaf.entry
+    stored = StoredLeaf(view, leaf.name, leaf.entry)
+    if stored.decoded_nbytes > room.box * 3:
+        raise TooLargeError(
+            f"not read: it is stored in chunks, which take {size(stored.decoded_nbytes)} when decoded, more than "
+            "--memory allows"
+        )
+    if stored.decoded_nbytes:
+        stored.threads = 1
+    return stored
+
+
+def compared(
+    contents: Contents, leaf: Leaf, others: Contents, other: Leaf, room: Room, *, is_same: bool
+) -> Comparison:
+    """Compare a leaf with that of an earlier checkpoint. With `is_same`, only the earlier one is read."""
+    before = _stored(others.views[other.prefix], other, room)
+    now = before if is_same else _stored(contents.views[leaf.prefix], leaf, room)
+    found = Comparison()
+    for box in pieces(before.shape, max(now.dtype.itemsize, before.dtype.itemsize), room.box):
+        elements = before.read(box)
+        found.add(elements, elements if is_same else now.read(box))
+    return found

@@ -1,0 +1,227 @@
+"""Report on a checkpoint, beside another one if there is one, or on a run."""
+
+from __future__ import annotations
+
+import datetime as dt
+import html
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from eformer._engine.formats.steps import is_run
+from eformer._engine.pages.changes import Change, overview
+from eformer._engine.pages.contents import contents_of
+from eformer._engine.pages.facts import columns
+from eformer._engine.pages.page import MARK, page
+from eformer._engine.pages.reading import Measured, measure, recorded_change_of
+from eformer._engine.pages.timeline import alarms, run_facts
+from eformer._engine.record.policies import keep_from
+from eformer._engine.record.text import count, few
+from eformer._engine.runs.steps import path_of_step
+from eformer._engine.stores.durable import replacing
+from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.urls import local_path
+from eformer._engine.tasks.interrupts import uninterrupted
+from eformer._version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from eformer._engine.pages.contents import Contents, Leaf
+    from eformer._engine.record.policies import Keep
+    from eformer._engine.tasks.progress import Progress
+
+
+@dataclass(frozen=True)
+class HtmlReport:
+    """A report as one HTML page, which needs no network. Shown inline in notebooks.
+
+    path   the checkpoint or the run that it describes
+    data   what it shows, as JSON
+    html   the page
+    """
+
+    path: str
+    data: dict[str, Any] = field(repr=False)
+
+    @property
+    def html(self) -> str:
+        """Return the page as text."""
+        return page(self.data)
+
+    @uninterrupted
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> str:
+        """Write the page to a file, which appears whole or not at all; return its path.
+
+        A report that is there is replaced; any other file only with `overwrite`.
+        """
+        if not overwrite:
+            check_replaceable(path)
+        with replacing(local_path(path)) as file:
+            file.write(self.html.encode())
+        return os.fspath(path)
+
+    def _repr_html_(self) -> str:
+        """Show the page in a frame that may run its own script, and nothing else."""
+        source = html.escape(self.html, quote=True)
+        return (
+            f'<iframe sandbox="allow-scripts" srcdoc="{source}" title="eformer report" '
+            'style="width: 100%; height: 720px; border: 1px solid #8884; border-radius: 8px"></iframe>'
+        )
+
+
+def check_replaceable(path: str | os.PathLike[str]) -> None:
+    """Raise FileExistsError unless there is nothing, or a report."""
+    file = local_path(path)
+    if file.exists() and not _is_report(file):
+        what = "is a directory" if file.is_dir() else "exists and is not a report"
+        raise FileExistsError(f"{os.fspath(path)} {what}; choose another name")
+
+
+def _is_report(path: Path) -> bool:
+    if not path.is_file():  # a directory, or a pipe, which would be waited for
+        return False
+    with path.open("rb") as file:
+        return MARK in file.read(4096)
+
+
+@uninterrupted
+def report(
+    path: str | os.PathLike[str],
+    against: str | os.PathLike[str] | None = None,
+    *,
+    values: bool = True,
+    prefix: str | None = None,
+    step: int | None = None,
+    keep: int | Keep | Sequence[Keep] | None = None,
+    memory: int | None = None,
+    progress: Progress = None,
+) -> HtmlReport:
+    """Report on the checkpoint at `path`: its tree, sizes, dtypes, shardings, and the distribution of every leaf.
+
+    The path of a run gives a report on the run: its steps, sizes and metrics, what is damaged, and how much each step
+    changed the model.
+
+    against    another checkpoint, such as an earlier step: leaves added and removed, and how much the others changed
+    values     False reads headers only: no statistics, and nothing is checked
+    prefix     report on this tree alone, if there are several
+    step       report on this step of the run at `path`
+    keep       rules as for `Run`: a report on a run shows which steps they keep
+    memory     the most bytes that the program takes; None for 1 GB more than it takes now
+    progress   True for a progress bar, or a function of the bytes read and the total
+
+    Every array is read once, box by box, and checked against its digests where the format has them; damage is shown in
+    the report, and does not raise.
+
+    Example:
+
+        >>> report = checkpoint.report("run/step-200", against="run/step-100")
+        >>> report.save("report.html")
+        'report.html'
+    """
+    if step is None and against is None and prefix is None and is_run(store_at(path)):
+        run = run_facts(path, keep_from(keep) or (), values=values, memory=memory, progress=progress)
+        return HtmlReport(
+            run["path"], {"version": 1, "kind": "run", "title": f"{run['title']}: run", "run": run | made()}
+        )
+    path = path_of_step(path, step)
+    with contents_of(path, prefix) as contents:
+        if against is None:
+            return _checkpoint_report(contents, None, values, memory, progress)
+        with contents_of(against, prefix) as other:
+            return _checkpoint_report(contents, other, values, memory, progress)
+
+
+def damage_in(report: HtmlReport) -> str:
+    """Say what a report shows as damaged: how much, and the first of it. Empty if nothing is."""
+    if report.data["kind"] == "run":
+        steps = [
+            f"{step['name']}: {step['problem']}" for step in report.data["run"]["steps"] if step["problem"]
+        ]
+        return f"{count(len(steps), 'damaged step')}: {few(steps)}" if steps else ""
+    leaves = [problem for problem, is_damaged in report.data["leaves"]["problems"].values() if is_damaged]
+    texts = [f"{count(len(leaves), 'damaged array')}: {few(leaves)}"] if leaves else []
+    return "; ".join([*report.data["summary"]["problems"], *texts])
+
+
+def became_in(report: HtmlReport) -> str:
+    """Name the leaves, or the steps of a run, that became NaN or infinite. Empty if none did."""
+    if report.data["kind"] == "run":
+        return few(alarms(report.data["run"]["steps"]))
+    against = report.data.get("against")
+    if not against or not against["became"]:
+        return ""
+    number, leaves = against["counts"]["became"], [leaf["path"] for leaf in against["became"]]
+    return f"{number:,} {'leaf' if number == 1 else 'leaves'} became NaN or Inf: {few(leaves)}"
+
+
+def _checkpoint_report(
+    contents: Contents, other: Contents | None, values: bool, memory: int | None, progress: Progress
+) -> HtmlReport:
+    measured = measure(contents, other, memory=memory, progress=progress) if values else {}
+    found = changes_of(contents, other, measured) if other else {}
+    summary = contents.summary() | made() | {
+        "has_values": values,
+        "verification": verification(contents, measured, values=values),
+        "health": health(measured),
+    }  # fmt: skip
+    data = {"version": 1, "kind": "checkpoint", "title": f"{summary['title']}: report", "summary": summary}
+    if other:
+        removed = removed_from(contents, other)
+        data["against"] = overview(contents.leaves, removed, found)
+        summary["against"] = other.brief()
+    return HtmlReport(contents.path, data | {"leaves": columns(contents, measured, found)})
+
+
+def changes_of(contents: Contents, other: Contents, measured: dict[str, Measured]) -> dict[str, Change]:
+    """Return how each leaf differs from that of the other checkpoint: as measured, or as far as the records tell."""
+    found = {}
+    for leaf in contents.leaves:
+        read = measured.get(leaf.path)
+        change = read.change if read else None
+        found[leaf.path] = change or recorded_change_of(contents, leaf, other) or Change("unknown")
+    return found
+
+
+def removed_from(contents: Contents, other: Contents) -> list[Leaf]:
+    """Return the leaves that only the other checkpoint has."""
+    return [leaf for leaf in other.leaves if contents.counterpart(leaf, other) is None]
+
+
+def made() -> dict[str, str]:
+    """Say who makes the report, and when."""
+    now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+    return {"made_by": f"eformer {__version__}", "made_at": now}
+
+
+def verification(contents: Contents, measured: dict[str, Measured], *, values: bool) -> dict[str, Any]:
+    """Say what was checked while the report was made."""
+    damaged = [path for path, found in measured.items() if found.is_damaged]
+    unread = sum(found.problem is not None and not found.is_damaged for found in measured.values())
+    if not values:
+        return {"state": "unchecked", "text": "Headers only: no values were read, and nothing was checked."}
+    if damaged:
+        text = f"{count(len(damaged), 'damaged array')}: see the rows in red."
+        return {"state": "damaged", "text": text, "damaged": damaged[:100]}
+    if contents.problems:
+        return {"state": "damaged", "text": "A part of the checkpoint cannot be read.", "damaged": []}
+    if unread:
+        text = f"{count(unread, 'array')} could not be read within the memory that was allowed."
+        return {"state": "partly", "text": text}
+    if contents.trees and all(tree.has_digests for tree in contents.trees.values()):
+        return {"state": "verified", "text": "Every byte of every array was read and matches its digest."}
+    return {
+        "state": "read",
+        "text": "Every array could be read. This format has no digests to check the bytes against.",
+    }
+
+
+def health(measured: dict[str, Measured]) -> dict[str, int]:
+    """Count the arrays that have NaN or infinite elements, and those that are zero throughout."""
+    found = [one.statistics for one in measured.values() if one.statistics]
+    return {
+        "nan": sum(one.nans > 0 for one in found),
+        "inf": sum(one.positive_infinities + one.negative_infinities > 0 for one in found),
+        "zero": sum(0 < one.zeros == one.size for one in found),
+    }

@@ -1,0 +1,345 @@
+"""Tell how a run went: its steps in time, sizes, metrics, what rules keep, what is damaged, and how much each step has
+changed the model."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from eformer._engine.pages.changes import SAME, is_of_optimizer, rounded
+from eformer._engine.pages.contents import contents_of
+from eformer._engine.pages.reading import Room, TooLargeError, compared, recorded_change_of
+from eformer._engine.record.policies import counted_steps, kept_by
+from eformer._engine.record.text import count, printable, size
+from eformer._engine.runs.claims import resumed_from
+from eformer._engine.runs.retention import facts_of
+from eformer._engine.runs.steps import is_foreign, steps
+from eformer._engine.stores.local import usage
+from eformer._engine.stores.locate import store_at
+from eformer._engine.tasks.progress import metered
+from eformer._engine.tools.compare import plain_became
+from eformer._engine.tools.prune import plan_removal
+from eformer.errors import EformerError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+
+    from eformer._engine.pages.contents import Contents, Leaf
+    from eformer._engine.record.policies import Keep, StepFacts
+    from eformer._engine.runs.steps import Step
+    from eformer._engine.stores.base import Store
+    from eformer._engine.tasks.progress import Progress
+
+Json = dict[str, Any]
+
+MOST_READ = 32 * 10**9  # bytes of steps that are read for the norms of their changes, the newest first
+
+_MOST_ALARMS = 20  # notes
+
+
+@dataclass(frozen=True, slots=True)
+class SeenStep:
+    """A step as it was seen last. Everything but its number is unknown until it is read."""
+
+    number: int
+    name: str
+    identity: Hashable = None
+    is_read: bool = False
+    saved_at: str | None = None
+    timestamp: float | None = None
+    why: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    is_foreign: bool = False
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """The steps of a run at one moment. `version` is another for every change."""
+
+    version: int = 0
+    steps: tuple[SeenStep, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    removed: Collection[str] = ()
+    reasons: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    problem: str | None = None
+    is_complete: bool = False
+
+    def as_json(self) -> Json:
+        """Return what `source.run()` of a page returns, but for the title and the rules."""
+        return {
+            "steps": [self._step(step) for step in self.steps],
+            "metrics": list(dict.fromkeys(name for step in self.steps for name in step.metrics)),
+            "nbytes": sum(self.sizes.get(step.name, 0) for step in self.steps) if self.is_complete else None,
+            "has_values": False,
+            "is_complete": self.is_complete,
+            "notes": self._notes(),
+        }
+
+    def _step(self, step: SeenStep) -> Json:
+        return {
+            "number": step.number,
+            "name": printable(step.name),
+            "nbytes": self.sizes.get(step.name),
+            "saved_at": step.saved_at,
+            "why": step.why,
+            "metrics": {name: _finite(value) for name, value in step.metrics.items()},
+            "problem": step.problem,
+            "is_removed": step.name in self.removed,
+            "kept_by": [*self.reasons.get(step.number, ())],
+            "change": None,
+        }
+
+    def _notes(self) -> list[str]:
+        if self.problem:
+            return [self.problem]
+        if self.is_complete:
+            return []
+        read = sum(step.is_read for step in self.steps)
+        return [f"reading the steps: {read:,} of {len(self.steps):,}"]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def read_step(step: Step, seen: SeenStep) -> SeenStep:
+    """Read what a page shows of a step."""
+    try:
+        if problem := step.problem():
+            return replace(seen, is_read=True, problem=printable(problem), metrics={}, why="", saved_at=None)
+        saved_at = step.saved_at
+        return replace(
+            seen,
+            is_read=True,
+            saved_at=saved_at.isoformat() if saved_at else None,
+            timestamp=saved_at.timestamp() if saved_at else None,
+            why=step.why,
+            metrics=dict(step.metrics),
+            is_foreign=is_foreign(step),
+            problem=None,
+        )
+    except (EformerError, OSError) as error:  # removed or replaced meanwhile: the next look sees it
+        return replace(seen, is_read=True, problem=printable(str(error)))
+
+
+def step_facts(run: str | os.PathLike[str], rules: Sequence[Keep] = ()) -> list[Json]:
+    """Describe the steps of a run. Bytes that several steps share count for the first of them."""
+    found, store = steps(run), store_at(run)
+    removed, sizes, resumed = _removed(run, found, rules), _sizes(store, found), resumed_from(store)
+    facts = []
+    for step in found:
+        problem = step.problem()
+        is_sound = problem is None
+        facts.append(
+            {
+                "number": step.number,
+                "path": step.path,
+                "nbytes": sizes[step.name],
+                "saved_at": step.saved_at.isoformat() if is_sound and step.saved_at else None,
+                "why": step.why if is_sound else "",
+                "metrics": step.metrics if is_sound else {},
+                "problem": problem,
+                "is_removed": step.name in removed,
+                "is_resumed_from": step.number == resumed,
+            }
+        )
+    return facts
+
+
+def _removed(run: str | os.PathLike[str], found: Sequence[Step], rules: Sequence[Keep]) -> Collection[str]:
+    return plan_removal(run, rules).removed if rules and found else ()
+
+
+def _sizes(store: Store, found: Sequence[Step]) -> Mapping[str, int]:
+    return usage(store, [step.name for step in found])
+
+
+def run_facts(
+    run: str | os.PathLike[str],
+    rules: Sequence[Keep] = (),
+    *,
+    values: bool = True,
+    memory: int | None = None,
+    progress: Progress = None,
+) -> Json:
+    """Describe a run: what `source.run()` of a page returns.
+
+    With `values`, consecutive steps are compared, the newest first, until `MOST_READ` bytes were read.
+    """
+    store, found = store_at(run), steps(run)
+    seen = tuple(read_step(step, SeenStep(step.number, step.name)) for step in found)
+    sound = [step for step, one in zip(found, seen, strict=True) if one.problem is None]
+    news = News(
+        steps=seen,
+        sizes=_sizes(store, found),
+        removed=_removed(run, found, rules),
+        reasons=reasons([facts_of(step, rules) for step in sound], rules, resumed_from(store)),
+        is_complete=True,
+    )
+    facts = news.as_json()
+    changes = dict(_changes(sound, memory, progress)) if values else {}
+    facts["steps"] = [step | {"change": changes.get(step["number"])} for step in facts["steps"]]
+    notes = alarms(facts["steps"])
+    unread = len(sound) - 1 - len(changes)
+    if values and unread > 0:
+        notes.append(
+            f"{count(unread, 'step')} not compared with the one before: that would read more than {size(MOST_READ)}"
+        )
+    return facts | {
+        "title": printable(store.url.rstrip("/").rpartition("/")[2] or store.url),
+        "path": printable(store.url),
+        "rules": list(map(rule_text, rules)),
+        "has_values": values,
+        "notes": notes,
+    }
+
+
+def alarms(shown: Sequence[Json]) -> list[str]:
+    """Name the steps in which leaves became NaN or infinite; else the last step, if it has such arrays."""
+    compared = [step for step in shown if step["change"] and "became" in step["change"]]
+    became = [
+        f"{step['name']}: {_leaves(step['change']['became'])} became NaN or Inf"
+        for step in compared
+        if step["change"]["became"]
+    ]
+    special = [
+        f"{step['name']}: NaN or Inf in {count(step['change']['special'], 'array')}"
+        for step in compared[-1:]
+        if step["change"]["special"]
+    ]
+    return became[:_MOST_ALARMS] or special
+
+
+def _leaves(number: int) -> str:
+    return "1 leaf" if number == 1 else f"{number:,} leaves"
+
+
+def rule_text(rule: Keep) -> str:
+    """Say what a rule keeps, in a few words."""
+    parts = []
+    if rule.every is not None:
+        parts.append(f"every {rule.every}")
+    if rule.last is not None:
+        parts.append(f"the last {rule.last}")
+    if rule.best is not None:
+        parts.append(f"the best {rule.best} by {rule.by} ({rule.mode})")
+    if rule.hours is not None:
+        parts.append(f"those of the last {rule.hours:g} hours")
+    if rule.at:
+        parts.append(f"{', '.join(map(str, rule.at))}")
+    if rule.foreign:
+        parts.append("of any program")
+    return printable(", ".join(parts))
+
+
+def reasons(sound: Sequence[StepFacts], rules: Sequence[Keep], resumed: int | None) -> dict[int, list[str]]:
+    """Return why each step stays, in words: the rules that keep it, "the newest", "resumed from" or "of another
+    program"."""
+    if not rules:
+        return {}
+    counted, found = counted_steps(sound, rules), defaultdict[int, list[str]](list)
+    for fact in counted[-1:]:
+        found[fact.number].append("the newest")
+    for fact in sound:
+        if fact.number == resumed:
+            found[fact.number].append("the run was resumed from it")
+        if fact.is_foreign and not any(rule.foreign for rule in rules):
+            found[fact.number].append("another program wrote it")
+    for rule in rules:
+        for number in kept_by(rule, counted, time.time()):
+            found[number].append(rule_text(rule))
+    return dict(found)
+
+
+# -------------------------------------------------------------------------------------------- change
+
+
+def _changes(sound: Sequence[Step], memory: int | None, progress: Progress) -> Iterator[tuple[int, Json]]:
+    """Yield the norm of the change of each step since the one before, the newest first."""
+    pairs = list(zip(sound[1:], sound[:-1], strict=True))[::-1]
+    if not pairs:
+        return
+    room = Room.within(memory, sides=2)
+    known: dict[str, _Before] = {}
+    read = 0
+    with metered(progress, len(pairs), "comparing steps") as meter:
+        for step, before in pairs:
+            if read > MOST_READ:
+                return
+            try:
+                with contents_of(step.path) as new, contents_of(before.path) as old:
+                    change, nbytes = _change(new, old, known, room)
+            except (
+                EformerError,
+                OSError,
+                TooLargeError,
+            ):  # removed meanwhile, or only its digests tell damage
+                change, nbytes = {"problem": "could not be read"}, 0
+            read += nbytes
+            meter.add(1)
+            yield step.number, change
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """A leaf of the older step: the norm of its finite elements, and the number of the other elements."""
+
+    norm: float
+    special: int
+
+
+def _change(new: Contents, old: Contents, known: dict[str, _Before], room: Room) -> tuple[Json, int]:
+    """Return the norm of the difference of all arrays outside of optimizers, and how many bytes were read for it.
+
+    became    the number of leaves that have elements that were finite in the older step, and no longer are; also in
+              optimizers, which NaN often reaches first
+    special   the number of leaves of the newer step that have NaN or infinite elements
+
+    `known` describes leaves of the newer step; the leaves of the older step take their place. Leaves that the records
+    say are the same are read at most once in the whole run.
+    """
+    norm = before = 0.0
+    nbytes = became = special = 0
+    for leaf, other in _common_leaves(new, old):
+        if leaf.entry is None or other.entry is None:
+            became += any(plain_became(other.record, leaf.record))
+            continue
+        is_same = recorded_change_of(new, leaf, old) == SAME
+        if is_same and leaf.path in known:
+            special += known[leaf.path].special > 0
+            change = 0.0
+        else:
+            found = compared(new, leaf, old, other, room, is_same=is_same)
+            became += found.became > 0
+            special += found.special_now > 0
+            known[leaf.path] = _Before(found.norm, found.special)
+            nbytes += other.nbytes + (0 if is_same else leaf.nbytes)
+            change = found.change
+        if not is_of_optimizer(leaf.path):
+            norm, before = math.hypot(norm, change), math.hypot(before, known[leaf.path].norm)
+    return _change_facts(norm, before) | {"became": became, "special": special}, nbytes
+
+
+def _common_leaves(new: Contents, old: Contents) -> Iterator[tuple[Leaf, Leaf]]:
+    """Yield the plain values, and the arrays in one shape, that both steps have."""
+    for leaf in new.leaves:
+        other = old.counterpart(leaf, new)
+        if other is None or (leaf.entry is None) != (other.entry is None):
+            continue
+        is_key = bool((leaf.entry and leaf.entry.key) or (other.entry and other.entry.key))
+        if not is_key and leaf.shape == other.shape:
+            yield leaf, other
+
+
+def _change_facts(norm: float, before: float) -> Json:
+    """Return the norm of a change as JSON, and that norm relative to the norm before; null if that is zero."""
+    relative = norm / before if before else math.inf
+    return {
+        "norm": rounded(norm, 4) if math.isfinite(norm) else None,
+        "relative": rounded(relative, 4) if math.isfinite(relative) else None,
+    } | ({"from_zero": True} if norm and not before else {})
