@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer._engine.formats.find import find, problem_of, reread
-from eformer._engine.formats.steps import step_number
+from eformer._engine.record.step_names import step_number
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.steps import RUN_METADATA, Step, steps
 from eformer._engine.stores.base import read_whole

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import msgspec
 
-from eformer._engine.formats.steps import step_name
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.policies import every_from, is_due, minutes_due
+from eformer._engine.record.step_names import step_name
 from eformer._engine.record.text import few
 from eformer._engine.record.values import json_decoder, parse_json
 from eformer._engine.runs.clock import Clock
@@ -63,7 +63,7 @@ _KEPT = 2
 _MOST_EPOCHS = 64  # in the file; older ones have no steps any more
 
 _EPOCH = re.compile(r"[0-9a-f]{16}")
-_PROCESS = re.compile(r"process-(?P<index>\d{1,9})")
+_PROCESS = re.compile(r"process-(?P<index>[0-9]{1,9})")
 _COUNT = "eformer.processes"
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer._engine.formats.find import FOREIGN, find_step, newest_step, problem_of
-from eformer._engine.formats.steps import is_checkpoint, step_number, steps_in
+from eformer._engine.formats.steps import is_checkpoint, steps_in
 from eformer._engine.record.lazy import lazy_property
+from eformer._engine.record.step_names import step_number
 from eformer._engine.record.values import parse_json
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.checkpoints import held

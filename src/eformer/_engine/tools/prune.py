@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import logging
 import os  # noqa: TC003
-import re
 import time
 from collections import defaultdict
 from contextlib import suppress
@@ -25,12 +24,13 @@ from eformer._engine.formats.others.orbax_metadata import (
     TREE_METADATA,
 )
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, split_shard
-from eformer._engine.formats.steps import MARKS, STEP_NAME, is_removed, step_number
+from eformer._engine.formats.steps import MARKS, is_removed
 from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
 from eformer._engine.record.indexes import INDEX, MANIFEST
 from eformer._engine.record.manifest import CommitLog
 from eformer._engine.record.policies import can_remove, keep_from, unknown_metrics, warnings_of
 from eformer._engine.record.signature import SIGNATURE, signature_name
+from eformer._engine.record.step_names import STEPS, StepNames, step_number
 from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json
 from eformer._engine.record.zarray import ZARRAY
@@ -186,14 +186,14 @@ def plan_removal(
         raise ValueError(f"keep={keep}: at least one checkpoint must stay")
     if not (rules := keep_from(keep)):
         raise ValueError(f"keep={keep!r}: no rule says which checkpoints stay")
-    names = _Names.of(pattern)
+    names = STEPS if pattern is None else StepNames.like(pattern)
     store = store_at(directory)
     if not is_there(store):
         raise NotFoundError(f"{store.url} is not a directory")
     _refuse_checkpoint(store)
     series, left = _listed(store, names, foreign=foreign or any(rule.foreign for rule in rules))
     if not series:
-        raise _nothing_to_prune(store, names, left)
+        raise _nothing_to_prune(store, pattern, left)
     rules = tuple(replace(rule, foreign=True) for rule in rules)  # the rest is in `left`
     facts = [[facts_of(step, rules) for step in one] for one in series]
     unknown = unknown_metrics((fact for one in facts for fact in one), rules)
@@ -222,39 +222,10 @@ def plan_removal(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """The names that count as steps: those of directories that hold steps, or those of a pattern."""
-
-    pattern: str | None
-    expression: re.Pattern[str]
-
-    @classmethod
-    def of(cls, pattern: str | None) -> _Names:
-        if pattern is None:
-            return cls(None, STEP_NAME)
-        before, star, after = pattern.partition("*")
-        if not star or "*" in after or "/" in pattern or not (before or after).strip():
-            raise ValueError(
-                f"pattern={pattern!r}: expected a name with one *, which stands for the number, such as 'ema-*'"
-            )
-        return cls(
-            pattern,
-            re.compile(rf"(?P<before>{re.escape(before)})(?P<number>[0-9]{{1,18}}){re.escape(after)}"),
-        )
-
-    def match(self, name: str, kind: Kind) -> re.Match[str] | None:
-        """Match the name of an entry that may be a step."""
-        is_shard = split_shard(name.removesuffix(SUFFIX)) is not None
-        if is_shard or name.startswith(".") or (self.pattern is None and kind != "directory"):
-            return None
-        return self.expression.fullmatch(name)
-
-
-def _nothing_to_prune(store: Store, names: _Names, left: Mapping[str, str]) -> NotFoundError:
+def _nothing_to_prune(store: Store, pattern: str | None, left: Mapping[str, str]) -> NotFoundError:
     found = f"; found {few([f'{name}: {why}' for name, why in left.items()])}" if left else ""
-    if names.pattern is not None:
-        return NotFoundError(f"{store.url} has no checkpoints called {names.pattern}{found}")
+    if pattern is not None:
+        return NotFoundError(f"{store.url} has no checkpoints called {pattern}{found}")
     advice = "" if left else "; pattern= counts other names, such as 'ema-*'"
     return NotFoundError(
         f"{store.url} has no checkpoints named by their steps, such as step-100{found}{advice}"
@@ -454,7 +425,7 @@ def _refuse_checkpoint(store: Store) -> None:
         )
 
 
-def _listed(store: Store, names: _Names, *, foreign: bool) -> tuple[list[list[Step]], dict[str, str]]:
+def _listed(store: Store, names: StepNames, *, foreign: bool) -> tuple[list[list[Step]], dict[str, str]]:
     """Like `_series`, without the entries that the run has removed meanwhile. List again if there is no other one: a
     run that removes steps has newer ones."""
     for _ in range(_MOST_LISTINGS):
@@ -466,25 +437,31 @@ def _listed(store: Store, names: _Names, *, foreign: bool) -> tuple[list[list[St
     return [], {}
 
 
-def _series(store: Store, names: _Names, *, foreign: bool) -> tuple[list[list[Step]], dict[str, str]]:
+def _series(store: Store, names: StepNames, *, foreign: bool) -> tuple[list[list[Step]], dict[str, str]]:
     """List complete checkpoints by series, in order of their steps; and the names of other entries with the reason."""
     found: dict[str, list[Step]] = defaultdict(list)
     left: dict[str, str] = {}
     for name, kind in store.kinds().items():
-        match = names.match(name, kind)
-        if not match or Path(store.path_to(name)).is_symlink():
+        parsed = names.parse(name) if _may_be_step(name, kind, names) else None
+        if parsed is None or Path(store.path_to(name)).is_symlink():
             continue
         if kind == "directory" and is_removed(store, name):
             continue
-        step = Step(int(match["number"]), store.path_to(name))
+        step = Step(int(parsed[1]), store.path_to(name))
         if problem := _problem(store, step, kind):
             left[name] = f"it is not a complete checkpoint: {problem}"
         elif is_foreign(step) and not foreign:
             by = found_of(step).manifest.format
             left[name] = f"another program wrote it ({by}); foreign=True counts and removes such steps, too"
         else:
-            found[match["before"] or ""].append(step)
+            found[parsed[0]].append(step)
     return [sorted(series, key=lambda step: (step.number, step.name)) for series in found.values()], left
+
+
+def _may_be_step(name: str, kind: Kind, names: StepNames) -> bool:
+    """Tell whether an entry may be a step: a directory, or with a pattern also a file that is no shard of a model."""
+    is_shard = split_shard(name.removesuffix(SUFFIX)) is not None
+    return not is_shard and not name.startswith(".") and (kind == "directory" or names is not STEPS)
 
 
 def _problem(store: Store, step: Step, kind: Kind) -> str | None:
