@@ -40,7 +40,8 @@ _NAMES = {
     "record.policies": "Every Keep",
     "reports.report": "HtmlReport report",
     "runs.follow": "follow score",
-    "runs.run": "Resumed Run",
+    "runs.resume": "Resumed",
+    "runs.run": "Run",
     "runs.steps": "Step latest steps",
     "saving.pending": "Pending wait",
     "saving.save": "save save_async",
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
     from eformer._engine.reports.report import report as report
     from eformer._engine.runs.follow import follow as follow
     from eformer._engine.runs.follow import score as score
-    from eformer._engine.runs.run import Resumed as Resumed
+    from eformer._engine.runs.resume import Resumed as Resumed
     from eformer._engine.runs.run import Run as Run
     from eformer._engine.runs.steps import Step as Step
     from eformer._engine.runs.steps import latest as latest

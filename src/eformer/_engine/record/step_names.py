@@ -56,6 +56,11 @@ def step_name(number: int) -> str:
     return f"{OF_RUN}{number}"
 
 
+def run_name(number: int) -> str:
+    """Return the name that the documented `Checkpointer` gives to a step."""
+    return f"{OF_CHECKPOINTER}{number}"
+
+
 def step_number(name: str) -> int | None:
     """Return the step that a name is of: step-100, step_100, run-100, 100; None for any other name."""
     parsed = STEPS.parse(name)

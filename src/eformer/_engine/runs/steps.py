@@ -201,6 +201,14 @@ def steps(path: str | os.PathLike[str]) -> tuple[Step, ...]:
         raise NotFoundError(f"{store.url} is not a directory of steps") from None
 
 
+def steps_if_there(path: str | os.PathLike[str]) -> tuple[Step, ...]:
+    """Return the steps of a run, none if it is not there."""
+    try:
+        return steps(path)
+    except NotFoundError:
+        return ()
+
+
 def path_of_step(path: str | os.PathLike[str], number: int | None) -> str | os.PathLike[str]:
     """Return the path of a step of the run at `path`; `path` itself for None."""
     if number is None:
