@@ -14,9 +14,8 @@ from eformer._engine.record.text import count, printable, size
 from eformer._engine.reports.changes import SAME, is_of_optimizer, rounded
 from eformer._engine.reports.contents import contents_of
 from eformer._engine.reports.reading import Room, TooLargeError, compared, recorded_change_of
-from eformer._engine.runs.claims import resumed_from
 from eformer._engine.runs.retention import facts_of
-from eformer._engine.runs.steps import steps
+from eformer._engine.runs.steps import resumed_from, steps
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.on_disk import usage
 from eformer._engine.tasks.progress import metered

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.formats.steps import name_of_step
 from eformer._engine.loading.load import LoadedTree, load_tree
 from eformer._engine.processes.hosts import meeting
 from eformer._engine.record.policies import StepFacts, ranked
 from eformer._engine.record.text import count, few, glance
 from eformer._engine.record.values import json_decoder
+from eformer._engine.runs.data import set_position
 from eformer._engine.runs.near import NearStep, new_epoch
-from eformer._engine.runs.steps import steps_if_there
-from eformer._engine.stores.locate import store_at
+from eformer._engine.runs.retention import put_aside
+from eformer._engine.runs.steps import facts_of_run, path_to_step, steps_if_there
 from eformer._engine.tasks.callers import is_of_caller
 from eformer.errors import (
     CorruptionError,
@@ -61,7 +61,7 @@ class Resumed:
         return glance("\n".join([f"<Resumed: {count(self.step, 'step')} done>", *skipped]))
 
 
-# -------------------------------------------------------------------------------------------- agree
+# ---------------------------------------------------------------------------------------- messages
 
 
 class _Held(msgspec.Struct):
@@ -87,112 +87,82 @@ class Agreed(msgspec.Struct):
         both = [*(NearStep(number) for number in self.far), *self.near]
         return sorted(both, key=lambda step: (step.number, not step.epoch))
 
-    def after(self, number: int, skipped: Collection[int]) -> list[int]:
+    def to_try(self, step: int | str, rule: Keep | None, path: str) -> list[NearStep]:
+        """Return the steps to try: the wanted one first, or the best by a rule, then those that take its place if it is
+        damaged."""
+        there = {place.number: place for place in self.steps}
+        if rule is not None:
+            if not self.best:
+                raise NotFoundError(f"{path}: no step has a number for the metric {rule.by!r}")
+            return [there[number] for number in self.best]
+        if step != "newest" and step not in there:
+            raise NotFoundError(f"{path} has no step {step}; it has {[*there]}")
+        return [place for place in reversed(self.steps) if step == "newest" or place.number <= int(step)]
+
+    def after(self, number: int, skipped: Collection[int] = ()) -> list[int]:
         """Return the steps after this one, without those that were skipped."""
         return [step.number for step in self.steps if step.number > number and step.number not in skipped]
 
-
-def agree(
-    path: str,
-    writer: Writer,
-    near: Near | None,
-    *,
-    fresh: bool,
-    claims: bool,
-    rule: Keep | None = None,
-    timeout: float | None,
-) -> Agreed:
-    """Agree on the steps that there are: those of the run that the first process sees, and the near ones that all
-    processes hold.
-
-    With `claims`, this job becomes the writer first. If it is the writer already, no other job may have become it
-    since. With a `rule`, rank the steps of the run by its metric. All processes hear of an error.
-    """
-
-    def answer(messages: Sequence[bytes]) -> bytes:
-        held = [json_decoder(_Held).decode(message) for message in messages]
-        _require_alike([one.fresh for one in held])
-        if claims:
-            writer.claim()
-        there = steps_if_there(path)
-        common = near.in_common([one.near for one in held]) if near else []
-        best = [] if rule is None else _ranked(path, there, rule)
-        numbers = [step.number for step in there]
-        return msgspec.json.encode(Agreed(numbers, common, best, new_epoch(), near.epochs if near else []))
-
-    with meeting("runs", timeout) as hosts:
-        if writer.has_claimed and hosts.index == 0:
-            writer.check()
-        if near:
-            near.before_claim()
-        mine = _Held(near.held() if near else [], fresh)
-        answered = hosts.meet(msgspec.json.encode(mine), answer)
-    writer.has_claimed = writer.has_claimed or claims
-    return json_decoder(Agreed).decode(answered)
-
-
-def _require_alike(fresh: Sequence[bool]) -> None:
-    if len(set(fresh)) > 1:
-        named = few([f"process {index}" for index, is_fresh in enumerate(fresh) if is_fresh])
-        raise ValueError(
-            f"Run(fresh=) differs between processes: it is True in {named}, and False in the others; pass "
-            "the same to all"
-        )
-
-
-def _ranked(path: str, there: Sequence[Step], rule: Keep) -> list[int]:
-    """Return the steps that have the metric of a rule, the best first. Those whose manifests cannot be read are left
-    out."""
-    facts = []
-    for step in there:
-        try:
-            facts.append(StepFacts(step.number, None, step.metrics))
-        except (EformerError, OSError) as error:
-            logger.warning("%s: step %d is left out: %s", path, step.number, error)
-    return ranked(facts, rule)
-
-
-def rule_of_best(rules: Sequence[Keep]) -> Keep:
-    """Return the first rule that names a metric."""
-    rule = next((rule for rule in rules if rule.by), None)
-    if rule is None:
-        raise ValueError(
-            "step='best' needs a rule of keep= that names a metric: Keep(best=1, by='eval.loss')"
-        )
-    return rule
-
-
-# --------------------------------------------------------------------------------------------- load
+    def refuse_after(self, number: int, path: str, skipped: Mapping[int, str]) -> None:
+        """Raise ValueError if there are steps after this one."""
+        if newer := self.after(number, skipped):
+            damaged = "".join(f", and step {n} is damaged: {why}" for n, why in skipped.items())
+            raise ValueError(
+                f"{path} has the steps {newer} after {number}{damaged}; pass rewind=True to put them aside, or resume "
+                "from the newest"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
-    """The choice among the agreed steps of a run, in which all processes do the same."""
+class Job:
+    """The processes of one job at a run. All of them make the same calls, and hear of an error in one of them."""
 
     path: str
+    writer: Writer
     near: Near | None
     timeout: float | None
-    agreed: Agreed
 
-    def in_order(self, step: int | str, rule: Keep | None) -> list[NearStep]:
-        """Return the steps to try: the wanted one first, then those that take its place if it is damaged."""
-        there = {place.number: place for place in self.agreed.steps}
-        if rule is not None:
-            if not self.agreed.best:
-                raise NotFoundError(f"{self.path}: no step has a number for the metric {rule.by!r}")
-            return [there[number] for number in self.agreed.best]
-        if step != "newest" and step not in there:
-            raise NotFoundError(f"{self.path} has no step {step}; it has {[*there]}")
-        return [p for p in reversed(self.agreed.steps) if step == "newest" or p.number <= int(step)]
+    def agree(self, *, claims: bool, fresh: bool, rule: Keep | None = None) -> Agreed:
+        """Agree on the steps that there are: those of the run that the first process sees, and the near ones that all
+        processes hold.
 
-    def refuse_newer(self, number: int, skipped: Mapping[int, str]) -> None:
-        """Raise ValueError if there are steps after this one."""
-        if newer := self.agreed.after(number, skipped):
-            damaged = "".join(f", and step {n} is damaged: {why}" for n, why in skipped.items())
-            raise ValueError(
-                f"{self.path} has the steps {newer} after {number}{damaged}; pass rewind=True to put them aside, or "
-                "resume from the newest"
-            )
+        With `claims`, this job becomes the writer first. If it is the writer already, no other job may have become it
+        since. With a `rule`, rank the steps of the run by its metric.
+        """
+        near = self.near
+
+        def answer(messages: Sequence[bytes]) -> bytes:
+            held = [json_decoder(_Held).decode(message) for message in messages]
+            _require_alike([one.fresh for one in held])
+            if claims:
+                self.writer.claim()
+            there = steps_if_there(self.path)
+            common = near.in_common([one.near for one in held]) if near else []
+            best = self._ranked(there, rule) if rule else []
+            epochs = near.epochs if near else []
+            agreed = Agreed([step.number for step in there], common, best, new_epoch(), epochs)
+            return msgspec.json.encode(agreed)
+
+        with meeting("runs", self.timeout) as hosts:
+            if self.writer.has_claimed and hosts.index == 0:
+                self.writer.check()
+            if near:
+                near.before_claim()
+            mine = _Held(near.held() if near else [], fresh)
+            answered = hosts.meet(msgspec.json.encode(mine), answer)
+        self.writer.has_claimed = self.writer.has_claimed or claims
+        return json_decoder(Agreed).decode(answered)
+
+    def _ranked(self, there: Sequence[Step], rule: Keep) -> list[int]:
+        """Return the steps that have the metric of a rule, the best first. Those whose manifests cannot be read are
+        left out."""
+        facts = []
+        for step in there:
+            try:
+                facts.append(StepFacts(step.number, None, step.metrics))
+            except (EformerError, OSError) as error:
+                logger.warning("%s: step %d is left out: %s", self.path, step.number, error)
+        return ranked(facts, rule)
 
     def load_first(
         self, places: Sequence[NearStep], request: Request, *, fallback: bool
@@ -225,8 +195,7 @@ class Choice:
             if place.epoch and self.near:
                 loaded = self.near.load(place, request)
             else:
-                store = store_at(self.path)
-                loaded = load_tree(store.path_to(name_of_step(store, place.number)), request)
+                loaded = load_tree(path_to_step(self.path, place.number), request)
         except Exception as raised:  # noqa: BLE001  the others have to hear of it
             error = raised
         with meeting("runs", self.timeout) as hosts:
@@ -252,6 +221,49 @@ class Choice:
         if (sound := next(before, None)) is not None:
             message += f"; the one before is {sound}, and resume(step={sound}, rewind=True) goes on from it"
         return VersionError(message)
+
+    def place(self, data: Any, place: NearStep, metadata: Mapping[str, Any]) -> None:
+        """Put the data to the position that they had. A near step has that of this process alone."""
+        facts = facts_of_run(metadata)
+        with meeting("runs", self.timeout) as hosts:
+            if data is not None:
+                index, number = (0, 1) if place.epoch else (hosts.index, hosts.count)
+                set_position(data, facts, f"step {place.number} of {self.path}", index=index, count=number)
+            elif facts.get("data"):
+                logger.warning(
+                    "%s: step %d has a position in the data, and resume was called without data=, so the data begin "
+                    "anew; pass resume(data=) to go on at that position",
+                    self.path,
+                    place.number,
+                )
+            hosts.meet(b"", lambda _: b"")
+
+    def put_aside(self, why: Callable[[Step], str | None]) -> list[str]:
+        """Give steps other names, in the first process, before any process goes on. Return the names that they had."""
+
+        def answer(_: Sequence[bytes]) -> bytes:
+            return msgspec.json.encode(put_aside(self.path, why, self.writer.check))
+
+        with meeting("runs", self.timeout) as hosts:
+            return msgspec.json.decode(hosts.meet(b"", answer), type=list[str])
+
+
+def rule_of_best(rules: Sequence[Keep]) -> Keep:
+    """Return the first rule that names a metric."""
+    if (rule := next((rule for rule in rules if rule.by), None)) is None:
+        raise ValueError(
+            "step='best' needs a rule of keep= that names a metric: Keep(best=1, by='eval.loss')"
+        )
+    return rule
+
+
+def _require_alike(fresh: Sequence[bool]) -> None:
+    if len(set(fresh)) > 1:
+        named = few([f"process {index}" for index, is_fresh in enumerate(fresh) if is_fresh])
+        raise ValueError(
+            f"Run(fresh=) differs between processes: it is True in {named}, and False in the others; pass "
+            "the same to all"
+        )
 
 
 def _outcome_of(error: Exception | None) -> bytes:

@@ -21,11 +21,11 @@ from eformer._engine.record.policies import (
     warnings_of,
 )
 from eformer._engine.record.values import parse_json
-from eformer._engine.runs.claims import resumed_from
 from eformer._engine.runs.steps import (
     Scores,
     found_of,
     is_foreign,
+    resumed_from,
     score_name,
     scored_step,
     steps,

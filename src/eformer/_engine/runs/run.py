@@ -14,21 +14,19 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import jax
 
-from eformer._engine.formats.steps import checked_number, last_step_in, name_of_step, name_to_save
+from eformer._engine.formats.steps import checked_number, last_step_in, name_to_save
 from eformer._engine.loading.load import LoadArguments, log_differences, request_from
-from eformer._engine.processes.hosts import meeting
 from eformer._engine.record.options import SaveOptions, options_from
 from eformer._engine.record.policies import every_from, is_due, keep_from, minutes_due
 from eformer._engine.record.text import count, few
 from eformer._engine.runs.clock import Clock
-from eformer._engine.runs.data import set_position
 from eformer._engine.runs.done import Done
 from eformer._engine.runs.last_save import LastSave
 from eformer._engine.runs.near import Near
-from eformer._engine.runs.resume import Choice, Resumed, agree, reasons_to_put_aside, rule_of_best
-from eformer._engine.runs.retention import put_aside, remove_others, steady_clock
+from eformer._engine.runs.resume import Job, Resumed, reasons_to_put_aside, rule_of_best
+from eformer._engine.runs.retention import remove_others, steady_clock
 from eformer._engine.runs.signals import Signals
-from eformer._engine.runs.steps import Step, facts_of_run, steps_if_there
+from eformer._engine.runs.steps import Step, path_to_step, steps_if_there
 from eformer._engine.runs.writer import Writer
 from eformer._engine.saving.pending import Pending, wait_for_saves_below
 from eformer._engine.saving.run import Format, run_in_background
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from eformer._engine.record.policies import Every, Keep
-    from eformer._engine.runs.near import NearStep
     from eformer._engine.runs.resume import Agreed
     from eformer._engine.stores.base import Store
 
@@ -114,6 +111,7 @@ class Run:
         if near is None and near_every is not None:
             raise ValueError("near_every= needs near=, the directory to save to")
         self._near = None if near is None else Near(near, near_every, self._writer, self._options, clock)
+        self._job = Job(self.path, self._writer, self._near, self._options.timeout)
         self._signals = Signals(signals)
         self._clock = Clock(clock, self._options.timeout)
         self._is_told = self._is_asked = False
@@ -186,18 +184,17 @@ class Run:
         rule = rule_of_best(self._keep or ()) if step == "best" else None
         self._last.wait_before_next(self.path)  # it may be the newest step
         wait_for_saves_below(self.path)  # of another Run of this program, which this one is about to end
-        agreed = self._agree(claims=True, rule=rule)
+        agreed = self._job.agree(claims=True, fresh=self._is_fresh, rule=rule)
         if not agreed.steps:
             self._go_on(None, agreed)
             return None
-        choice = Choice(self.path, self._near, self._options.timeout, agreed)
-        places = choice.in_order(step, rule)
+        places = agreed.to_try(step, rule, self.path)
         if not rewind:
-            choice.refuse_newer(places[0].number, {})
-        place, loaded, skipped = choice.load_first(places, request, fallback=fallback)
+            agreed.refuse_after(places[0].number, self.path, {})
+        place, loaded, skipped = self._job.load_first(places, request, fallback=fallback)
         if not rewind:
-            choice.refuse_newer(place.number, skipped)
-        self._place(data, place, loaded.entry.metadata)  # before anything is put aside: it may fail
+            agreed.refuse_after(place.number, self.path, skipped)
+        self._job.place(data, place, loaded.entry.metadata)  # before anything is put aside: it may fail
         self._go_on(place.number, agreed, skipped)
         if not return_report:
             log_differences(f"{self.path}: step {place.number}", request, loaded.report)
@@ -217,28 +214,22 @@ class Run:
                 "the steps of the one before aside"
             )
 
-    def _agree(self, *, claims: bool, rule: Keep | None = None) -> Agreed:
-        return agree(
-            self.path,
-            self._writer,
-            self._near,
-            fresh=self._is_fresh,
-            claims=claims,
-            rule=rule,
-            timeout=self._options.timeout,
-        )
-
     def _begin(self) -> None:
         """Begin to save, if `resume` has not: put the steps aside that are there, or refuse to mix with them."""
         if self._has_begun:
             return
         if not self._is_fresh:  # before the claim, which would end the job that writes the run
-            self._refuse_steps(self._agree(claims=False))
-        agreed = self._agree(claims=True)
+            self._refuse_steps(self._job.agree(claims=False, fresh=False))
+        agreed = self._job.agree(claims=True, fresh=self._is_fresh)
         if not self._is_fresh:  # another job may have saved one before the claim
             self._refuse_steps(agreed)
         else:
-            self._start_anew()
+            if self._near:
+                self._near.forget()
+            done = self._job.put_aside(lambda _: "old")
+            if done and jax.process_index() == 0:
+                logger.warning("%s: fresh=True has put its steps aside: %s", self.path, few(done))
+            self._writer.note_resumed(None)
         if self._near:
             self._near.begin(0, agreed.epoch)
         self._has_begun = True
@@ -251,41 +242,6 @@ class Run:
                 "another directory, or here with Run(..., fresh=True), which puts the old steps aside"
             )
 
-    def _start_anew(self) -> None:
-        """Give all steps other names, in the first process, before any process goes on."""
-        if self._near:
-            self._near.forget()
-        self._put_aside(lambda _: "old", "%s: fresh=True has put its steps aside: %s")
-        self._writer.note_resumed(None)
-
-    def _put_aside(self, why: Callable[[Step], str | None], message: str = "") -> None:
-        """Give steps other names, in the first process, before any process goes on."""
-
-        def answer(_: Sequence[bytes]) -> bytes:
-            done = put_aside(self.path, why, self._writer.check)
-            if done and message:
-                logger.warning(message, self.path, few(done))
-            return b""
-
-        with meeting("runs", self._options.timeout) as hosts:
-            hosts.meet(b"", answer)
-
-    def _place(self, data: Any, place: NearStep, metadata: Mapping[str, Any]) -> None:
-        """Put the data to the position that they had. A near step has that of this process alone."""
-        facts = facts_of_run(metadata)
-        with meeting("runs", self._options.timeout) as hosts:
-            if data is not None:
-                index, number = (0, 1) if place.epoch else (hosts.index, hosts.count)
-                set_position(data, facts, f"step {place.number} of {self.path}", index=index, count=number)
-            elif facts.get("data"):
-                logger.warning(
-                    "%s: step %d has a position in the data, and resume was called without data=, so the data begin "
-                    "anew; pass resume(data=) to go on at that position",
-                    self.path,
-                    place.number,
-                )
-            hosts.meet(b"", lambda _: b"")
-
     def _go_on(self, step: int | None, agreed: Agreed, skipped: Collection[int] = ()) -> None:
         """Go on from a step, None from none: remove near steps, and put steps aside, that do not belong to the run any
         more."""
@@ -293,7 +249,7 @@ class Run:
             self._near.begin(step or 0, agreed.epoch, agreed.before)
         rewound = [] if step is None else agreed.after(step, skipped)
         if rewound or skipped:
-            self._put_aside(reasons_to_put_aside(self.path, rewound, skipped))
+            self._job.put_aside(reasons_to_put_aside(self.path, rewound, skipped))
         if step is not None or self._resumed_from is not None:  # its steps may have been removed since
             self._writer.note_resumed(step)
         self.step, self._resumed_from, self._progress.saved = step or 0, step, step
@@ -448,8 +404,7 @@ class Run:
 
     def _tell(self, step: int) -> None:
         if self._on_saved:
-            store = store_at(self.path)
-            self._on_saved(Step(step, store.path_to(name_of_step(store, step))))
+            self._on_saved(Step(step, path_to_step(self.path, step)))
 
     # ------------------------------------------------------------------------------------- context
 

@@ -15,8 +15,8 @@ from eformer._engine.formats.find import later_of_flax
 from eformer._engine.formats.left_out import holds_leaves
 from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, last_step_in
 from eformer._engine.record.step_names import OF_ANY_PROGRAM, OF_RUN
-from eformer._engine.runs.claims import Claim, claim_of
 from eformer._engine.runs.retention import sweep
+from eformer._engine.runs.steps import Claim, claim_of
 from eformer._engine.stores.base import read_whole, update_file
 from eformer._engine.stores.bucket_removal import ASIDE
 from eformer._engine.stores.leases import LEASES
@@ -42,8 +42,8 @@ class Writer:
         return claim.id if claim else ""
 
     def claim(self) -> None:
-        """Become the writer, if this is the first process. Remove what jobs have left that died."""
-        if self.has_claimed or jax.process_index() != 0:
+        """Become the writer, in the first process. Remove the remains of jobs that died."""
+        if self.has_claimed:
             return
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         has_steps = last_step_in(self.store) is not None

@@ -18,9 +18,8 @@ from eformer._engine.formats.steps import name_of_step
 from eformer._engine.record.policies import StepFacts
 from eformer._engine.record.text import printable
 from eformer._engine.reports.timeline import reasons
-from eformer._engine.runs.claims import resumed_from
 from eformer._engine.runs.retention import removable
-from eformer._engine.runs.steps import is_foreign, steps
+from eformer._engine.runs.steps import is_foreign, resumed_from, steps
 from eformer._engine.stores import checkpoints
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.on_disk import on_disk, usage
