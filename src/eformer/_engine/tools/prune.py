@@ -86,6 +86,15 @@ _ZARR3 = "zarr.json"
 
 
 @dataclass(frozen=True, slots=True)
+class _Planned:
+    """A checkpoint as it was when its removal was planned: which one it was, its bytes, and the files in it."""
+
+    identity: Identity
+    nbytes: int
+    files: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Pruned:
     """Describe what `prune` removed, or with `dry_run` would remove.
 
@@ -106,9 +115,7 @@ class Pruned:
     nbytes: int
     other_files: dict[str, tuple[str, ...]] = field(default_factory=dict)
     scores: tuple[str, ...] = ()
-    sizes: dict[str, int] = field(default_factory=dict, repr=False)  # of `removed`, as were the identities
-    identities: tuple[Identity, ...] = field(default=(), repr=False)
-    files: dict[str, frozenset[str]] = field(default_factory=dict, repr=False)  # of `removed`, too
+    planned: dict[str, _Planned] = field(default_factory=dict, repr=False)  # of `removed`
 
 
 @uninterrupted
@@ -207,19 +214,15 @@ def plan_removal(
     removed, stay = [n for n in found if n in others], [n for n in found if n not in others]
     identities = {name: known for name in removed if (known := _identity(store, name)) is not None}
     sizes = usage(store, [*identities])
-    files = {name: _files_in(others[name].path) for name in identities}
-    return Pruned(
-        store.url,
-        (*identities,),
-        (*stay,),
-        left,
-        sum(sizes.values()),
-        {name: other for name in identities if (other := _other_files(others[name], files[name]))},
-        (*orphaned_scores(store),),
-        sizes,
-        (*identities.values(),),
-        files,
-    )
+    planned = {
+        name: _Planned(identity, sizes[name], _files_in(others[name].path))
+        for name, identity in identities.items()
+    }
+    other_files = {
+        name: files for name, one in planned.items() if (files := _other_files(others[name], one.files))
+    }
+    scores, nbytes = (*orphaned_scores(store),), sum(sizes.values())
+    return Pruned(store.url, (*planned,), (*stay,), left, nbytes, other_files, scores, planned)
 
 
 def _nothing_to_prune(store: Store, pattern: str | None, left: Mapping[str, str]) -> NotFoundError:
@@ -376,10 +379,10 @@ def remove(plan: Pruned) -> Pruned:
     store, held, removed = store_at(plan.directory), dict[str, str](), list[str]()
     there = store.kinds()
     try:
-        for name, identity in zip(plan.removed, plan.identities, strict=True):
+        for name, planned in plan.planned.items():
             with suppress(FileNotFoundError):  # the run has removed it
-                _refuse_new_files(store, name, plan.files[name])
-                if why := remove_step(store, name, identity):
+                _refuse_new_files(store, name, planned.files)
+                if why := remove_step(store, name, planned.identity):
                     held[name] = why
                     continue
             removed.append(name)
@@ -388,7 +391,7 @@ def remove(plan: Pruned) -> Pruned:
             remove_files(store, [signature] if is_signed else [])
     finally:  # also what is left of a removal that failed
         _sweep(store, removed, () if on_disk(store) else plan.kept)
-    nbytes = sum(plan.sizes[name] for name in removed)
+    nbytes = sum(plan.planned[name].nbytes for name in removed)
     return replace(plan, removed=tuple(removed), left=plan.left | held, nbytes=nbytes)
 
 
