@@ -186,5 +186,7 @@ def remove(store: Store, name: str, identity: Identity) -> None:
     try:
         if (why := remove_step(store, name, identity)) is not None:
             logger.warning("%s stays: %s", store.path_to(name), why)
+    except FileNotFoundError:  # another removal was faster
+        pass
     except (EformerError, OSError, ValueError):
         logger.exception("%s could not be removed", store.path_to(name))
