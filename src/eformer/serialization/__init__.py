@@ -33,32 +33,10 @@ if TYPE_CHECKING:
     from eformer.serialization import checkpointer as checkpointer
     from eformer.serialization import serialization as serialization
     from eformer.serialization import utils as utils
-    from eformer.serialization.async_manager import AsyncCheckpointManager as AsyncCheckpointManager
-    from eformer.serialization.async_manager import CheckpointMetadata as CheckpointMetadata
-    from eformer.serialization.checkpointer import Checkpointer as Checkpointer
-    from eformer.serialization.checkpointer import CheckpointInterval as CheckpointInterval
-    from eformer.serialization.checkpointer import find_latest_checkpoint as find_latest_checkpoint
-    from eformer.serialization.serialization import is_array_like as is_array_like
-    from eformer.serialization.serialization import join_key as join_key
-    from eformer.serialization.serialization import leaf_key_paths as leaf_key_paths
-    from eformer.serialization.serialization import tree_deserialize_leaves as tree_deserialize_leaves
-    from eformer.serialization.serialization import tree_serialize_leaves as tree_serialize_leaves
-    from eformer.serialization.utils import apply_gather_functions as apply_gather_functions
-    from eformer.serialization.utils import broadcast_tensor as broadcast_tensor
-    from eformer.serialization.utils import chunk_tensor_by_memory as chunk_tensor_by_memory
-    from eformer.serialization.utils import derive_base_prefix_from_path as derive_base_prefix_from_path
-    from eformer.serialization.utils import estimate_array_nbytes as estimate_array_nbytes
-    from eformer.serialization.utils import estimate_available_memory as estimate_available_memory
-    from eformer.serialization.utils import flatten_for_broadcast as flatten_for_broadcast
-    from eformer.serialization.utils import group_keys_by_shard_size as group_keys_by_shard_size
-    from eformer.serialization.utils import index_filename as index_filename
-    from eformer.serialization.utils import is_gcs_path as is_gcs_path
-    from eformer.serialization.utils import optimize_shard_layout as optimize_shard_layout
-    from eformer.serialization.utils import parse_gcs_path as parse_gcs_path
-    from eformer.serialization.utils import read_process_array as read_process_array
-    from eformer.serialization.utils import reshard as reshard
-    from eformer.serialization.utils import shard_filename as shard_filename
-    from eformer.serialization.utils import to_host as to_host
+    from eformer.serialization.async_manager import *  # noqa: F403
+    from eformer.serialization.checkpointer import *  # noqa: F403
+    from eformer.serialization.serialization import *  # noqa: F403
+    from eformer.serialization.utils import *  # noqa: F403
 else:
     __all__ = sorted([*_HOME, *_NAMES])  # type checkers go by the imports
 
