@@ -40,7 +40,7 @@ from eformer._engine.trees.devices import is_key
 from eformer.paths import GCSPath, LocalPath, ePath
 from eformer.serialization._keys import by_key
 from eformer.serialization._metadata import CheckpointMetadata, checksums_of, metadata_of
-from eformer.serialization.utils import apply_gather_functions, is_gcs_path, to_host
+from eformer.serialization.utils import apply_gather_functions, is_gcs_path, mesh_of, to_host
 
 if TYPE_CHECKING:
     from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
@@ -479,7 +479,4 @@ def _gather_leaf(leaf: Any, mesh: Mesh | None, cpu_offload: bool) -> Any:
         return leaf
     if jax.process_count() > 1 and leaf.is_fully_addressable:  # every process has a whole array of its own
         return jax.device_put(leaf, jax.local_devices(backend="cpu")[0]) if cpu_offload else leaf
-    mesh = mesh or getattr(leaf.sharding, "mesh", None)
-    if mesh is None:
-        mesh = jax.sharding.Mesh(np.array(sorted(leaf.devices(), key=lambda device: device.id)), ("all",))
-    return to_host(leaf, None, mesh, cpu_offload)
+    return to_host(leaf, None, mesh or mesh_of(leaf), cpu_offload)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from posixpath import split
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
@@ -339,8 +340,8 @@ def _is_of_checkpointer(found: Found) -> bool:
 def _files_of_orbax(there: Collection[str]) -> set[str]:
     """Return the files of a checkpoint of Orbax by their names, in its directory or in that of an item. Its trees are
     not asked for, which would copy them from a bucket."""
-    items = {folder for path in there for folder, name in [_split(path)] if name in _MARKS_OF_ITEMS}
-    arrays = {folder for path in there for folder, name in [_split(path)] if name in (ZARRAY, _ZARR3)}
+    items = {folder for folder, name in map(split, there) if name in _MARKS_OF_ITEMS}
+    arrays = {folder for folder, name in map(split, there) if name in (ZARRAY, _ZARR3)}
     return {
         path
         for path in there
@@ -348,11 +349,6 @@ def _files_of_orbax(there: Collection[str]) -> set[str]:
         or any(_matches(below, _OF_ITEMS) for below in _below(path, items))
         or (_below(path, items) and _below(path, arrays))
     }
-
-
-def _split(path: str) -> tuple[str, str]:
-    folder, _, name = path.rpartition("/")
-    return folder, name
 
 
 def _below(path: str, folders: Collection[str]) -> list[str]:
