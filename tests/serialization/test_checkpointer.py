@@ -191,6 +191,15 @@ def test_a_checkpoint_in_a_bucket_that_is_replaced_in_parts_is_not_finished_mean
     assert (seen, metadata_there(url)) == ([False, False], True)
 
 
+def test_a_removal_that_is_under_way_is_not_begun_again(tmp_path, caplog):
+    checkpointer = Checkpointer(tmp_path, None, [CheckpointInterval(1)])
+    train(checkpointer, [1, 2, 3])
+    for name in ("run-1", "run-1/", "run-2", "run-1"):
+        checkpointer._queue_checkpoint_removal(f"{tmp_path}/{name}")
+    checkpointer.wait_until_finished()
+    assert (names(tmp_path), caplog.text) == (["run-3"], "")
+
+
 def metadata_there(url):
     return store_at(url).exists("run-1/metadata.json")
 

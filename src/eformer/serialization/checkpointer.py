@@ -332,12 +332,12 @@ class Checkpointer:
         """Remove a checkpoint, in a thread of its own. The newest one of its directory is never removed."""
         if jax.process_index() != 0:
             return
-        path = absolute(checkpoint_dir)
-        store, name = store_at(path).parent()
-        if (identity := removable(store, name)) is None:
-            return
-        self._removals = [*(one for one in self._removals if not one.done()), Pending(path)]
-        self._removals[-1].start(partial(remove, store, name, identity))
+        store, name = store_at(absolute(checkpoint_dir)).parent()
+        under_way = {one.path: one for one in self._removals if not one.done()}
+        removal = Pending(store.path_to(name))
+        if removal.path not in under_way and (identity := removable(store, name)) is not None:
+            removal.start(partial(remove, store, name, identity))
+            self._removals = [*under_way.values(), removal]
 
     # -------------------------------------------------------------------------------------------- wait
 
