@@ -94,7 +94,9 @@ def test_every_block_is_of_a_known_kind():
                 f"{page}, line {block.line}: {block.language}"
             )
             is_command = block.text.lstrip().startswith(("eformer ", "$ ", "pip "))
-            assert block.language.partition(" ")[0] in RUN or not is_command, f"{page}, line {block.line}: mark it as sh"
+            assert block.language.partition(" ")[0] in RUN or not is_command, (
+                f"{page}, line {block.line}: mark it as sh"
+            )
 
 
 def test_few_blocks_are_not_run_and_say_why():

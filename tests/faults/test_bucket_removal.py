@@ -559,5 +559,5 @@ def test_a_removal_makes_few_requests():
     fill(run, "safetensors", (1, 2))
     plan, counted = plan_removal(run, 1), Deaths(0)
     with hooked(counted):
-        remove_checkpoint(store_at(run), plan.removed[0], plan.identities[0])
+        remove_checkpoint(store_at(run), plan.removed[0], plan.planned[plan.removed[0]].identity)
     assert counted.count <= 14

@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import uuid
 from datetime import timedelta
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
+from eformer._engine.stores.locate import store_at
 from eformer.errors import CorruptionError
 from eformer.paths import ePath
 from eformer.serialization import (
@@ -167,6 +169,39 @@ def test_the_newest_checkpoint_is_never_removed(tmp_path, caplog):
     checkpointer.wait_until_finished()
     assert names(tmp_path) == ["run-2"]
     assert "run-2 is not removed" in caplog.text
+
+
+def test_temporary_checkpoints_in_a_bucket_make_way_too(now):
+    url = f"memory://{uuid.uuid4()}/runs"
+    checkpointer = Checkpointer(url, timedelta(minutes=1), [CheckpointInterval(3)], dt_now_injection=now)
+    train(checkpointer, [1, 2], lambda _: now.pass_(minutes=1))
+    assert [step.path for step in checkpoint.steps(url)] == [f"{url}/run-2"] == [find_latest_checkpoint(url)]
+    train(checkpointer, [3])
+    assert [step.path for step in checkpoint.steps(url)] == [f"{url}/run-3"] == [find_latest_checkpoint(url)]
+    assert find_latest_checkpoint(f"{url}/run-2") is None
+
+
+def test_a_checkpoint_in_a_bucket_that_is_replaced_in_parts_is_not_finished_meanwhile(now):
+    url, seen = f"memory://{uuid.uuid4()}/runs", []
+    checkpointer = Checkpointer(url, None, [CheckpointInterval(1)], dt_now_injection=now)
+    inner = Checkpointer(f"{url}/run-1", None, [])
+    for _ in range(2):
+        saves = [lambda *_: inner.save_pytree(state(1), "model"), lambda *_: seen.append(metadata_there(url))]
+        checkpointer.on_step(None, force=True, step=1, true_callbacks=saves)
+    assert (seen, metadata_there(url)) == ([False, False], True)
+
+
+def test_a_removal_that_is_under_way_is_not_begun_again(tmp_path, caplog):
+    checkpointer = Checkpointer(tmp_path, None, [CheckpointInterval(1)])
+    train(checkpointer, [1, 2, 3])
+    for name in ("run-1", "run-1/", "run-2", "run-1"):
+        checkpointer._queue_checkpoint_removal(f"{tmp_path}/{name}")
+    checkpointer.wait_until_finished()
+    assert (names(tmp_path), caplog.text) == (["run-3"], "")
+
+
+def metadata_there(url):
+    return store_at(url).exists("run-1/metadata.json")
 
 
 def test_a_clock_that_is_set_back_saves_nothing_too_much_and_decides_nothing(tmp_path, now):

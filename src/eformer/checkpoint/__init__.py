@@ -29,6 +29,35 @@ from typing import TYPE_CHECKING, Any
 
 from eformer import _install  # noqa: F401  which warns of another package of this name
 
+# The public names by their modules; a test compares them with the imports below.
+_NAMES = {
+    "loading.abstract": "abstract",
+    "loading.dry_run": "DryRun dry_run",
+    "loading.load": "load",
+    "loading.report": "LoadReport",
+    "record.manifest": "Manifest",
+    "record.options": "SaveOptions",
+    "record.policies": "Every Keep",
+    "pages.report": "HtmlReport report",
+    "runs.follow": "follow score",
+    "runs.resume": "Resumed",
+    "runs.run": "Run",
+    "runs.steps": "Step latest steps",
+    "saving.pending": "Pending wait",
+    "saving.save": "save save_async",
+    "stores.store_options": "store_options",
+    "tools.conversion": "Conversion",
+    "tools.convert": "convert",
+    "tools.diff": "Diff diff",
+    "tools.prune": "Pruned prune",
+    "tools.sign": "sign",
+    "tools.verify": "Report verify",
+    "tools.view": "View inspect open",
+    "trees.modules": "register_module",
+    "trees.nodes": "register_node",
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+
 if TYPE_CHECKING:
     from eformer._engine.loading.abstract import abstract as abstract
     from eformer._engine.loading.dry_run import DryRun as DryRun
@@ -43,7 +72,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.policies import Keep as Keep
     from eformer._engine.runs.follow import follow as follow
     from eformer._engine.runs.follow import score as score
-    from eformer._engine.runs.run import Resumed as Resumed
+    from eformer._engine.runs.resume import Resumed as Resumed
     from eformer._engine.runs.run import Run as Run
     from eformer._engine.runs.steps import Step as Step
     from eformer._engine.runs.steps import latest as latest
@@ -67,86 +96,8 @@ if TYPE_CHECKING:
     from eformer._engine.tools.view import open as open  # noqa: A004
     from eformer._engine.trees.modules import register_module as register_module
     from eformer._engine.trees.nodes import register_node as register_node
-
-_HOME = {
-    "Conversion": "tools.conversion",
-    "Diff": "tools.diff",
-    "DryRun": "loading.dry_run",
-    "Every": "record.policies",
-    "HtmlReport": "pages.report",
-    "Keep": "record.policies",
-    "LoadReport": "loading.report",
-    "Manifest": "record.manifest",
-    "Pending": "saving.pending",
-    "Pruned": "tools.prune",
-    "Report": "tools.verify",
-    "Resumed": "runs.run",
-    "Run": "runs.run",
-    "SaveOptions": "record.options",
-    "Step": "runs.steps",
-    "View": "tools.view",
-    "abstract": "loading.abstract",
-    "convert": "tools.convert",
-    "diff": "tools.diff",
-    "dry_run": "loading.dry_run",
-    "follow": "runs.follow",
-    "inspect": "tools.view",
-    "latest": "runs.steps",
-    "load": "loading.load",
-    "open": "tools.view",
-    "prune": "tools.prune",
-    "register_module": "trees.modules",
-    "register_node": "trees.nodes",
-    "report": "pages.report",
-    "save": "saving.save",
-    "save_async": "saving.save",
-    "score": "runs.follow",
-    "sign": "tools.sign",
-    "steps": "runs.steps",
-    "store_options": "stores.store_options",
-    "verify": "tools.verify",
-    "wait": "saving.pending",
-}
-
-__all__ = [
-    "Conversion",
-    "Diff",
-    "DryRun",
-    "Every",
-    "HtmlReport",
-    "Keep",
-    "LoadReport",
-    "Manifest",
-    "Pending",
-    "Pruned",
-    "Report",
-    "Resumed",
-    "Run",
-    "SaveOptions",
-    "Step",
-    "View",
-    "abstract",
-    "convert",
-    "diff",
-    "dry_run",
-    "follow",
-    "inspect",
-    "latest",
-    "load",
-    "open",
-    "prune",
-    "register_module",
-    "register_node",
-    "report",
-    "save",
-    "save_async",
-    "score",
-    "sign",
-    "steps",
-    "store_options",
-    "verify",
-    "wait",
-]
+else:
+    __all__ = sorted(_HOME)  # type checkers go by the imports
 
 
 def __getattr__(name: str) -> Any:
@@ -160,4 +111,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return list(__all__)
+    return sorted(_HOME)

@@ -1,28 +1,33 @@
-"""Find the checkpoints that a Checkpointer has finished, read what it recorded, and remove them."""
+"""Find the checkpoints that a Checkpointer has finished, read the facts that it recorded, and remove them.
+
+They are steps as those of a run: named, listed and removed by the same means. Its documentation asks for three other
+rules, which are here and nowhere else: a checkpoint counts when its `metadata.json` is there, under any name; a damaged
+newest one is skipped with a warning; and a temporary one is removed when a newer one is finished.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from eformer._engine.formats.find import find, problem_of, reread
-from eformer._engine.formats.steps import step_number
+from eformer._engine.record.step_names import step_number
 from eformer._engine.record.values import parse_json
+from eformer._engine.runs.retention import remove_step
 from eformer._engine.runs.steps import RUN_METADATA, Step, steps
 from eformer._engine.stores.base import read_whole
+from eformer._engine.stores.checkpoints import identity_of
 from eformer._engine.stores.local import is_there
-from eformer._engine.stores.local_removal import identity_of, remove_checkpoint
 from eformer._engine.stores.locate import store_at
 from eformer.errors import EformerError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from eformer._engine.stores.base import Identity
+    from eformer._engine.stores.base import Identity, Store
 
 logger = logging.getLogger("eformer")
 
@@ -163,22 +168,25 @@ def is_temporary(path: str) -> bool:
 # --------------------------------------------------------------------------------------------- remove
 
 
-def removable(path: Path) -> Identity | None:
+def removable(store: Store, name: str) -> Identity | None:
     """Return the identity of a checkpoint that may be removed; None if it is gone, or the newest that is finished."""
     try:
-        identity = identity_of(path)
+        identity = identity_of(store, name)
     except FileNotFoundError:
         return None
-    newest = find_latest_checkpoint(path.parent)
-    if newest is None or Path(newest) == path:
-        logger.warning("%s is not removed: no newer checkpoint is finished", path)
+    newest = find_latest_checkpoint(store.url)
+    if newest is None or store_at(newest).key == store.at(name).key:
+        logger.warning("%s is not removed: no newer checkpoint is finished", store.path_to(name))
         return None
     return identity
 
 
-def remove(path: Path, identity: Identity) -> None:
-    """Remove a checkpoint. Errors are logged."""
+def remove(store: Store, name: str, identity: Identity) -> None:
+    """Remove a checkpoint, as a run removes a step. Errors are logged."""
     try:
-        remove_checkpoint(path.parent, path.name, identity)
+        if (why := remove_step(store, name, identity)) is not None:
+            logger.warning("%s stays: %s", store.path_to(name), why)
+    except FileNotFoundError:  # another removal was faster
+        pass
     except (EformerError, OSError, ValueError):
-        logger.exception("%s could not be removed", path)
+        logger.exception("%s could not be removed", store.path_to(name))

@@ -40,13 +40,13 @@ from eformer._engine.trees.devices import is_key
 from eformer.paths import GCSPath, LocalPath, ePath
 from eformer.serialization._keys import by_key
 from eformer.serialization._metadata import CheckpointMetadata, checksums_of, metadata_of
-from eformer.serialization.utils import apply_gather_functions, is_gcs_path, to_host
+from eformer.serialization.utils import apply_gather_functions, is_gcs_path, mesh_of, to_host
 
 if TYPE_CHECKING:
     from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
     from jax.sharding import Mesh, PartitionSpec
 
-    from eformer._engine.saving.run import Format, Save
+    from eformer._engine.saving.run import Save
 
 __all__ = ["AsyncCheckpointManager", "CheckpointMetadata"]
 
@@ -145,8 +145,8 @@ class AsyncCheckpointManager:
         where = self._resolve(path)
         if self._is_disabled(where):
             return where
-        gather = partial(self._gather, mesh, gather_fns, do_all_gather, cpu_offload)
-        carry_out(self._start(tree, where, prefix, metadata, float_dtype, cpu_offload, first=gather))
+        gather = _Gather(mesh, gather_fns, do_all_gather, cpu_offload, self.verbose)
+        carry_out(self._start(tree, where, prefix, metadata, float_dtype, gather))
         if callback is not None:
             callback(where)
         return where
@@ -178,10 +178,8 @@ class AsyncCheckpointManager:
             if self._is_disabled(where):
                 pending.start(lambda: None)
                 return pending
-            gather = partial(self._gather, mesh, gather_fns, do_all_gather, cpu_offload)
-            save = self._start(
-                tree, where, prefix, metadata, float_dtype, cpu_offload, first=gather, detach=True
-            )
+            gather = _Gather(mesh, gather_fns, do_all_gather, cpu_offload, self.verbose)
+            save = self._start(tree, where, prefix, metadata, float_dtype, gather, detach=True)
             with self._lock:
                 self._pending = [p for p in self._pending if not (p.done() and p.was_asked)] + [pending]
             run_in_background(save, pending, after=None if callback is None else lambda: callback(where))
@@ -214,11 +212,8 @@ class AsyncCheckpointManager:
         where = self._resolve(path)
         if self._is_disabled(where):
             return where
-        gather = partial(self._gather, mesh, None, do_all_gather, cpu_offload)
-        save = self._start(
-            pytree, where, prefix, extras, dtype, cpu_offload, first=gather, write_index=write_index
-        )
-        carry_out(save)
+        gather = _Gather(mesh, None, do_all_gather, cpu_offload, self.verbose)
+        carry_out(self._start(pytree, where, prefix, extras, dtype, gather, write_index=write_index))
         return where
 
     @uninterrupted
@@ -246,16 +241,15 @@ class AsyncCheckpointManager:
         prefix: str | None,
         metadata: dict[str, Any] | None,
         dtype: Any,
-        cpu_offload: bool,
+        gather: _Gather,
         *,
-        first: Callable[[Any], Any],
         detach: bool = False,
         write_index: bool = True,
     ) -> Save:
         dtype = self.float_dtype if dtype is None else dtype
         options = SaveOptions(
             dtype=None if dtype is None else floating_dtype(dtype),
-            snapshot="host" if cpu_offload else "auto",
+            snapshot="host" if gather.cpu_offload else "auto",
             checksums=self.enable_validation,
             compression="zstd" if self.enable_compression else None,
         )
@@ -264,31 +258,13 @@ class AsyncCheckpointManager:
             tree,
             where,
             prefix=prefix,
-            format=self._format(where),
+            format="tensorstore" if self.use_tensorstore and not where.endswith(SUFFIX) else "safetensors",
             metadata=metadata,
             options=options,
             detach=detach,
             write_index=write_index,
-            first=first,
+            first=gather,
         )
-
-    def _format(self, where: str) -> Format:
-        is_file = where.endswith(SUFFIX)
-        return "tensorstore" if self.use_tensorstore and not is_file else "safetensors"
-
-    def _gather(
-        self,
-        mesh: Mesh | None,
-        gather_fns: dict[str, Any] | bool | None,
-        do_all_gather: bool,
-        cpu_offload: bool,
-        tree: Any,
-    ) -> Any:
-        if gather_fns is not None:
-            tree = apply_gather_functions(tree, gather_fns, mismatch_allowed=True, verbose=self.verbose)
-        if not do_all_gather:
-            return tree
-        return jax.tree.map(lambda leaf: _gather_leaf(leaf, mesh, cpu_offload), tree)
 
     def _is_disabled(self, where: str) -> bool:
         if self.enable is False:
@@ -337,13 +313,8 @@ class AsyncCheckpointManager:
             floating_dtype(dtype)  # "like" needs a template
         request = Request(
             prefix=prefix,
-            placement=PlacementRequest(
-                mesh=mesh,
-                rules=partition_rules,
-                shardings=shardings,
-                every_leaf=not mismatch_allowed,
-                moves_numpy=True,
-                rules_name="partition_rules",
+            placement=_placement(
+                mesh=mesh, rules=partition_rules, shardings=shardings, every_leaf=not mismatch_allowed
             ),
             dtype=dtype,
             callback=by_key(callback),
@@ -396,14 +367,7 @@ class AsyncCheckpointManager:
         request = Request(
             like=template,
             prefix=prefix,
-            placement=PlacementRequest(
-                mesh=mesh,
-                rules=partition_rules,
-                shardings=shardings,
-                replicate=True,
-                moves_numpy=True,
-                rules_name="partition_rules",
-            ),
+            placement=_placement(mesh=mesh, rules=partition_rules, shardings=shardings, replicate=True),
             dtype=dtype,
             callback=by_key(callback),
             batch=chunk_size,
@@ -487,13 +451,32 @@ def _same(prefix: str | None, prefix_filter: str) -> str:
     return prefix_filter
 
 
+# Where leaves go, by the arguments of the documented doors.
+_placement = partial(PlacementRequest, moves_numpy=True, rules_name="partition_rules")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Gather:
+    """The gathering of a tree before it is saved."""
+
+    mesh: Mesh | None
+    functions: dict[str, Any] | bool | None
+    is_all: bool
+    cpu_offload: bool
+    verbose: bool
+
+    def __call__(self, tree: Any) -> Any:
+        if self.functions is not None:
+            tree = apply_gather_functions(tree, self.functions, mismatch_allowed=True, verbose=self.verbose)
+        if not self.is_all:
+            return tree
+        return jax.tree.map(lambda leaf: _gather_leaf(leaf, self.mesh, self.cpu_offload), tree)
+
+
 def _gather_leaf(leaf: Any, mesh: Mesh | None, cpu_offload: bool) -> Any:
     """Gather an array on all devices of a mesh, or on the CPU; return other leaves unchanged."""
     if not isinstance(leaf, jax.Array):
         return leaf
     if jax.process_count() > 1 and leaf.is_fully_addressable:  # every process has a whole array of its own
         return jax.device_put(leaf, jax.local_devices(backend="cpu")[0]) if cpu_offload else leaf
-    mesh = mesh or getattr(leaf.sharding, "mesh", None)
-    if mesh is None:
-        mesh = jax.sharding.Mesh(np.array(sorted(leaf.devices(), key=lambda device: device.id)), ("all",))
-    return to_host(leaf, None, mesh, cpu_offload)
+    return to_host(leaf, None, mesh or mesh_of(leaf), cpu_offload)

@@ -12,26 +12,25 @@ import datetime as dt
 import itertools
 import logging
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from eformer._engine.processes import hosts as _hosts
+from eformer._engine.processes.hosts import meeting
 from eformer._engine.record.options import SaveOptions
+from eformer._engine.record.step_names import run_name
 from eformer._engine.runs.clock import Clock
+from eformer._engine.runs.last_save import LastSave
+from eformer._engine.runs.retention import steady_clock
 from eformer._engine.runs.steps import steps
-from eformer._engine.saving.run import told_to_all
-from eformer._engine.stores.local import on_disk
-from eformer._engine.stores.local_removal import remove_file
+from eformer._engine.saving.pending import Pending, wait_for
+from eformer._engine.stores.base import remove_files
+from eformer._engine.stores.local import is_there
 from eformer._engine.stores.locate import absolute, store_at
-from eformer._engine.tasks.forks import renew_in_children
-from eformer._engine.tasks.interrupts import uninterrupted, wait_for_all
+from eformer._engine.tasks.interrupts import uninterrupted
 from eformer.errors import NotFoundError
 from eformer.serialization._finished import (
     METADATA,
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-    from eformer._engine.saving.pending import Pending
     from eformer.serialization.async_manager import Callback, Rules
 
 __all__ = ["CheckpointInterval", "Checkpointer", "find_latest_checkpoint"]
@@ -110,14 +108,14 @@ class Checkpointer:
         self.save_interval = save_interval
         self.step_policies = _in_order(step_policies)
         self._manager = AsyncCheckpointManager() if manager is None else manager
-        self._dt_now_injection = dt_now_injection or _steady_clock()
+        self._dt_now_injection = dt_now_injection or _steady_datetimes()
         self._began = self._dt_now_injection()
         self._clock = Clock(self._seconds, SaveOptions().timeout)
         self._last_save_step = 0
         self._deletes_old = delete_old_temp_checkpoints
         self._own_temporaries: set[int] = set()  # steps that this job has saved
-        self._pending: Pending | None = None
-        self._removals = _Removals()
+        self._last = LastSave()
+        self._removals: list[Pending] = []
 
     def __repr__(self) -> str:
         return f"<Checkpointer at {self.base_path}: last saved at step {self._last_save_step}>"
@@ -155,7 +153,7 @@ class Checkpointer:
 
         A step that was just saved, and step 0, are saved only with `force`.
         """
-        self._raise_failure()
+        self._settle(waits=False)
         if pytree is None and not true_callbacks:
             raise ValueError("on_step has nothing to save: pass pytree=, or true_callbacks= that save it")
         if step == 0 and not force:
@@ -164,14 +162,14 @@ class Checkpointer:
         if not force and (step == self._last_save_step or not self._is_due(step)):
             return
         is_temporary = not (force or self._is_on_policy(step))
-        name = _name_of(step)
+        name = run_name(int(step))
         if not true_callbacks:
             self.save_checkpoint(pytree, name, mesh=mesh, step=step, is_temporary=is_temporary, extras=extras)
             return
-        self._wait_for_save()
+        self._settle()
         self._unfinish(name)
         if pytree is not None:
-            self._start(pytree, name, mesh=mesh, metadata={**(extras or {}), "step": step}).result()
+            self._start(pytree, name, {**(extras or {}), "step": step}, mesh).result()
         for callback in true_callbacks:
             callback(name, mesh, {"step": step, "is_temporary": is_temporary, **(extras or {})})
         path = self._path_of(name)
@@ -223,8 +221,10 @@ class Checkpointer:
             if commit_callback is not None:
                 commit_callback()
 
-        metadata = _recorded(step, is_temporary, extras)
-        self._pending = self._start(tree, destination, after, mesh, metadata, prefix, dtype)
+        facts = {**(extras or {}), "step": int(step), "is_temporary": is_temporary}
+        self._last.pending = self._start(
+            tree, destination, facts, mesh, callback=after, prefix=prefix, float_dtype=dtype
+        )
         self._note_save(step)
 
     @uninterrupted
@@ -251,8 +251,8 @@ class Checkpointer:
         mesh          only needed by a manager that gathers
         write_index   False writes the arrays alone, without digests and structure
         """
-        self._raise_failure()
-        name = destination or ("" if step is None else _name_of(step))
+        self._settle(waits=False)
+        name = destination or ("" if step is None else run_name(int(step)))
         path = self._path_of(name)
         metadata = {**(extras or {}), **({} if step is None else {"step": int(step)})}
         self._manager.save_pytree(
@@ -281,27 +281,18 @@ class Checkpointer:
         return policy is not None and step % policy.every == 0
 
     def _start(
-        self,
-        tree: Any,
-        name: str,
-        after: Callable[[str], None] | None = None,
-        mesh: Mesh | None = None,
-        metadata: dict[str, Any] | None = None,
-        prefix: str | None = None,
-        dtype: Any = None,
+        self, tree: Any, name: str, facts: dict[str, Any], mesh: Mesh | None, **arguments: Any
     ) -> Pending:
         """Begin a save, when the one before is over."""
-        self._wait_for_save()
-        return self._manager.save_async(
-            tree, self._path_of(name), mesh, None, dtype, metadata, callback=after, prefix=prefix
-        )
+        self._settle()
+        return self._manager.save_async(tree, self._path_of(name), mesh, metadata=facts, **arguments)
 
     def _unfinish(self, name: str) -> None:
         """Take the mark from a checkpoint that is about to be replaced in parts: until it is finished again, some of
         its trees may be older than others."""
-        place = on_disk(store_at(self._path_of(name)))
-        if jax.process_index() == 0 and place is not None and place.is_dir():
-            remove_file(place, METADATA)
+        store = store_at(self._path_of(name))
+        if jax.process_index() == 0 and is_there(store):
+            remove_files(store, [METADATA])
 
     def _finish(
         self, path: str, step: int, is_temporary: bool, also: Mapping[str, Any] | None = None
@@ -312,7 +303,9 @@ class Checkpointer:
         if (problem := problem_at(path)) is not None:
             logger.warning("%s: not marked as finished, because it is not whole: %s", path, problem)
             return
-        write_metadata(path, {**(also or {}), **_facts(step, is_temporary)})
+        now = dt.datetime.now(dt.UTC).isoformat()
+        facts = {"step": int(step), "timestamp": now, "is_temporary": is_temporary}
+        write_metadata(path, {**(also or {}), **facts})
         if is_temporary:
             self._own_temporaries.add(step)
         for older in self._older_temporaries(step):
@@ -339,10 +332,12 @@ class Checkpointer:
         """Remove a checkpoint, in a thread of its own. The newest one of its directory is never removed."""
         if jax.process_index() != 0:
             return
-        path = Path(checkpoint_dir)
-        if (identity := removable(path)) is None:
-            return
-        self._removals.begin(path, identity)
+        store, name = store_at(absolute(checkpoint_dir)).parent()
+        under_way = {one.path: one for one in self._removals if not one.done()}
+        removal = Pending(store.path_to(name))
+        if removal.path not in under_way and (identity := removable(store, name)) is not None:
+            removal.start(partial(remove, store, name, identity))
+            self._removals = [*under_way.values(), removal]
 
     # -------------------------------------------------------------------------------------------- wait
 
@@ -350,24 +345,20 @@ class Checkpointer:
     def wait_until_finished(self) -> None:
         """Wait for all saves and removals. Raises the error of a save that has not been raised yet."""
         try:
-            self._wait_for_save()
+            self._settle()
             self._manager.wait_until_finished()
         finally:
-            wait_for_all(self._removals.under_way)
+            wait_for(self._removals)
 
-    def _wait_for_save(self) -> None:
-        if self._pending is not None:
-            self._pending.exception()
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
+    def _settle(self, *, waits: bool = True) -> None:
         """Raise the error of the last save, if it is over and has failed: its step can be saved again then."""
-        if self._pending is None or not self._pending.done():
-            return
-        pending, self._pending = self._pending, None
-        if (error := pending.exception()) is not None:
+        try:
+            if waits:
+                self._last.wait()
+            self._last.raise_failure()
+        except Exception:
             self._last_save_step = -1
-            raise error
+            raise
 
     # -------------------------------------------------------------------------------------------- load
 
@@ -394,18 +385,14 @@ class Checkpointer:
                                   `AsyncCheckpointManager.load`
         dtype                     cast floating leaves to this dtype
         """
-        where = self._find(path, discover_latest, discover_raise=True)
-        placement = {"shardings": shardings, "partition_rules": partition_rules, "dtype": dtype}
-        if not structured:
-            if template is not None or not strict_shapes:
-                raise ValueError("template= and strict_shapes=False need structured=True and a prefix")
-            return _with_facts(where, *self._manager.load(where, mesh, prefix=prefix, **placement))
-        if not prefix:
+        if not structured and (template is not None or not strict_shapes):
+            raise ValueError("template= and strict_shapes=False need structured=True and a prefix")
+        if structured and not prefix:
             raise ValueError("prefix is required when structured=True")
-        loaded = self._manager.load_pytree(
-            where, mesh, prefix=prefix, template=template, strict_shapes=strict_shapes, **placement
-        )
-        return _with_facts(where, *loaded)
+        where = self._find(path, discover_latest, discover_raise=True)
+        like = {"template": template, "strict_shapes": strict_shapes} if structured else {}
+        placement = {"shardings": shardings, "partition_rules": partition_rules, "dtype": dtype}
+        return self._load(where, mesh, like, prefix=prefix, **placement)
 
     def load_pytree(
         self,
@@ -435,23 +422,33 @@ class Checkpointer:
         where = self._find(path, discover_latest, discover_raise=discover_raise or path is not None)
         if not where:
             return None, {}
-        options: dict[str, Any] = {
-            "prefix": prefix,
-            "partition_rules": partition_rules,
-            "dtype": dtype,
-            "callback": callback,
-            "chunk_size": chunk_size,
-        }
-        if load_treedef or template is not None or not strict_shapes:
-            options |= {"template": template, "strict_shapes": strict_shapes}
-            return _with_facts(where, *self._manager.load_pytree(where, mesh, **options))
-        return _with_facts(where, *self._manager.load(where, mesh, **options))
+        is_structured = load_treedef or template is not None or not strict_shapes
+        like = {"template": template, "strict_shapes": strict_shapes} if is_structured else {}
+        return self._load(
+            where,
+            mesh,
+            like,
+            prefix=prefix,
+            partition_rules=partition_rules,
+            dtype=dtype,
+            callback=callback,
+            chunk_size=chunk_size,
+        )
+
+    def _load(
+        self, where: str, mesh: Mesh | None, like: Mapping[str, Any], **options: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """Load a checkpoint, `like` a template if that is not empty. Add the extras of the save, and the contents of
+        `metadata.json`, to its metadata."""
+        load = self._manager.load_pytree if like else self._manager.load
+        tree, metadata = load(where, mesh, **like, **options)
+        return tree, (metadata_file(where) or {}) | (metadata["custom_metadata"] or {}) | metadata
 
     def _find(
         self, path: str | os.PathLike[str] | None, discover_latest: bool, *, discover_raise: bool
     ) -> str:
         """Return the path of the checkpoint to load; "" if there is none, and that is not to be an error."""
-        self._wait_for_save()
+        self._settle()
         root = self._root if path is None else str(path)
         if not discover_latest:
             return root
@@ -462,23 +459,6 @@ class Checkpointer:
         return ""
 
 
-class _Removals:
-    """Removals of checkpoints, one after the other in a thread, which a forked child does not have."""
-
-    def __init__(self) -> None:
-        self.renew_in_child()
-        renew_in_children(self)
-
-    def renew_in_child(self) -> None:
-        self._thread: futures.ThreadPoolExecutor | None = None
-        self.under_way: list[futures.Future[None]] = []
-
-    def begin(self, path: Path, identity: Any) -> None:
-        self._thread = self._thread or futures.ThreadPoolExecutor(1, "eformer-remove")
-        self.under_way = [removal for removal in self.under_way if not removal.done()]
-        self.under_way.append(self._thread.submit(remove, path, identity))
-
-
 def _below(root: str, name: str) -> str:
     if not name or "://" in name:
         return name or root
@@ -487,12 +467,12 @@ def _below(root: str, name: str) -> str:
 
 def _agreed(root: str) -> str:
     """Return the latest checkpoint below `root`, or `root` if it is one, as the first process sees it; "" for none."""
-    hosts = _hosts.current("find the latest checkpoint", None, SaveOptions().timeout)
-    with told_to_all(hosts):
-        mine = find_latest_checkpoint(root) or (root if is_checkpoint(root) else "")
-        found = hosts.meet(mine.encode(), lambda messages: messages[0]).decode()
-    hosts.end()
-    return found
+
+    def answer(_: Sequence[bytes]) -> bytes:
+        return (find_latest_checkpoint(root) or (root if is_checkpoint(root) else "")).encode()
+
+    with meeting("find the latest checkpoint", SaveOptions().timeout) as hosts:
+        return hosts.meet(b"", answer).decode()
 
 
 def _in_order(policies: Sequence[CheckpointInterval]) -> list[CheckpointInterval]:
@@ -505,26 +485,7 @@ def _in_order(policies: Sequence[CheckpointInterval]) -> list[CheckpointInterval
     return list(policies)
 
 
-def _steady_clock() -> Callable[[], dt.datetime]:
+def _steady_datetimes() -> Callable[[], dt.datetime]:
     """Return a clock that goes on from now, and that nobody can set."""
-    began, since = dt.datetime.now(dt.UTC), time.monotonic()
-    return lambda: began + dt.timedelta(seconds=time.monotonic() - since)
-
-
-def _name_of(step: int) -> str:
-    return f"run-{int(step)}"
-
-
-def _recorded(step: int, is_temporary: bool, extras: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the metadata that is committed with a tree."""
-    return {**(extras or {}), "step": int(step), "is_temporary": is_temporary}
-
-
-def _facts(step: int, is_temporary: bool) -> dict[str, Any]:
-    now = dt.datetime.now(dt.UTC).isoformat()
-    return {"step": int(step), "timestamp": now, "is_temporary": is_temporary}
-
-
-def _with_facts(path: str, tree: Any, metadata: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Add the extras of the save, and what `metadata.json` says, to the metadata of a tree."""
-    return tree, (metadata_file(path) or {}) | (metadata["custom_metadata"] or {}) | metadata
+    now = steady_clock()
+    return lambda: dt.datetime.fromtimestamp(now(), dt.UTC)

@@ -204,12 +204,13 @@ def _on_host(x: Any) -> Any:
     if is_key(x):
         return x
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        everywhere = NamedSharding(_mesh_of(x), PartitionSpec())  # type: ignore[no-untyped-call]
+        everywhere = NamedSharding(mesh_of(x), PartitionSpec())  # type: ignore[no-untyped-call]
         return np.asarray(reshard(x, everywhere).addressable_data(0))
     return jax.device_get(x)
 
 
-def _mesh_of(array: jax.Array) -> jax.sharding.Mesh:
+def mesh_of(array: jax.Array) -> jax.sharding.Mesh:
+    """Return the mesh of an array, or one of all its devices."""
     mesh = getattr(array.sharding, "mesh", None)
     if isinstance(mesh, jax.sharding.Mesh):
         return mesh

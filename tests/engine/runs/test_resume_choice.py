@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
+from eformer._engine.processes import hosts
 from eformer._engine.runs import near as near_module
-from eformer._engine.runs import run as run_module
+from eformer._engine.runs import retention
 from eformer._engine.saving import run as saving_run
 from eformer.checkpoint import Keep, Run
 from eformer.errors import CorruptionError, MismatchError, SupersededError
@@ -95,20 +96,20 @@ def test_a_damaged_record_of_the_writer_is_named(tmp_path, text):
             CorruptionError, match=r"run\.json is damaged: .* Start the job again, which writes it anew"
         ):
             run.save(2, tree(2)).result()
-        run._pending = None
+        run._last.pending = None
     with Run(tmp_path, signals=()) as run:
         assert run.resume().step == 1
 
 
 def test_a_rewind_that_dies_has_put_the_newest_steps_aside(tmp_path, monkeypatch):
     fill(tmp_path, 1, 2, 3)
-    set_aside = run_module.set_aside
+    set_aside = retention.set_aside
 
     def once(*arguments):
         set_aside(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_module, "set_aside", once)
+    monkeypatch.setattr(retention, "set_aside", once)
     with pytest.raises(KeyboardInterrupt), Run(tmp_path, signals=()) as run:
         run.resume(step=1, rewind=True)
     assert names(tmp_path) == ["step-1", "step-2", "step-3.rewound"]
@@ -142,6 +143,19 @@ def test_after_a_rewind_the_steps_after_it_are_saved_anew(tmp_path):
         assert run.resume(like=tree(0), step=10, rewind=True).step == 10
         run.save(15, tree(15)).result()
     assert [step.number for step in checkpoint.steps(tmp_path)] == [10, 15]
+
+
+def test_a_resume_asks_the_other_processes_which_step_it_is_how_it_loaded_and_whether_the_data_are_placed(
+    tmp_path, monkeypatch
+):
+    fill(tmp_path, 10, 20, s10=1.0, s20=2.0)
+    met, current = [], hosts.current
+    monkeypatch.setattr(hosts, "current", lambda doing, *more: met.append(doing) or current(doing, *more))
+    with Run(tmp_path, keep=BEST, signals=()) as run:
+        for arguments in ({}, {"step": "best", "rewind": True}):
+            met.clear()
+            run.resume(like=tree(0), **arguments)
+            assert met.count("runs") == 3 + ("rewind" in arguments)  # the steps that are put aside
 
 
 # --------------------------------------------------------------------------------------- other things

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from eformer._engine.loading import load as load_module
 from eformer._engine.processes.coordination import Together
-from eformer._engine.runs import retention
+from eformer._engine.runs import resume, retention
 from eformer.checkpoint import Every, Run, SaveOptions
 from eformer.errors import CorruptionError, NotFoundError, ProcessError
 from multihost.scenes.state import mesh, put
@@ -92,18 +92,18 @@ def run_with_fault_seen_by(path, rank, number, fault, times=100):
 
 def run_with_another_listing(path, rank):
     """One process sees a directory as it was before the last step."""
-    agreed = Run.steps
+    listed = resume.steps_if_there
 
-    def stale(self):
-        return agreed.fget(self)[:-1] if jax.process_index() == rank else agreed.fget(self)
+    def stale(path):
+        return listed(path)[:-1] if jax.process_index() == rank else listed(path)
 
-    Run.steps = property(stale)
+    resume.steps_if_there = stale
     try:
         state = fresh()
         with Run(path) as run:
             return run.resume(like=state).step
     finally:
-        Run.steps = agreed
+        resume.steps_if_there = listed
 
 
 def run_without_resume(path, step):

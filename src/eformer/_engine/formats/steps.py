@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex
@@ -14,6 +13,7 @@ from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, PRIVATE, SUF
 from eformer._engine.formats.safetensors.plain_files import marked_file
 from eformer._engine.formats.zarr.plain_arrays import array_at, discover
 from eformer._engine.record.indexes import INDEX, INDEXES, MANIFEST, MOST_EMPTY, manifest_in
+from eformer._engine.record.step_names import OF_CHECKPOINTER, OF_RUN, step_name, step_number
 from eformer._engine.stores.durable import SCRATCH
 from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.removal import DATABASE_MARK
@@ -25,16 +25,9 @@ if TYPE_CHECKING:
 
     from eformer._engine.stores.base import Kind, Store
 
-STEP_NAME = re.compile(r"(?P<before>(?:step|run|checkpoint|ckpt)[-_]?)?(?P<number>[0-9]{1,18})")
-
 RUN_FILE = "run.json"  # in the directory of a run: which job writes it
 
 MARKS = (MANIFEST, INDEX, ORBAX_TREE, ORBAX_CHECKPOINT)
-
-
-def step_name(number: int) -> str:
-    """Return the name that a run gives to a step."""
-    return f"step-{number}"
 
 
 def checked_number(step: SupportsIndex) -> int:
@@ -47,12 +40,6 @@ def checked_number(step: SupportsIndex) -> int:
     if not 0 <= number < 10**18:
         raise ValueError(f"step={number}: expected a number from 0 on, of at most 18 digits")
     return number
-
-
-def step_number(name: str) -> int | None:
-    """Return the step that a name is of: step-100, step_100, run-100, 100; None for any other name."""
-    match = STEP_NAME.fullmatch(name)
-    return int(match["number"]) if match else None
 
 
 def steps_in(store: Store) -> list[tuple[int, str]]:
@@ -161,7 +148,9 @@ def _names_by_number(store: Store) -> dict[int, list[str]]:
     for name, kind in store.kinds().items():
         if kind != "file" and (number := step_number(name)) is not None:
             found.setdefault(number, []).append(name)
-    return {number: sorted(names, key=lambda name: not _is_ours(name)) for number, names in found.items()}
+    return {
+        number: sorted(names, key=lambda name: not name.startswith(OF_RUN)) for number, names in found.items()
+    }
 
 
 def _names_if_there(store: Store) -> dict[int, list[str]]:
@@ -186,22 +175,17 @@ def _is_step(store: Store, name: str) -> bool:
     )
 
 
-def _is_ours(name: str) -> bool:
-    return name.startswith("step-")
-
-
 def _has_lost_its_mark(store: Store, name: str) -> bool:
     """Tell whether a directory without a mark is a damaged step, by its name and its files.
 
     With scratch in it, a save to it is under way, or died. With a configuration, notes or weights in another format
     alone, none has begun. A name that other programs use, too, needs files of eformer: run-100 of the Checkpointer.
     """
-    if not name.startswith(("step-", "run-")):
+    is_of_run = name.startswith(OF_RUN)
+    if not is_of_run and not name.startswith(OF_CHECKPOINTER):
         return False
     if (kind := store.kind(name)) != "directory":
-        return kind == "other" and _is_ours(
-            name
-        )  # a link that leads nowhere: the disk with the step is missing
+        return kind == "other" and is_of_run  # a link that leads nowhere: the disk with the step is missing
     inside = store.at(name)
     try:
         kinds = inside.kinds()
@@ -209,7 +193,7 @@ def _has_lost_its_mark(store: Store, name: str) -> bool:
         return False
     if RUN_FILE in kinds or any(SCRATCH.fullmatch(inner) for inner in kinds):
         return False
-    has_files = _may_hold_leaves(kinds) if _is_ours(name) else _has_files_of_ours(inside, kinds)
+    has_files = _may_hold_leaves(kinds) if is_of_run else _has_files_of_ours(inside, kinds)
     return has_files and not is_run(inside)
 
 

@@ -17,9 +17,8 @@ from eformer._engine.formats.steps import name_of_step
 from eformer._engine.pages.timeline import News, SeenStep, read_step, reasons
 from eformer._engine.record.policies import StepFacts
 from eformer._engine.record.text import printable
-from eformer._engine.runs.claims import resumed_from
 from eformer._engine.runs.retention import removable
-from eformer._engine.runs.steps import steps
+from eformer._engine.runs.steps import resumed_from, steps
 from eformer._engine.stores import checkpoints
 from eformer._engine.stores.local import on_disk, usage
 from eformer._engine.stores.locate import store_at

@@ -14,9 +14,8 @@ from eformer._engine.pages.contents import contents_of
 from eformer._engine.pages.reading import Room, TooLargeError, compared, recorded_change_of
 from eformer._engine.record.policies import counted_steps, kept_by
 from eformer._engine.record.text import count, printable, size
-from eformer._engine.runs.claims import resumed_from
 from eformer._engine.runs.retention import facts_of
-from eformer._engine.runs.steps import is_foreign, steps
+from eformer._engine.runs.steps import is_foreign, resumed_from, steps
 from eformer._engine.stores.local import usage
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tasks.progress import metered

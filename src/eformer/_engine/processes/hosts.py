@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from operator import index as as_number
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,7 +11,7 @@ from eformer._engine.processes.coordination import Together, service_client, thi
 from eformer.errors import ProcessError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 TIMEOUT = 600.0  # seconds
 
@@ -101,6 +102,19 @@ def current(doing: str, processes: Iterable[int] | None = None, timeout: float |
             f"processes={list(members)} leaves out process {process}, which must not make this call then"
         )
     return Alone() if count == 1 else _select(members, process, doing, timeout or TIMEOUT)
+
+
+@contextmanager
+def meeting(doing: str, timeout: float | None) -> Iterator[Hosts]:
+    """Let all processes of the program meet, and hear of an error in one of them. The arguments are those of
+    `current`."""
+    hosts = current(doing, None, timeout)
+    try:
+        yield hosts
+    except BaseException as error:
+        hosts.fail(error)
+        raise
+    hosts.end()
 
 
 def is_alone() -> bool:

@@ -35,14 +35,13 @@ class Clock:
             return is_asked or (minutes is not None and self._left(minutes) <= 0)
         if minutes is None or step < self._next_step:
             return False
-        hosts = _hosts.current("runs", None, self._timeout)
 
         def answer(_: Sequence[bytes]) -> bytes:
             left = self._left(minutes)
             return b"save" if is_asked or left <= 0 else str(step + self._distance(step, left)).encode()
 
-        said = hosts.meet(b"", answer)
-        hosts.end()
+        with _hosts.meeting("runs", self._timeout) as hosts:
+            said = hosts.meet(b"", answer)
         self._met_at, self._met_step = self._clock(), step
         if said == b"save":
             return True

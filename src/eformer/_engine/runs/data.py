@@ -19,7 +19,7 @@ from eformer._engine.tasks.callers import called
 from eformer.errors import FormatError, LeafError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 _PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
@@ -33,23 +33,33 @@ def position_of(data: Any) -> bytes:
     return msgspec.json.encode(position)
 
 
-def positions_in(facts: Mapping[str, Any]) -> list[str]:
-    """Return the positions of all processes that a step has recorded; none if it was saved without data."""
+def set_position(data: Any, facts: Mapping[str, Any], step: str, *, index: int, count: int) -> None:
+    """Put the iterator of process `index` of `count` to the position that a step has recorded in its facts."""
+    _, put = _methods(data)
+    called(getattr(data, put), _parsed(_positions(facts, step, count)[index]))
+
+
+def _positions(facts: Mapping[str, Any], step: str, count: int) -> Sequence[str]:
+    """Return the positions of all processes that a step has recorded."""
     found = facts.get("data", [])
     if not isinstance(found, (list, tuple)) or not all(isinstance(position, str) for position in found):
-        raise FormatError(f"what the step says of its position in the data makes no sense: {found!r:.200}")
-    return list(found)
+        raise FormatError(f"what {step} says of its position in the data makes no sense: {found!r:.200}")
+    if not found:
+        raise ValueError(
+            f"{step} was saved without data=, so it has no position in them; resume without data= and place the "
+            "iterator yourself"
+        )
+    if len(found) != count:
+        raise ValueError(
+            f"{step} has the positions of {len(found)} processes in the data, and there are {count}; resume without "
+            "data= and place the iterators yourself"
+        )
+    return found
 
 
-def set_position(data: Any, position: bytes) -> None:
-    """Put an iterator to a position that `position_of` returned."""
-    _, put = _methods(data)
-    called(getattr(data, put), _parsed(position))
-
-
-def _parsed(position: bytes) -> Any:
+def _parsed(position: str) -> Any:
     try:
-        return _with_arrays(value_from_json(msgspec.json.decode(position)))
+        return _with_arrays(value_from_json(msgspec.json.decode(position.encode())))
     except (*MALFORMED_JSON, TypeError, ValueError) as error:
         raise FormatError(f"the recorded position in the data cannot be read: {error}") from error
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer._engine.record.policies import metric_from
-from eformer._engine.runs.steps import Scores, Step, digest_of, found_of, score_name, steps
+from eformer._engine.runs.steps import Scores, Step, digest_of, found_of, score_name, steps, steps_if_there
 from eformer._engine.stores.base import update_file
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tasks.interrupts import uninterrupted
@@ -74,10 +74,7 @@ def _problem(step: Step) -> str | None:
 
 
 def _newer(path: str | os.PathLike[str], last: int) -> list[Step]:
-    try:
-        return [step for step in steps(path) if step.number > last]
-    except NotFoundError:  # the run has not begun
-        return []
+    return [step for step in steps_if_there(path) if step.number > last]  # none: the run has not begun
 
 
 @uninterrupted

@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import msgspec
 
-from eformer._engine.formats.steps import step_name
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.policies import every_from, is_due, minutes_due
-from eformer._engine.record.text import few
-from eformer._engine.record.values import json_decoder, parse_json
+from eformer._engine.record.step_names import step_name
+from eformer._engine.record.values import parse_json
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.own_part import cut_to_own, load_own
-from eformer._engine.runs.steps import Step, steps
+from eformer._engine.runs.steps import Step, steps_if_there
 from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.run import carry_out
 from eformer._engine.saving.save import start
@@ -39,7 +38,7 @@ from eformer._engine.stores.durable import scratch_name
 from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.locate import absolute, store_at
 from eformer._engine.trees.copies import compile_copies
-from eformer.errors import CorruptionError, FormatError, NotFoundError, ProcessError
+from eformer.errors import CorruptionError, FormatError, ProcessError
 
 if TYPE_CHECKING:
     import os
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from eformer._engine.loading.request import Request
     from eformer._engine.record.options import SaveOptions
     from eformer._engine.record.policies import Every
+    from eformer._engine.runs.done import Done
     from eformer._engine.runs.writer import Writer
     from eformer._engine.saving.run import Save
 
@@ -63,7 +63,7 @@ _KEPT = 2
 _MOST_EPOCHS = 64  # in the file; older ones have no steps any more
 
 _EPOCH = re.compile(r"[0-9a-f]{16}")
-_PROCESS = re.compile(r"process-(?P<index>\d{1,9})")
+_PROCESS = re.compile(r"process-(?P<index>[0-9]{1,9})")
 _COUNT = "eformer.processes"
 
 
@@ -103,8 +103,8 @@ class _Line(msgspec.Struct):
 class Near:
     """The near tier of a run, seen from one process.
 
-    The order of calls: `before_claim`, `held`, `in_common`, `begin`, as `Run.resume` makes them; then `is_due`, `save`
-    and `note_save`. Errors of its saves are logged: what is not saved here is saved by the run, later.
+    The order of calls: `before_claim`, `held`, `in_common`, `begin`, as a resume makes them; then `is_due`, `save` and
+    `note_save`. Errors of its saves are logged: what is not saved here is saved by the run, later.
     """
 
     def __init__(
@@ -241,29 +241,24 @@ class Near:
         """Note that a step is saved, here or by the run."""
         self._clock.note_save(step)
 
-    def save(
-        self,
-        step: int,
-        tree: Any,
-        metadata: Mapping[str, Any] | None,
-        late: Callable[[Sequence[bytes]], Mapping[str, Any]],
-        part: bytes,
-    ) -> None:
-        """Save this process's part of the tree in the background. Wait for the near save before it, for nobody else."""
+    def save(self, done: Done, late: Callable[[Sequence[bytes]], Mapping[str, Any]]) -> None:
+        """Save this process's part of the tree in the background. Wait for the near save before it, for nobody else.
+        `late` returns more metadata when the save is committed."""
+        position, tree = done.position(), done.state()
         self.wait()
-        path = self._path_of(NearStep(step, self._epoch))
+        path = self._path_of(NearStep(done.step, self._epoch))
         own, table = cut_to_own(tree)
         save = start(
             own,
             path,
-            metadata={**(metadata or {}), **table, _COUNT: jax.process_count()},
+            metadata={**(done.metadata or {}), **table, _COUNT: jax.process_count()},
             options=self._options,
             detach=True,
             hosts=_hosts.current("saves", (jax.process_index(),), self._timeout),
         )
-        save = dataclasses.replace(save, late=late, part=part)
+        save = dataclasses.replace(save, late=late, part=position)
         self._pending = Pending(path)
-        self.note_save(step)
+        self.note_save(done.step)
         try:
             self._pending.start(functools.partial(self._carry_out, save), afterwards=compile_copies)
         except BaseException:  # no thread could be started: nobody shall wait for this save
@@ -306,76 +301,13 @@ class Near:
             NearStep(step.number, epoch)
             for epoch in _names_in(self._process)
             if _EPOCH.fullmatch(epoch)
-            for step in _steps_in(self._process / epoch)
+            for step in steps_if_there(self._process / epoch)
         ]
 
 
 def new_epoch() -> str:
     """Return an id that no other epoch has."""
     return secrets.token_hex(8)
-
-
-# ------------------------------------------------------------------------------------------- meeting
-
-
-class Held(msgspec.Struct):
-    """The message of a process that begins: the steps of the run that it sees, the near steps that it holds, and
-    whether it starts anew."""
-
-    far: list[int]
-    near: list[NearStep]
-    fresh: bool = False
-
-    def to_json(self) -> bytes:
-        return msgspec.json.encode(self)
-
-
-class Agreed(msgspec.Struct):
-    """The answer: the steps that there are for all processes, the epoch that begins, and those of the run before it."""
-
-    far: list[int]
-    near: list[NearStep]
-    epoch: str
-    before: list[str]
-
-    @property
-    def steps(self) -> list[NearStep]:
-        """All steps in the order of their numbers; of equal ones, that of the run itself is the last."""
-        both = [*(NearStep(number) for number in self.far), *self.near]
-        return sorted(both, key=lambda step: (step.number, not step.epoch))
-
-    def to_json(self) -> bytes:
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Agreed:
-        return json_decoder(cls).decode(data)
-
-
-def agree(messages: Sequence[bytes], near: Near | None) -> Agreed:
-    """Answer the messages of all processes that begin, in the first one, which has this near tier."""
-    held = [json_decoder(Held).decode(message) for message in messages]
-    if len({one.fresh for one in held}) > 1:
-        fresh = few([f"process {index}" for index, one in enumerate(held) if one.fresh])
-        raise ValueError(
-            f"Run(fresh=) differs between processes: it is True in {fresh}, and False in the others; pass "
-            "the same to all"
-        )
-    common = near.in_common([one.near for one in held]) if near else []
-    return Agreed(held[0].far, common, new_epoch(), near.epochs if near else [])
-
-
-def own_position(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of a near step, which has the position of one process in the data, as those of a run's step."""
-    data = facts.get("data", [])
-    return {**facts, "data": list(data) * jax.process_count() if isinstance(data, (list, tuple)) else data}
-
-
-def _steps_in(place: Path) -> Sequence[Step]:
-    try:
-        return steps(place)
-    except NotFoundError:
-        return ()
 
 
 def _names_in(place: Path) -> list[str]:

@@ -21,8 +21,16 @@ from eformer._engine.record.policies import (
     warnings_of,
 )
 from eformer._engine.record.values import parse_json
-from eformer._engine.runs.claims import resumed_from
-from eformer._engine.runs.steps import Scores, found_of, is_foreign, score_name, scored_step, steps
+from eformer._engine.runs.steps import (
+    Scores,
+    found_of,
+    is_foreign,
+    resumed_from,
+    score_name,
+    scored_step,
+    steps,
+    steps_if_there,
+)
 from eformer._engine.stores import checkpoints
 from eformer._engine.stores.base import read_whole, remove_files, update_file
 from eformer._engine.stores.checkpoints import identity_of, remove_checkpoint
@@ -206,6 +214,20 @@ def set_aside(store: Store, step: str, why: str) -> None:
         data = read_whole(store, score_name(step))[0]
         update_file(store, score_name(aside), lambda _: data)
         remove_files(store, [score_name(step)])
+
+
+def put_aside(path: str, why: Callable[[Step], str | None], check: Callable[[], None]) -> list[str]:
+    """Give the steps other names for which there is a reason, and return the names that they had. The newest go first:
+    a job that dies here leaves the steps before them, which the next one goes on from. `check` raises an error if this
+    job is not the writer any more."""
+    store, done = store_at(path), list[str]()
+    # Of steps with one number (step-100 and 100), the second is listed once the first is gone.
+    while there := [step for step in steps_if_there(path) if step.name not in done and why(step)]:
+        check()
+        for step in reversed(there):
+            set_aside(store, step.name, why(step) or "")
+        done += [step.name for step in there]
+    return done
 
 
 def sweep(store: Store, known: Collection[str] = ()) -> None:

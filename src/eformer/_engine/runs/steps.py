@@ -1,4 +1,4 @@
-"""Look at the steps of a run. No jax."""
+"""Look at the steps of a run, and at `run.json`: which job writes it, and which step it goes on from. No jax."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer._engine.formats.find import FOREIGN, find_step, newest_step, problem_of
-from eformer._engine.formats.steps import is_checkpoint, step_number, steps_in
+from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, name_of_step, steps_in
 from eformer._engine.record.lazy import lazy_property
-from eformer._engine.record.values import parse_json
+from eformer._engine.record.step_names import step_number
+from eformer._engine.record.values import MALFORMED_JSON, json_decoder, parse_json
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.checkpoints import held
 from eformer._engine.stores.locate import store_at
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.stores.base import Store
 
 # The metadata of a step that the run writes, in the manifest, and that is not the caller's.
 RUN_METADATA = "eformer.run"
@@ -200,6 +202,20 @@ def steps(path: str | os.PathLike[str]) -> tuple[Step, ...]:
         raise NotFoundError(f"{store.url} is not a directory of steps") from None
 
 
+def steps_if_there(path: str | os.PathLike[str]) -> tuple[Step, ...]:
+    """Return the steps of a run, none if it is not there."""
+    try:
+        return steps(path)
+    except NotFoundError:
+        return ()
+
+
+def path_to_step(path: str, number: int) -> str:
+    """Return the path that a step of a run has, or will have. Looks into no other directory."""
+    store = store_at(path)
+    return store.path_to(name_of_step(store, number))
+
+
 def path_of_step(path: str | os.PathLike[str], number: int | None) -> str | os.PathLike[str]:
     """Return the path of a step of the run at `path`; `path` itself for None."""
     if number is None:
@@ -228,3 +244,42 @@ def latest(path: str | os.PathLike[str]) -> str | None:
     store = store_at(path)
     found = newest_step(store)
     return store.path_to(found[0]) if found else None
+
+
+# ------------------------------------------------------------------------------------------ run.json
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """The writer of a run: an id that no other job has, and where it runs, for people who look; and the step that it
+    was resumed from."""
+
+    id: str
+    host: str = ""
+    pid: int = 0
+    since: str = ""
+    resumed_from: int | None = None
+
+    @classmethod
+    def from_json(cls, data: bytes | None) -> Claim | None:
+        """Return the claim; None for a file that is not there, or cannot be read."""
+        try:
+            return None if data is None else json_decoder(cls).decode(data)
+        except MALFORMED_JSON:
+            return None
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+
+def claim_of(store: Store) -> Claim | None:
+    """Return the claim of the job that writes a run; None if there is none, or it cannot be read."""
+    try:
+        return Claim.from_json(read_whole(store, RUN_FILE)[0])
+    except (FileNotFoundError, NotADirectoryError, FormatError):
+        return None
+
+
+def resumed_from(store: Store) -> int | None:
+    """Return the number of the step that a run was resumed from last, which always stays."""
+    claim = claim_of(store)
+    return claim.resumed_from if claim else None

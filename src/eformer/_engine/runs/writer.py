@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import logging
 import os
-import re
 import socket
 from typing import TYPE_CHECKING
 
@@ -14,9 +13,10 @@ import msgspec
 
 from eformer._engine.formats.find import later_of_flax
 from eformer._engine.formats.left_out import holds_leaves
-from eformer._engine.formats.steps import RUN_FILE, STEP_NAME, is_checkpoint, last_step_in
-from eformer._engine.runs.claims import Claim, claim_of
+from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, last_step_in
+from eformer._engine.record.step_names import OF_ANY_PROGRAM, OF_RUN
 from eformer._engine.runs.retention import sweep
+from eformer._engine.runs.steps import Claim, claim_of
 from eformer._engine.stores.base import read_whole, update_file
 from eformer._engine.stores.bucket_removal import ASIDE
 from eformer._engine.stores.leases import LEASES
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Kind, Store
 
 logger = logging.getLogger("eformer")
-
-_NUMBERED = re.compile(rf"{STEP_NAME.pattern}(?P<fraction>\.\d{{1,18}})?")  # flax takes fractions, too
 
 
 class Writer:
@@ -44,8 +42,8 @@ class Writer:
         return claim.id if claim else ""
 
     def claim(self) -> None:
-        """Become the writer, if this is the first process. Remove what jobs have left that died."""
-        if self.has_claimed or jax.process_index() != 0:
+        """Become the writer, in the first process. Remove the remains of jobs that died."""
+        if self.has_claimed:
             return
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         has_steps = last_step_in(self.store) is not None
@@ -127,12 +125,8 @@ def _step_of_others(store: Store) -> str | None:
         kinds = store.kinds()
     except FileNotFoundError:
         return None
-    found = [
-        (float(match["number"]) + float(match["fraction"] or 0), name)
-        for name in kinds
-        if (match := _NUMBERED.fullmatch(name))
-    ]
-    names = [name for _, name in sorted(found, reverse=True)]
+    numbers = OF_ANY_PROGRAM.numbers(kinds)
+    names = sorted(numbers, key=lambda name: (numbers[name], name), reverse=True)
     return next((name for name in names if _is_of_others(store, name, kinds[name])), None)
 
 
@@ -140,7 +134,7 @@ def _is_of_others(store: Store, name: str, kind: Kind) -> bool:
     """Tell whether a file or a directory with the name of a step may hold leaves that eformer did not write."""
     if kind == "file":  # one that is called 1 is a slip of the shell, as in 2>1
         return not name[0].isdecimal() and store.read(name, 0, 1)[1].nbytes > 0
-    if "." in name or name.startswith("step-"):  # the remains of a save of ours, or of a removal
+    if "." in name or name.startswith(OF_RUN):  # the remains of a save of ours, or of a removal
         return False
     is_ours = kind == "directory" and any(
         inner == LEASES or ASIDE.fullmatch(inner) for inner in store.kinds(name)

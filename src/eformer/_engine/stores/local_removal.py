@@ -121,9 +121,3 @@ def _files(store: Store, below: str, depth: int) -> Iterator[str]:
             yield path
         elif kind == "directory" and depth and not name.startswith("."):
             yield from _files(store, path, depth - 1)
-
-
-def remove_file(directory: Path, name: str) -> None:
-    """Remove a file that eformer wrote beside a checkpoint, if it is there."""
-    with Directory.open(directory) as place:
-        place.unlink(name)

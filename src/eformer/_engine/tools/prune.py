@@ -5,13 +5,13 @@ from __future__ import annotations
 import glob
 import logging
 import os  # noqa: TC003
-import re
 import time
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from posixpath import split
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
@@ -25,12 +25,13 @@ from eformer._engine.formats.others.orbax_metadata import (
     TREE_METADATA,
 )
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, split_shard
-from eformer._engine.formats.steps import MARKS, STEP_NAME, is_removed, step_number
+from eformer._engine.formats.steps import MARKS, is_removed
 from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
 from eformer._engine.record.indexes import INDEX, MANIFEST
 from eformer._engine.record.manifest import CommitLog
 from eformer._engine.record.policies import can_remove, keep_from, unknown_metrics, warnings_of
 from eformer._engine.record.signature import SIGNATURE, signature_name
+from eformer._engine.record.step_names import STEPS, StepNames, step_number
 from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json
 from eformer._engine.record.zarray import ZARRAY
@@ -86,6 +87,15 @@ _ZARR3 = "zarr.json"
 
 
 @dataclass(frozen=True, slots=True)
+class _Planned:
+    """A checkpoint as it was when its removal was planned: which one it was, its bytes, and the files in it."""
+
+    identity: Identity
+    nbytes: int
+    files: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Pruned:
     """Describe what `prune` removed, or with `dry_run` would remove.
 
@@ -106,9 +116,7 @@ class Pruned:
     nbytes: int
     other_files: dict[str, tuple[str, ...]] = field(default_factory=dict)
     scores: tuple[str, ...] = ()
-    sizes: dict[str, int] = field(default_factory=dict, repr=False)  # of `removed`, as were the identities
-    identities: tuple[Identity, ...] = field(default=(), repr=False)
-    files: dict[str, frozenset[str]] = field(default_factory=dict, repr=False)  # of `removed`, too
+    planned: dict[str, _Planned] = field(default_factory=dict, repr=False)  # of `removed`
 
 
 @uninterrupted
@@ -186,14 +194,14 @@ def plan_removal(
         raise ValueError(f"keep={keep}: at least one checkpoint must stay")
     if not (rules := keep_from(keep)):
         raise ValueError(f"keep={keep!r}: no rule says which checkpoints stay")
-    names = _Names.of(pattern)
+    names = STEPS if pattern is None else StepNames.like(pattern)
     store = store_at(directory)
     if not is_there(store):
         raise NotFoundError(f"{store.url} is not a directory")
     _refuse_checkpoint(store)
     series, left = _listed(store, names, foreign=foreign or any(rule.foreign for rule in rules))
     if not series:
-        raise _nothing_to_prune(store, names, left)
+        raise _nothing_to_prune(store, pattern, left)
     rules = tuple(replace(rule, foreign=True) for rule in rules)  # the rest is in `left`
     facts = [[facts_of(step, rules) for step in one] for one in series]
     unknown = unknown_metrics((fact for one in facts for fact in one), rules)
@@ -207,54 +215,21 @@ def plan_removal(
     removed, stay = [n for n in found if n in others], [n for n in found if n not in others]
     identities = {name: known for name in removed if (known := _identity(store, name)) is not None}
     sizes = usage(store, [*identities])
-    files = {name: _files_in(others[name].path) for name in identities}
-    return Pruned(
-        store.url,
-        (*identities,),
-        (*stay,),
-        left,
-        sum(sizes.values()),
-        {name: other for name in identities if (other := _other_files(others[name], files[name]))},
-        (*orphaned_scores(store),),
-        sizes,
-        (*identities.values(),),
-        files,
-    )
+    planned = {
+        name: _Planned(identity, sizes[name], _files_in(others[name].path))
+        for name, identity in identities.items()
+    }
+    other_files = {
+        name: files for name, one in planned.items() if (files := _other_files(others[name], one.files))
+    }
+    scores, nbytes = (*orphaned_scores(store),), sum(sizes.values())
+    return Pruned(store.url, (*planned,), (*stay,), left, nbytes, other_files, scores, planned)
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """The names that count as steps: those of directories that hold steps, or those of a pattern."""
-
-    pattern: str | None
-    expression: re.Pattern[str]
-
-    @classmethod
-    def of(cls, pattern: str | None) -> _Names:
-        if pattern is None:
-            return cls(None, STEP_NAME)
-        before, star, after = pattern.partition("*")
-        if not star or "*" in after or "/" in pattern or not (before or after).strip():
-            raise ValueError(
-                f"pattern={pattern!r}: expected a name with one *, which stands for the number, such as 'ema-*'"
-            )
-        return cls(
-            pattern,
-            re.compile(rf"(?P<before>{re.escape(before)})(?P<number>[0-9]{{1,18}}){re.escape(after)}"),
-        )
-
-    def match(self, name: str, kind: Kind) -> re.Match[str] | None:
-        """Match the name of an entry that may be a step."""
-        is_shard = split_shard(name.removesuffix(SUFFIX)) is not None
-        if is_shard or name.startswith(".") or (self.pattern is None and kind != "directory"):
-            return None
-        return self.expression.fullmatch(name)
-
-
-def _nothing_to_prune(store: Store, names: _Names, left: Mapping[str, str]) -> NotFoundError:
+def _nothing_to_prune(store: Store, pattern: str | None, left: Mapping[str, str]) -> NotFoundError:
     found = f"; found {few([f'{name}: {why}' for name, why in left.items()])}" if left else ""
-    if names.pattern is not None:
-        return NotFoundError(f"{store.url} has no checkpoints called {names.pattern}{found}")
+    if pattern is not None:
+        return NotFoundError(f"{store.url} has no checkpoints called {pattern}{found}")
     advice = "" if left else "; pattern= counts other names, such as 'ema-*'"
     return NotFoundError(
         f"{store.url} has no checkpoints named by their steps, such as step-100{found}{advice}"
@@ -365,8 +340,8 @@ def _is_of_checkpointer(found: Found) -> bool:
 def _files_of_orbax(there: Collection[str]) -> set[str]:
     """Return the files of a checkpoint of Orbax by their names, in its directory or in that of an item. Its trees are
     not asked for, which would copy them from a bucket."""
-    items = {folder for path in there for folder, name in [_split(path)] if name in _MARKS_OF_ITEMS}
-    arrays = {folder for path in there for folder, name in [_split(path)] if name in (ZARRAY, _ZARR3)}
+    items = {folder for folder, name in map(split, there) if name in _MARKS_OF_ITEMS}
+    arrays = {folder for folder, name in map(split, there) if name in (ZARRAY, _ZARR3)}
     return {
         path
         for path in there
@@ -374,11 +349,6 @@ def _files_of_orbax(there: Collection[str]) -> set[str]:
         or any(_matches(below, _OF_ITEMS) for below in _below(path, items))
         or (_below(path, items) and _below(path, arrays))
     }
-
-
-def _split(path: str) -> tuple[str, str]:
-    folder, _, name = path.rpartition("/")
-    return folder, name
 
 
 def _below(path: str, folders: Collection[str]) -> list[str]:
@@ -405,10 +375,10 @@ def remove(plan: Pruned) -> Pruned:
     store, held, removed = store_at(plan.directory), dict[str, str](), list[str]()
     there = store.kinds()
     try:
-        for name, identity in zip(plan.removed, plan.identities, strict=True):
+        for name, planned in plan.planned.items():
             with suppress(FileNotFoundError):  # the run has removed it
-                _refuse_new_files(store, name, plan.files[name])
-                if why := remove_step(store, name, identity):
+                _refuse_new_files(store, name, planned.files)
+                if why := remove_step(store, name, planned.identity):
                     held[name] = why
                     continue
             removed.append(name)
@@ -417,7 +387,7 @@ def remove(plan: Pruned) -> Pruned:
             remove_files(store, [signature] if is_signed else [])
     finally:  # also what is left of a removal that failed
         _sweep(store, removed, () if on_disk(store) else plan.kept)
-    nbytes = sum(plan.sizes[name] for name in removed)
+    nbytes = sum(plan.planned[name].nbytes for name in removed)
     return replace(plan, removed=tuple(removed), left=plan.left | held, nbytes=nbytes)
 
 
@@ -454,7 +424,7 @@ def _refuse_checkpoint(store: Store) -> None:
         )
 
 
-def _listed(store: Store, names: _Names, *, foreign: bool) -> tuple[list[list[Step]], dict[str, str]]:
+def _listed(store: Store, names: StepNames, *, foreign: bool) -> tuple[list[list[Step]], dict[str, str]]:
     """Like `_series`, without the entries that the run has removed meanwhile. List again if there is no other one: a
     run that removes steps has newer ones."""
     for _ in range(_MOST_LISTINGS):
@@ -466,25 +436,31 @@ def _listed(store: Store, names: _Names, *, foreign: bool) -> tuple[list[list[St
     return [], {}
 
 
-def _series(store: Store, names: _Names, *, foreign: bool) -> tuple[list[list[Step]], dict[str, str]]:
+def _series(store: Store, names: StepNames, *, foreign: bool) -> tuple[list[list[Step]], dict[str, str]]:
     """List complete checkpoints by series, in order of their steps; and the names of other entries with the reason."""
     found: dict[str, list[Step]] = defaultdict(list)
     left: dict[str, str] = {}
     for name, kind in store.kinds().items():
-        match = names.match(name, kind)
-        if not match or Path(store.path_to(name)).is_symlink():
+        parsed = names.parse(name) if _may_be_step(name, kind, names) else None
+        if parsed is None or Path(store.path_to(name)).is_symlink():
             continue
         if kind == "directory" and is_removed(store, name):
             continue
-        step = Step(int(match["number"]), store.path_to(name))
+        step = Step(int(parsed[1]), store.path_to(name))
         if problem := _problem(store, step, kind):
             left[name] = f"it is not a complete checkpoint: {problem}"
         elif is_foreign(step) and not foreign:
             by = found_of(step).manifest.format
             left[name] = f"another program wrote it ({by}); foreign=True counts and removes such steps, too"
         else:
-            found[match["before"] or ""].append(step)
+            found[parsed[0]].append(step)
     return [sorted(series, key=lambda step: (step.number, step.name)) for series in found.values()], left
+
+
+def _may_be_step(name: str, kind: Kind, names: StepNames) -> bool:
+    """Tell whether an entry may be a step: a directory, or with a pattern also a file that is no shard of a model."""
+    is_shard = split_shard(name.removesuffix(SUFFIX)) is not None
+    return not is_shard and not name.startswith(".") and (kind == "directory" or names is not STEPS)
 
 
 def _problem(store: Store, step: Step, kind: Kind) -> str | None:

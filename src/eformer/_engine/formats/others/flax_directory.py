@@ -6,7 +6,6 @@ flax_model.msgpack              a model
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,11 +16,12 @@ from eformer._engine.formats.others.single_file import open_single_file
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.formats.steps import RUN_FILE
 from eformer._engine.record.indexes import MANIFEST
+from eformer._engine.record.step_names import OF_FLAX
 from eformer._engine.stores.local import on_disk
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection
 
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.read_format import Place
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 MODEL = "flax_model.msgpack"
 _INDEX = f"{MODEL}.index.json"
 
-_STEP = re.compile(r"checkpoint_(\d{1,18}(?:\.\d{1,18})?)")  # flax takes fractions, too
-
 
 def by_steps(place: Place) -> Found | None:
     """Find the last step of a directory of `flax.training.checkpoints`, if it is a file.
@@ -39,7 +37,7 @@ def by_steps(place: Place) -> Found | None:
     Return None if it is a directory, by Orbax, or if the directory is a checkpoint itself. A link is refused.
     """
     store = place.store
-    steps = _numbers(place.names)
+    steps = OF_FLAX.numbers(place.names)
     if not steps or MANIFEST in place.names or any(name.endswith(SUFFIX) for name in place.names):
         return None
     last = max(steps, key=lambda name: steps[name])
@@ -57,13 +55,9 @@ def by_steps(place: Place) -> Found | None:
 def later_in(store: Store, number: int, names: Collection[str]) -> str | None:
     """Name the newest step of flax in a file, among the `names` in a directory, if it is after the step of this number.
     In a directory that a job has claimed as a run, only the steps of the run count."""
-    own = _numbers(names) if RUN_FILE not in names else {}
+    own = OF_FLAX.numbers(names) if RUN_FILE not in names else {}
     later = sorted((name for name in own if own[name] > number), key=own.__getitem__, reverse=True)
     return next((name for name in later if store.kind(name) == "file"), None)
-
-
-def _numbers(names: Iterable[str]) -> dict[str, float]:
-    return {name: float(match[1]) for name in names if (match := _STEP.fullmatch(name))}
 
 
 def by_model(place: Place) -> Found | None:

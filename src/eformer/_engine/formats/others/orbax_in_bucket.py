@@ -15,9 +15,9 @@ from eformer._engine.formats.others import orbax
 from eformer._engine.formats.others.orbax_aggregate import NAME as AGGREGATE
 from eformer._engine.formats.others.orbax_aggregate import is_aggregate_in
 from eformer._engine.formats.safetensors.names import SUFFIX
-from eformer._engine.formats.steps import step_number
 from eformer._engine.record.indexes import MANIFEST
 from eformer._engine.record.manifest import Manifest
+from eformer._engine.record.step_names import step_number
 from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.local_copy import copy_of
 from eformer._engine.tasks.forks import Lock

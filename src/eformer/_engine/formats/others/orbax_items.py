@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.others.orbax_aggregate import is_aggregate
 from eformer._engine.formats.others.orbax_metadata import COMMITTED, JSON_FILE, SHARDINGS
+from eformer._engine.record.step_names import OF_ORBAX
 from eformer._engine.record.zarray import ZARRAY
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST, list_arrays, require_plain_files
@@ -111,12 +112,10 @@ def steps_in(directory: Path, names: Sequence[str]) -> list[str]:
 
     A step that is being saved has another name and is not listed.
     """
-    steps = []
-    for name in names:
-        before, _, digits = name.rpartition("_")
-        if digits.isdecimal() and _is_step(directory / name, may_be_item=before not in ("", "checkpoint")):
-            steps.append((int(digits), name))
-    return [name for _, name in sorted(steps)]
+    numbers = OF_ORBAX.numbers(names)
+    items = {name: name.rpartition("_")[0] not in ("", "checkpoint") for name in numbers}
+    found = [name for name in numbers if _is_step(directory / name, may_be_item=items[name])]
+    return sorted(found, key=lambda name: (numbers[name], name))
 
 
 def _is_step(path: Path, *, may_be_item: bool) -> bool:

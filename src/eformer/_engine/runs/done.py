@@ -1,0 +1,80 @@
+"""A step that is done, as the caller gives it to a run, and the facts that the run saves with it."""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eformer._engine.record.policies import metric_from
+from eformer._engine.runs.data import position_of
+from eformer._engine.runs.steps import RUN_METADATA
+from eformer._engine.saving.metadata import metadata_to_json
+from eformer._engine.tasks.callers import called
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, type(jax.jit(lambda: None)))
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that is done: its number, its state or a function that returns it, and the other arguments of
+    `Run.after`."""
+
+    step: int
+    tree: Any
+    data: Any
+    metrics: Mapping[str, Any] | None
+    metadata: Mapping[str, Any] | None
+
+    def state(self) -> Any:
+        """Return the tree that is to be saved, which may be given as a function."""
+        return called(self.tree) if isinstance(self.tree, _FUNCTIONS) else self.tree
+
+    def position(self) -> bytes:
+        """Return the position of this process in the data."""
+        return b"" if self.data is None else position_of(self.data)
+
+    def facts(self, why: str) -> Callable[[Sequence[bytes]], Mapping[str, Any]]:
+        """Return a function that makes the metadata of the run, as JSON, from the positions of all processes.
+
+        The caller may change or donate its metrics at once. Those on a device begin to be copied to the host; the
+        function waits for them. Raise ValueError for one that is not a number.
+        """
+        metrics = {name: _taken(name, value) for name, value in (self.metrics or {}).items()}
+        return functools.partial(_facts, why, metrics)
+
+
+def _facts(why: str, metrics: Mapping[str, Any], positions: Sequence[bytes]) -> Mapping[str, Any]:
+    facts: dict[str, Any] = {"why": why}
+    if metrics:
+        facts["metrics"] = {
+            name: metric_from(name, value.item() if isinstance(value, jax.Array) else value)
+            for name, value in metrics.items()
+        }
+    if any(positions):
+        facts["data"] = [position.decode() for position in positions]
+    return metadata_to_json({RUN_METADATA: facts})
+
+
+def _taken(name: str, value: Any) -> Any:
+    """Return a metric as a number, or as one on a device, which nobody waits for here."""
+    if isinstance(value, np.ndarray) or not hasattr(value, "__float__"):
+        return metric_from(name, value)
+    if not isinstance(value, jax.Array):  # perhaps of another library, and on a device, too
+        return value
+    if value.size != 1:
+        raise ValueError(f"metrics[{name!r}] has the shape {value.shape}; expected a single number")
+    shards = value.addressable_shards
+    if not shards:  # it is on devices of other processes
+        return value
+    copy = jnp.copy(shards[0].data)  # the next step may be given the memory of this one
+    copy.copy_to_host_async()
+    return copy

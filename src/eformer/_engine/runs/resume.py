@@ -1,0 +1,298 @@
+"""Resume a run: agree on the steps that there are, and load the first one that is sound in every process."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from eformer._engine.loading.load import LoadedTree, load_tree
+from eformer._engine.processes.hosts import meeting
+from eformer._engine.record.policies import StepFacts, ranked
+from eformer._engine.record.text import count, few, glance
+from eformer._engine.record.values import json_decoder
+from eformer._engine.runs.data import set_position
+from eformer._engine.runs.near import NearStep, new_epoch
+from eformer._engine.runs.retention import put_aside
+from eformer._engine.runs.steps import facts_of_run, path_to_step, steps_if_there
+from eformer._engine.tasks.callers import is_of_caller
+from eformer.errors import (
+    CorruptionError,
+    EformerError,
+    FormatError,
+    NotFoundError,
+    ProcessError,
+    VersionError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from eformer._engine.loading.report import LoadReport
+    from eformer._engine.loading.request import Request
+    from eformer._engine.record.policies import Keep
+    from eformer._engine.runs.near import Near
+    from eformer._engine.runs.steps import Step
+    from eformer._engine.runs.writer import Writer
+
+logger = logging.getLogger("eformer")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resumed:
+    """Describe the step that a run continues from.
+
+    tree      the state
+    step      how many steps are done
+    skipped   the steps that were skipped because they are damaged, and why
+    report    the `LoadReport` of the step: the leaves that were loaded, kept and left out
+    """
+
+    tree: Any
+    step: int
+    skipped: dict[int, str] = dataclasses.field(default_factory=dict)
+    report: LoadReport | None = None
+
+    def __repr__(self) -> str:
+        skipped = [f"skipped step {number}: {why}" for number, why in self.skipped.items()]
+        return glance("\n".join([f"<Resumed: {count(self.step, 'step')} done>", *skipped]))
+
+
+# ---------------------------------------------------------------------------------------- messages
+
+
+class _Held(msgspec.Struct):
+    """The message of a process that begins: the near steps that it holds, and whether it starts anew."""
+
+    near: list[NearStep]
+    fresh: bool
+
+
+class Agreed(msgspec.Struct):
+    """The answer: the steps that there are for all processes, those of the run that have the metric of a rule, the best
+    first, the epoch that begins, and those of the run before it."""
+
+    far: list[int]
+    near: list[NearStep]
+    best: list[int]
+    epoch: str
+    before: list[str]
+
+    @property
+    def steps(self) -> list[NearStep]:
+        """All steps in the order of their numbers; of equal ones, that of the run itself is the last."""
+        both = [*(NearStep(number) for number in self.far), *self.near]
+        return sorted(both, key=lambda step: (step.number, not step.epoch))
+
+    def to_try(self, step: int | str, rule: Keep | None, path: str) -> list[NearStep]:
+        """Return the steps to try: the wanted one first, or the best by a rule, then those that take its place if it is
+        damaged."""
+        there = {place.number: place for place in self.steps}
+        if rule is not None:
+            if not self.best:
+                raise NotFoundError(f"{path}: no step has a number for the metric {rule.by!r}")
+            return [there[number] for number in self.best]
+        if step != "newest" and step not in there:
+            raise NotFoundError(f"{path} has no step {step}; it has {[*there]}")
+        return [place for place in reversed(self.steps) if step == "newest" or place.number <= int(step)]
+
+    def after(self, number: int, skipped: Collection[int] = ()) -> list[int]:
+        """Return the steps after this one, without those that were skipped."""
+        return [step.number for step in self.steps if step.number > number and step.number not in skipped]
+
+    def refuse_after(self, number: int, path: str, skipped: Mapping[int, str]) -> None:
+        """Raise ValueError if there are steps after this one."""
+        if newer := self.after(number, skipped):
+            damaged = "".join(f", and step {n} is damaged: {why}" for n, why in skipped.items())
+            raise ValueError(
+                f"{path} has the steps {newer} after {number}{damaged}; pass rewind=True to put them aside, or resume "
+                "from the newest"
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """The processes of one job at a run. All of them make the same calls, and hear of an error in one of them."""
+
+    path: str
+    writer: Writer
+    near: Near | None
+    timeout: float | None
+
+    def agree(self, *, claims: bool, fresh: bool, rule: Keep | None = None) -> Agreed:
+        """Agree on the steps that there are: those of the run that the first process sees, and the near ones that all
+        processes hold.
+
+        With `claims`, this job becomes the writer first. If it is the writer already, no other job may have become it
+        since. With a `rule`, rank the steps of the run by its metric.
+        """
+        near = self.near
+
+        def answer(messages: Sequence[bytes]) -> bytes:
+            held = [json_decoder(_Held).decode(message) for message in messages]
+            _require_alike([one.fresh for one in held])
+            if claims:
+                self.writer.claim()
+            there = steps_if_there(self.path)
+            common = near.in_common([one.near for one in held]) if near else []
+            best = self._ranked(there, rule) if rule else []
+            epochs = near.epochs if near else []
+            agreed = Agreed([step.number for step in there], common, best, new_epoch(), epochs)
+            return msgspec.json.encode(agreed)
+
+        with meeting("runs", self.timeout) as hosts:
+            if self.writer.has_claimed and hosts.index == 0:
+                self.writer.check()
+            if near:
+                near.before_claim()
+            mine = _Held(near.held() if near else [], fresh)
+            answered = hosts.meet(msgspec.json.encode(mine), answer)
+        self.writer.has_claimed = self.writer.has_claimed or claims
+        return json_decoder(Agreed).decode(answered)
+
+    def _ranked(self, there: Sequence[Step], rule: Keep) -> list[int]:
+        """Return the steps that have the metric of a rule, the best first. Those whose manifests cannot be read are
+        left out."""
+        facts = []
+        for step in there:
+            try:
+                facts.append(StepFacts(step.number, None, step.metrics))
+            except (EformerError, OSError) as error:
+                logger.warning("%s: step %d is left out: %s", self.path, step.number, error)
+        return ranked(facts, rule)
+
+    def load_first(
+        self, places: Sequence[NearStep], request: Request, *, fallback: bool
+    ) -> tuple[NearStep, LoadedTree, dict[int, str]]:
+        """Load the first of these steps that is sound in every process. Return it, and why others were skipped."""
+        skipped: dict[int, str] = {}
+        for place in places:
+            number = place.number
+            try:
+                loaded, problem = self._load(place, request)
+                if loaded is None and fallback:  # a second look: a directory may be stale for a moment
+                    loaded, problem = self._load(place, request)
+            except VersionError as error:
+                raise self._newer_version(number, error) from error
+            if loaded is not None:
+                return place, loaded, skipped
+            if not fallback:
+                raise CorruptionError(f"step {number} of {self.path} is damaged: {problem}")
+            logger.warning("%s: step %d is skipped: %s", self.path, number, problem)
+            skipped[number] = problem
+        listed = "; ".join(f"step {number}: {why}" for number, why in skipped.items())
+        raise CorruptionError(
+            f"no step of {self.path} is sound, and a run does not start afresh by itself: {listed}"
+        )
+
+    def _load(self, place: NearStep, request: Request) -> tuple[LoadedTree | None, str]:
+        """Load a step in all processes. Return it, or why it is damaged in one of them."""
+        loaded, error = None, None
+        try:
+            if place.epoch and self.near:
+                loaded = self.near.load(place, request)
+            else:
+                loaded = load_tree(path_to_step(self.path, place.number), request)
+        except Exception as raised:  # noqa: BLE001  the others have to hear of it
+            error = raised
+        with meeting("runs", self.timeout) as hosts:
+            outcome = hosts.meet(_outcome_of(error), _worst).decode()
+        kind, _, problem = outcome.partition(":")
+        if kind == "damage":
+            return None, problem
+        if error is not None:
+            raise error
+        if outcome:
+            raise ProcessError(
+                f"step {place.number} of {self.path} could not be loaded in another process: {outcome}"
+            )
+        return loaded, ""
+
+    def _newer_version(self, number: int, error: VersionError) -> VersionError:
+        """Say that a newer eformer wrote a step, and how to go on from the one before. It is not damaged, so it is not
+        skipped."""
+        there = steps_if_there(self.path)
+        is_newest = all(step.number <= number for step in there)
+        message = f"{self.path}: {'the newest step' if is_newest else 'step'} {number} is of a newer version: {error}"
+        before = (step.number for step in reversed(there) if step.number < number and not step.problem())
+        if (sound := next(before, None)) is not None:
+            message += f"; the one before is {sound}, and resume(step={sound}, rewind=True) goes on from it"
+        return VersionError(message)
+
+    def place(self, data: Any, place: NearStep, metadata: Mapping[str, Any]) -> None:
+        """Put the data to the position that they had. A near step has that of this process alone."""
+        facts = facts_of_run(metadata)
+        with meeting("runs", self.timeout) as hosts:
+            if data is not None:
+                index, number = (0, 1) if place.epoch else (hosts.index, hosts.count)
+                set_position(data, facts, f"step {place.number} of {self.path}", index=index, count=number)
+            elif facts.get("data"):
+                logger.warning(
+                    "%s: step %d has a position in the data, and resume was called without data=, so the data begin "
+                    "anew; pass resume(data=) to go on at that position",
+                    self.path,
+                    place.number,
+                )
+            hosts.meet(b"", lambda _: b"")
+
+    def put_aside(self, why: Callable[[Step], str | None]) -> list[str]:
+        """Give steps other names, in the first process, before any process goes on. Return the names that they had."""
+
+        def answer(_: Sequence[bytes]) -> bytes:
+            return msgspec.json.encode(put_aside(self.path, why, self.writer.check))
+
+        with meeting("runs", self.timeout) as hosts:
+            return msgspec.json.decode(hosts.meet(b"", answer), type=list[str])
+
+
+def rule_of_best(rules: Sequence[Keep]) -> Keep:
+    """Return the first rule that names a metric."""
+    if (rule := next((rule for rule in rules if rule.by), None)) is None:
+        raise ValueError(
+            "step='best' needs a rule of keep= that names a metric: Keep(best=1, by='eval.loss')"
+        )
+    return rule
+
+
+def _require_alike(fresh: Sequence[bool]) -> None:
+    if len(set(fresh)) > 1:
+        named = few([f"process {index}" for index, is_fresh in enumerate(fresh) if is_fresh])
+        raise ValueError(
+            f"Run(fresh=) differs between processes: it is True in {named}, and False in the others; pass "
+            "the same to all"
+        )
+
+
+def _outcome_of(error: Exception | None) -> bytes:
+    """Describe the outcome of a load for the other processes."""
+    if error is None:
+        return b""
+    is_unreadable = isinstance(error, OSError) and error.errno == errno.EIO
+    is_damage = isinstance(error, (FormatError, FileNotFoundError)) and not isinstance(error, VersionError)
+    if (is_unreadable or is_damage) and not is_of_caller(error):
+        return f"damage:{error}".encode(errors="replace")
+    return b"peer" if isinstance(error, ProcessError) else f"error:{error!r}".encode(errors="replace")
+
+
+def _worst(outcomes: Sequence[bytes]) -> bytes:
+    """Return the most serious outcome: error, then damage, then the failure of another process, then success."""
+    kinds = (b"error:", b"damage:", b"peer")
+    return next((o for kind in kinds for o in outcomes if o.startswith(kind)), b"")
+
+
+def reasons_to_put_aside(
+    path: str, rewound: Collection[int], skipped: Collection[int]
+) -> Callable[[Step], str | None]:
+    """Return a function that says why a step is put aside. A step that was hidden by another of its number, and so was
+    not looked at, is not called damaged."""
+    examined = {step.name for step in steps_if_there(path)}
+
+    def why(step: Step) -> str | None:
+        if step.number in skipped and step.name in examined:
+            return "damaged"
+        return "rewound" if step.number in skipped or step.number in rewound else None
+
+    return why
