@@ -11,6 +11,7 @@ from flax.serialization import to_bytes
 
 from eformer import checkpoint
 from eformer._engine.formats import find as find_module
+from eformer._engine.formats import steps as steps_module
 from eformer._engine.record.indexes import INDEX
 from eformer.checkpoint import Keep, Run, latest, load, save, steps
 from eformer.errors import CorruptionError, NotFoundError, VersionError
@@ -316,3 +317,21 @@ def test_steps_of_orbax_whose_time_is_not_recorded_are_not_old(tmp_path):
         mark.write_text("{}")
     save(tree(4), run / "step-4")
     assert checkpoint.prune(run, keep=Keep(hours=24, foreign=True), dry_run=True).removed == ()
+
+
+@pytest.mark.parametrize(
+    "look", [checkpoint.latest, lambda run: checkpoint.steps(run)[0].path, checkpoint.verify]
+)
+def test_a_step_that_the_next_one_replaces_while_it_is_looked_at_is_not_missed(tmp_path, monkeypatch, look):
+    """A run that keeps one step commits the next one, and then removes the one before."""
+    save({"w": np.ones(3)}, tmp_path / "step-1")
+    is_step = steps_module._is_step
+
+    def late(store, name):
+        if (tmp_path / "step-1").exists():
+            save({"w": np.ones(3)}, tmp_path / "step-2")
+            shutil.rmtree(tmp_path / "step-1")
+        return is_step(store, name)
+
+    monkeypatch.setattr(steps_module, "_is_step", late)
+    assert "step-2" in str(look(tmp_path))

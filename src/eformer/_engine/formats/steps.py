@@ -21,7 +21,7 @@ from eformer._engine.tasks.pool import run_all
 from eformer.errors import EformerError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from eformer._engine.stores.base import Kind, Store
 
@@ -50,9 +50,9 @@ def steps_in(store: Store) -> list[tuple[int, str]]:
     directories appear whole, a directory that has lost its index is damaged, and is listed: step-100 with files that
     may hold leaves, and run-100 with files or arrays that eformer wrote.
     """
-    names = sorted(_names_by_number(store).items())
     if on_disk(store) is not None:
-        return list(_steps_among(store, names))
+        return list(_steps_of(store, partial(_names_by_number, store)))
+    names = sorted(_names_by_number(store).items())
     are_steps = _looked_at(store, [name for _, several in names for name in several])
     chosen = [(number, [name for name in several if are_steps[name]]) for number, several in names]
     return [(number, several[0]) for number, several in chosen if several]
@@ -71,7 +71,21 @@ def _looked_at(store: Store, names: Sequence[str]) -> dict[str, bool]:
 
 def steps_from_last(store: Store) -> Iterator[tuple[int, str]]:
     """Find the steps of a run by number and name, the last step first. Looks only into those that are asked for."""
-    return _steps_among(store, sorted(_names_if_there(store).items(), reverse=True))
+    return _steps_of(store, partial(_names_if_there, store), reverse=True)
+
+
+def _steps_of(
+    store: Store, list_names: Callable[[], dict[int, list[str]]], *, reverse: bool = False
+) -> Iterator[tuple[int, str]]:
+    """Yield the steps among the names that are listed. If none of them is a step, list again until the names stay the
+    same: a run that keeps one step may have removed it after it was listed, and committed the next one before."""
+    before: object = None
+    is_found = False
+    while not is_found and before != (names := sorted(list_names().items(), reverse=reverse)):
+        before = names
+        for step in _steps_among(store, names):
+            is_found = True
+            yield step
 
 
 def last_step_in(store: Store) -> tuple[int, str] | None:
