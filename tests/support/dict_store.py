@@ -37,6 +37,10 @@ class DictStore(ListedStore):
     def path_to(self, name):
         return f"{self.url}/{name}"
 
+    def read(self, *what):
+        with LOCK:  # the bytes, their length and the version are of one moment
+            return super().read(*what)
+
     def open(self, names, versions=None):
         return DictFiles(
             self, [self.inside(name) for name in names], [(versions or {}).get(n) for n in names]

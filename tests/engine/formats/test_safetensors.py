@@ -1,6 +1,7 @@
 """The safetensors layouts: the contract, the files of a directory, and how much of them is read."""
 
 import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from contracts.checkpoint import CheckpointContract, DirectoryContract, OnDisk, 
 from eformer import checkpoint
 from eformer._engine.stores import new_files
 from eformer._engine.stores.local import LocalStore
+from eformer._engine.tasks.turns import Turn
 from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 from eformer.serialization.async_manager import AsyncCheckpointManager
@@ -381,13 +383,35 @@ def test_shardings_on_abstract_meshes_say_nothing_about_devices(tmp_path):
 
 
 def test_a_manifest_settles_which_format_a_directory_has(tmp_path, monkeypatch):
-    """No other index is looked for, and the directory is not listed."""
+    """No other index is read, and the directory is not listed."""
     save({"w": np.arange(3.0)}, tmp_path)
     asked = []
-    for call in ("read", "kinds", "kind", "is_file", "exists"):
+    for call in ("read", "kinds", "kind", "is_file"):
         kept = getattr(LocalStore, call)
         monkeypatch.setattr(
             LocalStore, call, lambda s, name="", *more, kept=kept: asked.append(name) or kept(s, name, *more)
         )
     assert load(tmp_path)["w"].tolist() == [0.0, 1.0, 2.0]
     assert set(asked) == {"manifest.json"}
+
+
+def test_an_index_of_arrays_goes_before_a_manifest(tmp_path):
+    """Saves of arrays look at the index alone: what they have saved is what is loaded."""
+    save({"w": np.zeros(3)}, tmp_path / "a")
+    save({"w": np.ones(3)}, tmp_path / "b", format="tensorstore")
+    shutil.copy(tmp_path / "a" / "manifest.json", tmp_path / "b")
+    assert load(tmp_path / "b")["w"].tolist() == [1.0, 1.0, 1.0]
+    save({"w": np.full(3, 2.0)}, tmp_path / "b", format="tensorstore")
+    flip(tmp_path / "b" / "manifest.json", -5)
+    assert load(tmp_path / "b")["w"].tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("first", ["safetensors", "tensorstore"])
+def test_of_two_formats_in_one_new_directory_one_save_is_refused(tmp_path, monkeypatch, first):
+    """The other save has made the directory after this one looked at it."""
+    second = {"safetensors": "tensorstore", "tensorstore": "safetensors"}[first]
+    save({"w": np.ones(3)}, tmp_path / "other", format=first)
+    monkeypatch.setattr(Turn, "wait", lambda _: os.rename(tmp_path / "other", tmp_path / "new"))
+    with pytest.raises(FileExistsError, match="checkpoint of another format"):
+        save({"w": np.zeros(3)}, tmp_path / "new", format=second)
+    assert load(tmp_path / "new")["w"].tolist() == [1.0, 1.0, 1.0]

@@ -83,7 +83,10 @@ def find(path: str | os.PathLike[str], key: Verifier | None = None) -> Found:
 
     With a `key`, nothing is read but what its owner has signed.
     """
-    return _find_in(*locate(path)) if key is None else _find_signed(*locate(path), key)
+    if key is not None:
+        return _find_signed(*locate(path), key)
+    place = Place(store_at(path))
+    return _in_directory(place) if place.is_there else _find_in(*place.store.parent())
 
 
 def find_step(path: str | os.PathLike[str]) -> Found:
@@ -132,7 +135,7 @@ def _find_signed(store: Store, name: str, key: Verifier) -> Found:
 
 def _find_in(store: Store, name: str) -> Found:
     if not name or (name == INDEX and store.exists(name)):
-        return _in_directory(store)
+        return _in_directory(Place(store))
     if not store.exists(name):
         return safetensors.by_base_name(store, name) or _missing(store, name)
     return files.in_file(store, name) or safetensors.in_file(store, name)
@@ -369,7 +372,8 @@ def _can_be_read(found: Found, prefix: str) -> bool:
         return False
 
 
-# In this order: a manifest or an index of arrays settles it, and files of Orbax may lie beside safetensors files.
+# In this order: a manifest with no index of arrays beside it settles it, or else that index. Files of Orbax may lie
+# beside safetensors files.
 DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     safetensors.by_manifest,
     arrays.by_index,
@@ -405,8 +409,8 @@ def problem_of(found: Found) -> str | None:
     return None
 
 
-def _in_directory(store: Store) -> Found:
-    place = Place(store)
+def _in_directory(place: Place) -> Found:
+    store = place.store
     for read in DIRECTORY_READERS:
         if found := read(place):
             if found.manifest.is_empty:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from eformer._engine.stores.local import is_there, on_disk
+
 if TYPE_CHECKING:
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.others.single_file import SingleFile
@@ -26,6 +28,20 @@ class Place:
         if self._names is None:
             self._names = list(self.store.kinds())
         return self._names
+
+    def has(self, name: str) -> bool:
+        """Tell whether a name is there. The directory is not listed for it."""
+        return self.store.exists(name) if self._names is None else name in self._names
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the place is a directory: one that exists, or a prefix that objects have."""
+        if on_disk(self.store) is not None:
+            return is_there(self.store)
+        try:
+            return bool(self.names)
+        except FileNotFoundError:
+            return False
 
 
 class DirectoryReader(Protocol):

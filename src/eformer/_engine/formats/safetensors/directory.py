@@ -107,10 +107,7 @@ class SafetensorsDirectory:
         except FileNotFoundError:
             return False
         if ZARR_INDEX in there:
-            raise FileExistsError(
-                f"{store.path_to(ZARR_INDEX)} is there: the directory holds a checkpoint of another format, or "
-                "something else. Save to another directory, or with format='tensorstore'"
-            )
+            raise _other_format(store)
         manifest, _ = read_manifest(store)
         if manifest is None or self.prefix not in manifest.trees:
             foreign = [MANIFEST] if manifest is None and MANIFEST in there else []
@@ -161,6 +158,8 @@ class _Index:
         return self.manifest.has_committed(save_id)
 
     def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
+        if on_disk(store) is not None and store.exists(ZARR_INDEX):  # it has come since, and would win
+            raise _other_format(store)
         finals = self._final_names(tree, store, upload)
         moves = {file.name: final for file, final in zip(tree.files, finals, strict=True)}
         files = tuple(msgspec.structs.replace(file, name=moves[file.name]) for file in tree.files)
@@ -183,6 +182,13 @@ class _Index:
             names = [name + PRIVATE for name in names]
         finals = dict(zip(new, names, strict=True)) | {name: _free_name(store, upload, name) for name in kept}
         return [finals[file.name] for file in tree.files]
+
+
+def _other_format(store: Store) -> FileExistsError:
+    return FileExistsError(
+        f"{store.path_to(ZARR_INDEX)} is there: the directory holds a checkpoint of another format, or something else. "
+        "Save to another directory, or with format='tensorstore'"
+    )
 
 
 class _Next:

@@ -27,7 +27,7 @@ from eformer._engine.formats.safetensors.plain_files import (
     tree_of,
 )
 from eformer._engine.record.digests import check_own_digest, has_own_digest
-from eformer._engine.record.indexes import MANIFEST
+from eformer._engine.record.indexes import INDEX, MANIFEST
 from eformer._engine.record.manifest import DataFile, Manifest, TreeEntry
 from eformer._engine.record.values import parse_json
 from eformer._engine.stores.local import resolved
@@ -75,7 +75,10 @@ def by_base_name(store: Store, base: str) -> Found | None:
 
 def by_manifest(place: Place) -> Found | None:
     """Find the checkpoint that the manifest of a directory describes. Return None for a manifest of another program,
-    and for one without trees, beside which another format may have a checkpoint."""
+    and for one without trees, beside which another format may have a checkpoint. An index of arrays goes first: saves
+    of arrays look at no manifest."""
+    if place.has(INDEX):
+        return None
     try:
         data, entry = place.store.read(MANIFEST, 0, _MOST_MANIFEST)
     except (FileNotFoundError, FormatError):  # or it is a link or a directory

@@ -133,10 +133,7 @@ class ZarrArrays:
         except FileNotFoundError:
             return False
         if MANIFEST in there:
-            raise FileExistsError(
-                f"{store.path_to(MANIFEST)} is there: the directory holds a checkpoint of another format, or something "
-                "else. Save to another directory, or with format='safetensors'"
-            )
+            raise _other_format(store)
         if ORBAX_TREE in there:
             raise FileExistsError(
                 f"{store.path_to(ORBAX_TREE)} was not written by eformer; save to another directory"
@@ -184,6 +181,8 @@ class _ArraysIndex:
 
     def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
         fmt = self.format
+        if self.found is None and on_disk(store) is not None and store.exists(MANIFEST):  # it has come since
+            raise _other_format(store)
         if self.found is not None and not fmt.has_index:
             raise ValueError(
                 f"{store.path_to(INDEX)} is there: beside it, arrays that it does not list would not be found"
@@ -279,6 +278,13 @@ class _ArraysIndex:
                 arrays.setdefault(array.path.split("/")[0], []).append((array.path, array.shape))
         for name in sorted(tops.get(prefix, set()) - kept):
             yield Replaced(name, mark, tuple(arrays.get(name, ())))
+
+
+def _other_format(store: Store) -> FileExistsError:
+    return FileExistsError(
+        f"{store.path_to(MANIFEST)} is there: the directory holds a checkpoint of another format, or something else. "
+        "Save to another directory, or with format='safetensors'"
+    )
 
 
 def _not_told_apart(store: Store, names: set[str]) -> FileExistsError:
