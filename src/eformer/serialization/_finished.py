@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer._engine.formats.find import find, problem_of, reread
+from eformer._engine.formats.steps import CHECKPOINTER_FILE
 from eformer._engine.record.step_names import step_number
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.retention import remove_step
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Identity, Store
 
 logger = logging.getLogger("eformer")
-
-METADATA = "metadata.json"
 
 # ---------------------------------------------------------------------------------------------- find
 
@@ -57,7 +56,7 @@ def find_latest_checkpoint(base_path: str | os.PathLike[str]) -> str | None:
         if (problem := step.problem()) is None:
             return step.path
         logger.warning("%s is skipped, because it is not whole: %s", step.path, problem)
-    own = _finished(root) if METADATA in names else None
+    own = _finished(root) if CHECKPOINTER_FILE in names else None
     return root if own is not None and own.problem() is None else None
 
 
@@ -112,10 +111,10 @@ def write_metadata(path: str, facts: Mapping[str, Any]) -> None:
     """Write `metadata.json` of a checkpoint, whole or not at all. What is there is not read."""
     store = store_at(path)
     if not is_there(store):
-        raise FileNotFoundError(f"{path} is gone, so its {METADATA} is not written")
+        raise FileNotFoundError(f"{path} is gone, so its {CHECKPOINTER_FILE} is not written")
     upload = store.begin()
     try:
-        upload.swap(METADATA, msgspec.json.encode(facts), None)
+        upload.swap(CHECKPOINTER_FILE, msgspec.json.encode(facts), None)
     finally:
         upload.close()
 
@@ -123,8 +122,8 @@ def write_metadata(path: str, facts: Mapping[str, Any]) -> None:
 def metadata_file(path: str) -> dict[str, Any] | None:
     """Read `metadata.json` of a checkpoint; None if it has none, or one that cannot be read."""
     try:
-        data, _ = read_whole(store_at(path), METADATA)
-        return parse_json(data, dict[str, Any], f"{path}: its {METADATA} cannot be read")
+        data, _ = read_whole(store_at(path), CHECKPOINTER_FILE)
+        return parse_json(data, dict[str, Any], f"{path}: its {CHECKPOINTER_FILE} cannot be read")
     except (FileNotFoundError, NotADirectoryError, FormatError):
         return None
 
@@ -139,7 +138,9 @@ def read_checkpoint_metadata(checkpoint_path: str | os.PathLike[str]) -> dict[st
         return written
     if (committed := _committed_facts(path)) is not None:
         return committed
-    raise NotFoundError(f"{path} has no {METADATA}: it is not a checkpoint, or its save was not finished")
+    raise NotFoundError(
+        f"{path} has no {CHECKPOINTER_FILE}: it is not a checkpoint, or its save was not finished"
+    )
 
 
 def _committed_facts(path: str) -> dict[str, Any] | None:

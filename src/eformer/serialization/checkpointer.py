@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from eformer._engine.formats.steps import CHECKPOINTER_FILE
 from eformer._engine.processes.hosts import meeting
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.step_names import run_name
@@ -33,7 +34,6 @@ from eformer._engine.stores.locate import absolute, store_at
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer.errors import NotFoundError
 from eformer.serialization._finished import (
-    METADATA,
     find_latest_checkpoint,
     is_checkpoint,
     is_temporary,
@@ -292,7 +292,7 @@ class Checkpointer:
         its trees may be older than others."""
         store = store_at(self._path_of(name))
         if jax.process_index() == 0 and is_there(store):
-            remove_files(store, [METADATA])
+            remove_files(store, [CHECKPOINTER_FILE])
 
     def _finish(
         self, path: str, step: int, is_temporary: bool, also: Mapping[str, Any] | None = None

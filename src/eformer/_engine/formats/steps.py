@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Kind, Store
 
 RUN_FILE = "run.json"  # in the directory of a run: which job writes it
+CHECKPOINTER_FILE = "metadata.json"  # in a step of the documented Checkpointer that is finished
 
 MARKS = (MANIFEST, INDEX, ORBAX_TREE, ORBAX_CHECKPOINT)
 

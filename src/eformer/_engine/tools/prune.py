@@ -25,7 +25,7 @@ from eformer._engine.formats.others.orbax_metadata import (
     TREE_METADATA,
 )
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, split_shard
-from eformer._engine.formats.steps import MARKS, is_removed
+from eformer._engine.formats.steps import CHECKPOINTER_FILE, MARKS, is_removed
 from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
 from eformer._engine.record.indexes import INDEX, MANIFEST
 from eformer._engine.record.manifest import CommitLog
@@ -65,8 +65,6 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Identity, Kind, Store
 
 logger = logging.getLogger("eformer")
-
-CHECKPOINTER_FILE = "metadata.json"  # of the documented Checkpointer
 
 # Files of the original eFormer beside its arrays: one for a checkpoint, and one for each tree after its prefix.
 _OF_ORIGINAL, _STRUCTURE = "checkpoint_metadata.json", "_structure.json"
