@@ -16,9 +16,13 @@ import tensorstore
 
 from eformer import checkpoint
 from eformer._engine.formats.others import orbax, orbax_reader
-from eformer._engine.formats.others.orbax_chunks import split_into_chunks
-from eformer._engine.formats.others.orbax_metadata import KeyMetadata, LeafMetadata, ValueMetadata
-from eformer._engine.formats.others.orbax_structure import build_structure
+from eformer._engine.formats.others.orbax_arrays import split_into_chunks
+from eformer._engine.formats.others.orbax_metadata import (
+    KeyMetadata,
+    LeafMetadata,
+    ValueMetadata,
+    build_structure,
+)
 from eformer._engine.trees.flatten import flatten
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 from support.trees import assert_same

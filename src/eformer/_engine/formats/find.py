@@ -7,19 +7,18 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from eformer._engine.formats.found import DirectoryReader, Place
 from eformer._engine.formats.markers import ORBAX_TREE
 from eformer._engine.formats.others import (
     flax_directory,
     orbax,
-    orbax_in_bucket,
     peft,
-    tensorflow,
     torch_directory,
     torch_distributed,
     zarr3,
 )
 from eformer._engine.formats.others import sniff as files
-from eformer._engine.formats.read_format import DirectoryReader, Place
+from eformer._engine.formats.others.unsupported import name_tensorflow, refuse_tensorflow
 from eformer._engine.formats.safetensors import read as safetensors
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX
 from eformer._engine.formats.steps import (
@@ -240,7 +239,7 @@ def _names_in(store: Store) -> list[str]:
 def _missing(store: Store, name: str) -> NoReturn:
     if not (there := _names_in(store)) and not is_there(store):
         raise NotFoundError(f"no checkpoint at {store.path_to(name)}: {store.url} does not exist")
-    if other := tensorflow.name_prefix(name, there):
+    if other := name_tensorflow(name, there):
         raise FormatError(f"{store.url}: {other}")
     _, hint = next(with_nearest([name], there))
     raise NotFoundError(f"no checkpoint at {store.path_to(name)}{hint}")
@@ -376,7 +375,6 @@ DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     _by_steps,
     flax_directory.by_steps,
     orbax.by_marks,
-    orbax_in_bucket.by_marks,
     peft.by_config,
     safetensors.by_files,
     arrays.without_index,
@@ -384,7 +382,7 @@ DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     torch_distributed.by_metadata,
     torch_directory.by_files,
     zarr3.by_description,
-    tensorflow.refuse,
+    refuse_tensorflow,
     torch_distributed.refuse_unfinished,
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from eformer._engine.record.names import with_nearest
 from eformer._engine.stores.directory import directory_inside
@@ -16,6 +16,7 @@ from eformer.errors import NotFoundError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from eformer._engine.formats.others.single_file import SingleFile
     from eformer._engine.formats.quantized import Quantization
     from eformer._engine.record.manifest import Manifest, TreeEntry
     from eformer._engine.record.signature import Verifier
@@ -163,3 +164,35 @@ def files_of(store: Store, tree: TreeEntry, versions: Mapping[str, Version] | No
         copy = copy_of(store, tree.root)  # TensorStore reads it by its path
         return DatabaseFiles(copy.path, names, copy)
     return store.open([tree.path_of(number) for number in range(len(tree.files))], versions)
+
+
+# ------------------------------------------------------------------------------------------- readers
+#
+# A reader looks at a directory or at an open file. It returns a `Found` if the checkpoint is of its format, and None if
+# another reader should look. `find.py` and `others/sniff.py` ask them one after the other.
+
+
+class Place:
+    """A directory that readers look at. It is listed once, when the first of them asks for its `names`."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._names: list[str] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        if self._names is None:
+            self._names = list(self.store.kinds())
+        return self._names
+
+
+class DirectoryReader(Protocol):
+    """Reads the checkpoints of one format in directories."""
+
+    def __call__(self, place: Place) -> Found | None: ...
+
+
+class FileReader(Protocol):
+    """Reads the checkpoints of one format that are one file, of which `first` are the first bytes."""
+
+    def __call__(self, file: SingleFile, first: bytes, /) -> Found | None: ...

@@ -11,7 +11,7 @@ import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from eformer._engine.formats.zarr.chunk_names import chunk_names
+from eformer._engine.formats.zarr.attributes import chunk_names
 from eformer._engine.record.digests import has_own_digest
 from eformer._engine.record.indexes import INDEX, MANIFEST
 from eformer._engine.record.signature import SIGNATURE

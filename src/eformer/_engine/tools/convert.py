@@ -14,8 +14,7 @@ import msgspec
 from eformer._engine.formats.find import find, look_at
 from eformer._engine.formats.others.peft import CONFIG, WEIGHTS, with_config
 from eformer._engine.formats.quantized import check_dequant
-from eformer._engine.formats.safetensors.names import SUFFIX
-from eformer._engine.formats.suffixes import refuse_other_suffix
+from eformer._engine.formats.safetensors.names import SUFFIX, refuse_other_suffix
 from eformer._engine.processes.hosts import Alone
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.options import SaveOptions

@@ -17,7 +17,7 @@ import numpy as np
 
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.others.orbax_metadata import ARRAY_METADATAS, STRINGS
-from eformer._engine.formats.zarr.zarray import (
+from eformer._engine.formats.zarr.layout import (
     chunk_shape,
     chunks_of,
     is_known_to_tensorstore,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from eformer._engine.formats.msgpack.wire import (
+from eformer._engine.formats.msgpack.reader import (
     ARRAY,
     CHUNKED,
     COMPLEX,

@@ -23,8 +23,7 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from eformer._engine.formats.found import Found
-    from eformer._engine.formats.read_format import Place
+    from eformer._engine.formats.found import Found, Place
     from eformer._engine.stores.base import Store
 
 MODEL = "flax_model.msgpack"

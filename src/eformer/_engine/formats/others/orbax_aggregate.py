@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from eformer._engine.formats.msgpack.locations import ArrayLocation, locate_arrays
 from eformer._engine.formats.others import flax
+from eformer._engine.formats.others.flax import ArrayLocation, locate_arrays
 from eformer._engine.formats.others.single_file import ArrayInFile, Window, open_single_file
 from eformer._engine.stores.local import LocalStore
 from eformer.errors import FormatError

@@ -12,8 +12,15 @@ import msgspec
 
 from eformer._engine.formats.markers import ORBAX_TREE
 from eformer._engine.formats.others.orbax_aggregate import NAME as AGGREGATE
-from eformer._engine.formats.others.orbax_aggregate import PlainValue, is_aggregate, read_aggregate
+from eformer._engine.formats.others.orbax_aggregate import (
+    ExternalArray,
+    PlainValue,
+    is_aggregate,
+    read_aggregate,
+)
 from eformer._engine.formats.others.orbax_arrays import (
+    ChunkFiles,
+    ZarrArray,
     array_store,
     describe_leaf,
     inner_database,
@@ -22,41 +29,38 @@ from eformer._engine.formats.others.orbax_arrays import (
     require_stored,
     split_leaf,
 )
-from eformer._engine.formats.others.orbax_chunks import ChunkFiles
 from eformer._engine.formats.others.orbax_items import ARRAY_NAME, PROCESS
-from eformer._engine.formats.others.orbax_leaves import (
-    AggregateArray,
-    ZarrArray,
-    leaves_in_aggregate,
-    leaves_in_metadata,
-)
 from eformer._engine.formats.others.orbax_metadata import (
     ARRAY_METADATAS,
+    EMPTY_CONTAINERS,
     SHARDINGS,
     STRINGS,
     TREE_METADATA,
+    build_structure,
     metadata_of_single_array,
     read_is_typed,
+    read_key_generators,
+    read_shardings,
+    read_strings,
     read_tree_metadata,
 )
-from eformer._engine.formats.others.orbax_structure import build_structure
-from eformer._engine.formats.others.single_file import describe_array
+from eformer._engine.formats.others.single_file import ArrayInFile, describe_array
 from eformer._engine.record.manifest import DataFile, foreign_tree
 from eformer._engine.record.names import BARE_LEAF
+from eformer._engine.record.text import few
 from eformer._engine.record.values import value_to_json
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST, list_arrays, require_plain_files
 from eformer._engine.stores.virtual_files import ChainedFiles, VirtualFiles
-from eformer.errors import FormatError
+from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from eformer._engine.formats.others.orbax_aggregate import Aggregate
-    from eformer._engine.formats.others.orbax_arrays import ArrayStore
-    from eformer._engine.formats.others.orbax_chunks import Chunk
+    from eformer._engine.formats.others.orbax_arrays import ArrayStore, Chunk, Library
     from eformer._engine.formats.others.orbax_items import TreeDirectory
-    from eformer._engine.formats.others.orbax_leaves import Leaf
+    from eformer._engine.formats.others.orbax_metadata import LeafMetadata, TreeMetadata
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.stores.base import Files, Version
     from eformer._engine.stores.virtual_files import VirtualFile
@@ -231,3 +235,82 @@ def _data_files(aggregate: Aggregate | None, contents: _Contents) -> Iterator[Da
         yield DataFile(f"{AGGREGATE}/{part.name}", part.nbytes)
     for chunk in contents.chunks:
         yield DataFile(chunk.name, chunk.nbytes)
+
+
+# --------- where each leaf is stored: listed in `_METADATA`, in the msgpack file, or in a zarr array
+
+
+@dataclass(frozen=True, slots=True)
+class AggregateArray:
+    """An array in the msgpack file."""
+
+    array: ArrayInFile
+    library: Library
+
+
+Leaf = PlainValue | AggregateArray | ZarrArray
+
+
+def leaves_in_metadata(directory: Path, tree: TreeMetadata, aggregate: Aggregate | None) -> dict[str, Leaf]:
+    """Locate every leaf that `_METADATA` lists, by name; refuse a msgpack file that lists others."""
+    strings, shardings = read_strings(directory), read_shardings(directory)
+    generators = read_key_generators(directory)
+
+    def locate(leaf: LeafMetadata) -> Leaf:
+        kind, stored = leaf.value_metadata.value_type, leaf.stored_name
+        library: Library = "numpy" if kind == "np.ndarray" else "jax"
+        listed = aggregate.leaves.get(leaf.name) if aggregate else None
+        if isinstance(listed, ArrayInFile):
+            return AggregateArray(listed, library)
+        if isinstance(listed, PlainValue):
+            return listed
+        if leaf.value_metadata.skip_deserialize and not aggregate:
+            raise CorruptionError(
+                f"leaf {leaf.name[:200]!r} is in {directory / AGGREGATE}, which is missing or damaged"
+            )
+        if kind == "string":
+            return PlainValue(value_to_json(_string(strings, stored, directory)))
+        key, sharding = generators.get(stored), shardings.get(stored)
+        return ZarrArray(stored, library, key, sharding, is_scalar=kind == "scalar")
+
+    stored = [leaf for leaf in tree.leaves if leaf.value_metadata.value_type not in EMPTY_CONTAINERS]
+    found = {leaf.name: locate(leaf) for leaf in stored}
+    if aggregate:
+        _require_same_leaves(directory, tree, aggregate, found)
+    return found
+
+
+def leaves_in_aggregate(directory: Path, aggregate: Aggregate) -> dict[str, Leaf]:
+    """Locate every leaf that the msgpack file of `directory` holds or refers to, by name."""
+    shardings = read_shardings(directory)
+
+    def locate(leaf: ArrayInFile | PlainValue | ExternalArray) -> Leaf:
+        if isinstance(leaf, ArrayInFile):
+            return AggregateArray(leaf, "jax")
+        if isinstance(leaf, PlainValue):
+            return leaf
+        return ZarrArray(leaf.path, sharding=shardings.get(leaf.path), shape=leaf.shape, driver=leaf.driver)
+
+    return {name: locate(leaf) for name, leaf in aggregate.leaves.items()}
+
+
+def _string(strings: Mapping[str, str], name: str, directory: Path) -> str:
+    if name not in strings:
+        raise CorruptionError(f"leaf {name!r} is a text, but {directory / STRINGS} does not have it")
+    return strings[name]
+
+
+def _require_same_leaves(
+    directory: Path, tree: TreeMetadata, aggregate: Aggregate, found: Mapping[str, Leaf]
+) -> None:
+    external = {name: leaf.path for name, leaf in aggregate.leaves.items() if isinstance(leaf, ExternalArray)}
+    stored = {leaf.name: leaf.stored_name for leaf in tree.leaves}
+    # Orbax 0.5.4 to 0.5.20 names arrays for empty containers, of which it stores none.
+    empty = stored.keys() - found.keys()
+    problems = sorted(found.keys() ^ (aggregate.leaves.keys() - (empty & external.keys())))
+    problems += [name for name, path in external.items() if path != stored.get(name, path)]
+    if problems:
+        raise FormatError(
+            f"{directory}: {ORBAX_TREE} and the file {AGGREGATE!r} disagree about these leaves: "
+            f"{few(problems)[:400]}"
+        )

@@ -18,8 +18,7 @@ from eformer._engine.record.values import parse_json, value_to_json
 from eformer._engine.stores.base import read_whole
 
 if TYPE_CHECKING:
-    from eformer._engine.formats.found import Found
-    from eformer._engine.formats.read_format import Place
+    from eformer._engine.formats.found import Found, Place
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.stores.base import Store, Version
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from eformer._engine.formats.others import equinox, flax, gguf, keras_files, npz, tensorflow, torch
+from eformer._engine.formats.others import equinox, flax, gguf, keras_files, npy, torch
 from eformer._engine.formats.others.single_file import open_single_file
 from eformer._engine.formats.others.unsupported import name_by_suffix, name_other_format
 from eformer._engine.formats.quantized import quantization_of
@@ -17,9 +17,8 @@ from eformer._engine.stores.on_disk import resolved
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from eformer._engine.formats.found import Found
+    from eformer._engine.formats.found import FileReader, Found
     from eformer._engine.formats.others.single_file import SingleFile
-    from eformer._engine.formats.read_format import FileReader
     from eformer._engine.stores.base import Store
 
 FILE_READERS: tuple[FileReader, ...] = (
@@ -27,12 +26,12 @@ FILE_READERS: tuple[FileReader, ...] = (
     torch.in_stream,
     keras_files.in_keras,
     keras_files.in_hdf5,
-    npz.in_npz,
+    npy.in_npz,
     equinox.in_equinox,
     gguf.in_gguf,
     flax.in_msgpack,
 )
-FORMATS = (flax.FORMAT, npz.FORMAT, equinox.FORMAT, torch.FORMAT, gguf.FORMAT, keras_files.FORMAT)
+FORMATS = (flax.FORMAT, npy.FORMAT, equinox.FORMAT, torch.FORMAT, gguf.FORMAT, keras_files.FORMAT)
 SUFFIXES = (
     ".msgpack",
     ".npz",
@@ -54,7 +53,7 @@ def in_file(store: Store, name: str) -> Found | None:
         first = file.read(0, 9)
         if _is_safetensors(first, file.nbytes):
             return None
-        if other := tensorflow.name_file(name) or name_other_format(file, first):
+        if other := name_other_format(file, name, first):
             raise _is_other(file, other)
         for read in FILE_READERS:
             if found := read(file, first):

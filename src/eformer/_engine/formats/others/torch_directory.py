@@ -24,7 +24,7 @@ from eformer.errors import CorruptionError, FormatError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from eformer._engine.formats.read_format import Place
+    from eformer._engine.formats.found import Place
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.stores.base import Files, Store
 

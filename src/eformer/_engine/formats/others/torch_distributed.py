@@ -41,8 +41,8 @@ from eformer.errors import CorruptionError, FormatError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from eformer._engine.formats.found import Place
     from eformer._engine.formats.others.single_file import SingleFile
-    from eformer._engine.formats.read_format import Place
     from eformer._engine.stores.base import Store
     from eformer._engine.stores.virtual_files import VirtualFile
 

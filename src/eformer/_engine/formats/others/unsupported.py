@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from eformer._engine.formats.others import tensorflow, torch
+from eformer._engine.formats.others import torch
+from eformer.errors import FormatError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from eformer._engine.formats.found import Place
     from eformer._engine.formats.others.single_file import SingleFile
 
 _PICKLE = 0x80  # the first byte of protocol 2 and above; in msgpack, an empty dict
@@ -17,6 +22,10 @@ _IS_PICKLE = (
 )
 _UNPACK = "unpack it first"
 _TABLE = "a table, not a tree of arrays"
+_TENSORFLOW = (
+    "read its variables with tf.train.load_checkpoint and write them with numpy.savez, or save the model of Keras as "
+    ".weights.h5"
+)
 
 _BEGINNINGS = {
     b"\x89PNG": "a picture",
@@ -36,7 +45,7 @@ _BEGINNINGS = {
     **dict.fromkeys(
         (b"lmgg", b"fmgg", b"tjgg"), "a file of ggml from before GGUF; convert it to GGUF with llama.cpp"
     ),
-    b"model_che": f"the list of the checkpoints of TensorFlow in its directory; {tensorflow.ADVICE}",
+    b"model_che": f"the list of the checkpoints of TensorFlow in its directory; {_TENSORFLOW}",
 }
 _SUFFIXES = {
     **dict.fromkeys((".pkl", ".pickle", ".joblib", ".pdparams", ".pdopt"), _IS_PICKLE),
@@ -46,13 +55,22 @@ _SUFFIXES = {
     ".tfrecord": "records of TensorFlow, which are data and not a model",
     ".tar": f"an archive; {_UNPACK}",
     ".ckpt": "a .ckpt file that is not of PyTorch; those of TensorFlow are not read",
-    ".pb": f"a graph of TensorFlow; {tensorflow.ADVICE}",
+    ".pb": f"a graph of TensorFlow; {_TENSORFLOW}",
 }
 _TFLITE = b"TFL3"  # from byte 4 on
 
+# Files of TensorFlow.
+_DATA = re.compile(r"(.*)\.data-\d{5}-of-\d{5}")
+_MODELS = ("saved_model.pb", "saved_model.pbtxt")
 
-def name_other_format(file: SingleFile, first: bytes) -> str | None:
-    """Name a format that eformer does not read, which the first bytes tell; return None for other bytes."""
+
+def name_other_format(file: SingleFile, name: str, first: bytes) -> str | None:
+    """Name a format that eformer does not read, by the caller's `name` of a file of TensorFlow or by the first bytes;
+    return None for others."""
+    if _DATA.fullmatch(name) or name.endswith(".index"):
+        return f"a part of a TensorFlow checkpoint; {_TENSORFLOW}"
+    if name in _MODELS:
+        return f"the graph of a TensorFlow SavedModel; {_TENSORFLOW}"
     if not first:
         return "an empty file"
     if first[0] == _PICKLE and file.nbytes > 1 and not torch.is_stream(file):
@@ -65,3 +83,23 @@ def name_other_format(file: SingleFile, first: bytes) -> str | None:
 def name_by_suffix(name: str) -> str | None:
     """Name the format of a file that no reader knows by its suffix."""
     return _SUFFIXES.get(PurePath(name).suffix.lower())
+
+
+def name_tensorflow(name: str, there: Collection[str]) -> str | None:
+    """Name the TensorFlow checkpoint whose files begin with a name that is not a file itself."""
+    if f"{name}.index" not in there:
+        return None
+    return f"the files {name}.* are a TensorFlow checkpoint, which eformer does not read; {_TENSORFLOW}"
+
+
+def refuse_tensorflow(place: Place) -> None:
+    """Refuse a directory that TensorFlow wrote."""
+    names = set(place.names)
+    data = [match[1] for name in names if (match := _DATA.fullmatch(name))]
+    if any(f"{prefix}.index" in names for prefix in data):
+        what = "a TensorFlow checkpoint"
+    elif names & set(_MODELS):
+        what = "a SavedModel of TensorFlow"
+    else:
+        return
+    raise FormatError(f"{place.store.url} holds {what}, which eformer does not read; {_TENSORFLOW}")

@@ -15,20 +15,20 @@ from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.nested_names import nested
 from eformer._engine.formats.others.orbax_arrays import (
     ArrayStore,
+    ChunkFiles,
+    ZarrArray,
     describe_leaf,
     open_arrays,
     require_stored,
     split_leaf,
 )
-from eformer._engine.formats.others.orbax_chunks import ChunkFiles
-from eformer._engine.formats.others.orbax_leaves import ZarrArray
 from eformer._engine.formats.zarr.attributes import (
     convert_lenient,
     parse_lenient,
     read_attributes,
     to_metadata,
 )
-from eformer._engine.formats.zarr.zarray import count_chunks
+from eformer._engine.formats.zarr.layout import count_chunks
 from eformer._engine.record.dtypes import DTYPES
 from eformer._engine.record.manifest import DataFile, Manifest, foreign_tree
 from eformer._engine.record.names import BARE_LEAF, escape
@@ -42,8 +42,8 @@ from eformer.errors import CorruptionError, FormatError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from eformer._engine.formats.others.orbax_chunks import Chunk
-    from eformer._engine.formats.read_format import Place
+    from eformer._engine.formats.found import Place
+    from eformer._engine.formats.others.orbax_arrays import Chunk
     from eformer._engine.record.manifest import LeafEntry
     from eformer._engine.stores.base import Store, Version
 

@@ -36,7 +36,7 @@ from eformer.errors import CorruptionError, FormatError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from eformer._engine.formats.read_format import Place
+    from eformer._engine.formats.found import Place
     from eformer._engine.stores.base import Entry, Store, Version
 
 FOREIGN = "safetensors, of another writer"

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from eformer._engine.formats.markers import ORBAX_TREE
-from eformer._engine.formats.zarr.index import read_index
 from eformer._engine.formats.zarr.layout import own_nbytes, plan_arrays
 from eformer._engine.formats.zarr.original_structure import parse_structure
 from eformer._engine.formats.zarr.plain_arrays import array_at, discover
+from eformer._engine.formats.zarr.read import read_index
 from eformer._engine.record.indexes import FORMAT, INDEX, MANIFEST, Index, Listed
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.names import escape, is_inside, is_text

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.nested_names import nested, parts_of_path
-from eformer._engine.formats.zarr.zarray import chunks_of, count_chunks
+from eformer._engine.formats.zarr.layout import chunks_of, count_chunks
 from eformer._engine.record.indexes import INDEX, Listed
 from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry, foreign_tree
 from eformer._engine.record.zarray import MOST_ZARRAY, ZARRAY, ZArray, parse_zarray
