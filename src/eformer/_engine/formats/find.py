@@ -355,7 +355,9 @@ def _readable_of_orbax(store: Store, name: str) -> Found | None:
     try:
         found = find_step(store.path_to(name))
         return (
-            found if found.is_costly or any(_can_be_read(found, prefix) for prefix in found.trees) else None
+            found
+            if found.foreign.is_costly or any(_can_be_read(found, prefix) for prefix in found.trees)
+            else None
         )
     except (FormatError, FileNotFoundError):
         return None
@@ -390,7 +392,7 @@ DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
 def problem_of(found: Found) -> str | None:
     """Say which file of a checkpoint is missing or has another length than it should; None if none. Digests are not
     checked. What would have to be copied first is not looked at."""
-    if found.is_costly:
+    if found.foreign.is_costly:
         return None
     for tree in found.trees.values():
         files = found.files(tree)
@@ -411,7 +413,7 @@ def _in_directory(store: Store) -> Found:
                 raise NotFoundError(
                     f"no checkpoint at {store.url}: it was removed, or never saved completely"
                 )
-            if not found.is_costly and not found.trees:
+            if not found.foreign.is_costly and not found.trees:
                 raise NotFoundError(f"{store.url} holds no trees: its index lists none")
             return found
     newest = newest_step(store)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.names import with_nearest
 from eformer._engine.stores.directory import directory_inside
 from eformer._engine.stores.local_copy import copy_of
@@ -18,14 +19,16 @@ if TYPE_CHECKING:
 
     from eformer._engine.formats.others.single_file import SingleFile
     from eformer._engine.formats.quantized import Quantization
-    from eformer._engine.record.manifest import Manifest, TreeEntry
+    from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.signature import Verifier
     from eformer._engine.stores.base import Files, Store, Version
     from eformer.errors import Damage
 
+    Describe = Callable[[], TreeEntry]
+
 
 class Trees(Mapping[str, "TreeEntry"]):
-    """Trees by prefix. Trees of other programs are described on first use, so a damaged one does not affect the rest.
+    """Trees by prefix. Those that have to be described are so on first use: a damaged one does not affect the rest.
 
     Directories in `also` can be loaded as prefixes, but were not saved under one; they are not counted or listed.
     `listed` describe trees without extents, those of which these are somewhere else.
@@ -33,19 +36,18 @@ class Trees(Mapping[str, "TreeEntry"]):
 
     def __init__(
         self,
-        ours: Mapping[str, TreeEntry],
-        others: Mapping[str, Callable[[], TreeEntry]],
-        also: Mapping[str, Callable[[], TreeEntry]],
-        listed: Mapping[str, Callable[[], TreeEntry]] | None = None,
+        whole: Mapping[str, TreeEntry],
+        others: Mapping[str, Describe],
+        also: Mapping[str, Describe],
+        listed: Mapping[str, Describe] | None = None,
     ) -> None:
-        self._known, self._others, self._also = dict(ours), others, also
-        self._listed = listed or {}
-        self._prefixes = [*ours, *others]
+        self.also = tuple(also)
+        self._known, self._describe, self._listed = dict(whole), {**also, **others}, listed or {}
+        self._prefixes = [*whole, *others]
 
     def __getitem__(self, prefix: str) -> TreeEntry:
         if prefix not in self._known:
-            describe = self._others[prefix] if prefix in self._others else self._also[prefix]
-            self._known[prefix] = describe()
+            self._known[prefix] = self._describe[prefix]()
         return self._known[prefix]
 
     def listed(self, prefix: str) -> TreeEntry:
@@ -54,7 +56,7 @@ class Trees(Mapping[str, "TreeEntry"]):
         return self[prefix] if is_known else self._listed[prefix]()
 
     def __contains__(self, prefix: object) -> bool:
-        return prefix in self._prefixes or prefix in self._also
+        return prefix in self._known or prefix in self._describe
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._prefixes)
@@ -63,8 +65,26 @@ class Trees(Mapping[str, "TreeEntry"]):
         return len(self._prefixes)
 
 
-def _is_not_quantized(_: TreeEntry) -> None:
-    return None
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """What only the reader of a format of another program knows of a checkpoint.
+
+    open_files      opens the bytes of trees whose extents are not files
+    has_names       False for a file that stores one array after another; its leaves are named by number
+    find_damages    checks checksums that cannot be checked by reading a piece of a file
+    find_left_out   lists the files that are not read and may hold leaves
+    refused         leaves of kinds that eformer does not store, each with its kind
+    find_quantized  tells how a tree is quantised; None if it is not
+    is_costly       True if everything is copied to this machine as soon as a tree is asked for
+    """
+
+    open_files: Callable[[TreeEntry], Files] | None = None
+    has_names: bool = True
+    find_damages: Callable[[], Iterator[Damage]] | None = None
+    find_left_out: Callable[[], tuple[str, ...]] = tuple
+    refused: Mapping[str, str] = field(default_factory=dict)
+    find_quantized: Callable[[TreeEntry], Quantization | None] = lambda _: None
+    is_costly: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +94,11 @@ class Found:
     path            the path by which to find it again
     trees           by prefix, the trees of the manifest and those of other programs
     only            the prefix of the tree that the path led to
-    also            directories that can be loaded as prefixes, too
     versions        the versions of files that were read, to detect a newer file of the same name; files that a manifest
                     names are never replaced
-
-    Only some formats of other programs need:
-
-    open_files      opens the bytes of trees whose extents are not files
-    has_names       False for a file that stores one array after another; its leaves are named by number
-    find_damages    checks checksums that cannot be checked by reading a piece of a file
-    find_left_out   lists the files that are not read and may hold leaves
-    refused         leaves of kinds that eformer does not store, each with its kind
-    find_quantized  tells how a tree is quantised; None if it is not
-
+    foreign         what the reader of another program's format knows beyond that
     check_beside    checks files of eformer that hold no leaves: indexes for other readers, and marks
-
     is_part         True if leaves may lack boxes, which other processes hold
-    is_costly       True if everything is copied to this machine as soon as a tree is asked for
     key             the key by which everything that is read was signed; None if that was not asked for
     """
 
@@ -99,17 +107,10 @@ class Found:
     manifest: Manifest
     trees: Mapping[str, TreeEntry]
     only: str | None = None
-    also: tuple[str, ...] = ()
     versions: Mapping[str, Version] = field(default_factory=dict)
-    open_files: Callable[[TreeEntry], Files] | None = None
-    has_names: bool = True
-    find_damages: Callable[[], Iterator[Damage]] | None = None
-    find_left_out: Callable[[], tuple[str, ...]] = tuple
-    refused: Mapping[str, str] = field(default_factory=dict)
-    find_quantized: Callable[[TreeEntry], Quantization | None] = _is_not_quantized
+    foreign: Foreign = Foreign()
     check_beside: Callable[[], list[Damage]] = list
     is_part: bool = False
-    is_costly: bool = False
     key: Verifier | None = None
 
     def tree(self, prefix: str | None) -> TreeEntry:
@@ -135,24 +136,37 @@ class Found:
             prefix = next(iter(available), None)
         prefix = prefix or ""
         if prefix not in self.trees:
-            hint = next(with_nearest([prefix], [*available, *self.also]))[1]
-            raise ValueError(
-                f"{self.path} has no prefix {prefix!r}{hint}; available prefixes: {[*available, *self.also]}"
-            )
+            available += self.trees.also if isinstance(self.trees, Trees) else ()
+            hint = next(with_nearest([prefix], available))[1]
+            raise ValueError(f"{self.path} has no prefix {prefix!r}{hint}; available prefixes: {available}")
         return prefix
 
     def left_out(self, prefix: str | None = None) -> tuple[str, ...]:
         """List what is not read and may hold leaves: files, directories, and leaves that are refused; with a prefix,
         those of that tree."""
-        found = (*self.find_left_out(), *(f"{name} ({kind})" for name, kind in self.refused.items()))
+        foreign = self.foreign
+        found = (*foreign.find_left_out(), *(f"{name} ({kind})" for name, kind in foreign.refused.items()))
         root = self.listed(prefix).root if prefix is not None else ""
         return tuple(path for path in found if path.startswith(f"{root}/")) if root else found
 
     def files(self, tree: TreeEntry) -> Files:
         """Open the files that hold the bytes of a tree. The caller closes them."""
-        if self.open_files:
-            return self.open_files(tree)
+        if self.foreign.open_files:
+            return self.foreign.open_files(tree)
         return files_of(self.store, tree, self.versions)
+
+
+def foreign_found(
+    path: str,
+    store: Store,
+    format_name: str,
+    trees: Mapping[str, TreeEntry],
+    versions: Mapping[str, Version],
+    foreign: Foreign,
+) -> Found:
+    """Describe the trees of a checkpoint in a format of another program."""
+    manifest = Manifest(format=format_name, trees=dict(trees))
+    return Found(path, store, manifest, trees, versions=versions, foreign=foreign)
 
 
 def files_of(store: Store, tree: TreeEntry, versions: Mapping[str, Version] | None = None) -> Files:

@@ -395,7 +395,11 @@ def _load_found(
             sources = _below(sources, request.root)
         if request.rename is not None:
             sources = _renamed(sources, request.rename)
-        if like is None or request.rename is not None or all(source.found.has_names for source in sources):
+        if (
+            like is None
+            or request.rename is not None
+            or all(source.found.foreign.has_names for source in sources)
+        ):
             loaded = _load_arrays(_spelled_alike(sources, like), request, like, hosts)
         else:
             loaded = _load_by_order(sources, request, like, hosts)
@@ -464,11 +468,12 @@ def _spelled_alike(sources: Sequence[_Source], like: Mapping[str, Any] | None) -
 
 def _require_stored(found: Found, request: Request) -> None:
     """Refuse to load leaves of kinds that eformer does not store, unless others are asked for."""
-    if not found.refused or request.partial:
+    refused = found.foreign.refused
+    if not refused or request.partial:
         return
-    asked = found.refused if request.keys is None else resolve(request.keys, found.refused)[0]
+    asked = refused if request.keys is None else resolve(request.keys, refused)[0]
     if asked:
-        leaves = few([f"leaf {name!r}: {found.refused[name]}" for name in asked])
+        leaves = few([f"leaf {name!r}: {refused[name]}" for name in asked])
         raise FormatError(
             f"{found.path} has leaves of kinds that eformer does not store: {leaves}. Load the others with keys=, or "
             "with like= and partial=True; or write them as plain arrays first, such as the model before it was "
@@ -488,7 +493,7 @@ def _require_numbers(
     if request.dequant is False:
         return
     with reading(source.found):
-        quantized = source.found.find_quantized(source.entry)
+        quantized = source.found.foreign.find_quantized(source.entry)
     if quantized is None:
         return
     if request.partial and like is not None:
@@ -515,7 +520,7 @@ def _load_by_order(
 ) -> _Loaded:
     """Load a file that stores one array after another, without names."""
     if request.partial or len(sources) > 1:
-        nameless = next(source.found.path for source in sources if not source.found.has_names)
+        nameless = next(source.found.path for source in sources if not source.found.foreign.has_names)
         why = "partial=True needs" if len(sources) == 1 else "a load of several checkpoints needs"
         raise ValueError(f"{nameless} has no names of leaves, which {why}")
     (source,) = sources

@@ -70,7 +70,8 @@ def by_model(place: Place) -> Found | None:
     store = place.store
     if MODEL in place.names:
         found = _open(store, MODEL)
-        return replace(found, path=store.url, find_left_out=partial(left_out, store, {MODEL}))
+        left = partial(left_out, store, {MODEL})
+        return replace(found, path=store.url, foreign=replace(found.foreign, find_left_out=left))
     if _INDEX in place.names:
         raise FormatError(
             f"{store.path_to(_INDEX)} is the index of a flax model in several files, which eformer cannot read; save "

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import Struct
 
-from eformer._engine.formats.nested_names import nested, parts_of_name
+from eformer._engine.formats.found import Foreign
+from eformer._engine.formats.nested_names import nest, parts_of_name
 from eformer._engine.formats.others.single_file import ArrayInFile, describe_file
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.values import value_to_json
@@ -75,6 +76,11 @@ class Tensor(Struct, frozen=True):
         """Return the bytes of a tensor of plain numbers."""
         return math.prod(self.shape) * dtype_from_name(_DTYPES[self.kind]).itemsize
 
+    def in_file(self, start: int) -> ArrayInFile:
+        """Describe a tensor of plain numbers in the file whose tensors begin at `start`."""
+        offset = start + self.offset if self.nbytes else 0
+        return ArrayInFile(_DTYPES[self.kind], self.shape, self.nbytes, offset)
+
 
 def in_gguf(file: SingleFile, first: bytes) -> Found | None:
     """Find the tree of a GGUF file: nested dicts, split at the dots in the names of the tensors."""
@@ -86,23 +92,18 @@ def in_gguf(file: SingleFile, first: bytes) -> Found | None:
     except FormatError as error:
         raise FormatError(f"{file.path} is a GGUF file that cannot be read: {error}") from error
     plain = [tensor for tensor in tensors if tensor.kind in _DTYPES]
-    structure, names = nested({tensor.name: parts_of_name(tensor.name) for tensor in plain})
+    structure, arrays = nest({tensor.name: tensor.in_file(start) for tensor in plain}, parts_of_name)
+    left_out = (*_other_files(metadata), *_bytes_after(file, end, _alignment(metadata)))
     return describe_file(
         file,
         FORMAT,
-        {
-            names[tensor.name]: ArrayInFile(
-                _DTYPES[tensor.kind],
-                tensor.shape,
-                tensor.nbytes,
-                start + tensor.offset if tensor.nbytes else 0,
-            )
-            for tensor in plain
-        },
+        arrays,
         structure,
         metadata={name: value_to_json(value) for name, value in metadata.items()},
-        refused={tensor.name: _kind_of(tensor) for tensor in tensors if tensor.kind not in _DTYPES},
-        left_out=(*_other_files(metadata), *_bytes_after(file, end, _alignment(metadata))),
+        foreign=Foreign(
+            refused={tensor.name: _kind_of(tensor) for tensor in tensors if tensor.kind not in _DTYPES},
+            find_left_out=lambda: left_out,
+        ),
     )
 
 

@@ -11,14 +11,15 @@ import subprocess
 import sys
 import zipfile
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.formats.nested_names import nested
+from eformer._engine.formats.found import Foreign
+from eformer._engine.formats.nested_names import components_of, nest
 from eformer._engine.formats.others.hdf5_reader import ANSWER, REQUEST, RESULT
-from eformer._engine.formats.others.single_file import ArrayInFile, FilePart, describe_file
+from eformer._engine.formats.others.single_file import ArrayInFile, describe_file
 from eformer._engine.formats.others.zip_members import Checked, find_damages, has_member, locate_members
-from eformer._engine.record.names import escape
 from eformer._engine.record.values import parse_json, value_to_json
 from eformer._engine.tasks.extras import require_extra
 from eformer.errors import FormatError
@@ -67,7 +68,7 @@ def in_keras(file: SingleFile, first: bytes) -> Found | None:
     info, offset = members[_WEIGHTS]
     return _describe(
         file,
-        FilePart(file, offset, info.compress_size),
+        file.part(offset, info.compress_size),
         offset,
         documents={name: _read_document(file, *members[name]) for name in _DOCUMENTS if name in members},
         left_out=tuple(name for name in members if name not in (_WEIGHTS, *_DOCUMENTS) and name[-1:] != "/"),
@@ -87,7 +88,7 @@ def _read_document(file: SingleFile, info: zipfile.ZipInfo, offset: int) -> Any:
 
 def _describe(
     file: SingleFile,
-    hdf5: SingleFile | FilePart,
+    hdf5: SingleFile,
     start: int,
     *,
     documents: Mapping[str, Any] | None = None,
@@ -101,27 +102,23 @@ def _describe(
                 f"{hdf5.path}: leaf {path[:200]!r}, {array.nbytes} bytes at {array.offset}, ends after the file, "
                 f"which has {hdf5.nbytes} bytes"
             )
-    structure, names = nested({path: tuple(map(escape, path.split("/"))) for path in datasets})
+        if array.nbytes:
+            datasets[path] = replace(array, offset=start + array.offset)
+    structure, arrays = nest(datasets, components_of)
     return describe_file(
         file,
         FORMAT,
-        {
-            names[path]: ArrayInFile(
-                array.dtype, array.shape, array.nbytes, start + array.offset if array.nbytes else 0
-            )
-            for path, array in datasets.items()
-        },
+        arrays,
         structure,
         metadata={**attributes, **(documents or {})},
-        find_damages=find_damages,
-        left_out=(*left_out, *unknown),
+        foreign=Foreign(find_damages=find_damages, find_left_out=lambda: (*left_out, *unknown)),
     )
 
 
 # ---------------- the library of HDF5, in a process of its own that may end or be ended without harm
 
 
-def read_hdf5(file: SingleFile | FilePart) -> tuple[dict[str, ArrayInFile], dict[str, Any], list[str]]:
+def read_hdf5(file: SingleFile) -> tuple[dict[str, ArrayInFile], dict[str, Any], list[str]]:
     """Read where the datasets are, by path, what the file says of itself, and the names of unknown attributes.
 
     Raise FormatError for a file that is damaged, or has something in it that Keras does not write.
@@ -160,7 +157,7 @@ def _started(nbytes: int) -> Iterator[subprocess.Popen[bytes]]:
         process.communicate()
 
 
-def _served(file: SingleFile | FilePart, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+def _served(file: SingleFile, process: subprocess.Popen[bytes]) -> dict[str, Any]:
     """Send the bytes that the process asks for, and return its result."""
     assert process.stdin
     assert process.stdout

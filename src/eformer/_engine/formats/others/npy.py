@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import Struct
 
-from eformer._engine.formats.nested_names import nested, parts_of_name
+from eformer._engine.formats.found import Foreign
+from eformer._engine.formats.nested_names import nest, parts_of_name
 from eformer._engine.formats.others.single_file import ArrayInFile, describe_file
 from eformer._engine.formats.others.zip_members import BEGINNINGS, Checked, find_damages, locate_members
 from eformer._engine.record.dtypes import DTYPES, dtype_from_name
@@ -176,6 +177,20 @@ class NpyRecord(Struct, frozen=True):
     def nbytes(self) -> int:
         return self.header.nbytes
 
+    @property
+    def is_plain(self) -> bool:
+        """Tell whether its elements lie in the file as eformer stores them."""
+        return self.header.is_native and not self.is_deflated
+
+    def in_file(self) -> ArrayInFile:
+        """Describe the array: where it is, or that it has to be decoded."""
+        header = self.header
+        if not header.nbytes:
+            return ArrayInFile(header.dtype, header.shape, 0)
+        if self.is_plain:
+            return ArrayInFile(header.dtype, header.shape, header.nbytes, self.offset + header.header_nbytes)
+        return ArrayInFile(header.dtype, header.shape, header.nbytes, virtual_file=self, is_encoded=True)
+
     def read_into(self, read: ReadInto, memory: memoryview, offset: int) -> int:
         data = self.header.to_native(self.decode(read))[offset : offset + len(memory)]
         memory[: len(data)] = data
@@ -247,21 +262,21 @@ def in_npz(file: SingleFile, first: bytes) -> Found | None:
             f"{file.path} has members that are neither arrays of numbers nor single texts; write it again without "
             f"them: {few(problems)}"
         )
-    structure, names = nested({name: parts_of_name(name) for name in records})
+    structure, records = nest(records, parts_of_name)
     texts = {name: record for name, record in records.items() if record.header.is_text}
     undecoded = {
-        names[name]: Checked(record.offset, record.stored_nbytes, record.crc or 0)
+        name: Checked(record.offset, record.stored_nbytes, record.crc or 0)
         for name, record in records.items()
-        if record.header.is_native and not record.is_deflated
+        if record.is_plain
     }
     return describe_file(
         file,
         FORMAT,
-        {names[name]: _to_array_in_file(record) for name, record in records.items() if name not in texts},
+        {name: record.in_file() for name, record in records.items() if name not in texts},
         structure,
         library="numpy",
-        values={names[name]: value_to_json(_read_text(file, record)) for name, record in texts.items()},
-        find_damages=partial(find_damages, file.store, file.name, undecoded),
+        values={name: value_to_json(_read_text(file, record)) for name, record in texts.items()},
+        foreign=Foreign(find_damages=partial(find_damages, file.store, file.name, undecoded)),
     )
 
 
@@ -311,15 +326,6 @@ def _require_possible(info: zipfile.ZipInfo, header: NpyHeader) -> None:
         header.require_supported()
     elif size > _MAX_TEXT:
         raise UnsupportedError(f"a text of {size} bytes; at most {_MAX_TEXT} are read")
-
-
-def _to_array_in_file(record: NpyRecord) -> ArrayInFile:
-    header = record.header
-    if not header.nbytes:
-        return ArrayInFile(header.dtype, header.shape, 0)
-    if header.is_native and not record.is_deflated:
-        return ArrayInFile(header.dtype, header.shape, header.nbytes, record.offset + header.header_nbytes)
-    return ArrayInFile(header.dtype, header.shape, header.nbytes, virtual_file=record, is_encoded=True)
 
 
 def _read_text(file: SingleFile, record: NpyRecord) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.formats.found import Found, Trees
+from eformer._engine.formats.found import Foreign, Found, Trees
 from eformer._engine.formats.left_out import is_checkpoint, left_out
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.others.flax import flatten_message
@@ -168,10 +168,8 @@ class _Checkpoint:
             LocalStore(self.directory),
             Manifest(format=FORMAT),
             trees,
-            also=tuple(documents) if items else (),
             versions=self.versions,
-            open_files=self._open_files,
-            find_left_out=lambda: self._left_out(trees),
+            foreign=Foreign(self._open_files, find_left_out=lambda: self._left_out(trees)),
         )
 
     def _read_tree(self, item: TreeDirectory) -> TreeEntry:
@@ -246,15 +244,12 @@ def _is_unread_item(path: Path) -> bool:
 def _in_bucket(store: Store) -> Found:
     """Describe the checkpoint of a directory that is not on this machine. Nothing is copied yet."""
     trees = _CopiedTrees(store)
-    return Found(
-        store.url,
-        store,
-        Manifest(format=FORMAT),
-        trees,
-        open_files=lambda tree: trees.found().files(tree),
+    foreign = Foreign(
+        lambda tree: trees.found().files(tree),
         find_left_out=lambda: trees.found().left_out(),
         is_costly=True,
     )
+    return Found(store.url, store, Manifest(format=FORMAT), trees, foreign=foreign)
 
 
 def _is_one_in_bucket(place: Place) -> bool:

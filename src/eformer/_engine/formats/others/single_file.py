@@ -6,16 +6,15 @@ import errno
 import io
 import os
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any, overload
 
-from eformer._engine.formats.found import Found
+from eformer._engine.formats.found import Foreign, foreign_found
 from eformer._engine.record.manifest import (
     Coding,
     DataFile,
     Extent,
     LeafEntry,
-    Manifest,
     TreeEntry,
     foreign_tree,
 )
@@ -25,9 +24,9 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from eformer._engine.formats.found import Found
     from eformer._engine.stores.base import Entry, Files, Store, Version
     from eformer._engine.stores.virtual_files import VirtualFile
-    from eformer.errors import Damage
 
 
 _READ_AHEAD = 2**16  # bytes
@@ -37,17 +36,23 @@ _MAX_ATTEMPTS = 100
 
 @dataclass(frozen=True, slots=True)
 class SingleFile:
-    """An open file, which stays what it is even if another takes its place."""
+    """An open file, or a part of one from `start` on, which stays what it is even if another takes its place."""
 
     store: Store
     name: str
     nbytes: int
     version: Version
     files: Files
+    start: int | None = None
 
     @property
     def path(self) -> str:
-        return self.store.path_to(self.name)
+        path = self.store.path_to(self.name)
+        return path if self.start is None else f"{path}, from byte {self.start} on"
+
+    def part(self, start: int, nbytes: int) -> SingleFile:
+        """Return a file that lies inside of this one."""
+        return replace(self, start=start, nbytes=nbytes)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Read up to `nbytes` from `offset` on; less only at the end of the file."""
@@ -56,32 +61,7 @@ class SingleFile:
 
     def read_into(self, memory: memoryview, offset: int) -> int:
         """Fill `memory` from `offset` on; return the number of bytes, less only at the end of the file."""
-        return self.files.read_into(0, memory, offset)
-
-    def as_binary_file(self) -> IO[bytes]:
-        """Return it as a file object that can be read and sought."""
-        return io.BufferedReader(_Seekable(self))
-
-
-@dataclass(frozen=True, slots=True)
-class FilePart:
-    """A file that lies inside of another one."""
-
-    file: SingleFile
-    start: int
-    nbytes: int
-
-    @property
-    def path(self) -> str:
-        return f"{self.file.path}, from byte {self.start} on"
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Read up to `nbytes` from `offset` on; less only at the end of the part."""
-        return self.file.read(self.start + offset, max(0, min(nbytes, self.nbytes - offset)))
-
-    def read_into(self, memory: memoryview, offset: int) -> int:
-        """Fill `memory` from `offset` on; return the number of bytes, less only at the end of the part."""
-        return self.file.read_into(memory[: max(0, self.nbytes - offset)], self.start + offset)
+        return self.files.read_into(0, memory[: max(0, self.nbytes - offset)], (self.start or 0) + offset)
 
     def as_binary_file(self) -> IO[bytes]:
         """Return it as a file object that can be read and sought."""
@@ -114,7 +94,7 @@ def _hold(store: Store, name: str) -> tuple[Entry, Files]:
 
 
 class _Seekable(io.RawIOBase):
-    def __init__(self, file: SingleFile | FilePart) -> None:
+    def __init__(self, file: SingleFile) -> None:
         super().__init__()
         self._file, self._at = file, 0
 
@@ -202,12 +182,9 @@ def describe_file(
     library: str = "jax",
     values: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
-    has_names: bool = True,
-    find_damages: Callable[[], Iterator[Damage]] | None = None,
-    left_out: tuple[str, ...] = (),
-    refused: Mapping[str, str] | None = None,
+    foreign: Foreign | None = None,
 ) -> Found:
-    """Describe the checkpoint that a file is. `structure`, `values` and `metadata` are JSON.
+    """Describe the checkpoint that a file is. `structure`, `values` and `metadata` are JSON, `foreign` all the rest.
 
     A leaf that makes no sense raises a FormatError that names the file.
     """
@@ -229,18 +206,8 @@ def describe_file(
         tree.check_leaves()
     except FormatError as error:
         raise FormatError(f"{file.path}: {error}") from error
-    return Found(
-        file.path,
-        file.store,
-        Manifest(format=format_name, trees={"": tree}),
-        {"": tree},
-        versions={name: file.version},
-        open_files=_opener(file, virtual) if virtual else None,
-        has_names=has_names,
-        find_damages=find_damages,
-        find_left_out=lambda: left_out,
-        refused=refused or {},
-    )
+    foreign = replace(foreign or Foreign(), open_files=_opener(file, virtual) if virtual else None)
+    return foreign_found(file.path, file.store, format_name, {"": tree}, {name: file.version}, foreign)
 
 
 def describe_array(array: ArrayInFile, library: str, file_number: int) -> LeafEntry:

@@ -71,7 +71,8 @@ def _with_configuration(found: Found, store: Store) -> Found:
     file. In a cache of Hugging Face it is beside the link. Files of other formats may be by eformer, as stored."""
     if found.manifest.format != torch.FORMAT:
         return found
-    return replace(found, find_quantized=partial(quantization_of, store, also=[found.store]))
+    quantized = partial(quantization_of, store, also=[found.store])
+    return replace(found, foreign=replace(found.foreign, find_quantized=quantized))
 
 
 def _is_other(file: SingleFile, other: str) -> FormatError:

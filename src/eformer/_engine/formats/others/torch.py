@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import Struct
 
+from eformer._engine.formats.found import Foreign
 from eformer._engine.formats.others.flax import flatten_message
 from eformer._engine.formats.others.single_file import ArrayInFile, describe_file
 from eformer._engine.formats.others.torch_pickles import OtherTensor, Pickled, Storage, Tensor, unpickle
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from eformer._engine.formats.found import Found
-    from eformer._engine.formats.others.single_file import FilePart, SingleFile
+    from eformer._engine.formats.others.single_file import SingleFile
     from eformer._engine.stores.virtual_files import ReadInto
 
 FORMAT = "PyTorch"
@@ -83,7 +84,7 @@ class Archive(Struct, frozen=True):
     unknown: list[str]
 
 
-def open_archive(file: SingleFile | FilePart) -> Archive | None:
+def open_archive(file: SingleFile) -> Archive | None:
     """Read the pickle of an archive, and where its storages are; None if it is not an archive of PyTorch."""
     members = {info.filename: (info, offset) for info, offset in locate_members(file)}
     pickles = [name for name in members if name.endswith(_PICKLE)]
@@ -161,7 +162,7 @@ def _places_in_stream(
     return places, at
 
 
-def _unpickle(file: SingleFile | FilePart, offset: int, nbytes: int) -> Pickled:
+def _unpickle(file: SingleFile, offset: int, nbytes: int) -> Pickled:
     """Read the pickle at an offset. In a stream its length is not known, and most are short."""
     try:
         if nbytes > _USUAL_PICKLE:
@@ -172,7 +173,7 @@ def _unpickle(file: SingleFile | FilePart, offset: int, nbytes: int) -> Pickled:
         raise FormatError(f"{file.path} is a file of PyTorch that cannot be read: {error}") from error
 
 
-def _require_little_endian(file: SingleFile | FilePart, place: Place | None) -> None:
+def _require_little_endian(file: SingleFile, place: Place | None) -> None:
     order = file.read(place.offset, min(place.nbytes, 16)) if place else b"little"
     if order != b"little":
         raise FormatError(
@@ -217,9 +218,11 @@ def _describe(file: SingleFile, tree: Any, places: Mapping[str, Place], unknown:
         arrays,
         structure,
         values={name: value_to_json(leaf) for name, leaf in leaves.items() if name not in tensors},
-        find_damages=partial(find_damages, file.store, file.name, checked) if checked else None,
-        left_out=(*left_out, *unknown),
-        refused=refused,
+        foreign=Foreign(
+            find_damages=partial(find_damages, file.store, file.name, checked) if checked else None,
+            find_left_out=lambda: (*left_out, *unknown),
+            refused=refused,
+        ),
     )
 
 
@@ -307,7 +310,7 @@ def _arrays(
     }
 
 
-def start_of(file: SingleFile | FilePart, name: str, tensor: Tensor, places: Mapping[str, Place]) -> int:
+def start_of(file: SingleFile, name: str, tensor: Tensor, places: Mapping[str, Place]) -> int:
     """Return the offset of a tensor's first element in the file; 0 if it has none."""
     if not tensor.size:
         return 0

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.formats.found import Found
+from eformer._engine.formats.found import Foreign, foreign_found
 from eformer._engine.formats.left_out import left_out
-from eformer._engine.formats.nested_names import nested, split_spelled
+from eformer._engine.formats.nested_names import nest, split_spelled
 from eformer._engine.formats.others import torch
 from eformer._engine.formats.others.single_file import open_single_file
 from eformer._engine.formats.quantized import quantization_of
-from eformer._engine.record.manifest import Manifest, foreign_tree
+from eformer._engine.record.manifest import foreign_tree
 from eformer._engine.record.names import split_name, unescape
 from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json
@@ -24,7 +24,7 @@ from eformer.errors import CorruptionError, FormatError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from eformer._engine.formats.found import Place
+    from eformer._engine.formats.found import Found, Place
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.stores.base import Files, Store
 
@@ -45,12 +45,13 @@ def by_files(place: Place) -> Found | None:
         return _in_shards(store, place.names)
     if MODEL not in place.names:
         return None
-    return replace(
-        _open(store, MODEL),
-        path=store.url,
-        find_left_out=partial(left_out, store, {MODEL}),
-        find_quantized=partial(quantization_of, store),
-    )
+    found = _open(store, MODEL)
+    return replace(found, path=store.url, foreign=_in_directory(found.foreign, store, {MODEL}))
+
+
+def _in_directory(foreign: Foreign, store: Store, read: set[str]) -> Foreign:
+    left, quantized = partial(left_out, store, read), partial(quantization_of, store)
+    return replace(foreign, find_left_out=left, find_quantized=quantized)
 
 
 def _open(store: Store, name: str) -> Found:
@@ -78,16 +79,8 @@ def _in_shards(store: Store, there: Sequence[str]) -> Found:
     for shard in shards:
         versions |= shard.versions
     tree = _joined([shard.trees[""] for shard in shards])
-    return Found(
-        store.url,
-        store,
-        Manifest(format=torch.FORMAT, trees={"": tree}),
-        {"": tree},
-        versions=versions,
-        open_files=lambda _: _files(shards),
-        find_left_out=partial(left_out, store, {INDEX, *names}),
-        find_quantized=partial(quantization_of, store),
-    )
+    foreign = _in_directory(Foreign(lambda _: _files(shards)), store, {INDEX, *names})
+    return foreign_found(store.url, store, torch.FORMAT, {"": tree}, versions, foreign)
 
 
 def _require_listed(
@@ -114,10 +107,8 @@ def _joined(trees: Sequence[TreeEntry]) -> TreeEntry:
             extents = (msgspec.structs.replace(e, file=e.file + len(files)) for e in leaf.extents)
             leaves[name] = msgspec.structs.replace(leaf, extents=tuple(extents))
         files += tree.files
-    structure, names = nested({name: split_spelled(name) for name in leaves})
-    return foreign_tree(
-        files=tuple(files), structure=structure, leaves={names[name]: leaf for name, leaf in leaves.items()}
-    )
+    structure, leaves = nest(leaves, split_spelled)
+    return foreign_tree(files=tuple(files), structure=structure, leaves=leaves)
 
 
 def _files(shards: Sequence[Found]) -> Files:

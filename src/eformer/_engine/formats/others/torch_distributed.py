@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from eformer._engine.formats.found import Found
+from eformer._engine.formats.found import Foreign, foreign_found
 from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.others.flax import flatten_message
-from eformer._engine.formats.others.single_file import FilePart, open_single_file
+from eformer._engine.formats.others.single_file import open_single_file
 from eformer._engine.formats.others.torch import (
     LEFT_OUT,
     TensorView,
@@ -29,7 +29,6 @@ from eformer._engine.record.manifest import (
     DataFile,
     Extent,
     LeafEntry,
-    Manifest,
     TreeEntry,
     foreign_tree,
 )
@@ -41,7 +40,7 @@ from eformer.errors import CorruptionError, FormatError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from eformer._engine.formats.found import Place
+    from eformer._engine.formats.found import Found, Place
     from eformer._engine.formats.others.single_file import SingleFile
     from eformer._engine.stores.base import Store
     from eformer._engine.stores.virtual_files import VirtualFile
@@ -206,16 +205,12 @@ def _describe(
     def open_files(_: TreeEntry) -> VirtualFiles:
         return VirtualFiles(store.open(names, {name: versions[name] for name in names}), virtual, len(names))
 
-    return Found(
-        store.url,
-        store,
-        Manifest(format=FORMAT, trees={"": described}),
-        {"": described},
-        versions=versions,
-        open_files=open_files,
+    foreign = Foreign(
+        open_files,
         find_left_out=lambda: (*left_out(store, {METADATA, *names}), *unused),
         find_quantized=partial(quantization_of, store),
     )
+    return foreign_found(store.url, store, FORMAT, {"": described}, versions, foreign)
 
 
 def _tree(items: Sequence[tuple[str, Any]], paths: Mapping[str, Any]) -> Any:
@@ -292,7 +287,7 @@ class _Reader:
             return tensor.dtype, None
         stop = tuple(a + b for a, b in zip(start, shape, strict=True))
         region = None if shape == item.shape else (start, stop)
-        offset = part.start + start_of(part, item.name, tensor, places)
+        offset = (part.start or 0) + start_of(part, item.name, tensor, places)
         if tensor.is_by_rows:
             return tensor.dtype, Extent(number, offset, nbytes, "", region)
         self.virtual.append((number, TensorView(f"{item.name}-{len(self.virtual)}", offset, tensor)))
@@ -316,14 +311,14 @@ class _Reader:
             if nbytes < file.nbytes:
                 yield f"{file.nbytes - nbytes} bytes of {name} (no item has them)"
 
-    def open(self, name: str, start: _Counts | None) -> tuple[int, FilePart, Any, Any]:
+    def open(self, name: str, start: _Counts | None) -> tuple[int, SingleFile, Any, Any]:
         where = self.stored.get((name, start))
         if where is None:
             raise FormatError(f"leaf {name[:200]!r}: it is not said where the chunk at {start} is")
         file = self.files[where.file]
         if where.offset + where.nbytes > file.nbytes:
             raise FormatError(f"leaf {name[:200]!r}: {file.path} ends before the chunk at {start}")
-        part = FilePart(file, where.offset, where.nbytes)
+        part = file.part(where.offset, where.nbytes)
         opened = open_archive(part)
         if opened is None:
             raise FormatError(f"leaf {name[:200]!r}: {part.path} is not an archive of PyTorch")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.formats.found import Found
+from eformer._engine.formats.found import Foreign, foreign_found
 from eformer._engine.formats.left_out import left_out
-from eformer._engine.formats.nested_names import nested
+from eformer._engine.formats.nested_names import components_of, nest
 from eformer._engine.formats.others.orbax_arrays import (
     ArrayStore,
     ChunkFiles,
@@ -30,8 +30,8 @@ from eformer._engine.formats.zarr.attributes import (
 )
 from eformer._engine.formats.zarr.layout import count_chunks
 from eformer._engine.record.dtypes import DTYPES
-from eformer._engine.record.manifest import DataFile, Manifest, foreign_tree
-from eformer._engine.record.names import BARE_LEAF, escape
+from eformer._engine.record.manifest import DataFile, foreign_tree
+from eformer._engine.record.names import BARE_LEAF
 from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json
 from eformer._engine.record.zarray import ZARRAY, parse_zarray
@@ -42,7 +42,7 @@ from eformer.errors import CorruptionError, FormatError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from eformer._engine.formats.found import Place
+    from eformer._engine.formats.found import Found, Place
     from eformer._engine.formats.others.orbax_arrays import Chunk
     from eformer._engine.record.manifest import LeafEntry
     from eformer._engine.stores.base import Store, Version
@@ -194,8 +194,7 @@ def _describe(store: Store, driver: str, nodes: dict[str, _Node], versions: dict
     if BARE_LEAF in entries and "" in paths:
         structure: Any = BARE_LEAF
     else:
-        structure, names = nested({path: tuple(map(escape, path.split("/"))) for path in entries})
-        entries = {names[path]: entry for path, entry in entries.items()}
+        structure, entries = nest(entries, components_of)
     tree = foreign_tree(
         files=tuple(DataFile(chunk.name, chunk.nbytes) for chunk in chunks),
         metadata=to_metadata({path: node.attributes for path, node in nodes.items()}),
@@ -204,15 +203,8 @@ def _describe(store: Store, driver: str, nodes: dict[str, _Node], versions: dict
     )
     tree.check_leaves()
     read = {""} if "" in paths else {*paths, *versions}
-    return Found(
-        store.url,
-        store,
-        Manifest(format=FORMAT, trees={"": tree}),
-        {"": tree},
-        versions=versions,
-        open_files=lambda _: ChunkFiles(chunks),
-        find_left_out=partial(left_out, store, read),
-    )
+    foreign = Foreign(lambda _: ChunkFiles(chunks), find_left_out=partial(left_out, store, read))
+    return foreign_found(store.url, store, FORMAT, {"": tree}, versions, foreign)
 
 
 def _require_chunks(store: Store, path: str, array: Any) -> None:

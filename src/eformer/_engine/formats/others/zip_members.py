@@ -18,7 +18,7 @@ from eformer.errors import Damage, FormatError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from eformer._engine.formats.others.single_file import FilePart, SingleFile
+    from eformer._engine.formats.others.single_file import SingleFile
     from eformer._engine.stores.base import Store
 
 BEGINNINGS = (b"PK\x03\x04", b"PK\x05\x06")  # of the first member, or of the end of an empty archive
@@ -34,7 +34,7 @@ _MALFORMED_ZIP = (
 )  # fmt: skip
 
 
-def locate_members(file: SingleFile | FilePart) -> list[tuple[zipfile.ZipInfo, int]]:
+def locate_members(file: SingleFile) -> list[tuple[zipfile.ZipInfo, int]]:
     """List the members with the offsets of their bytes, in that order.
 
     Refuse members that overlap, and bytes that belong to none: those of another archive, or of a member that the
@@ -60,19 +60,19 @@ def locate_members(file: SingleFile | FilePart) -> list[tuple[zipfile.ZipInfo, i
     return located
 
 
-def _require_no_gap(file: SingleFile | FilePart, end: int, start: int) -> None:
+def _require_no_gap(file: SingleFile, end: int, start: int) -> None:
     if start - end > _MAX_DESCRIPTOR:
         raise FormatError(
             f"{file.path}: bytes {end} to {start} belong to no member of this archive; are there several in one file?"
         )
 
 
-def has_member(file: SingleFile | FilePart, name: str) -> bool:
+def has_member(file: SingleFile, name: str) -> bool:
     """Tell whether there is a member of this name, by the archive's directory alone."""
     return any(info.filename == name for info in _read_directory(file)[0])
 
 
-def _read_directory(file: SingleFile | FilePart) -> tuple[list[zipfile.ZipInfo], int]:
+def _read_directory(file: SingleFile) -> tuple[list[zipfile.ZipInfo], int]:
     """Read what an archive lists, and where that list begins."""
     try:
         with file.as_binary_file() as raw, zipfile.ZipFile(raw) as archive:
@@ -83,7 +83,7 @@ def _read_directory(file: SingleFile | FilePart) -> tuple[list[zipfile.ZipInfo],
         ) from error
 
 
-def _find_start(file: SingleFile | FilePart, info: zipfile.ZipInfo) -> int:
+def _find_start(file: SingleFile, info: zipfile.ZipInfo) -> int:
     """Find the offset of a member's bytes, after a header that repeats its name."""
     at = info.header_offset
     header = file.read(at, _MEMBER_HEADER.size) if 0 <= at < file.nbytes else b""

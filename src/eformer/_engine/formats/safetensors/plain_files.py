@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from eformer._engine.formats.nested_names import nested, parts_of_name
+from eformer._engine.formats.nested_names import nest, parts_of_name
 from eformer._engine.formats.safetensors.header import Opened, dtype_of, open_header
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, is_marked, shard_name, split_shard
 from eformer._engine.record.indexes import MANIFEST
@@ -171,12 +171,12 @@ def tree_of(files: Headers) -> TreeEntry:
         for number, file in enumerate(files.values())
         for name, found in file.header.tensors.items()
     }
-    structure, names = nested({name: parts_of_name(name) for name in tensors})
+    structure, leaves = nest(tensors, parts_of_name)
     return foreign_tree(
         files=tuple(DataFile(name, file.nbytes, file.header.start) for name, file in files.items()),
         metadata={k: v for file in files.values() for k, v in file.header.metadata.items()},
         structure=structure,
-        leaves={names[name]: tensors[name] for name in tensors},
+        leaves=leaves,
     )
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from eformer._engine.formats.found import Found
+from eformer._engine.formats.found import Foreign, Found, foreign_found
 from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.process_records import joined_trees
 from eformer._engine.formats.quantized import quantization_of
@@ -34,7 +33,7 @@ from eformer._engine.stores.on_disk import resolved
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from eformer._engine.formats.found import Place
     from eformer._engine.stores.base import Entry, Store, Version
@@ -98,8 +97,7 @@ def in_directory(store: Store, only: str | None = None) -> Found:
     if manifest is None:
         groups = files_of_directory(store)
         read = {name for files in groups.values() for name in files}
-        found = _foreign(store.url, store, groups)
-        return replace(found, find_left_out=partial(left_out, store, read))
+        return _foreign(store.url, store, groups, find_left_out=partial(left_out, store, read))
     return _ours(store, manifest, only)
 
 
@@ -146,15 +144,21 @@ def _parsed(store: Store, data: bytes, entry: Entry) -> Manifest:
     return Manifest.from_json(data, store.path_to(MANIFEST))
 
 
-def _foreign(path: str, store: Store, groups: Mapping[str, Headers], places: Sequence[Store] = ()) -> Found:
+def _foreign(
+    path: str,
+    store: Store,
+    groups: Mapping[str, Headers],
+    places: Sequence[Store] = (),
+    find_left_out: Callable[[], tuple[str, ...]] = tuple,
+) -> Found:
     """Describe files of another program. `places` may have the configuration of the model, the first one before others;
     by default `store`."""
     trees = {prefix: tree_of(files) for prefix, files in groups.items()}
     versions = {name: file.version for files in groups.values() for name, file in files.items()}
     first, *also = places or [store]
     quantized = partial(quantization_of, first, also=also, beside=trees.values())
-    manifest = Manifest(format=FOREIGN, trees=trees)
-    return Found(path, store, manifest, trees, versions=versions, find_quantized=quantized)
+    foreign = Foreign(find_left_out=find_left_out, find_quantized=quantized)
+    return foreign_found(path, store, FOREIGN, trees, versions, foreign)
 
 
 # --------------------------------------------------------------------------------------- single files
@@ -191,8 +195,8 @@ def find_file(store: Store, name: str, link: tuple[Store, str] | None = None) ->
     whole = _in_checkpoint(store, name, opened) or next(by_shard, None)
     if whole:
         return whole
-    alone = _foreign(path, store, {"": {name: opened}}, [place for place, _ in places])
-    return replace(alone, find_left_out=partial(other_shards, *places[0]))
+    others = partial(other_shards, *places[0])
+    return _foreign(path, store, {"": {name: opened}}, [place for place, _ in places], others)
 
 
 def _in_checkpoint(store: Store, name: str, opened: Opened) -> Found | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
-from eformer._engine.formats.nested_names import nested, parts_of_path
+from eformer._engine.formats.nested_names import nest, parts_of_path
 from eformer._engine.formats.zarr.layout import chunks_of, count_chunks
 from eformer._engine.record.indexes import INDEX, Listed
 from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry, foreign_tree
@@ -150,8 +150,7 @@ def tree_of_arrays(
         except FormatError as error:
             raise type(error)(f"leaf {name!r}: {error}") from error
     if structure is None:
-        structure, names = nested({key: parts_of_path(key) for key in entries})
-        entries = {names[name]: entry for name, entry in entries.items()}
+        structure, entries = nest(entries, parts_of_path)
     return foreign_tree(
         files=tuple(arrays.files),
         metadata=metadata,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.formats.found import Found, Trees
+from eformer._engine.formats.found import Foreign, Found, Trees
 from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.process_records import joined_trees
 from eformer._engine.formats.zarr.attributes import read_attributes, to_metadata
@@ -58,16 +58,9 @@ def by_index(place: Place) -> Found | None:
         manifest = Manifest(format=FOREIGN)
     trees = joined_trees(store, manifest.trees, describe, also)
     unread = partial(left_out, store, {array.path for arrays in others.values() for array in arrays})
-    return Found(
-        store.url,
-        store,
-        manifest,
-        trees,
-        also=tuple(also),
-        versions=versions,
-        find_left_out=tuple if index.is_ours else unread,
-        check_beside=partial(_damaged_marks, store, manifest),
-    )
+    foreign = Foreign() if index.is_ours else Foreign(find_left_out=unread)
+    marks = partial(_damaged_marks, store, manifest)
+    return Found(store.url, store, manifest, trees, versions=versions, foreign=foreign, check_beside=marks)
 
 
 def _damaged_marks(store: Store, manifest: Manifest) -> list[Damage]:
@@ -149,17 +142,9 @@ def without_index(place: Place) -> Found | None:
         )
     versions: Versions = {}
     describe = {"": partial(_described, store, listed, versions)}
-    also = _directories(store, listed, versions)
-    trees = Trees({}, describe, also)
-    return Found(
-        store.url,
-        store,
-        Manifest(format=FOREIGN),
-        trees,
-        also=tuple(also),
-        versions=versions,
-        find_left_out=partial(left_out, store, {array.path for array in listed}),
-    )
+    trees = Trees({}, describe, _directories(store, listed, versions))
+    foreign = Foreign(find_left_out=partial(left_out, store, {array.path for array in listed}))
+    return Found(store.url, store, Manifest(format=FOREIGN), trees, versions=versions, foreign=foreign)
 
 
 def _described(store: Store, listed: Sequence[Listed], versions: Versions) -> TreeEntry:
