@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer._engine.formats.safetensors import directory
+from eformer._engine.formats.safetensors import write
 from eformer._engine.record.indexes import MANIFEST
 from eformer._engine.runs.writer import Writer
 from eformer._engine.stores import bucket, leases
@@ -66,7 +66,7 @@ def test_a_refused_save_that_cannot_look_again_is_not_told_that_it_is_committed(
     save(tree(1), url)
     swap = Objects.swap
     broken = mock.patch.object(
-        directory, "read_manifest", mock.Mock(side_effect=OSError("the network is down"))
+        write, "read_manifest", mock.Mock(side_effect=OSError("the network is down"))
     )
 
     def refused(self, *args):

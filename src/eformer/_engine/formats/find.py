@@ -7,18 +7,17 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from eformer._engine.formats.found import DirectoryReader, Place
-from eformer._engine.formats.markers import ORBAX_TREE
+from eformer._engine.formats.found import DirectoryReader, Found, Place
 from eformer._engine.formats.others import (
     flax_directory,
     orbax,
     peft,
-    torch_directory,
+    torch,
     torch_distributed,
     zarr3,
 )
 from eformer._engine.formats.others import sniff as files
-from eformer._engine.formats.others.unsupported import name_tensorflow, refuse_tensorflow
+from eformer._engine.formats.others.sniff import name_tensorflow, refuse_tensorflow
 from eformer._engine.formats.safetensors import read as safetensors
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX
 from eformer._engine.formats.steps import (
@@ -30,9 +29,9 @@ from eformer._engine.formats.steps import (
     steps_from_last,
 )
 from eformer._engine.formats.zarr import read as arrays
-from eformer._engine.record.indexes import INDEX, MANIFEST
+from eformer._engine.record.indexes import INDEX, MANIFEST, ORBAX_TREE
 from eformer._engine.record.names import with_nearest
-from eformer._engine.record.signature import signature_name
+from eformer._engine.record.signature import Verifier, signature_name
 from eformer._engine.record.text import few
 from eformer._engine.stores.locate import locate, store_at
 from eformer._engine.stores.on_disk import is_there, on_disk, resolved
@@ -52,8 +51,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from eformer._engine.formats.found import Found
-    from eformer._engine.record.signature import Verifier
     from eformer._engine.stores.base import Store, Version
 
 T = TypeVar("T")
@@ -382,7 +379,7 @@ DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     arrays.without_index,
     flax_directory.by_model,
     torch_distributed.by_metadata,
-    torch_directory.by_files,
+    torch.by_files,
     zarr3.by_description,
     refuse_tensorflow,
     torch_distributed.refuse_unfinished,
@@ -431,7 +428,7 @@ def _nothing_in(store: Store, names: list[str]) -> NoReturn:
         raise NotFoundError(f"{store.url} holds no checkpoint: {_EMPTY_RUN}")
     raise NotFoundError(
         f"{store.url} holds no checkpoint: looked for {INDEX}, {MANIFEST}, *{INDEX_SUFFIX}, *{SUFFIX}, "
-        f"{torch_directory.MODEL}, *{torch_distributed.SUFFIX}, {flax_directory.MODEL}, checkpoint_N of flax, Orbax's "
+        f"{torch.MODEL}, *{torch_distributed.SUFFIX}, {flax_directory.MODEL}, checkpoint_N of flax, Orbax's "
         f"{ORBAX_TREE} or a tree in msgpack called checkpoint, and zarr arrays; found {there}{hint}"
     )
 

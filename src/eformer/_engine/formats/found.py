@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from eformer._engine.record.manifest import Manifest
+from eformer._engine.record.manifest import Manifest, TreeEntry
 from eformer._engine.record.names import with_nearest
 from eformer._engine.stores.directory import directory_inside
 from eformer._engine.stores.local_copy import copy_of
 from eformer._engine.stores.ocdbt import DatabaseFiles
 from eformer._engine.stores.on_disk import on_disk
-from eformer.errors import NotFoundError
+from eformer.errors import Damage, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from eformer._engine.formats.others.single_file import SingleFile
     from eformer._engine.formats.quantized import Quantization
-    from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.signature import Verifier
     from eformer._engine.stores.base import Files, Store, Version
-    from eformer.errors import Damage
 
     Describe = Callable[[], TreeEntry]
 
@@ -200,13 +196,8 @@ class Place:
         return self._names
 
 
-class DirectoryReader(Protocol):
-    """Reads the checkpoints of one format in directories."""
+DirectoryReader = Callable[[Place], "Found | None"]
+"""Reads the checkpoints of one format in directories."""
 
-    def __call__(self, place: Place) -> Found | None: ...
-
-
-class FileReader(Protocol):
-    """Reads the checkpoints of one format that are one file, of which `first` are the first bytes."""
-
-    def __call__(self, file: SingleFile, first: bytes, /) -> Found | None: ...
+FileReader = Callable[["SingleFile", bytes], "Found | None"]
+"""Reads the checkpoints of one format that are one file, of which the first bytes are given."""

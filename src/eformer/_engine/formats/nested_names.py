@@ -67,7 +67,7 @@ def nested_spelled(names: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
 
 
 def nest(leaves: Mapping[str, T], split: Callable[[str], Parts]) -> tuple[Any, dict[str, T]]:
-    """Return the structure of nested dicts that holds the leaves, and these by new names. `split` returns a name's parts."""
+    """Return the structure of nested dicts that holds the leaves, and these by their new names."""
     structure, names = nested({leaf: split(leaf) for leaf in leaves})
     return structure, {names[leaf]: found for leaf, found in leaves.items()}
 

@@ -11,7 +11,7 @@ from eformer._engine.formats.found import Trees, files_of
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.record.holdings import holders
-from eformer._engine.record.manifest import BoxedTree, LeafEntry
+from eformer._engine.record.manifest import BoxedTree, LeafEntry, TreeEntry
 from eformer._engine.record.process_records import ProcessRecord, with_records, with_some_records
 from eformer._engine.record.values import parse_json
 from eformer._engine.tasks.pool import run_all
@@ -20,7 +20,6 @@ from eformer.errors import CorruptionError, FormatError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.regions import Region
     from eformer._engine.stores.base import Files, Store
 

@@ -8,12 +8,19 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex
 
-from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.others.orbax_items import has_items
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, PRIVATE, SUFFIX
-from eformer._engine.formats.safetensors.plain_files import marked_file
-from eformer._engine.formats.zarr.plain_arrays import array_at, discover
-from eformer._engine.record.indexes import INDEX, INDEXES, MANIFEST, MOST_EMPTY, manifest_in
+from eformer._engine.formats.safetensors.read import marked_file
+from eformer._engine.formats.zarr.read import array_at, discover
+from eformer._engine.record.indexes import (
+    INDEX,
+    INDEXES,
+    MANIFEST,
+    MOST_EMPTY,
+    ORBAX_CHECKPOINT,
+    ORBAX_TREE,
+    manifest_in,
+)
 from eformer._engine.stores.durable import SCRATCH
 from eformer._engine.stores.on_disk import on_disk
 from eformer._engine.stores.removal import DATABASE_MARK

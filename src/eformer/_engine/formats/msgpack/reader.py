@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, overload
 import msgspec
 import numpy as np
 
-from eformer._engine.record.dtypes import from_raw
+from eformer._engine.record.dtypes import MOST_AXES, from_raw
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -34,10 +34,9 @@ if TYPE_CHECKING:
 # the problem if it is among the first values: building those is cheap.
 _CHECK_FRAMING_ABOVE = 2**16  # bytes
 _MAX_VALUES_TO_EXPLAIN = 20_000
-_MAX_AXES = 64
 PRNG_KEY = re.compile(r"key<(\w{1,64})>")
 
-_Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=64)]
+_Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=MOST_AXES)]
 decode_array = msgspec.msgpack.Decoder(tuple[_Shape, str, memoryview]).decode
 _decode_complex = msgspec.msgpack.Decoder(tuple[float, float]).decode
 
@@ -97,7 +96,7 @@ def read_array_head(head: memoryview) -> tuple[Any, Any, int, int]:
         if reader.number(_U8) != _THREE_VALUES:
             raise FormatError("not an array")
         shape, name = (
-            reader.tree(_MAX_AXES + 2, "a shape of too many axes"),
+            reader.tree(MOST_AXES + 2, "a shape of too many axes"),
             reader.tree(1, "a dtype without a name"),
         )
         nbytes = reader.number(_LENGTHS[reader.number(_U8)])

@@ -6,20 +6,15 @@ Many programs put a line of JSON first, with the hyperparameters of the model. A
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from eformer._engine.formats.found import Foreign
-from eformer._engine.formats.others.npy import MAGIC, NpyRecord, UnsupportedError, parse_npy_header
-from eformer._engine.formats.others.single_file import describe_file
+from eformer._engine.formats.found import Foreign, Found
+from eformer._engine.formats.others.npy import MAGIC, NpyHeader, NpyRecord, UnsupportedError, parse_npy_header
+from eformer._engine.formats.others.single_file import SingleFile, describe_file
 from eformer._engine.record.manifest import UNREADABLE
 from eformer._engine.record.text import few
 from eformer._engine.record.values import value_to_json
 from eformer.errors import FormatError
-
-if TYPE_CHECKING:
-    from eformer._engine.formats.found import Found
-    from eformer._engine.formats.others.npy import NpyHeader
-    from eformer._engine.formats.others.single_file import SingleFile
 
 FORMAT = "equinox"
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from eformer._engine.formats.msgpack.reader import PRNG_KEY, read_array_head, read_at_most
-from eformer._engine.formats.others.single_file import ArrayInFile, Window, describe_file
+from eformer._engine.formats.msgpack.reader import PRNG_KEY, Message, read_array_head, read_at_most
+from eformer._engine.formats.others.single_file import ArrayInFile, SingleFile, Window, describe_file
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.record.names import BARE_LEAF, escape_siblings
+from eformer._engine.record.names import BARE_LEAF, MAX_DEPTH, escape_siblings
 from eformer._engine.record.values import is_recorded, value_to_json
 from eformer._engine.stores.virtual_files import JoinedRanges
 from eformer.errors import FormatError
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from eformer._engine.formats.found import Found
-    from eformer._engine.formats.msgpack.reader import Message
-    from eformer._engine.formats.others.single_file import SingleFile
 
 FORMAT = "msgpack, of flax"
 # First bytes of maps, of msgpack arrays, and of extensions, which are trees of one array.
@@ -30,7 +28,6 @@ BEGINNINGS = frozenset({*range(0x80, 0xA0), *range(0xC7, 0xCA), *range(0xD4, 0xD
 ORBAX_ARRAY = "PLACEHOLDER://"
 _FLAX_ARRAY = "//GDAPlaceholder:"
 
-_MAX_DEPTH = 250  # as of trees that eformer saves
 _MAX_HEAD = 2**11  # bytes of a shape and a name
 _MAX_VALUES = 2**20  # more take seconds to read, and no checkpoint has so many
 
@@ -86,8 +83,8 @@ def flatten_message(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[Any, dic
     while todo:
         holder, slot, node, parts = todo.pop()
         if isinstance(node, (dict, list, tuple)) and not is_leaf(node):
-            if node and len(parts) >= _MAX_DEPTH:
-                raise FormatError(f"at {'.'.join(parts)[:200]!r}: nested more than {_MAX_DEPTH} deep")
+            if node and len(parts) >= MAX_DEPTH:
+                raise FormatError(f"at {'.'.join(parts)[:200]!r}: nested more than {MAX_DEPTH} deep")
             document, children = _container_to_json(node)
             holder[slot] = document
             todo += reversed([(inner, key, child, (*parts, part)) for inner, key, child, part in children])

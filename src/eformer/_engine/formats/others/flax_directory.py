@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.others import flax, orbax
-from eformer._engine.formats.others.single_file import open_single_file
+from eformer._engine.formats.others.single_file import read_file
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.formats.steps import RUN_FILE
 from eformer._engine.record.indexes import MANIFEST
@@ -81,10 +81,4 @@ def by_model(place: Place) -> Found | None:
 
 
 def _open(store: Store, name: str) -> Found:
-    with open_single_file(store, name) as file:
-        first = file.read(0, 9)
-        if found := flax.in_msgpack(file, first):
-            return found
-        raise FormatError(
-            f"{file.path} is not a file of flax: it begins with {first!r}, unlike a tree in msgpack"
-        )
+    return read_file(store, name, "a file of flax, a tree in msgpack", flax.in_msgpack)

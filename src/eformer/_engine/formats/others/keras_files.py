@@ -13,23 +13,25 @@ import zipfile
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from eformer._engine.formats.found import Foreign
+from eformer._engine.formats.found import Foreign, Found
 from eformer._engine.formats.nested_names import components_of, nest
 from eformer._engine.formats.others.hdf5_reader import ANSWER, REQUEST, RESULT
-from eformer._engine.formats.others.single_file import ArrayInFile, describe_file
-from eformer._engine.formats.others.zip_members import Checked, find_damages, has_member, locate_members
+from eformer._engine.formats.others.single_file import ArrayInFile, SingleFile, describe_file
+from eformer._engine.formats.others.zip_members import (
+    IS_ENCRYPTED,
+    Span,
+    find_damages,
+    has_member,
+    locate_members,
+)
 from eformer._engine.record.values import parse_json, value_to_json
 from eformer._engine.tasks.extras import require_extra
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from typing import IO
-
-    from eformer._engine.formats.found import Found
-    from eformer._engine.formats.others.single_file import SingleFile
 
 FORMAT = "HDF5, of Keras"
 MAGIC = b"\x89HDF\r\n\x1a\n"
@@ -37,7 +39,6 @@ MAGIC = b"\x89HDF\r\n\x1a\n"
 _WEIGHTS = "model.weights.h5"
 _DOCUMENTS = ("config.json", "metadata.json")
 _MAX_DOCUMENT = 2**26  # bytes
-_IS_ENCRYPTED = 0x1
 
 # Of the process that reads one file.
 _SECONDS = 10  # of computing; a model of thousands of layers takes one
@@ -61,7 +62,7 @@ def in_keras(file: SingleFile, first: bytes) -> Found | None:
         return None
     members = {info.filename: (info, offset) for info, offset in locate_members(file)}
     for info, _ in members.values():
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _IS_ENCRYPTED:
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & IS_ENCRYPTED:
             raise FormatError(
                 f"{file.path}: member {info.filename[:200]!r} is compressed or encrypted, which Keras does not do"
             )
@@ -73,7 +74,7 @@ def in_keras(file: SingleFile, first: bytes) -> Found | None:
         documents={name: _read_document(file, *members[name]) for name in _DOCUMENTS if name in members},
         left_out=tuple(name for name in members if name not in (_WEIGHTS, *_DOCUMENTS) and name[-1:] != "/"),
         find_damages=partial(
-            find_damages, file.store, file.name, {"": Checked(offset, info.compress_size, info.CRC)}
+            find_damages, file.store, file.name, {"": Span(offset, info.compress_size, info.CRC)}
         ),
     )
 

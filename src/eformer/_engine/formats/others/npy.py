@@ -11,17 +11,24 @@ import re
 import struct
 import zipfile
 import zlib
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
 
-from eformer._engine.formats.found import Foreign
+from eformer._engine.formats.found import Foreign, Found
 from eformer._engine.formats.nested_names import nest, parts_of_name
-from eformer._engine.formats.others.single_file import ArrayInFile, describe_file
-from eformer._engine.formats.others.zip_members import BEGINNINGS, Checked, find_damages, locate_members
-from eformer._engine.record.dtypes import DTYPES, dtype_from_name
+from eformer._engine.formats.others.single_file import ArrayInFile, SingleFile, describe_file
+from eformer._engine.formats.others.zip_members import (
+    BEGINNINGS,
+    IS_ENCRYPTED,
+    Span,
+    find_damages,
+    locate_members,
+)
+from eformer._engine.record.dtypes import DTYPES, MOST_AXES, dtype_from_name
 from eformer._engine.record.text import few
 from eformer._engine.record.values import value_to_json
 from eformer.errors import CorruptionError, FormatError
@@ -29,8 +36,6 @@ from eformer.errors import CorruptionError, FormatError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from eformer._engine.formats.found import Found
-    from eformer._engine.formats.others.single_file import SingleFile
     from eformer._engine.stores.virtual_files import ReadInto
 
 FORMAT = "npz"
@@ -38,7 +43,6 @@ MAGIC = b"\x93NUMPY"
 
 _USUAL_HEADER = 256  # bytes
 _MAX_HEADER = 2**16
-_MAX_AXES = 64
 _PIECE = 2**20  # bytes that are decompressed at once
 
 # Only dtypes of this form are passed to numpy: other texts can end the process (SIGFPE).
@@ -49,7 +53,6 @@ _TIMES = {"M8": "datetime64", "m8": "timedelta64"}
 
 _SUFFIX = ".npy"
 _STORED, _DEFLATED = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
-_IS_ENCRYPTED = 0x1
 _MAX_EXPANSION = 1040  # deflate encodes at most 258 bytes in two bits
 _DEFLATE_OVERHEAD = 1024  # bytes that deflate may read before it returns the first
 _MAX_TEXT = 2**24  # bytes
@@ -141,7 +144,7 @@ def _parse_text(text: bytes, header_nbytes: int) -> NpyHeader:
         descr, is_fortran, shape = fields["descr"], fields["fortran_order"], fields["shape"]
     except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError) as error:
         raise FormatError(f"the header of an array makes no sense: {text[:100]!r}") from error
-    is_shape = isinstance(shape, tuple) and len(shape) <= _MAX_AXES
+    is_shape = isinstance(shape, tuple) and len(shape) <= MOST_AXES
     if (
         not is_shape
         or not all(type(n) is int and 0 <= n < 2**62 for n in shape)
@@ -265,16 +268,19 @@ def in_npz(file: SingleFile, first: bytes) -> Found | None:
     structure, records = nest(records, parts_of_name)
     texts = {name: record for name, record in records.items() if record.header.is_text}
     undecoded = {
-        name: Checked(record.offset, record.stored_nbytes, record.crc or 0)
+        name: Span(record.offset, record.stored_nbytes, record.crc)
         for name, record in records.items()
         if record.is_plain
     }
     return describe_file(
         file,
         FORMAT,
-        {name: record.in_file() for name, record in records.items() if name not in texts},
+        {
+            name: replace(record.in_file(), library="numpy")
+            for name, record in records.items()
+            if name not in texts
+        },
         structure,
-        library="numpy",
         values={name: value_to_json(_read_text(file, record)) for name, record in texts.items()},
         foreign=Foreign(find_damages=partial(find_damages, file.store, file.name, undecoded)),
     )
@@ -296,7 +302,7 @@ def _read_record(file: SingleFile, info: zipfile.ZipInfo, offset: int) -> NpyRec
 def _require_supported(info: zipfile.ZipInfo) -> None:
     if not info.filename.endswith(_SUFFIX):
         raise UnsupportedError(f"not a {_SUFFIX} file")
-    if info.flag_bits & _IS_ENCRYPTED:
+    if info.flag_bits & IS_ENCRYPTED:
         raise UnsupportedError("encrypted")
     if info.compress_type not in (_STORED, _DEFLATED):
         raise UnsupportedError(

@@ -13,15 +13,14 @@ and are trees of plain values themselves.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.formats.found import Foreign, Found, Trees
+from eformer._engine.formats.found import Foreign, Found, Place, Trees
 from eformer._engine.formats.left_out import is_checkpoint, left_out
-from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.others.flax import flatten_message
 from eformer._engine.formats.others.orbax_aggregate import NAME as AGGREGATE
 from eformer._engine.formats.others.orbax_aggregate import is_aggregate, is_aggregate_in
@@ -40,29 +39,24 @@ from eformer._engine.formats.others.orbax_metadata import (
     read_checkpoint_metadata,
     read_json_item,
 )
-from eformer._engine.formats.others.orbax_reader import read_tree
+from eformer._engine.formats.others.orbax_reader import OrbaxTree, read_tree
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.formats.steps import step_number
-from eformer._engine.record.indexes import MANIFEST
-from eformer._engine.record.manifest import Manifest, foreign_tree
+from eformer._engine.record.indexes import MANIFEST, ORBAX_CHECKPOINT, ORBAX_TREE
+from eformer._engine.record.manifest import Manifest, TreeEntry, foreign_tree
 from eformer._engine.record.values import value_to_json
 from eformer._engine.stores.directory import walk
 from eformer._engine.stores.local import LocalStore
-from eformer._engine.stores.local_copy import copy_of
+from eformer._engine.stores.local_copy import LocalCopy, copy_of
 from eformer._engine.stores.on_disk import on_disk
 from eformer._engine.tasks.forks import Lock
 from eformer.errors import EformerError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Sequence
     from pathlib import Path
 
-    from eformer._engine.formats.found import Place
     from eformer._engine.formats.others.orbax_metadata import CheckpointMetadata
-    from eformer._engine.formats.others.orbax_reader import OrbaxTree
-    from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.stores.base import Files, Store, Version
-    from eformer._engine.stores.local_copy import LocalCopy
 
 FORMAT = "orbax"
 

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
@@ -16,7 +16,7 @@ from eformer._engine.formats.codecs import BLOSC_HEADER, require_blosc
 from eformer._engine.formats.zarr.layout import chunks_in, chunks_of, count_chunks
 from eformer._engine.record.check import MOST_EXPANSION, require_chunk_for
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.record.manifest import Coding, Extent, LeafEntry
+from eformer._engine.record.manifest import Coding, Extent, LeafEntry, RecordedSharding
 from eformer._engine.record.names import is_inside
 from eformer._engine.stores.directory import walk
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST, require_plain_files
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from eformer._engine.formats.others.orbax_metadata import TreeMetadata
-    from eformer._engine.record.manifest import RecordedSharding
+    from eformer._engine.formats.others.single_file import Library
     from eformer._engine.record.regions import Region
 
 _CACHE_BYTES = 2**25
@@ -42,8 +42,6 @@ _SCALAR_DTYPES = {
 }  # fmt: skip
 
 _AFTER_BLOSC = {"crc32c"}  # codecs that leave the header of blosc where it is
-
-Library = Literal["jax", "numpy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,9 @@ def open_arrays(store: ArrayStore, leaves: Mapping[str, ZarrArray]) -> dict[str,
         if _FILL_MISSING not in specs[path] and array.fill_value is None
     ]
     strict = {path: begin(specs[path] | {_FILL_MISSING: False}) for path in lenient}
-    return arrays | {path: _wait_for(store, path, future) for path, future in strict.items()}
+    arrays |= {path: _wait_for(store, path, future) for path, future in strict.items()}
+    _require_stored(store, arrays)
+    return arrays
 
 
 def _specs(store: ArrayStore, leaves: Mapping[str, ZarrArray]) -> dict[str, dict[str, Any]]:
@@ -160,7 +160,7 @@ def _wait_for(store: ArrayStore, path: str, future: Any) -> Any:
         ) from error
 
 
-def require_stored(store: ArrayStore, arrays: Mapping[str, Any]) -> None:
+def _require_stored(store: ArrayStore, arrays: Mapping[str, Any]) -> None:
     """Refuse arrays that are far larger than all files together, or of far more chunks: those are missing, which would
     be found out one by one. Missing chunks of smaller arrays may be fill values."""
     sizes = {path: array.size * (array.dtype.numpy_dtype.itemsize or 1) for path, array in arrays.items()}
@@ -198,8 +198,9 @@ def read_scalar(store: ArrayStore, path: str, array: Any) -> Any:
         raise CorruptionError(f"leaf {path!r} of {store.directory} cannot be read: {brief(error)}") from error
 
 
-def split_leaf(leaf: ZarrArray, array: Any) -> list[Chunk]:
-    """Check an array against its leaf and split it into the chunks to read."""
+def describe_leaf(leaf: ZarrArray, array: Any, chunks: list[Chunk], first_file: int) -> LeafEntry:
+    """Check an array against its leaf, and describe it. The chunks to read are added to `chunks`, which are the files
+    from number `first_file` on."""
     shape, dtype = tuple(array.shape), array.dtype.name
     if leaf.shape not in (None, shape):
         raise FormatError(
@@ -213,12 +214,7 @@ def split_leaf(leaf: ZarrArray, array: Any) -> list[Chunk]:
         raise FormatError(
             f"leaf {leaf.path!r} should hold PRNG keys of {leaf.key!r}, but is {dtype}{list(shape)}"
         )
-    return split_into_chunks(leaf.path, array, itemsize)
-
-
-def describe_leaf(leaf: ZarrArray, array: Any, chunks: Sequence[Chunk], first_file: int) -> LeafEntry:
-    """Describe an array whose chunks are the files from number `first_file` on."""
-    shape = tuple(array.shape)
+    own = split_into_chunks(leaf.path, array, itemsize)
     extents = tuple(
         Extent(
             number,
@@ -228,10 +224,11 @@ def describe_leaf(leaf: ZarrArray, array: Any, chunks: Sequence[Chunk], first_fi
             None if chunk.box.shape == shape else (chunk.box.start, chunk.box.stop),
             Coding("", chunk.box.shape),  # so that the chunk is read as a whole
         )
-        for number, chunk in enumerate(chunks, first_file)
+        for number, chunk in enumerate(own, first_file + len(chunks))
     )
+    chunks += own
     sharding = None if leaf.key else leaf.sharding
-    return LeafEntry(array.dtype.name, shape, extents, home=leaf.library, key=leaf.key, sharding=sharding)
+    return LeafEntry(dtype, shape, extents, home=leaf.library, key=leaf.key, sharding=sharding)
 
 
 # ---------------------------- chunks, each as if it were a file, whatever its codec and its database

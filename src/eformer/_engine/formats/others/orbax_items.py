@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.others.orbax_aggregate import is_aggregate
 from eformer._engine.formats.others.orbax_metadata import COMMITTED, JSON_FILE, SHARDINGS
+from eformer._engine.record.indexes import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.record.zarray import ZARRAY
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST, list_arrays, require_plain_files

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
+from eformer._engine.record.indexes import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.record.manifest import RecordedSharding
 from eformer._engine.record.names import BARE_LEAF, escape, join_name
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder, parse_json

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.formats.markers import ORBAX_TREE
 from eformer._engine.formats.others.orbax_aggregate import NAME as AGGREGATE
 from eformer._engine.formats.others.orbax_aggregate import (
-    ExternalArray,
     PlainValue,
     is_aggregate,
     read_aggregate,
@@ -26,10 +24,8 @@ from eformer._engine.formats.others.orbax_arrays import (
     inner_database,
     open_arrays,
     read_scalar,
-    require_stored,
-    split_leaf,
 )
-from eformer._engine.formats.others.orbax_items import ARRAY_NAME, PROCESS
+from eformer._engine.formats.others.orbax_items import ARRAY_NAME, PROCESS, TreeDirectory
 from eformer._engine.formats.others.orbax_metadata import (
     ARRAY_METADATAS,
     EMPTY_CONTAINERS,
@@ -44,26 +40,24 @@ from eformer._engine.formats.others.orbax_metadata import (
     read_strings,
     read_tree_metadata,
 )
-from eformer._engine.formats.others.single_file import ArrayInFile, describe_array
-from eformer._engine.record.manifest import DataFile, foreign_tree
+from eformer._engine.formats.others.single_file import ArrayInFile, Library, describe_array
+from eformer._engine.record.indexes import ORBAX_TREE
+from eformer._engine.record.manifest import DataFile, LeafEntry, TreeEntry, foreign_tree
 from eformer._engine.record.names import BARE_LEAF
 from eformer._engine.record.text import few
 from eformer._engine.record.values import value_to_json
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST, list_arrays, require_plain_files
-from eformer._engine.stores.virtual_files import ChainedFiles, VirtualFiles
+from eformer._engine.stores.virtual_files import ChainedFiles, VirtualFile, VirtualFiles
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from eformer._engine.formats.others.orbax_aggregate import Aggregate
-    from eformer._engine.formats.others.orbax_arrays import ArrayStore, Chunk, Library
-    from eformer._engine.formats.others.orbax_items import TreeDirectory
+    from eformer._engine.formats.others.orbax_aggregate import Aggregate, Leaf
+    from eformer._engine.formats.others.orbax_arrays import ArrayStore, Chunk
     from eformer._engine.formats.others.orbax_metadata import LeafMetadata, TreeMetadata
-    from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.stores.base import Files, Version
-    from eformer._engine.stores.virtual_files import VirtualFile
 
 _ELEMENT = "ELEMENT"  # the only leaf of an item that is one array, in the msgpack file
 
@@ -190,11 +184,10 @@ def read_tree(
 
 def _describe(store: ArrayStore, leaves: Mapping[str, Leaf], *, has_aggregate: bool) -> _Contents:
     arrays = open_arrays(store, {name: leaf for name, leaf in leaves.items() if isinstance(leaf, ZarrArray)})
-    require_stored(store, arrays)
     virtual = {
-        name: leaf.array.virtual_file
+        name: leaf.virtual_file
         for name, leaf in leaves.items()
-        if isinstance(leaf, AggregateArray) and leaf.array.virtual_file
+        if isinstance(leaf, ArrayInFile) and leaf.virtual_file
     }
     file_numbers = {name: number for number, name in enumerate(virtual, 1)}
     first_chunk = 1 + len(virtual) if has_aggregate else 0
@@ -204,14 +197,12 @@ def _describe(store: ArrayStore, leaves: Mapping[str, Leaf], *, has_aggregate: b
     for name, leaf in leaves.items():
         if isinstance(leaf, PlainValue):
             values[name] = leaf.value
-        elif isinstance(leaf, AggregateArray):
-            entries[name] = describe_array(leaf.array, leaf.library, file_numbers.get(name, 0))
+        elif isinstance(leaf, ArrayInFile):
+            entries[name] = describe_array(leaf, file_numbers.get(name, 0))
         elif leaf.is_scalar:
             values[name] = value_to_json(read_scalar(store, leaf.path, arrays[leaf.path]))
         else:
-            own = split_leaf(leaf, arrays[leaf.path])
-            entries[name] = describe_leaf(leaf, arrays[leaf.path], own, first_chunk + len(chunks))
-            chunks += own
+            entries[name] = describe_leaf(leaf, arrays[leaf.path], chunks, first_chunk)
     return _Contents(entries, values, list(virtual.values()), chunks, frozenset(arrays))
 
 
@@ -240,17 +231,6 @@ def _data_files(aggregate: Aggregate | None, contents: _Contents) -> Iterator[Da
 # --------- where each leaf is stored: listed in `_METADATA`, in the msgpack file, or in a zarr array
 
 
-@dataclass(frozen=True, slots=True)
-class AggregateArray:
-    """An array in the msgpack file."""
-
-    array: ArrayInFile
-    library: Library
-
-
-Leaf = PlainValue | AggregateArray | ZarrArray
-
-
 def leaves_in_metadata(directory: Path, tree: TreeMetadata, aggregate: Aggregate | None) -> dict[str, Leaf]:
     """Locate every leaf that `_METADATA` lists, by name; refuse a msgpack file that lists others."""
     strings, shardings = read_strings(directory), read_shardings(directory)
@@ -261,7 +241,7 @@ def leaves_in_metadata(directory: Path, tree: TreeMetadata, aggregate: Aggregate
         library: Library = "numpy" if kind == "np.ndarray" else "jax"
         listed = aggregate.leaves.get(leaf.name) if aggregate else None
         if isinstance(listed, ArrayInFile):
-            return AggregateArray(listed, library)
+            return replace(listed, library=library)
         if isinstance(listed, PlainValue):
             return listed
         if leaf.value_metadata.skip_deserialize and not aggregate:
@@ -283,15 +263,10 @@ def leaves_in_metadata(directory: Path, tree: TreeMetadata, aggregate: Aggregate
 def leaves_in_aggregate(directory: Path, aggregate: Aggregate) -> dict[str, Leaf]:
     """Locate every leaf that the msgpack file of `directory` holds or refers to, by name."""
     shardings = read_shardings(directory)
-
-    def locate(leaf: ArrayInFile | PlainValue | ExternalArray) -> Leaf:
-        if isinstance(leaf, ArrayInFile):
-            return AggregateArray(leaf, "jax")
-        if isinstance(leaf, PlainValue):
-            return leaf
-        return ZarrArray(leaf.path, sharding=shardings.get(leaf.path), shape=leaf.shape, driver=leaf.driver)
-
-    return {name: locate(leaf) for name, leaf in aggregate.leaves.items()}
+    return {
+        name: replace(leaf, sharding=shardings.get(leaf.path)) if isinstance(leaf, ZarrArray) else leaf
+        for name, leaf in aggregate.leaves.items()
+    }
 
 
 def _string(strings: Mapping[str, str], name: str, directory: Path) -> str:
@@ -303,7 +278,7 @@ def _string(strings: Mapping[str, str], name: str, directory: Path) -> str:
 def _require_same_leaves(
     directory: Path, tree: TreeMetadata, aggregate: Aggregate, found: Mapping[str, Leaf]
 ) -> None:
-    external = {name: leaf.path for name, leaf in aggregate.leaves.items() if isinstance(leaf, ExternalArray)}
+    external = {name: leaf.path for name, leaf in aggregate.leaves.items() if isinstance(leaf, ZarrArray)}
     stored = {leaf.name: leaf.stored_name for leaf in tree.leaves}
     # Orbax 0.5.4 to 0.5.20 names arrays for empty containers, of which it stores none.
     empty = stored.keys() - found.keys()

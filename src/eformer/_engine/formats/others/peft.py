@@ -8,19 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.formats.found import foreign_found
+from eformer._engine.formats.found import Found, Place, foreign_found
 from eformer._engine.formats.left_out import left_out
-from eformer._engine.formats.markers import PEFT_CONFIG
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.formats.safetensors.read import find_file
-from eformer._engine.record.indexes import MANIFEST
+from eformer._engine.record.indexes import MANIFEST, PEFT_CONFIG
 from eformer._engine.record.values import parse_json, value_to_json
-from eformer._engine.stores.base import read_whole
+from eformer._engine.stores.base import Store, Version, read_whole
 
 if TYPE_CHECKING:
-    from eformer._engine.formats.found import Found, Place
     from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.stores.base import Store, Version
 
 FORMAT = "PEFT adapter"
 

@@ -7,9 +7,9 @@ import io
 import os
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import IO, TYPE_CHECKING, Any, overload
+from typing import IO, TYPE_CHECKING, Any, Literal, overload
 
-from eformer._engine.formats.found import Foreign, foreign_found
+from eformer._engine.formats.found import FileReader, Foreign, Found, foreign_found
 from eformer._engine.record.manifest import (
     Coding,
     DataFile,
@@ -18,17 +18,17 @@ from eformer._engine.record.manifest import (
     TreeEntry,
     foreign_tree,
 )
-from eformer._engine.stores.virtual_files import VirtualFiles
+from eformer._engine.stores.virtual_files import VirtualFile, VirtualFiles
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from eformer._engine.formats.found import Found
     from eformer._engine.stores.base import Entry, Files, Store, Version
-    from eformer._engine.stores.virtual_files import VirtualFile
 
+Library = Literal["jax", "numpy"]
 
+FIRST_BYTES = 9  # by which readers recognise a file
 _READ_AHEAD = 2**16  # bytes
 _MAX_PLAIN_VALUE = 2**28  # bytes
 _MAX_ATTEMPTS = 100
@@ -74,6 +74,16 @@ def open_single_file(store: Store, name: str) -> Iterator[SingleFile]:
     entry, files = _hold(store, name)
     with closing(files):
         yield SingleFile(store, name, entry.nbytes, entry.version, files)
+
+
+def read_file(store: Store, name: str, what: str, *readers: FileReader) -> Found:
+    """Find the checkpoint that a file of a directory is, which should be `what` one of the readers reads."""
+    with open_single_file(store, name) as file:
+        first = file.read(0, FIRST_BYTES)
+        for read in readers:
+            if found := read(file, first):
+                return found
+        raise FormatError(f"{file.path} is not {what}: it begins with {first!r}")
 
 
 def _hold(store: Store, name: str) -> tuple[Entry, Files]:
@@ -161,7 +171,8 @@ class Window:
 class ArrayInFile:
     """An array in the file: its bytes lie at `offset`, or are the content of a `virtual_file` made of parts of it.
 
-    `is_encoded` marks a virtual file that has to be decoded as a whole. `key` names the generator of a PRNG key.
+    `is_encoded` marks a virtual file that has to be decoded as a whole. `key` names the generator of a PRNG key,
+    `library` whose arrays it is one of.
     """
 
     dtype: str
@@ -171,6 +182,7 @@ class ArrayInFile:
     virtual_file: VirtualFile | None = None
     is_encoded: bool = False
     key: str | None = None
+    library: Library = "jax"
 
 
 def describe_file(
@@ -179,7 +191,6 @@ def describe_file(
     arrays: Mapping[str, ArrayInFile],
     structure: Any,
     *,
-    library: str = "jax",
     values: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
     foreign: Foreign | None = None,
@@ -193,7 +204,7 @@ def describe_file(
     for leaf, array in arrays.items():
         if array.virtual_file:
             virtual.append(array.virtual_file)
-        entries[leaf] = describe_array(array, library, len(virtual) if array.virtual_file else 0)
+        entries[leaf] = describe_array(array, len(virtual) if array.virtual_file else 0)
     name = file.name
     tree = foreign_tree(
         files=(DataFile(name, file.nbytes), *(DataFile(f"{name}/{v.name}", v.nbytes) for v in virtual)),
@@ -210,11 +221,11 @@ def describe_file(
     return foreign_found(file.path, file.store, format_name, {"": tree}, {name: file.version}, foreign)
 
 
-def describe_array(array: ArrayInFile, library: str, file_number: int) -> LeafEntry:
+def describe_array(array: ArrayInFile, file_number: int) -> LeafEntry:
     """Describe an array whose bytes are in the file of this number: 0, or that of its virtual file."""
     coding = Coding("", array.shape) if array.is_encoded else None  # so that it is read as a whole
     extent = Extent(file_number, array.offset, array.nbytes, "", None, coding)
-    return LeafEntry(array.dtype, array.shape, (extent,), home=library, key=array.key)
+    return LeafEntry(array.dtype, array.shape, (extent,), home=array.library, key=array.key)
 
 
 def _opener(file: SingleFile, virtual: Sequence[VirtualFile]) -> Callable[[TreeEntry], VirtualFiles]:

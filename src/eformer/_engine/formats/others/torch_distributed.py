@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from eformer._engine.formats.found import Foreign, foreign_found
+from eformer._engine.formats.found import Foreign, Found, Place, foreign_found
 from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.others.flax import flatten_message
-from eformer._engine.formats.others.single_file import open_single_file
+from eformer._engine.formats.others.single_file import SingleFile, open_single_file
 from eformer._engine.formats.others.torch import (
     LEFT_OUT,
     TensorView,
@@ -34,16 +34,13 @@ from eformer._engine.record.manifest import (
 )
 from eformer._engine.record.text import few
 from eformer._engine.record.values import value_to_json
-from eformer._engine.stores.virtual_files import VirtualFiles
+from eformer._engine.stores.virtual_files import VirtualFile, VirtualFiles
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from eformer._engine.formats.found import Found, Place
-    from eformer._engine.formats.others.single_file import SingleFile
     from eformer._engine.stores.base import Store
-    from eformer._engine.stores.virtual_files import VirtualFile
 
 FORMAT = "PyTorch, distributed"
 METADATA, SUFFIX = ".metadata", ".distcp"

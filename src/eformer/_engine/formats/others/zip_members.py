@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from eformer._engine.formats.others.single_file import open_single_file
+from eformer._engine.formats.others.single_file import SingleFile, open_single_file
 from eformer._engine.record.pieces import PIECE_BYTES
 from eformer.errors import Damage, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from eformer._engine.formats.others.single_file import SingleFile
     from eformer._engine.stores.base import Store
 
 BEGINNINGS = (b"PK\x03\x04", b"PK\x05\x06")  # of the first member, or of the end of an empty archive
 
 _MEMBER_HEADER = struct.Struct("<4s22xHH")
-_IS_UTF8 = 0x800
+IS_ENCRYPTED, _IS_UTF8 = 0x1, 0x800
 _MAX_DESCRIPTOR = 24  # bytes that may follow a member, with its checksum and lengths
 
 # The errors that the zipfile module raises for files that are not archives.
@@ -98,23 +97,21 @@ def _find_start(file: SingleFile, info: zipfile.ZipInfo) -> int:
     )
 
 
-class Checked(Struct, frozen=True):
-    """Bytes of a file that have a checksum."""
+class Span(Struct, frozen=True):
+    """Bytes of a file, and their checksum if it is known."""
 
     offset: int
     nbytes: int
-    crc: int
+    crc: int | None = None
 
 
-def find_damages(store: Store, name: str, leaves: Mapping[str, Checked]) -> Iterator[Damage]:
+def find_damages(store: Store, name: str, leaves: Mapping[str, Span]) -> Iterator[Damage]:
     """Check the bytes that leaves are read from without decoding; the others are checked whenever they are decoded."""
-    with (
-        suppress(FileNotFoundError),
-        open_single_file(store, name) as file,
-    ):  # a missing file is reported by its leaves
+    # A missing file is reported by its leaves.
+    with suppress(FileNotFoundError), open_single_file(store, name) as file:
         for leaf, checked in leaves.items():
             found = _read_crc(file, checked.offset, checked.nbytes)
-            if found != checked.crc:
+            if checked.crc is not None and found != checked.crc:
                 problem = f"are damaged: their checksum is {found:08x}, expected {checked.crc:08x}"
                 yield Damage(leaf, name, checked.offset, checked.offset + checked.nbytes, problem)
 

@@ -13,13 +13,11 @@ import msgspec
 
 from eformer._engine.record.values import value_to_json
 from eformer._engine.record.zarray import ZARRAY, ChunkShape, Shape, chunk_counts, is_index, parse_zarray
-from eformer._engine.stores.base import read_whole
+from eformer._engine.stores.base import Store, read_whole
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    from eformer._engine.stores.base import Store
 
 ZATTRS = ".zattrs"  # of zarr 2
 ZARR_JSON = "zarr.json"
@@ -39,10 +37,7 @@ def convert_lenient(document: Any, kind: type[_T]) -> _T:
     """Convert what `parse_lenient` returned; raise a FormatError if it is not of this kind."""
     try:
         return msgspec.convert(document, kind)
-    except (
-        msgspec.ValidationError,
-        UnicodeEncodeError,
-    ) as error:  # the latter: a member named by a lone surrogate
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter: a lone surrogate in a name
         raise FormatError(str(error)) from error
 
 

@@ -13,7 +13,7 @@ from eformer._engine.record.digests import NO_DIGEST
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.manifest import Coding
 from eformer._engine.record.names import name_to_path
-from eformer._engine.record.planned import PlannedExtent, PlannedFile, no_digests
+from eformer._engine.record.planned import PlannedExtent, PlannedFile, Source, no_digests
 from eformer._engine.record.regions import Region
 from eformer._engine.record.zarray import ZARRAY
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from eformer._engine.record.options import SaveOptions
-    from eformer._engine.record.planned import Source
 
 # A chunk is the least that other programs can read. One that has to be encoded is in memory as a whole.
 _CHUNK_BYTES = 2**30

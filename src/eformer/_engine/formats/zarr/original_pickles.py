@@ -26,6 +26,7 @@ from eformer._engine.formats.pickles import (
     run,
 )
 from eformer._engine.record.dtypes import DTYPES
+from eformer._engine.record.names import MAX_DEPTH
 from eformer._engine.record.values import value_to_json
 from eformer.errors import FormatError
 
@@ -37,7 +38,6 @@ _HINT = "; pass template= (a tree of the same structure)"
 LEAF = 0
 
 _MAX_VALUE_DEPTH = 64
-_MAX_DEPTH = 250  # as of every tree: docs/format/structure.md
 
 
 class NotPlainError(FormatError):
@@ -179,8 +179,8 @@ def _assemble(nodes: list[Any]) -> Node:
 
 def _node(kind: Any, data: Any, node_class: Any, children: list[Node], leaf_count: int) -> Node:
     depth = 1 + max((child.depth for child in children), default=-1)
-    if depth > _MAX_DEPTH:
-        refuse(f"the tree is nested more than {_MAX_DEPTH} deep")
+    if depth > MAX_DEPTH:
+        refuse(f"the tree is nested more than {MAX_DEPTH} deep")
     if kind == LEAF and children:
         refuse("a leaf has children")
     leaves = 1 if kind == LEAF else sum(child.leaves for child in children)
