@@ -65,9 +65,7 @@ def test_an_interrupt_right_after_the_commit_removes_nothing(url):
 def test_a_refused_save_that_cannot_look_again_is_not_told_that_it_is_committed(url):
     save(tree(1), url)
     swap = Objects.swap
-    broken = mock.patch.object(
-        write, "read_manifest", mock.Mock(side_effect=OSError("the network is down"))
-    )
+    broken = mock.patch.object(write, "read_manifest", mock.Mock(side_effect=OSError("the network is down")))
 
     def refused(self, *args):
         with mock.patch.object(Objects, "swap", swap):

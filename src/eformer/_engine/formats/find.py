@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from eformer._engine.formats.found import DirectoryReader, Found, Place
+from eformer._engine.formats.found import DirectoryReader, Found, Place, kinds_if_there
 from eformer._engine.formats.others import (
     flax_directory,
     orbax,
@@ -17,7 +17,6 @@ from eformer._engine.formats.others import (
     zarr3,
 )
 from eformer._engine.formats.others import sniff as files
-from eformer._engine.formats.others.sniff import name_tensorflow, refuse_tensorflow
 from eformer._engine.formats.safetensors import read as safetensors
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX
 from eformer._engine.formats.steps import (
@@ -102,7 +101,7 @@ def signed_place(store: Store, name: str) -> tuple[Store, str, str]:
     is_run = not name and not is_checkpoint(store)
     if is_run and (last := next(steps_from_last(store), None)) is not None:
         return signed_place(store.at(last[1]), "")
-    if name and not any(each.startswith(name) for each in _names_in(store)):
+    if name and not any(each.startswith(name) for each in kinds_if_there(store)):
         _missing(store, name)
     where, signature = store.path_to(name) if name else store.url, store.path_to(signature_name(name))
     raise SignatureError(f"{where} is not signed: there is no {signature}")
@@ -226,17 +225,10 @@ def _version(found: Found, name: str) -> Version | None:
         return None
 
 
-def _names_in(store: Store) -> list[str]:
-    try:
-        return list(store.kinds())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
 def _missing(store: Store, name: str) -> NoReturn:
-    if not (there := _names_in(store)) and not is_there(store):
+    if not (there := kinds_if_there(store)) and not is_there(store):
         raise NotFoundError(f"no checkpoint at {store.path_to(name)}: {store.url} does not exist")
-    if other := name_tensorflow(name, there):
+    if other := files.name_tensorflow(name, there):
         raise FormatError(f"{store.url}: {other}")
     _, hint = next(with_nearest([name], there))
     raise NotFoundError(f"no checkpoint at {store.path_to(name)}{hint}")
@@ -381,7 +373,7 @@ DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     torch_distributed.by_metadata,
     torch.by_files,
     zarr3.by_description,
-    refuse_tensorflow,
+    files.refuse_tensorflow,
     torch_distributed.refuse_unfinished,
 )
 

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from eformer._engine.formats.others.single_file import SingleFile
     from eformer._engine.formats.quantized import Quantization
     from eformer._engine.record.signature import Verifier
-    from eformer._engine.stores.base import Files, Store, Version
+    from eformer._engine.stores.base import Files, Kind, Store, Version
 
     Describe = Callable[[], TreeEntry]
 
 
 class Trees(Mapping[str, "TreeEntry"]):
-    """Trees by prefix. Those that have to be described are so on first use: a damaged one does not affect the rest.
+    """Trees by prefix. Trees of other programs are described on first use, so a damaged one does not affect the rest.
 
     Directories in `also` can be loaded as prefixes, but were not saved under one; they are not counted or listed.
     `listed` describe trees without extents, those of which these are somewhere else.
@@ -63,7 +63,7 @@ class Trees(Mapping[str, "TreeEntry"]):
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """What only the reader of a format of another program knows of a checkpoint.
+    """Facts of a checkpoint that only the reader of another program's format knows.
 
     open_files      opens the bytes of trees whose extents are not files
     has_names       False for a file that stores one array after another; its leaves are named by number
@@ -92,7 +92,7 @@ class Found:
     only            the prefix of the tree that the path led to
     versions        the versions of files that were read, to detect a newer file of the same name; files that a manifest
                     names are never replaced
-    foreign         what the reader of another program's format knows beyond that
+    foreign         facts that only the reader of another program's format knows
     check_beside    checks files of eformer that hold no leaves: indexes for other readers, and marks
     is_part         True if leaves may lack boxes, which other processes hold
     key             the key by which everything that is read was signed; None if that was not asked for
@@ -194,6 +194,14 @@ class Place:
         if self._names is None:
             self._names = list(self.store.kinds())
         return self._names
+
+
+def kinds_if_there(store: Store) -> dict[str, Kind]:
+    """List a directory. One that does not exist has nothing in it."""
+    try:
+        return store.kinds()
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
 
 
 DirectoryReader = Callable[[Place], "Found | None"]

@@ -137,7 +137,10 @@ def _read(tree: TreeEntry, number: int, files: Files, origin: str) -> ProcessRec
             "They say where the leaves are; restore the file from a copy, or load an older checkpoint"
         )
     data = bytes(header)
-    return ProcessRecord.from_json(_carried(data, origin) if file.name.endswith(SUFFIX) else data, origin)
+    if not file.name.endswith(SUFFIX):
+        return ProcessRecord.from_json(data, origin)
+    carried = parse_json(data[8:], _Header, f"{origin} has no valid record of its process")
+    return ProcessRecord.from_json(carried.metadata.part, origin)
 
 
 class _Metadata(msgspec.Struct):
@@ -146,7 +149,3 @@ class _Metadata(msgspec.Struct):
 
 class _Header(msgspec.Struct):
     metadata: _Metadata = msgspec.field(name="__metadata__")
-
-
-def _carried(header: bytes, origin: str) -> str:
-    return parse_json(header[8:], _Header, f"{origin} has no valid record of its process").metadata.part

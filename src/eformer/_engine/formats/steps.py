@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex
 
+from eformer._engine.formats.found import kinds_if_there
 from eformer._engine.formats.others.orbax_items import has_items
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, PRIVATE, SUFFIX
 from eformer._engine.formats.safetensors.read import marked_file
@@ -70,7 +71,7 @@ def steps_in(store: Store) -> list[tuple[int, str]]:
     directories appear whole, a directory that has lost its index is damaged, and is listed: step-100 with files that
     may hold leaves, and run-100 with files or arrays that eformer wrote.
     """
-    names = sorted(_names_by_number(store).items())
+    names = sorted(_names_by_number(store.kinds()).items())
     if on_disk(store) is not None:
         return list(_steps_among(store, names))
     are_steps = _looked_at(store, [name for _, several in names for name in several])
@@ -91,7 +92,7 @@ def _looked_at(store: Store, names: Sequence[str]) -> dict[str, bool]:
 
 def steps_from_last(store: Store) -> Iterator[tuple[int, str]]:
     """Find the steps of a run by number and name, the last step first. Looks only into those that are asked for."""
-    return _steps_among(store, sorted(_names_if_there(store).items(), reverse=True))
+    return _steps_among(store, sorted(_names_by_number(kinds_if_there(store)).items(), reverse=True))
 
 
 def last_step_in(store: Store) -> tuple[int, str] | None:
@@ -101,7 +102,7 @@ def last_step_in(store: Store) -> tuple[int, str] | None:
 
 def name_of_step(store: Store, number: int) -> str:
     """Return the name that a step of a run has, or will have. Looks into no other directory."""
-    names = _names_if_there(store).get(number, [])
+    names = _names_by_number(kinds_if_there(store)).get(number, [])
     return next((name for _, name in _steps_among(store, [(number, names)])), step_name(number))
 
 
@@ -119,7 +120,7 @@ def name_to_save(store: Store, number: int) -> str:
 def remains_in(store: Store, known: Collection[str]) -> list[str]:
     """List the directories that have the names of steps, and are not steps: remains of dead saves and of removals. The
     steps that are `known` are not looked at again."""
-    names = [name for several in _names_if_there(store).values() for name in several]
+    names = [name for several in _names_by_number(kinds_if_there(store)).values() for name in several]
     return [name for name in names if name not in known and not _is_step(store, name)]
 
 
@@ -162,20 +163,13 @@ def is_run(store: Store) -> bool:
         return False
 
 
-def _names_by_number(store: Store) -> dict[int, list[str]]:
+def _names_by_number(kinds: Mapping[str, Kind]) -> dict[int, list[str]]:
     """List the names of directories, and links to some, that are like those of steps; for each number our own first."""
     found: dict[int, list[str]] = {}
-    for name, kind in store.kinds().items():
+    for name, kind in kinds.items():
         if kind != "file" and (number := step_number(name)) is not None:
             found.setdefault(number, []).append(name)
     return {number: sorted(names, key=lambda name: not _is_ours(name)) for number, names in found.items()}
-
-
-def _names_if_there(store: Store) -> dict[int, list[str]]:
-    try:
-        return _names_by_number(store)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
 
 
 def _steps_among(store: Store, names: Iterable[tuple[int, list[str]]]) -> Iterator[tuple[int, str]]:
@@ -205,10 +199,10 @@ def _has_lost_its_mark(store: Store, name: str) -> bool:
     """
     if not name.startswith(("step-", "run-")):
         return False
-    if (kind := store.kind(name)) != "directory":
-        return kind == "other" and _is_ours(
-            name
-        )  # a link that leads nowhere: the disk with the step is missing
+    if (
+        kind := store.kind(name)
+    ) != "directory":  # a link that leads nowhere: the disk with the step is missing
+        return kind == "other" and _is_ours(name)
     inside = store.at(name)
     try:
         kinds = inside.kinds()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.others import orbax
-from eformer._engine.formats.others.orbax_aggregate import NAME as AGGREGATE
+from eformer._engine.formats.others.orbax_aggregate import AGGREGATE
 from eformer._engine.formats.others.orbax_metadata import (
     ARRAY_METADATAS,
     COMMITTED,

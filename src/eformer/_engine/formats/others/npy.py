@@ -11,7 +11,6 @@ import re
 import struct
 import zipfile
 import zlib
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from msgspec import Struct
 
 from eformer._engine.formats.found import Foreign, Found
 from eformer._engine.formats.nested_names import nest, parts_of_name
-from eformer._engine.formats.others.single_file import ArrayInFile, SingleFile, describe_file
+from eformer._engine.formats.others.single_file import ArrayInFile, Library, SingleFile, describe_file
 from eformer._engine.formats.others.zip_members import (
     BEGINNINGS,
     IS_ENCRYPTED,
@@ -185,14 +184,14 @@ class NpyRecord(Struct, frozen=True):
         """Tell whether its elements lie in the file as eformer stores them."""
         return self.header.is_native and not self.is_deflated
 
-    def in_file(self) -> ArrayInFile:
+    def in_file(self, library: Library = "jax") -> ArrayInFile:
         """Describe the array: where it is, or that it has to be decoded."""
-        header = self.header
-        if not header.nbytes:
-            return ArrayInFile(header.dtype, header.shape, 0)
-        if self.is_plain:
-            return ArrayInFile(header.dtype, header.shape, header.nbytes, self.offset + header.header_nbytes)
-        return ArrayInFile(header.dtype, header.shape, header.nbytes, virtual_file=self, is_encoded=True)
+        header, is_encoded = self.header, bool(self.header.nbytes) and not self.is_plain
+        offset = self.offset + header.header_nbytes if header.nbytes and not is_encoded else 0
+        decoded = self if is_encoded else None
+        return ArrayInFile(
+            header.dtype, header.shape, header.nbytes, offset, decoded, is_encoded, library=library
+        )
 
     def read_into(self, read: ReadInto, memory: memoryview, offset: int) -> int:
         data = self.header.to_native(self.decode(read))[offset : offset + len(memory)]
@@ -275,11 +274,7 @@ def in_npz(file: SingleFile, first: bytes) -> Found | None:
     return describe_file(
         file,
         FORMAT,
-        {
-            name: replace(record.in_file(), library="numpy")
-            for name, record in records.items()
-            if name not in texts
-        },
+        {name: record.in_file("numpy") for name, record in records.items() if name not in texts},
         structure,
         values={name: value_to_json(_read_text(file, record)) for name, record in texts.items()},
         foreign=Foreign(find_damages=partial(find_damages, file.store, file.name, undecoded)),

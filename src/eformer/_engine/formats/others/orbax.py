@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 from eformer._engine.formats.found import Foreign, Found, Place, Trees
 from eformer._engine.formats.left_out import is_checkpoint, left_out
 from eformer._engine.formats.others.flax import flatten_message
-from eformer._engine.formats.others.orbax_aggregate import NAME as AGGREGATE
-from eformer._engine.formats.others.orbax_aggregate import is_aggregate, is_aggregate_in
+from eformer._engine.formats.others.orbax_aggregate import AGGREGATE, is_aggregate
 from eformer._engine.formats.others.orbax_arrays import ChunkFiles
 from eformer._engine.formats.others.orbax_items import (
     UNFINISHED,
@@ -114,7 +113,7 @@ def inside_run(run: Path, step: str) -> Path:
 def marks(directory: Path) -> list[str]:
     """List the files that make the directory itself an Orbax checkpoint, not only its items."""
     found = [name for name in (ORBAX_TREE, ORBAX_CHECKPOINT) if (directory / name).is_file()]
-    return [*found, AGGREGATE] if is_aggregate(directory) else found
+    return [*found, AGGREGATE] if is_aggregate(LocalStore(directory)) else found
 
 
 def _is_json_alone(names: Sequence[str]) -> bool:
@@ -251,7 +250,7 @@ def _is_one_in_bucket(place: Place) -> bool:
         return True
     if any(name.endswith(SUFFIX) for name in place.names):
         return False
-    if AGGREGATE in place.names and is_aggregate_in(place.store):
+    if AGGREGATE in place.names and is_aggregate(place.store):
         return True
     items = [name for name, kind in place.store.kinds().items() if kind == "directory"]
     items = [name for name in items if step_number(name) is None][:_MOST_ITEMS]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.stores.base import Store, Version
 
-NAME = "checkpoint"
+AGGREGATE = "checkpoint"
 
 _PICKLE = 0x80  # the first byte of protocol 2 and above; in msgpack, an empty dict
 
@@ -52,14 +52,10 @@ class Aggregate:
     leaves: Mapping[str, Leaf]
 
 
-def is_aggregate(directory: Path) -> bool:
+def is_aggregate(store: Store) -> bool:
     """Tell whether the directory has such a file: one of its name that begins like a tree in msgpack."""
-    return is_aggregate_in(LocalStore(directory))
-
-
-def is_aggregate_in(store: Store) -> bool:
     try:
-        first, entry = store.read(NAME, 0, 32)
+        first, entry = store.read(AGGREGATE, 0, 32)
     except (OSError, FormatError):
         return False
     if not first or (first[0] == _PICKLE and entry.nbytes > 1):
@@ -69,7 +65,7 @@ def is_aggregate_in(store: Store) -> bool:
 
 def read_aggregate(directory: Path) -> Aggregate:
     """Read the structure, the plain values and the places of the arrays, without the arrays themselves."""
-    with open_single_file(LocalStore(directory), NAME) as file:
+    with open_single_file(LocalStore(directory), AGGREGATE) as file:
         try:
             structure, leaves = flax.flatten_message(locate_arrays(Window(file)), is_leaf=flax.is_t5x_array)
             placed = {name: _place(leaf, name) for name, leaf in leaves.items()}

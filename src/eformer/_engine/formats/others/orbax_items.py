@@ -39,7 +39,7 @@ class TreeDirectory:
 
 def holds_tree(path: Path) -> bool:
     """Tell whether a directory holds a tree itself, not only in its items."""
-    return (path / ORBAX_TREE).is_file() or is_aggregate(path)
+    return (path / ORBAX_TREE).is_file() or is_aggregate(LocalStore(path))
 
 
 def find_item(path: Path, handlers: Mapping[str, Any]) -> TreeDirectory | None:
@@ -99,9 +99,7 @@ def holds_documents(path: Path) -> bool:
     """Tell whether a directory holds items of JSON and nothing else. Orbax before 0.5.20 left no mark there."""
     store = LocalStore(path)
     kinds = store.kinds()
-    if not kinds or any(
-        kind != "directory" for kind in kinds.values()
-    ):  # scratch of a run is not entered: it may go
+    if set(kinds.values()) != {"directory"}:  # scratch of a run is not entered: it may go
         return False
     return all(set(store.kinds(name)) - {COMMITTED} == {JSON_FILE} for name in kinds)
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.formats.others.orbax_aggregate import NAME as AGGREGATE
 from eformer._engine.formats.others.orbax_aggregate import (
+    AGGREGATE,
     PlainValue,
     is_aggregate,
     read_aggregate,
@@ -155,7 +155,7 @@ def read_tree(
     directory = place.directory
     root = "" if directory == checkpoint else directory.relative_to(checkpoint).as_posix()
     tree = read_tree_metadata(directory)
-    aggregate = read_aggregate(directory) if is_aggregate(directory) else None
+    aggregate = read_aggregate(directory) if is_aggregate(LocalStore(directory)) else None
     if place.is_single_array and not aggregate:
         tree = tree or metadata_of_single_array(ARRAY_NAME)
     store = array_store(directory, tree)
@@ -249,7 +249,11 @@ def leaves_in_metadata(directory: Path, tree: TreeMetadata, aggregate: Aggregate
                 f"leaf {leaf.name[:200]!r} is in {directory / AGGREGATE}, which is missing or damaged"
             )
         if kind == "string":
-            return PlainValue(value_to_json(_string(strings, stored, directory)))
+            if stored not in strings:
+                raise CorruptionError(
+                    f"leaf {stored!r} is a text, but {directory / STRINGS} does not have it"
+                )
+            return PlainValue(value_to_json(strings[stored]))
         key, sharding = generators.get(stored), shardings.get(stored)
         return ZarrArray(stored, library, key, sharding, is_scalar=kind == "scalar")
 
@@ -267,12 +271,6 @@ def leaves_in_aggregate(directory: Path, aggregate: Aggregate) -> dict[str, Leaf
         name: replace(leaf, sharding=shardings.get(leaf.path)) if isinstance(leaf, ZarrArray) else leaf
         for name, leaf in aggregate.leaves.items()
     }
-
-
-def _string(strings: Mapping[str, str], name: str, directory: Path) -> str:
-    if name not in strings:
-        raise CorruptionError(f"leaf {name!r} is a text, but {directory / STRINGS} does not have it")
-    return strings[name]
 
 
 def _require_same_leaves(

@@ -52,7 +52,7 @@ class SingleFile:
 
     def part(self, start: int, nbytes: int) -> SingleFile:
         """Return a file that lies inside of this one."""
-        return replace(self, start=start, nbytes=nbytes)
+        return replace(self, start=(self.start or 0) + start, nbytes=nbytes)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Read up to `nbytes` from `offset` on; less only at the end of the file."""
@@ -132,18 +132,17 @@ class Window:
     A mapped file would end the process if another program cut it short; a window only comes to its end early.
     """
 
-    def __init__(self, file: SingleFile, start: int = 0, stop: int | None = None) -> None:
-        self._file, self._start = file, start
-        self._stop = file.nbytes if stop is None else stop
+    def __init__(self, file: SingleFile) -> None:
+        self._file = file
         self._ahead, self._ahead_at = b"", 0
 
     def __len__(self) -> int:
-        return self._stop - self._start
+        return self._file.nbytes
 
     def __bytes__(self) -> bytes:
         if len(self) > _MAX_PLAIN_VALUE:
             raise FormatError(f"a plain value of {len(self)} bytes; at most {_MAX_PLAIN_VALUE} are read")
-        return self._file.read(self._start, len(self))
+        return self._file.read(0, len(self))
 
     @overload
     def __getitem__(self, at: int) -> int: ...
@@ -156,14 +155,14 @@ class Window:
             return self._read(at, at + 1)[0]
         start, stop, _ = at.indices(len(self))
         if stop - start > _READ_AHEAD:
-            return Window(self._file, self._start + start, self._start + stop)
+            return Window(self._file.part(start, stop - start))
         return self._read(start, stop)
 
     def _read(self, start: int, stop: int) -> bytes:
         stop = min(stop, len(self))
         if not self._ahead_at <= start <= stop <= self._ahead_at + len(self._ahead):
             self._ahead_at = start
-            self._ahead = self._file.read(self._start + start, min(_READ_AHEAD, len(self) - start))
+            self._ahead = self._file.read(start, _READ_AHEAD)
         return self._ahead[start - self._ahead_at : stop - self._ahead_at]
 
 

@@ -97,12 +97,12 @@ def in_file(store: Store, name: str) -> Found | None:
         first = file.read(0, FIRST_BYTES)
         if _is_safetensors(first, file.nbytes):
             return None
-        if other := name_other_format(file, name, first):
+        if other := _name_other_format(file, name, first):
             raise _is_other(file, other)
         for read in FILE_READERS:
             if found := read(file, first):
                 return _with_configuration(found, store)
-        if other := name_by_suffix(name):
+        if other := _name_by_suffix(name):
             raise _is_other(file, other)
         raise FormatError(
             f"{file.path} is not a checkpoint: it is not called *{SUFFIX}, and begins with {first!r}, unlike "
@@ -133,7 +133,7 @@ def _is_safetensors(first: bytes, file_nbytes: int) -> bool:
 # ------------------------------------------------------------------------- formats that are not read
 
 
-def name_other_format(file: SingleFile, name: str, first: bytes) -> str | None:
+def _name_other_format(file: SingleFile, name: str, first: bytes) -> str | None:
     """Name a format that eformer does not read, by the caller's `name` of a file of TensorFlow or by the first bytes;
     return None for others."""
     if _DATA.fullmatch(name) or name.endswith(".index"):
@@ -149,7 +149,7 @@ def name_other_format(file: SingleFile, name: str, first: bytes) -> str | None:
     return next((what for start, what in _BEGINNINGS.items() if first.startswith(start)), None)
 
 
-def name_by_suffix(name: str) -> str | None:
+def _name_by_suffix(name: str) -> str | None:
     """Name the format of a file that no reader knows by its suffix."""
     return _SUFFIXES.get(PurePath(name).suffix.lower())
 

@@ -55,10 +55,8 @@ _STREAM_NBYTES = 23
 _MEMBERS = (
     "data.pkl", "version", "byteorder", ".data/serialization_id", ".format_version", ".storage_alignment",
 )  # fmt: skip
-_MARKS = (
-    "/byteorder",
-    "/.data/serialization_id",
-)  # also of archives of something else, or of unfinished ones
+# Also of archives of something else, or of unfinished ones.
+_MARKS = ("/byteorder", "/.data/serialization_id")
 
 MODEL = "pytorch_model.bin"
 INDEX = f"{MODEL}.index.json"

@@ -243,13 +243,10 @@ def _as_saved(node: Any) -> Any:
         return node
     inside = {key: _as_saved(child) for key, child in node.items()}
     if inside and all(type(key) is int for key in inside) and set(inside) == set(range(len(inside))):
-        return [_or_none(inside[number]) for number in range(len(inside))]
+        items = (inside[number] for number in range(len(inside)))
+        return [None if item is LEFT_OUT else item for item in items]
     kept = {key: child for key, child in inside.items() if child is not LEFT_OUT}
     return split_names(kept) if kept and all(isinstance(c, _Tensor) for c in kept.values()) else kept
-
-
-def _or_none(item: Any) -> Any:
-    return None if item is LEFT_OUT else item
 
 
 class _Reader:

@@ -32,11 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _DTYPES = {
-    "float32": "float32", "float64": "float64", "float16": "float16", "bfloat16": "bfloat16", "uint8": "uint8",
-    "int8": "int8", "int16": "int16", "int32": "int32", "int64": "int64", "uint16": "uint16", "uint32": "uint32",
-    "uint64": "uint64", "bool": "bool", "complex64": "complex64", "complex128": "complex128",
-    "float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2", "float8_e4m3fnuz": "float8_e4m3fnuz",
-    "float8_e5m2fnuz": "float8_e5m2fnuz", "float8_e8m0fnu": "float8_e8m0fnu",
+    "float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32",
+    "uint64", "bool", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+    "float8_e8m0fnu",
 }  # fmt: skip
 _OF_STORAGES = {
     "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -164,8 +162,8 @@ def _tensor(arguments: tuple[Any, ...]) -> Any:
     named = more[0] if more and type(more[0]) is Global else None
     if type(storage) is not Storage:
         refuse("a tensor of a pickle has no storage")
-    dtype = storage.dtype if named is None else _DTYPES.get(named.name)
-    if dtype is None:
+    dtype = storage.dtype if named is None else named.name
+    if dtype is None or (named and dtype not in _DTYPES):
         return OtherTensor(f"elements of {str(named) if named else storage.kind}")
     marks = _marks(more[1:] if named else more)
     if unknown := sorted(marks - {"conj", "neg"}):

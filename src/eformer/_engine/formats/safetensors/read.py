@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from eformer._engine.formats.found import Foreign, Found, Place, foreign_found
+from eformer._engine.formats.found import Foreign, Found, Place, foreign_found, kinds_if_there
 from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.nested_names import nest, parts_of_name
 from eformer._engine.formats.process_records import joined_trees
@@ -63,10 +63,7 @@ def in_file(store: Store, name: str) -> Found:
 def by_base_name(store: Store, base: str) -> Found | None:
     """Find the checkpoint of the index, the file or the shards that a name without suffix stands for; None if there
     are none."""
-    try:
-        there = store.kinds()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    there = kinds_if_there(store)
     for name in (base + INDEX_SUFFIX, base + SUFFIX):
         if name in there:
             return in_file(store, name)
@@ -313,12 +310,14 @@ def _refuse_unfinished(store: Store, groups: Mapping[str, Headers]) -> None:
 
 def marked_file(store: Store) -> str | None:
     """Return the name of a file that eformer wrote; None if there is none."""
-    for name in store.kinds():
-        if name.endswith(SUFFIX):
-            with suppress(FormatError, OSError):
-                if is_marked(open_header(store, name).header.metadata):
-                    return name
-    return None
+    return next((name for name in store.kinds() if name.endswith(SUFFIX) and is_ours(store, name)), None)
+
+
+def is_ours(store: Store, name: str) -> bool:
+    """Tell whether eformer wrote a file, which is a whole safetensors file."""
+    with suppress(FormatError, OSError):
+        return is_marked(open_header(store, name).header.metadata)
+    return False
 
 
 class _Index(msgspec.Struct):
@@ -385,9 +384,10 @@ def _open_all(store: Store, index: str, names: Sequence[str]) -> Headers:
 def tree_of(files: Headers) -> TreeEntry:
     """Describe the files as a tree of dicts, nested by the dots in the tensors' names. It has no digests."""
     tensors = {
-        name: LeafEntry(dtype_of(found), found.shape, (_extent_at(number, found.data_offsets),))
+        name: LeafEntry(dtype_of(found), found.shape, (Extent(number, start, stop - start, ""),))
         for number, file in enumerate(files.values())
         for name, found in file.header.tensors.items()
+        for start, stop in [found.data_offsets]
     }
     structure, leaves = nest(tensors, parts_of_name)
     return foreign_tree(
@@ -396,7 +396,3 @@ def tree_of(files: Headers) -> TreeEntry:
         structure=structure,
         leaves=leaves,
     )
-
-
-def _extent_at(file: int, offsets: tuple[int, int]) -> Extent:
-    return Extent(file, offsets[0], offsets[1] - offsets[0], "")

@@ -15,7 +15,7 @@ import msgspec
 
 from eformer._engine.formats.find import FOREIGN, find
 from eformer._engine.formats.process_records import CARRIED
-from eformer._engine.formats.safetensors.header import open_header, read_metadata
+from eformer._engine.formats.safetensors.header import read_metadata
 from eformer._engine.formats.safetensors.hf_index import bring_up_to_date, save_of_index
 from eformer._engine.formats.safetensors.layout import header_of, own_nbytes, plan_files
 from eformer._engine.formats.safetensors.names import (
@@ -30,7 +30,7 @@ from eformer._engine.formats.safetensors.names import (
     renumbered,
     unique_names,
 )
-from eformer._engine.formats.safetensors.read import read_manifest
+from eformer._engine.formats.safetensors.read import is_ours, read_manifest
 from eformer._engine.formats.write_format import ManifestIndex
 from eformer._engine.record.digests import stamp_digest
 from eformer._engine.record.indexes import INDEX as ZARR_INDEX
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Safetensors:
-    """What both formats have."""
+    """The base of both formats."""
 
     name: ClassVar = SAFETENSORS
     keeps_records: ClassVar = True
@@ -128,7 +128,7 @@ class SafetensorsDirectory(_Safetensors):
         """List names that a new tree would use, where files of other programs have them."""
         base = base_name(self.prefix)
         yield from (ORBAX_TREE, PEFT_CONFIG)
-        if base + SUFFIX in there and not _is_ours(store, base + SUFFIX):
+        if base + SUFFIX in there and not is_ours(store, base + SUFFIX):
             yield base + SUFFIX
         index = base + INDEX_SUFFIX
         if save_of_index(store, index, there.get(index))[0] is None:
@@ -231,13 +231,6 @@ def _leftovers(store: Store, names: Iterable[str], named: set[str], bases: set[s
         and name not in named
         and is_leftover(name, _metadata(store, name), bases)
     ]
-
-
-def _is_ours(store: Store, name: str) -> bool:
-    """Tell whether eformer wrote a file, which is a whole safetensors file."""
-    with suppress(FormatError, OSError):
-        return is_marked(open_header(store, name).header.metadata)
-    return False
 
 
 def _metadata(store: Store, name: str) -> Mapping[str, str]:

@@ -40,8 +40,6 @@ from eformer.errors import CorruptionError, Damage, FormatError, NotFoundError, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from eformer._engine.record.manifest import TreeEntry
-
 FOREIGN = "tensorstore, of another writer"
 
 _METADATA = "checkpoint_metadata.json"
@@ -102,7 +100,8 @@ def _listed_tree(store: Store, prefix: str, listed: list[Listed], versions: Vers
     try:
         if found := _structure(store, prefix):
             metadata["custom_metadata"] = value_to_json(found.extras)
-            arrays = _by_leaf(found, listed)
+            by_path = {array.path: array for array in listed}
+            arrays = {name: by_path.get(path, Listed(path)) for name, path in found.arrays.items()}
             return tree_of_arrays(
                 store, arrays, versions, structure=found.document, values=found.values, metadata=metadata
             )
@@ -113,11 +112,6 @@ def _listed_tree(store: Store, prefix: str, listed: list[Listed], versions: Vers
     if unreadable is not None:
         tree = msgspec.structs.replace(tree, structure=msgspec.Raw(msgspec.json.encode(unreadable)))
     return tree
-
-
-def _by_leaf(structure: OriginalStructure, listed: list[Listed]) -> dict[str, Listed]:
-    by_path = {array.path: array for array in listed}
-    return {name: by_path.get(path, Listed(path)) for name, path in structure.arrays.items()}
 
 
 def _structure(store: Store, prefix: str) -> OriginalStructure | None:
