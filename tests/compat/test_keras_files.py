@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer._engine.formats.others import hdf5
+from eformer._engine.formats.others import keras_files
 from eformer.errors import EformerError, FormatError
 from support.commands import run
 
@@ -151,7 +151,7 @@ def test_whatever_keras_does_not_write_is_refused_by_name(tmp_path, what, messag
 
 def test_a_file_that_keeps_hdf5_busy_for_ever_is_refused(monkeypatch):
     """A damaged heap of texts, in which the library never comes to an end."""
-    monkeypatch.setattr(hdf5, "_SECONDS", 1)
+    monkeypatch.setattr(keras_files, "_SECONDS", 1)
     with pytest.raises(
         FormatError, match=r"endless.h5 .* the library of HDF5 failed, or needed more than 1 s"
     ):

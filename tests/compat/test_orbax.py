@@ -16,9 +16,13 @@ import tensorstore
 
 from eformer import checkpoint
 from eformer._engine.formats.others import orbax, orbax_reader
-from eformer._engine.formats.others.orbax_chunks import split_into_chunks
-from eformer._engine.formats.others.orbax_metadata import KeyMetadata, LeafMetadata, ValueMetadata
-from eformer._engine.formats.others.orbax_structure import build_structure
+from eformer._engine.formats.others.orbax_arrays import split_into_chunks
+from eformer._engine.formats.others.orbax_metadata import (
+    KeyMetadata,
+    LeafMetadata,
+    ValueMetadata,
+    build_structure,
+)
 from eformer._engine.trees.flatten import flatten
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 from support.trees import assert_same
@@ -371,7 +375,7 @@ def test_an_array_of_terabytes_without_its_chunks_is_told_at_once(copy, chunks, 
     described = json.loads((path / "params.emb" / ".zarray").read_text())
     changed = described | {"shape": [2**20, 2**20], "chunks": chunks, "fill_value": fill}
     (path / "params.emb" / ".zarray").write_text(json.dumps(changed))
-    monkeypatch.setattr(orbax_reader, "split_leaf", None)  # chunks are not gone through
+    monkeypatch.setattr(orbax_reader, "describe_leaf", None)  # chunks are not gone through
     for call in (checkpoint.load, checkpoint.verify, checkpoint.inspect, checkpoint.open):
         with pytest.raises(FormatError, match=r"cannot hold its arrays, of \d{13} bytes.*'params.emb'"):
             call(path)

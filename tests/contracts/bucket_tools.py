@@ -318,7 +318,7 @@ class BucketTools:
     def test_steps_of_orbax_are_listed_and_removed_without_copying_them(self, url, monkeypatch):
         for step in (1, 2, 3):
             upload(DATA / "v0_standard", f"{url}/{step}")
-        monkeypatch.setattr("eformer._engine.formats.others.orbax_in_bucket.copy_of", None)
+        monkeypatch.setattr("eformer._engine.formats.others.orbax.copy_of", None)
         assert [step.number for step in checkpoint.steps(url)] == [1, 2, 3]
         assert checkpoint.latest(url) == f"{url}/3"
         with pytest.raises(NotFoundError, match="another program wrote it"):

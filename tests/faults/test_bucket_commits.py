@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer._engine.formats.safetensors import directory
+from eformer._engine.formats.safetensors import write
 from eformer._engine.record.indexes import MANIFEST
 from eformer._engine.runs.writer import Writer
 from eformer._engine.stores import bucket, leases
@@ -65,9 +65,7 @@ def test_an_interrupt_right_after_the_commit_removes_nothing(url):
 def test_a_refused_save_that_cannot_look_again_is_not_told_that_it_is_committed(url):
     save(tree(1), url)
     put_if = Objects.put_if
-    broken = mock.patch.object(
-        directory, "read_manifest", mock.Mock(side_effect=OSError("the network is down"))
-    )
+    broken = mock.patch.object(write, "read_manifest", mock.Mock(side_effect=OSError("the network is down")))
 
     def refused(self, *args):
         with mock.patch.object(Objects, "put_if", put_if):

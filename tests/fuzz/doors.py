@@ -15,7 +15,7 @@ import numpy as np
 import eformer
 from eformer import checkpoint, pytree
 from eformer._engine.formats.msgpack import reader
-from eformer._engine.formats.msgpack.views import unpack
+from eformer._engine.formats.msgpack.reader import unpack
 from eformer._engine.formats.msgpack.writer import pack
 from eformer._engine.stores.checkpoints import remove_checkpoint
 from eformer._engine.stores.locate import store_at

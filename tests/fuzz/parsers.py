@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.formats.msgpack.views import unpack
+from eformer._engine.formats.msgpack.reader import unpack
 from eformer._engine.formats.others import torch_distributed, zarr3
 from eformer._engine.formats.others.npy import parse_npy_header
-from eformer._engine.formats.others.orbax_metadata import CheckpointMetadata, TreeMetadata
-from eformer._engine.formats.others.orbax_structure import build_structure
+from eformer._engine.formats.others.orbax_metadata import CheckpointMetadata, TreeMetadata, build_structure
 from eformer._engine.formats.others.single_file import SingleFile
 from eformer._engine.formats.others.sniff import FILE_READERS
 from eformer._engine.formats.safetensors.header import header_length, parse_header

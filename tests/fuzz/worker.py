@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 
-from eformer._engine.formats.others import hdf5
+from eformer._engine.formats.others import keras_files
 from eformer._engine.stores.local import LocalStore
 from fuzz.cases import Case
 from fuzz.fuzzer import Finding, Fuzzer, shares
@@ -136,7 +136,7 @@ def repeat(root: Path, path: Path) -> None:
 def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("eformer").setLevel(logging.CRITICAL)
-    hdf5._SECONDS = 2  # which damaged files may take
+    keras_files._SECONDS = 2  # which damaged files may take
     root = Path(sys.argv[1])
     if sys.argv[2] == "--repeat":
         repeat(root, Path(sys.argv[3]))

@@ -60,7 +60,7 @@ def checkpoint_facts(
     steps = steps_in(where, list(store.kinds())) if where and where.is_dir() else []
     if steps and Path(found.path).name == steps[-1]:
         facts["steps"] = steps
-    if found.find_damages:
+    if found.foreign.find_damages:
         facts["checksums"] = True
     if damage:
         facts["damage"] = damage

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from eformer._engine.formats.safetensors.names import SUFFIX
-from eformer._engine.formats.zarr.plain_arrays import discover
+from eformer._engine.formats.zarr.read import discover
 from eformer._engine.loading.load import load_tree
 from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.record.digests import sha256_of

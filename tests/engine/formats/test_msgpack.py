@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eformer._engine.formats.msgpack.views import unpack
+from eformer._engine.formats.msgpack.reader import unpack
 from eformer._engine.formats.msgpack.writer import can_pack, pack
 from eformer.errors import FormatError, LeafError
 from support.trees import Moments, assert_same, flax_trees, leaves
@@ -198,7 +198,7 @@ def test_views_at_odd_addresses_still_work_in_numpy_and_jax(name):
 
 def test_reading_and_writing_numpy_trees_does_not_import_jax():
     code = (
-        "import sys, io, numpy as np; from eformer._engine.formats.msgpack.views import unpack; from eformer._engine.formats.msgpack.writer import pack\n"
+        "import sys, io, numpy as np; from eformer._engine.formats.msgpack.reader import unpack; from eformer._engine.formats.msgpack.writer import pack\n"
         "out = io.BytesIO(); pack({'a': np.ones(3)}, out.write, max_chunk=9, sort_keys=True)\n"
         "assert unpack(out.getvalue())['a'].sum() == 3; assert 'jax' not in sys.modules"
     )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer._engine.formats.zarr.zarray import chunk_shape, chunks_of, count_chunks
+from eformer._engine.formats.zarr.layout import chunk_shape, chunks_of, count_chunks
 from eformer._engine.record.pieces import is_tiling
 
 # Long axes, or many of them: both would be millions of elements, and as many chunks.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer._engine.formats.zarr.zarray import zarray
+from eformer._engine.formats.zarr.layout import zarray
 from eformer._engine.record.zarray import parse_zarray
 from eformer.errors import FormatError
 

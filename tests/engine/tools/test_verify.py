@@ -9,7 +9,7 @@ import pytest
 import safetensors.numpy
 
 from eformer import checkpoint
-from eformer._engine.formats.safetensors import directory, hf_index
+from eformer._engine.formats.safetensors import hf_index, write
 from eformer.checkpoint import SaveOptions, save, verify
 from eformer.errors import NotFoundError
 from support.damage import flip
@@ -122,7 +122,7 @@ def test_an_index_of_another_program_is_not_looked_at(shards):
 
 def test_an_index_that_a_save_is_about_to_write_is_waited_for(shards, monkeypatch):
     """The manifest is swapped first, the index is written last."""
-    saves, began, bring = [], threading.Event(), directory.bring_up_to_date
+    saves, began, bring = [], threading.Event(), write.bring_up_to_date
 
     def slowly(*args):
         began.set()
@@ -136,7 +136,7 @@ def test_an_index_that_a_save_is_about_to_write_is_waited_for(shards, monkeypatc
         asked.set()
         return found
 
-    monkeypatch.setattr(directory, "bring_up_to_date", slowly)
+    monkeypatch.setattr(write, "bring_up_to_date", slowly)
     monkeypatch.setattr(hf_index, "_differences", look)
     again = {"a": np.ones(100), "b": np.arange(100.0)}
     saves.append(

@@ -25,8 +25,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from eformer._engine.record.names import name_to_path
-from eformer._engine.trees.flatten import MAX_DEPTH, flatten
+from eformer._engine.record.names import MAX_DEPTH, name_to_path
+from eformer._engine.trees.flatten import flatten
 from eformer._engine.trees.key_paths import is_array_like, join_key, leaf_key_paths
 from eformer._engine.trees.nodes import register_node
 from eformer._engine.trees.unflatten import unflatten, unflatten_like

@@ -17,7 +17,6 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Buffer, Callable  # type: ignore[attr-defined,unused-ignore]  # Python 3.12
 
-
 # ------------------------------------------------------------------------------------------- chunks
 
 

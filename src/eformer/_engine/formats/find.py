@@ -7,19 +7,16 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from eformer._engine.formats.markers import ORBAX_TREE
+from eformer._engine.formats.found import DirectoryReader, Found, Place, kinds_if_there
 from eformer._engine.formats.others import (
     flax_directory,
     orbax,
-    orbax_in_bucket,
     peft,
-    tensorflow,
-    torch_directory,
+    torch,
     torch_distributed,
     zarr3,
 )
 from eformer._engine.formats.others import sniff as files
-from eformer._engine.formats.read_format import DirectoryReader, Place
 from eformer._engine.formats.safetensors import read as safetensors
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX
 from eformer._engine.formats.steps import (
@@ -31,9 +28,9 @@ from eformer._engine.formats.steps import (
     steps_from_last,
 )
 from eformer._engine.formats.zarr import read as arrays
-from eformer._engine.record.indexes import INDEX, MANIFEST
+from eformer._engine.record.indexes import INDEX, MANIFEST, ORBAX_TREE
 from eformer._engine.record.names import with_nearest
-from eformer._engine.record.signature import signature_name
+from eformer._engine.record.signature import Verifier, signature_name
 from eformer._engine.record.text import few
 from eformer._engine.stores.local import is_there, on_disk, resolved
 from eformer._engine.stores.locate import locate, store_at
@@ -53,8 +50,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from eformer._engine.formats.found import Found
-    from eformer._engine.record.signature import Verifier
     from eformer._engine.stores.base import Store, Version
 
 T = TypeVar("T")
@@ -109,7 +104,7 @@ def signed_place(store: Store, name: str) -> tuple[Store, str, str]:
     is_run = not name and not is_checkpoint(store)
     if is_run and (last := next(steps_from_last(store), None)) is not None:
         return signed_place(store.at(last[1]), "")
-    if name and not any(each.startswith(name) for each in _names_in(store)):
+    if name and not any(each.startswith(name) for each in kinds_if_there(store)):
         _missing(store, name)
     where, signature = store.path_to(name) if name else store.url, store.path_to(signature_name(name))
     raise SignatureError(f"{where} is not signed: there is no {signature}")
@@ -233,17 +228,10 @@ def _version(found: Found, name: str) -> Version | None:
         return None
 
 
-def _names_in(store: Store) -> list[str]:
-    try:
-        return list(store.kinds())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
 def _missing(store: Store, name: str) -> NoReturn:
-    if not (there := _names_in(store)) and not is_there(store):
+    if not (there := kinds_if_there(store)) and not is_there(store):
         raise NotFoundError(f"no checkpoint at {store.path_to(name)}: {store.url} does not exist")
-    if other := tensorflow.name_prefix(name, there):
+    if other := files.name_tensorflow(name, there):
         raise FormatError(f"{store.url}: {other}")
     _, hint = next(with_nearest([name], there))
     raise NotFoundError(f"no checkpoint at {store.path_to(name)}{hint}")
@@ -359,7 +347,9 @@ def _readable_of_orbax(store: Store, name: str) -> Found | None:
     try:
         found = find_step(store.path_to(name))
         return (
-            found if found.is_costly or any(_can_be_read(found, prefix) for prefix in found.trees) else None
+            found
+            if found.foreign.is_costly or any(_can_be_read(found, prefix) for prefix in found.trees)
+            else None
         )
     except (FormatError, FileNotFoundError):
         return None
@@ -380,15 +370,14 @@ DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     _by_steps,
     flax_directory.by_steps,
     orbax.by_marks,
-    orbax_in_bucket.by_marks,
     peft.by_config,
     safetensors.by_files,
     arrays.without_index,
     flax_directory.by_model,
     torch_distributed.by_metadata,
-    torch_directory.by_files,
+    torch.by_files,
     zarr3.by_description,
-    tensorflow.refuse,
+    files.refuse_tensorflow,
     torch_distributed.refuse_unfinished,
 )
 
@@ -396,7 +385,7 @@ DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
 def problem_of(found: Found) -> str | None:
     """Say which file of a checkpoint is missing or has another length than it should; None if none. Digests are not
     checked. What would have to be copied first is not looked at."""
-    if found.is_costly:
+    if found.foreign.is_costly:
         return None
     for tree in found.trees.values():
         files = found.files(tree)
@@ -417,7 +406,7 @@ def _in_directory(place: Place) -> Found:
                 raise NotFoundError(
                     f"no checkpoint at {store.url}: it was removed, or never saved completely"
                 )
-            if not found.is_costly and not found.trees:
+            if not found.foreign.is_costly and not found.trees:
                 raise NotFoundError(f"{store.url} holds no trees: its index lists none")
             return found
     newest = newest_step(store)
@@ -435,7 +424,7 @@ def _nothing_in(store: Store, names: list[str]) -> NoReturn:
         raise NotFoundError(f"{store.url} holds no checkpoint: {_EMPTY_RUN}")
     raise NotFoundError(
         f"{store.url} holds no checkpoint: looked for {INDEX}, {MANIFEST}, *{INDEX_SUFFIX}, *{SUFFIX}, "
-        f"{torch_directory.MODEL}, *{torch_distributed.SUFFIX}, {flax_directory.MODEL}, checkpoint_N of flax, Orbax's "
+        f"{torch.MODEL}, *{torch_distributed.SUFFIX}, {flax_directory.MODEL}, checkpoint_N of flax, Orbax's "
         f"{ORBAX_TREE} or a tree in msgpack called checkpoint, and zarr arrays; found {there}{hint}"
     )
 

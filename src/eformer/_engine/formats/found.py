@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from eformer._engine.record.manifest import Manifest, TreeEntry
 from eformer._engine.record.names import with_nearest
 from eformer._engine.stores.directory import directory_inside
-from eformer._engine.stores.local import on_disk
+from eformer._engine.stores.local import is_there, on_disk
 from eformer._engine.stores.local_copy import copy_of
 from eformer._engine.stores.ocdbt import DatabaseFiles
-from eformer.errors import NotFoundError
+from eformer.errors import Damage, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
+    from eformer._engine.formats.others.single_file import SingleFile
     from eformer._engine.formats.quantized import Quantization
-    from eformer._engine.record.manifest import Manifest, TreeEntry
     from eformer._engine.record.signature import Verifier
-    from eformer._engine.stores.base import Files, Store, Version
-    from eformer.errors import Damage
+    from eformer._engine.stores.base import Files, Kind, Store, Version
+
+    Describe = Callable[[], TreeEntry]
 
 
 class Trees(Mapping[str, "TreeEntry"]):
@@ -32,19 +32,18 @@ class Trees(Mapping[str, "TreeEntry"]):
 
     def __init__(
         self,
-        ours: Mapping[str, TreeEntry],
-        others: Mapping[str, Callable[[], TreeEntry]],
-        also: Mapping[str, Callable[[], TreeEntry]],
-        listed: Mapping[str, Callable[[], TreeEntry]] | None = None,
+        whole: Mapping[str, TreeEntry],
+        others: Mapping[str, Describe],
+        also: Mapping[str, Describe],
+        listed: Mapping[str, Describe] | None = None,
     ) -> None:
-        self._known, self._others, self._also = dict(ours), others, also
-        self._listed = listed or {}
-        self._prefixes = [*ours, *others]
+        self.also = tuple(also)
+        self._known, self._describe, self._listed = dict(whole), {**also, **others}, listed or {}
+        self._prefixes = [*whole, *others]
 
     def __getitem__(self, prefix: str) -> TreeEntry:
         if prefix not in self._known:
-            describe = self._others[prefix] if prefix in self._others else self._also[prefix]
-            self._known[prefix] = describe()
+            self._known[prefix] = self._describe[prefix]()
         return self._known[prefix]
 
     def listed(self, prefix: str) -> TreeEntry:
@@ -53,7 +52,7 @@ class Trees(Mapping[str, "TreeEntry"]):
         return self[prefix] if is_known else self._listed[prefix]()
 
     def __contains__(self, prefix: object) -> bool:
-        return prefix in self._prefixes or prefix in self._also
+        return prefix in self._known or prefix in self._describe
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._prefixes)
@@ -62,8 +61,26 @@ class Trees(Mapping[str, "TreeEntry"]):
         return len(self._prefixes)
 
 
-def _is_not_quantized(_: TreeEntry) -> None:
-    return None
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """Facts of a checkpoint that only the reader of another program's format knows.
+
+    open_files      opens the bytes of trees whose extents are not files
+    has_names       False for a file that stores one array after another; its leaves are named by number
+    find_damages    checks checksums that cannot be checked by reading a piece of a file
+    find_left_out   lists the files that are not read and may hold leaves
+    refused         leaves of kinds that eformer does not store, each with its kind
+    find_quantized  tells how a tree is quantised; None if it is not
+    is_costly       True if everything is copied to this machine as soon as a tree is asked for
+    """
+
+    open_files: Callable[[TreeEntry], Files] | None = None
+    has_names: bool = True
+    find_damages: Callable[[], Iterator[Damage]] | None = None
+    find_left_out: Callable[[], tuple[str, ...]] = tuple
+    refused: Mapping[str, str] = field(default_factory=dict)
+    find_quantized: Callable[[TreeEntry], Quantization | None] = lambda _: None
+    is_costly: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +90,11 @@ class Found:
     path            the path by which to find it again
     trees           by prefix, the trees of the manifest and those of other programs
     only            the prefix of the tree that the path led to
-    also            directories that can be loaded as prefixes, too
     versions        the versions of files that were read, to detect a newer file of the same name; files that a manifest
                     names are never replaced
-
-    Only some formats of other programs need:
-
-    open_files      opens the bytes of trees whose extents are not files
-    has_names       False for a file that stores one array after another; its leaves are named by number
-    find_damages    checks checksums that cannot be checked by reading a piece of a file
-    find_left_out   lists the files that are not read and may hold leaves
-    refused         leaves of kinds that eformer does not store, each with its kind
-    find_quantized  tells how a tree is quantised; None if it is not
-
+    foreign         facts that only the reader of another program's format knows
     check_beside    checks files of eformer that hold no leaves: indexes for other readers, and marks
-
     is_part         True if leaves may lack boxes, which other processes hold
-    is_costly       True if everything is copied to this machine as soon as a tree is asked for
     key             the key by which everything that is read was signed; None if that was not asked for
     """
 
@@ -98,17 +103,10 @@ class Found:
     manifest: Manifest
     trees: Mapping[str, TreeEntry]
     only: str | None = None
-    also: tuple[str, ...] = ()
     versions: Mapping[str, Version] = field(default_factory=dict)
-    open_files: Callable[[TreeEntry], Files] | None = None
-    has_names: bool = True
-    find_damages: Callable[[], Iterator[Damage]] | None = None
-    find_left_out: Callable[[], tuple[str, ...]] = tuple
-    refused: Mapping[str, str] = field(default_factory=dict)
-    find_quantized: Callable[[TreeEntry], Quantization | None] = _is_not_quantized
+    foreign: Foreign = Foreign()
     check_beside: Callable[[], list[Damage]] = list
     is_part: bool = False
-    is_costly: bool = False
     key: Verifier | None = None
 
     def tree(self, prefix: str | None) -> TreeEntry:
@@ -134,24 +132,37 @@ class Found:
             prefix = next(iter(available), None)
         prefix = prefix or ""
         if prefix not in self.trees:
-            hint = next(with_nearest([prefix], [*available, *self.also]))[1]
-            raise ValueError(
-                f"{self.path} has no prefix {prefix!r}{hint}; available prefixes: {[*available, *self.also]}"
-            )
+            available += self.trees.also if isinstance(self.trees, Trees) else ()
+            hint = next(with_nearest([prefix], available))[1]
+            raise ValueError(f"{self.path} has no prefix {prefix!r}{hint}; available prefixes: {available}")
         return prefix
 
     def left_out(self, prefix: str | None = None) -> tuple[str, ...]:
         """List what is not read and may hold leaves: files, directories, and leaves that are refused; with a prefix,
         those of that tree."""
-        found = (*self.find_left_out(), *(f"{name} ({kind})" for name, kind in self.refused.items()))
+        foreign = self.foreign
+        found = (*foreign.find_left_out(), *(f"{name} ({kind})" for name, kind in foreign.refused.items()))
         root = self.listed(prefix).root if prefix is not None else ""
         return tuple(path for path in found if path.startswith(f"{root}/")) if root else found
 
     def files(self, tree: TreeEntry) -> Files:
         """Open the files that hold the bytes of a tree. The caller closes them."""
-        if self.open_files:
-            return self.open_files(tree)
+        if self.foreign.open_files:
+            return self.foreign.open_files(tree)
         return files_of(self.store, tree, self.versions)
+
+
+def foreign_found(
+    path: str,
+    store: Store,
+    format_name: str,
+    trees: Mapping[str, TreeEntry],
+    versions: Mapping[str, Version],
+    foreign: Foreign,
+) -> Found:
+    """Describe the trees of a checkpoint in a format of another program."""
+    manifest = Manifest(format=format_name, trees=dict(trees))
+    return Found(path, store, manifest, trees, versions=versions, foreign=foreign)
 
 
 def files_of(store: Store, tree: TreeEntry, versions: Mapping[str, Version] | None = None) -> Files:
@@ -163,3 +174,52 @@ def files_of(store: Store, tree: TreeEntry, versions: Mapping[str, Version] | No
         copy = copy_of(store, tree.root)  # TensorStore reads it by its path
         return DatabaseFiles(copy.path, names, copy)
     return store.open([tree.path_of(number) for number in range(len(tree.files))], versions)
+
+
+# ------------------------------------------------------------------------------------------- readers
+#
+# A reader looks at a directory or at an open file. It returns a `Found` if the checkpoint is of its format, and None if
+# another reader should look. `find.py` and `others/sniff.py` ask them one after the other.
+
+
+class Place:
+    """A directory that readers look at. It is listed once, when the first of them asks for its `names`."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._names: list[str] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        if self._names is None:
+            self._names = list(self.store.kinds())
+        return self._names
+
+    def has(self, name: str) -> bool:
+        """Tell whether a name is there. The directory is not listed for it."""
+        return self.store.exists(name) if self._names is None else name in self._names
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the place is a directory: one that exists, or a prefix that objects have."""
+        if on_disk(self.store) is not None:
+            return is_there(self.store)
+        try:
+            return bool(self.names)
+        except FileNotFoundError:
+            return False
+
+
+def kinds_if_there(store: Store) -> dict[str, Kind]:
+    """List a directory. One that does not exist has nothing in it."""
+    try:
+        return store.kinds()
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+
+
+DirectoryReader = Callable[[Place], "Found | None"]
+"""Reads the checkpoints of one format in directories."""
+
+FileReader = Callable[["SingleFile", bytes], "Found | None"]
+"""Reads the checkpoints of one format that are one file, of which the first bytes are given."""

@@ -11,7 +11,7 @@ import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from eformer._engine.formats.zarr.chunk_names import chunk_names
+from eformer._engine.formats.zarr.attributes import ZARR_JSON, chunk_names
 from eformer._engine.record.digests import has_own_digest
 from eformer._engine.record.indexes import INDEX, MANIFEST
 from eformer._engine.record.signature import SIGNATURE
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from eformer._engine.stores.base import Store
 
-_ZARR3 = "zarr.json"
-_MOST_DEPTH = 100
+MOST_DEPTH = 100  # of directories that are looked into
+
 _PART = re.compile(r"c|\d+")  # a directory of chunks
 
 _WITHOUT_LEAVES = (
@@ -67,7 +67,7 @@ def _unread(store: Store, read: AbstractSet[str]) -> Iterator[str]:
             continue
         if path and is_checkpoint(store, path):
             continue
-        is_array = path and kinds.keys() & {ZARRAY, _ZARR3, DATABASE_MANIFEST}
+        is_array = path and kinds.keys() & {ZARRAY, ZARR_JSON, DATABASE_MANIFEST}
         if is_array and not any(name.startswith(f"{path}/") for name in read):
             yield f"{path}/"
             continue
@@ -81,7 +81,7 @@ def _unread(store: Store, read: AbstractSet[str]) -> Iterator[str]:
             if kind != "directory":
                 if may_hold_leaves(name):
                     yield below
-            elif depth < _MOST_DEPTH:
+            elif depth < MOST_DEPTH:
                 todo.append((below, depth + 1))
             else:
                 yield f"{below}/"
@@ -96,7 +96,7 @@ def _strays(store: Store, array: str) -> Iterator[str]:
         folder = todo.pop()
         for name, kind in store.kinds(f"{start}{folder}".rstrip("/")).items():
             path = f"{folder}{name}"
-            if name.startswith(".") or path == _ZARR3 or chunks.has(path):
+            if name.startswith(".") or path == ZARR_JSON or chunks.has(path):
                 continue
             if kind != "directory":
                 if may_hold_leaves(name):
@@ -108,7 +108,7 @@ def _strays(store: Store, array: str) -> Iterator[str]:
 
 
 def may_hold_leaves(name: str) -> bool:
-    return name == _ZARR3 or not any(fnmatchcase(name, pattern) for pattern in _WITHOUT_LEAVES)
+    return name == ZARR_JSON or not any(fnmatchcase(name, pattern) for pattern in _WITHOUT_LEAVES)
 
 
 def is_checkpoint(store: Store, path: str) -> bool:

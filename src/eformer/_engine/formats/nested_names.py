@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from eformer._engine.record.names import (
     BARE_LEAF,
@@ -16,12 +16,13 @@ from eformer._engine.record.names import (
 from eformer.errors import FormatError, MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 # A name of more parts keeps its last dots: no model has dicts nested that deep.
 _MAX_PARTS = 100
 
 Parts = tuple[str, ...]
+T = TypeVar("T")
 
 
 def parts_of_name(name: str) -> Parts:
@@ -36,6 +37,11 @@ def split_spelled(name: str) -> Parts:
     except FormatError:
         return parts_of_name(name)
     return split_name(name)
+
+
+def components_of(path: str) -> Parts:
+    """Split a path into escaped parts."""
+    return tuple(map(escape, path.split("/")))
 
 
 def parts_of_path(path: str) -> Parts:
@@ -58,6 +64,12 @@ def nested_spelled(names: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
     if problems:
         raise MismatchError(problems, context="names of leaves")
     return structure, final
+
+
+def nest(leaves: Mapping[str, T], split: Callable[[str], Parts]) -> tuple[Any, dict[str, T]]:
+    """Return the structure of nested dicts that holds the leaves, and these by their new names."""
+    structure, names = nested({leaf: split(leaf) for leaf in leaves})
+    return structure, {names[leaf]: found for leaf, found in leaves.items()}
 
 
 def nested(leaves: Mapping[str, Parts]) -> tuple[Any, dict[str, str]]:

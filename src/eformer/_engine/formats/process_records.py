@@ -11,7 +11,7 @@ from eformer._engine.formats.found import Trees, files_of
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.record.holdings import holders
-from eformer._engine.record.manifest import BoxedTree, LeafEntry
+from eformer._engine.record.manifest import BoxedTree, LeafEntry, TreeEntry
 from eformer._engine.record.process_records import ProcessRecord, with_records, with_some_records
 from eformer._engine.record.values import parse_json
 from eformer._engine.tasks.pool import run_all
@@ -20,7 +20,6 @@ from eformer.errors import CorruptionError, FormatError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.regions import Region
     from eformer._engine.stores.base import Files, Store
 
@@ -138,7 +137,10 @@ def _read(tree: TreeEntry, number: int, files: Files, origin: str) -> ProcessRec
             "They say where the leaves are; restore the file from a copy, or load an older checkpoint"
         )
     data = bytes(header)
-    return ProcessRecord.from_json(_carried(data, origin) if file.name.endswith(SUFFIX) else data, origin)
+    if not file.name.endswith(SUFFIX):
+        return ProcessRecord.from_json(data, origin)
+    carried = parse_json(data[8:], _Header, f"{origin} has no valid record of its process")
+    return ProcessRecord.from_json(carried.metadata.part, origin)
 
 
 class _Metadata(msgspec.Struct):
@@ -147,7 +149,3 @@ class _Metadata(msgspec.Struct):
 
 class _Header(msgspec.Struct):
     metadata: _Metadata = msgspec.field(name="__metadata__")
-
-
-def _carried(header: bytes, origin: str) -> str:
-    return parse_json(header[8:], _Header, f"{origin} has no valid record of its process").metadata.part

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.names import readable
 from eformer._engine.record.text import few
-from eformer._engine.stores.base import read_whole
+from eformer._engine.stores.base import Store, read_whole
 from eformer.errors import FormatError, QuantizedError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
-    from eformer._engine.stores.base import Store
 
 logger = logging.getLogger("eformer")
 

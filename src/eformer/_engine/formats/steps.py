@@ -7,12 +7,20 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex
 
-from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
+from eformer._engine.formats.found import kinds_if_there
 from eformer._engine.formats.others.orbax_items import has_items
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, PRIVATE, SUFFIX
-from eformer._engine.formats.safetensors.plain_files import marked_file
-from eformer._engine.formats.zarr.plain_arrays import array_at, discover
-from eformer._engine.record.indexes import INDEX, INDEXES, MANIFEST, MOST_EMPTY, manifest_in
+from eformer._engine.formats.safetensors.read import marked_file
+from eformer._engine.formats.zarr.read import array_at, discover
+from eformer._engine.record.indexes import (
+    INDEX,
+    INDEXES,
+    MANIFEST,
+    MOST_EMPTY,
+    ORBAX_CHECKPOINT,
+    ORBAX_TREE,
+    manifest_in,
+)
 from eformer._engine.record.step_names import OF_CHECKPOINTER, OF_RUN, step_name, step_number
 from eformer._engine.stores.durable import SCRATCH
 from eformer._engine.stores.local import on_disk
@@ -52,8 +60,8 @@ def steps_in(store: Store) -> list[tuple[int, str]]:
     may hold leaves, and run-100 with files or arrays that eformer wrote.
     """
     if on_disk(store) is not None:
-        return list(_steps_of(store, partial(_names_by_number, store)))
-    names = sorted(_names_by_number(store).items())
+        return list(_steps_of(store, lambda: _names_by_number(store.kinds())))
+    names = sorted(_names_by_number(store.kinds()).items())
     are_steps = _looked_at(store, [name for _, several in names for name in several])
     chosen = [(number, [name for name in several if are_steps[name]]) for number, several in names]
     return [(number, several[0]) for number, several in chosen if several]
@@ -72,7 +80,7 @@ def _looked_at(store: Store, names: Sequence[str]) -> dict[str, bool]:
 
 def steps_from_last(store: Store) -> Iterator[tuple[int, str]]:
     """Find the steps of a run by number and name, the last step first. Looks only into those that are asked for."""
-    return _steps_of(store, partial(_names_if_there, store), reverse=True)
+    return _steps_of(store, lambda: _names_by_number(kinds_if_there(store)), reverse=True)
 
 
 def _steps_of(
@@ -96,7 +104,7 @@ def last_step_in(store: Store) -> tuple[int, str] | None:
 
 def name_of_step(store: Store, number: int) -> str:
     """Return the name that a step of a run has, or will have. Looks into no other directory."""
-    names = _names_if_there(store).get(number, [])
+    names = _names_by_number(kinds_if_there(store)).get(number, [])
     return next((name for _, name in _steps_among(store, [(number, names)])), step_name(number))
 
 
@@ -114,7 +122,7 @@ def name_to_save(store: Store, number: int) -> str:
 def remains_in(store: Store, known: Collection[str]) -> list[str]:
     """List the directories that have the names of steps, and are not steps: remains of dead saves and of removals. The
     steps that are `known` are not looked at again."""
-    names = [name for several in _names_if_there(store).values() for name in several]
+    names = [name for several in _names_by_number(kinds_if_there(store)).values() for name in several]
     return [name for name in names if name not in known and not _is_step(store, name)]
 
 
@@ -157,22 +165,15 @@ def is_run(store: Store) -> bool:
         return False
 
 
-def _names_by_number(store: Store) -> dict[int, list[str]]:
+def _names_by_number(kinds: Mapping[str, Kind]) -> dict[int, list[str]]:
     """List the names of directories, and links to some, that are like those of steps; for each number our own first."""
     found: dict[int, list[str]] = {}
-    for name, kind in store.kinds().items():
+    for name, kind in kinds.items():
         if kind != "file" and (number := step_number(name)) is not None:
             found.setdefault(number, []).append(name)
     return {
         number: sorted(names, key=lambda name: not name.startswith(OF_RUN)) for number, names in found.items()
     }
-
-
-def _names_if_there(store: Store) -> dict[int, list[str]]:
-    try:
-        return _names_by_number(store)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
 
 
 def _steps_among(store: Store, names: Iterable[tuple[int, list[str]]]) -> Iterator[tuple[int, str]]:

@@ -12,6 +12,7 @@ A format is made for one save. It plans files and reads and extends the index; i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from eformer._engine.stores import base as stores
@@ -19,9 +20,9 @@ from eformer._engine.stores import base as stores
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
-    from eformer._engine.record.manifest import TreeEntry
+    from eformer._engine.record.manifest import Manifest, TreeEntry
     from eformer._engine.record.planned import PlannedFile, Source
-    from eformer._engine.stores.base import Change, Store, Upload
+    from eformer._engine.stores.base import Change, Store, Upload, Version
 
 
 class Index(stores.Index, Protocol):
@@ -33,6 +34,25 @@ class Index(stores.Index, Protocol):
 
     def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
         """Choose final names for the new files, and make the next index."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestIndex:
+    """The base of an index that has a manifest in it."""
+
+    manifest: Manifest
+    version: Version | None
+
+    @property
+    def save_ids(self) -> set[str]:
+        return self.manifest.save_ids
+
+    @property
+    def barred(self) -> Container[str]:
+        return self.manifest.barred
+
+    def has_committed(self, save_id: str) -> bool:
+        return self.manifest.has_committed(save_id)
 
 
 class WriteFormat(Protocol):

@@ -402,7 +402,7 @@ class _Load:
             if (
                 self.like is None
                 or self.request.rename is not None
-                or all(s.found.has_names for s in sources)
+                or all(s.found.foreign.has_names for s in sources)
             ):
                 loaded = self._load_arrays(_spelled_alike(sources, self.like))
             else:
@@ -431,11 +431,12 @@ class _Load:
 
     def _require_stored(self, found: Found) -> None:
         """Refuse to load leaves of kinds that eformer does not store, unless others are asked for."""
-        if not found.refused or self.request.partial:
+        refused = found.foreign.refused
+        if not refused or self.request.partial:
             return
-        asked = found.refused if self.request.keys is None else resolve(self.request.keys, found.refused)[0]
+        asked = refused if self.request.keys is None else resolve(self.request.keys, refused)[0]
         if asked:
-            leaves = few([f"leaf {name!r}: {found.refused[name]}" for name in asked])
+            leaves = few([f"leaf {name!r}: {refused[name]}" for name in asked])
             raise FormatError(
                 f"{found.path} has leaves of kinds that eformer does not store: {leaves}. Load the others with keys=, "
                 "or with like= and partial=True; or write them as plain arrays first, such as the model before it was "
@@ -448,7 +449,7 @@ class _Load:
         if self.request.dequant is False:
             return
         with reading(source.found):
-            quantized = source.found.find_quantized(source.entry)
+            quantized = source.found.foreign.find_quantized(source.entry)
         if quantized is None:
             return
         if self.request.partial and self.like is not None:
@@ -473,7 +474,7 @@ class _Load:
     def _load_by_order(self, sources: Sequence[_Source]) -> _Loaded:
         """Load a file that stores one array after another, without names."""
         if self.request.partial or len(sources) > 1:
-            nameless = next(source.found.path for source in sources if not source.found.has_names)
+            nameless = next(source.found.path for source in sources if not source.found.foreign.has_names)
             why = "partial=True needs" if len(sources) == 1 else "a load of several checkpoints needs"
             raise ValueError(f"{nameless} has no names of leaves, which {why}")
         assert self.like is not None

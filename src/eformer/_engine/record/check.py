@@ -7,7 +7,7 @@ from operator import le
 from typing import TYPE_CHECKING
 
 from eformer._engine.record.digests import DIGEST_DIGITS
-from eformer._engine.record.dtypes import DTYPES, dtype_from_name
+from eformer._engine.record.dtypes import DTYPES, MOST_AXES, dtype_from_name
 from eformer._engine.record.names import is_inside
 from eformer._engine.record.pieces import count_pieces, is_tiling
 from eformer.errors import FormatError
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _MOST_BLOCK = 2**30  # bytes; a piece is read into memory whole
 MOST_EXPANSION = 50_000  # beyond what any codec reaches: zstd packs 2**17 equal bytes into three
-_MOST_AXES = 64  # numpy's
 
 # A chunk is decoded whole. One that is larger than its array is padded, which small arrays of other programs are.
 _MOST_TIMES = 4
@@ -63,7 +62,7 @@ def is_plain(entry: LeafEntry, extent: Extent, rooms: list[int], block: int) -> 
     return (
         extent.region is None
         and nbytes > 0
-        and len(entry.shape) <= _MOST_AXES
+        and len(entry.shape) <= MOST_AXES
         and file < len(rooms)
         and extent.offset <= rooms[file] - nbytes
         and entry.dtype in DTYPES
@@ -77,7 +76,7 @@ def is_plain(entry: LeafEntry, extent: Extent, rooms: list[int], block: int) -> 
 
 def _check_numbers(entry: LeafEntry, boxes: Sequence[Region] | None, tree: TreeEntry) -> None:
     itemsize = dtype_from_name(entry.dtype).itemsize
-    if len(entry.shape) > _MOST_AXES or itemsize * math.prod(max(1, size) for size in entry.shape) >= 2**62:
+    if len(entry.shape) > MOST_AXES or itemsize * math.prod(max(1, size) for size in entry.shape) >= 2**62:
         raise FormatError(f"{entry.dtype}{list(entry.shape)[:80]} is larger than an array can be")
     if entry.key and (entry.dtype != "uint32" or not entry.shape):
         raise FormatError(f"{entry.dtype}{list(entry.shape)} cannot be PRNG keys")

@@ -17,6 +17,8 @@ from eformer.errors import FormatError, LeafError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+MOST_AXES = 64  # of an array, by numpy
+
 # A strided or big-endian array is copied piece by piece, so that writing it takes this much extra
 # memory instead of a second copy of the array.
 _PIECE_BYTES = 16 * 2**20

@@ -24,6 +24,11 @@ INDEX = "tensorstore_index.json"
 FORMAT = "tensorstore"
 VERSION = "2.0"
 
+# Files by which a directory is a checkpoint of another program.
+ORBAX_TREE = "_METADATA"
+ORBAX_CHECKPOINT = "_CHECKPOINT_METADATA"
+PEFT_CONFIG = "adapter_config.json"
+
 
 class Listed(msgspec.Struct, frozen=True, gc=False):
     """An array as the index lists it, for readers that do not know the manifest."""

@@ -31,6 +31,9 @@ _UNSAFE = re.compile(r"[%./\\\x00-\x1f\x7f]|[\ud800-\udfff]")
 _ESCAPE = re.compile(r"%(?:([0-9A-F]{2})|u(D[89A-F][0-9A-F]{2}))")
 _SIBLING = re.compile(r"(%\+\w+)?(%#[1-9][0-9]*)?$")
 
+# Levels of a tree. JSON readers stop near a thousand levels, and a level of the tree takes up to three of JSON.
+MAX_DEPTH = 250
+
 BARE_LEAF = "%"
 _EMPTY = "%_"
 

@@ -86,7 +86,7 @@ def removable(
 def seen_last(sound: Sequence[Step]) -> set[int]:
     """Return the newest step that was looked at, which stays; all steps if there is none. A step of Orbax in a bucket
     would have to be copied first: it may be damaged, and must not be the only one that stays."""
-    looked_at = [step.number for step in sound if not found_of(step).is_costly]
+    looked_at = [step.number for step in sound if not found_of(step).foreign.is_costly]
     return set(looked_at[-1:] or (step.number for step in sound))
 
 

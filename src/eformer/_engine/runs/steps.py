@@ -68,7 +68,7 @@ class Step:
     @property
     def saved_at(self) -> dt.datetime | None:
         """When it was saved; None if that is not recorded, or the step would have to be copied from a bucket first."""
-        if self._found.is_costly:
+        if self._found.foreign.is_costly:
             return None
         times = [tree.saved_at for tree in self._found.trees.values() if tree.saved_at]
         return _time(max(times)) if times else None

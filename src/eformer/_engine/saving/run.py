@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from eformer._engine.formats.safetensors.directory import SafetensorsDirectory
 from eformer._engine.formats.safetensors.names import tensor_names
-from eformer._engine.formats.safetensors.single_file import SafetensorsFile
+from eformer._engine.formats.safetensors.write import SafetensorsDirectory, SafetensorsFile
 from eformer._engine.formats.zarr.arrays import ZarrArrays
 from eformer._engine.formats.zarr.layout import array_path
 from eformer._engine.record.indexes import Listed

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import jax
 
-from eformer._engine.formats.safetensors.names import SUFFIX, base_name
-from eformer._engine.formats.suffixes import refuse_other_suffix
+from eformer._engine.formats.safetensors.names import SUFFIX, base_name, refuse_other_suffix
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.dtypes import floating_dtype
 from eformer._engine.record.options import SaveOptions, options_from

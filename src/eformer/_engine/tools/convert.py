@@ -14,8 +14,7 @@ import msgspec
 from eformer._engine.formats.find import find, look_at
 from eformer._engine.formats.others.peft import CONFIG, WEIGHTS, with_config
 from eformer._engine.formats.quantized import check_dequant
-from eformer._engine.formats.safetensors.names import SUFFIX
-from eformer._engine.formats.suffixes import refuse_other_suffix
+from eformer._engine.formats.safetensors.names import SUFFIX, refuse_other_suffix
 from eformer._engine.processes.hosts import Alone
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.options import SaveOptions
@@ -212,7 +211,7 @@ def _check_items(trees: Mapping[str, ConvertedTree]) -> None:
 def _require_numbers(found: Found, trees: Iterable[ConvertedTree]) -> None:
     """Refuse quantised leaves, which are not numbers of the model without their scales."""
     for tree in trees:
-        if quantization := found.find_quantized(tree.view.tree):
+        if quantization := found.foreign.find_quantized(tree.view.tree):
             arrays = (array for source in tree.sources for _, array in source.parts)
             quantization.refuse(found.path, {leaf.name for array in arrays for leaf in stored_leaves(array)})
 

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.others.orbax_metadata import ARRAY_METADATAS, STRINGS
-from eformer._engine.formats.zarr.zarray import (
+from eformer._engine.formats.zarr.layout import (
     chunk_shape,
     chunks_of,
     is_known_to_tensorstore,
     zarray,
 )
 from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.indexes import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.record.zarray import ZARRAY
 from eformer._engine.stores.durable import replacing
 from eformer._engine.tools.sequential_writers import children_of, elements_in_order

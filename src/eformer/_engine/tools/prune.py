@@ -14,9 +14,8 @@ from pathlib import Path
 from posixpath import split
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.others import orbax
-from eformer._engine.formats.others.orbax_aggregate import NAME as AGGREGATE
+from eformer._engine.formats.others.orbax_aggregate import AGGREGATE
 from eformer._engine.formats.others.orbax_metadata import (
     ARRAY_METADATAS,
     COMMITTED,
@@ -27,7 +26,7 @@ from eformer._engine.formats.others.orbax_metadata import (
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, split_shard
 from eformer._engine.formats.steps import CHECKPOINTER_FILE, MARKS, is_removed
 from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
-from eformer._engine.record.indexes import INDEX, MANIFEST
+from eformer._engine.record.indexes import INDEX, MANIFEST, ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.record.manifest import CommitLog
 from eformer._engine.record.policies import can_remove, keep_from, unknown_metrics, warnings_of
 from eformer._engine.record.signature import SIGNATURE, signature_name

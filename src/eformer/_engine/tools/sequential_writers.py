@@ -12,7 +12,7 @@ import numpy as np
 from eformer._engine.formats.msgpack.writer import Streamed, can_pack, pack
 from eformer._engine.formats.nested_names import parts_of_name
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.record.names import BARE_LEAF, join_name, readable, split_name, unescape
+from eformer._engine.record.names import BARE_LEAF, MAX_DEPTH, join_name, readable, split_name, unescape
 from eformer._engine.record.planned import LazyArray
 from eformer._engine.record.values import value_from_json
 from eformer._engine.saving.write import elements_of
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from eformer._engine.tasks.progress import Meter
 
 _MAX_CHUNK = 2**30  # bytes; flax splits larger arrays
-_MAX_DEPTH = 250  # of trees that eformer saves
 
 
 def elements_in_order(source: Source, staging: Staging, meter: Meter) -> Iterator[memoryview]:
@@ -176,8 +175,8 @@ def require_structure(structure: Any, names: Iterable[str]) -> None:
         if isinstance(node, str):
             found.append(node)
         elif node is not None:
-            if depth > _MAX_DEPTH:
-                raise StructureError(f"the recorded structure is nested more than {_MAX_DEPTH} deep")
+            if depth > MAX_DEPTH:
+                raise StructureError(f"the recorded structure is nested more than {MAX_DEPTH} deep")
             pending += [(child, depth + 1) for _, child in children_of(node)]
     counted, expected = Counter(found), set(names)
     problems = [f"missing leaf {name!r}" for name in counted.keys() - expected]

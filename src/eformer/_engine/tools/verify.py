@@ -238,8 +238,8 @@ def _report(found: Found, progress: Progress) -> Report:
     trees, damages = _readable_trees(found)
     with metered(progress, sum(tree.nbytes for tree in trees), "verifying") as meter:
         damages += [damage for tree in trees for damage in _damages(found, tree, meter)]
-    if found.find_damages:
-        damages += found.find_damages()
+    if found.foreign.find_damages:
+        damages += found.foreign.find_damages()
     damages += found.check_beside()
     if damages and was_replaced(found):
         raise ReplacedError
@@ -250,7 +250,7 @@ def _report(found: Found, progress: Progress) -> Report:
         nbytes=sum(tree.nbytes for tree in trees),
         has_digests=all(tree.has_digests for tree in trees),
         damages=tuple(damages),
-        has_checksums=found.find_damages is not None,
+        has_checksums=found.foreign.find_damages is not None,
         left_out=found.left_out(),
         is_signed=signer_of(found) is not None,
     )

@@ -175,7 +175,7 @@ class View(Mapping[str, Any]):
     @property
     def has_names(self) -> bool:
         """Tell whether the file stores names. Without them, leaves are named by their numbers."""
-        return self._found.has_names
+        return self._found.foreign.has_names
 
     @lazy_property
     def left_out(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from msgspec import Struct
 
-from eformer._engine.record.names import BARE_LEAF, escape, escape_siblings
+from eformer._engine.record.names import BARE_LEAF, MAX_DEPTH, escape, escape_siblings
 from eformer._engine.record.values import is_recorded, value_to_json
 from eformer._engine.trees.modules import is_module, states_of, transient_of
 from eformer._engine.trees.nodes import Level, class_name, dataclass_level, is_namedtuple, is_node, take_apart
@@ -32,10 +32,6 @@ from eformer.errors import StructureError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-# JSON readers stop near a thousand levels, and a level of the tree takes up to three of JSON. Nothing here recurses,
-# so this is the only limit.
-MAX_DEPTH = 250
 
 _STRINGS = frozenset({str})
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from eformer._engine.record.names import steps_to, unescape, with_nearest
+from eformer._engine.record.names import MAX_DEPTH, steps_to, unescape, with_nearest
 from eformer._engine.record.values import value_from_json
-from eformer._engine.trees.flatten import FACTORIES, MAX_DEPTH, flatten
+from eformer._engine.trees.flatten import FACTORIES, flatten
 from eformer._engine.trees.modules import with_leaves
 from eformer._engine.trees.nodes import build_dataclass, build_node, resolve_class
 from eformer.errors import MismatchError, StructureError

@@ -1,4 +1,14 @@
-"""Read a msgpack message into a tree. An error says what is wrong and at which byte of the message."""
+"""Read a msgpack message into a tree. An error says what is wrong and at which byte of the message.
+
+The format is that of flax: a tree of dicts, lists, tuples, plain values and arrays as one message. It is plain msgpack
+with extension types 1 (array), 2 (complex) and 3 (numpy scalar). The payload of 1 and 3 is a message of its own:
+[shape, dtype name, bytes]. Two maps have a special meaning:
+
+    {"__msgpack_chunked_array__": true, "shape": {"0": ...}, "chunks": {"0": flat array, ...}}
+    {"__msgpack_tuple__": [...]}                        an extension by eformer: flax cannot write a tuple
+
+A typed PRNG key is an array whose dtype name is key<implementation>, also an extension by eformer.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +21,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, overload
 
 import msgspec
+import numpy as np
 
-from eformer._engine.formats.msgpack.wire import ARRAY, CHUNKED, COMPLEX, MAX_DEPTH, SCALAR, TUPLE, is_key
-from eformer._engine.record.dtypes import from_raw
+from eformer._engine.record.dtypes import MOST_AXES, from_raw
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -24,12 +34,25 @@ if TYPE_CHECKING:
 # the problem if it is among the first values: building those is cheap.
 _CHECK_FRAMING_ABOVE = 2**16  # bytes
 _MAX_VALUES_TO_EXPLAIN = 20_000
-_MAX_AXES = 64
 PRNG_KEY = re.compile(r"key<(\w{1,64})>")
 
-_Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=64)]
+_Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=MOST_AXES)]
 decode_array = msgspec.msgpack.Decoder(tuple[_Shape, str, memoryview]).decode
 _decode_complex = msgspec.msgpack.Decoder(tuple[float, float]).decode
+
+ARRAY, COMPLEX, SCALAR = 1, 2, 3
+
+CHUNKED = "__msgpack_chunked_array__"
+TUPLE = "__msgpack_tuple__"
+
+# Levels of a message; a tuple takes two. The writer of flax stops at 511, and the check of the framing at the
+# interpreter's recursion limit of 1000.
+MAX_DEPTH = 900
+
+# The longest byte string or extension that msgpack can express.
+MAX_LENGTH = 2**32 - 1
+
+_KEYS = frozenset({str, int, bool, float, complex, bytes, type(None)})
 
 
 class Message(Protocol):
@@ -73,7 +96,7 @@ def read_array_head(head: memoryview) -> tuple[Any, Any, int, int]:
         if reader.number(_U8) != _THREE_VALUES:
             raise FormatError("not an array")
         shape, name = (
-            reader.tree(_MAX_AXES + 2, "a shape of too many axes"),
+            reader.tree(MOST_AXES + 2, "a shape of too many axes"),
             reader.tree(1, "a dtype without a name"),
         )
         nbytes = reader.number(_LENGTHS[reader.number(_U8)])
@@ -354,3 +377,41 @@ def _require_flat(shape: list[int], chunks: Sequence[Any]) -> None:
         raise FormatError(
             f"the chunks hold {sum(c.size for c in chunks)} elements, but shape {shape} has {math.prod(shape)}"
         )
+
+
+def is_key(value: Any) -> bool:
+    """Tell whether a value can be the key of a dict: any leaf that is hashable."""
+    return type(value) in _KEYS or isinstance(value, np.generic)
+
+
+# ------------------------------------------------------ a tree whose arrays are views of the message
+
+
+def unpack(data: bytes | bytearray | memoryview) -> Any:
+    """Read the tree in `data`. Its arrays are views of `data` if that is read-only, else of a copy."""
+    view = memoryview(data).cast("B")
+    if not view.readonly:
+        view = memoryview(bytes(view))
+    return read(view, _ViewMaker())
+
+
+class _ViewMaker:
+    def make(self, payload: memoryview, at: int) -> Any:
+        shape, name, data = decode_array(payload)
+        if name.startswith("key<") and (key := PRNG_KEY.fullmatch(name)):
+            return _prng_key(from_raw(data, "uint32", shape), key[1])
+        return from_raw(data, name, shape)
+
+    def join(self, shape: list[int], chunks: Sequence[Any]) -> np.ndarray[Any, Any]:
+        array = np.concatenate(chunks).reshape(shape)
+        array.flags.writeable = False  # like the views
+        return array
+
+
+def _prng_key(data: np.ndarray[Any, Any], implementation: str) -> Any:
+    import jax  # late: only files that hold keys need it
+
+    try:
+        return jax.random.wrap_key_data(jax.numpy.asarray(data), impl=implementation)
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"not a PRNG key: {error}") from error

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from eformer._engine.formats.msgpack.wire import (
+from eformer._engine.formats.msgpack.reader import (
     ARRAY,
     CHUNKED,
     COMPLEX,
@@ -23,14 +23,12 @@ from eformer._engine.formats.msgpack.wire import (
     is_key,
 )
 from eformer._engine.record.dtypes import name_of_dtype, raw_pieces
-from eformer._engine.record.names import steps_to
+from eformer._engine.record.names import Place, steps_to
 from eformer._engine.trees.devices import on_host
 from eformer.errors import LeafError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from eformer._engine.record.names import Place
 
     # A value to write, its place in the tree, and whether it is below a list.
     Item = tuple[Any, Place, bool]

@@ -6,19 +6,15 @@ Many programs put a line of JSON first, with the hyperparameters of the model. A
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from eformer._engine.formats.others.npy import MAGIC, NpyRecord, UnsupportedError, parse_npy_header
-from eformer._engine.formats.others.single_file import ArrayInFile, describe_file
+from eformer._engine.formats.found import Foreign, Found
+from eformer._engine.formats.others.npy import MAGIC, NpyHeader, NpyRecord, UnsupportedError, parse_npy_header
+from eformer._engine.formats.others.single_file import SingleFile, describe_file
 from eformer._engine.record.manifest import UNREADABLE
 from eformer._engine.record.text import few
 from eformer._engine.record.values import value_to_json
 from eformer.errors import FormatError
-
-if TYPE_CHECKING:
-    from eformer._engine.formats.found import Found
-    from eformer._engine.formats.others.npy import NpyHeader
-    from eformer._engine.formats.others.single_file import SingleFile
 
 FORMAT = "equinox"
 
@@ -34,14 +30,14 @@ def in_equinox(file: SingleFile, _: bytes) -> Found | None:
     if line is None:
         return None
     records = _read_records(file, len(line))
-    arrays = {str(number): _to_array_in_file(record) for number, record in enumerate(records)}
+    arrays = {str(number): record.in_file() for number, record in enumerate(records)}
     return describe_file(
         file,
         FORMAT,
         arrays,
         "0" if len(arrays) == 1 else {UNREADABLE: _why_no_structure(file, len(arrays))},
         metadata=_parse_metadata(file, line),
-        has_names=False,
+        foreign=Foreign(has_names=False),
     )
 
 
@@ -101,10 +97,3 @@ def _read_header(file: SingleFile, offset: int, where: str) -> NpyHeader:
         return parse_npy_header(lambda nbytes: file.read(offset, nbytes))
     except FormatError as error:
         raise FormatError(f"{file.path}: {where}: {error}") from error
-
-
-def _to_array_in_file(record: NpyRecord) -> ArrayInFile:
-    header = record.header
-    if header.is_native:
-        return ArrayInFile(header.dtype, header.shape, header.nbytes, record.offset + header.header_nbytes)
-    return ArrayInFile(header.dtype, header.shape, header.nbytes, virtual_file=record, is_encoded=True)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.formats.msgpack.locations import ArrayLocation, locate_arrays
-from eformer._engine.formats.others.single_file import ArrayInFile, Window, describe_file
-from eformer._engine.record.names import BARE_LEAF, escape_siblings
+from msgspec import Struct
+
+from eformer._engine.formats.msgpack.reader import PRNG_KEY, Message, read_array_head, read_at_most
+from eformer._engine.formats.others.single_file import ArrayInFile, SingleFile, Window, describe_file
+from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.names import BARE_LEAF, MAX_DEPTH, escape_siblings
 from eformer._engine.record.values import is_recorded, value_to_json
 from eformer._engine.stores.virtual_files import JoinedRanges
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from eformer._engine.formats.found import Found
-    from eformer._engine.formats.others.single_file import SingleFile
 
 FORMAT = "msgpack, of flax"
 # First bytes of maps, of msgpack arrays, and of extensions, which are trees of one array.
@@ -25,7 +28,8 @@ BEGINNINGS = frozenset({*range(0x80, 0xA0), *range(0xC7, 0xCA), *range(0xD4, 0xD
 ORBAX_ARRAY = "PLACEHOLDER://"
 _FLAX_ARRAY = "//GDAPlaceholder:"
 
-_MAX_DEPTH = 250  # as of trees that eformer saves
+_MAX_HEAD = 2**11  # bytes of a shape and a name
+_MAX_VALUES = 2**20  # more take seconds to read, and no checkpoint has so many
 
 
 def in_msgpack(file: SingleFile, first: bytes) -> Found | None:
@@ -79,8 +83,8 @@ def flatten_message(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[Any, dic
     while todo:
         holder, slot, node, parts = todo.pop()
         if isinstance(node, (dict, list, tuple)) and not is_leaf(node):
-            if node and len(parts) >= _MAX_DEPTH:
-                raise FormatError(f"at {'.'.join(parts)[:200]!r}: nested more than {_MAX_DEPTH} deep")
+            if node and len(parts) >= MAX_DEPTH:
+                raise FormatError(f"at {'.'.join(parts)[:200]!r}: nested more than {MAX_DEPTH} deep")
             document, children = _container_to_json(node)
             holder[slot] = document
             todo += reversed([(inner, key, child, (*parts, part)) for inner, key, child, part in children])
@@ -127,3 +131,55 @@ def plain_value_to_json(leaf: Any, name: str) -> Any:
             f"leaf {name[:200]!r} is a single {type(leaf).__name__}, which is not a plain value"
         )
     return document
+
+
+# ------------------------- a tree with the places of the arrays in the message instead of the arrays
+
+
+class ArrayLocation(Struct, frozen=True):
+    """An array whose elements are these `ranges` of the message, (offset, nbytes) each.
+
+    `key` names the generator of a typed PRNG key.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+    key: str | None = None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def locate_arrays(message: Message) -> Any:
+    """Read the tree in a message, with an ArrayLocation for each array. The bytes of arrays are not read."""
+    return read_at_most(_MAX_VALUES, message, _LocationMaker())
+
+
+class _LocationMaker:
+    def make(self, payload: Any, at: int) -> ArrayLocation:
+        shape, name, start, stop = read_array_head(memoryview(bytes(payload[:_MAX_HEAD])))
+        if stop != len(payload) or not _is_shape(shape) or not isinstance(name, str):
+            raise FormatError("wrong payload of an extension: not a shape, a dtype and bytes")
+        key = PRNG_KEY.fullmatch(name)
+        dtype, nbytes = "uint32" if key else name, stop - start
+        if dtype_from_name(dtype).itemsize * math.prod(shape) != nbytes:
+            raise FormatError(f"{dtype}{shape} does not take the {nbytes} bytes that are stored for it")
+        if key and not shape:
+            raise FormatError("a PRNG key is an array of numbers, but this is a single number")
+        return ArrayLocation(dtype, tuple(shape), ((at + start, nbytes),), key[1] if key else None)
+
+    def join(self, shape: list[int], chunks: Sequence[Any]) -> ArrayLocation:
+        if not all(isinstance(chunk, ArrayLocation) and chunk.key is None for chunk in chunks):
+            raise FormatError("the chunks of an array are not arrays of numbers")
+        ranges = tuple(span for chunk in chunks for span in chunk.ranges)
+        return ArrayLocation(chunks[0].dtype, tuple(shape), ranges)
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, list) and all(type(length) is int and length >= 0 for length in shape)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.others import flax, orbax
-from eformer._engine.formats.others.single_file import open_single_file
+from eformer._engine.formats.others.single_file import read_file
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.formats.steps import RUN_FILE
 from eformer._engine.record.indexes import MANIFEST
@@ -23,8 +23,7 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from eformer._engine.formats.found import Found
-    from eformer._engine.formats.read_format import Place
+    from eformer._engine.formats.found import Found, Place
     from eformer._engine.stores.base import Store
 
 MODEL = "flax_model.msgpack"
@@ -65,7 +64,8 @@ def by_model(place: Place) -> Found | None:
     store = place.store
     if MODEL in place.names:
         found = _open(store, MODEL)
-        return replace(found, path=store.url, find_left_out=partial(left_out, store, {MODEL}))
+        left = partial(left_out, store, {MODEL})
+        return replace(found, path=store.url, foreign=replace(found.foreign, find_left_out=left))
     if _INDEX in place.names:
         raise FormatError(
             f"{store.path_to(_INDEX)} is the index of a flax model in several files, which eformer cannot read; save "
@@ -75,10 +75,4 @@ def by_model(place: Place) -> Found | None:
 
 
 def _open(store: Store, name: str) -> Found:
-    with open_single_file(store, name) as file:
-        first = file.read(0, 9)
-        if found := flax.in_msgpack(file, first):
-            return found
-        raise FormatError(
-            f"{file.path} is not a file of flax: it begins with {first!r}, unlike a tree in msgpack"
-        )
+    return read_file(store, name, "a file of flax, a tree in msgpack", flax.in_msgpack)

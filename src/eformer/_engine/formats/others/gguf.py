@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import Struct
 
-from eformer._engine.formats.nested_names import nested, parts_of_name
-from eformer._engine.formats.others.single_file import ArrayInFile, describe_file
-from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.formats.found import Foreign, Found
+from eformer._engine.formats.nested_names import nest, parts_of_name
+from eformer._engine.formats.others.single_file import ArrayInFile, SingleFile, describe_file
+from eformer._engine.record.dtypes import MOST_AXES, dtype_from_name
 from eformer._engine.record.values import value_to_json
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    from eformer._engine.formats.found import Found
-    from eformer._engine.formats.others.single_file import SingleFile
 
 FORMAT = "GGUF"
 MAGIC = b"GGUF"
@@ -37,17 +35,8 @@ _QUANTISED = {
     22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 _NUMBERS = {
-    0: "<u1",
-    1: "<i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
 _BOOL, _TEXT, _ARRAY = 7, 8, 9
 _LEAST_NBYTES = {_BOOL: 1, _TEXT: 8, _ARRAY: 12} | {
     kind: np.dtype(text).itemsize for kind, text in _NUMBERS.items()
@@ -56,7 +45,6 @@ _LEAST_NBYTES = {_BOOL: 1, _TEXT: 8, _ARRAY: 12} | {
 _VERSIONS = (2, 3)
 _MAX_HEADER = 2**26  # bytes; the vocabulary of a large model takes about a tenth
 _MAX_DEPTH = 8  # of arrays in arrays
-_MAX_AXES = 64  # the limit of numpy
 _ALIGNMENT, _DEFAULT_ALIGNMENT = "general.alignment", 32
 _SPLIT = "split.count"
 _READ_AHEAD = 2**20  # bytes
@@ -75,6 +63,11 @@ class Tensor(Struct, frozen=True):
         """Return the bytes of a tensor of plain numbers."""
         return math.prod(self.shape) * dtype_from_name(_DTYPES[self.kind]).itemsize
 
+    def in_file(self, start: int) -> ArrayInFile:
+        """Describe a tensor of plain numbers in the file whose tensors begin at `start`."""
+        offset = start + self.offset if self.nbytes else 0
+        return ArrayInFile(_DTYPES[self.kind], self.shape, self.nbytes, offset)
+
 
 def in_gguf(file: SingleFile, first: bytes) -> Found | None:
     """Find the tree of a GGUF file: nested dicts, split at the dots in the names of the tensors."""
@@ -86,23 +79,18 @@ def in_gguf(file: SingleFile, first: bytes) -> Found | None:
     except FormatError as error:
         raise FormatError(f"{file.path} is a GGUF file that cannot be read: {error}") from error
     plain = [tensor for tensor in tensors if tensor.kind in _DTYPES]
-    structure, names = nested({tensor.name: parts_of_name(tensor.name) for tensor in plain})
+    structure, arrays = nest({tensor.name: tensor.in_file(start) for tensor in plain}, parts_of_name)
+    left_out = (*_other_files(metadata), *_bytes_after(file, end, _alignment(metadata)))
     return describe_file(
         file,
         FORMAT,
-        {
-            names[tensor.name]: ArrayInFile(
-                _DTYPES[tensor.kind],
-                tensor.shape,
-                tensor.nbytes,
-                start + tensor.offset if tensor.nbytes else 0,
-            )
-            for tensor in plain
-        },
+        arrays,
         structure,
         metadata={name: value_to_json(value) for name, value in metadata.items()},
-        refused={tensor.name: _kind_of(tensor) for tensor in tensors if tensor.kind not in _DTYPES},
-        left_out=(*_other_files(metadata), *_bytes_after(file, end, _alignment(metadata))),
+        foreign=Foreign(
+            refused={tensor.name: _kind_of(tensor) for tensor in tensors if tensor.kind not in _DTYPES},
+            find_left_out=lambda: left_out,
+        ),
     )
 
 
@@ -141,11 +129,8 @@ class _Header:
             raise FormatError(f"its header needs {nbytes} bytes at {self.at}, but {limit}")
         begin = self.at - self._ahead_at
         if begin + nbytes > len(self._ahead):
-            self._ahead, self._ahead_at, begin = (
-                self._file.read(self.at, max(nbytes, _READ_AHEAD)),
-                self.at,
-                0,
-            )
+            self._ahead = self._file.read(self.at, max(nbytes, _READ_AHEAD))
+            self._ahead_at, begin = self.at, 0
         found = self._ahead[begin : begin + nbytes]
         if len(found) < nbytes:
             raise FormatError("it has become shorter")
@@ -230,8 +215,8 @@ def _require_version(version: int) -> None:
 
 def _read_tensor(header: _Header) -> Tensor:
     name, axes = header.text(), header.number("<I")
-    if axes > _MAX_AXES:
-        raise FormatError(f"leaf {name[:200]!r} has {axes} axes, more than {_MAX_AXES}")
+    if axes > MOST_AXES:
+        raise FormatError(f"leaf {name[:200]!r} has {axes} axes, more than {MOST_AXES}")
     shape = tuple(header.number() for _ in range(axes))
     return Tensor(name, shape[::-1], header.number("<I"), header.number())  # the fastest axis comes first
 

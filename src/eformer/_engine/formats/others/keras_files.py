@@ -6,23 +6,32 @@ Nothing is read that lies elsewhere: links and storage outside are refused.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import zipfile
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from eformer._engine.formats.nested_names import nested
-from eformer._engine.formats.others.hdf5 import read_hdf5
-from eformer._engine.formats.others.single_file import ArrayInFile, FilePart, describe_file
-from eformer._engine.formats.others.zip_members import Checked, find_damages, has_member, locate_members
-from eformer._engine.record.names import escape
+from eformer._engine.formats.found import Foreign, Found
+from eformer._engine.formats.nested_names import components_of, nest
+from eformer._engine.formats.others.hdf5_reader import ANSWER, REQUEST, RESULT
+from eformer._engine.formats.others.single_file import ArrayInFile, SingleFile, describe_file
+from eformer._engine.formats.others.zip_members import (
+    IS_ENCRYPTED,
+    Span,
+    find_damages,
+    has_member,
+    locate_members,
+)
 from eformer._engine.record.values import parse_json, value_to_json
+from eformer._engine.tasks.extras import require_extra
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from eformer._engine.formats.found import Found
-    from eformer._engine.formats.others.single_file import SingleFile
+    from collections.abc import Callable, Iterator, Mapping
 
 FORMAT = "HDF5, of Keras"
 MAGIC = b"\x89HDF\r\n\x1a\n"
@@ -30,7 +39,14 @@ MAGIC = b"\x89HDF\r\n\x1a\n"
 _WEIGHTS = "model.weights.h5"
 _DOCUMENTS = ("config.json", "metadata.json")
 _MAX_DOCUMENT = 2**26  # bytes
-_IS_ENCRYPTED = 0x1
+
+# Of the process that reads one file.
+_SECONDS = 10  # of computing; a model of thousands of layers takes one
+_MEMORY = 2**31  # bytes
+_MOST_READ = 2**24  # bytes at once
+_MOST_RESULT = 2**28
+
+_CODE = "import sys; sys.path[:] = {path}; from {module} import main; main({nbytes}, {seconds}, {memory})"
 
 
 def in_hdf5(file: SingleFile, first: bytes) -> Found | None:
@@ -46,19 +62,19 @@ def in_keras(file: SingleFile, first: bytes) -> Found | None:
         return None
     members = {info.filename: (info, offset) for info, offset in locate_members(file)}
     for info, _ in members.values():
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _IS_ENCRYPTED:
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & IS_ENCRYPTED:
             raise FormatError(
                 f"{file.path}: member {info.filename[:200]!r} is compressed or encrypted, which Keras does not do"
             )
     info, offset = members[_WEIGHTS]
     return _describe(
         file,
-        FilePart(file, offset, info.compress_size),
+        file.part(offset, info.compress_size),
         offset,
         documents={name: _read_document(file, *members[name]) for name in _DOCUMENTS if name in members},
         left_out=tuple(name for name in members if name not in (_WEIGHTS, *_DOCUMENTS) and name[-1:] != "/"),
         find_damages=partial(
-            find_damages, file.store, file.name, {"": Checked(offset, info.compress_size, info.CRC)}
+            find_damages, file.store, file.name, {"": Span(offset, info.compress_size, info.CRC)}
         ),
     )
 
@@ -73,7 +89,7 @@ def _read_document(file: SingleFile, info: zipfile.ZipInfo, offset: int) -> Any:
 
 def _describe(
     file: SingleFile,
-    hdf5: SingleFile | FilePart,
+    hdf5: SingleFile,
     start: int,
     *,
     documents: Mapping[str, Any] | None = None,
@@ -87,18 +103,82 @@ def _describe(
                 f"{hdf5.path}: leaf {path[:200]!r}, {array.nbytes} bytes at {array.offset}, ends after the file, "
                 f"which has {hdf5.nbytes} bytes"
             )
-    structure, names = nested({path: tuple(map(escape, path.split("/"))) for path in datasets})
+        if array.nbytes:
+            datasets[path] = replace(array, offset=start + array.offset)
+    structure, arrays = nest(datasets, components_of)
     return describe_file(
         file,
         FORMAT,
-        {
-            names[path]: ArrayInFile(
-                array.dtype, array.shape, array.nbytes, start + array.offset if array.nbytes else 0
-            )
-            for path, array in datasets.items()
-        },
+        arrays,
         structure,
         metadata={**attributes, **(documents or {})},
-        find_damages=find_damages,
-        left_out=(*left_out, *unknown),
+        foreign=Foreign(find_damages=find_damages, find_left_out=lambda: (*left_out, *unknown)),
     )
+
+
+# ---------------- the library of HDF5, in a process of its own that may end or be ended without harm
+
+
+def read_hdf5(file: SingleFile) -> tuple[dict[str, ArrayInFile], dict[str, Any], list[str]]:
+    """Read where the datasets are, by path, what the file says of itself, and the names of unknown attributes.
+
+    Raise FormatError for a file that is damaged, or has something in it that Keras does not write.
+    """
+    require_extra("h5py", "h5", "files of Keras need")
+    with _started(file.nbytes) as process:
+        result = _served(file, process)
+    if odd := result.get("odd"):
+        raise FormatError(f"{file.path} has something that eformer does not read: {odd}")
+    if "damaged" in result:
+        raise FormatError(f"{file.path} is an HDF5 file that cannot be read: {result['damaged']}")
+    places = result["places"].items()
+    arrays = {path: ArrayInFile(dtype, tuple(shape), *where) for path, (dtype, shape, *where) in places}
+    return arrays, result["attributes"], result["unknown"]
+
+
+@contextmanager
+def _started(nbytes: int) -> Iterator[subprocess.Popen[bytes]]:
+    code = _CODE.format(
+        path=sys.path,
+        module="eformer._engine.formats.others.hdf5_reader",
+        nbytes=nbytes,
+        seconds=_SECONDS,
+        memory=_MEMORY,
+    )
+    process = subprocess.Popen(  # noqa: S603  our own interpreter, and our own code
+        [sys.executable, "-I", "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _served(file: SingleFile, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Send the bytes that the process asks for, and return its result."""
+    assert process.stdin
+    assert process.stdout
+    try:
+        while True:
+            offset, nbytes = REQUEST.unpack(_taken(process.stdout, REQUEST.size))
+            if offset == RESULT:
+                return dict(json.loads(_taken(process.stdout, min(nbytes, _MOST_RESULT))))
+            data = file.read(offset, min(nbytes, _MOST_READ))
+            process.stdin.write(ANSWER.pack(len(data)) + data)
+            process.stdin.flush()
+    except (EOFError, BrokenPipeError, ValueError) as error:
+        raise FormatError(
+            f"{file.path} is an HDF5 file that cannot be read: the library of HDF5 failed, or needed more than "
+            f"{_SECONDS} s or {_MEMORY} bytes"
+        ) from error
+
+
+def _taken(stream: IO[bytes], nbytes: int) -> bytes:
+    data = stream.read(nbytes)
+    if len(data) < nbytes:
+        raise EOFError
+    return data

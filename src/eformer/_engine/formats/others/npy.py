@@ -1,4 +1,7 @@
-"""Arrays in numpy's .npy format: a header, then the elements, in any byte order, by rows or by columns."""
+"""Arrays in numpy's .npy format: a header, then the elements, in any byte order, by rows or by columns.
+
+`numpy.savez` and `numpy.savez_compressed` write zip archives with one array in each member.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,27 @@ import ast
 import math
 import re
 import struct
+import zipfile
 import zlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
 
-from eformer._engine.record.dtypes import DTYPES, dtype_from_name
+from eformer._engine.formats.found import Foreign, Found
+from eformer._engine.formats.nested_names import nest, parts_of_name
+from eformer._engine.formats.others.single_file import ArrayInFile, Library, SingleFile, describe_file
+from eformer._engine.formats.others.zip_members import (
+    BEGINNINGS,
+    IS_ENCRYPTED,
+    Span,
+    find_damages,
+    locate_members,
+)
+from eformer._engine.record.dtypes import DTYPES, MOST_AXES, dtype_from_name
+from eformer._engine.record.text import few
+from eformer._engine.record.values import value_to_json
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
@@ -20,11 +37,11 @@ if TYPE_CHECKING:
 
     from eformer._engine.stores.virtual_files import ReadInto
 
+FORMAT = "npz"
 MAGIC = b"\x93NUMPY"
 
 _USUAL_HEADER = 256  # bytes
 _MAX_HEADER = 2**16
-_MAX_AXES = 64
 _PIECE = 2**20  # bytes that are decompressed at once
 
 # Only dtypes of this form are passed to numpy: other texts can end the process (SIGFPE).
@@ -32,6 +49,12 @@ _DESCR = re.compile(r"([<>|=]?)([a-zA-Z?])([0-9]{0,9})(\[[0-9a-zA-Z]{1,12}\])?")
 _NAMES = {dtype.str[1:]: name for name, dtype in DTYPES.items() if dtype.kind in "biufc"}
 _NAMES["V2"] = "bfloat16"  # numpy has no name for it
 _TIMES = {"M8": "datetime64", "m8": "timedelta64"}
+
+_SUFFIX = ".npy"
+_STORED, _DEFLATED = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
+_MAX_EXPANSION = 1040  # deflate encodes at most 258 bytes in two bits
+_DEFLATE_OVERHEAD = 1024  # bytes that deflate may read before it returns the first
+_MAX_TEXT = 2**24  # bytes
 
 
 class UnsupportedError(FormatError):
@@ -120,7 +143,7 @@ def _parse_text(text: bytes, header_nbytes: int) -> NpyHeader:
         descr, is_fortran, shape = fields["descr"], fields["fortran_order"], fields["shape"]
     except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError) as error:
         raise FormatError(f"the header of an array makes no sense: {text[:100]!r}") from error
-    is_shape = isinstance(shape, tuple) and len(shape) <= _MAX_AXES
+    is_shape = isinstance(shape, tuple) and len(shape) <= MOST_AXES
     if (
         not is_shape
         or not all(type(n) is int and 0 <= n < 2**62 for n in shape)
@@ -155,6 +178,20 @@ class NpyRecord(Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         return self.header.nbytes
+
+    @property
+    def is_plain(self) -> bool:
+        """Tell whether its elements lie in the file as eformer stores them."""
+        return self.header.is_native and not self.is_deflated
+
+    def in_file(self, library: Library = "jax") -> ArrayInFile:
+        """Describe the array: where it is, or that it has to be decoded."""
+        header, is_encoded = self.header, bool(self.header.nbytes) and not self.is_plain
+        offset = self.offset + header.header_nbytes if header.nbytes and not is_encoded else 0
+        decoded = self if is_encoded else None
+        return ArrayInFile(
+            header.dtype, header.shape, header.nbytes, offset, decoded, is_encoded, library=library
+        )
 
     def read_into(self, read: ReadInto, memory: memoryview, offset: int) -> int:
         data = self.header.to_native(self.decode(read))[offset : offset + len(memory)]
@@ -198,3 +235,107 @@ def inflate_beginning(data: bytes, nbytes: int) -> bytes:
         return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, nbytes)
     except zlib.error as error:
         raise FormatError(f"cannot be decompressed: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------ archives
+
+
+def in_npz(file: SingleFile, first: bytes) -> Found | None:
+    """Find the tree of an npz file: nested dicts, split at the dots in the members' names.
+
+    A text without axes becomes a plain value.
+    """
+    if not first.startswith(BEGINNINGS):
+        return None
+    records, problems = {}, []
+    members = locate_members(file)
+    for info, offset in members:
+        try:
+            records[info.filename.removesuffix(_SUFFIX)] = _read_record(file, info, offset)
+        except UnsupportedError as error:
+            problems.append(f"member {info.filename[:200]!r}: {error}")
+    if problems and not any(info.filename.endswith(_SUFFIX) for info, _ in members):
+        raise FormatError(
+            f"{file.path} is a zip archive without arrays of numpy; if it holds a checkpoint, unpack it first: "
+            f"{few(sorted(info.filename[:200] for info, _ in members))}"
+        )
+    if problems:
+        raise FormatError(
+            f"{file.path} has members that are neither arrays of numbers nor single texts; write it again without "
+            f"them: {few(problems)}"
+        )
+    structure, records = nest(records, parts_of_name)
+    texts = {name: record for name, record in records.items() if record.header.is_text}
+    undecoded = {
+        name: Span(record.offset, record.stored_nbytes, record.crc)
+        for name, record in records.items()
+        if record.is_plain
+    }
+    return describe_file(
+        file,
+        FORMAT,
+        {name: record.in_file("numpy") for name, record in records.items() if name not in texts},
+        structure,
+        values={name: value_to_json(_read_text(file, record)) for name, record in texts.items()},
+        foreign=Foreign(find_damages=partial(find_damages, file.store, file.name, undecoded)),
+    )
+
+
+def _read_record(file: SingleFile, info: zipfile.ZipInfo, offset: int) -> NpyRecord:
+    _require_supported(info)
+    try:
+        header = _read_header(file, info, offset)
+        _require_possible(info, header)
+    except UnsupportedError:
+        raise
+    except FormatError as error:
+        raise FormatError(f"{file.path}: member {info.filename[:200]!r}: {error}") from error
+    is_deflated = info.compress_type == _DEFLATED
+    return NpyRecord(info.filename, offset, info.compress_size, header, is_deflated, info.CRC)
+
+
+def _require_supported(info: zipfile.ZipInfo) -> None:
+    if not info.filename.endswith(_SUFFIX):
+        raise UnsupportedError(f"not a {_SUFFIX} file")
+    if info.flag_bits & IS_ENCRYPTED:
+        raise UnsupportedError("encrypted")
+    if info.compress_type not in (_STORED, _DEFLATED):
+        raise UnsupportedError(
+            f"compressed by method {info.compress_type}; only 0 (not compressed) and 8 (deflate) are supported"
+        )
+
+
+def _read_header(file: SingleFile, info: zipfile.ZipInfo, offset: int) -> NpyHeader:
+    stored = info.compress_size
+    if info.compress_type == _STORED:
+        return parse_npy_header(lambda nbytes: file.read(offset, min(nbytes, stored)))
+    return parse_npy_header(
+        lambda nbytes: inflate_beginning(file.read(offset, min(nbytes + _DEFLATE_OVERHEAD, stored)), nbytes)
+    )
+
+
+def _require_possible(info: zipfile.ZipInfo, header: NpyHeader) -> None:
+    """Refuse a member that cannot be as long as it claims, before memory is allocated for it."""
+    expected = header.header_nbytes + header.nbytes
+    stored, size = info.compress_size, info.file_size
+    is_possible = size <= stored * _MAX_EXPANSION if info.compress_type == _DEFLATED else size == stored
+    if size != expected or not is_possible:
+        raise FormatError(
+            f"{stored} bytes for a member of {size}, which should have {expected} by its header: the file is damaged"
+        )
+    if not header.is_text:
+        header.require_supported()
+    elif size > _MAX_TEXT:
+        raise UnsupportedError(f"a text of {size} bytes; at most {_MAX_TEXT} are read")
+
+
+def _read_text(file: SingleFile, record: NpyRecord) -> str:
+    where = f"{file.path}: member {record.name[:200]!r}"
+    try:
+        data = record.decode(file.read_into)[record.header.header_nbytes :]
+        text = data.decode("utf-32-be" if record.header.is_swapped else "utf-32-le", "surrogatepass")
+    except CorruptionError as error:
+        raise CorruptionError(f"{where} is damaged: {error}") from error
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{where} should be a text, but cannot be decoded: {error}") from error
+    return text.rstrip("\0")  # numpy pads texts with these

@@ -13,18 +13,17 @@ and are trees of plain values themselves.
 from __future__ import annotations
 
 import os
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.formats.found import Found, Trees
+from eformer._engine.formats.found import Foreign, Found, Place, Trees
 from eformer._engine.formats.left_out import is_checkpoint, left_out
-from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.others.flax import flatten_message
-from eformer._engine.formats.others.orbax_aggregate import NAME as AGGREGATE
-from eformer._engine.formats.others.orbax_aggregate import is_aggregate
-from eformer._engine.formats.others.orbax_chunks import ChunkFiles
+from eformer._engine.formats.others.orbax_aggregate import AGGREGATE, is_aggregate
+from eformer._engine.formats.others.orbax_arrays import ChunkFiles
 from eformer._engine.formats.others.orbax_items import (
     UNFINISHED,
     TreeDirectory,
@@ -39,35 +38,38 @@ from eformer._engine.formats.others.orbax_metadata import (
     read_checkpoint_metadata,
     read_json_item,
 )
-from eformer._engine.formats.others.orbax_reader import read_tree
+from eformer._engine.formats.others.orbax_reader import OrbaxTree, read_tree
 from eformer._engine.formats.safetensors.names import SUFFIX
-from eformer._engine.record.indexes import MANIFEST
-from eformer._engine.record.manifest import Manifest, foreign_tree
+from eformer._engine.record.indexes import MANIFEST, ORBAX_CHECKPOINT, ORBAX_TREE
+from eformer._engine.record.manifest import Manifest, TreeEntry, foreign_tree
+from eformer._engine.record.step_names import step_number
 from eformer._engine.record.values import value_to_json
 from eformer._engine.stores.directory import walk
 from eformer._engine.stores.local import LocalStore, on_disk
-from eformer.errors import FormatError, NotFoundError
+from eformer._engine.stores.local_copy import LocalCopy, copy_of
+from eformer._engine.tasks.forks import Lock
+from eformer.errors import EformerError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
     from pathlib import Path
 
     from eformer._engine.formats.others.orbax_metadata import CheckpointMetadata
-    from eformer._engine.formats.others.orbax_reader import OrbaxTree
-    from eformer._engine.formats.read_format import Place
-    from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.stores.base import Files, Version
+    from eformer._engine.stores.base import Files, Store, Version
 
 FORMAT = "orbax"
 
 INDICATOR = "orbax.checkpoint"  # an empty file that marks checkpoints of version 1
 
+_MOST_ITEMS = 16  # directories that are looked into
+
 
 def by_marks(place: Place) -> Found | None:
     """Find the Orbax checkpoint of a directory, unless it is one of safetensors files."""
-    directory = on_disk(place.store)  # TensorStore reads it by its path
-    if directory is None or MANIFEST in place.names:
+    if MANIFEST in place.names:
         return None
+    directory = on_disk(place.store)  # TensorStore reads it by its path
+    if directory is None:
+        return _in_bucket(place.store) if _is_one_in_bucket(place) else None
     if any(name.endswith(SUFFIX) for name in place.names) and not marks(directory):
         return None
     return in_directory(directory, place.names)
@@ -110,7 +112,7 @@ def inside_run(run: Path, step: str) -> Path:
 def marks(directory: Path) -> list[str]:
     """List the files that make the directory itself an Orbax checkpoint, not only its items."""
     found = [name for name in (ORBAX_TREE, ORBAX_CHECKPOINT) if (directory / name).is_file()]
-    return [*found, AGGREGATE] if is_aggregate(directory) else found
+    return [*found, AGGREGATE] if is_aggregate(LocalStore(directory)) else found
 
 
 def _is_json_alone(names: Sequence[str]) -> bool:
@@ -158,10 +160,8 @@ class _Checkpoint:
             LocalStore(self.directory),
             Manifest(format=FORMAT),
             trees,
-            also=tuple(documents) if items else (),
             versions=self.versions,
-            open_files=self._open_files,
-            find_left_out=lambda: self._left_out(trees),
+            foreign=Foreign(self._open_files, find_left_out=lambda: self._left_out(trees)),
         )
 
     def _read_tree(self, item: TreeDirectory) -> TreeEntry:
@@ -224,3 +224,66 @@ def _is_unread_item(path: Path) -> bool:
     if is_checkpoint(LocalStore(path.parent), path.name):
         return False
     return any(not entry.is_dir(follow_symlinks=False) for _, entry in walk(path))
+
+
+# --------------------------------------------------------------------------------------- in a bucket
+#
+# A checkpoint is copied to this machine when a tree of it is first asked for. TensorStore reads databases and arrays by
+# the paths of their files. It could read from some buckets itself, but with other credentials, other options and other
+# errors than everything else here.
+
+
+def _in_bucket(store: Store) -> Found:
+    """Describe the checkpoint of a directory that is not on this machine. Nothing is copied yet."""
+    trees = _CopiedTrees(store)
+    foreign = Foreign(
+        lambda tree: trees.found().files(tree),
+        find_left_out=lambda: trees.found().left_out(),
+        is_costly=True,
+    )
+    return Found(store.url, store, Manifest(format=FORMAT), trees, foreign=foreign)
+
+
+def _is_one_in_bucket(place: Place) -> bool:
+    if ORBAX_TREE in place.names or ORBAX_CHECKPOINT in place.names:
+        return True
+    if any(name.endswith(SUFFIX) for name in place.names):
+        return False
+    if AGGREGATE in place.names and is_aggregate(place.store):
+        return True
+    items = [name for name, kind in place.store.kinds().items() if kind == "directory"]
+    items = [name for name in items if step_number(name) is None][:_MOST_ITEMS]
+    return any(place.store.is_file(f"{name}/{ORBAX_TREE}") for name in items)
+
+
+class _CopiedTrees(Mapping[str, "TreeEntry"]):
+    """The trees of a checkpoint, which is copied once, by the first thread that needs it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._lock = store, Lock()
+        self._copy: LocalCopy | None = None
+        self._found: Found | None = None
+
+    def found(self) -> Found:
+        """Return the checkpoint as it is on this machine."""
+        with self._lock:
+            if self._found is None:
+                self._copy = copy_of(self._store)
+                names = sorted(path.name for path in self._copy.path.iterdir())
+                self._found = in_directory(self._copy.path, names)
+            if self._found is None:
+                raise NotFoundError(f"no checkpoint at {self._store.url}: its save by Orbax has not finished")
+            return self._found
+
+    def __getitem__(self, prefix: str) -> TreeEntry:
+        found = self.found()
+        try:
+            return found.trees[prefix]
+        except EformerError as error:
+            raise type(error)(str(error).replace(found.path, self._store.url)) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.found().trees)
+
+    def __len__(self) -> int:
+        return len(self.found().trees)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from eformer._engine.formats.msgpack.locations import ArrayLocation, locate_arrays
 from eformer._engine.formats.others import flax
+from eformer._engine.formats.others.flax import ArrayLocation, locate_arrays
+from eformer._engine.formats.others.orbax_arrays import ZarrArray
 from eformer._engine.formats.others.single_file import ArrayInFile, Window, open_single_file
 from eformer._engine.stores.local import LocalStore
 from eformer.errors import FormatError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.stores.base import Store, Version
 
-NAME = "checkpoint"
+AGGREGATE = "checkpoint"
 
 _PICKLE = 0x80  # the first byte of protocol 2 and above; in msgpack, an empty dict
 
@@ -37,13 +38,8 @@ class PlainValue:
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
-class ExternalArray:
-    """An array beside the file. T5X records its driver and its shape."""
-
-    path: str
-    driver: str | None = None
-    shape: tuple[int, ...] | None = None
+# An array in the file, a plain value, or an array beside the file, of which T5X records the driver and the shape.
+Leaf = ArrayInFile | PlainValue | ZarrArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +49,13 @@ class Aggregate:
     nbytes: int
     version: Version
     structure: Any
-    leaves: Mapping[str, ArrayInFile | PlainValue | ExternalArray]
+    leaves: Mapping[str, Leaf]
 
 
-def is_aggregate(directory: Path) -> bool:
+def is_aggregate(store: Store) -> bool:
     """Tell whether the directory has such a file: one of its name that begins like a tree in msgpack."""
-    return is_aggregate_in(LocalStore(directory))
-
-
-def is_aggregate_in(store: Store) -> bool:
     try:
-        first, entry = store.read(NAME, 0, 32)
+        first, entry = store.read(AGGREGATE, 0, 32)
     except (OSError, FormatError):
         return False
     if not first or (first[0] == _PICKLE and entry.nbytes > 1):
@@ -73,24 +65,24 @@ def is_aggregate_in(store: Store) -> bool:
 
 def read_aggregate(directory: Path) -> Aggregate:
     """Read the structure, the plain values and the places of the arrays, without the arrays themselves."""
-    with open_single_file(LocalStore(directory), NAME) as file:
+    with open_single_file(LocalStore(directory), AGGREGATE) as file:
         try:
             structure, leaves = flax.flatten_message(locate_arrays(Window(file)), is_leaf=flax.is_t5x_array)
             placed = {name: _place(leaf, name) for name, leaf in leaves.items()}
-            arrays = {name: leaf for name, leaf in placed.items() if isinstance(leaf, ExternalArray)}
+            arrays = {name: leaf for name, leaf in placed.items() if isinstance(leaf, ZarrArray)}
             _refuse_shared_arrays(arrays)
         except FormatError as error:
             raise FormatError(f"{file.path} cannot be read: {error}") from error
     return Aggregate(file.nbytes, file.version, structure, placed)
 
 
-def _place(leaf: Any, name: str) -> ArrayInFile | PlainValue | ExternalArray:
+def _place(leaf: Any, name: str) -> Leaf:
     if isinstance(leaf, ArrayLocation):
         return flax.to_array_in_file(leaf, name)
     if isinstance(leaf, dict):
         return _parse_t5x_array(leaf, name)
     if isinstance(leaf, str) and leaf.startswith(flax.ORBAX_ARRAY):
-        return ExternalArray(leaf.removeprefix(flax.ORBAX_ARRAY))
+        return ZarrArray(leaf.removeprefix(flax.ORBAX_ARRAY))
     return PlainValue(flax.plain_value_to_json(leaf, name))
 
 
@@ -126,7 +118,7 @@ class _Spec(msgspec.Struct, forbid_unknown_fields=True):
         return ends in ([], list(self.metadata.shape)) and not any(self.transform.input_inclusive_min)
 
 
-def _parse_t5x_array(document: Mapping[Any, Any], name: str) -> ExternalArray:
+def _parse_t5x_array(document: Mapping[Any, Any], name: str) -> ZarrArray:
     """Parse a TensorStore specification; refuse one of a part of an array, or with unknown members."""
     try:
         spec = msgspec.convert(document, _Spec)
@@ -139,10 +131,10 @@ def _parse_t5x_array(document: Mapping[Any, Any], name: str) -> ExternalArray:
             f"leaf {name[:200]!r} is a part of an array, which is not supported: {document['transform']!r:.200}"
         )
     path = "/".join(part.removesuffix("/") for part in (spec.kvstore.path, spec.path) if part)
-    return ExternalArray(path, spec.driver, spec.metadata.shape)
+    return ZarrArray(path, driver=spec.driver, shape=spec.metadata.shape)
 
 
-def _refuse_shared_arrays(arrays: Mapping[str, ExternalArray]) -> None:
+def _refuse_shared_arrays(arrays: Mapping[str, ZarrArray]) -> None:
     leaf_of: dict[str, str] = {}
     for name, array in arrays.items():
         if (other := leaf_of.setdefault(array.path, name)) != name:

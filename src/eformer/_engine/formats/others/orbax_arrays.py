@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -9,33 +10,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
 
-from eformer._engine.formats.others.orbax_chunks import brief, split_into_chunks
-from eformer._engine.formats.zarr.zarray import count_chunks
-from eformer._engine.record.check import MOST_EXPANSION
+from eformer._engine.formats.codecs import BLOSC_HEADER, require_blosc
+from eformer._engine.formats.zarr.layout import chunks_in, chunks_of, count_chunks
+from eformer._engine.record.check import MOST_EXPANSION, require_chunk_for
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.record.manifest import Coding, Extent, LeafEntry
+from eformer._engine.record.manifest import Coding, Extent, LeafEntry, RecordedSharding
 from eformer._engine.record.names import is_inside
 from eformer._engine.stores.directory import walk
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST, require_plain_files
+from eformer._engine.stores.virtual_files import UnchangingFiles
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from eformer._engine.formats.others.orbax_chunks import Chunk
-    from eformer._engine.formats.others.orbax_leaves import ZarrArray
     from eformer._engine.formats.others.orbax_metadata import TreeMetadata
+    from eformer._engine.formats.others.single_file import Library
+    from eformer._engine.record.regions import Region
 
 _CACHE_BYTES = 2**25
 _MOST_FILLED = 2**36  # bytes of arrays that may be fill values alone
 _MOST_UNSEEN = 2**28  # bytes of arrays, of which all chunks are stored, that are not compared with the files
 _MOST_CHUNKS = 2**22  # that may be fill values alone
+_MAX_CHUNKS = 2**16  # of one array; of more, several are read together
 _FILL_MISSING = "fill_missing_data_reads"
 _SCALAR_DTYPES = {
     "bool", "int4", "int8", "int16", "int32", "int64", "uint4", "uint8", "uint16", "uint32", "uint64", "float16",
     "bfloat16", "float32", "float64", "complex64", "complex128",
 }  # fmt: skip
+
+_AFTER_BLOSC = {"crc32c"}  # codecs that leave the header of blosc where it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,23 @@ class ArrayStore:
     is_database: bool
     driver: str = "zarr"
     stores_all_chunks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrArray:
+    """A zarr array, by its path in the directory or in the database.
+
+    `key` names the generator of a PRNG key. `is_scalar` marks an array that holds a plain number. `shape` and `driver`
+    are what T5X expects of the array.
+    """
+
+    path: str
+    library: Library = "jax"
+    key: str | None = None
+    sharding: RecordedSharding | None = None
+    is_scalar: bool = False
+    shape: tuple[int, ...] | None = None
+    driver: str | None = None
 
 
 def array_store(directory: Path, tree: TreeMetadata | None) -> ArrayStore:
@@ -85,7 +108,9 @@ def open_arrays(store: ArrayStore, leaves: Mapping[str, ZarrArray]) -> dict[str,
         if _FILL_MISSING not in specs[path] and array.fill_value is None
     ]
     strict = {path: begin(specs[path] | {_FILL_MISSING: False}) for path in lenient}
-    return arrays | {path: _wait_for(store, path, future) for path, future in strict.items()}
+    arrays |= {path: _wait_for(store, path, future) for path, future in strict.items()}
+    _require_stored(store, arrays)
+    return arrays
 
 
 def _specs(store: ArrayStore, leaves: Mapping[str, ZarrArray]) -> dict[str, dict[str, Any]]:
@@ -135,7 +160,7 @@ def _wait_for(store: ArrayStore, path: str, future: Any) -> Any:
         ) from error
 
 
-def require_stored(store: ArrayStore, arrays: Mapping[str, Any]) -> None:
+def _require_stored(store: ArrayStore, arrays: Mapping[str, Any]) -> None:
     """Refuse arrays that are far larger than all files together, or of far more chunks: those are missing, which would
     be found out one by one. Missing chunks of smaller arrays may be fill values."""
     sizes = {path: array.size * (array.dtype.numpy_dtype.itemsize or 1) for path, array in arrays.items()}
@@ -173,8 +198,9 @@ def read_scalar(store: ArrayStore, path: str, array: Any) -> Any:
         raise CorruptionError(f"leaf {path!r} of {store.directory} cannot be read: {brief(error)}") from error
 
 
-def split_leaf(leaf: ZarrArray, array: Any) -> list[Chunk]:
-    """Check an array against its leaf and split it into the chunks to read."""
+def describe_leaf(leaf: ZarrArray, array: Any, chunks: list[Chunk], first_file: int) -> LeafEntry:
+    """Check an array against its leaf, and describe it. The chunks to read are added to `chunks`, which are the files
+    from number `first_file` on."""
     shape, dtype = tuple(array.shape), array.dtype.name
     if leaf.shape not in (None, shape):
         raise FormatError(
@@ -188,12 +214,7 @@ def split_leaf(leaf: ZarrArray, array: Any) -> list[Chunk]:
         raise FormatError(
             f"leaf {leaf.path!r} should hold PRNG keys of {leaf.key!r}, but is {dtype}{list(shape)}"
         )
-    return split_into_chunks(leaf.path, array, itemsize)
-
-
-def describe_leaf(leaf: ZarrArray, array: Any, chunks: Sequence[Chunk], first_file: int) -> LeafEntry:
-    """Describe an array whose chunks are the files from number `first_file` on."""
-    shape = tuple(array.shape)
+    own = split_into_chunks(leaf.path, array, itemsize)
     extents = tuple(
         Extent(
             number,
@@ -203,7 +224,135 @@ def describe_leaf(leaf: ZarrArray, array: Any, chunks: Sequence[Chunk], first_fi
             None if chunk.box.shape == shape else (chunk.box.start, chunk.box.stop),
             Coding("", chunk.box.shape),  # so that the chunk is read as a whole
         )
-        for number, chunk in enumerate(chunks, first_file)
+        for number, chunk in enumerate(own, first_file + len(chunks))
     )
+    chunks += own
     sharding = None if leaf.key else leaf.sharding
-    return LeafEntry(array.dtype.name, shape, extents, home=leaf.library, key=leaf.key, sharding=sharding)
+    return LeafEntry(dtype, shape, extents, home=leaf.library, key=leaf.key, sharding=sharding)
+
+
+# ---------------------------- chunks, each as if it were a file, whatever its codec and its database
+
+
+class Chunk(Struct, frozen=True):
+    """A box of an array of TensorStore."""
+
+    name: str
+    array: Any
+    box: Region
+    nbytes: int
+    blosc: BloscChunks | None = None
+
+    def read(self) -> Any:
+        """Read the box. Raise a FormatError, or anything, if it cannot be decoded."""
+        if self.blosc:
+            self.blosc.require_claims(self.box)
+        return self.array[self.box.slices].read().result()
+
+
+def split_into_chunks(path: str, array: Any, itemsize: int) -> list[Chunk]:
+    """Split an array into the boxes to read: its chunks, or several together if there are very many."""
+    shape = tuple(array.shape)
+    chunk_shape = tuple(max(1, size) for size in array.chunk_layout.read_chunk.shape or ())
+    try:
+        require_chunk_for(shape, chunk_shape, itemsize)
+    except FormatError as error:
+        raise FormatError(f"leaf {path!r}: {error}") from error
+    blosc = blosc_chunks(path, array, chunk_shape, itemsize)
+    return [
+        Chunk(f"{path}/{where}", array, box, itemsize * math.prod(box.shape), blosc)
+        for where, box in chunks_of(shape, _merged(shape, chunk_shape))
+    ]
+
+
+def _merged(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:
+    while count_chunks(shape, chunk_shape) > _MAX_CHUNKS:
+        counts = [-(-size // part) for size, part in zip(shape, chunk_shape, strict=True)]
+        axis = counts.index(max(counts))
+        chunk_shape = (*chunk_shape[:axis], 2 * chunk_shape[axis], *chunk_shape[axis + 1 :])
+    return chunk_shape
+
+
+class ChunkFiles(UnchangingFiles):
+    """Chunks by number. Each read decodes a whole chunk, so a chunk should be read at once.
+
+    TensorStore opens files when it reads them, and replaces a chunk as a whole, so a read never mixes two.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks = chunks
+
+    def read_into(self, number: int, memory: memoryview, offset: int) -> int:
+        chunk = self._chunks[number]
+        try:
+            found = chunk.read()
+        except Exception as error:  # damaged files make TensorStore raise anything
+            raise CorruptionError(brief(error)) from error
+        data = np.ascontiguousarray(found).reshape(-1).view(np.uint8)[offset : offset + len(memory)]
+        memory[: len(data)] = data.data
+        return len(data)
+
+    def nbytes(self, number: int) -> int:
+        return self._chunks[number].nbytes
+
+    def close(self) -> None:
+        self._chunks = ()
+
+
+def brief(error: Exception) -> str:
+    """Shorten an error of TensorStore to its message, without the specification that follows."""
+    return str(error).partition(" [")[0][:300]
+
+
+# --------------------------------------------------------------------------------------------- blosc
+#
+# Chunks that blosc compressed are looked at before TensorStore does: it allocates what they claim, and a failed
+# allocation in it ends the process. All other codecs it decodes to the length of the chunk, and no further.
+
+
+class BloscChunks(Struct, frozen=True):
+    """The chunks of an array that blosc compressed, in `store` under names that begin and are joined in this way."""
+
+    store: Any
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    nbytes: int
+    start: str
+    separator: str
+
+    def require_claims(self, box: Region) -> None:
+        """Refuse a box with a chunk that claims to be larger than it can be. Missing chunks are left to TensorStore."""
+        for name, _ in chunks_in(box, self.shape, self.chunk):
+            key = self.start + name.replace(".", self.separator) if self.shape else self.start or "0"
+            found = self.store.read(key, byte_range=slice(0, BLOSC_HEADER)).result()
+            if found.state == "value":
+                require_blosc(bytes(found.value), self.nbytes)
+
+
+def blosc_chunks(path: str, array: Any, chunk: tuple[int, ...], itemsize: int) -> BloscChunks | None:
+    """Return the chunks of an array of TensorStore if blosc compressed them, else None."""
+    codec = array.codec.to_json()
+    if "blosc" not in str(codec):
+        return None
+    metadata = array.spec().to_json()["metadata"]
+    if codec["driver"] == "zarr":
+        start, separator = "", metadata.get("dimension_separator") or "."
+    else:
+        _require_plain(path, codec["codecs"])
+        start, separator = _key_encoding(metadata["chunk_key_encoding"])
+        start += separator if start and array.rank else ""
+    nbytes = itemsize * math.prod(chunk)
+    return BloscChunks(array.kvstore, tuple(array.shape), chunk, nbytes, start, separator)
+
+
+def _require_plain(path: str, codecs: list[Mapping[str, Any]]) -> None:
+    """Refuse blosc inside of shards or of another compressor, where its header cannot be found."""
+    names = [codec["name"] for codec in codecs]
+    if "blosc" not in names or not _AFTER_BLOSC.issuperset(names[names.index("blosc") + 1 :]):
+        raise FormatError(f"leaf {path!r}: blosc inside of {', '.join(names)} is not supported")
+
+
+def _key_encoding(encoding: Mapping[str, Any]) -> tuple[str, str]:
+    is_v2 = encoding["name"] == "v2"
+    separator = encoding.get("configuration", {}).get("separator", "." if is_v2 else "/")
+    return "" if is_v2 else "c", separator

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.formats.markers import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.formats.others.orbax_aggregate import is_aggregate
 from eformer._engine.formats.others.orbax_metadata import COMMITTED, JSON_FILE, SHARDINGS
+from eformer._engine.record.indexes import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.record.step_names import OF_ORBAX
 from eformer._engine.record.zarray import ZARRAY
 from eformer._engine.stores.local import LocalStore
@@ -40,7 +40,7 @@ class TreeDirectory:
 
 def holds_tree(path: Path) -> bool:
     """Tell whether a directory holds a tree itself, not only in its items."""
-    return (path / ORBAX_TREE).is_file() or is_aggregate(path)
+    return (path / ORBAX_TREE).is_file() or is_aggregate(LocalStore(path))
 
 
 def find_item(path: Path, handlers: Mapping[str, Any]) -> TreeDirectory | None:
@@ -100,9 +100,7 @@ def holds_documents(path: Path) -> bool:
     """Tell whether a directory holds items of JSON and nothing else. Orbax before 0.5.20 left no mark there."""
     store = LocalStore(path)
     kinds = store.kinds()
-    if not kinds or any(
-        kind != "directory" for kind in kinds.values()
-    ):  # scratch of a run is not entered: it may go
+    if set(kinds.values()) != {"directory"}:  # scratch of a run is not entered: it may go
         return False
     return all(set(store.kinds(name)) - {COMMITTED} == {JSON_FILE} for name in kinds)
 

@@ -4,62 +4,60 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.formats.markers import ORBAX_TREE
-from eformer._engine.formats.others.orbax_aggregate import NAME as AGGREGATE
-from eformer._engine.formats.others.orbax_aggregate import PlainValue, is_aggregate, read_aggregate
+from eformer._engine.formats.others.orbax_aggregate import (
+    AGGREGATE,
+    PlainValue,
+    is_aggregate,
+    read_aggregate,
+)
 from eformer._engine.formats.others.orbax_arrays import (
+    ChunkFiles,
+    ZarrArray,
     array_store,
     describe_leaf,
     inner_database,
     open_arrays,
     read_scalar,
-    require_stored,
-    split_leaf,
 )
-from eformer._engine.formats.others.orbax_chunks import ChunkFiles
-from eformer._engine.formats.others.orbax_items import ARRAY_NAME, PROCESS
-from eformer._engine.formats.others.orbax_leaves import (
-    AggregateArray,
-    ZarrArray,
-    leaves_in_aggregate,
-    leaves_in_metadata,
-)
+from eformer._engine.formats.others.orbax_items import ARRAY_NAME, PROCESS, TreeDirectory
 from eformer._engine.formats.others.orbax_metadata import (
     ARRAY_METADATAS,
+    EMPTY_CONTAINERS,
     SHARDINGS,
     STRINGS,
     TREE_METADATA,
+    build_structure,
     metadata_of_single_array,
     read_is_typed,
+    read_key_generators,
+    read_shardings,
+    read_strings,
     read_tree_metadata,
 )
-from eformer._engine.formats.others.orbax_structure import build_structure
-from eformer._engine.formats.others.single_file import describe_array
-from eformer._engine.record.manifest import DataFile, foreign_tree
+from eformer._engine.formats.others.single_file import ArrayInFile, Library, describe_array
+from eformer._engine.record.indexes import ORBAX_TREE
+from eformer._engine.record.manifest import DataFile, LeafEntry, TreeEntry, foreign_tree
 from eformer._engine.record.names import BARE_LEAF
+from eformer._engine.record.text import few
 from eformer._engine.record.values import value_to_json
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST, list_arrays, require_plain_files
-from eformer._engine.stores.virtual_files import ChainedFiles, VirtualFiles
-from eformer.errors import FormatError
+from eformer._engine.stores.virtual_files import ChainedFiles, VirtualFile, VirtualFiles
+from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from eformer._engine.formats.others.orbax_aggregate import Aggregate
-    from eformer._engine.formats.others.orbax_arrays import ArrayStore
-    from eformer._engine.formats.others.orbax_chunks import Chunk
-    from eformer._engine.formats.others.orbax_items import TreeDirectory
-    from eformer._engine.formats.others.orbax_leaves import Leaf
-    from eformer._engine.record.manifest import LeafEntry, TreeEntry
+    from eformer._engine.formats.others.orbax_aggregate import Aggregate, Leaf
+    from eformer._engine.formats.others.orbax_arrays import ArrayStore, Chunk
+    from eformer._engine.formats.others.orbax_metadata import LeafMetadata, TreeMetadata
     from eformer._engine.stores.base import Files, Version
-    from eformer._engine.stores.virtual_files import VirtualFile
 
 _ELEMENT = "ELEMENT"  # the only leaf of an item that is one array, in the msgpack file
 
@@ -157,7 +155,7 @@ def read_tree(
     directory = place.directory
     root = "" if directory == checkpoint else directory.relative_to(checkpoint).as_posix()
     tree = read_tree_metadata(directory)
-    aggregate = read_aggregate(directory) if is_aggregate(directory) else None
+    aggregate = read_aggregate(directory) if is_aggregate(LocalStore(directory)) else None
     if place.is_single_array and not aggregate:
         tree = tree or metadata_of_single_array(ARRAY_NAME)
     store = array_store(directory, tree)
@@ -186,11 +184,10 @@ def read_tree(
 
 def _describe(store: ArrayStore, leaves: Mapping[str, Leaf], *, has_aggregate: bool) -> _Contents:
     arrays = open_arrays(store, {name: leaf for name, leaf in leaves.items() if isinstance(leaf, ZarrArray)})
-    require_stored(store, arrays)
     virtual = {
-        name: leaf.array.virtual_file
+        name: leaf.virtual_file
         for name, leaf in leaves.items()
-        if isinstance(leaf, AggregateArray) and leaf.array.virtual_file
+        if isinstance(leaf, ArrayInFile) and leaf.virtual_file
     }
     file_numbers = {name: number for number, name in enumerate(virtual, 1)}
     first_chunk = 1 + len(virtual) if has_aggregate else 0
@@ -200,14 +197,12 @@ def _describe(store: ArrayStore, leaves: Mapping[str, Leaf], *, has_aggregate: b
     for name, leaf in leaves.items():
         if isinstance(leaf, PlainValue):
             values[name] = leaf.value
-        elif isinstance(leaf, AggregateArray):
-            entries[name] = describe_array(leaf.array, leaf.library, file_numbers.get(name, 0))
+        elif isinstance(leaf, ArrayInFile):
+            entries[name] = describe_array(leaf, file_numbers.get(name, 0))
         elif leaf.is_scalar:
             values[name] = value_to_json(read_scalar(store, leaf.path, arrays[leaf.path]))
         else:
-            own = split_leaf(leaf, arrays[leaf.path])
-            entries[name] = describe_leaf(leaf, arrays[leaf.path], own, first_chunk + len(chunks))
-            chunks += own
+            entries[name] = describe_leaf(leaf, arrays[leaf.path], chunks, first_chunk)
     return _Contents(entries, values, list(virtual.values()), chunks, frozenset(arrays))
 
 
@@ -231,3 +226,64 @@ def _data_files(aggregate: Aggregate | None, contents: _Contents) -> Iterator[Da
         yield DataFile(f"{AGGREGATE}/{part.name}", part.nbytes)
     for chunk in contents.chunks:
         yield DataFile(chunk.name, chunk.nbytes)
+
+
+# --------- where each leaf is stored: listed in `_METADATA`, in the msgpack file, or in a zarr array
+
+
+def leaves_in_metadata(directory: Path, tree: TreeMetadata, aggregate: Aggregate | None) -> dict[str, Leaf]:
+    """Locate every leaf that `_METADATA` lists, by name; refuse a msgpack file that lists others."""
+    strings, shardings = read_strings(directory), read_shardings(directory)
+    generators = read_key_generators(directory)
+
+    def locate(leaf: LeafMetadata) -> Leaf:
+        kind, stored = leaf.value_metadata.value_type, leaf.stored_name
+        library: Library = "numpy" if kind == "np.ndarray" else "jax"
+        listed = aggregate.leaves.get(leaf.name) if aggregate else None
+        if isinstance(listed, ArrayInFile):
+            return replace(listed, library=library)
+        if isinstance(listed, PlainValue):
+            return listed
+        if leaf.value_metadata.skip_deserialize and not aggregate:
+            raise CorruptionError(
+                f"leaf {leaf.name[:200]!r} is in {directory / AGGREGATE}, which is missing or damaged"
+            )
+        if kind == "string":
+            if stored not in strings:
+                raise CorruptionError(
+                    f"leaf {stored!r} is a text, but {directory / STRINGS} does not have it"
+                )
+            return PlainValue(value_to_json(strings[stored]))
+        key, sharding = generators.get(stored), shardings.get(stored)
+        return ZarrArray(stored, library, key, sharding, is_scalar=kind == "scalar")
+
+    stored = [leaf for leaf in tree.leaves if leaf.value_metadata.value_type not in EMPTY_CONTAINERS]
+    found = {leaf.name: locate(leaf) for leaf in stored}
+    if aggregate:
+        _require_same_leaves(directory, tree, aggregate, found)
+    return found
+
+
+def leaves_in_aggregate(directory: Path, aggregate: Aggregate) -> dict[str, Leaf]:
+    """Locate every leaf that the msgpack file of `directory` holds or refers to, by name."""
+    shardings = read_shardings(directory)
+    return {
+        name: replace(leaf, sharding=shardings.get(leaf.path)) if isinstance(leaf, ZarrArray) else leaf
+        for name, leaf in aggregate.leaves.items()
+    }
+
+
+def _require_same_leaves(
+    directory: Path, tree: TreeMetadata, aggregate: Aggregate, found: Mapping[str, Leaf]
+) -> None:
+    external = {name: leaf.path for name, leaf in aggregate.leaves.items() if isinstance(leaf, ZarrArray)}
+    stored = {leaf.name: leaf.stored_name for leaf in tree.leaves}
+    # Orbax 0.5.4 to 0.5.20 names arrays for empty containers, of which it stores none.
+    empty = stored.keys() - found.keys()
+    problems = sorted(found.keys() ^ (aggregate.leaves.keys() - (empty & external.keys())))
+    problems += [name for name, path in external.items() if path != stored.get(name, path)]
+    if problems:
+        raise FormatError(
+            f"{directory}: {ORBAX_TREE} and the file {AGGREGATE!r} disagree about these leaves: "
+            f"{few(problems)[:400]}"
+        )

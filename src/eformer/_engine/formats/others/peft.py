@@ -8,20 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from eformer._engine.formats.found import Found, Place, foreign_found
 from eformer._engine.formats.left_out import left_out
-from eformer._engine.formats.markers import PEFT_CONFIG
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.formats.safetensors.read import find_file
-from eformer._engine.record.indexes import MANIFEST
-from eformer._engine.record.manifest import Manifest
+from eformer._engine.record.indexes import MANIFEST, PEFT_CONFIG
 from eformer._engine.record.values import parse_json, value_to_json
-from eformer._engine.stores.base import read_whole
+from eformer._engine.stores.base import Store, Version, read_whole
 
 if TYPE_CHECKING:
-    from eformer._engine.formats.found import Found
-    from eformer._engine.formats.read_format import Place
     from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.stores.base import Store, Version
 
 FORMAT = "PEFT adapter"
 
@@ -40,14 +36,8 @@ def by_config(place: Place) -> Found | None:
     config, version = _read_config(store)
     found = find_file(store, WEIGHTS)
     trees = {prefix: with_config(tree, config) for prefix, tree in found.trees.items()}
-    return replace(
-        found,
-        path=store.url,
-        manifest=Manifest(format=FORMAT, trees=trees),
-        trees=trees,
-        versions={**found.versions, CONFIG: version},
-        find_left_out=partial(left_out, store, {WEIGHTS}),
-    )
+    foreign = replace(found.foreign, find_left_out=partial(left_out, store, {WEIGHTS}))
+    return foreign_found(store.url, store, FORMAT, trees, {**found.versions, CONFIG: version}, foreign)
 
 
 def _read_config(store: Store) -> tuple[dict[str, Any], Version]:

@@ -6,30 +6,29 @@ import errno
 import io
 import os
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, overload
+from dataclasses import dataclass, replace
+from typing import IO, TYPE_CHECKING, Any, Literal, overload
 
-from eformer._engine.formats.found import Found
+from eformer._engine.formats.found import FileReader, Foreign, Found, foreign_found
 from eformer._engine.record.manifest import (
     Coding,
     DataFile,
     Extent,
     LeafEntry,
-    Manifest,
     TreeEntry,
     foreign_tree,
 )
-from eformer._engine.stores.virtual_files import VirtualFiles
+from eformer._engine.stores.virtual_files import VirtualFile, VirtualFiles
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from eformer._engine.stores.base import Entry, Files, Store, Version
-    from eformer._engine.stores.virtual_files import VirtualFile
-    from eformer.errors import Damage
 
+Library = Literal["jax", "numpy"]
 
+FIRST_BYTES = 9  # by which readers recognise a file
 _READ_AHEAD = 2**16  # bytes
 _MAX_PLAIN_VALUE = 2**28  # bytes
 _MAX_ATTEMPTS = 100
@@ -37,17 +36,23 @@ _MAX_ATTEMPTS = 100
 
 @dataclass(frozen=True, slots=True)
 class SingleFile:
-    """An open file, which stays what it is even if another takes its place."""
+    """An open file, or a part of one from `start` on, which stays what it is even if another takes its place."""
 
     store: Store
     name: str
     nbytes: int
     version: Version
     files: Files
+    start: int | None = None
 
     @property
     def path(self) -> str:
-        return self.store.path_to(self.name)
+        path = self.store.path_to(self.name)
+        return path if self.start is None else f"{path}, from byte {self.start} on"
+
+    def part(self, start: int, nbytes: int) -> SingleFile:
+        """Return a file that lies inside of this one."""
+        return replace(self, start=(self.start or 0) + start, nbytes=nbytes)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Read up to `nbytes` from `offset` on; less only at the end of the file."""
@@ -56,32 +61,7 @@ class SingleFile:
 
     def read_into(self, memory: memoryview, offset: int) -> int:
         """Fill `memory` from `offset` on; return the number of bytes, less only at the end of the file."""
-        return self.files.read_into(0, memory, offset)
-
-    def as_binary_file(self) -> IO[bytes]:
-        """Return it as a file object that can be read and sought."""
-        return io.BufferedReader(_Seekable(self))
-
-
-@dataclass(frozen=True, slots=True)
-class FilePart:
-    """A file that lies inside of another one."""
-
-    file: SingleFile
-    start: int
-    nbytes: int
-
-    @property
-    def path(self) -> str:
-        return f"{self.file.path}, from byte {self.start} on"
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Read up to `nbytes` from `offset` on; less only at the end of the part."""
-        return self.file.read(self.start + offset, max(0, min(nbytes, self.nbytes - offset)))
-
-    def read_into(self, memory: memoryview, offset: int) -> int:
-        """Fill `memory` from `offset` on; return the number of bytes, less only at the end of the part."""
-        return self.file.read_into(memory[: max(0, self.nbytes - offset)], self.start + offset)
+        return self.files.read_into(0, memory[: max(0, self.nbytes - offset)], (self.start or 0) + offset)
 
     def as_binary_file(self) -> IO[bytes]:
         """Return it as a file object that can be read and sought."""
@@ -94,6 +74,16 @@ def open_single_file(store: Store, name: str) -> Iterator[SingleFile]:
     entry, files = _hold(store, name)
     with closing(files):
         yield SingleFile(store, name, entry.nbytes, entry.version, files)
+
+
+def read_file(store: Store, name: str, what: str, *readers: FileReader) -> Found:
+    """Find the checkpoint that a file of a directory is, which should be `what` one of the readers reads."""
+    with open_single_file(store, name) as file:
+        first = file.read(0, FIRST_BYTES)
+        for read in readers:
+            if found := read(file, first):
+                return found
+        raise FormatError(f"{file.path} is not {what}: it begins with {first!r}")
 
 
 def _hold(store: Store, name: str) -> tuple[Entry, Files]:
@@ -114,7 +104,7 @@ def _hold(store: Store, name: str) -> tuple[Entry, Files]:
 
 
 class _Seekable(io.RawIOBase):
-    def __init__(self, file: SingleFile | FilePart) -> None:
+    def __init__(self, file: SingleFile) -> None:
         super().__init__()
         self._file, self._at = file, 0
 
@@ -142,18 +132,17 @@ class Window:
     A mapped file would end the process if another program cut it short; a window only comes to its end early.
     """
 
-    def __init__(self, file: SingleFile, start: int = 0, stop: int | None = None) -> None:
-        self._file, self._start = file, start
-        self._stop = file.nbytes if stop is None else stop
+    def __init__(self, file: SingleFile) -> None:
+        self._file = file
         self._ahead, self._ahead_at = b"", 0
 
     def __len__(self) -> int:
-        return self._stop - self._start
+        return self._file.nbytes
 
     def __bytes__(self) -> bytes:
         if len(self) > _MAX_PLAIN_VALUE:
             raise FormatError(f"a plain value of {len(self)} bytes; at most {_MAX_PLAIN_VALUE} are read")
-        return self._file.read(self._start, len(self))
+        return self._file.read(0, len(self))
 
     @overload
     def __getitem__(self, at: int) -> int: ...
@@ -166,14 +155,14 @@ class Window:
             return self._read(at, at + 1)[0]
         start, stop, _ = at.indices(len(self))
         if stop - start > _READ_AHEAD:
-            return Window(self._file, self._start + start, self._start + stop)
+            return Window(self._file.part(start, stop - start))
         return self._read(start, stop)
 
     def _read(self, start: int, stop: int) -> bytes:
         stop = min(stop, len(self))
         if not self._ahead_at <= start <= stop <= self._ahead_at + len(self._ahead):
             self._ahead_at = start
-            self._ahead = self._file.read(self._start + start, min(_READ_AHEAD, len(self) - start))
+            self._ahead = self._file.read(start, _READ_AHEAD)
         return self._ahead[start - self._ahead_at : stop - self._ahead_at]
 
 
@@ -181,7 +170,8 @@ class Window:
 class ArrayInFile:
     """An array in the file: its bytes lie at `offset`, or are the content of a `virtual_file` made of parts of it.
 
-    `is_encoded` marks a virtual file that has to be decoded as a whole. `key` names the generator of a PRNG key.
+    `is_encoded` marks a virtual file that has to be decoded as a whole. `key` names the generator of a PRNG key,
+    `library` whose arrays it is one of.
     """
 
     dtype: str
@@ -191,6 +181,7 @@ class ArrayInFile:
     virtual_file: VirtualFile | None = None
     is_encoded: bool = False
     key: str | None = None
+    library: Library = "jax"
 
 
 def describe_file(
@@ -199,15 +190,11 @@ def describe_file(
     arrays: Mapping[str, ArrayInFile],
     structure: Any,
     *,
-    library: str = "jax",
     values: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
-    has_names: bool = True,
-    find_damages: Callable[[], Iterator[Damage]] | None = None,
-    left_out: tuple[str, ...] = (),
-    refused: Mapping[str, str] | None = None,
+    foreign: Foreign | None = None,
 ) -> Found:
-    """Describe the checkpoint that a file is. `structure`, `values` and `metadata` are JSON.
+    """Describe the checkpoint that a file is. `structure`, `values` and `metadata` are JSON, `foreign` all the rest.
 
     A leaf that makes no sense raises a FormatError that names the file.
     """
@@ -216,7 +203,7 @@ def describe_file(
     for leaf, array in arrays.items():
         if array.virtual_file:
             virtual.append(array.virtual_file)
-        entries[leaf] = describe_array(array, library, len(virtual) if array.virtual_file else 0)
+        entries[leaf] = describe_array(array, len(virtual) if array.virtual_file else 0)
     name = file.name
     tree = foreign_tree(
         files=(DataFile(name, file.nbytes), *(DataFile(f"{name}/{v.name}", v.nbytes) for v in virtual)),
@@ -229,25 +216,15 @@ def describe_file(
         tree.check_leaves()
     except FormatError as error:
         raise FormatError(f"{file.path}: {error}") from error
-    return Found(
-        file.path,
-        file.store,
-        Manifest(format=format_name, trees={"": tree}),
-        {"": tree},
-        versions={name: file.version},
-        open_files=_opener(file, virtual) if virtual else None,
-        has_names=has_names,
-        find_damages=find_damages,
-        find_left_out=lambda: left_out,
-        refused=refused or {},
-    )
+    foreign = replace(foreign or Foreign(), open_files=_opener(file, virtual) if virtual else None)
+    return foreign_found(file.path, file.store, format_name, {"": tree}, {name: file.version}, foreign)
 
 
-def describe_array(array: ArrayInFile, library: str, file_number: int) -> LeafEntry:
+def describe_array(array: ArrayInFile, file_number: int) -> LeafEntry:
     """Describe an array whose bytes are in the file of this number: 0, or that of its virtual file."""
     coding = Coding("", array.shape) if array.is_encoded else None  # so that it is read as a whole
     extent = Extent(file_number, array.offset, array.nbytes, "", None, coding)
-    return LeafEntry(array.dtype, array.shape, (extent,), home=library, key=array.key)
+    return LeafEntry(array.dtype, array.shape, (extent,), home=array.library, key=array.key)
 
 
 def _opener(file: SingleFile, virtual: Sequence[VirtualFile]) -> Callable[[TreeEntry], VirtualFiles]:

@@ -1,15 +1,19 @@
-"""Single files of other programs, recognised by their first bytes and not by their names."""
+"""Single files of other programs, recognised by their first bytes and not by their names.
+
+Common formats that eformer does not read are named, by their first bytes or by their names, with what to do.
+"""
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import replace
 from functools import partial
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from eformer._engine.formats.others import equinox, flax, gguf, keras_files, npz, tensorflow, torch
-from eformer._engine.formats.others.single_file import open_single_file
-from eformer._engine.formats.others.unsupported import name_by_suffix, name_other_format
+from eformer._engine.formats.others import equinox, flax, gguf, keras_files, npy, torch
+from eformer._engine.formats.others.single_file import FIRST_BYTES, SingleFile, open_single_file
 from eformer._engine.formats.quantized import quantization_of
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX
 from eformer._engine.record.indexes import MANIFEST
@@ -17,9 +21,9 @@ from eformer._engine.stores.local import resolved
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from eformer._engine.formats.found import Found
-    from eformer._engine.formats.others.single_file import SingleFile
-    from eformer._engine.formats.read_format import FileReader
+    from collections.abc import Collection
+
+    from eformer._engine.formats.found import FileReader, Found, Place
     from eformer._engine.stores.base import Store
 
 FILE_READERS: tuple[FileReader, ...] = (
@@ -27,23 +31,62 @@ FILE_READERS: tuple[FileReader, ...] = (
     torch.in_stream,
     keras_files.in_keras,
     keras_files.in_hdf5,
-    npz.in_npz,
+    npy.in_npz,
     equinox.in_equinox,
     gguf.in_gguf,
     flax.in_msgpack,
 )
-FORMATS = (flax.FORMAT, npz.FORMAT, equinox.FORMAT, torch.FORMAT, gguf.FORMAT, keras_files.FORMAT)
-SUFFIXES = (
-    ".msgpack",
-    ".npz",
-    ".eqx",
-    ".pt",
-    ".pth",
-    ".bin",
-    ".gguf",
-    ".h5",
-    ".keras",
-)  # the usual ones, for hints
+FORMATS = (flax.FORMAT, npy.FORMAT, equinox.FORMAT, torch.FORMAT, gguf.FORMAT, keras_files.FORMAT)
+# The usual ones, for hints.
+SUFFIXES = (".msgpack", ".npz", ".eqx", ".pt", ".pth", ".bin", ".gguf", ".h5", ".keras")
+
+_PICKLE = 0x80  # the first byte of protocol 2 and above; in msgpack, an empty dict
+_IS_PICKLE = (
+    "a pickle, which eformer never runs; of PyTorch, only what torch.save writes is read. Load it with the program "
+    "that wrote it, and write its arrays with numpy.savez"
+)
+_UNPACK = "unpack it first"
+_TABLE = "a table, not a tree of arrays"
+_TENSORFLOW = (
+    "read its variables with tf.train.load_checkpoint and write them with numpy.savez, or save the model of Keras as "
+    ".weights.h5"
+)
+
+_BEGINNINGS = {
+    b"\x89PNG": "a picture",
+    b"\x1f\x8b": f"compressed by gzip; {_UNPACK}",
+    b"\x28\xb5\x2f\xfd": f"compressed by zstd; {_UNPACK}",
+    b"\xfd7zXZ": f"compressed by xz; {_UNPACK}",
+    b"BZh": f"compressed by bzip2; {_UNPACK}",
+    b"version h": "a pointer of Git LFS, without the file itself: fetch it with git lfs pull",
+    b"<!DOCTYPE": "a web page: the download went wrong",
+    b"<!doctype": "a web page: the download went wrong",
+    b"<html": "a web page: the download went wrong",
+    b"PAR1": f"a file of Parquet: {_TABLE}",
+    b"ARROW1": f"a file of Arrow: {_TABLE}",
+    b"FEA1": f"a file of Feather: {_TABLE}",
+    b"SQLite": "a database of SQLite",
+    b"MATLAB": "a file of MATLAB; load it with scipy.io.loadmat, and write its arrays with numpy.savez",
+    **dict.fromkeys(
+        (b"lmgg", b"fmgg", b"tjgg"), "a file of ggml from before GGUF; convert it to GGUF with llama.cpp"
+    ),
+    b"model_che": f"the list of the checkpoints of TensorFlow in its directory; {_TENSORFLOW}",
+}
+_SUFFIXES = {
+    **dict.fromkeys((".pkl", ".pickle", ".joblib", ".pdparams", ".pdopt"), _IS_PICKLE),
+    ".onnx": "a model of ONNX; read its weights with onnx.numpy_helper, and write them with numpy.savez",
+    ".tflite": "a model of TensorFlow Lite; convert the model that it was made from",
+    ".mlmodel": "a model of Core ML; convert the model that it was made from",
+    ".tfrecord": "records of TensorFlow, which are data and not a model",
+    ".tar": f"an archive; {_UNPACK}",
+    ".ckpt": "a .ckpt file that is not of PyTorch; those of TensorFlow are not read",
+    ".pb": f"a graph of TensorFlow; {_TENSORFLOW}",
+}
+_TFLITE = b"TFL3"  # from byte 4 on
+
+# Files of TensorFlow.
+_DATA = re.compile(r"(.*)\.data-\d{5}-of-\d{5}")
+_MODELS = ("saved_model.pb", "saved_model.pbtxt")
 
 
 def in_file(store: Store, name: str) -> Found | None:
@@ -51,15 +94,15 @@ def in_file(store: Store, name: str) -> Found | None:
     if name == MANIFEST or name.endswith((SUFFIX, INDEX_SUFFIX)):
         return None
     with open_single_file(*resolved(store, name)) as file:  # the caller's path may be a link
-        first = file.read(0, 9)
+        first = file.read(0, FIRST_BYTES)
         if _is_safetensors(first, file.nbytes):
             return None
-        if other := tensorflow.name_file(name) or name_other_format(file, first):
+        if other := _name_other_format(file, name, first):
             raise _is_other(file, other)
         for read in FILE_READERS:
             if found := read(file, first):
                 return _with_configuration(found, store)
-        if other := name_by_suffix(name):
+        if other := _name_by_suffix(name):
             raise _is_other(file, other)
         raise FormatError(
             f"{file.path} is not a checkpoint: it is not called *{SUFFIX}, and begins with {first!r}, unlike "
@@ -72,7 +115,8 @@ def _with_configuration(found: Found, store: Store) -> Found:
     file. In a cache of Hugging Face it is beside the link. Files of other formats may be by eformer, as stored."""
     if found.manifest.format != torch.FORMAT:
         return found
-    return replace(found, find_quantized=partial(quantization_of, store, also=[found.store]))
+    quantized = partial(quantization_of, store, also=[found.store])
+    return replace(found, foreign=replace(found.foreign, find_quantized=quantized))
 
 
 def _is_other(file: SingleFile, other: str) -> FormatError:
@@ -84,3 +128,47 @@ def _is_safetensors(first: bytes, file_nbytes: int) -> bool:
         return False
     (length,) = struct.unpack("<Q", first[:8])
     return first[8:] == b"{" and length <= file_nbytes - 8
+
+
+# ------------------------------------------------------------------------- formats that are not read
+
+
+def _name_other_format(file: SingleFile, name: str, first: bytes) -> str | None:
+    """Name a format that eformer does not read, by the caller's `name` of a file of TensorFlow or by the first bytes;
+    return None for others."""
+    if _DATA.fullmatch(name) or name.endswith(".index"):
+        return f"a part of a TensorFlow checkpoint; {_TENSORFLOW}"
+    if name in _MODELS:
+        return f"the graph of a TensorFlow SavedModel; {_TENSORFLOW}"
+    if not first:
+        return "an empty file"
+    if first[0] == _PICKLE and file.nbytes > 1 and not torch.is_stream(file):
+        return _IS_PICKLE
+    if first[4:8] == _TFLITE:
+        return _SUFFIXES[".tflite"]
+    return next((what for start, what in _BEGINNINGS.items() if first.startswith(start)), None)
+
+
+def _name_by_suffix(name: str) -> str | None:
+    """Name the format of a file that no reader knows by its suffix."""
+    return _SUFFIXES.get(PurePath(name).suffix.lower())
+
+
+def name_tensorflow(name: str, there: Collection[str]) -> str | None:
+    """Name the TensorFlow checkpoint whose files begin with a name that is not a file itself."""
+    if f"{name}.index" not in there:
+        return None
+    return f"the files {name}.* are a TensorFlow checkpoint, which eformer does not read; {_TENSORFLOW}"
+
+
+def refuse_tensorflow(place: Place) -> None:
+    """Refuse a directory that TensorFlow wrote."""
+    names = set(place.names)
+    data = [match[1] for name in names if (match := _DATA.fullmatch(name))]
+    if any(f"{prefix}.index" in names for prefix in data):
+        what = "a TensorFlow checkpoint"
+    elif names & set(_MODELS):
+        what = "a SavedModel of TensorFlow"
+    else:
+        return
+    raise FormatError(f"{place.store.url} holds {what}, which eformer does not read; {_TENSORFLOW}")

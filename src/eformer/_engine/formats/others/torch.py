@@ -1,6 +1,7 @@
 """Files of `torch.save`: a zip archive, or before PyTorch 1.6 a stream, with a pickle and the storages of its tensors.
 
-The pickle is read as data, so nothing in it is executed, and PyTorch is not needed.
+The pickle is read as data, so nothing in it is executed, and PyTorch is not needed. Models of Hugging Face are such
+a file, `pytorch_model.bin`, or shards with an index.
 """
 
 from __future__ import annotations
@@ -8,36 +9,42 @@ from __future__ import annotations
 import re
 import struct
 from contextlib import suppress
-from functools import partial
+from dataclasses import replace
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 
+from eformer._engine.formats.found import Foreign, Found, Place, foreign_found
+from eformer._engine.formats.left_out import left_out
+from eformer._engine.formats.nested_names import nest, split_spelled
 from eformer._engine.formats.others.flax import flatten_message
-from eformer._engine.formats.others.single_file import ArrayInFile, describe_file
+from eformer._engine.formats.others.single_file import ArrayInFile, SingleFile, describe_file, read_file
 from eformer._engine.formats.others.torch_pickles import OtherTensor, Pickled, Storage, Tensor, unpickle
-from eformer._engine.formats.others.zip_members import Checked, find_damages, locate_members
+from eformer._engine.formats.others.zip_members import IS_ENCRYPTED, Span, find_damages, locate_members
 from eformer._engine.formats.pickles import Object
+from eformer._engine.formats.quantized import quantization_of
+from eformer._engine.formats.safetensors.read import weight_map
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.record.names import BARE_LEAF
+from eformer._engine.record.manifest import LeafEntry, TreeEntry, foreign_tree
+from eformer._engine.record.names import BARE_LEAF, split_name, unescape
 from eformer._engine.record.text import few
 from eformer._engine.record.values import is_recorded, value_to_json
+from eformer._engine.stores.virtual_files import ChainedFiles, ReadInto
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from eformer._engine.formats.found import Found
-    from eformer._engine.formats.others.single_file import FilePart, SingleFile
-    from eformer._engine.stores.virtual_files import ReadInto
+    from eformer._engine.stores.base import Files, Store
 
 FORMAT = "PyTorch"
 
 _PICKLE = "/data.pkl"
 _USUAL_PICKLE, _MAX_PICKLE = 2**20, 2**28  # bytes
 _MAX_EXPANSION = 1040  # as of compressed files: views may use elements again
-_IS_ENCRYPTED = 0x1
 _PROTOCOL = 1001
 _MAGIC = 0x1950A86A20F9469CFC6C  # the first value of a stream
 _STREAM = re.compile(  # the pickle of that number, of any protocol
@@ -46,25 +53,15 @@ _STREAM = re.compile(  # the pickle of that number, of any protocol
 _STREAM_NBYTES = 23
 # The members of an archive beside its storages.
 _MEMBERS = (
-    "data.pkl",
-    "version",
-    "byteorder",
-    ".data/serialization_id",
-    ".format_version",
-    ".storage_alignment",
-)
-_MARKS = (
-    "/byteorder",
-    "/.data/serialization_id",
-)  # of archives that hold something else, or were not finished
+    "data.pkl", "version", "byteorder", ".data/serialization_id", ".format_version", ".storage_alignment",
+)  # fmt: skip
+# Also of archives of something else, or of unfinished ones.
+_MARKS = ("/byteorder", "/.data/serialization_id")
 
+MODEL = "pytorch_model.bin"
+INDEX = f"{MODEL}.index.json"
 
-class Place(Struct, frozen=True):
-    """Where the elements of a storage are in the file."""
-
-    offset: int
-    nbytes: int
-    crc: int | None = None
+_MAX_INDEX = 2**26  # bytes
 
 
 def in_archive(file: SingleFile, first: bytes) -> Found | None:
@@ -79,11 +76,11 @@ class Archive(Struct, frozen=True):
     """What an archive holds: the value of its pickle, storages by key, and the names of members that are neither."""
 
     tree: Any
-    places: dict[str, Place]
+    places: dict[str, Span]
     unknown: list[str]
 
 
-def open_archive(file: SingleFile | FilePart) -> Archive | None:
+def open_archive(file: SingleFile) -> Archive | None:
     """Read the pickle of an archive, and where its storages are; None if it is not an archive of PyTorch."""
     members = {info.filename: (info, offset) for info, offset in locate_members(file)}
     pickles = [name for name in members if name.endswith(_PICKLE)]
@@ -101,9 +98,9 @@ def open_archive(file: SingleFile | FilePart) -> Archive | None:
         raise FormatError(
             f"{file.path} is a program of TorchScript; save its state_dict() with torch.save or safetensors instead"
         )
-    if any(info.compress_type or info.flag_bits & _IS_ENCRYPTED for info, _ in members.values()):
+    if any(info.compress_type or info.flag_bits & IS_ENCRYPTED for info, _ in members.values()):
         raise FormatError(f"{file.path} is a compressed archive, which PyTorch does not write; save it again")
-    places = {name: Place(offset, info.file_size, info.CRC) for name, (info, offset) in members.items()}
+    places = {name: Span(offset, info.file_size, info.CRC) for name, (info, offset) in members.items()}
     _require_little_endian(file, places.get(f"{root}/byteorder"))
     pickled = places[pickles[0]]
     tree = _unpickle(file, pickled.offset, pickled.nbytes).value
@@ -146,7 +143,7 @@ def in_stream(file: SingleFile, first: bytes) -> Found | None:
 
 def _places_in_stream(
     file: SingleFile, at: int, keys: list[Any], storages: Mapping[str, Storage]
-) -> tuple[dict[str, Place], int]:
+) -> tuple[dict[str, Span], int]:
     """Return where the storages are, and where the last one ends."""
     places = {}
     for key in keys:
@@ -156,12 +153,12 @@ def _places_in_stream(
             raise FormatError(
                 f"{file.path}: the storage {str(key)[:40]!r} is missing, or not as long as its tensors say"
             )
-        places[key] = Place(at + 8, storage.nbytes)
+        places[key] = Span(at + 8, storage.nbytes)
         at += 8 + storage.nbytes
     return places, at
 
 
-def _unpickle(file: SingleFile | FilePart, offset: int, nbytes: int) -> Pickled:
+def _unpickle(file: SingleFile, offset: int, nbytes: int) -> Pickled:
     """Read the pickle at an offset. In a stream its length is not known, and most are short."""
     try:
         if nbytes > _USUAL_PICKLE:
@@ -172,7 +169,7 @@ def _unpickle(file: SingleFile | FilePart, offset: int, nbytes: int) -> Pickled:
         raise FormatError(f"{file.path} is a file of PyTorch that cannot be read: {error}") from error
 
 
-def _require_little_endian(file: SingleFile | FilePart, place: Place | None) -> None:
+def _require_little_endian(file: SingleFile, place: Span | None) -> None:
     order = file.read(place.offset, min(place.nbytes, 16)) if place else b"little"
     if order != b"little":
         raise FormatError(
@@ -183,7 +180,7 @@ def _require_little_endian(file: SingleFile | FilePart, place: Place | None) -> 
 # --------------------------------------------------------------------------------------------- leaves
 
 
-def _describe(file: SingleFile, tree: Any, places: Mapping[str, Place], unknown: Sequence[str]) -> Found:
+def _describe(file: SingleFile, tree: Any, places: Mapping[str, Span], unknown: Sequence[str]) -> Found:
     """Describe the tensors and plain values of a pickle.
 
     Objects of other classes are left out, and so are `unknown` parts of the file; tensors of other kinds are refused.
@@ -202,24 +199,20 @@ def _describe(file: SingleFile, tree: Any, places: Mapping[str, Place], unknown:
     _require_bounded(file, tensors)
     arrays = _arrays(file, tensors, places)
     users = {tensor.storage.key: name for name, tensor in reversed(tensors.items())}
-    checked = {
-        users[key]: Checked(place.offset, place.nbytes, place.crc)
-        for key, place in places.items()
-        if key in users and place.crc is not None
-    }
-    left_out = [
-        f"{name} ({describe_object(found)})" for name, found in objects.items() if name not in refused
-    ]
-    left_out += [f"storage {key} (no tensor uses it)" for key in places if key not in users]
+    checked = {users[key]: place for key, place in places.items() if key in users and place.crc is not None}
+    unread = [f"{name} ({describe_object(found)})" for name, found in objects.items() if name not in refused]
+    unread += [f"storage {key} (no tensor uses it)" for key in places if key not in users]
     return describe_file(
         file,
         FORMAT,
         arrays,
         structure,
         values={name: value_to_json(leaf) for name, leaf in leaves.items() if name not in tensors},
-        find_damages=partial(find_damages, file.store, file.name, checked) if checked else None,
-        left_out=(*left_out, *unknown),
-        refused=refused,
+        foreign=Foreign(
+            find_damages=partial(find_damages, file.store, file.name, checked) if checked else None,
+            find_left_out=lambda: (*unread, *unknown),
+            refused=refused,
+        ),
     )
 
 
@@ -284,7 +277,7 @@ def _require_bounded(file: SingleFile, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _arrays(
-    file: SingleFile, tensors: Mapping[str, Tensor], places: Mapping[str, Place]
+    file: SingleFile, tensors: Mapping[str, Tensor], places: Mapping[str, Span]
 ) -> dict[str, ArrayInFile]:
     """Describe the arrays. A tensor with other strides, or elements that another one has too, is a virtual file."""
     starts = {name: start_of(file, name, tensor, places) for name, tensor in tensors.items()}
@@ -307,7 +300,7 @@ def _arrays(
     }
 
 
-def start_of(file: SingleFile | FilePart, name: str, tensor: Tensor, places: Mapping[str, Place]) -> int:
+def start_of(file: SingleFile, name: str, tensor: Tensor, places: Mapping[str, Span]) -> int:
     """Return the offset of a tensor's first element in the file; 0 if it has none."""
     if not tensor.size:
         return 0
@@ -349,3 +342,80 @@ class TensorView(Struct, frozen=True):
         found = np.ascontiguousarray(view).reshape(-1).view(np.uint8).data[offset : offset + len(memory)]
         memory[: len(found)] = found
         return len(found)
+
+
+# ---------------------------------------------------------------------------- models of Hugging Face
+
+
+def by_files(place: Place) -> Found | None:
+    """Find the model of a directory that has one in files of PyTorch."""
+    store = place.store
+    if INDEX in place.names:
+        return _in_shards(store, place.names)
+    if MODEL not in place.names:
+        return None
+    found = _open_shard(store, MODEL)
+    return replace(found, path=store.url, foreign=_in_directory(found.foreign, store, {MODEL}))
+
+
+def _in_directory(foreign: Foreign, store: Store, read: set[str]) -> Foreign:
+    left, quantized = partial(left_out, store, read), partial(quantization_of, store)
+    return replace(foreign, find_left_out=left, find_quantized=quantized)
+
+
+def _open_shard(store: Store, name: str) -> Found:
+    return read_file(store, name, "a file of torch.save", in_archive, in_stream)
+
+
+def _in_shards(store: Store, there: Sequence[str]) -> Found:
+    """Join the shards that an index lists. Each tensor is in the file that the index says, and in no other."""
+    weights, version = weight_map(store, INDEX, "a model", _MAX_INDEX)
+    where = store.path_to(INDEX)
+    names = sorted(set(weights.values()))
+    if not names:
+        raise FormatError(f"{where} lists no tensors")
+    if lost := set(names) - set(there):
+        raise CorruptionError(f"{where} names files that are missing: {few(sorted(lost))}")
+    shards = [_open_shard(store, name) for name in names]
+    _require_listed(where, weights, names, shards)
+    versions = {INDEX: version}
+    for shard in shards:
+        versions |= shard.versions
+    tree = _joined_trees([shard.trees[""] for shard in shards])
+    foreign = _in_directory(Foreign(lambda _: _chained(shards)), store, {INDEX, *names})
+    return foreign_found(store.url, store, FORMAT, {"": tree}, versions, foreign)
+
+
+def _require_listed(
+    where: str, weights: Mapping[str, str], names: Sequence[str], shards: Sequence[Found]
+) -> None:
+    listed, there = set(weights.items()), set()
+    for file, shard in zip(names, shards, strict=True):
+        tree = shard.trees[""]
+        if tree.raw_values or shard.left_out():
+            more = few([*map(repr, tree.raw_values), *shard.left_out()])
+            raise FormatError(f"{where}: {file} holds more than tensors; load it by its own name: {more}")
+        there |= {(".".join(map(unescape, split_name(name))), file) for name in tree.leaves}
+    if listed != there:
+        wrong = few([f"{name!r} in {file}" for name, file in sorted(listed ^ there)])
+        raise FormatError(f"{where} and the files do not agree on: {wrong}")
+
+
+def _joined_trees(trees: Sequence[TreeEntry]) -> TreeEntry:
+    """Return one tree of the leaves and files of all."""
+    leaves: dict[str, LeafEntry] = {}
+    files: list[Any] = []
+    for tree in trees:
+        for name, leaf in tree.leaves.items():
+            extents = (msgspec.structs.replace(e, file=e.file + len(files)) for e in leaf.extents)
+            leaves[name] = msgspec.structs.replace(leaf, extents=tuple(extents))
+        files += tree.files
+    structure, leaves = nest(leaves, split_spelled)
+    return foreign_tree(files=tuple(files), structure=structure, leaves=leaves)
+
+
+def _chained(shards: Sequence[Found]) -> Files:
+    opened = [(shard.files(shard.trees[""]), len(shard.trees[""].files)) for shard in shards]
+    return reduce(
+        lambda first, then: (ChainedFiles(first[0], first[1], then[0]), first[1] + then[1]), opened
+    )[0]

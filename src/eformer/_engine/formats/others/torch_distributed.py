@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from eformer._engine.formats.found import Found
+from eformer._engine.formats.found import Foreign, Found, Place, foreign_found
 from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.others.flax import flatten_message
-from eformer._engine.formats.others.single_file import FilePart, open_single_file
+from eformer._engine.formats.others.single_file import SingleFile, open_single_file
 from eformer._engine.formats.others.torch import (
     LEFT_OUT,
     TensorView,
@@ -29,22 +29,18 @@ from eformer._engine.record.manifest import (
     DataFile,
     Extent,
     LeafEntry,
-    Manifest,
     TreeEntry,
     foreign_tree,
 )
 from eformer._engine.record.text import few
 from eformer._engine.record.values import value_to_json
-from eformer._engine.stores.virtual_files import VirtualFiles
+from eformer._engine.stores.virtual_files import VirtualFile, VirtualFiles
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from eformer._engine.formats.others.single_file import SingleFile
-    from eformer._engine.formats.read_format import Place
     from eformer._engine.stores.base import Store
-    from eformer._engine.stores.virtual_files import VirtualFile
 
 FORMAT = "PyTorch, distributed"
 METADATA, SUFFIX = ".metadata", ".distcp"
@@ -206,16 +202,12 @@ def _describe(
     def open_files(_: TreeEntry) -> VirtualFiles:
         return VirtualFiles(store.open(names, {name: versions[name] for name in names}), virtual, len(names))
 
-    return Found(
-        store.url,
-        store,
-        Manifest(format=FORMAT, trees={"": described}),
-        {"": described},
-        versions=versions,
-        open_files=open_files,
+    foreign = Foreign(
+        open_files,
         find_left_out=lambda: (*left_out(store, {METADATA, *names}), *unused),
         find_quantized=partial(quantization_of, store),
     )
+    return foreign_found(store.url, store, FORMAT, {"": described}, versions, foreign)
 
 
 def _tree(items: Sequence[tuple[str, Any]], paths: Mapping[str, Any]) -> Any:
@@ -251,13 +243,10 @@ def _as_saved(node: Any) -> Any:
         return node
     inside = {key: _as_saved(child) for key, child in node.items()}
     if inside and all(type(key) is int for key in inside) and set(inside) == set(range(len(inside))):
-        return [_or_none(inside[number]) for number in range(len(inside))]
+        items = (inside[number] for number in range(len(inside)))
+        return [None if item is LEFT_OUT else item for item in items]
     kept = {key: child for key, child in inside.items() if child is not LEFT_OUT}
     return split_names(kept) if kept and all(isinstance(c, _Tensor) for c in kept.values()) else kept
-
-
-def _or_none(item: Any) -> Any:
-    return None if item is LEFT_OUT else item
 
 
 class _Reader:
@@ -292,7 +281,7 @@ class _Reader:
             return tensor.dtype, None
         stop = tuple(a + b for a, b in zip(start, shape, strict=True))
         region = None if shape == item.shape else (start, stop)
-        offset = part.start + start_of(part, item.name, tensor, places)
+        offset = (part.start or 0) + start_of(part, item.name, tensor, places)
         if tensor.is_by_rows:
             return tensor.dtype, Extent(number, offset, nbytes, "", region)
         self.virtual.append((number, TensorView(f"{item.name}-{len(self.virtual)}", offset, tensor)))
@@ -316,14 +305,14 @@ class _Reader:
             if nbytes < file.nbytes:
                 yield f"{file.nbytes - nbytes} bytes of {name} (no item has them)"
 
-    def open(self, name: str, start: _Counts | None) -> tuple[int, FilePart, Any, Any]:
+    def open(self, name: str, start: _Counts | None) -> tuple[int, SingleFile, Any, Any]:
         where = self.stored.get((name, start))
         if where is None:
             raise FormatError(f"leaf {name[:200]!r}: it is not said where the chunk at {start} is")
         file = self.files[where.file]
         if where.offset + where.nbytes > file.nbytes:
             raise FormatError(f"leaf {name[:200]!r}: {file.path} ends before the chunk at {start}")
-        part = FilePart(file, where.offset, where.nbytes)
+        part = file.part(where.offset, where.nbytes)
         opened = open_archive(part)
         if opened is None:
             raise FormatError(f"leaf {name[:200]!r}: {part.path} is not an archive of PyTorch")

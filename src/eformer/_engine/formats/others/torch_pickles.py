@@ -23,7 +23,8 @@ from eformer._engine.formats.pickles import (
     refuse,
     run,
 )
-from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.dtypes import MOST_AXES, dtype_from_name
+from eformer._engine.record.names import MAX_DEPTH
 from eformer._engine.record.text import few
 from eformer.errors import FormatError
 
@@ -31,11 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _DTYPES = {
-    "float32": "float32", "float64": "float64", "float16": "float16", "bfloat16": "bfloat16", "uint8": "uint8",
-    "int8": "int8", "int16": "int16", "int32": "int32", "int64": "int64", "uint16": "uint16", "uint32": "uint32",
-    "uint64": "uint64", "bool": "bool", "complex64": "complex64", "complex128": "complex128",
-    "float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2", "float8_e4m3fnuz": "float8_e4m3fnuz",
-    "float8_e5m2fnuz": "float8_e5m2fnuz", "float8_e8m0fnu": "float8_e8m0fnu",
+    "float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32",
+    "uint64", "bool", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+    "float8_e8m0fnu",
 }  # fmt: skip
 _OF_STORAGES = {
     "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -44,8 +43,6 @@ _OF_STORAGES = {
     "ComplexDoubleStorage": "complex128", "UntypedStorage": "uint8",
 }  # fmt: skip
 
-_MOST_AXES = 64
-_MOST_DEPTH = 250  # as of trees that eformer saves
 _MOST_NODES, _MOST_EXPANSION = 200_000, 4  # of the tree: so many, and more for each byte of the pickle
 
 
@@ -165,13 +162,13 @@ def _tensor(arguments: tuple[Any, ...]) -> Any:
     named = more[0] if more and type(more[0]) is Global else None
     if type(storage) is not Storage:
         refuse("a tensor of a pickle has no storage")
-    dtype = storage.dtype if named is None else _DTYPES.get(named.name)
-    if dtype is None:
+    dtype = storage.dtype if named is None else named.name
+    if dtype is None or (named and dtype not in _DTYPES):
         return OtherTensor(f"elements of {str(named) if named else storage.kind}")
     marks = _marks(more[1:] if named else more)
     if unknown := sorted(marks - {"conj", "neg"}):
         return OtherTensor(f"marked as {few([mark[:40] for mark in unknown])}")
-    is_shape = type(shape) is tuple and type(strides) is tuple and len(shape) == len(strides) <= _MOST_AXES
+    is_shape = type(shape) is tuple and type(strides) is tuple and len(shape) == len(strides) <= MOST_AXES
     if not is_shape or not all(map(_is_count, (offset, *shape, *strides))):
         refuse("a tensor of a pickle has a shape that makes no sense")
     found = Tensor(storage, offset, shape, strides, dtype, "conj" in marks, "neg" in marks)
@@ -308,7 +305,7 @@ def _plain(found: Any, left: list[int], depth: int = 0) -> Any:
     nodes that are `left` to make are bounded by its length."""
     kind = type(found)
     left[0] -= 1 + _size(found, kind)
-    if left[0] < 0 or depth > _MOST_DEPTH:
+    if left[0] < 0 or depth > MAX_DEPTH:
         refuse("a pickle is far larger than its text, nested too deep, or contains itself")
     if kind is Global:
         return _named(found)

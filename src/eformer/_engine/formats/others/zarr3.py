@@ -10,56 +10,43 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.formats.found import Found
-from eformer._engine.formats.left_out import left_out
-from eformer._engine.formats.nested_names import nested
+from eformer._engine.formats.found import Foreign, Found, Place, foreign_found
+from eformer._engine.formats.left_out import MOST_DEPTH, left_out
+from eformer._engine.formats.nested_names import components_of, nest
 from eformer._engine.formats.others.orbax_arrays import (
     ArrayStore,
+    ChunkFiles,
+    ZarrArray,
     describe_leaf,
     open_arrays,
-    require_stored,
-    split_leaf,
 )
-from eformer._engine.formats.others.orbax_chunks import ChunkFiles
-from eformer._engine.formats.others.orbax_leaves import ZarrArray
 from eformer._engine.formats.zarr.attributes import (
+    ZARR_JSON,
     convert_lenient,
     parse_lenient,
     read_attributes,
     to_metadata,
 )
-from eformer._engine.formats.zarr.zarray import count_chunks
+from eformer._engine.formats.zarr.layout import count_chunks
 from eformer._engine.record.dtypes import DTYPES
-from eformer._engine.record.manifest import DataFile, Manifest, foreign_tree
-from eformer._engine.record.names import BARE_LEAF, escape
+from eformer._engine.record.manifest import DataFile, LeafEntry, foreign_tree
+from eformer._engine.record.names import BARE_LEAF
 from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json
 from eformer._engine.record.zarray import ZARRAY, parse_zarray
-from eformer._engine.stores.base import read_whole
+from eformer._engine.stores.base import Store, Version, read_whole
 from eformer._engine.stores.local import on_disk
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from eformer._engine.formats.others.orbax_chunks import Chunk
-    from eformer._engine.formats.read_format import Place
-    from eformer._engine.record.manifest import LeafEntry
-    from eformer._engine.stores.base import Store, Version
+    from eformer._engine.formats.others.orbax_arrays import Chunk
 
 FORMAT = "zarr 3"
-ZARR_JSON = "zarr.json"
 
-_CODECS = {
-    "bytes",
-    "blosc",
-    "crc32c",
-    "gzip",
-    "sharding_indexed",
-    "transpose",
-    "zstd",
-}  # those of TensorStore
-_MAX_DEPTH = 100
+# Those of TensorStore.
+_CODECS = {"bytes", "blosc", "crc32c", "gzip", "sharding_indexed", "transpose", "zstd"}
 _MAX_CODECS = 16  # one in the other
 
 
@@ -112,7 +99,7 @@ def _read_nodes(store: Store) -> tuple[dict[str, _Node], dict[str, Version]]:
             if nodes[path].node_type == "array":
                 _require_known(path, nodes[path])
                 continue
-        if depth < _MAX_DEPTH:
+        if depth < MOST_DEPTH:
             below = [name for name, kind in kinds.items() if kind == "directory" and name[0] != "."]
             todo += [(f"{path}/{name}" if path else name, depth + 1) for name in below]
     return nodes, versions
@@ -183,19 +170,15 @@ def _describe(store: Store, driver: str, nodes: dict[str, _Node], versions: dict
     leaves = {path or BARE_LEAF: ZarrArray(path) for path in paths}
     arrays_in = ArrayStore(directory, False, driver, stores_all_chunks=True)
     opened = open_arrays(arrays_in, leaves)
-    require_stored(arrays_in, opened)
     chunks: list[Chunk] = []
     entries: dict[str, LeafEntry] = {}
     for name, leaf in leaves.items():
         _require_chunks(store, leaf.path, opened[leaf.path])
-        own = split_leaf(leaf, opened[leaf.path])
-        entries[name] = describe_leaf(leaf, opened[leaf.path], own, len(chunks))
-        chunks += own
+        entries[name] = describe_leaf(leaf, opened[leaf.path], chunks, 0)
     if BARE_LEAF in entries and "" in paths:
         structure: Any = BARE_LEAF
     else:
-        structure, names = nested({path: tuple(map(escape, path.split("/"))) for path in entries})
-        entries = {names[path]: entry for path, entry in entries.items()}
+        structure, entries = nest(entries, components_of)
     tree = foreign_tree(
         files=tuple(DataFile(chunk.name, chunk.nbytes) for chunk in chunks),
         metadata=to_metadata({path: node.attributes for path, node in nodes.items()}),
@@ -204,15 +187,8 @@ def _describe(store: Store, driver: str, nodes: dict[str, _Node], versions: dict
     )
     tree.check_leaves()
     read = {""} if "" in paths else {*paths, *versions}
-    return Found(
-        store.url,
-        store,
-        Manifest(format=FORMAT, trees={"": tree}),
-        {"": tree},
-        versions=versions,
-        open_files=lambda _: ChunkFiles(chunks),
-        find_left_out=partial(left_out, store, read),
-    )
+    foreign = Foreign(lambda _: ChunkFiles(chunks), find_left_out=partial(left_out, store, read))
+    return foreign_found(store.url, store, FORMAT, {"": tree}, versions, foreign)
 
 
 def _require_chunks(store: Store, path: str, array: Any) -> None:

@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from eformer._engine.formats.others.single_file import open_single_file
+from eformer._engine.formats.others.single_file import SingleFile, open_single_file
 from eformer._engine.record.pieces import PIECE_BYTES
 from eformer.errors import Damage, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from eformer._engine.formats.others.single_file import FilePart, SingleFile
     from eformer._engine.stores.base import Store
 
 BEGINNINGS = (b"PK\x03\x04", b"PK\x05\x06")  # of the first member, or of the end of an empty archive
 
 _MEMBER_HEADER = struct.Struct("<4s22xHH")
-_IS_UTF8 = 0x800
+IS_ENCRYPTED, _IS_UTF8 = 0x1, 0x800
 _MAX_DESCRIPTOR = 24  # bytes that may follow a member, with its checksum and lengths
 
 # The errors that the zipfile module raises for files that are not archives.
@@ -34,7 +33,7 @@ _MALFORMED_ZIP = (
 )  # fmt: skip
 
 
-def locate_members(file: SingleFile | FilePart) -> list[tuple[zipfile.ZipInfo, int]]:
+def locate_members(file: SingleFile) -> list[tuple[zipfile.ZipInfo, int]]:
     """List the members with the offsets of their bytes, in that order.
 
     Refuse members that overlap, and bytes that belong to none: those of another archive, or of a member that the
@@ -60,19 +59,19 @@ def locate_members(file: SingleFile | FilePart) -> list[tuple[zipfile.ZipInfo, i
     return located
 
 
-def _require_no_gap(file: SingleFile | FilePart, end: int, start: int) -> None:
+def _require_no_gap(file: SingleFile, end: int, start: int) -> None:
     if start - end > _MAX_DESCRIPTOR:
         raise FormatError(
             f"{file.path}: bytes {end} to {start} belong to no member of this archive; are there several in one file?"
         )
 
 
-def has_member(file: SingleFile | FilePart, name: str) -> bool:
+def has_member(file: SingleFile, name: str) -> bool:
     """Tell whether there is a member of this name, by the archive's directory alone."""
     return any(info.filename == name for info in _read_directory(file)[0])
 
 
-def _read_directory(file: SingleFile | FilePart) -> tuple[list[zipfile.ZipInfo], int]:
+def _read_directory(file: SingleFile) -> tuple[list[zipfile.ZipInfo], int]:
     """Read what an archive lists, and where that list begins."""
     try:
         with file.as_binary_file() as raw, zipfile.ZipFile(raw) as archive:
@@ -83,7 +82,7 @@ def _read_directory(file: SingleFile | FilePart) -> tuple[list[zipfile.ZipInfo],
         ) from error
 
 
-def _find_start(file: SingleFile | FilePart, info: zipfile.ZipInfo) -> int:
+def _find_start(file: SingleFile, info: zipfile.ZipInfo) -> int:
     """Find the offset of a member's bytes, after a header that repeats its name."""
     at = info.header_offset
     header = file.read(at, _MEMBER_HEADER.size) if 0 <= at < file.nbytes else b""
@@ -98,23 +97,21 @@ def _find_start(file: SingleFile | FilePart, info: zipfile.ZipInfo) -> int:
     )
 
 
-class Checked(Struct, frozen=True):
-    """Bytes of a file that have a checksum."""
+class Span(Struct, frozen=True):
+    """Bytes of a file, and their checksum if it is known."""
 
     offset: int
     nbytes: int
-    crc: int
+    crc: int | None = None
 
 
-def find_damages(store: Store, name: str, leaves: Mapping[str, Checked]) -> Iterator[Damage]:
+def find_damages(store: Store, name: str, leaves: Mapping[str, Span]) -> Iterator[Damage]:
     """Check the bytes that leaves are read from without decoding; the others are checked whenever they are decoded."""
-    with (
-        suppress(FileNotFoundError),
-        open_single_file(store, name) as file,
-    ):  # a missing file is reported by its leaves
+    # A missing file is reported by its leaves.
+    with suppress(FileNotFoundError), open_single_file(store, name) as file:
         for leaf, checked in leaves.items():
             found = _read_crc(file, checked.offset, checked.nbytes)
-            if found != checked.crc:
+            if checked.crc is not None and found != checked.crc:
                 problem = f"are damaged: their checksum is {found:08x}, expected {checked.crc:08x}"
                 yield Damage(leaf, name, checked.offset, checked.offset + checked.nbytes, problem)
 

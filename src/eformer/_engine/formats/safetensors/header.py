@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.record.dtypes import DTYPES
+from eformer._engine.record.dtypes import DTYPES, MOST_AXES
 from eformer._engine.record.pieces import ALIGNMENT
 from eformer._engine.record.values import MALFORMED_JSON, parse_json
 from eformer.errors import FormatError
@@ -187,8 +187,6 @@ _METADATA = "__metadata__"
 _FIELDS = Tensor.__struct_fields__
 _decode_tensor = msgspec.json.Decoder(Tensor).decode
 
-_MOST_AXES = 64  # the limit of numpy
-
 
 def _check_tiling(tensors: Mapping[str, Tensor], nbytes: int, origin: str) -> None:
     end = 0
@@ -198,9 +196,9 @@ def _check_tiling(tensors: Mapping[str, Tensor], nbytes: int, origin: str) -> No
             raise FormatError(
                 f"{origin}: tensor {name[:200]!r} begins at {start}, but the previous one ends at {end}"
             )
-        if len(found.shape) > _MOST_AXES:
+        if len(found.shape) > MOST_AXES:
             raise FormatError(
-                f"{origin}: tensor {name[:200]!r} has {len(found.shape)} axes, more than {_MOST_AXES}"
+                f"{origin}: tensor {name[:200]!r} has {len(found.shape)} axes, more than {MOST_AXES}"
             )
         bits = math.prod(found.shape) * bits_of(found, name, origin)
         if min(found.shape, default=0) < 0 or bits != 8 * (stop - start):

@@ -13,7 +13,7 @@ from msgspec import UNSET
 from eformer._engine.formats.safetensors.header import read_tensor_names
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, PRIVATE, base_name, plain_names
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
-from eformer._engine.stores.base import read_whole
+from eformer._engine.stores.base import Kind, Store, Upload, Version, read_whole
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.local import on_disk
 from eformer._engine.tasks.pool import run_all
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from eformer._engine.record.manifest import Manifest, TreeEntry
-    from eformer._engine.stores.base import Kind, Store, Upload, Version
 
 logger = logging.getLogger("eformer")
 

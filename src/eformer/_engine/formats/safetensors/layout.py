@@ -11,12 +11,11 @@ from eformer._engine.formats.safetensors.names import region_name
 from eformer._engine.record.digests import NO_DIGEST
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.pieces import ALIGNMENT
-from eformer._engine.record.planned import PlannedExtent, PlannedFile, no_digests
+from eformer._engine.record.planned import PlannedExtent, PlannedFile, Source, no_digests
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from eformer._engine.record.planned import Source
     from eformer._engine.record.regions import Region
 
 # safetensors readers refuse a header of more than 100 MB.

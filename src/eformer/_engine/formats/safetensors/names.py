@@ -1,8 +1,9 @@
-"""Name the files of a checkpoint, and recognise those that eformer wrote."""
+"""Name the files of a checkpoint, recognise those that eformer wrote, and refuse names of other formats."""
 
 from __future__ import annotations
 
 import re
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from eformer._engine.record.names import escape, readable_names
@@ -18,6 +19,16 @@ PRIVATE = ".private"  # for eformer alone: it holds more than the tree
 
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _SHARD = re.compile(r"(?P<base>.*)-(?P<index>\d{5,})-of-(?P<total>\d{5,})", re.DOTALL)
+
+# Suffixes of other formats: those that `convert` writes, with what to say of each, and others.
+_CONVERTED = {
+    ".msgpack": "write msgpack with eformer.pytree's save_to_file, or convert a checkpoint to it",
+    ".npz": "write npz by converting a checkpoint to it",
+}
+_NOT_WRITTEN = (
+    *(".npy", ".eqx", ".pt", ".pth", ".bin", ".h5", ".hdf5", ".keras"),
+    *(".pkl", ".pickle", ".gguf", ".onnx", ".json"),
+)
 
 
 def base_name(prefix: str) -> str:
@@ -108,3 +119,18 @@ def is_leftover(name: str, metadata: Mapping[str, str], bases: Container[str]) -
         rf"{re.escape(base)}(-\d{{5,}}-of-\d{{5,}})?(\.{re.escape(save_id)})?{re.escape(SUFFIX)}({PRIVATE})?"
     )
     return bool(save_id) and base in bases and re.fullmatch(pattern, name) is not None
+
+
+def refuse_other_suffix(name: str, format: str) -> None:  # noqa: A002
+    """Raise a ValueError if a checkpoint of this format must not have this name: that of a file of another kind."""
+    path = PurePath(name)
+    suffix = path.suffix.lower()
+    if suffix == SUFFIX and format != "safetensors":
+        raise ValueError(f"{name!r} is the name of a safetensors file, and the format is {format!r}")
+    if suffix not in (*_CONVERTED, *_NOT_WRITTEN):
+        return
+    hint = _CONVERTED.get(suffix, f"eformer does not write {suffix} files")
+    raise ValueError(
+        f"{name!r} is the name of a file, and a checkpoint is a directory or a {SUFFIX} file: save to "
+        f"{path.stem!r} or {path.stem + SUFFIX!r}; {hint}"
+    )

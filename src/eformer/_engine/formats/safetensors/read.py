@@ -2,46 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import defaultdict
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from eformer._engine.formats.found import Found
+from eformer._engine.formats.found import Foreign, Found, Place, foreign_found, kinds_if_there
 from eformer._engine.formats.left_out import left_out
+from eformer._engine.formats.nested_names import nest, parts_of_name
 from eformer._engine.formats.process_records import joined_trees
 from eformer._engine.formats.quantized import quantization_of
-from eformer._engine.formats.safetensors.header import Opened, open_header, parse_header, read_header
+from eformer._engine.formats.safetensors.header import (
+    Opened,
+    dtype_of,
+    open_header,
+    parse_header,
+    read_header,
+)
 from eformer._engine.formats.safetensors.hf_index import damaged_indexes
-from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, base_name, is_marked
-from eformer._engine.formats.safetensors.plain_files import (
-    Headers,
-    base_of_shard,
-    files_of_directory,
-    index_of_shard,
-    indexed_files,
-    marked_file,
-    other_shards,
-    shards_of,
-    tree_of,
+from eformer._engine.formats.safetensors.names import (
+    INDEX_SUFFIX,
+    SUFFIX,
+    base_name,
+    is_marked,
+    shard_name,
+    split_shard,
 )
 from eformer._engine.record.digests import check_own_digest, has_own_digest
 from eformer._engine.record.indexes import INDEX, MANIFEST
-from eformer._engine.record.manifest import DataFile, Manifest, TreeEntry
+from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, Manifest, TreeEntry, foreign_tree
+from eformer._engine.record.text import count, few
 from eformer._engine.record.values import parse_json
+from eformer._engine.stores.base import Entry, Store, Version, read_whole
 from eformer._engine.stores.local import resolved
-from eformer.errors import CorruptionError, FormatError
+from eformer.errors import CorruptionError, FormatError, MismatchError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from eformer._engine.formats.read_format import Place
-    from eformer._engine.stores.base import Entry, Store, Version
+    from collections.abc import Callable, Mapping, Sequence
 
 FOREIGN = "safetensors, of another writer"
 
 _MOST_MANIFEST = 2**29  # bytes
+
+Headers = dict[str, Opened]
+"""Opened headers by file name."""
 
 
 def in_file(store: Store, name: str) -> Found:
@@ -57,10 +63,7 @@ def in_file(store: Store, name: str) -> Found:
 def by_base_name(store: Store, base: str) -> Found | None:
     """Find the checkpoint of the index, the file or the shards that a name without suffix stands for; None if there
     are none."""
-    try:
-        there = store.kinds()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    there = kinds_if_there(store)
     for name in (base + INDEX_SUFFIX, base + SUFFIX):
         if name in there:
             return in_file(store, name)
@@ -101,8 +104,7 @@ def in_directory(store: Store, only: str | None = None) -> Found:
     if manifest is None:
         groups = files_of_directory(store)
         read = {name for files in groups.values() for name in files}
-        found = _foreign(store.url, store, groups)
-        return replace(found, find_left_out=partial(left_out, store, read))
+        return _foreign(store.url, store, groups, find_left_out=partial(left_out, store, read))
     return _ours(store, manifest, only)
 
 
@@ -149,15 +151,21 @@ def _parsed(store: Store, data: bytes, entry: Entry) -> Manifest:
     return Manifest.from_json(data, store.path_to(MANIFEST))
 
 
-def _foreign(path: str, store: Store, groups: Mapping[str, Headers], places: Sequence[Store] = ()) -> Found:
+def _foreign(
+    path: str,
+    store: Store,
+    groups: Mapping[str, Headers],
+    places: Sequence[Store] = (),
+    find_left_out: Callable[[], tuple[str, ...]] = tuple,
+) -> Found:
     """Describe files of another program. `places` may have the configuration of the model, the first one before others;
     by default `store`."""
     trees = {prefix: tree_of(files) for prefix, files in groups.items()}
     versions = {name: file.version for files in groups.values() for name, file in files.items()}
     first, *also = places or [store]
     quantized = partial(quantization_of, first, also=also, beside=trees.values())
-    manifest = Manifest(format=FOREIGN, trees=trees)
-    return Found(path, store, manifest, trees, versions=versions, find_quantized=quantized)
+    foreign = Foreign(find_left_out=find_left_out, find_quantized=quantized)
+    return foreign_found(path, store, FOREIGN, trees, versions, foreign)
 
 
 # --------------------------------------------------------------------------------------- single files
@@ -194,8 +202,8 @@ def find_file(store: Store, name: str, link: tuple[Store, str] | None = None) ->
     whole = _in_checkpoint(store, name, opened) or next(by_shard, None)
     if whole:
         return whole
-    alone = _foreign(path, store, {"": {name: opened}}, [place for place, _ in places])
-    return replace(alone, find_left_out=partial(other_shards, *places[0]))
+    others = partial(other_shards, *places[0])
+    return _foreign(path, store, {"": {name: opened}}, [place for place, _ in places], others)
 
 
 def _in_checkpoint(store: Store, name: str, opened: Opened) -> Found | None:
@@ -228,3 +236,166 @@ def _own_manifest(header: bytes, origin: str) -> Manifest | None:
     check_own_digest(header, origin)
     metadata = parse_json(header[8:], _Outer, f"{origin} has an unreadable manifest").metadata
     return Manifest.parse(metadata.manifest, origin)
+
+
+# ------------------------------------ files of other programs, described as eformer records its own
+
+
+def files_of_directory(store: Store) -> dict[str, Headers]:
+    """Open the safetensors files of a directory, by base name. A single base is returned as "", without a prefix."""
+    names = store.kinds()
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    stems = [name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX)]
+    if not stems:
+        raise NotFoundError(
+            f"{store.url} holds no checkpoint: {MANIFEST} was not written by eformer, and no *{SUFFIX} was found"
+        )
+    groups: dict[str, Headers] = {
+        index.removesuffix(INDEX_SUFFIX): indexed_files(store, index) for index in indexes
+    }
+    named = {name for files in groups.values() for name in files}
+    alone: dict[str, list[str]] = defaultdict(list)
+    for stem in stems:
+        if stem + SUFFIX not in named:
+            alone[base_of_shard(stem + SUFFIX) or stem].append(stem + SUFFIX)
+    for base, members in alone.items():
+        groups[base] = groups.get(base, {}) | {name: open_header(store, name) for name in members}
+    _refuse_unfinished(store, groups)
+    for base, members in alone.items():
+        _require_all_shards(store, base, members)
+    return groups if len(groups) > 1 else {"": next(iter(groups.values()))}
+
+
+def base_of_shard(name: str) -> str | None:
+    """Return the base name of a file called like a shard, such as model-00001-of-00004.safetensors; None for others."""
+    shard = split_shard(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
+    return shard[0] if shard else None
+
+
+def shards_of(store: Store, base: str, names: Sequence[str]) -> Headers:
+    """Open the shards of a model that has no index. Raise FormatError if some are missing."""
+    _require_all_shards(store, base, names)
+    return {name: open_header(store, name) for name in names}
+
+
+def other_shards(store: Store, name: str) -> tuple[str, ...]:
+    """List the other shards beside a file that is called like a shard of the same model."""
+    base = base_of_shard(name)
+    if base is None:
+        return ()
+    return tuple(other for other in store.kinds() if other != name and base_of_shard(other) == base)
+
+
+def _require_all_shards(store: Store, base: str, names: Sequence[str]) -> None:
+    shards = [shard for name in names if (shard := split_shard(name.removesuffix(SUFFIX)))]
+    for total in {total for _, _, total in shards}:
+        there = {index for _, index, count in shards if count == total}
+        missing = [
+            shard_name(base, index, total)
+            for index in range(1, min(total, len(there) + 20) + 1)
+            if index not in there
+        ]
+        if missing:
+            raise FormatError(
+                f"{store.url} does not have all {total} shards of {base!r}; missing: {few(missing)}. Copy them there, "
+                "or pass the path of one file to read only that one"
+            )
+
+
+def _refuse_unfinished(store: Store, groups: Mapping[str, Headers]) -> None:
+    marked = [n for files in groups.values() for n, file in files.items() if is_marked(file.header.metadata)]
+    if marked:
+        raise NotFoundError(
+            f"{store.url} holds no checkpoint: {marked[0]} belongs to a save that has not finished, or whose "
+            f"{MANIFEST} is missing. To read its tensors as plain safetensors, pass the path of that file"
+        )
+
+
+def marked_file(store: Store) -> str | None:
+    """Return the name of a file that eformer wrote; None if there is none."""
+    return next((name for name in store.kinds() if name.endswith(SUFFIX) and is_ours(store, name)), None)
+
+
+def is_ours(store: Store, name: str) -> bool:
+    """Tell whether eformer wrote a file, which is a whole safetensors file."""
+    with suppress(FormatError, OSError):
+        return is_marked(open_header(store, name).header.metadata)
+    return False
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def index_of_shard(store: Store, name: str) -> str | None:
+    """Return the name of the index in the same directory that lists a file; None if there is none.
+
+    An index that cannot be read raises only if the file is called like one of its shards.
+    """
+    own = f"{base_of_shard(name)}{INDEX_SUFFIX}"
+    indexes = [other for other in store.kinds() if other.endswith(INDEX_SUFFIX)]
+    for index in sorted(indexes, key=lambda index: index != own):
+        try:
+            if name in weight_map(store, index)[0].values():
+                return index
+        except (FormatError, OSError):
+            if index == own:
+                raise
+    return None
+
+
+def weight_map(
+    store: Store, index: str, what: str = "safetensors files", most: int = 2**29
+) -> tuple[dict[str, str], Version]:
+    """Read the index of a model in several files: the file of each tensor, and the version of the index."""
+    data, entry = read_whole(store, index, most)
+    found = parse_json(data, _Index, f"{store.path_to(index)} is not an index of {what}")
+    return found.weight_map, entry.version
+
+
+def indexed_files(store: Store, index: str) -> Headers:
+    """Open the files that an index names. Raise FileNotFoundError if some are missing, MismatchError if the index does
+    not match them."""
+    listed, _ = weight_map(store, index)
+    files = _open_all(store, index, sorted(set(listed.values())))
+    there = {tensor: name for name, file in files.items() for tensor in file.header.tensors}
+    problems = [
+        f"tensor {tensor!r} should be in {listed.get(tensor, 'no file')}, but is in {there.get(tensor, 'no file')}"
+        for tensor in sorted(listed.keys() | there.keys())
+        if listed.get(tensor) != there.get(tensor)
+    ]
+    if problems:
+        raise MismatchError(problems, context=f"{store.path_to(index)} does not match its files")
+    return files
+
+
+def _open_all(store: Store, index: str, names: Sequence[str]) -> Headers:
+    files, missing = {}, []
+    for name in names:
+        try:
+            files[name] = open_header(store, name)
+        except FileNotFoundError:
+            missing.append(name)
+    if missing:
+        raise FileNotFoundError(
+            f"{store.path_to(index)} lists {count(len(names), 'file')}; missing: {few(missing)}. Copy them to "
+            f"{store.url}, or remove the index to read single files"
+        )
+    return files
+
+
+def tree_of(files: Headers) -> TreeEntry:
+    """Describe the files as a tree of dicts, nested by the dots in the tensors' names. It has no digests."""
+    tensors = {
+        name: LeafEntry(dtype_of(found), found.shape, (Extent(number, start, stop - start, ""),))
+        for number, file in enumerate(files.values())
+        for name, found in file.header.tensors.items()
+        for start, stop in [found.data_offsets]
+    }
+    structure, leaves = nest(tensors, parts_of_name)
+    return foreign_tree(
+        files=tuple(DataFile(name, file.nbytes, file.header.start) for name, file in files.items()),
+        metadata={k: v for file in files.values() for k, v in file.header.metadata.items()},
+        structure=structure,
+        leaves=leaves,
+    )

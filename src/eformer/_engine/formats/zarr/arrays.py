@@ -8,31 +8,27 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from eformer._engine.formats.markers import ORBAX_TREE
-from eformer._engine.formats.zarr.index import read_index
+from eformer._engine.formats.write_format import ManifestIndex
 from eformer._engine.formats.zarr.layout import own_nbytes, plan_arrays
 from eformer._engine.formats.zarr.original_structure import parse_structure
-from eformer._engine.formats.zarr.plain_arrays import array_at, discover
-from eformer._engine.record.indexes import FORMAT, INDEX, MANIFEST, Index, Listed
-from eformer._engine.record.manifest import Manifest
+from eformer._engine.formats.zarr.read import array_at, discover, read_index
+from eformer._engine.record.indexes import FORMAT, INDEX, MANIFEST, ORBAX_TREE, Index, Listed
+from eformer._engine.record.manifest import CommitLog, Manifest, TreeEntry
 from eformer._engine.record.names import escape, is_inside, is_text
-from eformer._engine.record.planned import PlannedFile, data_files, leaf_entries
+from eformer._engine.record.planned import PlannedFile, Source, data_files, leaf_entries
 from eformer._engine.record.process_records import ProcessRecord
 from eformer._engine.record.text import few
 from eformer._engine.record.zarray import ZARRAY
-from eformer._engine.stores.base import Change, Replaced, read_whole, require_short
+from eformer._engine.stores.base import Change, Replaced, Store, Upload, read_whole, require_short
 from eformer._engine.stores.local import is_there, on_disk
 from eformer._engine.stores.ocdbt import DatabaseUpload
 from eformer._engine.stores.removal import DATABASE_MARK
 from eformer.errors import FormatError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from eformer._engine.record.manifest import CommitLog, TreeEntry
     from eformer._engine.record.options import SaveOptions
-    from eformer._engine.record.planned import Source
-    from eformer._engine.stores.base import Store, Upload, Version
 
 _MOST_STRUCTURE = 2**29  # bytes
 
@@ -75,12 +71,11 @@ class ZarrArrays:
         way of one."""
         return f"{self.base}.ocdbt.{self.save_id}" if self.options.ocdbt else f"{self.base}.{self.save_id}"
 
-    def own_nbytes(self, source: Source) -> int:
-        return own_nbytes(source)
+    own_nbytes = staticmethod(own_nbytes)
 
     def begin(self, store: Store, token: str = "", *, is_first: bool = False) -> Upload:
         directory = on_disk(store)
-        if not self.has_index and on_disk(store) is None:
+        if not self.has_index and directory is None:
             return self._begin_in_place(store)
         if not self.options.ocdbt:
             save_id = self.save_id if self.has_index else ""
@@ -149,35 +144,21 @@ class ZarrArrays:
     def read_index(self, store: Store) -> _ArraysIndex:
         index, version = read_index(store)
         manifest = index.manifest(store.path_to(INDEX)) if index else Manifest(format=FORMAT)
-        return _ArraysIndex(self, index, manifest, version)
+        return _ArraysIndex(manifest, version, self, index)
 
     def is_committed(self, store: Store, save_id: str) -> bool:
         if not self.has_index:
             return False
         try:
-            index, _ = read_index(store)
-            return index is not None and index.manifest(store.path_to(INDEX)).has_committed(save_id)
+            return self.read_index(store).has_committed(save_id)
         except (OSError, FormatError):
             return True  # nothing is removed that might be named
 
 
 @dataclass(frozen=True, slots=True)
-class _ArraysIndex:
+class _ArraysIndex(ManifestIndex):
     format: ZarrArrays
     found: Index | None
-    manifest: Manifest
-    version: Version | None
-
-    @property
-    def save_ids(self) -> set[str]:
-        return self.manifest.save_ids
-
-    @property
-    def barred(self) -> Container[str]:
-        return self.manifest.barred
-
-    def has_committed(self, save_id: str) -> bool:
-        return self.manifest.has_committed(save_id)
 
     def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
         fmt = self.format

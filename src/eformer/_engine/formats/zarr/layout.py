@@ -1,29 +1,41 @@
-"""Plan zarr arrays: a file for each chunk of a leaf, and `.zarray`, which is all header."""
+"""Plan zarr arrays: cut a leaf into chunks, one file for each, and write `.zarray`, which is all header."""
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec import Struct
 
-from eformer._engine.formats.zarr.zarray import chunk_shape, chunks_in, zarray
 from eformer._engine.record.digests import NO_DIGEST
+from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.manifest import Coding
 from eformer._engine.record.names import name_to_path
-from eformer._engine.record.planned import PlannedExtent, PlannedFile, no_digests
+from eformer._engine.record.planned import PlannedExtent, PlannedFile, Source, no_digests
+from eformer._engine.record.regions import Region
 from eformer._engine.record.zarray import ZARRAY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from eformer._engine.record.options import SaveOptions
-    from eformer._engine.record.planned import Source
-    from eformer._engine.record.regions import Region
 
 # A chunk is the least that other programs can read. One that has to be encoded is in memory as a whole.
 _CHUNK_BYTES = 2**30
 _ENCODED_CHUNK_BYTES = 8 * 2**20
+
+# The dtypes beyond those of numpy that TensorStore writes into `.zarray` by name.
+_BY_NAME = {
+    "bfloat16", "int2", "int4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3fn", "float8_e4m3fnuz",
+    "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+}  # fmt: skip
+
+_NUMPY_NAMES = {
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+    "complex64", "complex128",
+}  # fmt: skip
 
 
 def plan_arrays(
@@ -102,3 +114,97 @@ def _own_chunks(source: Source, chunk: tuple[int, ...]) -> Iterator[tuple[str, R
     if math.prod(source.shape):
         for region in source.own_regions:
             yield from chunks_in(region, source.shape, chunk)
+
+
+# ------------------------------------------------------- descriptions and chunks of arrays of zarr 2
+
+
+@lru_cache(1024)
+def zarray(
+    dtype: str, shape: tuple[int, ...], chunks: tuple[int, ...], compression: str | None, mark: str = ""
+) -> bytes:
+    """Return the contents of `.zarray`, with the mark of the save, which other readers ignore."""
+    compressor = {"id": compression, "level": 1} if compression else None
+    described = {
+        "chunks": chunks, "compressor": compressor, "dimension_separator": ".", "dtype": _tag(dtype),
+        "fill_value": None, "filters": None, "order": "C", "shape": shape, "zarr_format": 2,
+    }  # fmt: skip
+    return msgspec.json.encode(described | {"eformer": mark} if mark else described)
+
+
+@lru_cache(256)
+def _tag(name: str) -> str:
+    """Return the name of a dtype for other readers. A dtype that they have no name for appears as integers of its size,
+    or as raw bytes; the manifest records the true dtype."""
+    if name in _BY_NAME:
+        return name
+    dtype = dtype_from_name(name)
+    if name in _NUMPY_NAMES:
+        return f"{'|' if dtype.itemsize == 1 else '<'}{dtype.kind}{dtype.itemsize}"
+    if dtype.itemsize == 1:
+        return "|u1"
+    return "<i8" if dtype.kind in "mM" else f"|V{dtype.itemsize}"
+
+
+def is_known_to_tensorstore(name: str) -> bool:
+    """Tell whether TensorStore has a name for the dtype."""
+    return name in _BY_NAME or name in _NUMPY_NAMES
+
+
+def chunk_shape(shape: tuple[int, ...], shard: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, ...]:
+    """Return the shape of chunks: a whole shard, or as many of its rows as fit into the limit.
+
+    All chunks have one shape, and the first starts at the origin. A chunk that reaches over the end of the array is
+    padded; the shape is chosen so that the padding follows all elements. No chunk may reach over the end of a shard.
+    """
+    chunk = [max(1, size) for size in shard]
+    for axis, size in enumerate(chunk):
+        row = itemsize * math.prod(chunk[axis + 1 :])
+        if row * size <= limit:
+            break
+        is_cut = shard[axis] != shape[axis]
+        chunk[axis] = _rows(size, max(1, limit // row), is_cut)
+        if chunk[axis] > 1:
+            break
+    return tuple(chunk)
+
+
+def _rows(size: int, most: int, must_divide: bool) -> int:
+    """Return the number of rows of a chunk, at most `most`, so that chunks are as equal as possible."""
+    if must_divide:
+        return next(rows for rows in range(most, 0, -1) if size % rows == 0)
+    return -(-size // -(-size // most))
+
+
+def chunks_of(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[str, Region]]:
+    """Yield the file name and the box of each chunk. An empty array has no chunks."""
+    for number in range(count_chunks(shape, chunk)):
+        yield _chunk(_place_of(number, shape, chunk), shape, chunk)
+
+
+def chunks_in(region: Region, shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[str, Region]]:
+    """Yield the chunks that make up a region, without going through the others."""
+    size = region.shape
+    for number in range(count_chunks(size, chunk)):
+        place = _place_of(number, size, chunk)
+        index = tuple(a // c + i for a, c, i in zip(region.start, chunk, place, strict=True))
+        yield _chunk(index, shape, chunk)
+
+
+def _chunk(index: tuple[int, ...], shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[str, Region]:
+    start = tuple(i * c for i, c in zip(index, chunk, strict=True))
+    stop = tuple(min(a + c, s) for a, c, s in zip(start, chunk, shape, strict=True))
+    return ".".join(map(str, index)) or "0", Region(start, stop)
+
+
+def _place_of(number: int, shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the indices of a chunk, given its number in C order. There may be too many chunks to list them."""
+    place = []
+    for s, c in zip(reversed(shape), reversed(chunk), strict=True):
+        number, index = divmod(number, -(-s // c))
+        place.append(index)
+    return tuple(reversed(place))
+
+
+def count_chunks(shape: tuple[int, ...], chunk: tuple[int, ...]) -> int:
+    return math.prod(-(-s // c) for s, c in zip(shape, chunk, strict=True))

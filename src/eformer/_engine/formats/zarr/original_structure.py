@@ -14,8 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from eformer._engine.formats.pickles import Global, Object, refuse
-from eformer._engine.formats.zarr.original_pickles import FACTORIES, PlainDecoder, unpickle
-from eformer._engine.formats.zarr.original_treedef import LEAF, Node, parse_treedef
+from eformer._engine.formats.zarr.original_pickles import (
+    FACTORIES,
+    LEAF,
+    Node,
+    PlainDecoder,
+    parse_treedef,
+    unpickle,
+)
 from eformer._engine.record.names import escape, escape_siblings, join_name
 from eformer._engine.record.values import value_to_json
 from eformer.errors import FormatError, StructureError

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.formats.found import Found, Trees
-from eformer._engine.formats.left_out import left_out
+from eformer._engine.formats.found import Foreign, Found, Place, Trees
+from eformer._engine.formats.left_out import MOST_DEPTH, left_out
+from eformer._engine.formats.nested_names import nest, parts_of_path
 from eformer._engine.formats.process_records import joined_trees
 from eformer._engine.formats.zarr.attributes import read_attributes, to_metadata
-from eformer._engine.formats.zarr.index import read_index
+from eformer._engine.formats.zarr.layout import chunks_of, count_chunks
 from eformer._engine.formats.zarr.original_structure import OriginalStructure, parse_structure
-from eformer._engine.formats.zarr.plain_arrays import counted_from, discover, tree_of_arrays
-from eformer._engine.record.indexes import INDEX, Listed
-from eformer._engine.record.manifest import UNREADABLE, Manifest
+from eformer._engine.record.digests import check_own_digest, has_own_digest
+from eformer._engine.record.indexes import FORMAT, INDEX, ORBAX_CHECKPOINT, ORBAX_TREE, Index, Listed
+from eformer._engine.record.manifest import (
+    UNREADABLE,
+    DataFile,
+    Extent,
+    LeafEntry,
+    Manifest,
+    TreeEntry,
+    foreign_tree,
+)
 from eformer._engine.record.names import is_inside
 from eformer._engine.record.values import parse_json, value_to_json
-from eformer._engine.stores.base import read_whole
+from eformer._engine.record.zarray import MOST_ZARRAY, ZARRAY, ZArray, parse_zarray
+from eformer._engine.stores.base import Store, Version, read_whole
 from eformer._engine.stores.checkpoints import has_unfinished
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST
 from eformer._engine.stores.removal import DATABASE_MARK
-from eformer.errors import Damage, FormatError, NotFoundError, StructureError
+from eformer.errors import CorruptionError, Damage, FormatError, NotFoundError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from eformer._engine.formats.read_format import Place
-    from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.stores.base import Store, Version
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 FOREIGN = "tensorstore, of another writer"
 
@@ -37,6 +46,9 @@ _METADATA = "checkpoint_metadata.json"
 _MOST_MARK = 64  # bytes
 
 Versions = dict[str, "Version"]
+
+_CHECKPOINTS = {INDEX, ORBAX_TREE, ORBAX_CHECKPOINT}  # files at the top of another checkpoint
+_SAVE = re.compile(r".+\.[0-9a-f]{16}")  # a directory in which a save has put its arrays, or is putting them
 
 
 def by_index(place: Place) -> Found | None:
@@ -58,16 +70,9 @@ def by_index(place: Place) -> Found | None:
         manifest = Manifest(format=FOREIGN)
     trees = joined_trees(store, manifest.trees, describe, also)
     unread = partial(left_out, store, {array.path for arrays in others.values() for array in arrays})
-    return Found(
-        store.url,
-        store,
-        manifest,
-        trees,
-        also=tuple(also),
-        versions=versions,
-        find_left_out=tuple if index.is_ours else unread,
-        check_beside=partial(_damaged_marks, store, manifest),
-    )
+    foreign = Foreign() if index.is_ours else Foreign(find_left_out=unread)
+    marks = partial(_damaged_marks, store, manifest)
+    return Found(store.url, store, manifest, trees, versions=versions, foreign=foreign, check_beside=marks)
 
 
 def _damaged_marks(store: Store, manifest: Manifest) -> list[Damage]:
@@ -95,7 +100,8 @@ def _listed_tree(store: Store, prefix: str, listed: list[Listed], versions: Vers
     try:
         if found := _structure(store, prefix):
             metadata["custom_metadata"] = value_to_json(found.extras)
-            arrays = _by_leaf(found, listed)
+            by_path = {array.path: array for array in listed}
+            arrays = {name: by_path.get(path, Listed(path)) for name, path in found.arrays.items()}
             return tree_of_arrays(
                 store, arrays, versions, structure=found.document, values=found.values, metadata=metadata
             )
@@ -106,11 +112,6 @@ def _listed_tree(store: Store, prefix: str, listed: list[Listed], versions: Vers
     if unreadable is not None:
         tree = msgspec.structs.replace(tree, structure=msgspec.Raw(msgspec.json.encode(unreadable)))
     return tree
-
-
-def _by_leaf(structure: OriginalStructure, listed: list[Listed]) -> dict[str, Listed]:
-    by_path = {array.path: array for array in listed}
-    return {name: by_path.get(path, Listed(path)) for name, path in structure.arrays.items()}
 
 
 def _structure(store: Store, prefix: str) -> OriginalStructure | None:
@@ -149,17 +150,9 @@ def without_index(place: Place) -> Found | None:
         )
     versions: Versions = {}
     describe = {"": partial(_described, store, listed, versions)}
-    also = _directories(store, listed, versions)
-    trees = Trees({}, describe, also)
-    return Found(
-        store.url,
-        store,
-        Manifest(format=FOREIGN),
-        trees,
-        also=tuple(also),
-        versions=versions,
-        find_left_out=partial(left_out, store, {array.path for array in listed}),
-    )
+    trees = Trees({}, describe, _directories(store, listed, versions))
+    foreign = Foreign(find_left_out=partial(left_out, store, {array.path for array in listed}))
+    return Found(store.url, store, Manifest(format=FOREIGN), trees, versions=versions, foreign=foreign)
 
 
 def _described(store: Store, listed: Sequence[Listed], versions: Versions) -> TreeEntry:
@@ -180,3 +173,189 @@ def _directories(
         top: partial(tree_of_arrays, store, counted_from(top, arrays), versions)
         for top, arrays in inner.items()
     }
+
+
+# ---------------------------------------- `tensorstore_index.json`, by eformer or by another program
+
+
+def read_index(store: Store) -> tuple[Index | None, Version | None]:
+    """Read the index of a directory, by any program, and its version; None if it has none."""
+    origin = store.path_to(INDEX)
+    try:
+        data, entry = read_whole(store, INDEX)
+    except FileNotFoundError:
+        return None, None
+    if has_own_digest(data):
+        check_own_digest(data, origin)
+    index = parse_json(data, Index, f"{origin} is not an index of arrays")
+    _check(index, origin, has_digest=has_own_digest(data))
+    return index, entry.version
+
+
+def _check(index: Index, origin: str, *, has_digest: bool) -> None:
+    if index.format != FORMAT:
+        raise FormatError(f"{origin}: Unsupported index format: {index.format[:40]!r}, expected {FORMAT!r}")
+    if index.is_ours and not has_digest:
+        raise CorruptionError(
+            f"{origin} contains a manifest, but its beginning is damaged; restore the file from a copy"
+        )
+    if "" in index.prefixes:
+        raise FormatError(f"{origin} has an empty prefix")
+    for prefix, arrays in index.listed().items():
+        paths = [array.path for array in arrays]
+        for path in paths:  # also in an index by eformer: a digest is not a signature
+            if not is_inside(path):
+                raise FormatError(
+                    f"{origin}: {path[:200]!r}, listed under {prefix!r}, leads out of the directory"
+                )
+        if len(set(paths)) < len(paths):
+            raise FormatError(f"{origin} lists an array of {prefix!r} twice")
+
+
+# ---------------------------- arrays of other programs, described with extents, but without digests
+
+
+def discover(store: Store) -> Iterator[Listed]:
+    """List all arrays below a directory, in order.
+
+    Links are not followed, and other checkpoints are not entered, nor saves to them that have not finished: in a bucket
+    those are in sight. Directories that may not be listed, such as lost+found, are skipped. A directory that does not
+    exist, or not any more, has no arrays.
+    """
+    todo = [("", 0)]
+    while todo:
+        path, depth = todo.pop()
+        with suppress(FileNotFoundError, *([PermissionError] if path else [])):  # somebody removes it
+            kinds = store.kinds(path)
+            if ZARRAY in kinds and path:
+                yield Listed(path)
+            elif depth < MOST_DEPTH and not (path and _CHECKPOINTS & kinds.keys()):
+                below = [name for name, kind in kinds.items() if kind == "directory" and name[0] != "."]
+                below = [name for name in below if not (path and _SAVE.fullmatch(name))]
+                todo += [(f"{path}/{name}" if path else name, depth + 1) for name in reversed(below)]
+
+
+def array_at(store: Store, path: str) -> ZArray | None:
+    """Read the description of an array by any program. Return None if there is none, or one that makes no sense."""
+    with suppress(FileNotFoundError, FormatError):
+        return parse_zarray(store.read(f"{path}/{ZARRAY}", 0, MOST_ZARRAY)[0], path)
+    return None
+
+
+@dataclass(slots=True)
+class _Arrays:
+    """The arrays of a tree, and the files found for them so far."""
+
+    store: Store
+    versions: dict[str, Version]
+    files: list[DataFile] = field(default_factory=list)
+
+    def add(self, listed: Listed) -> LeafEntry:
+        path, name = listed.path, f"{listed.path}/{ZARRAY}"
+        raw = self._description(name)
+        array = parse_zarray(raw, self.store.path_to(name))
+        array.require_readable(self.store.path_to(name))
+        _check_listed(listed, array)
+        if array.eformer:
+            raise NotFoundError(
+                f"{self.store.url} holds no checkpoint: the array {path} belongs to a save that has not finished, or "
+                f"whose {INDEX} is missing. TensorStore can still read the array"
+            )
+        self.files.append(DataFile(name, len(raw), len(raw)))
+        extents = tuple(self._extents(path, array, raw.decode(errors="replace")))
+        return LeafEntry(array.name_of_dtype, array.shape, extents)
+
+    def _description(self, name: str) -> bytes:
+        try:
+            data, entry = self.store.read(name, 0, MOST_ZARRAY)
+        except FileNotFoundError:
+            raise CorruptionError(f"{self.store.path_to(name)} is missing: there is no such array") from None
+        self.versions[name] = entry.version
+        return data
+
+    def _extents(self, path: str, array: ZArray, raw: str) -> Iterator[Extent]:
+        sizes = _chunk_sizes(self.store, path, array)
+        expected = count_chunks(array.shape, array.chunks)
+        if expected > len(sizes):
+            raise CorruptionError(
+                f"{self.store.path_to(path)}: {expected - len(sizes)} of {expected} chunks are missing, the first is "
+                f"{_first_missing(array, sizes)!r}; they are not read as zeros. (zarr-python leaves out chunks that "
+                "equal the fill value, unless write_empty_chunks is set)"
+            )
+        for name, box in chunks_of(array.shape, array.chunks) if expected else ():
+            name = name.replace(".", array.dimension_separator)
+            where = self.store.path_to(f"{path}/{name}")
+            if name not in sizes:
+                raise CorruptionError(f"{where} is missing; it is not read as zeros")
+            coding = array.coding(box.shape, raw)
+            if not array.compressor and sizes[name] != array.chunk_nbytes:
+                raise CorruptionError(f"{where} has {sizes[name]} bytes, expected {array.chunk_nbytes}")
+            nbytes = sizes[name] if coding else array.nbytes_of(box.shape)
+            region = None if box.shape == array.shape else (box.start, box.stop)
+            yield Extent(len(self.files), 0, nbytes, "", region, coding)
+            self.files.append(DataFile(f"{path}/{name}", sizes[name]))
+
+
+def _check_listed(listed: Listed, array: ZArray) -> None:
+    """Refuse an array whose shape or dtype differs from the index, if that records them."""
+    is_other_shape = listed.shape is not None and listed.shape != array.shape
+    is_other_dtype = listed.dtype is not None and listed.dtype != array.name_of_dtype
+    if is_other_shape or is_other_dtype:
+        raise FormatError(
+            f"the index says {listed.dtype}{list(listed.shape or ())}, {ZARRAY} says "
+            f"{array.name_of_dtype}{list(array.shape)}"
+        )
+
+
+def _chunk_sizes(store: Store, path: str, array: ZArray) -> dict[str, int]:
+    """Return the lengths of the files that may be chunks, by name."""
+    depth = len(array.shape) if array.dimension_separator == "/" else 1
+    sizes = store.sizes(path, max(1, depth))
+    return {name: nbytes for name, nbytes in sizes.items() if name.rpartition("/")[2][0] != "."}
+
+
+def _first_missing(array: ZArray, sizes: Mapping[str, int]) -> str:
+    names = (name.replace(".", array.dimension_separator) for name, _ in chunks_of(array.shape, array.chunks))
+    return next(name for name in names if name not in sizes)
+
+
+def tree_of_arrays(
+    store: Store,
+    paths: Mapping[str, Listed],
+    versions: dict[str, Version],
+    *,
+    structure: Any = None,
+    values: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> TreeEntry:
+    """Describe the arrays at these paths as one tree; add the versions of their descriptions to `versions`.
+
+    With a `structure`, the keys of `paths` are the names of its leaves; without one, they are paths to nest dicts by.
+    """
+    arrays = _Arrays(store, versions)
+    entries = {}
+    for name, listed in paths.items():
+        try:
+            entries[name] = arrays.add(listed)
+        except FormatError as error:
+            raise type(error)(f"leaf {name!r}: {error}") from error
+    if structure is None:
+        structure, entries = nest(entries, parts_of_path)
+    return foreign_tree(
+        files=tuple(arrays.files),
+        metadata=metadata,
+        values=values,
+        structure=structure,
+        leaves=entries,
+    )
+
+
+def counted_from(directory: str, listed: Sequence[Listed]) -> dict[str, Listed]:
+    """Return the arrays by their paths relative to a directory."""
+    start = f"{directory}/" if directory else ""
+    found = {array.path.removeprefix(start): array for array in listed}
+    if len(found) < len(listed):
+        raise FormatError(
+            f"arrays inside and outside {directory!r} are listed together, and would get the same name"
+        )
+    return found

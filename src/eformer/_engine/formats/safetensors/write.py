@@ -1,6 +1,7 @@
-"""Write a directory of safetensors files under one manifest.
+"""Write safetensors files: a directory of them under one manifest, or one file that carries its own.
 
-A data file is never touched again once a manifest names it; what no manifest names any more is removed last.
+A data file of a directory is never touched again once a manifest names it; what no manifest names any more is removed
+last.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from eformer._engine.formats.markers import ORBAX_TREE, PEFT_CONFIG
+from eformer._engine.formats.find import FOREIGN, find
 from eformer._engine.formats.process_records import CARRIED
-from eformer._engine.formats.safetensors.header import open_header, read_metadata
+from eformer._engine.formats.safetensors.header import read_metadata
 from eformer._engine.formats.safetensors.hf_index import bring_up_to_date, save_of_index
 from eformer._engine.formats.safetensors.layout import header_of, own_nbytes, plan_files
 from eformer._engine.formats.safetensors.names import (
@@ -29,34 +30,42 @@ from eformer._engine.formats.safetensors.names import (
     renumbered,
     unique_names,
 )
-from eformer._engine.formats.safetensors.read import read_manifest
+from eformer._engine.formats.safetensors.read import is_ours, read_manifest
+from eformer._engine.formats.write_format import ManifestIndex
+from eformer._engine.record.digests import stamp_digest
 from eformer._engine.record.indexes import INDEX as ZARR_INDEX
-from eformer._engine.record.indexes import MANIFEST, SAFETENSORS
-from eformer._engine.record.manifest import Manifest
-from eformer._engine.record.planned import process_record
-from eformer._engine.stores.base import Change, SwapError
-from eformer._engine.stores.local import on_disk
-from eformer.errors import FormatError
+from eformer._engine.record.indexes import MANIFEST, ORBAX_TREE, PEFT_CONFIG, SAFETENSORS
+from eformer._engine.record.manifest import CommitLog, DataFile, Manifest, TreeEntry, encode_leaves
+from eformer._engine.record.planned import PlannedFile, Source, leaf_entries, process_record
+from eformer._engine.stores.base import Change, Kind, NoIndex, Store, SwapError, Upload
+from eformer._engine.stores.local import check_replaceable, is_there, on_disk
+from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from msgspec import UnsetType
 
-    from eformer._engine.record.manifest import CommitLog, TreeEntry
-    from eformer._engine.record.planned import PlannedFile, Source
-    from eformer._engine.stores.base import Kind, Store, Upload, Version
+
+@dataclass(frozen=True, slots=True)
+class _Safetensors:
+    """The base of both formats."""
+
+    name: ClassVar = SAFETENSORS
+    keeps_records: ClassVar = True
+    own_nbytes = staticmethod(own_nbytes)
+
+    def process_file(self, files: Sequence[PlannedFile], sha256: Mapping[str, str]) -> None:
+        """The headers of the files carry it; a single file is written by one process."""
 
 
 @dataclass(frozen=True, slots=True)
-class SafetensorsDirectory:
+class SafetensorsDirectory(_Safetensors):
     """The format of one save to a directory. `several` processes put what they record into their own headers.
 
     `tensors` has what each leaf of the tree is called in its file.
     """
 
-    name: ClassVar = SAFETENSORS
-    keeps_records: ClassVar = True
     index_name: ClassVar = MANIFEST
 
     prefix: str
@@ -70,9 +79,6 @@ class SafetensorsDirectory:
     @property
     def header_needs_digests(self) -> bool:
         return self.several
-
-    def own_nbytes(self, source: Source) -> int:
-        return own_nbytes(source)
 
     def begin(self, store: Store, token: str = "", *, is_first: bool = False) -> Upload:
         return store.begin("", token, save_id=self.save_id, is_first=is_first)
@@ -94,9 +100,6 @@ class SafetensorsDirectory:
         if self.several:
             metadata[CARRIED] = process_record([file], sha256).to_json().decode()
         return header_of(file, self.tensors, metadata)
-
-    def process_file(self, files: Sequence[PlannedFile], sha256: Mapping[str, str]) -> None:
-        """The headers of the files carry it."""
 
     # -------------------------------------------------------------------------------------- commit
 
@@ -122,7 +125,7 @@ class SafetensorsDirectory:
         """List names that a new tree would use, where files of other programs have them."""
         base = base_name(self.prefix)
         yield from (ORBAX_TREE, PEFT_CONFIG)
-        if base + SUFFIX in there and not _is_ours(store, base + SUFFIX):
+        if base + SUFFIX in there and not is_ours(store, base + SUFFIX):
             yield base + SUFFIX
         index = base + INDEX_SUFFIX
         if save_of_index(store, index, there.get(index))[0] is None:
@@ -130,32 +133,18 @@ class SafetensorsDirectory:
 
     def read_index(self, store: Store) -> _Index:
         manifest, version = read_manifest(store)
-        return _Index(self.prefix, manifest or Manifest(format=SAFETENSORS), version)
+        return _Index(manifest or Manifest(format=SAFETENSORS), version, self.prefix)
 
     def is_committed(self, store: Store, save_id: str) -> bool:
         try:
-            manifest, _ = read_manifest(store)
+            return self.read_index(store).has_committed(save_id)
         except (OSError, FormatError):
             return True  # nothing is removed that might be named
-        return manifest is not None and manifest.has_committed(save_id)
 
 
 @dataclass(frozen=True, slots=True)
-class _Index:
+class _Index(ManifestIndex):
     prefix: str
-    manifest: Manifest
-    version: Version | None
-
-    @property
-    def save_ids(self) -> set[str]:
-        return self.manifest.save_ids
-
-    @property
-    def barred(self) -> Container[str]:
-        return self.manifest.barred
-
-    def has_committed(self, save_id: str) -> bool:
-        return self.manifest.has_committed(save_id)
 
     def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
         if on_disk(store) is not None and store.exists(ZARR_INDEX):  # it has come since, and would win
@@ -250,15 +239,131 @@ def _leftovers(store: Store, names: Iterable[str], named: set[str], bases: set[s
     ]
 
 
-def _is_ours(store: Store, name: str) -> bool:
-    """Tell whether eformer wrote a file, which is a whole safetensors file."""
-    with suppress(FormatError, OSError):
-        return is_marked(open_header(store, name).header.metadata)
-    return False
-
-
 def _metadata(store: Store, name: str) -> Mapping[str, str]:
     """Return what a file says of itself; nothing if it does not begin like a safetensors file."""
     with suppress(FormatError, OSError):
         return read_metadata(store, name)
     return {}
+
+
+# ----------------------------------------------------------- one file that carries its own manifest
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsFile(_Safetensors):
+    """The format of one save to a file. `tensors` has what each leaf is called in it, in the order of the tree.
+
+    With `overwrite` it may replace a file that another program wrote.
+
+    The header has the manifest in it. Digests have a fixed width, so its length is known before they are.
+    """
+
+    header_needs_digests: ClassVar = True
+
+    index_name: str
+    prefix: str
+    tree: TreeEntry
+    tensors: Mapping[str, str]
+    overwrite: bool = False
+
+    def begin(self, store: Store, token: str = "", *, is_first: bool = False) -> Upload:
+        return store.begin("", token, is_first=is_first)
+
+    # ---------------------------------------------------------------------------------------- plan
+
+    def layout(self, groups: Sequence[Sequence[Source]], sha256: Mapping[str, str]) -> list[PlannedFile]:
+        sources = [source for group in groups for source in group]
+        file, *others = plan_files(sources, self.tensors, 2**63, self.tree.block) or [PlannedFile("", [], 0)]
+        if others:
+            raise FormatError(
+                f"{self.index_name}: too many leaves for the header of one file; save to a directory"
+            )
+        file.name = self.index_name
+        file.header = self.header(file, sha256)
+        file.nbytes += len(file.header)
+        return [file]
+
+    def header(self, file: PlannedFile, sha256: Mapping[str, str]) -> bytes:
+        entries = leaf_entries([file], sha256)
+        leaves = {name: entries[name] for name in self.tensors}
+        data_nbytes = sum(extent.nbytes for extent in file.extents)
+        tree = msgspec.structs.replace(
+            self.tree, files=(DataFile("", data_nbytes),), raw_leaves=encode_leaves(leaves)
+        )
+        manifest = Manifest(format=SAFETENSORS).with_tree(self.prefix, tree)
+        text = msgspec.json.encode(manifest).decode()
+        metadata = {"digest": manifest.digest, "format": "pt", "manifest": text}
+        return stamp_digest(header_of(file, self.tensors, metadata))
+
+    # -------------------------------------------------------------------------------------- commit
+
+    def check_place(self, store: Store) -> bool:
+        """Refuse to replace a file of a checkpoint, or one that holds another tree than this save. Of a link only
+        itself is replaced, never its target."""
+        path = store.path_to(self.index_name)
+        kind = store.kind(self.index_name)
+        if kind is None:
+            return is_there(store)
+        check_replaceable(store, self.index_name)
+        if kind == "other":
+            if _is_named(store, self.index_name):
+                raise ValueError(f"{path} belongs to the checkpoint {store.url}; save there")
+            return True
+        try:
+            found = find(path)
+        except (FileNotFoundError, CorruptionError):  # it is gone; or eformer wrote it, and it is damaged
+            return True
+        except FormatError as error:
+            self._require_overwrite(store, f"cannot be read: {error}")
+            return True
+        if found.path != path:
+            there = "" if found.path.endswith(INDEX_SUFFIX) else "there, or "
+            raise ValueError(f"{path} belongs to the checkpoint {found.path}; save {there}to another file")
+        others = set(found.trees) - {self.prefix}
+        if others and found.manifest.format not in FOREIGN:
+            raise ValueError(
+                f"{path} holds the tree {sorted(others)}, and one file holds one tree; save to a directory to keep "
+                "several"
+            )
+        if found.manifest.format in FOREIGN and not is_marked(found.tree(None).raw_metadata):
+            self._require_overwrite(store, "was not written by eformer")
+        return True
+
+    def _require_overwrite(self, store: Store, problem: str) -> None:
+        """Refuse to replace a file that may be all that somebody has of a model. An empty file is nothing to lose."""
+        if not self.overwrite and store.read(self.index_name, 0, 0)[1].nbytes:
+            raise FileExistsError(
+                f"{store.path_to(self.index_name)} {problem}; to replace it, remove it first or pass overwrite=True to "
+                "checkpoint.save"
+            )
+
+    def read_index(self, store: Store) -> _NoIndex:
+        return _NoIndex()
+
+    def is_committed(self, store: Store, save_id: str) -> bool:
+        try:
+            trees = find(store.path_to(self.index_name)).manifest.trees
+        except FileNotFoundError:
+            return False
+        except (OSError, FormatError):
+            return True
+        return any(tree.save_id == save_id for tree in trees.values())
+
+
+class _NoIndex(NoIndex, frozen=True):
+    """The file itself is all there is to swap."""
+
+    barred: tuple[str, ...] = ()
+
+    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
+        return Change({file.name: file.name for file in tree.files})
+
+
+def _is_named(store: Store, name: str) -> bool:
+    """Tell whether a manifest names this file of the directory."""
+    try:
+        manifest, _ = read_manifest(store)
+    except FormatError:
+        return False
+    trees = manifest.trees.values() if manifest else ()
+    return any(file.name == name for tree in trees for file in tree.files)
