@@ -53,6 +53,18 @@ def test_an_object_that_is_replaced_all_the_time_is_read(monkeypatch):
     assert objects.read("a", 5, 2) == (b"", now)
 
 
+def test_an_object_of_which_the_server_gives_two_lengths_is_an_error(monkeypatch):
+    """As a stale replica does: it is asked a few times, and not for ever."""
+    objects = store_at("memory://objects").objects
+    objects.put("a", b"123")
+    longer = structs.replace(objects.head("a"), nbytes=9)
+    monkeypatch.setattr(objects, "head", lambda key: longer)
+    with pytest.raises(
+        OSError, match="does not read it from byte 5 on, and says that it is longer; try again"
+    ):
+        objects.read("a", 5, 2)
+
+
 def test_a_refusal_after_many_errors_is_not_taken_for_success(monkeypatch):
     objects = Objects(MemoryStore(), "memory:/")
     objects.put("index", b"one")
