@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from eformer._engine.stores.directory import Directory, remove_opened
 from eformer._engine.stores.local import LocalStore
 from eformer.checkpoint import load, save
-from support.commits import One
+from support.commits import SAVE, One, die_before_the_swap
 
 TREE = {"w": np.arange(6.0)}
 
@@ -48,6 +49,21 @@ def test_who_comes_second_goes_on_in_the_directory_of_the_first(tmp_path):
     publish(second, "other")
     assert sorted(os.listdir(tmp_path / "new")) == ["file", "index", "other"]
     assert (tmp_path / "new" / "file").read_bytes() == b"second"
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_who_comes_second_and_dies_is_undone_by_the_next_save_to_the_directory(tmp_path):
+    """Its journal is in the directory that both wanted to make, where the next save looks for it."""
+    first, second = upload_to(tmp_path / "new"), LocalStore(tmp_path / "new").begin()
+    second.put([("w/.zarray", b'{"shape":[1],"chunks":[1],"eformer":"%s"}' % SAVE.encode()), ("w/0", b"1")])
+    second.sync()
+    publish(first, "index")
+    die_before_the_swap(second, {"": "tree"})
+    second.abandon()
+    assert (tmp_path / "new" / "tree" / "w" / "0").exists()
+    with closing(LocalStore(tmp_path / "new").begin()) as third:
+        third.commit(One(save_ids=set(), sweeps=True))
+    assert sorted(os.listdir(tmp_path / "new")) == ["file", "index"]
     assert os.listdir(tmp_path) == ["new"]
 
 

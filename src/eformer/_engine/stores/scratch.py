@@ -92,8 +92,19 @@ class Scratch:
                     return
             self.place.close()  # another save has made it meanwhile
             self.place, self.is_new = Directory.open(self._directory), False
+            with self.place.locked():
+                self._move_inside()
+                yield
+            return
         with self.place.locked():
             yield
+
+    def _move_inside(self) -> None:
+        """Move the scratch directory into a place that another save has made: later saves to the place look there."""
+        with suppress(OSError):  # the place is a mount point
+            self.around.rename(self.token, self.place, self.token)
+            self.around.close()
+            self.around = Directory(self.place.path, os.dup(self.place.descriptor))
 
     def _appear(self) -> None:
         """Give the new directory its name."""
