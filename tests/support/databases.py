@@ -7,7 +7,7 @@ import zstandard
 
 from fuzz.crc import crc32c
 
-_MANIFEST, _NODE = b"\x0c\xdb\x3a\x2a", b"\x0c\xdb\x20\xde"
+MANIFEST, NODE = b"\x0c\xdb\x3a\x2a", b"\x0c\xdb\x20\xde"
 _FILE = b"d/x"
 
 
@@ -27,7 +27,7 @@ def sealed(kind, body):
 
 def write_bomb(directory, files, *, height=0, file=_FILE):
     """Replace a database by one whose root has a table of so many files without names."""
-    node = sealed(_NODE, bytes([height]) + varint(files) + bytes(3 * files))
+    node = sealed(NODE, bytes([height]) + varint(files) + bytes(3 * files))
     write_root(directory, node, file=file)
 
 
@@ -38,7 +38,7 @@ def write_root(directory, data, *, offset=0, name_length=None, nbytes=None, file
     place = varint(offset) + varint(len(data) if nbytes is None else nbytes)
     version = b"\1" + b"\1" + b"\0" + b"\0" + place + bytes(3) + bytes(8) + b"\0"
     (directory / os.fsdecode(file)).write_bytes(data)
-    (directory / "manifest.ocdbt").write_bytes(sealed(_MANIFEST, config + table + version))
+    (directory / "manifest.ocdbt").write_bytes(sealed(MANIFEST, config + table + version))
 
 
 def inner_node(references):
@@ -48,7 +48,7 @@ def inner_node(references):
     keys = bytes(max(0, count - 1)) + b"\1" * count + bytes(count) + bytes(range(count))
     places = [varint(number) for column in zip(*references, strict=True) for number in column]
     return sealed(
-        _NODE, b"\1" + table + varint(count) + keys + bytes(count) + b"".join(places) + bytes(3 * count)
+        NODE, b"\1" + table + varint(count) + keys + bytes(count) + b"".join(places) + bytes(3 * count)
     )
 
 
@@ -60,6 +60,6 @@ def nested_nodes(depth):
         length = bytes(len(node) >> shift & 127 | (128 if shift < 28 else 0) for shift in range(0, 35, 7))
         start = b"\0\0" + b"\1" + table + b"\1" + length + b"\0"
         body = start + node + b"\0" + varint((12 + len(start)) * number) + varint(len(node)) + bytes(3)
-        node = _NODE + struct.pack("<Q", 12 + len(body) + 4) + body
+        node = NODE + struct.pack("<Q", 12 + len(body) + 4) + body
         node += struct.pack("<I", crc32c(node))
     return node

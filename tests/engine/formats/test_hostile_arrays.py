@@ -31,7 +31,7 @@ from eformer.checkpoint import SaveOptions, load, save
 from eformer.errors import CorruptionError, FormatError, NotFoundError
 from support.arrays import opened, write_array
 from support.damage import flip
-from support.databases import inner_node, nested_nodes, write_bomb, write_root
+from support.databases import MANIFEST, NODE, inner_node, nested_nodes, sealed, varint, write_bomb, write_root
 from support.trees import assert_same
 
 pytestmark = pytest.mark.sample(2)
@@ -191,6 +191,28 @@ def test_a_node_above_others_that_is_far_larger_than_any_is_refused(database):
     """To look at the nodes below it would take hundreds of times as much memory."""
     write_bomb(database / "m.ocdbt", 400_000, height=1)
     with pytest.raises(FormatError, match=r"d/x has a node of \d+ bytes .*; at most 1048576 bytes"):
+        load(database)
+
+
+def many_paths(count, nbytes):
+    """A table of files whose paths share all but their last byte, which takes few bytes."""
+    prefixes, suffixes = varint(nbytes - 1) * (count - 1), varint(nbytes) + varint(1) * (count - 1)
+    return varint(count) + prefixes + suffixes + bytes(count) + b"a" * nbytes + b"b" * (count - 1)
+
+
+@pytest.mark.parametrize("where", ["manifest", "leaf", "inner"])
+def test_paths_that_share_their_beginnings_are_counted_whole(database, where):
+    """A hundred bytes may stand for gigabytes of paths."""
+    table = many_paths(10_000, 10_000)
+    if where == "manifest":
+        config = bytes(16) + b"\0" + varint(100) + varint(2**23) + b"\4\0"
+        (database / "m.ocdbt" / "manifest.ocdbt").write_bytes(sealed(MANIFEST, config + table))
+    else:
+        height = b"\1" if where == "inner" else b"\0"
+        write_root(database / "m.ocdbt", sealed(NODE, height + table))
+    with pytest.raises(
+        FormatError, match=r"has a node whose table of files takes \d+ bytes or more; at most"
+    ):
         load(database)
 
 

@@ -118,4 +118,47 @@ class _Walk:
                 f"{self._directory / file} has a node of {len(data)} bytes that takes more than {len(body) - 1} to "
                 f"decode; at most {most} bytes or {_MOST_TIMES} times as many as are stored are allowed"
             )
+        if (
+            nbytes := _paths_nbytes(body, 1 if data.startswith(_NODE) else _end_of_config(body))
+        ) > _MOST_DECODED:
+            raise FormatError(
+                f"{self._directory / file} has a node whose table of files takes {nbytes} bytes or more; at most "
+                f"{_MOST_DECODED} are allowed"
+            )
         return body
+
+
+def _paths_nbytes(body: bytes, at: int) -> int:
+    """Return the length of all paths in a table of files. Stored is of each how much it shares with the one before, and
+    the rest: a few bytes may stand for gigabytes."""
+    if at >= len(body):  # a manifest with its versions in files of their own
+        return 0
+    count, at = _varint(body, at)
+    total = 0
+    for _ in range(2 * count - 1):  # the shared lengths of all but the first, and the other lengths of all
+        length, at = _varint(body, at)
+        total += length
+        if total > _MOST_DECODED:
+            break
+    return total
+
+
+def _end_of_config(body: bytes) -> int:
+    """Return where the configuration ends that a manifest begins with."""
+    at = 16  # its id
+    for _ in range(3):  # kind of manifest, and the most bytes of a value and of a node
+        _, at = _varint(body, at)
+    is_compressed, at = _varint(body, at + 1)  # after the arity
+    return at + 4 if is_compressed else at
+
+
+def _varint(body: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        if at >= len(body) or shift > 63:
+            raise ValueError("it ends within a number")
+        byte = body[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
