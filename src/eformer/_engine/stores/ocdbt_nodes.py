@@ -137,6 +137,8 @@ def _paths_nbytes(body: bytes, at: int) -> int:
     total = 0
     for _ in range(2 * count - 1):  # the shared lengths of all but the first, and the other lengths of all
         length, at = _varint(body, at)
+        if length > len(body):
+            raise ValueError("a path in it is longer than all of it")
         total += length
         if total > _MOST_DECODED:
             break
