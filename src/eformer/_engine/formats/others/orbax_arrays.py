@@ -199,8 +199,8 @@ def read_scalar(store: ArrayStore, path: str, array: Any) -> Any:
 
 
 def describe_leaf(leaf: ZarrArray, array: Any, chunks: list[Chunk], first_file: int) -> LeafEntry:
-    """Check an array against its leaf, and describe it. The chunks to read are added to `chunks`, which are the files
-    from number `first_file` on."""
+    """Check an array against its leaf, and describe it. The chunks to read are added to `chunks`: they are the
+    files from number `first_file` on."""
     shape, dtype = tuple(array.shape), array.dtype.name
     if leaf.shape not in (None, shape):
         raise FormatError(
