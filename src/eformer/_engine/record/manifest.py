@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Raw, Struct, field
@@ -25,17 +25,16 @@ from eformer._engine.record.outline import LeafLine
 from eformer._engine.record.pieces import PIECE_BYTES
 from eformer._engine.record.regions import Region
 from eformer._engine.record.text import printable, shortened
-from eformer._engine.record.values import MALFORMED_JSON, value_from_json
+from eformer._engine.record.values import MALFORMED_JSON, json_decoder, parse_json, value_from_json
 from eformer.errors import FormatError, VersionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
-
-T = TypeVar("T")
+    from collections.abc import Container
 
 VERSION = 1
 UNREADABLE = "unreadable"  # key in place of a structure, for the reason why it cannot be read
 
+_INVALID_LEAVES = "the manifest's list of leaves is invalid"
 _MOST_SHOWN = 60  # characters of a plain value
 
 
@@ -196,7 +195,7 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
 
     def listed_leaves(self) -> dict[str, LeafEntry]:
         """Return the leaves as they are listed, unchecked; of a tree in parts they have no extents."""
-        entries = _parsed(self.raw_leaves, _decode_leaves)
+        entries = parse_json(self.raw_leaves, dict[str, LeafEntry], _INVALID_LEAVES)
         if both := entries.keys() & self.raw_values.keys():
             raise FormatError(f"the manifest lists {sorted(both)[:3]} both as arrays and as plain values")
         return entries
@@ -312,10 +311,10 @@ class Leaves(Mapping[str, LeafEntry]):
 
     def __init__(self, tree: TreeEntry) -> None:
         self._tree = tree
-        self._raw = _parsed(tree.raw_leaves, _decode_raw_leaves)
+        self._raw = parse_json(tree.raw_leaves, dict[str, Raw], _INVALID_LEAVES)
 
     def __getitem__(self, name: str) -> LeafEntry:
-        entry = _parsed(self._raw[name], _decode_leaf)
+        entry = parse_json(self._raw[name], LeafEntry, _INVALID_LEAVES)
         check_leaf(name, entry, self._tree)
         return entry
 
@@ -327,13 +326,6 @@ class Leaves(Mapping[str, LeafEntry]):
 
     def __len__(self) -> int:
         return len(self._raw)
-
-
-def _parsed(raw: Raw, decode: Callable[[Raw], T]) -> T:
-    try:
-        return decode(raw)
-    except MALFORMED_JSON as error:
-        raise FormatError(f"the manifest's list of leaves is invalid: {error}") from error
 
 
 def parse_structure(raw: Raw | bytes) -> Any:
@@ -437,7 +429,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     def parse(cls, data: bytes | str, origin: str) -> Manifest:
         """Parse a manifest that is part of a document whose digest has been checked."""
         try:
-            manifest = _decode_manifest(data)
+            manifest = json_decoder(Manifest).decode(data)
             for tree in manifest.trees.values():
                 check_tree(tree)
         except (*MALFORMED_JSON, FormatError) as error:
@@ -456,7 +448,7 @@ class _Head(Struct):
 
 def _refuse_newer(data: bytes | str, origin: str) -> None:
     try:
-        version = _decode_head(data).version
+        version = json_decoder(_Head).decode(data).version
     except MALFORMED_JSON:
         return
     if version > VERSION:
@@ -485,13 +477,6 @@ def weight_of(name: str, elements: int) -> int:
     """Weigh a box of a leaf. The weights of boxes sum to the weight of the leaf only if they cover it exactly once,
     but for collisions of a 64-bit hash."""
     return elements * xxh3_64_number(name.encode(errors="surrogatepass")) % 2**64
-
-
-_decode_manifest = msgspec.json.Decoder(Manifest).decode
-_decode_head = msgspec.json.Decoder(_Head).decode
-_decode_leaf = msgspec.json.Decoder(LeafEntry).decode
-_decode_leaves = msgspec.json.Decoder(dict[str, LeafEntry]).decode
-_decode_raw_leaves = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
 def encode_leaves(entries: dict[str, LeafEntry]) -> Raw:
