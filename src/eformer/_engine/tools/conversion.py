@@ -6,22 +6,17 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from eformer._engine.formats.nested_names import nested_spelled, split_spelled
+from eformer._engine.formats.nested_names import nested, nested_spelled, split_spelled
 from eformer._engine.record.dtypes import floating_dtype, is_floating
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE, parse_structure
-from eformer._engine.record.names import join_name
+from eformer._engine.record.names import join_name, split_name
 from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
 from eformer._engine.record.rename import Renamed, Rule, apply, origins, refuse_transformed_keys
 from eformer._engine.record.text import few, glance, shortened, size
 from eformer._engine.record.values import LeftToCode, value_from_json
-from eformer._engine.tools.sequential_writers import (
-    has_sequences,
-    names_as_structure,
-    renamed_in_npz,
-    require_structure,
-)
+from eformer._engine.tools.sequential_writers import has_sequences, renamed_in_npz, require_structure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -124,7 +119,7 @@ def plan_tree(view: View, rules: list[Rule] | None, dtype: Any, target: TargetFo
     else:
         converted = _rename_tree(view, apply(rules, arrays, list(values)), values, cast)
     if isinstance(structure, dict) and UNREADABLE in structure and rules is None:
-        converted.structure = names_as_structure([*arrays, *values])
+        converted.structure, _ = nested({name: split_name(name) for name in [*arrays, *values]})
         converted.notes.append("the structure cannot be read; the result is nested dicts by the names")
     if target in ("npz", "msgpack", "orbax"):
         names = [source.name for source in converted.sources]

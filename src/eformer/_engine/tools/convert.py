@@ -33,7 +33,7 @@ from eformer._engine.tasks.turns import turns
 from eformer._engine.tools import sequential_writers
 from eformer._engine.tools.adapter import plan_adapter
 from eformer._engine.tools.conversion import Conversion, ConvertedTree, TargetFormat, plan_tree, summarize
-from eformer._engine.tools.destination import destination_at
+from eformer._engine.tools.destination import Destination
 from eformer._engine.tools.orbax_writer import plan_orbax, write_checkpoint_metadata, write_tree
 from eformer._engine.tools.view import View
 from eformer._engine.tools.view import open as open_view
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from eformer._engine.record.rename import RenameRules
     from eformer._engine.stores.base import Store
     from eformer._engine.tasks.progress import Meter, Progress
-    from eformer._engine.tools.destination import Destination
 
 _DEFAULT_MEMORY = 2 * 10**9  # bytes, beside what the program takes already
 _RESERVE = 64 * 2**20  # bytes: threads, buffers of the system's libraries, Python's allocator
@@ -104,7 +103,7 @@ def convert(
         >>> convert("model.msgpack", "model.safetensors", dry_run=True).notes
         ('the source has no digests: its bytes could be read, but not checked',)
     """
-    place = destination_at(destination)
+    place = Destination(destination)
     target = _target_format(place.name, to)
     if config is not None and target != "peft":
         raise ValueError(f"config= is for to='peft', and the target is {target}")
