@@ -17,7 +17,7 @@ from msgspec import Raw, Struct, field
 
 from eformer._engine.record.check import check_leaf, check_tree, is_plain
 from eformer._engine.record.digests import NO_DIGEST, check_own_digest, stamp_digest, xxh3_64_number
-from eformer._engine.record.display import TreeSummary, as_html, as_text
+from eformer._engine.record.display import Shown, TreeSummary
 from eformer._engine.record.holdings import Holdings  # noqa: TC001  msgspec evaluates it
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
@@ -29,7 +29,7 @@ from eformer._engine.record.values import MALFORMED_JSON, json_decoder, parse_js
 from eformer.errors import FormatError, VersionError
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Sequence
 
 VERSION = 1
 UNREADABLE = "unreadable"  # key in place of a structure, for the reason why it cannot be read
@@ -132,7 +132,7 @@ def _region(box: tuple[tuple[int, ...], tuple[int, ...]]) -> Region:
     return Region(*box)
 
 
-class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
+class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
     """One saved tree: everything that one `save` call wrote.
 
     The files are in the directory `root` beside the manifest, or in the manifest's own directory; with `ocdbt` they are
@@ -234,11 +234,8 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
             lines,
         )
 
-    def __repr__(self) -> str:
-        return as_text("tree", [self.summary()])
-
-    def _repr_html_(self) -> str:
-        return as_html("tree", [self.summary()])
+    def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
+        return "tree", [self.summary()], ()
 
 
 class BoxedTree(TreeEntry, frozen=True, kw_only=True, dict=True):
@@ -352,7 +349,7 @@ class CommitLog(Struct, frozen=True, omit_defaults=True):
     gone: bool = False
 
 
-class Manifest(Struct, frozen=True, kw_only=True):
+class Manifest(Shown, Struct, frozen=True, kw_only=True):
     """The record of a checkpoint: its format, and its trees by prefix. A tree saved without a prefix is under ""."""
 
     digest: str = NO_DIGEST
@@ -361,18 +358,9 @@ class Manifest(Struct, frozen=True, kw_only=True):
     log: CommitLog | msgspec.UnsetType = msgspec.UNSET
     trees: dict[str, TreeEntry] = field(default_factory=dict)
 
-    def __repr__(self) -> str:
-        return as_text(self._title, self._summaries())
-
-    def _repr_html_(self) -> str:
-        return as_html(self._title, self._summaries())
-
-    @property
-    def _title(self) -> str:
-        return f"checkpoint ({self.format})"
-
-    def _summaries(self) -> list[TreeSummary]:
-        return [tree.summary(prefix) for prefix, tree in self.trees.items()]
+    def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
+        trees = [tree.summary(prefix) for prefix, tree in self.trees.items()]
+        return f"checkpoint ({self.format})", trees, ()
 
     @property
     def save_ids(self) -> set[str]:

@@ -13,7 +13,7 @@ import numpy as np
 from eformer._engine.formats.find import look_at, signer_of, was_replaced
 from eformer._engine.loading.fetch import fetch
 from eformer._engine.loading.read_plan import Want, plan_reads
-from eformer._engine.record.display import as_html, as_text
+from eformer._engine.record.display import Shown
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.manifest import Leaves, Manifest
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.record.display import TreeSummary
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.record.signature import Verifier
     from eformer._engine.stores.cache import Cached
@@ -45,11 +46,9 @@ class Inspected(Manifest, frozen=True, kw_only=True):
     left_out: tuple[str, ...] = ()
     signed_by: str | None = None
 
-    def __repr__(self) -> str:
-        return as_text(self._title, self._summaries(), self.left_out)
-
-    def _repr_html_(self) -> str:
-        return as_html(self._title, self._summaries(), self.left_out)
+    def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
+        title, trees, _ = super()._shown()
+        return title, trees, self.left_out
 
 
 @uninterrupted
@@ -103,7 +102,7 @@ def open(  # noqa: A001
     return _opened(path, prefix, cache, None if key is None else public_key(key))
 
 
-class View(Mapping[str, Any]):
+class View(Shown, Mapping[str, Any]):
     """Map names to arrays that are read when they are indexed, and to plain values.
 
     A name may be escaped, as iteration yields it, or as people write it. The name of a subtree gives a dict of its
@@ -207,15 +206,8 @@ class View(Mapping[str, Any]):
         """Pickle as a path: the copy opens the files again, in this process or another."""
         return _opened, (self._path, self._asked, self._cache, self._found.key)
 
-    def __repr__(self) -> str:
-        return as_text(self._title, [self._tree.summary(self._prefix)], self.left_out)
-
-    def _repr_html_(self) -> str:
-        return as_html(self._title, [self._tree.summary(self._prefix)], self.left_out)
-
-    @property
-    def _title(self) -> str:
-        return f"{self._path} ({self._found.manifest.format})"
+    def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
+        return f"{self._path} ({self.format})", [self._tree.summary(self._prefix)], self.left_out
 
     def read(
         self, name: str, entry: LeafEntry, region: Region, threads: int | None = None
